@@ -1,0 +1,36 @@
+# Everything a fresh machine needs: `make demo` and `make test`. Needs Python 3.11 or later.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+
+.PHONY: demo test test-all check setup clean
+
+demo: setup  ## a fine-tune that is killed, carries on exactly, and prints its receipt
+	$(RUN)/python bench/demo.py
+
+test: setup  ## the default suite, under ten minutes on two cores
+	$(RUN)/python -m pytest -m "not slow"
+
+test-all: setup $(VENV)/.quant  ## the long ones too, and those that need bitsandbytes
+	$(RUN)/python -m pytest
+	PYTHONPATH=$(VENV)/quant $(RUN)/python -m pytest tests/test_quantized.py
+
+check: setup  ## style and types
+	$(RUN)/ruff format --check src tests bench
+	$(RUN)/ruff check src tests bench
+	$(RUN)/mypy
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+# bitsandbytes apart from the rest: peft imports it wherever it is installed, which slows every start
+$(VENV)/.quant: $(VENV)/.ready
+	$(RUN)/python -m pip install --quiet --no-deps -c constraints.txt --target $(VENV)/quant bitsandbytes
+	touch $@
+
+clean:
+	rm -rf $(VENV) build demo .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,241 @@
+"""The front door: argv in, words and exit codes out. Nobody imports it.
+
+Torch is imported by the verbs that need it, so that `--help` and a wrong job file answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import farthing
+from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_MISTAKE, FarthingError, UserMistake
+
+DESCRIPTION = "Fine-tune a language model for the fewest dollars: resumable to the bit, with its bill."
+EPILOG = "exit codes: 0 finished, 1 crash, 2 mistake in the input, 3 stopped by a limit, 75 interrupted (run it again)"
+
+
+def entry() -> None:
+    """The `farthing` command."""
+    sys.exit(main())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    as_json: bool = getattr(arguments, "json", False)
+    try:
+        return int(arguments.run(arguments))
+    except FarthingError as error:
+        if as_json:
+            print(json.dumps(error.as_dict(), indent=1))
+        if not as_json or not sys.stderr.isatty():
+            print(f"farthing: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("farthing: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return EXIT_FINISHED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="farthing", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=f"farthing {farthing.__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    def verb(name: str, run: Any, summary: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=summary, description=summary, epilog=EPILOG)
+        sub.set_defaults(run=run)
+        return sub
+
+    sub = verb("init", _init, "write a commented starter job, the demo, or the JSON Schema of job files")
+    sub.add_argument("path", nargs="?", help="where to write (default: job.yaml; with --demo: demo/)")
+    sub.add_argument("--task", choices=("causal-lm", "seq2seq", "classification"), default="causal-lm")
+    sub.add_argument("--demo", action="store_true", help="a small model, data and job that run offline in a minute")
+    sub.add_argument("--schema", action="store_true", help="print the JSON Schema of the job file, for editors")
+    sub.add_argument("--json", action="store_true", help="print what was written as JSON")
+
+    sub = verb("train", _train, "start a job, or continue it where it was interrupted")
+    _job_arguments(sub)
+    sub.add_argument(
+        "--allow-restart", action="store_true", help="start from zero when no checkpoint of an earlier attempt is whole"
+    )
+    sub.add_argument("--json", action="store_true", help="print the receipt as JSON; progress goes to stderr")
+
+    sub = verb("report", _report, "print the receipt of a run, or compare two")
+    sub.add_argument("folder", help="run folder (output_dir)")
+    sub.add_argument("baseline", nargs="?", help="run folder to compare with")
+    sub.add_argument("--json", action="store_true")
+
+    sub = verb("export", _export, "write the trained model of a run as an adapter or merged into its base")
+    sub.add_argument("folder", help="run folder (output_dir)")
+    sub.add_argument("--output", required=True, help="new folder for the model")
+    sub.add_argument("--format", choices=("adapter", "merged"), default="merged")
+    sub.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the merged weights")
+    sub.add_argument("--json", action="store_true")
+
+    sub = verb("doctor", _doctor, "check this machine, and a job before it starts")
+    sub.add_argument("job", nargs="?", help="job file (YAML)")
+    sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
+    sub.add_argument("--json", action="store_true")
+    return parser
+
+
+def _job_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("job", help="job file (YAML)")
+    sub.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key, e.g. --set train.learning_rate=1e-4 (repeatable)",
+    )
+
+
+# ---- verbs ----
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    if arguments.schema:
+        from farthing.job import job_schema
+
+        print(json.dumps(job_schema(), indent=1))
+        return EXIT_FINISHED
+    if arguments.demo:
+        from farthing.tiny import write_demo
+
+        folder = Path(arguments.path or "demo")
+        if folder.exists() and any(folder.iterdir()):
+            raise UserMistake("the folder is not empty", where=str(folder), to_do="name a new one")
+        written = write_demo(folder)
+    else:
+        from farthing.starter import starter
+
+        written = Path(arguments.path or "job.yaml")
+        if written.exists():
+            raise UserMistake("there is such a file already", where=str(written), to_do="name another")
+        if not written.parent.is_dir():
+            raise UserMistake("no such folder", where=str(written.parent), to_do="make it first")
+        written.write_text(starter(arguments.task), encoding="utf-8")
+    next_step = f"farthing train {written}" if arguments.demo else f"farthing doctor {written}"
+    if arguments.json:
+        print(json.dumps({"written": str(written), "next": next_step}))
+    else:
+        print(f"wrote {written}\nnext: {next_step}")
+    return EXIT_FINISHED
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from farthing.job import load_job
+
+    job = load_job(arguments.job, arguments.set)
+    offer = _scaling_offer(arguments, job)
+
+    from rich.console import Console
+
+    from farthing.report.terminal import Terminal, draw_receipt
+
+    console = Console(stderr=arguments.json, highlight=False)
+    terminal = Terminal(console, job.train.logging_steps)
+    if offer:
+        terminal("note", {"text": offer})
+    from farthing.train import train
+
+    try:
+        outcome = train(job, terminal, allow_restart=arguments.allow_restart)
+    finally:
+        terminal.close()
+    if arguments.json:
+        print(json.dumps(outcome.receipt, indent=1))
+    else:
+        draw_receipt(console, outcome.receipt)
+        console.print()
+    words = {
+        "finished": f"[green]finished[/]: {outcome.reason}",
+        "limit": f"[yellow]stopped[/] by {outcome.reason}; raise the limit and run the same command to go on",
+        "interrupted": f"[yellow]interrupted[/] ({outcome.reason}); run the same command to go on",
+    }
+    console.print(words[outcome.state], highlight=False, soft_wrap=True)
+    return outcome.exit_code
+
+
+def _scaling_offer(arguments: argparse.Namespace, job: Any) -> str:
+    """The linear scaling rule, when the command line changes the global batch but not the learning rate."""
+    if not arguments.set or job.train.learning_rate_batch_size:
+        return ""
+    from farthing.job import load_job
+
+    try:
+        plain = load_job(arguments.job)
+    except FarthingError:
+        return ""
+    if plain.global_batch_size == job.global_batch_size or plain.learning_rate != job.learning_rate:
+        return ""
+    scaled = job.learning_rate * job.global_batch_size / plain.global_batch_size
+    return (
+        f"the global batch is {job.global_batch_size} instead of {plain.global_batch_size}; the linear scaling rule would "
+        f"make the learning rate {scaled:g}: --set train.learning_rate_batch_size={plain.global_batch_size}"
+    )
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from farthing.report.receipt import build_receipt, compare
+
+    result = build_receipt(Path(arguments.folder))
+    if arguments.baseline:
+        result = compare(result, build_receipt(Path(arguments.baseline)))
+    if arguments.json:
+        print(json.dumps(result, indent=1))
+        return EXIT_FINISHED
+    from rich.console import Console
+
+    from farthing.report.terminal import draw_comparison, draw_receipt
+
+    (draw_comparison if arguments.baseline else draw_receipt)(Console(highlight=False), result)
+    return EXIT_FINISHED
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    run = Path(arguments.folder)
+    if not run.is_dir():
+        raise UserMistake("no such run folder", where=str(run), to_do="name the output_dir of a job")
+    from farthing.export import export_run
+
+    written = export_run(run, Path(arguments.output), arguments.format, arguments.dtype)
+    if arguments.json:
+        print(json.dumps(written, indent=1))
+    else:
+        from farthing.units import say_bytes
+
+        print(f"wrote {written['folder']} ({written['format']}, {say_bytes(written['bytes'])})")
+    return EXIT_FINISHED
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from farthing.doctor import check_job, check_machine
+
+    checks = list(check_machine(Path.cwd()))
+    if arguments.job:
+        checks += check_job(Path(arguments.job), arguments.set)
+    failed = [check for check in checks if check.state == "failed"]
+    if arguments.json:
+        print(json.dumps({"ok": not failed, "checks": [check.as_dict() for check in checks]}, indent=1))
+    else:
+        from rich.console import Console
+        from rich.markup import escape
+
+        console = Console(highlight=False)
+        colours = {"ok": "green", "warning": "yellow", "failed": "red"}
+        for check in checks:
+            console.print(
+                f"[{colours[check.state]}]{check.state:8}[/] [bold]{escape(check.name)}[/]: {escape(check.found)}",
+                soft_wrap=True,
+            )
+            if check.to_do and (check.state != "ok"):
+                console.print(f"         to do: {escape(check.to_do)}", soft_wrap=True)
+    return EXIT_MISTAKE if failed else EXIT_FINISHED

@@ -1,0 +1,124 @@
+"""Which examples make up step k, and how they are cut: pure functions of (seed, epoch, step) and of lengths.
+
+No loader, no worker and no cursor exists, so there is nothing to save and a resume is O(1). The global batch is a
+number of examples; cutting it into micro-batches is an execution detail that never changes which examples a step has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.data.tokens import TokenSet
+
+IGNORED = -100  # label of a position the loss does not count, as in transformers
+
+
+@dataclass
+class Batches:
+    """The examples of every step.
+
+    Each epoch is a permutation of `examples` that follows from (seed, epoch); its last step takes what is left.
+    """
+
+    examples: NDArray[np.int64]
+    global_batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self._epoch = -1
+        self._order = self.examples
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one pass; the last may be a smaller batch."""
+        return -(-len(self.examples) // self.global_batch_size)
+
+    def examples_of(self, step: int) -> NDArray[np.int64]:
+        """Indices of the examples of optimizer step `step`, counted from 0."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            self._order, self._epoch = self.examples[permutation(len(self.examples), self.seed, epoch)], epoch
+        return self._order[place * self.global_batch_size : (place + 1) * self.global_batch_size]
+
+
+def permutation(n: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A shuffle of range(n) that is the same on every machine and with every numpy.
+
+    It ranks raw draws of Philox, whose stream numpy guarantees (NEP 19); `Generator.permutation` may change.
+    """
+    draws = np.random.Philox(key=_fold(seed, epoch)).random_raw(n)
+    return np.argsort(draws, kind="stable")
+
+
+def _fold(*numbers: int) -> int:
+    """A 128-bit key from numbers."""
+    text = ",".join(str(number) for number in numbers)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
+
+
+def split_by_input(
+    groups: NDArray[np.uint64], fraction: float, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(train, eval) example indices. Examples with equal input fall on the same side; `fraction` is of distinct inputs.
+
+    The distinct inputs are ranked by a hash of (input, seed): which side one falls on hardly depends on the others.
+    """
+    distinct = np.unique(groups)
+    n_eval = min(max(1, round(fraction * len(distinct))), len(distinct) - 1)
+    with np.errstate(over="ignore"):  # the finaliser of splitmix64 (Steele, Lea, Flood 2014), modulo 2^64
+        mixed = distinct + np.uint64(_fold(seed) & 0xFFFFFFFFFFFFFFFF)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+    chosen = distinct[np.argsort(mixed, kind="stable")[:n_eval]] if n_eval > 0 else distinct[:0]
+    is_eval = np.isin(groups, chosen)
+    return np.flatnonzero(~is_eval), np.flatnonzero(is_eval)
+
+
+def cut(examples: NDArray[np.int64], lengths: NDArray[np.int64], most: int) -> list[NDArray[np.int64]]:
+    """The step's examples in micro-batches of at most `most`, similar lengths together to spare padding."""
+    order = np.argsort(-lengths[examples], kind="stable")
+    ordered = examples[order]
+    return [ordered[start : start + most] for start in range(0, len(ordered), most)]
+
+
+def collate(tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], task: str, pad_id: int) -> dict[str, Any]:
+    """Arrays of one micro-batch, padded on the right to its longest example.
+
+    causal-lm:      input_ids, attention_mask, labels [batch, length]; labels are aligned with input_ids (not shifted)
+    seq2seq:        input_ids, attention_mask [batch, source], labels [batch, target]
+    classification: input_ids, attention_mask [batch, length], labels [batch]
+    """
+    rows = [tokens.example(int(index)) for index in examples]
+    if task == "seq2seq":
+        first_target = [int(np.argmax(is_target)) for _, is_target in rows]
+        sources = [ids[:start] for (ids, _), start in zip(rows, first_target, strict=True)]
+        targets = [ids[start:] for (ids, _), start in zip(rows, first_target, strict=True)]
+        batch = _padded(sources, pad_id)
+        batch["labels"] = _fill(targets, IGNORED)
+        return batch
+    batch = _padded([ids for ids, _ in rows], pad_id)
+    if task == "classification":
+        assert tokens.labels is not None
+        batch["labels"] = tokens.labels[np.asarray(examples)].astype(np.int64)
+    else:
+        batch["labels"] = _fill([np.where(is_target, ids, IGNORED) for ids, is_target in rows], IGNORED)
+    return batch
+
+
+def _fill(rows: list[Any], value: int) -> NDArray[np.int64]:
+    array = np.full((len(rows), max(len(row) for row in rows)), value, dtype=np.int64)
+    for index, row in enumerate(rows):
+        array[index, : len(row)] = row
+    return array
+
+
+def _padded(rows: list[Any], pad_id: int) -> dict[str, Any]:
+    mask = _fill([np.ones(len(row), np.int64) for row in rows], 0)
+    return {"input_ids": _fill(rows, pad_id), "attention_mask": mask}

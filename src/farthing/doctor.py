@@ -1,0 +1,153 @@
+"""The pre-flight list: is this machine fit to train, and is this job fit to start? Nothing is trained or changed.
+
+Each check gives a state (ok, warning, failed), what was found and what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from farthing.errors import FarthingError
+from farthing.job import Job, load_job
+from farthing.units import say_bytes
+
+EXTRAS = {
+    "bitsandbytes": "gpu: qlora, 8-bit and paged optimizers",
+    "pynvml": "gpu: GPU utilisation in the progress line",
+    "s3fs": "s3: data on s3://",
+    "gcsfs": "gcs: data on gs://",
+    "tensorboard": "track: train.report_to: [tensorboard]",
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the list."""
+
+    name: str
+    state: str
+    found: str
+    to_do: str = ""
+
+    def as_dict(self) -> dict[str, str]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def check_machine(folder: Path) -> Iterator[Check]:
+    """Python, torch, device, memory, disk, extras."""
+    import psutil
+    import torch
+
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    yield Check("python", "ok" if sys.version_info >= (3, 11) else "failed", version, "use Python 3.11 or later")
+    for package in ("torch", "transformers", "peft", "datasets"):
+        yield Check(package, "ok", importlib.metadata.version(package))
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(index)
+            free, total = torch.cuda.mem_get_info(index)
+            precision = "bf16" if major >= 8 else "fp16 with a gradient scaler"
+            found = f"{torch.cuda.get_device_name(index)}, compute {major}.{minor}, {say_bytes(free)} of {say_bytes(total)} free, {precision}"
+            yield Check(
+                f"gpu {index}", "ok" if free > 0.5 * total else "warning", found, "something else holds its memory"
+            )
+    else:
+        built = "torch has no CUDA" if torch.version.cuda is None else f"no usable driver for CUDA {torch.version.cuda}"
+        yield Check("gpu", "warning", f"none ({built})", "training runs on the CPU: fine for small models")
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False
+    yield Check(
+        "cpu", "ok", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads" + (", bf16" if bf16 else "")
+    )
+    memory = psutil.virtual_memory()
+    enough = memory.available > 2 << 30
+    yield Check(
+        "memory",
+        "ok" if enough else "warning",
+        f"{say_bytes(memory.available)} of {say_bytes(memory.total)} free",
+        "close something: loading a model needs twice its size",
+    )
+    disk = shutil.disk_usage(_nearest(folder))
+    enough = disk.free > 5 << 30
+    yield Check(
+        "disk", "ok" if enough else "warning", f"{say_bytes(disk.free)} free at {_nearest(folder)}", "make room"
+    )
+    for module, what in EXTRAS.items():
+        there = importlib.util.find_spec(module) is not None
+        extra = what.split(":")[0]
+        found = "installed" if there else f"not installed ({what})"
+        yield Check(module, "ok", found, "" if there else f"only if you need it: pip install 'farthing[{extra}]'")
+
+
+def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
+    """The job file, then model, tokenizer and data as far as they can be tried without training."""
+    from farthing.data.formats import converter, recognise
+    from farthing.data.read import Row
+    from farthing.hardware import choose_numerics, device_name
+    from farthing.model.load import need_bitsandbytes, quiet_libraries
+    from farthing.prepare import open_inputs
+
+    jobs: list[Job] = []
+    yield from _try("job", lambda: jobs.append(load_job(path, overrides)) or str(path))
+    if not jobs:
+        return
+    job = jobs[0]
+    quiet_libraries()
+
+    def precision() -> str:
+        numerics = choose_numerics(job.where.device, job.train.bf16, job.train.fp16)
+        return f"{device_name(numerics.device)} in {numerics.name}"
+
+    yield from _try("computes on", precision)
+    if job.method.name == "qlora" or "8bit" in job.train.optim or "paged" in job.train.optim:
+        yield from _try("bitsandbytes works", lambda: f"version {need_bitsandbytes('this job').__version__}")
+    opened: list[Any] = []
+    yield from _try("model, tokenizer and data", lambda: opened.append(open_inputs(job)) or "found")
+    if not opened:
+        return
+    inputs = opened[0]
+    for source in [*inputs.train_sources, *inputs.eval_sources]:
+
+        def first_rows(source: Any = source) -> str:
+            rows = list(itertools.islice(source.rows(), 200))
+            good = [row for row in rows if isinstance(row, Row)]
+            columns: set[str] = set().union(*(row.value.keys() for row in good))
+            name = recognise(columns, job.task, dict(job.data.columns), source.name)
+            convert = converter(
+                name, dict(job.data.columns), dict(job.data.label_map), inputs.tokenizer, job.data.train_on_prompt
+            )
+            n_bad = len(rows) - len(good)
+            for row in good:
+                try:
+                    convert(row.value)
+                except Exception:  # the reason is named, with its line, when the set is tokenized
+                    n_bad += 1
+            return f"format {name}; {n_bad} of the first {len(rows)} rows can't be used"
+
+        yield from _try(f"data {source.name}", first_rows)
+    if job.usd_per_hour == 0:
+        yield Check("price", "warning", "none given", "set where.usd_per_hour, or power_watts and usd_per_kwh")
+
+
+def _try(name: str, check: Callable[[], str]) -> Iterator[Check]:
+    try:
+        yield Check(name, "ok", check())
+    except FarthingError as error:
+        yield Check(
+            name, "failed", str(error.args[0]) if not error.where else f"{error.where}: {error.what}", error.to_do
+        )
+
+
+def _nearest(folder: Path) -> Path:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder

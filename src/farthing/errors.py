@@ -1,0 +1,96 @@
+"""Every mistake farthing names. An error says what is wrong, where, and what to do; only `cli` prints it.
+
+Refuses to hold any logic: raising is the caller's business, exit codes are the class's.
+"""
+
+from __future__ import annotations
+
+# What the process tells its caller. 75 is EX_TEMPFAIL of sysexits.h: "try the same command again".
+EXIT_FINISHED = 0
+EXIT_CRASH = 1
+EXIT_MISTAKE = 2
+EXIT_LIMIT = 3
+EXIT_INTERRUPTED = 75
+
+
+class FarthingError(Exception):
+    """A failure with its words: `what` happened, `where` (file:line, key), and what `to_do` about it."""
+
+    exit_code = EXIT_CRASH
+
+    def __init__(self, what: str, *, where: str = "", to_do: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.to_do = to_do
+
+    def __str__(self) -> str:
+        first = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{first}\n  to do: {self.to_do}" if self.to_do else first
+
+    def as_dict(self) -> dict[str, object]:
+        """The same words for `--json`."""
+        return {"error": self.what, "where": self.where, "to_do": self.to_do, "exit_code": self.exit_code}
+
+
+class UserMistake(FarthingError):
+    """Something the person at the keyboard can mend: exit code 2."""
+
+    exit_code = EXIT_MISTAKE
+
+
+class JobError(UserMistake):
+    """The job file is wrong. Carries every problem found, not only the first."""
+
+    def __init__(self, problems: list[UserMistake]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = problems
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "error": "the job file is wrong",
+            "exit_code": self.exit_code,
+            "problems": [problem.as_dict() for problem in self.problems],
+        }
+
+
+class DataError(UserMistake):
+    """The data can't be used as the job asks."""
+
+
+class ModelError(UserMistake):
+    """The model or its tokenizer can't be used as the job asks."""
+
+
+class HardwareError(UserMistake):
+    """The job asks for something this machine does not have."""
+
+
+class RunChanged(UserMistake):
+    """The run folder holds a run of something else: other data, tokenizer, model or settings."""
+
+
+class RunDamaged(UserMistake):
+    """No checkpoint of an earlier attempt can be trusted; a restart from zero has to be asked for."""
+
+
+class RunBusy(UserMistake):
+    """Another process holds the run folder."""
+
+
+class NoSpace(UserMistake):
+    """The disk can't hold what the run will write."""
+
+
+class SaveFailing(FarthingError):
+    """Several checkpoints in a row could not be written."""
+
+
+class NotFinite(FarthingError):
+    """Too many steps in a row had a loss or gradient that is not a number."""
+
+
+class Interrupted(FarthingError):
+    """Someone asked us to leave; what was committed is safe and the same command carries on."""
+
+    exit_code = EXIT_INTERRUPTED

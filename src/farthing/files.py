@@ -1,0 +1,253 @@
+"""Files that are whole or not there: drafts, manifests, renames, and logs that survive a torn last line.
+
+A folder is committed by this protocol: fill a draft beside it, fsync every file, write `manifest.json` (name, size and
+sha256 of each file) last and fsync it, rename the draft to its final name, fsync the parent. A folder without a valid
+manifest does not exist. Checkpoints and token caches both stand on it. Refuses to overwrite: what is committed is only
+ever removed, and removal renames it to a draft first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from farthing.errors import RunBusy
+
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 16 << 20
+_DRAFT = ".draft-"
+
+
+class Damaged(Exception):
+    """A folder's content is not what its manifest says. The message says in what way."""
+
+
+def fsync_path(path: Path) -> None:
+    """Force a file's bytes, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def make_private(folder: Path) -> Path:
+    """Create `folder` if need be, readable by its owner alone: it may hold data."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(OSError):
+        folder.chmod(0o700)
+    return folder
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file in one step: readers see the old content or the new, never a part."""
+    draft = path.with_name(f"{path.name}{_DRAFT}{uuid.uuid4().hex[:8]}")
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1, allow_nan=False, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+def commit_folder(final: Path, fill: Callable[[Path], None], facts: dict[str, Any]) -> dict[str, Any]:
+    """Write a folder by the protocol above and return its manifest: `facts` and the list of files.
+
+    `fill(draft)` writes the files, flat. On any error the draft is removed and nothing has changed.
+    Raises `FileExistsError` when `final` is there already.
+    """
+    if final.exists():
+        raise FileExistsError(f"{final} exists and is never overwritten")
+    draft = final.with_name(f"{final.name}{_DRAFT}{uuid.uuid4().hex[:8]}")
+    draft.mkdir(parents=True, mode=0o700)
+    try:
+        fill(draft)
+        entries = []
+        for path in sorted(draft.iterdir()):
+            fsync_path(path)
+            entries.append({"name": path.name, "size": path.stat().st_size, "sha256": sha256_of(path)})
+        manifest = {**facts, "files": entries}
+        write_json(draft / MANIFEST, manifest)
+        os.rename(draft, final)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    fsync_path(final.parent)
+    return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a committed folder, its form checked. Raises `Damaged`."""
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise Damaged(f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES} bytes")
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise Damaged(f"no {MANIFEST}: it was never committed") from error
+    except (ValueError, OSError) as error:
+        raise Damaged(f"{MANIFEST} can't be read: {error}") from error
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, list):
+        raise Damaged(f"{MANIFEST} lists no files")
+    for entry in files:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or name in ("", ".", "..", MANIFEST) or "/" in name or "\\" in name:
+            raise Damaged(f"{MANIFEST} names a file outside its folder: {name!r}")
+        if not isinstance(entry.get("size"), int) or not isinstance(entry.get("sha256"), str):
+            raise Damaged(f"{MANIFEST} gives no size and sha256 for {name}")
+    return dict(manifest)
+
+
+def verify_folder(folder: Path) -> dict[str, Any]:
+    """Check every file of a committed folder against its manifest, byte for byte, before anything is parsed.
+
+    Returns the manifest. Raises `Damaged`.
+    """
+    manifest = read_manifest(folder)
+    listed = {entry["name"] for entry in manifest["files"]}
+    for entry in manifest["files"]:
+        path = folder / entry["name"]
+        if path.is_symlink() or not path.is_file():
+            raise Damaged(f"{path.name} is missing")
+        size = path.stat().st_size
+        if size != entry["size"]:
+            raise Damaged(f"{path.name} has {size} bytes, {entry['size']} were written")
+        if sha256_of(path) != entry["sha256"]:
+            raise Damaged(f"{path.name} differs from what was written (sha256)")
+    extra = {path.name for path in folder.iterdir()} - listed - {MANIFEST}
+    if extra:
+        raise Damaged(f"holds files it was not written with: {', '.join(sorted(extra))}")
+    return manifest
+
+
+def discard(folder: Path) -> None:
+    """Remove a committed folder: it stops existing in one step, its bytes go afterwards."""
+    gone = folder.with_name(f"{folder.name}{_DRAFT}{uuid.uuid4().hex[:8]}")
+    os.rename(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def sweep_drafts(folder: Path) -> int:
+    """Remove what killed writers left behind in `folder`; returns how many drafts there were."""
+    drafts = [path for path in folder.iterdir() if _DRAFT in path.name] if folder.is_dir() else []
+    for path in drafts:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return len(drafts)
+
+
+def install_folder(final: Path, fill: Callable[[Path], None]) -> None:
+    """Write a folder for others (an exported model) so that it appears whole, replacing an earlier one."""
+    draft = final.with_name(f"{final.name}{_DRAFT}{uuid.uuid4().hex[:8]}")
+    draft.mkdir(parents=True)
+    try:
+        fill(draft)
+        for path in draft.rglob("*"):
+            fsync_path(path)
+        if final.exists():
+            discard(final)
+        os.rename(draft, final)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    fsync_path(final.parent)
+
+
+class JsonLines:
+    """An append-only log of one JSON object a line. A line torn by a kill is dropped when the log is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: IO[str] | None = None
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one line and hand it to the operating system: it survives the death of this process."""
+        if self._file is None:
+            torn = self.path.exists() and self.path.stat().st_size > 0 and not self._ends_a_line()
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            if torn:
+                self._file.write("\n")
+        self._file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Force the lines to the disk: they survive the death of the machine."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; a later append opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every whole line, in order."""
+        if self.path.exists():
+            with open(self.path, encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    with contextlib.suppress(ValueError):
+                        row = json.loads(line)
+                        if isinstance(row, dict):
+                            yield row
+
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Drop the lines that are not wanted, in one step."""
+        self.close()
+        if not self.path.exists():
+            return
+        draft = self.path.with_name(f"{self.path.name}{_DRAFT}{uuid.uuid4().hex[:8]}")
+        with open(draft, "w", encoding="utf-8") as file:
+            for row in self.rows():
+                if wanted(row):
+                    file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, self.path)
+        fsync_path(self.path.parent)
+
+    def _ends_a_line(self) -> bool:
+        with open(self.path, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) == b"\n"
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold `folder` against a second farthing process for as long as the block runs. Raises `RunBusy`."""
+    with open(folder / ".lock", "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise RunBusy(
+                f"another process is training in this folder (pid {file.read().strip() or 'unknown'})",
+                where=str(folder),
+                to_do="wait for it, stop it, or give this job another output_dir",
+            ) from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

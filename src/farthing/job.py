@@ -1,0 +1,566 @@
+"""The job file: what is wanted. `job.yaml` in, one frozen `Job` out, or every mistake in it at once.
+
+Names are those of the Hugging Face training arguments where one exists. Paths in the file are relative to the file,
+paths given by `--set` to the working directory. Refuses to touch torch, the network or the data: reading a job is
+instant, and running one never executes anything the file holds (safe YAML, no import paths, no interpolation).
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from farthing.errors import JobError, UserMistake
+from farthing.units import parse_hours, parse_usd
+
+MAX_JOB_BYTES = 1 << 20
+
+Task = Literal["causal-lm", "seq2seq", "classification"]
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
+Usd = Annotated[float, BeforeValidator(parse_usd), Field(ge=0)]
+Hours = Annotated[float, BeforeValidator(parse_hours), Field(gt=0)]
+Paths = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+
+
+def _number_is_no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is wanted, not true/false")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number_is_no_bool)]
+
+
+class Section(BaseModel):
+    """A frozen part of the job; unknown keys are mistakes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+
+class ModelSection(Section):
+    """Which model. `model: NAME` is short for `model: {model_name_or_path: NAME}`."""
+
+    model_name_or_path: str
+    """Hub name (`Qwen/Qwen2.5-0.5B`) or local folder in Hugging Face format."""
+    revision: str | None = None
+    """Hub branch, tag or commit."""
+    tokenizer_name_or_path: str | None = None
+    """Where the tokenizer is, when it is not with the model."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """`random` trains from fresh weights: a folder with config.json and a tokenizer is enough."""
+    attn_implementation: str | None = None
+    """Attention of transformers: sdpa (its default), eager, flash_attention_2 ..."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Needs a Hub `revision` of 40 hex digits, or a local folder."""
+
+    @model_validator(mode="after")
+    def _remote_code_is_pinned(self) -> ModelSection:
+        local = Path(self.model_name_or_path).is_absolute()
+        if self.trust_remote_code and not local and not re.fullmatch(r"[0-9a-f]{40}", self.revision or ""):
+            raise ValueError("trust_remote_code needs `revision:` to be a full commit (40 hex digits)")
+        return self
+
+
+class DataSection(Section):
+    """Which examples. `data: FILE` is short for `data: {train: FILE}`."""
+
+    train: Paths
+    """Files (jsonl, json, csv, parquet; local, s3://, gs://, https://; globs), a data set folder, or a Hub name."""
+    eval: Paths = ()
+    """The same for evaluation."""
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Without `eval`: the share of distinct inputs held out of `train` (rows with equal input stay together)."""
+    dataset_config_name: str | None = None
+    """Configuration of a Hub data set."""
+    train_split: str = "train"
+    """Split of a Hub data set or data set folder."""
+    eval_split: str = "validation"
+    """Split for `eval` of a Hub data set or data set folder."""
+    columns: dict[str, str] = {}
+    """Standard column name -> name in the data, e.g. {text: narrative, label: product}."""
+    label_map: dict[str, str] = {}
+    """Classification: label in the data -> label to train on, to merge what is the same class."""
+    max_length: Positive | None = None
+    """Longest input in tokens (prompt and completion together for causal-lm). Default: 1024, 512 for the others."""
+    max_target_length: Positive = 128
+    """Seq2seq: longest target in tokens, at training and when generating."""
+    too_long: Literal["truncate", "skip", "error"] = "truncate"
+    """What to do with an example over its limit. It is counted whatever is chosen."""
+    train_on_prompt: bool = False
+    """Causal-lm: take the loss on prompt and user tokens too."""
+    chat_template: str | None = None
+    """A Jinja file to use instead of the tokenizer's chat template."""
+    max_bad_rows: Share = 0.01
+    """Largest share of rows that may be unusable before the run is refused."""
+    max_train_samples: Positive | None = None
+    """Use only the first N usable examples for training."""
+    max_eval_samples: Positive | None = None
+    """Use only the first N usable examples for evaluation."""
+
+
+class MethodSection(Section):
+    """How much of the model is trained. `method: lora` is short for `method: {name: lora}`."""
+
+    name: Literal["full", "lora", "qlora"] = "lora"
+    lora_r: Positive = 16
+    lora_alpha: Annotated[Number, Field(gt=0)] = 32.0
+    lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    target_modules: Paths = ()
+    """Layers that get an adapter: names, or `all-linear`. Default: all-linear (query and value for classification)."""
+    modules_to_save: Paths = ()
+    """Further modules trained in full and saved. A classification head is always among them."""
+    use_dora: bool = False
+    use_rslora: bool = False
+
+
+class TrainSection(Section):
+    """The training arguments."""
+
+    num_train_epochs: Annotated[Number, Field(gt=0)] = 3.0
+    max_steps: Positive | None = None
+    """Stop after this many optimizer steps, whatever the epochs."""
+    global_batch_size: Positive | None = None
+    """Examples per optimizer step. Default 16, or the product of the two keys below."""
+    per_device_train_batch_size: Positive | None = None
+    """Most examples in one forward pass: an execution detail that does not change the result."""
+    gradient_accumulation_steps: Positive | None = None
+    per_device_eval_batch_size: Positive = 16
+    learning_rate: Annotated[Number, Field(gt=0)] | None = None
+    """Default: 2e-4 for lora and qlora, 2e-5 for full."""
+    learning_rate_batch_size: Positive | None = None
+    """The global batch the learning rate was tuned for: the rate is scaled linearly to the one in use."""
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+    ] = "linear"
+    warmup_ratio: Share = 0.03
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Overrides warmup_ratio."""
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
+    """0 switches clipping off."""
+    optim: Literal[
+        "adamw_torch_fused",
+        "adamw_torch",
+        "sgd",
+        "adamw_8bit",
+        "adamw_bnb_8bit",
+        "paged_adamw_8bit",
+        "paged_adamw_32bit",
+    ] = "adamw_torch_fused"
+    adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.999
+    adam_epsilon: Annotated[Number, Field(gt=0)] = 1e-8
+    label_smoothing_factor: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
+    bf16: bool | None = None
+    """Default: on where the GPU has it natively (Ampere and later)."""
+    fp16: bool | None = None
+    """Default: on for older GPUs (V100, T4)."""
+    tf32: bool = True
+    gradient_checkpointing: bool | Positive | Literal["auto"] = "auto"
+    """true: every layer; k: every k-th layer; auto: as much as the measured need asks for."""
+    full_determinism: bool = False
+    """CUDA: only deterministic kernels, so that a resume is bit-identical there too. The CPU always is."""
+    eval_strategy: Literal["epoch", "steps", "no"] = "epoch"
+    eval_steps: Positive | None = None
+    """Optimizer steps between evaluations; implies eval_strategy: steps."""
+    predict_with_generate: bool = True
+    """Seq2seq: generate at evaluation, for exact match and ROUGE."""
+    metric_for_best_model: str | None = None
+    """loss, perplexity, accuracy, f1, precision, recall, exact_match, rouge1, rouge2, rougeL. Default: loss."""
+    greater_is_better: bool | None = None
+    """Default: known from the metric."""
+    load_best_model_at_end: bool = True
+    """Export the best checkpoint, when there is evaluation data; else the last one."""
+    early_stopping_patience: Positive | None = None
+    """Stop after this many evaluations without an improvement."""
+    early_stopping_threshold: Annotated[Number, Field(ge=0)] = 0.0
+    """The least change that counts as an improvement (min-delta)."""
+    save_steps: Positive | None = None
+    """Optimizer steps between checkpoints. Default: by time, see save_minutes."""
+    save_minutes: Annotated[Number, Field(gt=0)] = 5.0
+    save_total_limit: Annotated[int, Field(ge=2)] = 2
+    """How many of the newest checkpoints are kept, besides the best."""
+    logging_steps: Positive = 10
+    max_skipped_steps: Positive = 5
+    """Stop after this many steps in a row whose loss or gradient is not a number."""
+    report_to: tuple[Literal["tensorboard"], ...] = ()
+
+    @model_validator(mode="after")
+    def _batches_agree(self) -> TrainSection:
+        micro, accumulation = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        if self.global_batch_size is None and accumulation is not None and micro is None:
+            raise ValueError("gradient_accumulation_steps needs per_device_train_batch_size or global_batch_size")
+        if self.global_batch_size and micro and accumulation and self.global_batch_size != micro * accumulation:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is not per_device_train_batch_size {micro} x "
+                f"gradient_accumulation_steps {accumulation}; leave one of the three out"
+            )
+        if self.bf16 and self.fp16:
+            raise ValueError("bf16 and fp16 exclude each other")
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            raise ValueError("eval_strategy: steps needs eval_steps")
+        return self
+
+
+class LimitsSection(Section):
+    """What the run may not pass. At a limit it saves, stops and exits with 3."""
+
+    max_usd: Usd | None = None
+    max_hours: Hours | None = None
+    deadline: datetime | None = None
+    """ISO date and time; without a zone it is the machine's own."""
+
+
+class WhereSection(Section):
+    """Where it runs and what an hour there costs."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    usd_per_hour: Usd = 0.0
+    """Price of the machine."""
+    power_watts: Annotated[Number, Field(ge=0)] = 0.0
+    """An owned machine: what it draws under load ..."""
+    usd_per_kwh: Usd = 0.0
+    """... and what a kWh costs."""
+
+
+def _short(key: str) -> BeforeValidator:
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str | list) else value)
+
+
+class Job(Section):
+    """A whole job. Every key besides the first three has a default."""
+
+    task: Task
+    model: Annotated[ModelSection, _short("model_name_or_path")]
+    data: Annotated[DataSection, _short("train")]
+    method: Annotated[MethodSection, _short("name")] = MethodSection()
+    train: TrainSection = TrainSection()
+    limits: LimitsSection = LimitsSection()
+    where: WhereSection = WhereSection()
+    output_dir: str
+    """The run folder: checkpoints, logs, the receipt and the trained model."""
+    cache_dir: str | None = None
+    """Where tokenized data is kept. Default: ~/.cache/farthing."""
+
+    # ---- what follows from the keys ----
+
+    @property
+    def global_batch_size(self) -> int:
+        """Examples per optimizer step."""
+        train = self.train
+        if train.global_batch_size is not None:
+            return train.global_batch_size
+        if train.per_device_train_batch_size is not None:
+            return train.per_device_train_batch_size * (train.gradient_accumulation_steps or 1)
+        return 16
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Most examples in one forward pass."""
+        train, batch = self.train, self.global_batch_size
+        if train.per_device_train_batch_size is not None:
+            return min(train.per_device_train_batch_size, batch)
+        if train.gradient_accumulation_steps is not None:
+            return -(-batch // train.gradient_accumulation_steps)
+        return min(8, batch)
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate in use, scaled linearly when `learning_rate_batch_size` says what it was tuned for."""
+        rate = self.train.learning_rate
+        if rate is None:
+            rate = 2e-5 if self.method.name == "full" else 2e-4
+        tuned_for = self.train.learning_rate_batch_size
+        return rate * self.global_batch_size / tuned_for if tuned_for else rate
+
+    @property
+    def usd_per_hour(self) -> float:
+        """Price of an hour: rent plus electricity."""
+        return self.where.usd_per_hour + self.where.power_watts / 1000 * self.where.usd_per_kwh
+
+    @property
+    def max_length(self) -> int:
+        """Longest input in tokens."""
+        return self.data.max_length or (1024 if self.task == "causal-lm" else 512)
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that can change the result, flat: a run can only be continued by a job that agrees on them.
+
+        Left out on purpose: how the batch is cut, evaluation batch size, where and how often things are saved or
+        logged, limits, price, device and paths (data, tokenizer and model are identified by content).
+        """
+        train = self.train.model_dump(
+            exclude={
+                "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
+                "learning_rate_batch_size", "per_device_eval_batch_size", "gradient_checkpointing", "bf16", "fp16",
+                "eval_strategy", "load_best_model_at_end", "save_steps", "save_minutes", "save_total_limit",
+                "logging_steps", "max_skipped_steps", "report_to",
+            }
+        )  # fmt: skip
+        train |= {"global_batch_size": self.global_batch_size, "learning_rate": self.learning_rate}
+        data = self.data.model_dump(include={"eval_fraction", "max_train_samples", "max_eval_samples"})
+        parts: dict[str, Any] = {"train": train, "data": data, "method": self.method.model_dump()}
+        flat: dict[str, Any] = {
+            f"{section}.{key}": value for section, keys in parts.items() for key, value in keys.items()
+        }
+        flat |= {"task": self.task, "model.init": self.model.init}
+        return dict(json.loads(json.dumps(flat)))
+
+
+# ---- reading ----
+
+SHORTHAND = {"model": "model_name_or_path", "data": "train", "method": "name"}
+
+
+def load_job(path: str | Path, overrides: list[str] | None = None) -> Job:
+    """Read and check a job file.
+
+    `overrides` are `section.key=value` strings whose values are YAML. Raises `JobError` with every problem found,
+    each with its line or its `--set`.
+    """
+    path = Path(path)
+    text = _read_text(path)
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        what = getattr(error, "problem", None) or str(error)
+        raise JobError([UserMistake(f"not valid YAML: {what}", where=f"{path}{line}")]) from error
+    if not isinstance(values, dict):
+        raise JobError(
+            [UserMistake("a job is a mapping of keys to values", where=str(path), to_do="see farthing init")]
+        )
+    lines: dict[tuple[str, ...], int] = {}
+    problems = list(_walk(node, (), lines, path))
+    values = _expand(values)
+    from_command_line: set[tuple[str, ...]] = set()
+    for text in overrides or []:
+        try:
+            from_command_line.add(_override(values, text))
+        except ValueError as error:
+            problems.append(UserMistake(str(error), where=f"--set {text}", to_do="--set train.learning_rate=1e-4"))
+    try:
+        job = Job.model_validate(values)
+    except ValidationError as error:
+        problems += [_explain(item, lines, from_command_line, path) for item in error.errors()]
+    if problems:
+        raise JobError(problems)
+    return _with_absolute_paths(job, path.resolve().parent, Path.cwd(), from_command_line)
+
+
+def job_schema() -> dict[str, Any]:
+    """The JSON Schema of the job file, for editors. The short forms (`model: NAME`) are in it."""
+    schema = Job.model_json_schema()
+    for section, key in SHORTHAND.items():
+        short = {"type": "string", "description": f"short for {section}: {{{key}: ...}}"}
+        schema["properties"][section] = {"anyOf": [short, schema["properties"][section]]}
+    one_or_many = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    for definition in schema["$defs"].values():
+        for key, value in definition.get("properties", {}).items():
+            if key in ("train", "eval", "target_modules", "modules_to_save") and value.get("type") == "array":
+                definition["properties"][key] = {**one_or_many, "description": value.get("description", "")}
+            if key in ("max_usd", "usd_per_hour", "usd_per_kwh", "max_hours"):
+                definition["properties"][key] = {
+                    "anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}],
+                    "description": value.get("description", ""),
+                }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "farthing job", **schema}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_JOB_BYTES:
+            raise JobError([UserMistake("larger than 1 MiB: not a job file", where=str(path))])
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+        to_do = f"did you mean {path.parent / near[0]}?" if near else "`farthing init` writes a starter"
+        raise JobError([UserMistake("no such job file", where=str(path), to_do=to_do)]) from error
+    except IsADirectoryError as error:
+        raise JobError(
+            [UserMistake("a folder, not a job file", where=str(path), to_do="name the YAML file")]
+        ) from error
+    except UnicodeDecodeError as error:
+        raise JobError([UserMistake(f"not UTF-8 text (byte {error.start})", where=str(path))]) from error
+    except OSError as error:
+        raise JobError([UserMistake(f"can't be read: {error.strerror}", where=str(path))]) from error
+
+
+def _walk(node: yaml.Node, at: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path) -> Iterator[UserMistake]:
+    """Fill `lines` with the line of every key; yield keys that stand twice (YAML would silently keep the last)."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            name = (*at, str(getattr(key, "value", "?")))
+            line = key.start_mark.line + 1
+            if name in lines:
+                yield UserMistake(
+                    f"`{'.'.join(name)}` stands twice (first on line {lines[name]})",
+                    where=f"{path}:{line}",
+                    to_do="keep one of them",
+                )
+            lines[name] = line
+            yield from _walk(value, name, lines, path)
+
+
+def _expand(values: dict[Any, Any]) -> dict[Any, Any]:
+    """`model: NAME` -> `model: {model_name_or_path: NAME}`, so that `--set model.revision=...` finds a mapping."""
+    return {
+        key: {SHORTHAND[key]: value} if key in SHORTHAND and isinstance(value, str | list) else value
+        for key, value in values.items()
+    }
+
+
+def _override(values: dict[Any, Any], text: str) -> tuple[str, ...]:
+    """Put `a.b=value` into `values`; returns its key path."""
+    key, sign, raw = text.partition("=")
+    if not sign or not key.strip():
+        raise ValueError("expected key=value")
+    names = tuple(key.strip().split("."))
+    try:
+        value = yaml.safe_load(raw) if raw else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"the value is not valid YAML: {raw!r}") from error
+    if len(names) == 1 and names[0] in SHORTHAND and not isinstance(value, dict):
+        names = (*names, SHORTHAND[names[0]])
+    place = values
+    for name in names[:-1]:
+        inner = place.get(name)
+        place[name] = inner if isinstance(inner, dict) else {}
+        place = place[name]
+    place[names[-1]] = value
+    return names
+
+
+def _explain(
+    item: Any, lines: dict[tuple[str, ...], int], from_command_line: set[tuple[str, ...]], path: Path
+) -> UserMistake:
+    """A pydantic error in our words, with the line it stands on."""
+    loc = tuple(str(part) for part in item["loc"] if not str(part).startswith("function-"))
+    key = ".".join(loc)
+    given = next((k for k in from_command_line if loc[: len(k)] == k), None)
+    line = next((lines[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in lines), None)
+    where = f"--set {'.'.join(given)}" if given else f"{path}:{line}" if line else str(path)
+    kind, message = item["type"], item["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        known = _keys_of(loc[:-1])
+        near = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.6)
+        elsewhere = [full for full in _all_keys() if full.split(".")[-1] == loc[-1]]
+        if near:
+            to_do = f"did you mean `{near[0]}`?"
+        elif elsewhere:
+            to_do = f"it belongs in `{elsewhere[0]}`"
+        else:
+            to_do = f"known here: {', '.join(known)}" if known else f"`{'.'.join(loc[:-1])}` has no such key"
+        return UserMistake(f"unknown key `{key}`", where=where, to_do=to_do)
+    if kind == "missing":
+        to_do = f"add `{loc[-1]}:`" + {
+            "task": " causal-lm, seq2seq or classification",
+            "model": " a Hub name or a folder",
+            "output_dir": " a folder for the run",
+        }.get(loc[-1], "")
+        return UserMistake(f"`{key}` is missing", where=where, to_do=to_do)
+    if kind == "literal_error":
+        expected = item.get("ctx", {}).get("expected", "")
+        choices = re.findall(r"'([^']+)'", expected)
+        near = difflib.get_close_matches(str(item["input"]), choices, n=1)
+        to_do = f"did you mean `{near[0]}`?" if near else f"use {expected}"
+        return UserMistake(f"`{key}` can't be {item['input']!r}", where=where, to_do=to_do)
+    wanted = message[0].lower() + message[1:] if message else kind
+    if kind == "value_error":
+        return UserMistake(f"`{key}`: {wanted}" if key else wanted, where=where)
+    return UserMistake(f"`{key}` can't be {item['input']!r}", where=where, to_do=wanted)
+
+
+def _section_fields(section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel] | None]]:
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        is_section = isinstance(inner, type) and issubclass(inner, BaseModel)
+        yield name, inner if is_section else None  # type: ignore[misc]
+
+
+def _keys_of(loc: tuple[str, ...]) -> list[str]:
+    section: type[BaseModel] = Job
+    for name in loc:
+        inner = dict(_section_fields(section)).get(name)
+        if inner is None:
+            return []
+        section = inner
+    return list(section.model_fields)
+
+
+def _all_keys() -> list[str]:
+    return [f"{name}.{key}" for name, inner in _section_fields(Job) if inner for key in inner.model_fields]
+
+
+def is_remote(path: str) -> bool:
+    """Whether a data path goes through fsspec: it has a scheme."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", path) is not None
+
+
+def _absolute(path: str, base: Path) -> str:
+    expanded = Path(path).expanduser()
+    return str(expanded) if expanded.is_absolute() else str((base / expanded).resolve())
+
+
+def _looks_local(name: str, base: Path) -> bool:
+    """A Hub name has at most one slash and no leading dot; whatever exists, or looks like a path, is a path."""
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or (base / name).exists():
+        return True
+    return Path(name).suffix.lower() in {".jsonl", ".json", ".csv", ".parquet", ".gz"} or any(c in name for c in "*?[")
+
+
+def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set[tuple[str, ...]]) -> Job:
+    """The same job with local paths made absolute and globs spelled out."""
+
+    def base_of(*key: str) -> Path:
+        return cwd if key in from_command_line else base
+
+    def local(name: str | None, *key: str) -> str | None:
+        if name is None or is_remote(name) or not _looks_local(name, base_of(*key)):
+            return name
+        return _absolute(name, base_of(*key))
+
+    def sources(names: tuple[str, ...], *key: str) -> tuple[str, ...]:
+        found: list[str] = []
+        for name in names:
+            path = str(local(name, *key))
+            spread = sorted(glob.glob(path)) if any(c in path for c in "*?[") and not is_remote(path) else [path]
+            found += spread or [path]
+        return tuple(found)
+
+    model = job.model.model_copy(
+        update={
+            "model_name_or_path": local(job.model.model_name_or_path, "model", "model_name_or_path"),
+            "tokenizer_name_or_path": local(job.model.tokenizer_name_or_path, "model", "tokenizer_name_or_path"),
+        }
+    )
+    template = job.data.chat_template
+    data = job.data.model_copy(
+        update={
+            "train": sources(job.data.train, "data", "train"),
+            "eval": sources(job.data.eval, "data", "eval"),
+            "chat_template": template and _absolute(template, base_of("data", "chat_template")),
+        }
+    )
+    cache = job.cache_dir
+    return job.model_copy(
+        update={
+            "model": model,
+            "data": data,
+            "output_dir": _absolute(job.output_dir, base_of("output_dir")),
+            "cache_dir": _absolute(cache, base_of("cache_dir")) if cache else str(Path.home() / ".cache" / "farthing"),
+        }
+    )

@@ -1,0 +1,207 @@
+"""Every second of a run has a name and a price.
+
+A `Meter` is always in exactly one span, so the spans of an attempt add up to its wall time by construction. The
+`Ledger` keeps the last word of every attempt on disk, apart from the checkpoints: time that was paid for stays on the
+bill even when its work was lost. Refuses to know what is being measured: it gets names and numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from farthing.files import JsonLines
+
+# The spans, in the order of the receipt, and what each is.
+SPANS = {
+    "start_up": "start-up: process, imports, checks",
+    "tokenize": "reading and tokenizing data",
+    "load_model": "loading the model",
+    "restore": "restoring a checkpoint",
+    "data_wait": "waiting for batches",
+    "host_to_device": "copying batches to the device",
+    "compute": "forward and backward",
+    "optimizer": "clipping and optimizer",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoints",
+    "export": "exporting the model",
+    "idle": "everything else",
+}
+WORK = ("data_wait", "host_to_device", "compute", "optimizer")
+
+
+def seconds_since_process_start() -> float:
+    """Age of this process in seconds: what imports and start-up have cost before the meter existed."""
+    age = time.time() - psutil.Process().create_time()
+    return age if 0 <= age < 3600 else 0.0
+
+
+class Meter:
+    """A stopwatch that is always in one named span. `clock` gives monotonic seconds."""
+
+    def __init__(self, *, already_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._name = "start_up"
+        self.spans: dict[str, float] = {"start_up": already_s}
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time inside the block belongs to `name`, and to nothing else."""
+        before = self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def enter(self, name: str) -> None:
+        """From now on time belongs to `name`, until another span begins."""
+        self._switch(name)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the process began."""
+        self._switch(self._name)
+        return sum(self.spans.values())
+
+    def _switch(self, name: str) -> str:
+        if name not in SPANS:
+            raise KeyError(f"no such span: {name}")
+        now = self._clock()
+        before = self._name
+        self.spans[before] = self.spans.get(before, 0.0) + now - self._since
+        self._name, self._since = name, now
+        return before
+
+
+@dataclass
+class Attempt:
+    """What one process has cost: its spans, its price, and how far it came."""
+
+    number: int
+    spans: dict[str, float] = field(default_factory=dict)
+    usd_per_hour: float = 0.0
+    started_at: float = 0.0
+    first_step: int = 0
+    last_step: int = 0
+    began: bool = False
+    ended: str = "killed"
+    redone_s: float = 0.0
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of this attempt."""
+        return sum(self.spans.values())
+
+    @property
+    def usd(self) -> float:
+        """Dollars of this attempt."""
+        return self.wall_s / 3600 * self.usd_per_hour
+
+
+class Ledger:
+    """The attempts of a run, in `ledger.jsonl`: one line a step or so, the last line of each attempt counts.
+
+    What a process spends between its last line and a kill is the only time that is not on the bill; it is less than
+    a step or a second, whichever is longer.
+    """
+
+    def __init__(self, path: Path, meter: Meter, usd_per_hour: float) -> None:
+        self._lines = JsonLines(path)
+        self._meter = meter
+        self._usd_per_hour = usd_per_hour
+        self.past = read_attempts(self._lines)
+        self.number = len(self.past) + 1
+        self._past_s = sum(attempt.wall_s for attempt in self.past)
+        self._past_usd = sum(attempt.usd for attempt in self.past)
+        self._first_step = self._step = 0
+        self._last_line_at = -1e9
+        self._facts: dict[str, Any] = {}
+        rows = list(self._lines.rows())
+        self.committed_step = max((row.get("committed", -1) for row in rows), default=-1)
+        self.forecast: dict[str, Any] | None = next((row["forecast"] for row in rows if "forecast" in row), None)
+
+    @property
+    def spent_usd(self) -> float:
+        """Dollars of the whole run so far, all attempts."""
+        return self._past_usd + self._meter.wall_s / 3600 * self._usd_per_hour
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of the whole run so far, all attempts."""
+        return self._past_s + self._meter.wall_s
+
+    def begin_at(self, step: int) -> None:
+        """This attempt continues after `step`."""
+        self._first_step = self._step = step
+        self.write("started")
+
+    def at_step(self, step: int, facts: dict[str, Any], forecast: dict[str, Any] | None = None) -> None:
+        """Note that `step` is done. Written at most once a second, so that quick steps cost nothing; a first forecast
+        is written at once and kept for the whole run."""
+        self._step, self._facts = step, facts
+        if forecast is not None and self.forecast is None:
+            self.forecast = forecast
+            self.write("running", forecast=forecast)
+        elif self._meter.wall_s - self._last_line_at >= 1.0:
+            self.write("running")
+
+    def committed(self, step: int) -> None:
+        """Note that the checkpoint of `step` is safe on disk."""
+        self.committed_step = max(self.committed_step, step)
+        self.write("running", committed=step)
+
+    def write(self, state: str, **facts: Any) -> None:
+        """Write a line now. `state` is what the attempt is if this stays its last line."""
+        wall_s = self._meter.wall_s
+        self._last_line_at = wall_s
+        self._lines.append(
+            {
+                "attempt": self.number,
+                "state": state,
+                "at": time.time(),
+                "usd_per_hour": self._usd_per_hour,
+                "first_step": self._first_step,
+                "step": self._step,
+                "spans": {name: round(seconds, 4) for name, seconds in self._meter.spans.items()},
+                **self._facts,
+                **facts,
+            }
+        )
+
+    def close(self, state: str) -> None:
+        """The attempt's last word, forced to the disk."""
+        self.write(state)
+        self._lines.sync()
+        self._lines.close()
+
+
+def read_attempts(lines: JsonLines) -> list[Attempt]:
+    """The attempts of a ledger. Work that a later attempt had to redo is priced by the seconds it had taken."""
+    attempts: dict[int, Attempt] = {}
+    work_s_at: dict[int, dict[int, float]] = {}
+    for row in lines.rows():
+        number = row.get("attempt")
+        if not isinstance(number, int):
+            continue
+        attempt = attempts.setdefault(number, Attempt(number, started_at=row["at"] - sum(row["spans"].values())))
+        attempt.spans = row["spans"]
+        attempt.usd_per_hour = row["usd_per_hour"]
+        attempt.first_step, attempt.last_step = row["first_step"], row["step"]
+        attempt.began |= row["state"] == "started"
+        attempt.ended = row["state"] if row["state"] not in ("starting", "started", "running") else "killed"
+        work_s_at.setdefault(number, {})[row["step"]] = sum(row["spans"].get(name, 0.0) for name in WORK)
+    ordered = [attempts[number] for number in sorted(attempts)]
+    for index, attempt in enumerate(ordered):
+        kept_step = min((later.first_step for later in ordered[index + 1 :] if later.began), default=attempt.last_step)
+        if attempt.began and attempt.last_step > kept_step:
+            work_s = work_s_at[attempt.number]
+            kept_s = max((seconds for step, seconds in work_s.items() if step <= kept_step), default=0.0)
+            attempt.redone_s = max(0.0, work_s[attempt.last_step] - kept_s)
+    return ordered

@@ -1,0 +1,72 @@
+"""Task metrics from counts and texts. Pure functions of plain values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# whether more of it is better
+GREATER_IS_BETTER = {
+    "loss": False, "perplexity": False, "accuracy": True, "f1": True, "precision": True, "recall": True,
+    "exact_match": True, "rouge1": True, "rouge2": True, "rougeL": True,
+}  # fmt: skip
+OF_TASK = {
+    "causal-lm": ("loss", "perplexity"),
+    "seq2seq": ("loss", "exact_match", "rouge1", "rouge2", "rougeL"),
+    "classification": ("loss", "accuracy", "f1", "precision", "recall"),
+}
+
+
+def perplexity(loss: float) -> float | None:
+    """exp(loss); None when it is too large for a float."""
+    return math.exp(loss) if loss < 700 else None
+
+
+def classification_metrics(confusion: NDArray[np.int64], names: tuple[str, ...]) -> dict[str, Any]:
+    """Accuracy, macro precision/recall/F1 and the same per class, from confusion[true, predicted].
+
+    Macro is the mean over classes that occur in truth or prediction; a ratio with an empty denominator is 0
+    (the convention of scikit-learn's `zero_division=0`).
+    """
+    hits = np.diag(confusion).astype(float)
+    n_true, n_predicted = confusion.sum(axis=1), confusion.sum(axis=0)
+    precision = np.divide(hits, n_predicted, out=np.zeros_like(hits), where=n_predicted > 0)
+    recall = np.divide(hits, n_true, out=np.zeros_like(hits), where=n_true > 0)
+    both = precision + recall
+    f1 = np.divide(2 * precision * recall, both, out=np.zeros_like(hits), where=both > 0)
+    occurs = (n_true + n_predicted) > 0
+    n = max(1, int(confusion.sum()))
+    majority = int(np.argmax(n_true))
+    return {
+        "accuracy": float(hits.sum() / n),
+        "precision": float(precision[occurs].mean()) if occurs.any() else 0.0,
+        "recall": float(recall[occurs].mean()) if occurs.any() else 0.0,
+        "f1": float(f1[occurs].mean()) if occurs.any() else 0.0,
+        "majority_accuracy": float(n_true[majority] / n),
+        "per_class": {
+            name: {
+                "precision": float(precision[i]),
+                "recall": float(recall[i]),
+                "f1": float(f1[i]),
+                "n": int(n_true[i]),
+            }
+            for i, name in enumerate(names)
+        },
+        "confusion": confusion.tolist(),
+    }
+
+
+def text_metrics(predictions: list[str], references: list[str]) -> dict[str, float]:
+    """Exact match, and ROUGE-1, -2 and -L F-measures (Lin 2004, by Google's `rouge-score`, with stemming), as means."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    totals = {"exact_match": 0.0, "rouge1": 0.0, "rouge2": 0.0, "rougeL": 0.0}
+    for prediction, reference in zip(predictions, references, strict=True):
+        totals["exact_match"] += prediction.strip() == reference.strip()
+        for name, score in scorer.score(reference, prediction).items():
+            totals[name] += score.fmeasure
+    return {name: total / max(1, len(references)) for name, total in totals.items()}

@@ -1,0 +1,134 @@
+"""Full fine-tuning or an adapter through `peft`: which weights are trained, counted, saved and put back."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farthing.errors import ModelError
+
+PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS"}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The settings of an adapter, in the words of `peft`."""
+
+    r: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    use_dora: bool = False
+    use_rslora: bool = False
+
+
+def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
+    """Freeze the model and give it a LoRA adapter (Hu et al. 2021, arXiv 2106.09685), its weights drawn from `seed`.
+
+    Heads that sit on the encoder are trained whole and saved with the adapter. Raises `ModelError`.
+    """
+    import peft
+
+    heads = new_heads(model) if task == "classification" else []
+    if task == "classification" and not adapter.target_modules:
+        targets: str | list[str] = _query_and_value(model)
+    elif not adapter.target_modules or adapter.target_modules == ("all-linear",):
+        targets = "all-linear"
+    else:
+        targets = list(adapter.target_modules)
+    config = peft.LoraConfig(
+        r=adapter.r,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=targets,
+        modules_to_save=sorted({*heads, *adapter.modules_to_save}) or None,
+        use_dora=adapter.use_dora,
+        use_rslora=adapter.use_rslora,
+        task_type=PEFT_TASKS[task],
+    )
+    torch.manual_seed(seed)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped = peft.get_peft_model(model, config)
+    except (ValueError, KeyError) as error:
+        linear = sorted({name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
+        raise ModelError(
+            f"no adapter can be made: {str(error).splitlines()[0][:200]}",
+            where="method.target_modules",
+            to_do=f"use all-linear, or names among {', '.join(linear)}",
+        ) from error
+    for parameter in wrapped.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()  # masters in fp32 whatever the base is in
+    return wrapped
+
+
+def new_heads(model: Any) -> list[str]:
+    """Top-level modules outside the pretrained body: what a task put on top of it."""
+    body = getattr(model, "base_model_prefix", "")
+    return [name for name, module in model.named_children() if name != body and any(True for _ in module.parameters())]
+
+
+def _query_and_value(model: Any) -> list[str]:
+    """The names this family gives to the query and value projections (Hu et al. 2021, section 4.2)."""
+    names = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for pair in (("query", "value"), ("q_proj", "v_proj"), ("q_lin", "v_lin"), ("q", "v")):
+        if set(pair) <= names:
+            return list(pair)
+    raise ModelError(
+        "the query and value layers of this model are not known",
+        where="method.target_modules",
+        to_do=f"name them, or use all-linear; its linear layers: {', '.join(sorted(names))}",
+    )
+
+
+def count_parameters(model: Any) -> dict[str, int]:
+    """Numbers of parameters: total, trainable, adapter, and modules trained whole beside it (`saved_modules`).
+
+    Each weight counts once: `peft` keeps the frozen original of a module it trains whole, which is left out here.
+    Quantized weights count as what they stand for.
+    """
+    counts = {"total": 0, "trainable": 0, "adapter": 0, "saved_modules": 0}
+    for name, parameter in model.named_parameters():
+        if ".original_module." in name:
+            continue
+        n = parameter.numel()
+        if parameter.__class__.__name__ == "Params4bit":
+            n = n * 2 * parameter.element_size() if parameter.quant_state is not None else n
+        counts["total"] += n
+        counts["trainable"] += n if parameter.requires_grad else 0
+        if ".lora_" in name:
+            counts["adapter"] += n
+        elif ".modules_to_save." in name:
+            counts["saved_modules"] += n
+    return counts
+
+
+def trained_tensors(model: Any) -> dict[str, Tensor]:
+    """What training changes, by name: trainable parameters (tied ones once) and, in a full fine-tune, buffers."""
+    tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    if not hasattr(model, "peft_config"):
+        persistent = set(model.state_dict())
+        tensors |= {name: b.detach() for name, b in model.named_buffers() if name in persistent}
+    return tensors
+
+
+@torch.no_grad()
+def put_back(model: Any, tensors: dict[str, Tensor]) -> None:
+    """Copy saved tensors into the model. Raises `ModelError` when names or shapes differ."""
+    own = trained_tensors(model)
+    if set(own) != set(tensors):
+        odd = sorted(set(own) ^ set(tensors))
+        raise ModelError(f"the checkpoint is of another model: {len(odd)} tensors differ, e.g. {odd[0]}", where="model")
+    for name, tensor in own.items():
+        if tensor.shape != tensors[name].shape:
+            raise ModelError(
+                f"the checkpoint's {name} is {list(tensors[name].shape)}, not {list(tensor.shape)}", where="model"
+            )
+        tensor.copy_(tensors[name])

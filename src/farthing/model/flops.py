@@ -1,0 +1,30 @@
+"""Floating-point operations a token costs in training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def flops_per_token(model: Any, method: str) -> float:
+    """FLOPs of forward and backward for one token: 2 for each weight of a matrix product forward, 2 back through its
+    input, 2 for its own gradient where it is trained (Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
+
+    Attention scores, under a tenth of the whole at usual lengths, and recomputation are not counted.
+    """
+    matrix = nn.Linear, nn.Conv1d
+    frozen = trained = 0
+    for name, module in model.named_modules():
+        if isinstance(module, matrix) or module.__class__.__name__ in ("Conv1D", "Linear4bit"):
+            weight = getattr(module, "weight", None)
+            if weight is None or ".original_module" in name:
+                continue
+            n = weight.numel()
+            if weight.__class__.__name__ == "Params4bit":
+                n = n * 2 * weight.element_size()
+            if weight.requires_grad:
+                trained += n
+            else:
+                frozen += n
+    return 6.0 * trained + 4.0 * frozen

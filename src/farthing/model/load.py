@@ -1,0 +1,267 @@
+"""Models and tokenizers through `transformers`: from a Hub name or a folder, safetensors only, no code of others.
+
+Every failure of the libraries becomes a `ModelError` in words. Refuses to train and to know about adapters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+
+from farthing.data.formats import DEFAULT_CHAT_TEMPLATE
+from farthing.errors import HardwareError, ModelError
+
+AUTO_CLASSES = {
+    "causal-lm": transformers.AutoModelForCausalLM,
+    "seq2seq": transformers.AutoModelForSeq2SeqLM,
+    "classification": transformers.AutoModelForSequenceClassification,
+}
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which model, in plain values."""
+
+    name: str
+    revision: str | None = None
+    tokenizer_name: str | None = None
+    init: str = "pretrained"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the name is a folder here."""
+        return Path(self.name).is_absolute()
+
+    @property
+    def where_from(self) -> dict[str, Any]:
+        """Arguments every `from_pretrained` gets."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+
+def quiet_libraries() -> None:
+    """Our words are enough: no advice, no bars and no load reports from the libraries."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+def load_config(choice: ModelChoice) -> Any:
+    """The model's configuration. Raises `ModelError`."""
+    _must_be_there(choice.name, "config.json", "the model", choice)
+    try:
+        return AutoConfig.from_pretrained(choice.name, **choice.where_from)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and errors of the Hub client
+        raise _in_words("the model's configuration can't be loaded", choice.name, error) from error
+
+
+def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
+    """The fast tokenizer, its chat template set (the job's, its own, or farthing's default). Raises `ModelError`."""
+    name = choice.tokenizer_name or choice.name
+    if Path(name).is_absolute():
+        folder = Path(name)
+        if not folder.is_dir():
+            raise ModelError("no such tokenizer folder", where=name, to_do="check model.tokenizer_name_or_path")
+        known = (
+            "tokenizer.json",
+            "tokenizer.model",
+            "spiece.model",
+            "vocab.txt",
+            "vocab.json",
+            "sentencepiece.bpe.model",
+        )
+        if not any((folder / file).exists() for file in known):
+            raise ModelError(
+                f"no tokenizer in the model folder (none of {', '.join(known)})",
+                where=name,
+                to_do="copy the tokenizer's files there, or name its folder: model.tokenizer_name_or_path",
+            )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True, **choice.where_from)
+    except Exception as error:
+        raise _in_words("the tokenizer can't be loaded", name, error) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ModelError("the tokenizer has no fast version", where=name, to_do="convert it to a tokenizer.json")
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"the chat template can't be read: {error}", where=chat_template) from error
+    elif tokenizer.chat_template is None or not isinstance(tokenizer.chat_template, str):
+        own = tokenizer.chat_template
+        tokenizer.chat_template = (
+            own["default"] if isinstance(own, dict) and "default" in own else DEFAULT_CHAT_TEMPLATE
+        )
+    return tokenizer
+
+
+def load_model(
+    choice: ModelChoice,
+    config: Any,
+    task: str,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    label_names: tuple[str, ...] = (),
+    pad_id: int | None = None,
+    quantize: bool = False,
+) -> PreTrainedModel:
+    """The model in `dtype` on the CPU (quantized: on the GPU), ready to train.
+
+    A new classification head, or all of it with `init: random`, is drawn from `seed`. Raises `ModelError`.
+    """
+    if task == "classification":
+        config.num_labels = len(label_names)
+        config.id2label = dict(enumerate(label_names))
+        config.label2id = {name: index for index, name in enumerate(label_names)}
+        config.problem_type = "single_label_classification"
+    if config.pad_token_id is None:
+        config.pad_token_id = pad_id
+    auto = AUTO_CLASSES[task]
+    torch.manual_seed(seed)
+    attention = {"attn_implementation": choice.attn_implementation} if choice.attn_implementation else {}
+    try:
+        if choice.init == "random":
+            if quantize:
+                raise ModelError("qlora needs pretrained weights", where="model.init", to_do="use method: lora")
+            model = auto.from_config(config, dtype=dtype, trust_remote_code=choice.trust_remote_code, **attention)
+        else:
+            model = auto.from_pretrained(
+                choice.name,
+                config=config,
+                dtype=dtype,
+                use_safetensors=True,
+                **choice.where_from,
+                **attention,
+                **(_four_bit(dtype) if quantize else {}),
+            )
+    except ModelError:
+        raise
+    except Exception as error:
+        raise _in_words(f"can't be loaded for {task}", choice.name, error) from error
+    model.config.use_cache = False
+    return model
+
+
+def check_fits(config: Any, tokenizer: Any, max_length: int, name: str) -> None:
+    """Refuse a tokenizer or a length that the model has no embeddings for. Raises `ModelError`."""
+    text_config = config.get_text_config()
+    if len(tokenizer) > text_config.vocab_size:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer):,} tokens, the model embeds {text_config.vocab_size:,}",
+            where=name,
+            to_do="use the model's own tokenizer",
+        )
+    limit = max_positions(config)
+    if limit is not None and max_length > limit:
+        raise ModelError(
+            f"data.max_length {max_length} is more than the model's {limit} positions",
+            where=name,
+            to_do=f"set data.max_length: {limit} or less",
+        )
+
+
+def max_positions(config: Any) -> int | None:
+    """Longest input the position embeddings allow; None where they have no end (T5)."""
+    text_config = config.get_text_config()
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if limit is None or limit <= 0:
+        return None
+    if config.model_type in ("roberta", "xlm-roberta", "camembert"):
+        limit -= (config.pad_token_id or 0) + 1  # their positions begin after the padding index
+    return int(limit)
+
+
+def model_sha256(choice: ModelChoice, config: Any) -> str:
+    """Identity of the model: configuration, and for a folder each weight file's size, head and tail.
+
+    The whole of a large model is not read: what is, tells one model, revision or download from another.
+    """
+    digest = hashlib.sha256(config.to_json_string(use_diff=False).encode())
+    digest.update(f"{choice.init}".encode())
+    if choice.init == "pretrained":
+        digest.update(str(getattr(config, "_commit_hash", None)).encode())
+        if choice.is_local:
+            for path in sorted(Path(choice.name).glob("*.safetensors")):
+                with open(path, "rb") as file:
+                    size = path.stat().st_size
+                    digest.update(f"{path.name}:{size}".encode() + file.read(1 << 20))
+                    file.seek(max(0, size - (1 << 20)))
+                    digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _four_bit(dtype: torch.dtype) -> dict[str, Any]:
+    """NF4 with double quantization (Dettmers et al. 2023, arXiv 2305.14314) through bitsandbytes."""
+    need_bitsandbytes("method: qlora")
+    return {
+        "quantization_config": transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    }
+
+
+def need_bitsandbytes(what: str) -> Any:
+    """The bitsandbytes module. Raises `HardwareError` that says how to get it."""
+    try:
+        import bitsandbytes
+    except Exception as error:  # it fails in its own ways where there is no library for the machine
+        raise HardwareError(
+            f"{what} needs bitsandbytes, which is not installed or does not work here ({type(error).__name__})",
+            where=what,
+            to_do="pip install 'farthing[gpu]', or use method: lora and optim: adamw_torch_fused",
+        ) from error
+    return bitsandbytes
+
+
+def _must_be_there(name: str, file: str, what: str, choice: ModelChoice) -> None:
+    folder = Path(name)
+    if not choice.is_local:
+        return
+    if not folder.is_dir():
+        raise ModelError(f"no such folder for {what}", where=name, to_do="check model: in the job")
+    if not (folder / file).exists():
+        raise ModelError(f"no {file} in the folder", where=name, to_do="name a folder in Hugging Face format")
+    weights = list(folder.glob("*.safetensors"))
+    if choice.init == "pretrained" and not weights:
+        pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
+        if pickles:
+            raise ModelError(
+                f"weights only as a pickle ({pickles[0]}), which can run code when it is loaded",
+                where=name,
+                to_do="convert them to safetensors with transformers' save_pretrained on a machine you trust",
+            )
+        raise ModelError(
+            "no weights (*.safetensors) in the folder",
+            where=name,
+            to_do="put them there, or train from fresh weights with model.init: random",
+        )
+
+
+def _in_words(what: str, name: str, error: Exception) -> ModelError:
+    """The libraries' long explanations as one line, and what to do."""
+    message = " ".join(str(error).split())
+    if not Path(name).is_absolute() and (isinstance(error, OSError) or "connect" in message.lower()):
+        if "gated" in message or "401" in message or "403" in message:
+            to_do = "accept its licence on the Hub and set HF_TOKEN"
+        elif "is not a valid model identifier" in message or "404" in message:
+            to_do = "check the name; a private model needs HF_TOKEN"
+        else:
+            to_do = (
+                "no such local folder, and the Hub can't be reached: check the name or the network, or give a folder"
+            )
+        return ModelError(f"{what}: {message[:200]}", where=name, to_do=to_do)
+    if isinstance(error, ModelError | HardwareError):
+        return error  # type: ignore[return-value]
+    return ModelError(f"{what}: {type(error).__name__}: {message[:300]}", where=name, to_do="see the model's own page")

@@ -1,0 +1,179 @@
+"""The receipt: what happened, what it cost, where each dollar went, and how true the forecast was.
+
+Built from the files of the run folder only, so a killed run has one too. Spans add up to the wall time of the attempts
+and dollars to the bill: each attempt's seconds at that attempt's price.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from farthing.errors import UserMistake
+from farthing.files import JsonLines
+from farthing.meter import SPANS, Attempt, read_attempts
+
+# what a run folder holds
+JOB, RUN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT = (
+    "job.json",
+    "run.json",
+    "log.jsonl",
+    "ledger.jsonl",
+    "checkpoints",
+    "model",
+    "receipt.json",
+)
+N_CURVE_POINTS = 60
+
+
+def build_receipt(folder: Path) -> dict[str, Any]:
+    """The receipt of the run in `folder`. Raises `UserMistake` when there is none."""
+    if not (folder / LEDGER).exists():
+        raise UserMistake("not a run folder", where=str(folder), to_do="name the output_dir of a job that has started")
+    rows = list(JsonLines(folder / LEDGER).rows())
+    attempts = read_attempts(JsonLines(folder / LEDGER))
+    log = list(JsonLines(folder / LOG).rows())
+    steps = [row for row in log if "examples" in row]
+    evaluations = [row for row in log if "metrics" in row]
+    spans = {name: sum(a.spans.get(name, 0.0) for a in attempts) for name in SPANS}
+    usd = {name: sum(a.spans.get(name, 0.0) / 3600 * a.usd_per_hour for a in attempts) for name in SPANS}
+    wall_s, total_usd = sum(a.wall_s for a in attempts), sum(a.usd for a in attempts)
+    peaks = [row["peak_bytes"] for row in rows if row.get("peak_bytes")]
+    forecast = next((row["forecast"] for row in rows if "forecast" in row), None)
+    state = attempts[-1].ended if attempts else "killed"
+    best = next((row for row in reversed(evaluations) if row.get("is_best")), None)
+    return {
+        "kind": "farthing receipt",
+        "version": 1,
+        "run": str(folder),
+        "state": state,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "job": _read_json(folder / JOB),
+        "machine": (_read_json(folder / RUN) or {}).get("machine"),
+        "steps": steps[-1]["step"] if steps else 0,
+        "tokens": sum(row["n_tokens"] for row in steps),
+        "target_tokens": sum(row["n_targets"] for row in steps),
+        "final_loss": steps[-1]["loss"] if steps else None,
+        "skipped_steps": sum(1 for row in log if "skipped" in row),
+        "best_step": best["step"] if best else None,
+        "metrics": (best or evaluations[-1])["metrics"] if evaluations else None,
+        "wall_s": wall_s,
+        "usd": total_usd,
+        "usd_is_known": any(a.usd_per_hour > 0 for a in attempts),
+        "usd_per_million_tokens": total_usd / (sum(r["n_tokens"] for r in steps) / 1e6) if steps else None,
+        "spans": [
+            {
+                "name": name,
+                "what": what,
+                "seconds": spans[name],
+                "usd": usd[name],
+                "share": spans[name] / wall_s if wall_s else 0.0,
+            }
+            for name, what in SPANS.items()
+        ],
+        "attempts": [_attempt(a) for a in attempts],
+        "interruptions": max(0, len([a for a in attempts if a.began]) - 1),
+        "redone_s": sum(a.redone_s for a in attempts),
+        "redone_usd": sum(a.redone_s / 3600 * a.usd_per_hour for a in attempts),
+        "restart_s": sum(_start_up_s(a) for a in attempts[1:]),
+        "restart_usd": sum(_start_up_s(a) / 3600 * a.usd_per_hour for a in attempts[1:]),
+        "promised": _promised(forecast, wall_s, total_usd, max(peaks, default=None), state),
+        "peak_bytes": max(peaks, default=None),
+        "tokens_per_s": next((r["tokens_per_s"] for r in reversed(rows) if r.get("tokens_per_s")), None),
+        "padded_tokens_per_s": next(
+            (r["padded_tokens_per_s"] for r in reversed(rows) if r.get("padded_tokens_per_s")), None
+        ),
+        "mfu": next((r["mfu"] for r in reversed(rows) if r.get("mfu")), None),
+        "curves": {
+            "loss": _curve(steps, lambda row: row["step"], lambda row: row["loss"]),
+            "utilisation_percent": _curve(rows, lambda row: row["step"], lambda row: row.get("utilisation_percent")),
+            "evaluation": [
+                {"step": row["step"], **{k: v for k, v in row["metrics"].items() if isinstance(v, float)}}
+                for row in evaluations
+            ],
+        },
+    }
+
+
+def compare(run: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
+    """Two receipts side by side, and what the first saves against the second."""
+
+    def both(value: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+        ours, theirs = value(run), value(baseline)
+        ratio = ours / theirs if isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs else None
+        return {"run": ours, "baseline": theirs, "ratio": ratio}
+
+    rows = {
+        "usd": both(lambda r: r["usd"]),
+        "wall_s": both(lambda r: r["wall_s"]),
+        "steps": both(lambda r: r["steps"]),
+        "tokens": both(lambda r: r["tokens"]),
+        "tokens_per_s": both(lambda r: r["tokens_per_s"]),
+        "usd_per_million_tokens": both(lambda r: r["usd_per_million_tokens"]),
+        "peak_bytes": both(lambda r: r["peak_bytes"]),
+        "interruptions": both(lambda r: r["interruptions"]),
+        "final_loss": both(lambda r: r["final_loss"]),
+    }
+    names = [k for k, v in (run["metrics"] or {}).items() if isinstance(v, float) and k in (baseline["metrics"] or {})]
+    rows |= {name: both(lambda r, name=name: r["metrics"][name]) for name in names}  # type: ignore[misc]
+    saved_usd = baseline["usd"] - run["usd"]
+    return {
+        "kind": "farthing comparison",
+        "run": run["run"],
+        "baseline": baseline["run"],
+        "rows": rows,
+        "saved_usd": saved_usd,
+        "saved_share": saved_usd / baseline["usd"] if baseline["usd"] else None,
+        "saved_s": baseline["wall_s"] - run["wall_s"],
+    }
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    values = asdict(attempt)
+    values["started_at"] = datetime.fromtimestamp(attempt.started_at, UTC).isoformat(timespec="seconds")
+    return {**values, "wall_s": attempt.wall_s, "usd": attempt.usd}
+
+
+def _start_up_s(attempt: Attempt) -> float:
+    """What it took an attempt to get going."""
+    return sum(attempt.spans.get(name, 0.0) for name in ("start_up", "tokenize", "load_model", "restore"))
+
+
+def _promised(
+    forecast: dict[str, Any] | None, wall_s: float, usd: float, peak_bytes: int | None, state: str
+) -> dict[str, Any] | None:
+    """The forecast made after the first steps against what happened; ratios only when the run went to its end."""
+    if forecast is None:
+        return None
+
+    def pair(promised: float, happened: float | None) -> dict[str, Any]:
+        ratio = happened / promised if state == "finished" and happened is not None and promised else None
+        return {"promised": promised, "happened": happened, "ratio": ratio}
+
+    return {
+        "made_after_step": forecast["step"],
+        "wall_s": pair(forecast["wall_s"], wall_s),
+        "usd": pair(forecast["usd"], usd),
+        "peak_bytes": pair(forecast["peak_bytes"], peak_bytes),
+    }
+
+
+def _curve(
+    rows: Iterable[dict[str, Any]], x: Callable[[dict[str, Any]], int], y: Callable[[dict[str, Any]], float | None]
+) -> list[list[float]]:
+    """At most `N_CURVE_POINTS` points [step, mean of its stretch]."""
+    points = [(x(row), value) for row in rows if (value := y(row)) is not None]
+    size = -(-len(points) // N_CURVE_POINTS) or 1
+    stretches = [points[i : i + size] for i in range(0, len(points), size)]
+    return [[stretch[-1][0], sum(value for _, value in stretch) / len(stretch)] for stretch in stretches]
+
+
+def _read_json(path: Path) -> Any:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+    return None

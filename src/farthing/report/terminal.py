@@ -1,0 +1,276 @@
+"""What a person sees in the terminal: the run as it goes, the receipt, a comparison. Draws; computes nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from farthing.units import say_bytes, say_count, say_seconds, say_usd
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_PLAIN_EVERY_S = 5.0
+
+
+class Terminal:
+    """Renders the events of a run. On a terminal the last line is alive; in a log, a line every few seconds."""
+
+    def __init__(self, console: Console, logging_steps: int) -> None:
+        self.console = console
+        self._logging_steps = logging_steps
+        self._live: Live | None = None
+        self._last_at = 0.0
+        self._n_said = 0
+
+    def __call__(self, kind: str, facts: dict[str, Any]) -> None:
+        """One event."""
+        handler = getattr(self, f"_on_{kind}", None)
+        if handler is not None:
+            handler(facts)
+
+    def close(self) -> None:
+        """Leave the last line as it is."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    # ---- events ----
+
+    def _on_note(self, facts: dict[str, Any]) -> None:
+        self._say(escape(facts["text"]))
+
+    def _on_warning(self, facts: dict[str, Any]) -> None:
+        self._say(f"[yellow]warning:[/] {escape(facts['text'])}")
+
+    def _on_tokenizing(self, facts: dict[str, Any]) -> None:
+        self._alive(f"tokenizing: {facts['rows']:,} rows, {say_count(facts['tokens'])} tokens")
+
+    def _on_data(self, facts: dict[str, Any]) -> None:
+        formats = ", ".join(sorted(set(facts["formats"])))
+        names = ", ".join(source["name"] for source in facts["sources"])
+        words = [
+            f"{facts['n_examples']:,} examples",
+            f"{say_count(facts['n_tokens'])} tokens",
+            f"{say_count(facts['n_targets'])} targets",
+        ]
+        if facts["n_examples"] != facts["n_distinct_inputs"]:
+            words.append(f"{facts['n_examples'] - facts['n_distinct_inputs']:,} with an input seen before")
+        if facts["n_too_long"]:
+            done = "skipped" if facts["n_skipped_long"] else "truncated"
+            words.append(f"{facts['n_too_long']:,} too long, {done}")
+        if facts["n_without_target"]:
+            words.append(f"{facts['n_without_target']:,} left out: no target token")
+        self._say(f"[bold]{facts['role']}[/] {escape(names)} ({formats}): {', '.join(words)}")
+        if facts["n_bad"]:
+            self._say(
+                f"[yellow]warning:[/] {facts['n_bad']:,} of {facts['n_rows']:,} rows can't be used and are left out:"
+            )
+            for place, reason in facts["bad_rows"][:5]:
+                self._say(f"  {escape(place)}: {escape(reason)}")
+
+    def _on_decided(self, facts: dict[str, Any]) -> None:
+        counts = facts["parameters"]
+        share = counts["trainable"] / max(1, counts["total"])
+        rows = {
+            "model": facts["model"],
+            "parameters": f"{counts['total']:,}, of them trained {counts['trainable']:,} ({share:.2%})",
+            "data": f"{facts['examples']:,} examples"
+            + (f", {facts['eval_examples']:,} for evaluation" if facts["eval_examples"] else ", none for evaluation")
+            + f", up to {facts['max_length']} tokens",
+            "steps": f"{facts['steps']:,} of {facts['batch']}",
+            "learning rate": facts["learning_rate"],
+            "computes on": f"{facts['device']} in {facts['precision']}",
+            "memory": f"{facts['memory']}; activation checkpointing {facts['gradient_checkpointing']}",
+            "price": facts["price"],
+        }
+        table = Table.grid(padding=(0, 2))
+        for name, value in rows.items():
+            table.add_row(f"[dim]{name}[/]", escape(str(value)))
+        self._clear()
+        self.console.print(table)
+
+    def _on_restored(self, facts: dict[str, Any]) -> None:
+        self._say(
+            f"[green]resumed[/] at step {facts['step']:,} of {facts['n_steps']:,} (attempt {facts['attempt']}); "
+            "checkpoint verified"
+        )
+
+    def _on_step(self, facts: dict[str, Any]) -> None:
+        line = self._step_line(facts)
+        due = facts["step"] % self._logging_steps == 0 or facts["step"] == facts["n_steps"]
+        if self.console.is_terminal:
+            self._alive(line)
+            if due and time.monotonic() - self._last_at >= _PLAIN_EVERY_S:
+                self._say(line)
+                self._last_at = time.monotonic()
+        elif (
+            self._n_said == 0
+            or (due and time.monotonic() - self._last_at >= _PLAIN_EVERY_S)
+            or facts["step"] == facts["n_steps"]
+        ):
+            self._say(line)
+            self._last_at = time.monotonic()
+            self._n_said += 1
+
+    def _on_evaluating(self, facts: dict[str, Any]) -> None:
+        self._alive(f"evaluating: {facts['done']:,} of {facts['total']:,}")
+
+    def _on_evaluation(self, facts: dict[str, Any]) -> None:
+        numbers = [f"{name} {value:.4g}" for name, value in facts["metrics"].items() if isinstance(value, float)]
+        mark = " [green](best)[/]" if facts["is_best"] else ""
+        self._say(f"[bold]evaluation[/] at step {facts['step']:,}: {', '.join(numbers)}{mark}")
+
+    def _on_exported(self, facts: dict[str, Any]) -> None:
+        self._say(f"model of step {facts['step']:,} written to {escape(facts['folder'])}")
+
+    # ---- drawing ----
+
+    @staticmethod
+    def _step_line(facts: dict[str, Any]) -> str:
+        loss = "not a number" if facts["loss"] is None else f"{facts['loss']:.4f}"
+        parts = [f"step {facts['step']:,}/{facts['n_steps']:,}", f"epoch {facts['epoch']:.2f}", f"loss {loss}"]
+        if facts["tokens_per_s"]:
+            parts.append(
+                f"{say_count(facts['tokens_per_s'])} useful tok/s ({say_count(facts['padded_tokens_per_s'])} padded)"
+            )
+        if facts["mfu"]:
+            parts.append(f"MFU {facts['mfu']:.0%}")
+        if facts["utilisation_percent"] is not None:
+            parts.append(f"busy {facts['utilisation_percent']:.0f}%")
+        parts.append(f"peak {say_bytes(facts['peak_bytes'])}")
+        parts.append(f"{say_usd(facts['usd'])} so far")
+        if facts["s_to_go"] is not None:
+            parts.append(f"{say_usd(facts['usd_to_go'])} and {say_seconds(facts['s_to_go'])} to go")
+        return " · ".join(parts)
+
+    def _say(self, markup: str) -> None:
+        self._clear()
+        self.console.print(markup, highlight=False, soft_wrap=True)
+
+    def _alive(self, text: str) -> None:
+        if not self.console.is_terminal:
+            return
+        if self._live is None:
+            self._live = Live(console=self.console, refresh_per_second=8, transient=True)
+            self._live.start()
+        self._live.update(Text(text, overflow="ellipsis", no_wrap=True))
+
+    def _clear(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
+    """The receipt on a terminal."""
+    known = receipt["usd_is_known"]
+    title = {"finished": "finished", "limit": "stopped at a limit", "interrupted": "interrupted, can be continued"}.get(
+        receipt["state"], "not finished, can be continued"
+    )
+    console.print()
+    console.print(f"[bold]Receipt[/] {escape(receipt['run'])} ({title})", highlight=False, soft_wrap=True)
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    table.add_column("where the time went")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("dollars", justify="right")
+    for span in sorted(receipt["spans"], key=lambda span: -span["seconds"]):
+        if span["seconds"] >= 0.005:
+            table.add_row(span["what"], f"{span['seconds']:.1f}", f"{span['share']:.1%}", say_usd(span["usd"]))
+    table.add_row("[bold]total[/]", f"[bold]{receipt['wall_s']:.1f}[/]", "", f"[bold]{say_usd(receipt['usd'])}[/]")
+    console.print(table)
+    if not known:
+        console.print("[dim]no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh[/]")
+    facts = Table.grid(padding=(0, 2))
+    loss = "none" if receipt["final_loss"] is None else f"{receipt['final_loss']:.4f}"
+    facts.add_row(
+        "[dim]trained[/]", f"{receipt['steps']:,} steps, {say_count(receipt['tokens'])} tokens, last loss {loss}"
+    )
+    if receipt["usd_per_million_tokens"] is not None and known:
+        facts.add_row("[dim]a million tokens[/]", say_usd(receipt["usd_per_million_tokens"]))
+    curve = [value for _, value in receipt["curves"]["loss"]]
+    if len(curve) > 1:
+        facts.add_row("[dim]loss[/]", f"{sparkline(curve)}  {curve[0]:.3f} to {curve[-1]:.3f}")
+    busy = [value for _, value in receipt["curves"]["utilisation_percent"]]
+    if len(busy) > 1:
+        facts.add_row("[dim]device busy[/]", f"{sparkline(busy, 0, 100)}  mean {sum(busy) / len(busy):.0f}%")
+    if receipt["interruptions"]:
+        facts.add_row(
+            "[dim]interruptions[/]",
+            f"{receipt['interruptions']}; restarting took {say_seconds(receipt['restart_s'])} "
+            f"({say_usd(receipt['restart_usd'])}), work done twice {say_seconds(receipt['redone_s'])} "
+            f"({say_usd(receipt['redone_usd'])})",
+        )
+    if receipt["skipped_steps"]:
+        facts.add_row("[dim]skipped[/]", f"{receipt['skipped_steps']} steps whose loss or gradient was not a number")
+    console.print(facts)
+    _draw_promise(console, receipt)
+    _draw_metrics(console, receipt["metrics"])
+
+
+def draw_comparison(console: Console, comparison: dict[str, Any]) -> None:
+    """Two runs side by side."""
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    for name in ("", "run", "baseline", "ratio"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name, row in comparison["rows"].items():
+        say = {"usd": say_usd, "usd_per_million_tokens": say_usd, "wall_s": say_seconds, "peak_bytes": say_bytes}.get(
+            name, _number
+        )
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        table.add_row(name, say(row["run"]), say(row["baseline"]), ratio)
+    console.print(table)
+    share = "" if comparison["saved_share"] is None else f" ({comparison['saved_share']:.0%})"
+    console.print(
+        f"saved {say_usd(comparison['saved_usd'])}{share} and {comparison['saved_s']:.1f} s against the baseline"
+    )
+
+
+def sparkline(values: list[float], low: float | None = None, high: float | None = None) -> str:
+    """One block a value, from `low` to `high`."""
+    low, high = min(values) if low is None else low, max(values) if high is None else high
+    span = (high - low) or 1.0
+    return "".join(_BLOCKS[min(7, max(0, int((value - low) / span * 7.999)))] for value in values)
+
+
+def _draw_promise(console: Console, receipt: dict[str, Any]) -> None:
+    promised = receipt["promised"]
+    if promised is None:
+        return
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    for name in (f"forecast after step {promised['made_after_step']}", "promised", "happened", "ratio"):
+        table.add_column(name, justify="left" if name.startswith("forecast") else "right")
+    for name, say in (("wall_s", say_seconds), ("usd", say_usd), ("peak_bytes", say_bytes)):
+        row = promised[name]
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        words = {"wall_s": "time", "usd": "dollars", "peak_bytes": "peak memory"}[name]
+        table.add_row(words, say(row["promised"]), say(row["happened"]), ratio)
+    console.print(table)
+
+
+def _draw_metrics(console: Console, metrics: dict[str, Any] | None) -> None:
+    if not metrics:
+        return
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float))
+    console.print(f"[dim]evaluation[/]  {numbers} (on {metrics.get('n_examples', 0):,} examples)", highlight=False)
+    classes = metrics.get("per_class")
+    if classes and len(classes) <= 30:
+        table = Table(box=None, padding=(0, 2), show_edge=False)
+        for name in ("class", "precision", "recall", "F1", "examples"):
+            table.add_column(name, justify="left" if name == "class" else "right")
+        for name, row in classes.items():
+            table.add_row(
+                escape(name), f"{row['precision']:.3f}", f"{row['recall']:.3f}", f"{row['f1']:.3f}", str(row["n"])
+            )
+        console.print(table)
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

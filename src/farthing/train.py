@@ -1,0 +1,783 @@
+"""The loop: the one place where everything meets.
+
+`train(job, tell)` prepares data and model, restores what an earlier attempt saved, and then: evaluate and save when
+due, stop when asked, take a step. The same call starts a run, continues it, and finds a finished one finished.
+
+Everything that can change the result is in `Run.parts` or follows from (seed, step): the data order, the dropout masks
+and the learning rate are functions, not state. Refuses to print: it tells `tell`, and returns an outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import random
+import shutil
+import time
+import uuid
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+import farthing
+from farthing.checkpoint import Checkpoints, Part, SaveResult, State, n_bytes_of
+from farthing.data.batches import Batches, collate, cut
+from farthing.errors import (
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_LIMIT,
+    Interrupted,
+    NoSpace,
+    NotFinite,
+    RunChanged,
+    RunDamaged,
+    UserMistake,
+)
+from farthing.evaluate import evaluate
+from farthing.export import export_model
+from farthing.files import Damaged, JsonLines, make_private, only_writer, write_json
+from farthing.hardware import Numerics, Utilisation, choose_numerics, device_name, peak_bytes, peak_flops, taken_bytes
+from farthing.job import Job
+from farthing.meter import Ledger, Meter, seconds_since_process_start
+from farthing.metrics import GREATER_IS_BETTER, OF_TASK
+from farthing.model.adapters import count_parameters, put_back, trained_tensors
+from farthing.model.flops import flops_per_token
+from farthing.model.load import quiet_libraries
+from farthing.model.loss import summed_loss
+from farthing.notice import Notice
+from farthing.optim import load_state, schedule, state_tensors
+from farthing.prepare import (
+    Examples,
+    Inputs,
+    Tell,
+    build_model,
+    build_optimizer,
+    open_examples,
+    open_inputs,
+    settle_checkpointing,
+)
+from farthing.report.receipt import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RECEIPT, RUN, build_receipt
+from farthing.units import say_bytes, say_seconds, say_usd
+
+FORECAST_AFTER_STEPS = 5
+
+
+@dataclass
+class Outcome:
+    """How an attempt ended: finished (0), limit (3) or interrupted (75)."""
+
+    state: str
+    reason: str
+    receipt: dict[str, Any]
+
+    @property
+    def exit_code(self) -> int:
+        """What the process should tell its caller."""
+        return {"finished": EXIT_FINISHED, "limit": EXIT_LIMIT, "interrupted": EXIT_INTERRUPTED}[self.state]
+
+
+# ---- what is saved ----
+
+
+@dataclass
+class Progress:
+    """Where the run is: a part of every checkpoint."""
+
+    step: int = 0
+    n_tokens: int = 0
+    n_padded_tokens: int = 0
+    n_targets: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    evaluated_step: int = 0
+    best_step: int | None = None
+    best_metric: float | None = None
+    n_evaluations_without_gain: int = 0
+    stopped_early: bool = False
+
+    def state(self) -> State:
+        """No tensors, every field."""
+        return {}, asdict(self)
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Every field."""
+        for item in fields(self):
+            setattr(self, item.name, values[item.name])
+
+
+@dataclass
+class ModelPart:
+    """What training changes in the model."""
+
+    model: Any
+
+    def state(self) -> State:
+        """Trained tensors by name."""
+        return trained_tensors(self.model), {}
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Copied back in place."""
+        put_back(self.model, tensors)
+
+
+@dataclass
+class OptimizerPart:
+    """The optimizer's moments, by the names of the weights."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+
+    def state(self) -> State:
+        """Moments and counters."""
+        return state_tensors(self.optimizer, {id(p): name for name, p in self.model.named_parameters()})
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Tensor for tensor."""
+        load_state(self.optimizer, self.model.named_parameters(), tensors, values)
+
+
+@dataclass
+class ScalerPart:
+    """The gradient scaler of fp16."""
+
+    scaler: torch.amp.GradScaler
+
+    def state(self) -> State:
+        """Scale and counters; nothing when it is off."""
+        return {}, self.scaler.state_dict()
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Scale and counters."""
+        if values:
+            self.scaler.load_state_dict(values)
+
+
+# ---- the door ----
+
+
+def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
+    """Start, continue or find finished the run of `job` in its `output_dir`.
+
+    Raises `FarthingError`s in words; whatever was committed before stays valid.
+    """
+    meter = Meter(already_s=seconds_since_process_start())
+    quiet_libraries()
+    folder = Path(job.output_dir)
+    try:
+        make_private(folder)
+    except OSError as error:
+        raise UserMistake(
+            f"the run folder can't be made: {error.strerror}", where=str(folder), to_do="choose another output_dir"
+        ) from error
+    with only_writer(folder), Notice() as notice:
+        try:
+            ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
+            ledger.write("starting")
+        except OSError as error:
+            raise NoSpace(
+                f"the run folder can't be written: {error.strerror}", where=str(folder), to_do="make room there"
+            ) from error
+        state = "failed"
+        try:
+            state, reason = _train(job, folder, meter, ledger, notice, tell, allow_restart)
+        except Interrupted as error:
+            state, reason = "interrupted", notice.reason or error.what
+        finally:
+            with contextlib.suppress(OSError):  # a full disk must not hide the error that is on its way
+                ledger.close(state)
+        receipt = build_receipt(folder)
+        write_json(folder / RECEIPT, receipt)
+        return Outcome(state, reason, receipt)
+
+
+def _train(
+    job: Job, folder: Path, meter: Meter, ledger: Ledger, notice: Notice, tell: Tell, allow_restart: bool
+) -> tuple[str, str]:
+    numerics = choose_numerics(
+        job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
+    )
+    _remember_job(folder, job)
+    if reason := over_limit(job, ledger, reserve_s=0.0):
+        return "limit", reason
+    meter.enter("tokenize")
+    inputs = open_inputs(job)
+    run_facts = _claim(folder, inputs, numerics, tell)
+    if run_facts.get("finished") and (folder / MODEL).is_dir():
+        return "finished", "it was finished already; nothing was trained"
+    train_examples, eval_examples = open_examples(job, inputs, tell, lambda: bool(notice))
+    ledger.write("starting")
+    meter.enter("load_model")
+    model = build_model(job, inputs, numerics, train_examples)
+    run = Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, notice, tell)
+    ledger.write("starting")
+    meter.enter("restore")
+    run.restore(run_facts["run_id"], allow_restart)
+    run.say_what_was_decided()
+    meter.enter("idle")
+    state, reason = run.loop()
+    if state == "finished":
+        write_json(folder / RUN, {**run_facts, "finished": True})
+    return state, reason
+
+
+def _remember_job(folder: Path, job: Job) -> None:
+    write_json(folder / JOB, job.model_dump(mode="json"))
+
+
+def _claim(folder: Path, inputs: Inputs, numerics: Numerics, tell: Tell) -> dict[str, Any]:
+    """Write what this run is, or check that the folder's run is this one. Raises `RunChanged`, `RunDamaged`."""
+    machine = {
+        "device": device_name(numerics.device),
+        "precision": numerics.name,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    path = folder / RUN
+    if not path.exists():
+        facts = {
+            "run_id": uuid.uuid4().hex,
+            "farthing": farthing.__version__,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "identity": inputs.identity,
+            "machine": machine,
+        }
+        write_json(path, facts)
+        return facts
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        before = facts["identity"]
+        facts["run_id"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise RunDamaged(
+            f"{RUN} can't be read ({type(error).__name__})",
+            where=str(path),
+            to_do="bring it back from a copy, or give the job another output_dir",
+        ) from error
+    now = json.loads(json.dumps(inputs.identity))
+    changed = [f"{key}: {_brief(before.get(key))} -> {_brief(now.get(key))}" for key in {**before, **now}
+               if before.get(key) != now.get(key)]  # fmt: skip
+    if changed:
+        raise RunChanged(
+            "this folder holds a run of something else:\n    " + "\n    ".join(changed),
+            where=str(folder),
+            to_do="undo the change to continue it, or give the job another output_dir"
+            f" (to train its result further: model: {folder / MODEL})",
+        )
+    moved = [f"{key} {facts['machine'].get(key)} -> {value}" for key, value in machine.items()
+             if facts["machine"].get(key) != value]  # fmt: skip
+    if moved and not facts.get("finished"):
+        tell("warning", {"text": f"resumed elsewhere ({'; '.join(moved)}): equal to rounding, not to the bit"})
+    return dict(facts)
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:18]}...{text[-6:]}"
+
+
+def over_limit(job: Job, ledger: Ledger, reserve_s: float) -> str | None:
+    """Why the run has to stop now, if `reserve_s` more seconds would pass one of its limits; else None."""
+    limits = job.limits
+    if limits.max_usd is not None:
+        spent = ledger.spent_usd + reserve_s / 3600 * job.usd_per_hour
+        if spent > limits.max_usd or (ledger.spent_usd >= limits.max_usd > 0):
+            return f"the cap of {say_usd(limits.max_usd)}: {say_usd(ledger.spent_usd)} are spent"
+    if limits.max_hours is not None and ledger.spent_s + reserve_s > limits.max_hours * 3600:
+        return f"the cap of {limits.max_hours:g} h: {say_seconds(ledger.spent_s)} are spent"
+    if limits.deadline is not None and time.time() + reserve_s > limits.deadline.timestamp():
+        return f"the deadline {limits.deadline.isoformat(sep=' ', timespec='minutes')}"
+    return None
+
+
+# ---- the run ----
+
+
+@dataclass
+class Run:
+    """One attempt at a job, from the restored step to wherever it ends."""
+
+    job: Job
+    folder: Path
+    inputs: Inputs
+    numerics: Numerics
+    model: Any
+    train_examples: Examples
+    eval_examples: Examples | None
+    meter: Meter
+    ledger: Ledger
+    notice: Notice
+    tell: Tell
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        job, train = self.job, self.job.train
+        self.batches = Batches(self.train_examples.indices, job.global_batch_size, train.seed)
+        self.n_steps = math.ceil(train.num_train_epochs * self.batches.steps_per_epoch)
+        if train.max_steps is not None:
+            self.n_steps = train.max_steps
+        self.optimizer = build_optimizer(job, self.model)
+        self.scaler = torch.amp.GradScaler(self.numerics.device.type, enabled=self.numerics.needs_scaler)
+        warmup = train.warmup_steps
+        self.n_warmup_steps = math.ceil(train.warmup_ratio * self.n_steps) if warmup is None else warmup
+        self.lr_factor = schedule(train.lr_scheduler_type, n_warmup_steps=self.n_warmup_steps, n_steps=self.n_steps)
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.parameters = count_parameters(self.model)
+        self.parts: dict[str, Part] = {
+            "model": ModelPart(self.model),
+            "optimizer": OptimizerPart(self.model, self.optimizer),
+            "scaler": ScalerPart(self.scaler),
+            "progress": self.progress,
+        }
+        before_bytes = taken_bytes(self.numerics.device)
+        self.memory = settle_checkpointing(job, self.model, self.numerics, self.train_examples, self.inputs.pad_id)
+        self.promised_bytes = before_bytes + self.memory.total_bytes
+        self.log = JsonLines(self.folder / LOG)
+        self.metric = _metric_of(job)
+        self.pace = Pace(self.numerics, flops_per_token(self.model, job.method.name), self.meter)
+        self._saved_at_s = self.meter.wall_s
+        self._saved_mark = self._mark()
+        self._save_now = False
+        self._last_evaluation_s = 0.0
+        self._save_s = 0.0
+
+    # ---- before the loop ----
+
+    def restore(self, run_id: str, allow_restart: bool) -> None:
+        """Go back to the newest whole checkpoint, or to the start when there never was one. Raises `RunDamaged`."""
+        facts = {"farthing": farthing.__version__, "attempt": self.ledger.number}
+        self.checkpoints = Checkpoints(
+            self.folder / CHECKPOINTS, run_id, self.job.train.save_total_limit, warn=self._warn, facts=facts
+        )
+        try:
+            step = self.checkpoints.newest_valid()
+            if step is None and self.ledger.committed_step > 0:
+                raise RunDamaged(
+                    f"the checkpoint of step {self.ledger.committed_step} was written, and is gone",
+                    where=str(self.checkpoints.folder),
+                    to_do="bring it back from a copy, or start from zero on purpose with --allow-restart",
+                )
+        except RunDamaged:
+            if not allow_restart:
+                raise
+            self.checkpoints.forget_all()
+            step = None
+        if step is not None:
+            self.checkpoints.restore(step, self.parts)
+            self._saved_mark = self._mark()
+            self.tell("restored", {"step": step, "n_steps": self.n_steps, "attempt": self.ledger.number})
+        elif self.ledger.number > 1:
+            self.tell("note", {"text": "an earlier attempt left no checkpoint: starting at step 0"})
+        at = self.progress
+        self.log.keep(
+            lambda row: row.get("step", 0) <= at.step and ("metrics" not in row or row["step"] <= at.evaluated_step)
+        )
+        self._refuse_small_disk()
+        self.ledger.begin_at(at.step)
+
+    def _refuse_small_disk(self) -> None:
+        state_bytes = n_bytes_of(self.parts) * (3 if self.progress.step == 0 else 1)  # the optimizer has no state yet
+        need = state_bytes * (self.job.train.save_total_limit + 2)
+        free = shutil.disk_usage(self.folder).free
+        if free < need:
+            raise NoSpace(
+                f"{say_bytes(free)} are free, checkpoints and the model may take {say_bytes(need)}",
+                where=str(self.folder),
+                to_do="make room, or set output_dir to a disk that has it",
+            )
+
+    def say_what_was_decided(self) -> None:
+        """One table of everything the job left open."""
+        job, batch, micro = self.job, self.job.global_batch_size, self.job.micro_batch_size
+        every = self.memory.every_n_layers
+        checkpointing = {0: "off", 1: "every layer"}.get(
+            every, f"every {every}nd layer" if every == 2 else f"every {every}th layer"
+        )
+        counts = self.parameters
+        self.tell(
+            "decided",
+            {
+                "model": f"{Path(self.inputs.choice.name).name} ({self.inputs.config.model_type}), {job.method.name}",
+                "parameters": counts,
+                "examples": len(self.train_examples),
+                "eval_examples": len(self.eval_examples) if self.eval_examples else 0,
+                "steps": self.n_steps,
+                "batch": f"{batch} examples a step, up to {micro} at a time",
+                "learning_rate": f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, {self.n_warmup_steps} warm-up steps",
+                "max_length": self.inputs.recipe.max_length,
+                "precision": self.numerics.name,
+                "device": device_name(self.numerics.device),
+                "gradient_checkpointing": checkpointing,
+                "memory": f"{say_bytes(self.promised_bytes)} expected, {say_bytes(self.memory.free_bytes)} free",
+                "price": _price_in_words(job),
+            },
+        )
+        if not self.memory.fits:
+            self._warn(
+                f"{say_bytes(self.memory.total_bytes)} may be needed and {say_bytes(self.memory.free_bytes)} are free: "
+                "lower train.per_device_train_batch_size (the result stays the same) or data.max_length"
+            )
+        if job.limits.max_usd is not None and job.usd_per_hour == 0:
+            self._warn("limits.max_usd can't bind at $0 an hour: set where.usd_per_hour")
+
+    def _warn(self, text: str) -> None:
+        self.tell("warning", {"text": text})
+
+    # ---- the loop ----
+
+    def loop(self) -> tuple[str, str]:
+        """Steps until done, stopped early, interrupted or over a limit; returns (state, reason)."""
+        state = reason = ""
+        try:
+            while not state:
+                if self.evaluation_is_due():
+                    self.evaluate()
+                if self.progress.step >= self.n_steps or self.progress.stopped_early:
+                    state, reason = "finished", "stopped early" if self.progress.stopped_early else "all steps done"
+                elif self.notice:
+                    state, reason = "interrupted", str(self.notice.reason)
+                elif limit := over_limit(self.job, self.ledger, self.seconds_to_reserve()):
+                    state, reason = "limit", limit
+                else:
+                    if self.save_is_due():
+                        self.save()
+                    self.take_step()
+        except Interrupted:
+            state, reason = "interrupted", str(self.notice.reason)
+        self.save_last()
+        if state != "interrupted":
+            with self.meter.span("export"):
+                self.export()
+        return state, reason
+
+    def take_step(self) -> None:
+        """One optimizer step over the global batch; nothing changes when it is interrupted or not finite."""
+        step, started_s = self.progress.step, self.meter.wall_s
+        with self.meter.span("data_wait"):
+            examples = self.batches.examples_of(step)
+            n_targets = self.train_examples.tokens.n_targets(examples)
+            pieces = cut(examples, self.train_examples.tokens.lengths, self.job.micro_batch_size)
+        seed_everything(self.job.train.seed, step)
+        losses, n_padded = self.accumulate_gradients(pieces, n_targets)
+        with self.meter.span("optimizer"):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.job.learning_rate * self.lr_factor(step)
+            self.scaler.unscale_(self.optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(self.trained, self.job.train.max_grad_norm or math.inf)
+            loss, norm_value = float(torch.stack(losses).sum()) / n_targets, float(norm)
+            is_finite = math.isfinite(loss) and math.isfinite(norm_value)
+            if is_finite:
+                self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+        at = self.progress
+        at.step += 1
+        n_tokens = int(self.train_examples.tokens.lengths[examples].sum())
+        at.n_tokens, at.n_padded_tokens, at.n_targets = (
+            at.n_tokens + n_tokens, at.n_padded_tokens + n_padded, at.n_targets + n_targets,
+        )  # fmt: skip
+        row = {
+            "step": at.step,
+            "loss": loss if math.isfinite(loss) else None,
+            "grad_norm": norm_value if math.isfinite(norm_value) else None,
+            "lr": self.job.learning_rate * self.lr_factor(step),
+            "n_targets": n_targets,
+            "n_tokens": n_tokens,
+            "examples": examples.tolist(),
+        }
+        self.log.append(row)
+        self.judge_finite(is_finite, loss, losses, pieces)
+        self.pace.step_done(n_tokens, n_padded, self.meter.wall_s - started_s)
+        self.note_finished_save(self.checkpoints.finished_save())
+        self.report_step(row)
+
+    def accumulate_gradients(self, pieces: list[Any], n_targets: int) -> tuple[list[Tensor], int]:
+        """Forward and backward of every micro-batch, each divided by the targets of the whole step.
+
+        Returns the summed loss of each piece and how many padded tokens were computed. Raises `Interrupted`.
+        """
+        losses, n_padded = [], 0
+        for piece in pieces:
+            with self.meter.span("data_wait"):
+                arrays = collate(self.train_examples.tokens, piece, self.job.task, self.inputs.pad_id)
+            with self.meter.span("host_to_device"):
+                batch = {name: torch.from_numpy(array).to(self.numerics.device) for name, array in arrays.items()}
+            with self.meter.span("compute"):
+                with self.numerics.autocasting():
+                    loss, _ = summed_loss(self.model, batch, self.job.task, self.job.train.label_smoothing_factor)
+                self.scaler.scale(loss / n_targets).backward()
+            losses.append(loss.detach())
+            n_padded += arrays["input_ids"].size + (arrays["labels"].size if self.job.task == "seq2seq" else 0)
+            if self.notice:
+                self.optimizer.zero_grad(set_to_none=True)
+                raise Interrupted("stopped within a step; it is taken again")
+        return losses, n_padded
+
+    def judge_finite(self, is_finite: bool, loss: float, losses: list[Tensor], pieces: list[Any]) -> None:
+        """Count a skipped step and name its samples; too many in a row end the run. Raises `NotFinite`."""
+        at = self.progress
+        if is_finite:
+            at.skipped_in_a_row = 0
+            return
+        at.skipped_steps += 1
+        if math.isfinite(loss) and self.scaler.is_enabled() and self.scaler.get_scale() >= 1:
+            self._warn(
+                f"step {at.step}: gradients overflowed fp16, scale now {self.scaler.get_scale():g}; step skipped"
+            )
+            return
+        at.skipped_in_a_row += 1
+        guilty = [
+            piece for piece, value in zip(pieces, losses, strict=True) if not math.isfinite(float(value))
+        ] or pieces
+        places = [self.train_examples.tokens.place(int(index)) for piece in guilty for index in piece]
+        named = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
+        what = "the gradient is" if math.isfinite(loss) else "the loss is"
+        self.log.append({"step": at.step, "skipped": what, "samples": places})
+        self._warn(f"step {at.step}: {what} not a number, step skipped; among {named}")
+        if at.skipped_in_a_row >= self.job.train.max_skipped_steps:
+            self.save_last()
+            raise NotFinite(
+                f"{at.skipped_in_a_row} steps in a row had a loss or gradient that is not a number (last: {named})",
+                where=str(self.folder),
+                to_do="lower learning_rate, look at these rows, or use bf16/fp32 instead of fp16",
+            )
+
+    # ---- evaluation ----
+
+    def evaluation_is_due(self) -> bool:
+        """At the end of epochs or every `eval_steps`, and at the very end; once for each step."""
+        train, at = self.job.train, self.progress
+        if self.eval_examples is None or at.step == 0 or at.evaluated_step == at.step:
+            return False
+        if at.step >= self.n_steps:
+            return True
+        if train.eval_strategy == "no":
+            return False
+        return at.step % (train.eval_steps or self.batches.steps_per_epoch) == 0
+
+    def evaluate(self) -> None:
+        """Measure, and judge whether this is the best so far. Raises `Interrupted`."""
+        assert self.eval_examples is not None
+        at, train, started_s = self.progress, self.job.train, self.meter.wall_s
+        with self.meter.span("evaluation"):
+            metrics = evaluate(
+                self.model,
+                self.eval_examples.tokens,
+                self.eval_examples.indices,
+                task=self.job.task,
+                tokenizer=self.inputs.tokenizer,
+                pad_id=self.inputs.pad_id,
+                batch_size=train.per_device_eval_batch_size,
+                numerics=self.numerics,
+                generate=train.predict_with_generate,
+                max_new_tokens=self.job.data.max_target_length,
+                should_stop=lambda: bool(self.notice),
+                progress=lambda done, total: self.tell("evaluating", {"done": done, "total": total}),
+            )
+        at.evaluated_step = at.step
+        value = metrics.get(self.metric)
+        greater = train.greater_is_better
+        better = GREATER_IS_BETTER[self.metric] if greater is None else greater
+        gain = None if value is None or at.best_metric is None else (value - at.best_metric) * (1 if better else -1)
+        is_best = value is not None and (gain is None or gain > train.early_stopping_threshold)
+        if is_best:
+            at.best_metric, at.best_step, at.n_evaluations_without_gain = value, at.step, 0
+            self._save_now = True
+        else:
+            at.n_evaluations_without_gain += 1
+        patience = train.early_stopping_patience
+        at.stopped_early = patience is not None and at.n_evaluations_without_gain >= patience
+        self._last_evaluation_s = self.meter.wall_s - started_s
+        self.log.append({"step": at.step, "metrics": metrics, "is_best": is_best})
+        self.tell("evaluation", {"step": at.step, "metrics": metrics, "is_best": is_best, "metric": self.metric})
+
+    # ---- saving ----
+
+    def save_is_due(self) -> bool:
+        """Every `save_steps` or `save_minutes`, and when the best so far was just found."""
+        train, at = self.job.train, self.progress
+        if at.step == 0 or self._saved_mark == self._mark():
+            return False
+        by_steps = train.save_steps is not None and at.step % train.save_steps == 0
+        by_time = train.save_steps is None and self.meter.wall_s - self._saved_at_s >= train.save_minutes * 60
+        return self._save_now or by_steps or by_time
+
+    def save(self) -> None:
+        """Snapshot now, write in the background."""
+        with self.meter.span("checkpoint"):
+            started_s = self.meter.wall_s
+            self.log.sync()
+            self.note_finished_save(self.checkpoints.save(self.progress.step, self.parts, self.progress.best_step))
+            self._save_s = self.meter.wall_s - started_s
+        self._saved_at_s, self._saved_mark, self._save_now = self.meter.wall_s, self._mark(), False
+
+    def _mark(self) -> tuple[Any, ...]:
+        """What tells one saved state from another."""
+        return self.progress.step, self.progress.evaluated_step, self.progress.stopped_early
+
+    def save_last(self) -> None:
+        """Commit where the run is, and wait until it is on the disk."""
+        if self.progress.step > 0 and self._saved_mark != self._mark():
+            self.save()
+        with self.meter.span("checkpoint"):
+            self.note_finished_save(self.checkpoints.wait())
+
+    def note_finished_save(self, result: SaveResult | None) -> None:
+        """Put a finished background save on the ledger."""
+        if result is not None and result.error is None:
+            self.ledger.committed(result.step)
+            self.tell("saved", {"step": result.step, "bytes": result.n_bytes})
+
+    def export(self) -> None:
+        """Write the model for others: of the best checkpoint when there is evaluation data, else of the last step."""
+        at = self.progress
+        step = at.step
+        if self.job.train.load_best_model_at_end and at.best_step is not None and at.best_step != at.step:
+            try:
+                self.checkpoints.verify(at.best_step)
+                put_back(self.model, self.checkpoints.read(at.best_step)["model"][0])
+                step = at.best_step
+            except Damaged as error:
+                self._warn(f"the best checkpoint (step {at.best_step}) is damaged ({error}): exporting the last step")
+        self.ledger.write("running")
+        receipt = build_receipt(self.folder)
+        export_model(self.folder / MODEL, self.model, self.inputs.tokenizer, receipt, step)
+        self.tell("exported", {"folder": str(self.folder / MODEL), "step": step})
+
+    # ---- words ----
+
+    def seconds_to_reserve(self) -> float:
+        """What the next step, and leaving after it, may still take."""
+        return self.pace.longest_step_s + 2 * self._save_s
+
+    def remaining_s(self) -> float | None:
+        """Seconds until the end at the present pace; None before a pace is known."""
+        if self.pace.step_s is None:
+            return None
+        train, at = self.job.train, self.progress
+        steps = self.n_steps - at.step
+        rest = steps * self.pace.step_s
+        if self.eval_examples is not None and train.eval_strategy != "no":
+            each = train.eval_steps or self.batches.steps_per_epoch
+            n_evaluations = math.ceil(self.n_steps / each) - at.step // each
+            guess = self.pace.step_s * len(self.eval_examples) / self.job.global_batch_size / 3  # a forward pass only
+            rest += max(0, n_evaluations) * (self._last_evaluation_s or guess)
+        return rest
+
+    def report_step(self, row: dict[str, Any]) -> None:
+        """Tell how it goes, and put it on the ledger."""
+        remaining_s = self.remaining_s()
+        forecast: dict[str, Any] | None = None
+        if self.ledger.forecast is None and self.pace.n_steps >= FORECAST_AFTER_STEPS and remaining_s is not None:
+            total_s = self.ledger.spent_s + remaining_s
+            forecast = {
+                "step": row["step"],
+                "wall_s": total_s,
+                "usd": self.ledger.spent_usd + remaining_s / 3600 * self.job.usd_per_hour,
+                "peak_bytes": self.promised_bytes,
+            }
+        facts = {
+            "peak_bytes": peak_bytes(self.numerics.device),
+            "tokens": self.progress.n_tokens,
+            "padded_tokens": self.progress.n_padded_tokens,
+            **self.pace.figures(),
+        }
+        self.ledger.at_step(row["step"], facts, forecast)
+        self.tell(
+            "step",
+            {
+                **{key: row[key] for key in ("step", "loss", "lr", "grad_norm")},
+                **facts,
+                "n_steps": self.n_steps,
+                "epoch": row["step"] / self.batches.steps_per_epoch,
+                "usd": self.ledger.spent_usd,
+                "usd_to_go": None if remaining_s is None else remaining_s / 3600 * self.job.usd_per_hour,
+                "s_to_go": remaining_s,
+            },
+        )
+
+
+@dataclass
+class Pace:
+    """How fast it goes, over this attempt. The first step is warm-up and is left out."""
+
+    numerics: Numerics
+    flops_per_token: float
+    meter: Meter
+
+    def __post_init__(self) -> None:
+        self.n_steps = 0
+        self.longest_step_s = 0.0
+        self._tokens = self._padded = 0
+        self._seconds = 0.0
+        self._utilisation = Utilisation(self.numerics.device)
+        self._percent: float | None = None
+        self._sampled_at_s = -10.0
+        self._peak_flops = peak_flops(self.numerics.device, self.numerics.name)
+
+    @property
+    def step_s(self) -> float | None:
+        """Mean seconds of a step."""
+        return self._seconds / (self.n_steps - 1) if self.n_steps > 1 else None
+
+    def step_done(self, n_tokens: int, n_padded: int, seconds: float) -> None:
+        """Count a step."""
+        self.n_steps += 1
+        self.longest_step_s = max(seconds, self.longest_step_s * 0.98)
+        if self.n_steps > 1:
+            self._tokens, self._padded, self._seconds = (
+                self._tokens + n_tokens,
+                self._padded + n_padded,
+                self._seconds + seconds,
+            )
+
+    def figures(self) -> dict[str, float | None]:
+        """Useful and padded tokens/s, model FLOPs utilisation (None without a known peak), device utilisation."""
+        if self.meter.wall_s - self._sampled_at_s >= 1:
+            self._percent, self._sampled_at_s = self._utilisation.percent(), self.meter.wall_s
+        useful = self._tokens / self._seconds if self._seconds else None
+        return {
+            "tokens_per_s": useful,
+            "padded_tokens_per_s": self._padded / self._seconds if self._seconds else None,
+            "mfu": useful * self.flops_per_token / self._peak_flops if useful and self._peak_flops else None,
+            "utilisation_percent": self._percent,
+        }
+
+
+def seed_everything(seed: int, step: int) -> None:
+    """Every generator as a function of (seed, step): dropout after a resume is what it would have been."""
+    digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 1
+    torch.manual_seed(number)
+    np.random.seed(number % 2**32)
+    random.seed(number)
+
+
+def _metric_of(job: Job) -> str:
+    metric = (job.train.metric_for_best_model or "loss").removeprefix("eval_")
+    known = OF_TASK[job.task]
+    if metric not in known:
+        raise UserMistake(
+            f"`{metric}` is not measured for {job.task}",
+            where="train.metric_for_best_model",
+            to_do=f"use one of {', '.join(known)}",
+        )
+    return metric
+
+
+def _price_in_words(job: Job) -> str:
+    if job.usd_per_hour == 0:
+        return "$0.00 an hour (none given: set where.usd_per_hour, or power_watts and usd_per_kwh)"
+    parts = []
+    if job.where.usd_per_hour:
+        parts.append(f"rent {say_usd(job.where.usd_per_hour)}")
+    if job.where.power_watts and job.where.usd_per_kwh:
+        parts.append(f"{job.where.power_watts:g} W at {say_usd(job.where.usd_per_kwh)} a kWh")
+    return f"{say_usd(job.usd_per_hour)} an hour ({', '.join(parts)})"

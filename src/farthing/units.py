@@ -1,0 +1,94 @@
+"""Bytes, seconds and dollars: parse what people write ("24GB", "$5", "3h"), print what people read.
+
+Inside farthing a quantity is a plain number whose name carries its unit: `_bytes`, `_s`, `_usd`.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "hr": 3600.0, "d": 86400.0}
+_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def _split(text: str, what: str) -> tuple[float, str]:
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not {what}")
+    return float(match[1]), match[2].lower()
+
+
+def parse_usd(value: str | float) -> float:
+    """Dollars from `5`, `"5"`, `"$5"` or `"5 usd"`."""
+    if isinstance(value, int | float):
+        return float(value)
+    number, unit = _split(value.strip().removeprefix("$"), 'an amount of dollars such as "$5"')
+    if unit not in ("", "usd", "dollars"):
+        raise ValueError(f"{value!r}: only US dollars are understood")
+    return number
+
+
+def parse_hours(value: str | float) -> float:
+    """Hours from `3` (hours) or `"90min"`, `"3h"`, `"1d"`."""
+    if isinstance(value, int | float):
+        return float(value)
+    number, unit = _split(value, 'a duration such as "90min", "3h" or "2d"')
+    if unit == "":
+        return number
+    if unit not in _SECONDS:
+        raise ValueError(f'{value!r}: use one of {", ".join(_SECONDS)}, as in "3h"')
+    return number * _SECONDS[unit] / 3600
+
+
+def parse_bytes(value: str | int) -> int:
+    """Bytes from `1024`, `"24GB"` (10^9) or `"24GiB"` (2^30)."""
+    if isinstance(value, int):
+        return value
+    number, unit = _split(value, 'a size such as "24GB" or "24GiB"')
+    if unit and unit not in _BYTES:
+        raise ValueError(f'{value!r}: use one of {", ".join(_BYTES)}, as in "24GB"')
+    return int(number * _BYTES.get(unit, 1))
+
+
+def say_usd(usd: float | None) -> str:
+    """`$12.34`, with more digits when the amount is small, so that a cent is never shown as nothing."""
+    if usd is None:
+        return "unknown"
+    if usd == 0 or abs(usd) >= 1:
+        return f"${usd:,.2f}"
+    return f"${usd:.4f}" if abs(usd) >= 0.001 else f"${usd:.6f}"
+
+
+def say_seconds(seconds: float | None) -> str:
+    """`0.4 s`, `42 s`, `3 min 20 s`, `2 h 05 min`."""
+    if seconds is None:
+        return "unknown"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def say_bytes(n_bytes: float | None) -> str:
+    """GiB, MiB or KiB, the units of `nvidia-smi` and of torch's own memory figures."""
+    if n_bytes is None:
+        return "unknown"
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(n_bytes) >= size:
+            return f"{n_bytes / size:.1f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def say_count(n: float | None) -> str:
+    """`12`, `3.4 k`, `22.7 M`, `8.0 B`."""
+    if n is None:
+        return "unknown"
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e4)):
+        if abs(n) >= size:
+            return f"{n / (1e3 if unit == 'k' else size):.1f} {unit}"
+    return f"{n:,.0f}"
