@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.errors import FarthingError
-from farthing.job import Job, load_job
+from farthing.job import load_job
 from farthing.units import say_bytes
 
 EXTRAS = {
@@ -57,7 +57,8 @@ def check_machine(folder: Path) -> Iterator[Check]:
             major, minor = torch.cuda.get_device_capability(index)
             free, total = torch.cuda.mem_get_info(index)
             precision = "bf16" if major >= 8 else "fp16 with a gradient scaler"
-            found = f"{torch.cuda.get_device_name(index)}, compute {major}.{minor}, {say_bytes(free)} of {say_bytes(total)} free, {precision}"
+            memory_words = f"{say_bytes(free)} of {say_bytes(total)} free"
+            found = f"{torch.cuda.get_device_name(index)}, compute {major}.{minor}, {memory_words}, {precision}"
             yield Check(
                 f"gpu {index}", "ok" if free > 0.5 * total else "warning", found, "something else holds its memory"
             )
@@ -96,11 +97,12 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     from farthing.model.load import need_bitsandbytes, quiet_libraries
     from farthing.prepare import open_inputs
 
-    jobs: list[Job] = []
-    yield from _try("job", lambda: jobs.append(load_job(path, overrides)) or str(path))
-    if not jobs:
+    try:
+        job = load_job(path, overrides)
+    except FarthingError as error:
+        yield _failed("job", error)
         return
-    job = jobs[0]
+    yield Check("job", "ok", str(path))
     quiet_libraries()
 
     def precision() -> str:
@@ -110,11 +112,12 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     yield from _try("computes on", precision)
     if job.method.name == "qlora" or "8bit" in job.train.optim or "paged" in job.train.optim:
         yield from _try("bitsandbytes works", lambda: f"version {need_bitsandbytes('this job').__version__}")
-    opened: list[Any] = []
-    yield from _try("model, tokenizer and data", lambda: opened.append(open_inputs(job)) or "found")
-    if not opened:
+    try:
+        inputs = open_inputs(job)
+    except FarthingError as error:
+        yield _failed("model, tokenizer and data", error)
         return
-    inputs = opened[0]
+    yield Check("model, tokenizer and data", "ok", "found")
     for source in [*inputs.train_sources, *inputs.eval_sources]:
 
         def first_rows(source: Any = source) -> str:
@@ -142,9 +145,11 @@ def _try(name: str, check: Callable[[], str]) -> Iterator[Check]:
     try:
         yield Check(name, "ok", check())
     except FarthingError as error:
-        yield Check(
-            name, "failed", str(error.args[0]) if not error.where else f"{error.where}: {error.what}", error.to_do
-        )
+        yield _failed(name, error)
+
+
+def _failed(name: str, error: FarthingError) -> Check:
+    return Check(name, "failed", f"{error.where}: {error.what}" if error.where else error.what, error.to_do)
 
 
 def _nearest(folder: Path) -> Path:

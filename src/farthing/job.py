@@ -399,7 +399,9 @@ def _read_text(path: Path) -> str:
         raise JobError([UserMistake(f"can't be read: {error.strerror}", where=str(path))]) from error
 
 
-def _walk(node: yaml.Node, at: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path) -> Iterator[UserMistake]:
+def _walk(
+    node: yaml.Node | None, at: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path
+) -> Iterator[UserMistake]:
     """Fill `lines` with the line of every key; yield keys that stand twice (YAML would silently keep the last)."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:

@@ -204,7 +204,10 @@ def _write(
 ) -> dict[str, Any]:
     """Fill `draft`; returns the facts of the set for its manifest."""
     tally, encode = _Tally(), _Encoder(tokenizer, recipe)
-    offset, n_targets, label_ids, labels, formats = 0, 0, {}, [], []
+    offset, n_targets = 0, 0
+    label_ids: dict[str, int] = {}
+    labels: list[int] = []
+    formats: list[str] = []
     for name in recipe.label_names:
         label_ids[name] = len(label_ids)
     names = [name for name in _DTYPES if name != "labels"]
