@@ -11,25 +11,20 @@ import difflib
 import glob
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, model_validator
 
+from farthing.data.formats import COLUMNS
 from farthing.errors import JobError, UserMistake
 from farthing.units import parse_hours, parse_usd
 
 MAX_JOB_BYTES = 1 << 20
-
-Task = Literal["causal-lm", "seq2seq", "classification"]
-Share = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
-Usd = Annotated[float, BeforeValidator(parse_usd), Field(ge=0)]
-Hours = Annotated[float, BeforeValidator(parse_hours), Field(gt=0)]
-Paths = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+MAX_DEPTH = 20
 
 
 def _number_is_no_bool(value: Any) -> Any:
@@ -38,19 +33,30 @@ def _number_is_no_bool(value: Any) -> Any:
     return value
 
 
+Task = Literal["causal-lm", "seq2seq", "classification"]
 Number = Annotated[float, BeforeValidator(_number_is_no_bool)]
+Whole = Annotated[int, BeforeValidator(_number_is_no_bool)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Positive = Annotated[Whole, Field(ge=1)]
+Name = Annotated[str, Field(min_length=1)]
+Usd = Annotated[float, BeforeValidator(parse_usd), Field(ge=0)]
+Hours = Annotated[float, BeforeValidator(parse_hours), Field(gt=0)]
+OneOrMany = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+Paths = Annotated[tuple[Name, ...], OneOrMany]
 
 
 class Section(BaseModel):
     """A frozen part of the job; unknown keys are mistakes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class ModelSection(Section):
     """Which model. `model: NAME` is short for `model: {model_name_or_path: NAME}`."""
 
-    model_name_or_path: str
+    model_name_or_path: Name
     """Hub name (`Qwen/Qwen2.5-0.5B`) or local folder in Hugging Face format."""
     revision: str | None = None
     """Hub branch, tag or commit."""
@@ -63,22 +69,15 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     """Run code that comes with the model. Needs a Hub `revision` of 40 hex digits, or a local folder."""
 
-    @model_validator(mode="after")
-    def _remote_code_is_pinned(self) -> ModelSection:
-        local = Path(self.model_name_or_path).is_absolute()
-        if self.trust_remote_code and not local and not re.fullmatch(r"[0-9a-f]{40}", self.revision or ""):
-            raise ValueError("trust_remote_code needs `revision:` to be a full commit (40 hex digits)")
-        return self
-
 
 class DataSection(Section):
     """Which examples. `data: FILE` is short for `data: {train: FILE}`."""
 
-    train: Paths
+    train: Annotated[Paths, Field(min_length=1)]
     """Files (jsonl, json, csv, parquet; local, s3://, gs://, https://; globs), a data set folder, or a Hub name."""
     eval: Paths = ()
     """The same for evaluation."""
-    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    eval_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Without `eval`: the share of distinct inputs held out of `train` (rows with equal input stay together)."""
     dataset_config_name: str | None = None
     """Configuration of a Hub data set."""
@@ -106,6 +105,11 @@ class DataSection(Section):
     """Use only the first N usable examples for training."""
     max_eval_samples: Positive | None = None
     """Use only the first N usable examples for evaluation."""
+
+    @field_serializer("train", "eval", when_used="json")
+    def _no_secrets(self, names: tuple[str, ...]) -> list[str]:
+        """What is written beside a run keeps no password or signature of a URL."""
+        return [without_secrets(name) for name in names]
 
 
 class MethodSection(Section):
@@ -143,7 +147,7 @@ class TrainSection(Section):
         "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
     ] = "linear"
     warmup_ratio: Share = 0.03
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    warmup_steps: Annotated[Whole, Field(ge=0)] | None = None
     """Overrides warmup_ratio."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
@@ -161,7 +165,7 @@ class TrainSection(Section):
     adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.999
     adam_epsilon: Annotated[Number, Field(gt=0)] = 1e-8
     label_smoothing_factor: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
+    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 42
     bf16: bool | None = None
     """Default: on where the GPU has it natively (Ampere and later)."""
     fp16: bool | None = None
@@ -189,12 +193,12 @@ class TrainSection(Section):
     save_steps: Positive | None = None
     """Optimizer steps between checkpoints. Default: by time, see save_minutes."""
     save_minutes: Annotated[Number, Field(gt=0)] = 5.0
-    save_total_limit: Annotated[int, Field(ge=2)] = 2
+    save_total_limit: Annotated[Whole, Field(ge=2)] = 2
     """How many of the newest checkpoints are kept, besides the best."""
     logging_steps: Positive = 10
     max_skipped_steps: Positive = 5
     """Stop after this many steps in a row whose loss or gradient is not a number."""
-    report_to: tuple[Literal["tensorboard"], ...] = ()
+    report_to: Annotated[tuple[Literal["tensorboard"], ...], OneOrMany] = ()
 
     @model_validator(mode="after")
     def _batches_agree(self) -> TrainSection:
@@ -207,7 +211,7 @@ class TrainSection(Section):
                 f"gradient_accumulation_steps {accumulation}; leave one of the three out"
             )
         if self.bf16 and self.fp16:
-            raise ValueError("bf16 and fp16 exclude each other")
+            raise ValueError("bf16 and fp16 exclude each other; leave one of them out")
         if self.eval_strategy == "steps" and self.eval_steps is None:
             raise ValueError("eval_strategy: steps needs eval_steps")
         return self
@@ -248,7 +252,7 @@ class Job(Section):
     train: TrainSection = TrainSection()
     limits: LimitsSection = LimitsSection()
     where: WhereSection = WhereSection()
-    output_dir: str
+    output_dir: Name
     """The run folder: checkpoints, logs, the receipt and the trained model."""
     cache_dir: str | None = None
     """Where tokenized data is kept. Default: ~/.cache/farthing."""
@@ -320,6 +324,20 @@ class Job(Section):
 
 # ---- reading ----
 
+FILE_ENDINGS = {
+    ".jsonl",
+    ".ndjson",
+    ".json",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".gz",
+    ".txt",
+    ".zip",
+    ".zst",
+    ".arrow",
+    ".xlsx",
+}
 SHORTHAND = {"model": "model_name_or_path", "data": "train", "method": "name"}
 
 
@@ -332,16 +350,26 @@ def load_job(path: str | Path, overrides: list[str] | None = None) -> Job:
     path = Path(path)
     text = _read_text(path)
     try:
+        _refuse_tangles(text, path)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        what = getattr(error, "problem", None) or str(error)
-        raise JobError([UserMistake(f"not valid YAML: {what}", where=f"{path}{line}")]) from error
+        what = str(getattr(error, "problem", None) or error)
+        to_do = "check the indentation, quotes and colons on this line and the one above"
+        if "'\\t'" in what:
+            to_do = "indent with spaces, not with tabs"
+        elif "constructor" in what:
+            to_do = "a job holds plain values only"
+        raise JobError([UserMistake(f"not valid YAML: {what}", where=f"{path}{line}", to_do=to_do)]) from error
     if not isinstance(values, dict):
         raise JobError(
-            [UserMistake("a job is a mapping of keys to values", where=str(path), to_do="see farthing init")]
+            [
+                UserMistake(
+                    "a job is a mapping of keys to values", where=str(path), to_do="`farthing init` writes a starter"
+                )
+            ]
         )
     lines: dict[tuple[str, ...], int] = {}
     problems = list(_walk(node, (), lines, path))
@@ -355,10 +383,14 @@ def load_job(path: str | Path, overrides: list[str] | None = None) -> Job:
     try:
         job = Job.model_validate(values)
     except ValidationError as error:
-        problems += [_explain(item, lines, from_command_line, path) for item in error.errors()]
+        problems += _once_each(_explain(item, lines, from_command_line, path) for item in error.errors())
+        raise JobError(problems) from error
+    job = _with_absolute_paths(job, path.resolve().parent, Path.cwd(), from_command_line)
+    for key, what, to_do in _contradictions(job):
+        problems.append(UserMistake(what, where=_place(key, lines, from_command_line, path), to_do=to_do))
     if problems:
         raise JobError(problems)
-    return _with_absolute_paths(job, path.resolve().parent, Path.cwd(), from_command_line)
+    return job
 
 
 def job_schema() -> dict[str, Any]:
@@ -372,6 +404,8 @@ def job_schema() -> dict[str, Any]:
         for key, value in definition.get("properties", {}).items():
             if key in ("train", "eval", "target_modules", "modules_to_save") and value.get("type") == "array":
                 definition["properties"][key] = {**one_or_many, "description": value.get("description", "")}
+            if key == "report_to":
+                definition["properties"][key] = {"anyOf": [value["items"], value]}
             if key in ("max_usd", "usd_per_hour", "usd_per_kwh", "max_hours"):
                 definition["properties"][key] = {
                     "anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}],
@@ -399,6 +433,19 @@ def _read_text(path: Path) -> str:
         raise JobError([UserMistake(f"can't be read: {error.strerror}", where=str(path))]) from error
 
 
+def _refuse_tangles(text: str, path: Path) -> None:
+    """Aliases and deep nesting: nothing a job needs, and a small file of them can fill the memory."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        what = f"an alias (*{event.anchor})" if isinstance(event, yaml.AliasEvent) else ""
+        if depth > MAX_DEPTH:
+            what = "nested too deep"
+        if what:
+            where = f"{path}:{event.start_mark.line + 1}" if event.start_mark else str(path)
+            raise JobError([UserMistake(f"{what}: not understood in a job", where=where, to_do="write it out plainly")])
+
+
 def _walk(
     node: yaml.Node | None, at: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path
 ) -> Iterator[UserMistake]:
@@ -418,10 +465,15 @@ def _walk(
 
 
 def _expand(values: dict[Any, Any]) -> dict[Any, Any]:
-    """`model: NAME` -> `model: {model_name_or_path: NAME}`, so that `--set model.revision=...` finds a mapping."""
+    """`model: NAME` -> `model: {model_name_or_path: NAME}`, so that `--set model.revision=...` finds a mapping.
+
+    A section with nothing in it (`limits:` and only comments below) is as good as absent.
+    """
+    sections = {name for name, inner in _section_fields(Job) if inner}
     return {
         key: {SHORTHAND[key]: value} if key in SHORTHAND and isinstance(value, str | list) else value
         for key, value in values.items()
+        if value is not None or key not in sections
     }
 
 
@@ -446,44 +498,126 @@ def _override(values: dict[Any, Any], text: str) -> tuple[str, ...]:
     return names
 
 
+_WANTED = {
+    "string_type": "text is wanted: put it in quotes if it is meant so",
+    "string_too_short": "name something, or leave the key out",
+    "too_short": "name at least one",
+    "int_type": "a whole number is wanted",
+    "int_parsing": "a whole number is wanted",
+    "int_from_float": "a whole number is wanted",
+    "float_type": "a number is wanted",
+    "float_parsing": "a number is wanted",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "tuple_type": "a list is wanted, as in [a, b]",
+    "dict_type": "a mapping is wanted, as in {a: b}",
+    "model_type": "it is a section: its keys stand below it, indented",
+    "datetime_type": "a date and time is wanted, as in 2027-01-31T18:00",
+    "datetime_parsing": "a date and time is wanted, as in 2027-01-31T18:00",
+    "datetime_from_date_parsing": "a date and time is wanted, as in 2027-01-31T18:00",
+}
+
+
+def _place(
+    loc: tuple[str, ...], lines: dict[tuple[str, ...], int], from_command_line: set[tuple[str, ...]], path: Path
+) -> str:
+    """`--set key` or `file:line` of a key, or of the nearest thing around it that has a place."""
+    for key in sorted(from_command_line):
+        if loc[: len(key)] == key or (key[: len(loc)] == loc and loc not in lines):
+            return f"--set {'.'.join(key)}"
+    line = next((lines[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in lines), None)
+    return f"{path}:{line}" if line else str(path)
+
+
 def _explain(
     item: Any, lines: dict[tuple[str, ...], int], from_command_line: set[tuple[str, ...]], path: Path
 ) -> UserMistake:
     """A pydantic error in our words, with the line it stands on."""
-    loc = tuple(str(part) for part in item["loc"] if not str(part).startswith("function-"))
-    key = ".".join(loc)
-    given = next((k for k in from_command_line if loc[: len(k)] == k), None)
-    line = next((lines[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in lines), None)
-    where = f"--set {'.'.join(given)}" if given else f"{path}:{line}" if line else str(path)
-    kind, message = item["type"], item["msg"].removeprefix("Value error, ")
+    kind, message, value = item["type"], item["msg"].removeprefix("Value error, "), item["input"]
+    loc = tuple(str(part) for part in item["loc"])
+    if kind not in ("extra_forbidden", "missing"):  # leave out which alternative or item of a key it was
+        loc = _up_to_key(loc)
+    key, where = ".".join(loc), _place(loc, lines, from_command_line, path)
     if kind == "extra_forbidden":
-        known = _keys_of(loc[:-1])
-        near = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.6)
-        elsewhere = [full for full in _all_keys() if full.split(".")[-1] == loc[-1]]
-        if near:
-            to_do = f"did you mean `{near[0]}`?"
-        elif elsewhere:
-            to_do = f"it belongs in `{elsewhere[0]}`"
-        else:
-            to_do = f"known here: {', '.join(known)}" if known else f"`{'.'.join(loc[:-1])}` has no such key"
-        return UserMistake(f"unknown key `{key}`", where=where, to_do=to_do)
+        return UserMistake(f"unknown key `{key}`", where=where, to_do=_meant(loc))
     if kind == "missing":
         to_do = f"add `{loc[-1]}:`" + {
             "task": " causal-lm, seq2seq or classification",
             "model": " a Hub name or a folder",
+            "data": " a file, or a section with `train:`",
             "output_dir": " a folder for the run",
         }.get(loc[-1], "")
         return UserMistake(f"`{key}` is missing", where=where, to_do=to_do)
+    given = {True: "true", False: "false", None: "empty"}.get(value) if isinstance(value, bool | None) else repr(value)
+    given = given if given and len(given) <= 80 else f"{given}"[:80] + "..."
     if kind == "literal_error":
         expected = item.get("ctx", {}).get("expected", "")
-        choices = re.findall(r"'([^']+)'", expected)
-        near = difflib.get_close_matches(str(item["input"]), choices, n=1)
+        near = difflib.get_close_matches(str(value), re.findall(r"'([^']+)'", expected), n=1)
         to_do = f"did you mean `{near[0]}`?" if near else f"use {expected}"
-        return UserMistake(f"`{key}` can't be {item['input']!r}", where=where, to_do=to_do)
-    wanted = message[0].lower() + message[1:] if message else kind
+        return UserMistake(f"`{key}` can't be {given}", where=where, to_do=to_do)
     if kind == "value_error":
-        return UserMistake(f"`{key}`: {wanted}" if key else wanted, where=where)
-    return UserMistake(f"`{key}` can't be {item['input']!r}", where=where, to_do=wanted)
+        named = next((name for name in re.findall(r"\w+", message) if (*loc, name) in lines), None)
+        if named:
+            where = _place((*loc, named), lines, from_command_line, path)
+        what, _, to_do = message.partition("; ")
+        return UserMistake(f"`{key}`: {what}" if key else what, where=where, to_do=to_do)
+    wanted = message[:1].lower() + message[1:]
+    return UserMistake(f"`{key}` can't be {given}", where=where, to_do=_WANTED.get(kind, wanted))
+
+
+def _meant(loc: tuple[str, ...]) -> str:
+    """What to do about an unknown key: the nearest one here, the section it belongs in, or all there are."""
+    *section, name = loc
+    known, everywhere = _keys_of(tuple(section)), _all_keys()
+    elsewhere = [full for full in everywhere if full.split(".")[-1] == name]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if elsewhere and not (near and difflib.SequenceMatcher(None, name, near[0]).ratio() > 0.9):
+        return f"it belongs in `{elsewhere[0]}`"
+    if near:
+        return f"did you mean `{near[0]}`?"
+    afar = difflib.get_close_matches(name, [full.split(".")[-1] for full in everywhere], n=1, cutoff=0.8)
+    if afar:
+        return "did you mean `" + next(full for full in everywhere if full.split(".")[-1] == afar[0]) + "`?"
+    return f"known here: {', '.join(known)}" if known else f"`{'.'.join(section)}` has no such key"
+
+
+def _once_each(problems: Iterable[UserMistake]) -> list[UserMistake]:
+    """A key that takes several kinds of value gives one problem for each kind: say them together."""
+    together: dict[tuple[str, str], list[str]] = {}
+    for problem in problems:
+        wanted = together.setdefault((problem.what, problem.where), [])
+        if problem.to_do not in wanted:
+            wanted.append(problem.to_do)
+    return [UserMistake(what, where=where, to_do=", or ".join(wanted)) for (what, where), wanted in together.items()]
+
+
+def _up_to_key(loc: tuple[str, ...]) -> tuple[str, ...]:
+    """The part of a pydantic location that names a key of the job."""
+    return loc[:2] if loc and dict(_section_fields(Job)).get(loc[0]) else loc[:1]
+
+
+def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """(key, what, to do) of settings that are well-formed and can't work; paths are absolute already."""
+    model = job.model
+    on_hub = [name for name in (model.model_name_or_path, model.tokenizer_name_or_path) if name and name[0] != "/"]
+    if model.trust_remote_code and on_hub and not re.fullmatch(r"[0-9a-f]{40}", model.revision or ""):
+        what = f"trust_remote_code runs whatever {on_hub[0]} holds on that day"
+        yield ("model", "trust_remote_code"), what, "pin `model.revision:` to a full commit (40 hex digits)"
+    for name in job.data.columns:
+        if name not in COLUMNS:
+            near = difflib.get_close_matches(name, COLUMNS, n=1)
+            to_do = f"did you mean `{near[0]}`?" if near else f"use {', '.join(sorted(COLUMNS))}"
+            yield ("data", "columns", name), f"`{name}` is no standard column (standard name: name in the data)", to_do
+    if job.data.train_on_prompt and job.task != "causal-lm":
+        yield ("data", "train_on_prompt"), f"{job.task} has no prompt to train on", "leave it out"
+    if job.train.metric_for_best_model is not None:
+        from farthing.metrics import OF_TASK
+
+        metric, known = job.train.metric_for_best_model.removeprefix("eval_"), OF_TASK[job.task]
+        if metric not in known:
+            near = difflib.get_close_matches(metric, known, n=1)
+            to_do = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(known)}"
+            yield ("train", "metric_for_best_model"), f"`{metric}` is not measured for {job.task}", to_do
 
 
 def _section_fields(section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel] | None]]:
@@ -512,6 +646,13 @@ def is_remote(path: str) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)", path) is not None
 
 
+def without_secrets(name: str) -> str:
+    """A path or URL without user, password and query, which may be keys."""
+    if not is_remote(name):
+        return name
+    return re.sub(r"://[^/?#]*@", "://", re.sub(r"[?#].*", "", name, flags=re.DOTALL))
+
+
 def _absolute(path: str, base: Path) -> str:
     expanded = Path(path).expanduser()
     return str(expanded) if expanded.is_absolute() else str((base / expanded).resolve())
@@ -521,14 +662,14 @@ def _looks_local(name: str, base: Path) -> bool:
     """A Hub name has at most one slash and no leading dot; whatever exists, or looks like a path, is a path."""
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or (base / name).exists():
         return True
-    return Path(name).suffix.lower() in {".jsonl", ".json", ".csv", ".parquet", ".gz"} or any(c in name for c in "*?[")
+    return Path(name).suffix.lower() in FILE_ENDINGS or any(c in name for c in "*?[")
 
 
 def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set[tuple[str, ...]]) -> Job:
     """The same job with local paths made absolute and globs spelled out."""
 
     def base_of(*key: str) -> Path:
-        return cwd if key in from_command_line else base
+        return cwd if any(key[:n] in from_command_line for n in range(1, len(key) + 1)) else base
 
     def local(name: str | None, *key: str) -> str | None:
         if name is None or is_remote(name) or not _looks_local(name, base_of(*key)):
