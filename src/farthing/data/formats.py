@@ -6,8 +6,10 @@ rendered by the tokenizer's own template. Refuses to tokenize and to read files.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,8 +71,10 @@ def recognise(columns: set[str], task: str, renamed: dict[str, str], where: str)
     """The name of the format these columns are in. Raises `DataError` that says what was found and what would do."""
     for name in renamed.values():
         if name not in columns:
+            near = difflib.get_close_matches(name, columns, n=1)
+            to_do = f"did you mean `{near[0]}`?  there are: " if near else "there are: "
             raise DataError(
-                f"no column `{name}` (named in `data.columns`)", where=where, to_do=f"there are: {_listed(columns)}"
+                f"no column `{name}` (named in `data.columns`)", where=where, to_do=to_do + _listed(columns)
             )
     present = (columns - set(renamed.values())) | set(renamed)
     complete = [name for name, (needed, _) in FORMATS.items() if set(needed) <= present]
@@ -89,14 +93,14 @@ def recognise(columns: set[str], task: str, renamed: dict[str, str], where: str)
 
 
 def converter(
-    format_name: str, renamed: dict[str, str], label_map: dict[str, str], tokenizer: Any, train_on_prompt: bool
+    format_name: str, renamed: dict[str, str], label_map: dict[str, str], tokenizer: Any, task: str
 ) -> Callable[[dict[str, Any]], Text]:
     """A function from a row to its `Text`. It raises `Unusable` with the reason."""
     render = functools.partial(_render_chat, tokenizer=tokenizer)
     one: Callable[[dict[str, Any]], Text] = {
         "messages": lambda row: render(_messages(row), row.get("tools")),
         "conversations": lambda row: render(_conversations(row), row.get("tools")),
-        "instruction": lambda row: _instruction(row, render),
+        "instruction": lambda row: _instruction(row, render if task == "causal-lm" else None),
         "prompt/completion": lambda row: _pair(row, "prompt", "completion"),
         "input/target": lambda row: _pair(row, "input", "target"),
         "text/label": lambda row: _labelled(row, label_map),
@@ -109,8 +113,10 @@ def converter(
                 standard: row.get(own) for standard, own in renamed.items()
             }
         text = one(row)
-        if train_on_prompt:
-            text = Text(tuple((part, True) for part, _ in text.segments), text.label, text.is_raw)
+        try:
+            "".join(part for part, _ in text.segments).encode()
+        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, no text can hold it
+            raise Unusable(f"not text: half a surrogate pair (\\u{ord(error.object[error.start]):04x})") from error
         return text
 
     return convert
@@ -148,19 +154,20 @@ def _labelled(row: dict[str, Any], label_map: dict[str, str]) -> Text:
     if label is None or label == "":
         raise Unusable("no `label`")
     if isinstance(label, dict | list | float):
-        raise Unusable(f"`label` is {_kind(label)}, not a class")
+        what = f"{label}, a number with a fraction" if isinstance(label, float) else _kind(label)
+        raise Unusable(f"`label` is {what}, not a class (text or a whole number)")
     name = str(label)
     return Text(((_string(row, "text"), False),), label=label_map.get(name, name))
 
 
-def _instruction(row: dict[str, Any], render: Callable[..., Text]) -> Text:
-    """Alpaca rows are a chat of one turn, so that the tokenizer's template frames them."""
+def _instruction(row: dict[str, Any], render: Callable[..., Text] | None) -> Text:
+    """Alpaca rows are a chat of one turn, so that the tokenizer's template frames them; seq2seq needs no frame."""
     instruction, more = _string(row, "instruction"), _string(row, "input", may_be_empty=True)
-    messages = [
-        {"role": "user", "content": f"{instruction}\n\n{more}" if more.strip() else instruction},
-        {"role": "assistant", "content": _string(row, "output")},
-    ]
+    asked, answer = f"{instruction}\n\n{more}" if more.strip() else instruction, _string(row, "output")
     system = _string(row, "system", may_be_empty=True)
+    if render is None:
+        return Text(((f"{system}\n\n{asked}" if system else asked, False), (answer, True)))
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     return render(([{"role": "system", "content": system}] if system else []) + messages, None)
 
 
@@ -222,11 +229,9 @@ def _render_chat(messages: list[dict[str, Any]], tools: Any, *, tokenizer: Any) 
     """
     if not any(message["role"] == "assistant" for message in messages):
         raise Unusable("no assistant turn: there is nothing to learn")
-    if isinstance(tools, str):
-        tools = json.loads(tools) if tools.strip() else None
-    tools = tools or None
+    tools = (_as_list(tools, "tools") if tools and tools != "[]" else None) or None
     try:
-        if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
+        if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", tokenizer.chat_template):
             return _by_marks(messages, tools, tokenizer)
         return _by_prefixes(messages, tools, tokenizer)
     except Unusable:

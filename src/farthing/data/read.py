@@ -16,17 +16,18 @@ import re
 import shutil
 import sys
 import uuid
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import fsspec
 
 from farthing.errors import DataError
 from farthing.files import make_private, sha256_of
-from farthing.job import is_remote
+from farthing.job import is_remote, without_secrets
 from farthing.units import say_bytes
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
@@ -65,7 +66,17 @@ class Source:
                 yield Row(index, value)
             return
         assert self.path is not None
-        yield from {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet}[self.kind](self.path, self.name)
+        read = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet}[self.kind]
+        line = 0
+        try:
+            for row in read(self.path, self.name):
+                line = row.line
+                yield row
+        except (OSError, EOFError, zlib.error) as error:  # a disk that fails, a file cut short, a broken gzip
+            why = getattr(error, "strerror", None) or str(error)
+            raise DataError(
+                f"can't be read any further: {why}", where=f"{self.name}:{line + 1}", to_do="bring the file back whole"
+            ) from error
 
 
 def open_sources(
@@ -73,14 +84,6 @@ def open_sources(
 ) -> list[Source]:
     """Resolve paths, URLs, folders and Hub names. Hashes every byte. Raises `DataError` that names what is missing."""
     return [_open_source(name, cache_dir, split, config_name) for name in names]
-
-
-def without_secrets(name: str) -> str:
-    """A path or URL without user, password and query, which may be keys."""
-    if not is_remote(name):
-        return name
-    parts = urlsplit(name)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
 
 
 def _open_source(name: str, cache_dir: Path, split: str, config_name: str | None) -> Source:
@@ -113,19 +116,29 @@ def _short(name: str) -> str:
 
 
 def _fetch(url: str, cache_dir: Path) -> Path:
-    """Copy a remote file into the cache; the copy is named by URL and version (ETag and the like), never stale."""
+    """Copy a remote file into the cache, never stale: the copy is named by URL and version (ETag and the like).
+
+    Without a version it is fetched each time and named by its content.
+    """
     shown = without_secrets(url)
     try:
         filesystem, remote = fsspec.core.url_to_fs(url)
         version = _version(filesystem, remote)
         folder = make_private(cache_dir / "downloads")
-        name = hashlib.sha256(f"{shown}\n{version}".encode()).hexdigest()[:32]
-        path = folder / (name + "".join(Path(urlsplit(shown).path).suffixes[-2:]))
-        if not path.exists():
-            draft = folder / f"{name}.draft-{uuid.uuid4().hex[:8]}"
+        endings = "".join(Path(urlsplit(shown).path).suffixes[-2:])
+
+        def named(version: str) -> Path:
+            # the query is part of what is asked for; user and password are not
+            asked = re.sub(r"://[^/?#]*@", "://", url)
+            return folder / (hashlib.sha256(f"{asked}\n{version}".encode()).hexdigest()[:32] + endings)
+
+        path = named(version) if version else None
+        if path is None or not path.exists():
+            draft = folder / f"{uuid.uuid4().hex}.draft-"
             try:
                 with filesystem.open(remote, "rb") as source, open(draft, "wb") as target:
                     shutil.copyfileobj(source, target, 1 << 20)
+                path = path or named(sha256_of(draft))
                 os.replace(draft, path)
             finally:
                 draft.unlink(missing_ok=True)
@@ -143,14 +156,19 @@ def _fetch(url: str, cache_dir: Path) -> Path:
 
 
 def _version(filesystem: Any, remote: str) -> str:
-    """What changes when the file does. A web server that gives no ETag gets asked anew each time."""
+    """What changes when the file does; empty for a web server that gives no ETag."""
     if "http" in filesystem.protocol or "https" in filesystem.protocol:
-        return str(filesystem.info(remote).get("ETag") or uuid.uuid4().hex)
+        return str(filesystem.info(remote).get("ETag") or "")
     return str(filesystem.ukey(remote))
 
 
 def _redacted(text: str, url: str) -> str:
-    return text.replace(url, without_secrets(url))[:300]
+    """An error's text without what the address keeps secret, in whatever form the text repeats it."""
+    text = text.replace(url, without_secrets(url))
+    for secret in re.findall(r"://([^/?#]*)@", url):
+        for part in sorted({secret, *secret.split(":", 1)[1:]}, key=len, reverse=True):
+            text = text.replace(part, "***") if part else text
+    return re.sub(r"(https?://[^\s'\"?]*)\?[^\s'\"]*", r"\1", text)[:300]
 
 
 def _open_dataset(name: str, split: str, config_name: str | None, cache_dir: Path) -> Source:
@@ -159,12 +177,15 @@ def _open_dataset(name: str, split: str, config_name: str | None, cache_dir: Pat
 
     datasets.disable_progress_bars()
     shown = _short(name) if Path(name).is_absolute() else name
+    # `datasets` goes by file times, we by bytes: each content has a cache of its own
+    content = _folder_sha256(Path(name), split) if Path(name).is_dir() else ""
+    cache = make_private(cache_dir / "datasets") / content[:32]
     try:
-        data = datasets.load_dataset(
-            name, config_name, split=split, cache_dir=str(make_private(cache_dir / "datasets"))
-        )
-    except (ValueError, FileNotFoundError, ConnectionError, OSError, RuntimeError) as error:
-        message = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        data = datasets.load_dataset(name, config_name, split=split, cache_dir=str(cache))
+    except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        said = str(reason or error).strip().splitlines()
+        message = said[0][:300] if said else type(error).__name__
         if not Path(name).exists() and isinstance(error, ConnectionError | FileNotFoundError | OSError):
             raise DataError(
                 f"neither a local file nor a data set that can be reached ({message})",
@@ -176,12 +197,8 @@ def _open_dataset(name: str, split: str, config_name: str | None, cache_dir: Pat
         ) from error
     if len(data) == 0:
         raise DataError(f"split `{split}` is empty", where=shown, to_do="choose another split")
-    # the fingerprint of a folder depends on file times; its bytes do not
-    sha256 = (
-        _folder_sha256(Path(name), split)
-        if Path(name).is_dir()
-        else hashlib.sha256(f"{name}/{config_name}/{split}/{data._fingerprint}".encode()).hexdigest()
-    )
+    version = f"{name}/{config_name}/{split}/{data._fingerprint}"
+    sha256 = content or hashlib.sha256(version.encode()).hexdigest()
     return Source(f"{shown}[{split}]", sha256, "dataset", dataset=data)
 
 
@@ -216,7 +233,7 @@ def _jsonl(path: Path, name: str) -> Iterator[Row | BadRow]:
             if not raw.strip():
                 continue
             try:
-                value = json.loads(raw.decode("utf-8"))
+                value = json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
             except UnicodeDecodeError as error:
                 yield BadRow(line, f"invalid UTF-8 at byte {error.start} of the line")
                 continue
@@ -228,12 +245,21 @@ def _jsonl(path: Path, name: str) -> Iterator[Row | BadRow]:
             yield Row(line, value) if isinstance(value, dict) else BadRow(line, "not a JSON object")
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys differ: of two equal ones JSON would silently keep the last."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` stands twice in one object")
+    return value
+
+
 def _json(path: Path, name: str) -> Iterator[Row | BadRow]:
     """A JSON array of objects, or one object whose only list is the data (`{"data": [...]}`)."""
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise DataError("too large for one JSON document", where=name, to_do="write it as .jsonl, one object a line")
     with _open_bytes(path) as file:
-        raw = file.read()
+        raw = file.read(MAX_JSON_BYTES + 1)
+    if len(raw) > MAX_JSON_BYTES:
+        raise DataError("too large for one JSON document", where=name, to_do="write it as .jsonl, one object a line")
     try:
         values = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -244,6 +270,8 @@ def _json(path: Path, name: str) -> Iterator[Row | BadRow]:
             where=f"{name}:{error.lineno}:{error.colno}",
             to_do="mend it; a file with one object a line is called .jsonl",
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"invalid JSON: {error}", where=name, to_do="check how it was written") from error
     if isinstance(values, dict):
         lists = [value for value in values.values() if isinstance(value, list)]
         values = lists[0] if len(lists) == 1 else values
@@ -257,12 +285,21 @@ def _csv(path: Path, name: str) -> Iterator[Row | BadRow]:
     csv.field_size_limit(min(sys.maxsize, MAX_ROW_BYTES))
     with _open_bytes(path) as file:
         # surrogateescape keeps reading past bytes that are not UTF-8; the row they are in is then named
-        text = (raw.decode("utf-8", errors="surrogateescape") for raw in file)
+        pieces = iter(lambda: file.readline(MAX_ROW_BYTES + 1), b"")
+        text = (raw.decode("utf-8", errors="surrogateescape") for raw in pieces)
         text = (line.removeprefix("\ufeff") if index == 0 else line for index, line in enumerate(text))
-        reader = csv.reader(text, delimiter="\t" if ".tsv" in path.suffixes else ",")
-        header = next(reader, None)
+        # strict: a quote that is never closed is an error, not a field with the rest of the file in it
+        reader = csv.reader(text, delimiter="\t" if ".tsv" in path.suffixes else ",", strict=True)
+        to_do = "the first line of a CSV file names its columns, each once"
+        try:
+            header = next(reader, None)
+        except csv.Error as error:
+            raise DataError(f"the header line is invalid CSV: {error}", where=f"{name}:1", to_do=to_do) from error
         if not header or not any(header):
-            raise DataError("no header line", where=name, to_do="the first line of a CSV file names its columns")
+            raise DataError("no header line", where=f"{name}:1", to_do=to_do)
+        if len(set(header)) < len(header):
+            twice = next(column for column in header if header.count(column) > 1)
+            raise DataError(f"column `{twice}` stands twice in the header", where=f"{name}:1", to_do=to_do)
         while True:
             line = reader.line_num + 1
             try:
@@ -292,5 +329,8 @@ def _parquet(path: Path, name: str) -> Iterator[Row | BadRow]:
             for value in batch.to_pylist():
                 index += 1
                 yield Row(index, value)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"not a readable Parquet file: {error}", where=f"{name}:{index + 1}") from error
+    except (pyarrow.ArrowException, OSError) as error:
+        why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise DataError(
+            f"not a readable Parquet file: {why}", where=f"{name}:{index + 1}", to_do="bring the file back whole"
+        ) from error

@@ -106,6 +106,7 @@ def tokenizer_sha256(tokenizer: Any) -> str:
         json.loads(tokenizer.backend_tokenizer.to_str()),
         {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         tokenizer.chat_template,
+        tokenizer.truncation_side,
     ]
     for part in parts[:1]:  # set by the last call that truncated or padded, not by the tokenizer's files
         part["truncation"] = part["padding"] = None
@@ -132,15 +133,15 @@ def tokenize(
     `tokenizer` is a fast transformers tokenizer with its chat template set. `progress(rows, tokens)` is called about
     once a chunk. Raises `DataError` (too many bad rows, nothing usable, nothing to predict), `Interrupted`.
     """
-    folder = make_private(cache_dir / "tokens") / set_key(sources, tokenizer_sha256(tokenizer), recipe)
-    if folder.exists():
-        try:
-            return open_token_set(folder)
-        except Damaged:
-            discard(folder)
-    _sweep_old_drafts(folder)
     facts: dict[str, Any] = {}
     try:
+        folder = make_private(cache_dir / "tokens") / set_key(sources, tokenizer_sha256(tokenizer), recipe)
+        if folder.exists():
+            try:
+                return open_token_set(folder)
+            except Damaged:
+                discard(folder)
+        _sweep_old_drafts(folder)
         commit_folder(
             folder, lambda draft: facts.update(_write(draft, sources, tokenizer, recipe, progress, should_stop)), facts
         )
@@ -150,7 +151,7 @@ def tokenize(
         raise DataError(
             f"the token cache can't be written: {error.strerror or error}",
             where=str(cache_dir),
-            to_do="free some space, or set cache_dir to a disk that has it",
+            to_do="make room, or set cache_dir to a folder that can be written",
         ) from error
     return open_token_set(folder)
 
@@ -299,7 +300,7 @@ def _converted_chunks(
             columns: set[str] = set().union(*(row.value.keys() for row in chunk if isinstance(row, Row)))
             if any(isinstance(row, Row) for row in chunk):
                 formats.append(recognise(columns, recipe.task, recipe.columns, source.name))
-                convert = converter(formats[-1], recipe.columns, recipe.label_map, tokenizer, recipe.train_on_prompt)
+                convert = converter(formats[-1], recipe.columns, recipe.label_map, tokenizer, recipe.task)
         texts = []
         for row in chunk:
             tally.n_rows += 1
@@ -341,8 +342,11 @@ class _Encoder:
         for (place, line, text), (ids, is_target, too_long) in zip(chunk, encode[self.recipe.task](chunk), strict=True):
             tally.n_too_long += too_long
             if too_long and self.recipe.too_long == "error":
+                limits = f"max_length {self.recipe.max_length}"
+                if self.recipe.task == "seq2seq":
+                    limits += f" or max_target_length {self.recipe.max_target_length}"
                 raise DataError(
-                    f"longer than max_length {self.recipe.max_length}",
+                    f"longer than {limits}",
                     where=place,
                     to_do="raise data.max_length, or set data.too_long to truncate or skip",
                 )
@@ -364,7 +368,7 @@ class _Encoder:
             is_target = np.zeros(len(ids), np.uint8)
             at = 0
             for part, target in text.segments:
-                if target and part:
+                if (target or self.recipe.train_on_prompt) and part:
                     start = self._token_at(encoded, index, at, at + len(part))
                     stop = self._token_at(encoded, index, at + len(part), len(joined[index]))
                     is_target[len(ids) if start is None else start : len(ids) if stop is None else stop] = 1
