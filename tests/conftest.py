@@ -1,0 +1,57 @@
+"""What several test files share. No test may reach the network: the Hub client is told so before it is imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+import pytest
+
+from farthing.tiny import demo_rows, make_model_folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with a tokenizer and a config.json, by family: llama, t5, bert. Nobody writes into them."""
+    texts = [row["prompt"] + row["completion"] for row in demo_rows(100)]
+    texts += ["### User\nHow are you?\n\n### Assistant\nI am fine, thank you.", "Übergrößen, naïve café, 日本語 🙂"]
+    root = tmp_path_factory.mktemp("tiny")
+    return {
+        family: make_model_folder(root / family, texts, family, hidden=32, layers=1)
+        for family in ("llama", "t5", "bert")
+    }
+
+
+@pytest.fixture(scope="session")
+def with_weights(tiny_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like `tiny_folders["llama"]` that also has safetensors weights."""
+    import shutil
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("weights") / "model"
+    shutil.copytree(tiny_folders["llama"], folder)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizers(tiny_folders: dict[str, Path]) -> dict[str, Any]:
+    """The tokenizers of `tiny_folders`, with farthing's chat template."""
+    from farthing.model.load import ModelChoice, load_tokenizer
+
+    return {family: load_tokenizer(ModelChoice(str(folder)), None) for family, folder in tiny_folders.items()}
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of real tokenizers and data that FARTHING_DATA names."""
+    if not os.environ.get("FARTHING_DATA"):
+        pytest.skip("FARTHING_DATA is not set: no real tokenizers and data here")
+    return Path(os.environ["FARTHING_DATA"])

@@ -1,0 +1,588 @@
+"""The job file: what is read, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from farthing.errors import JobError
+from farthing.job import Job, job_schema, load_job
+from farthing.starter import starter
+from farthing.tiny import DEMO_JOB
+
+BASE = "task: causal-lm\nmodel: org/name\ndata: train.jsonl\noutput_dir: run\n"
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """Read a job: the four needed keys and `more`, with overrides."""
+
+    def reading(more: str = "", *overrides: str, base: str = BASE) -> Job:
+        path = tmp_path / "job.yaml"
+        path.write_text(base + more, encoding="utf-8")
+        return load_job(path, list(overrides))
+
+    return reading
+
+
+def problems_of(read: Any, more: str = "", *overrides: str, base: str = BASE) -> list[tuple[str, str, str]]:
+    """(where, what, to do) of every problem, where without the folder."""
+    with pytest.raises(JobError) as caught:
+        read(more, *overrides, base=base)
+    return [(problem.where.rpartition("/")[2], problem.what, problem.to_do) for problem in caught.value.problems]
+
+
+def one_problem(read: Any, more: str = "", *overrides: str, base: str = BASE) -> tuple[str, str, str]:
+    problems = problems_of(read, more, *overrides, base=base)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+# ---- what is read ----
+
+
+def test_three_keys_and_an_output_folder_are_a_job(read: Any, tmp_path: Path) -> None:
+    job = read()
+    assert (job.task, job.model.model_name_or_path, job.method.name) == ("causal-lm", "org/name", "lora")
+    assert job.data.train == (str(tmp_path / "train.jsonl"),)
+    assert job.output_dir == str(tmp_path / "run")
+    assert (job.train.num_train_epochs, job.train.warmup_ratio, job.train.seed) == (3.0, 0.03, 42)
+    assert (job.global_batch_size, job.micro_batch_size, job.max_length) == (16, 8, 1024)
+
+
+def test_the_names_are_those_of_the_hugging_face_training_arguments() -> None:
+    from transformers import Seq2SeqTrainingArguments
+
+    ours = set(yaml_keys(Job)["train"])
+    own_names = {
+        "global_batch_size", "learning_rate_batch_size", "early_stopping_patience", "early_stopping_threshold",
+        "save_minutes", "max_skipped_steps",
+        "warmup_ratio",  # a Hugging Face name that its latest versions fold into warmup_steps
+    }  # fmt: skip
+    theirs = set(Seq2SeqTrainingArguments.__dataclass_fields__)
+    assert ours - own_names <= theirs
+
+
+@pytest.mark.parametrize(
+    ("task", "method", "max_length", "rate"),
+    [
+        ("causal-lm", "lora", 1024, 2e-4),
+        ("seq2seq", "qlora", 512, 2e-4),
+        ("classification", "full", 512, 2e-5),
+    ],
+)
+def test_defaults_follow_task_and_method(read: Any, task: str, method: str, max_length: int, rate: float) -> None:
+    job = read("", f"task={task}", f"method={method}")
+    assert (job.max_length, job.learning_rate) == (max_length, rate)
+
+
+def test_short_and_long_forms_say_the_same(read: Any) -> None:
+    long = BASE.replace("model: org/name", "model: {model_name_or_path: org/name}")
+    long = long.replace("data: train.jsonl", "data: {train: [train.jsonl]}") + "method: {name: full}\n"
+    assert read(base=long) == read("method: full\n")
+
+
+def test_a_section_of_comments_is_as_good_as_absent(read: Any) -> None:
+    assert read("limits:\n  # max_usd: $5\nwhere:\ntrain:\n") == read()
+
+
+def test_numbers_may_be_written_as_people_write_them(read: Any) -> None:
+    job = read("train: {learning_rate: 1e-4}\nlimits: {max_usd: $5, max_hours: 90min}\nwhere: {usd_per_hour: '0.36'}\n")
+    assert (job.learning_rate, job.limits.max_usd, job.limits.max_hours) == (1e-4, 5.0, 1.5)
+    assert job.usd_per_hour == 0.36
+
+
+def test_electricity_adds_to_the_rent(read: Any) -> None:
+    job = read("where: {usd_per_hour: 1, power_watts: 500, usd_per_kwh: 0.30}\n")
+    assert job.usd_per_hour == pytest.approx(1.15)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read_over(read: Any, tmp_path: Path) -> None:
+    path = tmp_path / "windows.yaml"
+    path.write_bytes(b"\xef\xbb\xbf" + BASE.replace("\n", "\r\n").encode())
+    assert load_job(path) == read()
+
+
+# ---- overrides ----
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train.learning_rate=1e-4", "train", "learning_rate", 1e-4),
+        ("train.learning_rate=3", "train", "learning_rate", 3.0),
+        ("train.bf16=true", "train", "bf16", True),
+        ("method=qlora", "method", "name", "qlora"),
+        ("method.lora_r=4", "method", "lora_r", 4),
+        ("method.target_modules=[q_proj, v_proj]", "method", "target_modules", ("q_proj", "v_proj")),
+        ("method.target_modules=all-linear", "method", "target_modules", ("all-linear",)),
+        ("data.columns={text: narrative}", "data", "columns", {"text": "narrative"}),
+        ("data.columns.label=product", "data", "columns", {"label": "product"}),
+        ("model.revision=main", "model", "revision", "main"),
+        ("limits.max_usd=$2.50", "limits", "max_usd", 2.5),
+        ("train.early_stopping_patience=", "train", "early_stopping_patience", None),
+    ],
+)
+def test_any_key_can_be_set_from_the_command_line(read: Any, override: str, section: str, key: str, value: Any) -> None:
+    assert getattr(getattr(read("train: {early_stopping_patience: 3}\n", override), section), key) == value
+
+
+def test_a_set_model_keeps_the_rest_of_its_section(read: Any) -> None:
+    long = BASE.replace("model: org/name", "model: {model_name_or_path: org/name, init: random}")
+    job = read("", "model=other/name", base=long)
+    assert (job.model.model_name_or_path, job.model.init) == ("other/name", "random")
+
+
+def test_the_last_of_two_overrides_counts(read: Any) -> None:
+    assert read("", "train.seed=1", "train.seed=2").train.seed == 2
+
+
+@pytest.mark.parametrize("override", ["train.learning_rate", "=3", "train.seed=["])
+def test_a_malformed_override_is_shown_as_it_was_given(read: Any, override: str) -> None:
+    where, _, to_do = one_problem(read, "", override)
+    assert where == f"--set {override}"
+    assert "--set train.learning_rate=1e-4" in to_do
+
+
+def test_a_mistake_in_an_override_names_the_override_not_a_line(read: Any) -> None:
+    assert one_problem(read, "train: {seed: 1}\n", "train.seed=many")[0] == "--set train.seed"
+    where, what, to_do = one_problem(read, "", "train.lerning_rate=1")
+    assert (where, what) == ("--set train.lerning_rate", "unknown key `train.lerning_rate`")
+    assert to_do == "did you mean `learning_rate`?"
+    assert one_problem(read, "", "a.b.c=1")[0] == "--set a.b.c"
+
+
+# ---- mistakes ----
+
+
+def test_a_misspelt_key_gets_its_line_and_a_suggestion(read: Any) -> None:
+    where, what, to_do = one_problem(read, "train:\n  seed: 1\n  lerning_rate: 1.0e-4\n")
+    assert (where, what) == ("job.yaml:7", "unknown key `train.lerning_rate`")
+    assert to_do == "did you mean `learning_rate`?"
+
+
+def test_a_misspelt_section_gets_a_suggestion(read: Any) -> None:
+    assert one_problem(read, "trian: {seed: 1}\n") == ("job.yaml:5", "unknown key `trian`", "did you mean `train`?")
+
+
+@pytest.mark.parametrize(
+    ("more", "belongs"),
+    [
+        ("learning_rate: 1.0\n", "train.learning_rate"),
+        ("train: {lora_r: 8}\n", "method.lora_r"),
+        ("limits: {usd_per_hour: 1}\n", "where.usd_per_hour"),
+        ("max_length: 3\n", "data.max_length"),
+    ],
+)
+def test_a_key_in_the_wrong_section_is_sent_home(read: Any, more: str, belongs: str) -> None:
+    assert one_problem(read, more)[2] == f"it belongs in `{belongs}`"
+
+
+def test_a_misspelt_key_in_the_wrong_section_is_sent_home_too(read: Any) -> None:
+    assert one_problem(read, "where: {learning_rat: 1}\n")[2] == "did you mean `train.learning_rate`?"
+
+
+def test_an_unknown_key_like_no_other_gets_the_list(read: Any) -> None:
+    assert "max_usd, max_hours, deadline" in one_problem(read, "limits: {zzz: 1}\n")[2]
+
+
+def yaml_keys(section: Any) -> dict[str, Any]:
+    """Keys of the job as a tree of names."""
+    keys: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        keys[name] = yaml_keys(inner) if hasattr(inner, "model_fields") else {}
+    return keys
+
+
+def all_keys() -> list[tuple[str, ...]]:
+    tree = yaml_keys(Job)
+    return [(name,) for name in tree] + [(name, key) for name, inner in tree.items() for key in inner]
+
+
+def typos(word: str, rng: random.Random) -> set[str]:
+    """The slips of a hurried hand: a letter left out, doubled, or swapped with its neighbour."""
+    at = rng.randrange(1, len(word) - 1)
+    return {
+        word[:at] + word[at + 1 :],
+        word[:at] + word[at] + word[at:],
+        word[:at] + word[at + 1] + word[at] + word[at + 2 :],
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_typo_of_any_key_is_answered_with_that_key(read: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    known = {key[-1] for key in all_keys()}
+    for key in all_keys():
+        for typo in typos(key[-1], rng) - known:
+            values = yaml.safe_load(BASE)
+            values["model"], values["data"] = {"model_name_or_path": "org/name"}, {"train": "train.jsonl"}
+            place = values
+            for name in key[:-1]:
+                place = place.setdefault(name, {})
+            place[typo] = place.pop(key[-1], 1)
+            whats = [(what, to_do) for _, what, to_do in problems_of(read, base=yaml.safe_dump(values))]
+            said = dict(whats)[f"unknown key `{'.'.join([*key[:-1], typo])}`"]
+            assert said == f"did you mean `{key[-1]}`?", (key, typo)
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "to_do"),
+    [
+        ("train: {learning_rate: fast}\n", "train.learning_rate", "a number is wanted"),
+        ("train: {max_steps: 2.5}\n", "train.max_steps", "a whole number is wanted"),
+        ("train: {tf32: perhaps}\n", "train.tf32", "true or false"),
+        ("train: {learning_rate: 0}\n", "train.learning_rate", "input should be greater than 0"),
+        ("train: {learning_rate: .inf}\n", "train.learning_rate", "finite"),
+        ("where: {usd_per_hour: .nan}\n", "where.usd_per_hour", "finite"),
+        ("train: {lr_scheduler_type: cosin}\n", "train.lr_scheduler_type", "did you mean `cosine`?"),
+        ("train: {optim: lion}\n", "train.optim", "adamw_torch"),
+        ("train: {report_to: wandb}\n", "train.report_to", "tensorboard"),
+        (
+            "train: {gradient_checkpointing: maybe}\n",
+            "train.gradient_checkpointing",
+            "true or false, or a whole number",
+        ),
+        ("train: 3\n", "train", "it is a section"),
+        ("method: {lora_dropout: 1}\n", "method.lora_dropout", "less than 1"),
+        ("limits: {deadline: tomorrow}\n", "limits.deadline", "as in 2027-01-31T18:00"),
+        ("cache_dir: 2024-01-01\n", "cache_dir", "in quotes"),
+    ],
+)
+def test_a_wrong_value_is_shown_with_what_is_wanted(read: Any, more: str, key: str, to_do: str) -> None:
+    where, what, advice = one_problem(read, more)
+    assert where == "job.yaml:5"
+    assert what.startswith(f"`{key}` can't be ")
+    assert to_do in advice
+
+
+@pytest.mark.parametrize(
+    "more", ["train: {seed: true}\n", "train: {warmup_ratio: true}\n", "train: {global_batch_size: false}\n"]
+)
+def test_true_and_false_are_no_numbers(read: Any, more: str) -> None:
+    assert "a number is wanted, not true/false" in one_problem(read, more)[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [("limits: {max_usd: lots}\n", '"$5"'), ("limits: {max_hours: 3 weeks}\n", '"3h"')],
+)
+def test_money_and_time_say_how_they_are_written(read: Any, more: str, says: str) -> None:
+    assert says in one_problem(read, more)[1]
+
+
+def test_empty_names_are_refused(read: Any) -> None:
+    assert one_problem(read, base=BASE.replace("run", "''"))[1] == "`output_dir` can't be ''"
+    assert one_problem(read, base=BASE.replace("train.jsonl", "[]"))[1] == "`data.train` can't be []"
+
+
+def test_a_key_that_stands_twice_is_refused_with_both_lines(read: Any) -> None:
+    where, what, to_do = one_problem(read, "data: other.jsonl\n")
+    assert (where, what) == ("job.yaml:5", "`data` stands twice (first on line 3)")
+    assert to_do == "keep one of them"
+
+
+def test_every_problem_is_reported_at_once_with_its_own_line(read: Any) -> None:
+    more = "train:\n  sed: 1\n  learning_rate: fast\nlimits:\n  max_usd: lots\nmethod: lroa\ndata: x\n"
+    problems = problems_of(read, more)
+    assert sorted(where for where, _, _ in problems) == [
+        "job.yaml:10", "job.yaml:11", "job.yaml:6", "job.yaml:7", "job.yaml:9",
+    ]  # fmt: skip
+
+
+def test_missing_keys_say_what_to_write(read: Any) -> None:
+    problems = {what: to_do for _, what, to_do in problems_of(read, base="task: causal-lm\n")}
+    assert problems["`model` is missing"] == "add `model:` a Hub name or a folder"
+    assert set(problems) == {"`model` is missing", "`data` is missing", "`output_dir` is missing"}
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "to_do"),
+    [
+        ("task: [causal-lm\nmodel: x\n", ":2", "colons"),
+        ("where:\n\tdevice: cpu\n", ":2", "spaces"),
+        ("where: !!python/object/apply:os.system ['echo']\n", ":1", "plain values only"),
+        ("a: &a x\nb: *a\n", ":2", "plainly"),
+        ("a: &a {b: *a}\n", ":1", "plainly"),
+        ("where: " + "[" * 3000 + "]" * 3000 + "\n", ":1", "plainly"),
+        ("- a list\n", "", "farthing init"),
+        ("", "", "farthing init"),
+    ],
+)
+def test_what_is_no_job_is_refused_in_words(read: Any, text: str, line: str, to_do: str) -> None:
+    where, _, advice = one_problem(read, base=text)
+    assert where == f"job.yaml{line}"
+    assert to_do in advice
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(b"task: \xff\xfe")
+    with pytest.raises(JobError, match="not UTF-8"):
+        load_job(path)
+
+
+def test_a_missing_job_file_gets_the_nearest_name(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(BASE)
+    with pytest.raises(JobError, match=r"no such job file\n.*did you mean .*/job\.yaml\?"):
+        load_job(tmp_path / "jobs.yaml")
+
+
+def test_a_folder_is_no_job_file(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="a folder, not a job file"):
+        load_job(tmp_path)
+
+
+def test_a_column_of_no_standard_name_gets_a_suggestion(read: Any) -> None:
+    where, what, to_do = one_problem(
+        read, base=BASE.replace("train.jsonl", "\n  train: a.jsonl\n  columns:\n    txt: body")
+    )
+    assert (where, to_do) == ("job.yaml:6", "did you mean `text`?")
+    assert "`txt`" in what
+
+
+def test_a_metric_of_another_task_is_refused_at_its_line(read: Any) -> None:
+    where, what, to_do = one_problem(read, "train:\n  metric_for_best_model: rougeL\n")
+    assert (where, what) == ("job.yaml:6", "`rougeL` is not measured for causal-lm")
+    assert "loss, perplexity" in to_do
+    assert read("train: {metric_for_best_model: eval_loss}\n").train.metric_for_best_model == "eval_loss"
+
+
+def test_loss_on_prompts_is_for_causal_models(read: Any) -> None:
+    assert "no prompt" in one_problem(read, "", "task=seq2seq", "data.train_on_prompt=true")[1]
+    assert read("", "data.train_on_prompt=true").data.train_on_prompt
+
+
+# ---- code of others ----
+
+
+@pytest.mark.parametrize("revision", ["", ", revision: main", ", revision: abc123"])
+def test_code_of_others_needs_a_full_commit(read: Any, revision: str) -> None:
+    long = BASE.replace("org/name", f"{{model_name_or_path: org/name, trust_remote_code: true{revision}}}")
+    where, what, to_do = one_problem(read, base=long)
+    assert where == "job.yaml:2"
+    assert "trust_remote_code" in what
+    assert "40 hex digits" in to_do
+
+
+def test_code_of_others_may_be_pinned_or_local(read: Any) -> None:
+    pin = "0123456789abcdef0123456789abcdef01234567"
+    for model in (f"org/name, revision: {pin}", "./folder"):
+        long = BASE.replace("org/name", f"{{model_name_or_path: {model}, trust_remote_code: true}}")
+        assert read(base=long).model.trust_remote_code
+
+
+def test_a_hub_tokenizer_beside_a_local_model_is_pinned_too(read: Any) -> None:
+    long = BASE.replace(
+        "org/name", "{model_name_or_path: ./m, tokenizer_name_or_path: org/tok, trust_remote_code: true}"
+    )
+    assert "org/tok" in one_problem(read, base=long)[1]
+
+
+# ---- paths ----
+
+
+def test_paths_in_the_file_are_relative_to_the_file(read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    job = read("cache_dir: cache\n", base=BASE.replace("org/name", "./model"))
+    assert job.model.model_name_or_path == str(tmp_path / "model")
+    assert job.data.train == (str(tmp_path / "train.jsonl"),)
+    assert (job.output_dir, job.cache_dir) == (str(tmp_path / "run"), str(tmp_path / "cache"))
+
+
+def test_paths_on_the_command_line_are_relative_to_where_one_is(
+    read: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    job = read("", "output_dir=out", "model=./m", "data={train: a.jsonl, eval: b.csv}", "data.chat_template=t.jinja")
+    assert (job.output_dir, job.model.model_name_or_path) == (str(elsewhere / "out"), str(elsewhere / "m"))
+    assert (job.data.train, job.data.eval) == ((str(elsewhere / "a.jsonl"),), (str(elsewhere / "b.csv"),))
+    assert job.data.chat_template == str(elsewhere / "t.jinja")
+
+
+def test_the_home_folder_is_spelled_out(read: Any) -> None:
+    assert read("cache_dir: ~/c\n").cache_dir == str(Path.home() / "c")
+    assert read().cache_dir == str(Path.home() / ".cache" / "farthing")
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/a.jsonl", "https://host/a.csv?x=1", "memory://a.jsonl", "org/data-set"])
+def test_addresses_and_hub_names_stay_as_they_are(read: Any, name: str) -> None:
+    assert read(base=BASE.replace("train.jsonl", name)).data.train == (name,)
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.ndjson", "a.txt", "sub/folder/a", "./a", "a.jsonl.gz"])
+def test_what_looks_like_a_file_is_one(read: Any, tmp_path: Path, name: str) -> None:
+    assert read(base=BASE.replace("train.jsonl", name)).data.train == (str(tmp_path / name),)
+
+
+def test_a_folder_that_exists_is_no_hub_name(read: Any, tmp_path: Path) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert read().model.model_name_or_path == str(tmp_path / "org" / "name")
+
+
+def test_globs_are_spelled_out_in_order(read: Any, tmp_path: Path) -> None:
+    for name in ("part-2.jsonl", "part-1.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    job = read(base=BASE.replace("train.jsonl", "['part-*.jsonl', other.jsonl]"))
+    assert [Path(name).name for name in job.data.train] == ["part-1.jsonl", "part-2.jsonl", "other.jsonl"]
+
+
+def test_no_written_job_keeps_the_secrets_of_an_address(read: Any) -> None:
+    urls = ["https://user:secret@host/a.jsonl?sig=hidden", "simplecache::https://user:secret@host/b.jsonl"]
+    job = read("", f"data.train={json.dumps(urls)}", f"data.eval={urls[0]}")
+    written = json.dumps(job.model_dump(mode="json"))
+    assert job.data.train == tuple(urls)
+    assert "secret" not in written
+    assert "hidden" not in written
+    assert "https://host/a.jsonl" in written
+
+
+# ---- arithmetic ----
+
+
+@pytest.mark.parametrize(
+    ("train", "global_batch", "micro"),
+    [
+        ("{}", 16, 8),
+        ("{global_batch_size: 4}", 4, 4),
+        ("{global_batch_size: 64}", 64, 8),
+        ("{per_device_train_batch_size: 4}", 4, 4),
+        ("{per_device_train_batch_size: 4, gradient_accumulation_steps: 8}", 32, 4),
+        ("{global_batch_size: 32, gradient_accumulation_steps: 8}", 32, 4),
+        ("{global_batch_size: 10, gradient_accumulation_steps: 3}", 10, 4),
+        ("{global_batch_size: 32, per_device_train_batch_size: 5}", 32, 5),
+        ("{global_batch_size: 4, per_device_train_batch_size: 16}", 4, 4),
+        ("{global_batch_size: 32, per_device_train_batch_size: 4, gradient_accumulation_steps: 8}", 32, 4),
+    ],
+)
+def test_batch_sizes_follow_from_one_another(read: Any, train: str, global_batch: int, micro: int) -> None:
+    job = read(f"train: {train}\n")
+    assert (job.global_batch_size, job.micro_batch_size) == (global_batch, micro)
+
+
+@pytest.mark.parametrize(
+    ("train", "says"),
+    [
+        ("\n  seed: 1\n  global_batch_size: 10\n  per_device_train_batch_size: 3\n  gradient_accumulation_steps: 2\n",
+         "global_batch_size 10 is not per_device_train_batch_size 3 x gradient_accumulation_steps 2"),
+        ("\n  seed: 1\n  gradient_accumulation_steps: 2\n", "needs per_device_train_batch_size or global_batch_size"),
+        ("\n  seed: 1\n  bf16: true\n  fp16: true\n", "bf16 and fp16 exclude each other"),
+        ("\n  seed: 1\n  eval_strategy: steps\n", "needs eval_steps"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_refused_at_their_line(read: Any, train: str, says: str) -> None:
+    where, what, _ = one_problem(read, f"train:{train}")
+    assert where == "job.yaml:7"
+    assert says in what
+
+
+def test_the_learning_rate_scales_with_the_batch_it_was_tuned_for(read: Any) -> None:
+    job = read("train: {learning_rate: 1.0e-4, learning_rate_batch_size: 32, global_batch_size: 8}\n")
+    assert job.learning_rate == pytest.approx(2.5e-5)
+
+
+def test_only_settings_that_change_the_result_are_the_runs_identity(read: Any) -> None:
+    same = [
+        "train.per_device_train_batch_size=2", "train.save_steps=7", "train.logging_steps=1", "limits.max_usd=3",
+        "where.usd_per_hour=2", "train.per_device_eval_batch_size=3", "output_dir=x", "train.gradient_checkpointing=true",
+    ]  # fmt: skip
+    other = ["train.seed=1", "train.learning_rate=1", "method.lora_r=3", "task=seq2seq", "train.max_steps=9"]
+    plain = read("train: {global_batch_size: 8}\n").identity()
+    for override in same:
+        assert read("train: {global_batch_size: 8}\n", override).identity() == plain, override
+    for override in other:
+        assert read("train: {global_batch_size: 8}\n", override).identity() != plain, override
+
+
+# ---- the starter, the demo and the schema ----
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "seq2seq", "classification"])
+def test_the_starter_is_a_valid_job_of_few_keys(tmp_path: Path, task: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(starter(task), encoding="utf-8")
+    job = load_job(path)
+    values = yaml.safe_load(starter(task))
+    n_keys = sum(len(value) if isinstance(value, dict) else 1 for value in values.values() if value is not None)
+    assert job.task == task
+    assert n_keys <= 15
+
+
+def schema_violations(value: Any, schema: dict[str, Any], definitions: dict[str, Any], at: str = "") -> list[str]:
+    """The part of JSON Schema that the job's schema uses, in a few lines."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rpartition("/")[2]] | {k: v for k, v in schema.items() if k != "$ref"}
+    if "anyOf" in schema:
+        tries = [schema_violations(value, one, definitions, at) for one in schema["anyOf"]]
+        return min(tries, key=len)
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
+    kind = schema.get("type")
+    if kind == "null":
+        return [] if value is None else [f"{at}: not null"]
+    if kind and (not isinstance(value, kinds[kind]) or (isinstance(value, bool) and kind in ("integer", "number"))):
+        return [f"{at}: {value!r} is no {kind}"]
+    if "enum" in schema and value not in schema["enum"]:
+        return [f"{at}: {value!r} is none of {schema['enum']}"]
+    if "const" in schema and value != schema["const"]:
+        return [f"{at}: {value!r} is not {schema['const']!r}"]
+    found = []
+    if isinstance(value, dict) and "properties" in schema:
+        for key, inner in value.items():
+            if key in schema["properties"]:
+                found += schema_violations(inner, schema["properties"][key], definitions, f"{at}.{key}")
+            elif schema.get("additionalProperties") is False:
+                found.append(f"{at}.{key}: unknown")
+        found += [f"{at}.{key}: missing" for key in schema.get("required", []) if key not in value]
+    return found
+
+
+@pytest.mark.parametrize("text", [starter("causal-lm"), starter("seq2seq"), starter("classification"), DEMO_JOB])
+def test_the_jobs_we_write_satisfy_the_schema(text: str) -> None:
+    schema = json.loads(json.dumps(job_schema()))
+    values = {key: value for key, value in yaml.safe_load(text).items() if value is not None}
+    assert schema_violations(values, schema, schema["$defs"]) == []
+    assert schema_violations({**values, "trian": {}}, schema, schema["$defs"]) == [".trian: unknown"]
+    assert schema_violations({**values, "train": {"seed": "x"}}, schema, schema["$defs"]) == [
+        ".train.seed: 'x' is no integer"
+    ]
+
+
+def test_every_key_is_in_the_schema_and_nearly_every_one_is_explained() -> None:
+    schema = job_schema()
+    sections = {"model": "ModelSection", "data": "DataSection", "method": "MethodSection", "train": "TrainSection"}
+    sections |= {"limits": "LimitsSection", "where": "WhereSection"}
+    for key in all_keys():
+        definition = schema if len(key) == 1 else schema["$defs"][sections[key[0]]]
+        assert key[-1] in definition["properties"]
+
+
+# ---- at once ----
+
+
+def test_help_and_a_wrong_job_answer_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(BASE + "trian: 1\n")
+    code = (
+        "import sys; from farthing.cli import main\n"
+        "try: code = main(sys.argv[1:])\n"
+        "except SystemExit as error: code = error.code\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'peft', 'pyarrow', 'numpy'} & set(sys.modules)\n"
+        "print('code', code, 'heavy', sorted(heavy))"
+    )
+    for arguments, exit_code in ((["--help"], 0), (["train", "job.yaml"], 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert f"code {exit_code} heavy []" in done.stdout
+    assert "did you mean `train`?" in done.stderr
