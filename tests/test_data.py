@@ -1,0 +1,968 @@
+"""The data layer: readers, formats, masks, the token cache, and which examples make up a step."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from farthing.data.batches import IGNORED, Batches, collate, cut, permutation, split_by_input
+from farthing.data.formats import DEFAULT_CHAT_TEMPLATE, Unusable, converter, recognise
+from farthing.data.read import BadRow, Row, Source, open_sources
+from farthing.data.tokens import Recipe, TokenSet, set_key, tokenize, tokenizer_sha256
+from farthing.errors import DataError
+from farthing.job import without_secrets
+from farthing.tiny import write_jsonl
+
+ROWS = [{"prompt": "one\ntwo", "completion": 'say "hi", ü'}, {"prompt": "three", "completion": "four"}]
+
+
+def opened(path: Path | str, cache: Path, split: str = "train") -> Source:
+    """The source of one name."""
+    (source,) = open_sources((str(path),), cache_dir=cache, split=split)
+    return source
+
+
+def values(source: Source) -> list[dict[str, Any]]:
+    """Its usable rows."""
+    return [row.value for row in source.rows() if isinstance(row, Row)]
+
+
+def bad(source: Source) -> list[tuple[int, str]]:
+    """Its unusable rows."""
+    return [(row.line, row.reason) for row in source.rows() if isinstance(row, BadRow)]
+
+
+# ---- readers ----
+
+
+def write_as(kind: str, path: Path, rows: list[dict[str, str]]) -> Path:
+    import csv
+
+    import pyarrow
+    import pyarrow.parquet
+
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if kind == "jsonl":
+        path.write_text(lines, encoding="utf-8")
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif kind == "json":
+        path.write_text(json.dumps(rows, indent=2), encoding="utf-8")
+    elif kind == "data.json":
+        path.write_text(json.dumps({"version": 2, "data": rows}), encoding="utf-8")
+    elif kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys(), delimiter="\t" if kind == "tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+KINDS = ["jsonl", "jsonl.gz", "json", "data.json", "csv", "tsv", "parquet"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+    source = opened(write_as(kind, tmp_path / f"rows.{kind}", ROWS), tmp_path)
+    assert values(source) == ROWS
+    assert values(source) == ROWS  # a source can be read again
+    assert bad(source) == []
+
+
+def test_a_row_is_placed_by_the_line_it_begins_on(tmp_path: Path) -> None:
+    jsonl = tmp_path / "a.jsonl"
+    jsonl.write_text('\n{"text": "b"}\n\n{"text": "d"}\n')
+    assert [row.line for row in opened(jsonl, tmp_path).rows()] == [2, 4]
+    csv_file = write_as("csv", tmp_path / "a.csv", [*ROWS, ROWS[1]])
+    assert [row.line for row in opened(csv_file, tmp_path).rows()] == [2, 4, 5]
+
+
+def test_a_data_set_folder_is_read_through_datasets(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    write_jsonl(folder / "train.jsonl", ROWS)
+    write_jsonl(folder / "validation.jsonl", ROWS[:1])
+    assert values(opened(folder, tmp_path / "cache")) == ROWS
+    assert values(opened(folder, tmp_path / "cache", "validation")) == ROWS[:1]
+
+
+def test_a_changed_data_set_folder_is_never_stale_even_with_its_old_times(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    file = write_jsonl(folder / "train.jsonl", [{"text": "before"}])
+    times = file.stat()
+    first = opened(folder, tmp_path / "cache")
+    assert values(first) == [{"text": "before"}]
+    file.write_text('{"text": "after!"}\n')
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    second = opened(folder, tmp_path / "cache")
+    assert values(second) == [{"text": "after!"}]
+    assert first.sha256 != second.sha256
+
+
+def test_a_data_set_folder_that_cannot_be_read_is_refused_in_words(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"text": \n')
+    with pytest.raises(DataError, match="set"):
+        opened(folder, tmp_path / "cache")
+    with pytest.raises(DataError, match="train_split"):
+        opened(write_jsonl(tmp_path / "two" / "train.jsonl", ROWS).parent, tmp_path / "cache", "no-such-split")
+
+
+def test_files_behind_a_scheme_are_fetched_and_never_stale(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/sets/a.jsonl", b'{"text": "before"}\n')
+    first = opened("memory://sets/a.jsonl", tmp_path)
+    assert values(first) == [{"text": "before"}]
+    assert first.name == "memory://sets/a.jsonl"
+    memory.pipe("/sets/a.jsonl", b'{"text": "after!"}\n')
+    second = opened("memory://sets/a.jsonl", tmp_path)
+    assert values(second) == [{"text": "after!"}]
+    assert first.sha256 != second.sha256
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """A web server of one file that counts how often its content was asked for."""
+
+    body = b""
+    with_etag = True
+    n_gets = 0
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.server.n_gets += 1
+        self.wfile.write(self.answer())
+
+    def answer(self) -> bytes:
+        body = self.server.body if "other" not in self.path else b'{"text": "other"}\n'
+        self.send_response(404 if "missing" in self.path else 200)
+        if self.server.with_etag:
+            self.send_header("ETag", f'"{hash(self.server.body)}"')
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        return body
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server(("127.0.0.1", 0), Answer) as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+
+
+@pytest.mark.parametrize("with_etag", [True, False])
+def test_a_file_on_the_web_is_never_stale(server: Server, tmp_path: Path, with_etag: bool) -> None:
+    server.with_etag = with_etag
+    url = f"http://127.0.0.1:{server.server_port}/a.jsonl"
+    server.body = b'{"text": "before"}\n'
+    assert values(opened(url, tmp_path)) == [{"text": "before"}]
+    assert values(opened(url, tmp_path)) == [{"text": "before"}]
+    server.body = b'{"text": "after!"}\n'
+    assert values(opened(url, tmp_path)) == [{"text": "after!"}]
+    assert server.n_gets == (2 if with_etag else 3)
+    assert len(list((tmp_path / "downloads").iterdir())) == 2  # one for each content
+
+
+def test_the_query_is_part_of_what_is_asked_for(server: Server, tmp_path: Path) -> None:
+    server.body = b'{"text": "plain"}\n'
+    url = f"http://127.0.0.1:{server.server_port}/a.jsonl"
+    assert values(opened(url, tmp_path)) == [{"text": "plain"}]
+    assert values(opened(f"{url}?part=other", tmp_path)) == [{"text": "other"}]
+
+
+def test_a_missing_address_is_named_without_its_secrets(server: Server, tmp_path: Path) -> None:
+    for path in ("missing.jsonl?sig=hunter2", "missing.csv"):
+        url = f"http://user:hunter2@127.0.0.1:{server.server_port}/{path}"
+        with pytest.raises(DataError) as caught:
+            opened(url, tmp_path)
+        assert f"127.0.0.1:{server.server_port}/missing" in str(caught.value)
+        assert "hunter2" not in str(caught.value)
+        assert "to do: check the address" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("https://user:pa@ss@host/a.jsonl?X-Sig=1#x", "https://host/a.jsonl"),
+        ("simplecache::https://user:pass@host/a.jsonl", "simplecache::https://host/a.jsonl"),
+        ("s3://bucket/key@2/a.jsonl", "s3://bucket/key@2/a.jsonl"),
+        ("/home/me/a@b.jsonl", "/home/me/a@b.jsonl"),
+    ],
+)
+def test_names_are_shown_without_secrets(name: str, shown: str) -> None:
+    assert without_secrets(name) == shown
+
+
+def test_a_scheme_without_its_package_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(DataError, match=r"pip install 'farthing\[s3\]'"):
+        opened("s3://bucket/a.jsonl", tmp_path)
+
+
+def test_bad_rows_are_named_and_the_good_ones_around_them_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "first"}\r\n'
+        b'{"text": \r\n'
+        b"\r\n"
+        b'{"text": "\xff"}\r\n'
+        b"[1, 2]\r\n"
+        b'{"text": "a", "text": "b"}\r\n' + b'{"text": ' + b"[" * 100_000 + b"}\r\n" + b'{"text": "nul \\u0000"}\r\n'
+        b'{"text": "last"}'
+    )
+    source = opened(path, tmp_path)
+    assert [(row.line, row.value["text"]) for row in source.rows() if isinstance(row, Row)] == [
+        (1, "first"), (8, "nul \0"), (9, "last"),
+    ]  # fmt: skip
+    reasons = dict(bad(source))
+    assert sorted(reasons) == [2, 4, 5, 6, 7]
+    assert reasons[2].startswith("invalid JSON at column")
+    assert reasons[4] == "invalid UTF-8 at byte 10 of the line"
+    assert reasons[5] == "not a JSON object"
+    assert "`text` stands twice" in reasons[6]
+
+
+def test_a_row_over_the_limit_is_passed_over_without_holding_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with open(path, "wb") as file:
+        file.write(b'{"text": "before"}\n{"text": "')
+        for _ in range(12):
+            file.write(b"x" * (1 << 20))
+        file.write(b'"}\n{"text": "after"}\n')
+    source = opened(path, tmp_path)
+    assert values(source) == [{"text": "before"}, {"text": "after"}]
+    assert bad(source) == [(2, "a row of 12.0 MiB; the limit is 9.5 MiB")]
+
+
+def test_csv_rows_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'text,label\r\n"a\r\nb",x\r\nonly one\r\n\xff,y\r\nc,z\r\n"never closed,z\r\nd,z\r\n')
+    source = opened(path, tmp_path)
+    assert values(source) == [{"text": "a\r\nb", "label": "x"}, {"text": "c", "label": "z"}]
+    reasons = dict(bad(source))
+    assert reasons[4] == "1 fields, the header has 2"
+    assert reasons[5] == "invalid UTF-8"
+    assert reasons[7].startswith("invalid CSV")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", b"text,text\nx,y\n", "`text` stands twice in the header"),
+        ("a.csv", b"\nx,y\n", "no header line"),
+        ("a.csv", b'"te"xt,label\n', "header line is invalid"),
+        ("a.json", b'{"text": 1}', "not an array of objects"),
+        ("a.json", b'[{"text": 1},]', "a.json:1:"),
+        ("a.json", b'{"a": 1}\n{"a": 2}\n', "called .jsonl"),
+        ("a.json", b'["\xff"]', "invalid UTF-8"),
+        ("a.json", b"[" * 100_000, "invalid JSON"),
+        ("a.parquet", b"PAR1 this is none", "not a readable Parquet file"),
+        ("a.jsonl.gz", b"not gzip at all", "can't be read any further"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-12], "a.jsonl.gz:"),
+        ("a.xlsx", b"x", "unknown kind of data file"),
+        ("a.jsonl", b"", "the file is empty"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says_is_refused_in_words(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(opened(path, tmp_path).rows())
+    assert says in str(caught.value)
+    assert "to do:" in str(caught.value)
+    assert name in caught.value.where
+
+
+def test_a_missing_file_gets_the_nearest_name(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"did you mean .*train\.jsonl\?"):
+        opened(tmp_path / "trian.jsonl", tmp_path)
+
+
+# ---- formats ----
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "See you."},
+]
+CHATML = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] or '') + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"
+    "{%- if m['role'] == 'assistant' -%}{%- generation -%}{{ m['content'] + '<|end|>' }}{%- endgeneration -%}"
+    "{%- else -%}{{ m['content'] + '<|end|>' }}{%- endif -%}{% endfor %}"
+)
+# as reasoning models do: what was thought in earlier turns is cut from later renders
+REWRITING = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def with_template(tokenizers: dict[str, Any]) -> Iterator[Any]:
+    """The tiny Llama tokenizer with another chat template."""
+    tokenizer = tokenizers["llama"]
+    own = tokenizer.chat_template
+
+    def change(template: str) -> Any:
+        tokenizer.chat_template = template
+        return tokenizer
+
+    yield change
+    tokenizer.chat_template = own
+
+
+def segments(row: dict[str, Any], task: str, tokenizer: Any = None, **renamed: str) -> list[tuple[str, bool]]:
+    """What the recognised format makes of a row."""
+    name = recognise(set(row), task, renamed, "file")
+    return list(converter(name, renamed, {}, tokenizer, task)(row).segments)
+
+
+@pytest.mark.parametrize(
+    ("row", "task", "expected"),
+    [
+        ({"text": "all of it"}, "causal-lm", [("all of it", True)]),
+        ({"prompt": "p", "completion": "c", "id": 3}, "causal-lm", [("p", False), ("c", True)]),
+        ({"prompt": "p", "completion": "c"}, "seq2seq", [("p", False), ("c", True)]),
+        ({"input": "i", "target": "t"}, "seq2seq", [("i", False), ("t", True)]),
+        ({"input": "i", "target": "t"}, "causal-lm", [("i", False), ("t", True)]),
+        ({"text": "t", "label": "l"}, "classification", [("t", False)]),
+        ({"text": "t", "label": "l"}, "causal-lm", [("t", True)]),
+        ({"instruction": "do", "input": "this", "output": "done"}, "seq2seq", [("do\n\nthis", False), ("done", True)]),
+        ({"instruction": "do", "output": "done", "system": "s"}, "seq2seq", [("s\n\ndo", False), ("done", True)]),
+    ],
+)
+def test_formats_are_found_by_their_columns(row: dict[str, Any], task: str, expected: Any) -> None:
+    assert segments(row, task) == expected
+
+
+def test_own_column_names_are_mapped() -> None:
+    row = {"question": "q", "answer": "a", "prompt": "not this"}
+    assert segments(row, "causal-lm", prompt="question", completion="answer") == [("q", False), ("a", True)]
+
+
+def test_labels_are_mapped_and_may_be_numbers() -> None:
+    convert = converter("text/label", {"label": "product"}, {"Credit card": "card"}, None, "classification")
+    assert convert({"text": "t", "product": "Credit card"}).label == "card"
+    assert convert({"text": "t", "product": 3}).label == "3"
+    for label in (None, "", 0.5, ["a"]):
+        with pytest.raises(Unusable, match="label"):
+            convert({"text": "t", "product": label})
+
+
+def test_columns_of_no_format_say_what_would_do() -> None:
+    with pytest.raises(DataError) as caught:
+        recognise({"question", "answer"}, "causal-lm", {}, "a.jsonl")
+    assert "answer, question" in str(caught.value)
+    assert "data.columns: {prompt: question, completion: answer}" in str(caught.value)
+    with pytest.raises(DataError, match="did you mean `narrative`"):
+        recognise({"narrative", "product"}, "classification", {"text": "naratve", "label": "product"}, "a.jsonl")
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML])
+def test_what_the_assistant_says_is_learned_and_nothing_else(with_template: Any, template: str) -> None:
+    parts = segments({"messages": CHAT}, "causal-lm", with_template(template))
+    assert "".join(part for part, _ in parts) == (
+        "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>Hello.<|end|><|user|>Bye<|end|><|assistant|>See you.<|end|>"
+    )
+    assert [part for part, is_target in parts if is_target] == ["Hello.<|end|>", "See you.<|end|>"]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_its_reason(with_template: Any) -> None:
+    tokenizer = with_template(REWRITING)
+    thinking = [dict(turn) for turn in CHAT]
+    thinking[2]["content"] = "<think>hm</think>Hello."
+    with pytest.raises(Unusable, match=r"rewrites earlier turns; give one with \{% generation %\} marks"):
+        segments({"messages": thinking}, "causal-lm", tokenizer)
+    assert [part for part, is_target in segments({"messages": thinking[:3]}, "causal-lm", tokenizer) if is_target] == [
+        "<think>hm</think>Hello.<|end|>"
+    ]
+
+
+def test_a_template_that_refuses_a_chat_gives_its_reason(with_template: Any) -> None:
+    tokenizer = with_template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(Unusable, match="the chat template refuses it: roles must alternate"):
+        segments({"messages": CHAT}, "causal-lm", tokenizer)
+
+
+def test_a_tokenizer_without_template_gets_a_readable_one(tokenizers: dict[str, Any]) -> None:
+    tokenizer = tokenizers["llama"]
+    assert tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE
+    parts = segments({"messages": CHAT[1:3]}, "causal-lm", tokenizer)
+    assert parts == [("### User\nHi\n\n### Assistant\n", False), ("Hello.</s>", True), ("\n\n", False)]
+
+
+def test_conversations_and_instructions_are_chats(tokenizers: dict[str, Any]) -> None:
+    chat = segments({"messages": CHAT[:3]}, "causal-lm", tokenizers["llama"])
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
+    shared = {"conversations": turns, "system": "Be brief."}
+    assert segments(shared, "causal-lm", tokenizers["llama"]) == chat
+    alpaca = {"instruction": "Hi", "input": "", "output": "Hello.", "system": "Be brief."}
+    assert segments(alpaca, "causal-lm", tokenizers["llama"]) == chat
+
+
+def test_tool_calls_without_content_are_learned(tokenizers: dict[str, Any]) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "1 + 1?"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2"},
+            {"role": "assistant", "content": "Two."},
+        ],
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+    }
+    parts = segments(row, "causal-lm", tokenizers["llama"])
+    assert parts[0][0].startswith("### Tools\n[")
+    learned = [part for part, is_target in parts if is_target]
+    assert '"arguments": {"a": 1}' in learned[0]  # an object, as templates expect, not text in text
+    assert learned[1] == "Two.</s>"
+    as_text = {"messages": json.dumps(row["messages"]), "tools": json.dumps(row["tools"])}
+    assert segments(as_text, "causal-lm", tokenizers["llama"]) == parts
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": []}, "`messages` is empty"),
+        ({"messages": "not json"}, "is text that is not JSON"),
+        ({"messages": [{"content": "x"}]}, "message 1 has no `role`"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "message 1: `content` is a list"),
+        ({"messages": CHAT[:2]}, "no assistant turn"),
+        ({"messages": CHAT, "tools": "{"}, "`tools` is text that is not JSON"),
+        ({"conversations": [{"from": "alien", "value": "x"}]}, "turn 1 has no known `from`"),
+        ({"prompt": "p", "completion": None}, "no `completion`"),
+        ({"prompt": "p", "completion": " \n"}, "`completion` is empty"),
+        ({"prompt": 5, "completion": "c"}, "`prompt` is a number, not text"),
+        ({"prompt": "p", "completion": "\ud83d"}, "half a surrogate pair"),
+    ],
+)
+def test_a_row_that_cannot_be_used_says_why(tokenizers: dict[str, Any], row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Unusable, match=reason):
+        segments(row, "causal-lm", tokenizers["llama"])
+
+
+# ---- tokens and masks ----
+
+
+@pytest.fixture
+def tokens_of(tmp_path: Path, tokenizers: dict[str, Any]) -> Any:
+    """Tokenize rows with a tiny tokenizer."""
+    n_made = iter(range(1000))
+
+    def making(rows: list[Any], task: str = "causal-lm", tokenizer: Any = None, **recipe: Any) -> TokenSet:
+        path = write_jsonl(tmp_path / f"rows{next(n_made)}.jsonl", rows)
+        family = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}[task]
+        recipe = {"max_length": 256, "max_bad_rows": 0.5} | recipe
+        return tokenize(
+            [opened(path, tmp_path)], tokenizer or tokenizers[family], Recipe(task=task, **recipe), tmp_path / "cache"
+        )
+
+    return making
+
+
+def learned(tokens: TokenSet, tokenizer: Any, index: int = 0) -> str:
+    """The decoded target tokens of an example."""
+    ids, is_target = tokens.example(index)
+    return str(tokenizer.decode(ids[is_target.astype(bool)], skip_special_tokens=False))
+
+
+def given(tokens: TokenSet, tokenizer: Any, index: int = 0) -> str:
+    """The decoded other tokens."""
+    ids, is_target = tokens.example(index)
+    return str(tokenizer.decode(ids[~is_target.astype(bool)], skip_special_tokens=False))
+
+
+def test_the_completion_and_its_end_are_learned(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
+    row = {"prompt": "name: Zizzi; food: French =>", "completion": " Zizzi serves French food. Übergrößen 🙂"}
+    tokens = tokens_of([row])
+    assert learned(tokens, tokenizers["llama"]) == " Zizzi serves French food. Übergrößen 🙂</s>"
+    assert given(tokens, tokenizers["llama"]) == "name: Zizzi; food: French =>"
+
+
+def test_a_token_across_prompt_and_completion_is_learned(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
+    tokenizer = tokenizers["llama"]
+    (word,) = [ids for ids in [tokenizer(" food").input_ids] if len(ids) == 1]
+    tokens = tokens_of([{"prompt": "French fo", "completion": "od is good"}])
+    assert tokens.example(0)[0].tolist() == [*tokenizer("French food is good").input_ids, tokenizer.eos_token_id]
+    assert word[0] in tokens.example(0)[0]
+    assert learned(tokens, tokenizer) == " food is good</s>"
+    assert given(tokens, tokenizer) == "French"
+
+
+def test_plain_text_is_learned_but_for_its_first_token(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
+    tokens = tokens_of([{"text": "The Mill serves food."}])
+    ids, is_target = tokens.example(0)
+    assert is_target.tolist() == [0] + [1] * (len(ids) - 1)
+    assert tokenizers["llama"].decode(ids) == "The Mill serves food.</s>"
+
+
+def test_an_end_that_is_written_already_is_not_doubled(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
+    tokens = tokens_of([{"prompt": "a", "completion": " b</s>"}])
+    assert learned(tokens, tokenizers["llama"]) == " b</s>"
+
+
+def test_chat_turns_are_learned_with_their_ends(tokens_of: Any, tokenizers: dict[str, Any], with_template: Any) -> None:
+    assert learned(tokens_of([{"messages": CHAT}]), tokenizers["llama"]) == "Hello.</s>See you.</s>"
+    tokens = tokens_of([{"messages": CHAT}], tokenizer=with_template(CHATML))
+    assert learned(tokens, tokenizers["llama"]) == "Hello.<|end|>See you.<|end|>"
+
+
+def test_a_tokenizer_with_a_beginning_puts_it_once(tokens_of: Any, tiny_folders: dict[str, Path]) -> None:
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folders["llama"])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.chat_template = "{{ bos_token }}" + MARKED
+    tokens = tokens_of([{"prompt": "a b", "completion": " c d"}], tokenizer=tokenizer)
+    assert (given(tokens, tokenizer), learned(tokens, tokenizer)) == ("<s>a b", " c d</s>")
+    chat = tokens_of([{"messages": CHAT[1:3]}], tokenizer=tokenizer)
+    assert given(chat, tokenizer) == "<s><|user|>Hi<|end|><|assistant|>"
+
+
+def test_the_prompt_is_learned_only_when_asked_for(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
+    rows = [{"prompt": "one two", "completion": " three"}, {"prompt": "one two", "completion": " four"}]
+    plain, whole = tokens_of(rows), tokens_of(rows, train_on_prompt=True)
+    assert (whole.ids == plain.ids).all()
+    assert whole.example(0)[1].tolist() == [0] + [1] * (len(whole.example(0)[0]) - 1)
+    assert (whole.groups == plain.groups).all()  # equal prompts still stay together
+    assert len(set(whole.groups.tolist())) == 1
+
+
+def test_a_seq2seq_example_is_its_input_and_its_target(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
+    for row in ({"input": "one two", "target": "three"}, {"instruction": "one two", "output": "three"}):
+        tokens = tokens_of([row], "seq2seq")
+        assert given(tokens, tokenizers["t5"]) == "one two</s>"
+        assert learned(tokens, tokenizers["t5"]) == "three</s>"
+
+
+def test_labels_are_numbered_in_order_of_their_names(tokens_of: Any) -> None:
+    rows = [{"text": name, "label": name} for name in ("pear", "apple", "fig", "apple")]
+    tokens = tokens_of(rows, "classification")
+    assert tokens.label_names == ("apple", "fig", "pear")
+    assert tokens.labels is not None
+    assert tokens.labels.tolist() == [2, 0, 1, 0]
+    assert tokens.n_targets([0, 1, 2]) == 3
+
+
+def test_a_label_never_seen_in_training_is_a_bad_row(tokens_of: Any) -> None:
+    rows = [{"text": "a", "label": "x"}] * 3 + [{"text": "b", "label": "new"}]
+    tokens = tokens_of(rows, "classification", label_names=("x", "y"))
+    assert tokens.facts["bad_rows"][0][1] == "label 'new' is never seen in training"
+    assert tokens.label_names == ("x", "y")
+    with pytest.raises(DataError, match="1 of 4 rows can't be used"):
+        tokens_of(rows, "classification", label_names=("x", "y"), max_bad_rows=0.1)
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "seq2seq", "classification"])
+def test_long_examples_are_cut_or_left_out_by_choice_and_counted(tokens_of: Any, task: str) -> None:
+    long = "one two three four five six " * 20
+    form = {
+        "causal-lm": lambda text: {"prompt": "a", "completion": text},
+        "seq2seq": lambda text: {"input": text, "target": "b"},
+        "classification": lambda text: {"text": text, "label": "c"},
+    }[task]
+    rows = [form("short"), form(long), form("short too")]
+    cut_off = tokens_of(rows, task, max_length=16)
+    assert (len(cut_off), cut_off.facts["n_too_long"], cut_off.facts["n_skipped_long"]) == (3, 1, 0)
+    source = cut_off.example(1)[0]
+    assert len(source[:16] if task == "seq2seq" else source) == 16
+    skipped = tokens_of(rows, task, max_length=16, too_long="skip")
+    assert (len(skipped), skipped.facts["n_too_long"], skipped.facts["n_skipped_long"]) == (2, 1, 1)
+    assert [skipped.place(i).rpartition(":")[2] for i in range(2)] == ["1", "3"]
+    with pytest.raises(DataError, match=r"rows\d.jsonl:2: longer than max_length 16"):
+        tokens_of(rows, task, max_length=16, too_long="error")
+
+
+def test_a_long_target_is_cut_with_its_end_kept(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
+    tokens = tokens_of([{"input": "a", "target": "one two three four five six"}], "seq2seq", max_target_length=4)
+    assert int(tokens.targets.sum()) == 4
+    assert learned(tokens, tokenizers["t5"]).endswith("</s>")
+    assert tokens.facts["n_too_long"] == 1
+
+
+def test_a_prompt_that_fills_the_length_leaves_nothing_to_learn(tokens_of: Any) -> None:
+    rows = [{"prompt": "one two three " * 20, "completion": " x"}, {"prompt": "a", "completion": " b"}]
+    tokens = tokens_of(rows, max_length=16)
+    assert (len(tokens), tokens.facts["n_without_target"]) == (1, 1)
+    with pytest.raises(DataError, match="every target is masked") as caught:
+        tokens_of(rows[:1], max_length=16)
+    assert "data.max_length" in caught.value.to_do
+
+
+def test_too_many_bad_rows_are_refused_with_their_places(tokens_of: Any) -> None:
+    rows: list[Any] = [{"text": "fine"}] * 8 + [{"text": ""}, {"text": 3}]
+    with pytest.raises(DataError) as caught:
+        tokens_of(rows, max_bad_rows=0.1)
+    message = str(caught.value)
+    assert "2 of 10 rows can't be used, 10% may be" in message
+    assert ".jsonl:9: `text` is empty" in message
+    assert ".jsonl:10: `text` is a number, not text" in message
+    assert "data.max_bad_rows: 0.2" in message
+    tokens = tokens_of(rows, max_bad_rows=0.2)
+    assert (len(tokens), tokens.facts["n_bad"]) == (8, 2)
+
+
+def test_several_sources_are_one_set_and_every_example_knows_its_place(
+    tmp_path: Path, tokenizers: dict[str, Any]
+) -> None:
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name} {i}"} for i in range(2)]) for name in "ab"]
+    sources = open_sources(tuple(map(str, paths)), cache_dir=tmp_path, split="train")
+    tokens = tokenize(sources, tokenizers["llama"], Recipe("causal-lm", 64), tmp_path)
+    assert [tokens.place(i).rpartition("/")[2] for i in range(4)] == [
+        "a.jsonl:1", "a.jsonl:2", "b.jsonl:1", "b.jsonl:2",
+    ]  # fmt: skip
+
+
+# ---- the cache ----
+
+
+class Counting:
+    """How many rows were tokenized."""
+
+    n_rows = 0
+
+    def __call__(self, rows: int, n_tokens: int) -> None:
+        self.n_rows = rows
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    return opened(write_jsonl(tmp_path / "a.jsonl", [{"text": f"number {i}"} for i in range(30)]), tmp_path)
+
+
+def test_a_set_is_made_once(source: Source, tmp_path: Path, tokenizers: dict[str, Any]) -> None:
+    recipe, counts = Recipe("causal-lm", 64), [Counting(), Counting()]
+    made, found = (tokenize([source], tokenizers["llama"], recipe, tmp_path, progress=count) for count in counts)
+    assert [count.n_rows for count in counts] == [30, 0]
+    assert made.folder == found.folder
+    assert (made.ids == found.ids).all()
+    assert (made.folder.parent.stat().st_mode & 0o777, made.folder.stat().st_mode & 0o777) == (0o700, 0o700)
+
+
+def test_the_use_of_a_tokenizer_does_not_change_its_identity(tokenizers: dict[str, Any]) -> None:
+    tokenizer = tokenizers["llama"]
+    before = tokenizer_sha256(tokenizer)
+    tokenizer(["one two three", "four"], truncation=True, max_length=2, padding=True)
+    assert tokenizer_sha256(tokenizer) == before
+
+
+def test_whatever_a_set_follows_from_changes_its_name(
+    source: Source, tmp_path: Path, tiny_folders: dict[str, Path]
+) -> None:
+    from transformers import AutoTokenizer
+
+    recipe = Recipe("causal-lm", 64)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folders["llama"])
+    hashes = [tokenizer_sha256(tokenizer)]
+    keys = [set_key([source], hashes[0], recipe)]
+    changes: list[dict[str, Any]] = [
+        {"task": "seq2seq"}, {"max_length": 65}, {"max_target_length": 5}, {"too_long": "skip"},
+        {"train_on_prompt": True}, {"columns": {"text": "x"}}, {"label_map": {"a": "b"}}, {"max_bad_rows": 0.02},
+        {"label_names": ("a",)},
+    ]  # fmt: skip
+    keys += [set_key([source], hashes[0], replace(recipe, **change)) for change in changes]
+    keys.append(set_key([source, source], hashes[0], recipe))
+    other = opened(write_jsonl(tmp_path / "b.jsonl", [{"text": "number 0"}]), tmp_path)
+    keys.append(set_key([other], hashes[0], recipe))
+    tokenizer.chat_template = "{{ messages }}"
+    hashes.append(tokenizer_sha256(tokenizer))
+    tokenizer.add_tokens(["<new>"])
+    hashes.append(tokenizer_sha256(tokenizer))
+    tokenizer.truncation_side = "left"
+    hashes.append(tokenizer_sha256(tokenizer))
+    tokenizer.eos_token = "<pad>"
+    hashes.append(tokenizer_sha256(tokenizer))
+    keys += [set_key([source], each, recipe) for each in hashes[1:]]
+    assert len(set(keys)) == len(keys) == 1 + len(changes) + 2 + 4
+    assert len({field for change in changes for field in change}) == len(Recipe.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "targets.bin", "offsets.bin", "groups.bin", "lines.bin", "manifest.json"])
+def test_a_flipped_byte_is_detected_and_the_set_made_anew(
+    source: Source, tmp_path: Path, tokenizers: dict[str, Any], name: str
+) -> None:
+    recipe = Recipe("causal-lm", 64)
+    made = tokenize([source], tokenizers["llama"], recipe, tmp_path)
+    expected = made.ids.copy()
+    path = made.folder / name
+    raw = bytearray(path.read_bytes())
+    at = raw.index(b"sha256") + 12 if name == "manifest.json" else len(raw) // 2
+    raw[at] ^= 1
+    path.write_bytes(raw)
+    count = Counting()
+    again = tokenize([source], tokenizers["llama"], recipe, tmp_path, progress=count)
+    assert count.n_rows == 30
+    assert (again.ids == expected).all()
+
+
+def test_a_writer_that_is_killed_leaves_nothing_usable(tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": f"number {i}"} for i in range(5000)])
+    code = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        "from farthing.data.read import open_sources; from farthing.data.tokens import Recipe, tokenize\n"
+        "tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])\n"
+        "sources = open_sources((os.path.abspath('a.jsonl'),), cache_dir=Path('cache'), split='train')\n"
+        "stop = lambda rows, tokens: os.kill(os.getpid(), signal.SIGKILL) if rows > 2000 else None\n"
+        "tokenize(sources, tokenizer, Recipe('causal-lm', 64), Path('cache'), progress=stop)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tiny_folders["llama"])], cwd=tmp_path, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    left = list((tmp_path / "cache" / "tokens").iterdir())
+    assert [".draft-" in path.name for path in left] == [True]
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_folders["llama"])
+    long_ago = time.time() - 2 * 86400
+    os.utime(left[0], (long_ago, long_ago))
+    count = Counting()
+    made = tokenize(
+        [opened(tmp_path / "a.jsonl", tmp_path)], tokenizer, Recipe("causal-lm", 64), tmp_path / "cache", progress=count
+    )
+    assert (count.n_rows, len(made)) == (5000, 5000)
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == [made.folder]  # the old draft is swept
+
+
+def test_a_cache_that_cannot_be_written_says_so(source: Source, tmp_path: Path, tokenizers: dict[str, Any]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match="token cache can't be written") as caught:
+        tokenize([source], tokenizers["llama"], Recipe("causal-lm", 64), tmp_path / "file")
+    assert "cache_dir" in caught.value.to_do
+
+
+# ---- splits, batches, padding ----
+
+
+def test_equal_inputs_stay_on_one_side_and_the_split_is_a_function() -> None:
+    groups = np.repeat(np.arange(200, dtype=np.uint64) * np.uint64(7919), 3)
+    train, held_out = split_by_input(groups, 0.1, seed=1)
+    assert sorted([*train, *held_out]) == list(range(600))
+    assert not set(groups[train]) & set(groups[held_out])
+    assert len(set(groups[held_out].tolist())) == 20
+    again = split_by_input(groups, 0.1, seed=1)
+    assert (again[0] == train).all()
+    assert (again[1] == held_out).all()
+    assert set(split_by_input(groups, 0.1, seed=2)[1]) != set(held_out)
+
+
+def test_the_split_of_an_input_hardly_depends_on_the_others() -> None:
+    groups = np.arange(1000, dtype=np.uint64)
+    before = set(split_by_input(groups, 0.2, seed=3)[1].tolist())
+    after = set(split_by_input(groups[:-10], 0.2, seed=3)[1].tolist())
+    assert len(before ^ after) <= 10
+
+
+def test_one_input_cannot_be_split() -> None:
+    train, held_out = split_by_input(np.zeros(5, np.uint64), 0.5, seed=0)
+    assert (len(train), len(held_out)) == (5, 0)
+
+
+def test_the_shuffle_is_the_one_it_always_was() -> None:
+    assert permutation(10, 42, 0).tolist() == [8, 5, 0, 6, 9, 3, 1, 2, 4, 7]
+    assert permutation(10, 42, 1).tolist() == [7, 5, 1, 2, 0, 3, 8, 4, 6, 9]
+    assert permutation(10, 7, 0).tolist() == [0, 5, 7, 4, 9, 6, 2, 3, 1, 8]
+    assert permutation(1_000_000, 42, 0)[[0, 1, 999_999]].tolist() == [639464, 296556, 495075]
+
+
+@pytest.mark.parametrize(("n", "batch"), [(10, 4), (12, 4), (3, 16), (1, 1)])
+def test_every_epoch_is_a_permutation_whose_last_batch_takes_what_is_left(n: int, batch: int) -> None:
+    examples = np.arange(100, 100 + n)
+    batches = Batches(examples, batch, seed=5)
+    assert batches.steps_per_epoch == -(-n // batch)
+    epochs = []
+    for epoch in range(3):
+        steps = [batches.examples_of(epoch * batches.steps_per_epoch + i) for i in range(batches.steps_per_epoch)]
+        assert [len(step) for step in steps[:-1]] == [batch] * (len(steps) - 1)
+        epochs.append(np.concatenate(steps).tolist())
+        assert sorted(epochs[-1]) == examples.tolist()
+    if n >= 10:
+        assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_any_step_can_be_asked_for_in_any_order() -> None:
+    examples = np.arange(50)
+    sequential = [Batches(examples, 7, seed=1).examples_of(step).tolist() for step in range(40)]
+    one = Batches(examples, 7, seed=1)
+    in_order = [one.examples_of(step).tolist() for step in range(40)]
+    backwards = [one.examples_of(step).tolist() for step in reversed(range(40))][::-1]
+    assert sequential == in_order == backwards
+
+
+def test_a_step_is_cut_into_pieces_of_like_lengths() -> None:
+    lengths = np.array([5, 1, 9, 3, 7, 2])
+    pieces = cut(np.array([0, 1, 2, 3, 4]), lengths, most=2)
+    assert [piece.tolist() for piece in pieces] == [[2, 4], [0, 3], [1]]
+
+
+def test_causal_batches_are_padded_on_the_right_and_masked(tokens_of: Any) -> None:
+    tokens = tokens_of([{"prompt": "one", "completion": " two three"}, {"prompt": "a", "completion": " b"}])
+    batch = collate(tokens, [0, 1], "causal-lm", pad_id=0)
+    longest, n = int(tokens.lengths.max()), int(tokens.lengths[1])
+    assert {name: array.shape for name, array in batch.items()} == dict.fromkeys(batch, (2, longest))
+    assert all(array.dtype == np.int64 for array in batch.values())
+    assert batch["attention_mask"][1].tolist() == [1] * n + [0] * (longest - n)
+    assert batch["input_ids"][1, n:].tolist() == [0] * (longest - n)
+    assert batch["labels"][1, n:].tolist() == [IGNORED] * (longest - n)
+    counted = batch["labels"] != IGNORED
+    assert int(counted.sum()) == tokens.n_targets([0, 1])
+    assert (batch["labels"][counted] == batch["input_ids"][counted]).all()
+
+
+def test_seq2seq_batches_have_source_and_target_apart(tokens_of: Any, tokenizers: dict[str, Any]) -> None:
+    tokens = tokens_of([{"input": "one two three", "target": "x"}, {"input": "a", "target": "y z w"}], "seq2seq")
+    batch = collate(tokens, [0, 1], "seq2seq", pad_id=0)
+    decode = tokenizers["t5"].decode
+    assert [decode(row[row != 0]) for row in batch["input_ids"]] == ["one two three</s>", "a</s>"]
+    assert [decode(row[row != IGNORED]) for row in batch["labels"]] == ["x</s>", "y z w</s>"]
+    assert batch["input_ids"].shape == batch["attention_mask"].shape
+    assert (batch["attention_mask"] == (batch["input_ids"] != 0)).all()
+
+
+def test_classification_batches_have_one_label_each(tokens_of: Any) -> None:
+    tokens = tokens_of([{"text": t, "label": t} for t in ("one", "two three", "four")], "classification")
+    batch = collate(tokens, [2, 0], "classification", pad_id=0)
+    assert batch["labels"].tolist() == [0, 1]
+    assert batch["input_ids"].shape[0] == 2
+
+
+# ---- real tokenizers and data ----
+
+REAL = pytest.mark.skipif(
+    not os.environ.get("FARTHING_DATA"), reason="FARTHING_DATA is not set: no real tokenizers and data here"
+)
+
+
+def real_tokenizer(data_dir: Path, name: str) -> Any:
+    from farthing.model.load import ModelChoice, load_tokenizer, quiet_libraries
+
+    quiet_libraries()
+    return load_tokenizer(ModelChoice(str(data_dir / "tokenizers" / name)), None)
+
+
+def head_of(data_dir: Path, name: str, n: int, folder: Path) -> tuple[Source, list[dict[str, Any]]]:
+    with open(data_dir / f"{name}.jsonl", encoding="utf-8") as file:
+        lines = [line for line, _ in zip(file, range(n), strict=False)]
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(lines), encoding="utf-8")
+    return opened(path, folder), [json.loads(line) for line in lines]
+
+
+def same_text(one: str, other: str) -> bool:
+    """Equal but for white space and case, which some tokenizers do not keep."""
+    return "".join(one.lower().split()) == "".join(other.lower().split())
+
+
+@REAL
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox-mpt", "mistral-7b-v0.1"])
+def test_real_completions_are_learned_exactly(data_dir: Path, tmp_path: Path, name: str) -> None:
+    tokenizer = real_tokenizer(data_dir, name)
+    source, rows = head_of(data_dir, "p3_open_license_sample", 200, tmp_path)
+    tokens = tokenize([source], tokenizer, Recipe("causal-lm", 100_000), tmp_path)
+    n_exact = 0
+    for index in range(len(tokens)):
+        row = rows[int(tokens.lines[index]) - 1]
+        ids, is_target = tokens.example(index)
+        expected = list(tokenizer(row["prompt"] + row["completion"])["input_ids"])
+        assert ids.tolist() == [*expected, tokenizer.eos_token_id]
+        assert is_target[0] == 0
+        first = int(np.argmax(is_target))
+        assert is_target[first:].all()
+        said = tokenizer.decode(ids[first:], skip_special_tokens=True)
+        assert said.strip().endswith(row["completion"].strip())
+        n_exact += said.strip() == row["completion"].strip()
+    assert len(tokens) == len(rows) - tokens.facts["n_bad"]
+    assert n_exact > 0.9 * len(tokens)  # the rest have a token that spans prompt and completion
+
+
+@REAL
+@pytest.mark.parametrize("name", ["gpt2", "mistral-7b-v0.1"])
+def test_real_chats_learn_what_the_assistant_says(data_dir: Path, tmp_path: Path, name: str) -> None:
+    tokenizer = real_tokenizer(data_dir, name)
+    source, rows = head_of(data_dir, "chat_messages", 300, tmp_path)
+    tokens = tokenize([source], tokenizer, Recipe("causal-lm", 100_000), tmp_path)
+    assert tokens.facts["formats"] == ["messages"]
+    assert len(tokens) > 250
+    for index in range(len(tokens)):
+        row = rows[int(tokens.lines[index]) - 1]
+        said = "".join(
+            (turn["content"] or "") + (tokenizer.eos_token if not turn.get("tool_calls") else "\0")
+            for turn in row["messages"]
+            if turn["role"] == "assistant"
+        )
+        if "\0" not in said:
+            assert same_text(learned(tokens, tokenizer, index), said)
+
+
+@REAL
+def test_real_pairs_for_t5(data_dir: Path, tmp_path: Path) -> None:
+    tokenizer = real_tokenizer(data_dir, "t5")
+    source, rows = head_of(data_dir, "e2e_nlg_dev_test", 300, tmp_path)
+    tokens = tokenize([source], tokenizer, Recipe("seq2seq", 512, 256), tmp_path)
+    assert (tokens.facts["n_too_long"], len(tokens)) == (0, 300)
+    for index, row in enumerate(rows):
+        assert learned(tokens, tokenizer, index).endswith("</s>")
+        ids, is_target = tokens.example(index)
+        assert ids[is_target == 0].tolist() == tokenizer(row["input"])["input_ids"]
+        assert ids[is_target == 1].tolist() == tokenizer(row["target"])["input_ids"]
+    assert tokens.facts["n_distinct_inputs"] == len({row["input"] for row in rows})
+    train, held_out = split_by_input(tokens.groups, 0.1, 42)
+    assert not {rows[i]["input"] for i in train} & {rows[i]["input"] for i in held_out}
+
+
+@REAL
+@pytest.mark.parametrize("name", ["bert-base-uncased", "roberta-base"])
+def test_real_labels(data_dir: Path, tmp_path: Path, name: str) -> None:
+    tokenizer = real_tokenizer(data_dir, name)
+    source, rows = head_of(data_dir, "complaints_narratives", 300, tmp_path)
+    recipe = Recipe("classification", 128, columns={"label": "product"}, label_map={"Credit card": "card"})
+    tokens = tokenize([source], tokenizer, recipe, tmp_path)
+    assert tokens.labels is not None
+    for index in range(len(tokens)):
+        row = rows[int(tokens.lines[index]) - 1]
+        ids, _ = tokens.example(index)
+        assert (ids[0], ids[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
+        assert len(ids) <= 128
+        name_of_label = tokens.label_names[tokens.labels[index]]
+        assert name_of_label == {"Credit card": "card"}.get(row["product"], row["product"])
+    assert tokens.facts["n_too_long"] > 0
