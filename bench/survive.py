@@ -170,8 +170,11 @@ class Forked:
                 output = os.open(job.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(output, 1)
                 os.dup2(output, 2)
+                import torch
+
                 from farthing.cli import main
 
+                torch.set_num_threads(1)  # the model is tiny: a second thread would only wait
                 code = main(["train", str(job)])
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -206,7 +209,8 @@ def _start(job: Path, spawn: bool) -> Any:
         return Forked(job)
     with open(job.with_suffix(".out"), "wb") as output:
         command = [sys.executable, "-m", "farthing", "train", str(job)]
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
 
 
 def _finish(attempt: Any) -> int:

@@ -58,8 +58,7 @@ def write_json(path: Path, value: Any) -> None:
     draft = path.with_name(f"{path.name}{_DRAFT}{uuid.uuid4().hex[:8]}")
     try:
         with open(draft, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1, allow_nan=False, ensure_ascii=False)
-            file.write("\n")
+            file.write(_as_text(value))
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
@@ -67,6 +66,16 @@ def write_json(path: Path, value: Any) -> None:
         draft.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
+
+
+def _as_text(value: Any) -> str:
+    return json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with the sha256 of its own content."""
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return {**content, "sha256": hashlib.sha256(_as_text(content).encode()).hexdigest()}
 
 
 def commit_folder(final: Path, fill: Callable[[Path], None], facts: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +94,7 @@ def commit_folder(final: Path, fill: Callable[[Path], None], facts: dict[str, An
         for path in sorted(draft.iterdir()):
             fsync_path(path)
             entries.append({"name": path.name, "size": path.stat().st_size, "sha256": sha256_of(path)})
-        manifest = {**facts, "files": entries}
+        manifest = _sealed({**facts, "files": entries})
         write_json(draft / MANIFEST, manifest)
         os.rename(draft, final)
     except BaseException:
@@ -101,7 +110,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise Damaged(f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES} bytes")
-        manifest = json.loads(path.read_bytes())
+        text = path.read_text(encoding="utf-8")
+        manifest = json.loads(text)
     except FileNotFoundError as error:
         raise Damaged(f"no {MANIFEST}: it was never committed") from error
     except (ValueError, OSError) as error:
@@ -115,6 +125,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise Damaged(f"{MANIFEST} names a file outside its folder: {name!r}")
         if not isinstance(entry.get("size"), int) or not isinstance(entry.get("sha256"), str):
             raise Damaged(f"{MANIFEST} gives no size and sha256 for {name}")
+    if text != _as_text(_sealed(manifest)):
+        raise Damaged(f"{MANIFEST} differs from what was written (sha256)")
     return dict(manifest)
 
 

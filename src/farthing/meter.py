@@ -196,12 +196,20 @@ def read_attempts(lines: JsonLines) -> list[Attempt]:
         attempt.first_step, attempt.last_step = row["first_step"], row["step"]
         attempt.began |= row["state"] == "started"
         attempt.ended = row["state"] if row["state"] not in ("starting", "started", "running") else "killed"
-        work_s_at.setdefault(number, {})[row["step"]] = sum(row["spans"].get(name, 0.0) for name in WORK)
+        work_s = sum(row["spans"].get(name, 0.0) for name in WORK)
+        work_s_at.setdefault(number, {}).setdefault(row["step"], work_s)  # its first line: the moment it was done
     ordered = [attempts[number] for number in sorted(attempts)]
     for index, attempt in enumerate(ordered):
         kept_step = min((later.first_step for later in ordered[index + 1 :] if later.began), default=attempt.last_step)
         if attempt.began and attempt.last_step > kept_step:
             work_s = work_s_at[attempt.number]
-            kept_s = max((seconds for step, seconds in work_s.items() if step <= kept_step), default=0.0)
-            attempt.redone_s = max(0.0, work_s[attempt.last_step] - kept_s)
+            attempt.redone_s = work_s[attempt.last_step] - _between(work_s, kept_step)
     return ordered
+
+
+def _between(work_s: dict[int, float], step: int) -> float:
+    """Seconds of work at `step`, on the straight line between the nearest steps that have a line in the ledger."""
+    before = max((known for known in work_s if known <= step), default=min(work_s))
+    after = min((known for known in work_s if known >= step), default=max(work_s))
+    share = (step - before) / (after - before) if after > before else 0.0
+    return work_s[before] + share * (work_s[after] - work_s[before])

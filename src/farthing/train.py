@@ -495,8 +495,8 @@ class Run:
         self.log.append(row)
         self.judge_finite(is_finite, loss, losses, pieces)
         self.pace.step_done(n_tokens, n_padded, self.meter.wall_s - started_s)
-        self.note_finished_save(self.checkpoints.finished_save())
         self.report_step(row)
+        self.note_finished_save(self.checkpoints.finished_save())
 
     def accumulate_gradients(self, pieces: list[Any], n_targets: int) -> tuple[list[Tensor], int]:
         """Forward and backward of every micro-batch, each divided by the targets of the whole step.

@@ -1,0 +1,361 @@
+"""Checkpoints under every injected fault: a kill at each file operation, damage to each file, a full disk."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from farthing import checkpoint as checkpoint_module
+from farthing.checkpoint import Checkpoints
+from farthing.errors import RunChanged, RunDamaged, SaveFailing
+from farthing.files import _sealed as sealed
+from farthing.files import write_json
+
+
+class Weights:
+    """A part with some tensors and values that follow from a step."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.become(step)
+
+    def become(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        self.tensors = {"a": torch.randn(300, 7, generator=generator), "b": torch.arange(step + 1)}
+        self.values: dict[str, Any] = {"step": step}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return self.tensors, self.values
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        self.tensors, self.values = tensors, values
+
+    def is_of(self, step: int) -> bool:
+        other = Weights(step)
+        same = self.tensors.keys() == other.tensors.keys()
+        return (
+            same
+            and self.values == other.values
+            and all(torch.equal(v, other.tensors[k]) for k, v in self.tensors.items())
+        )
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, said: list[str]) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints", "run-1", 3, warn=said.append)
+
+
+def save(checkpoints: Checkpoints, step: int, best: int | None = None) -> None:
+    checkpoints.save(step, {"model": Weights(step), "optimizer": Weights(step + 100)}, best)
+    checkpoints.wait()
+
+
+def restored(folder: Path, said: list[str] | None = None) -> int | None:
+    """The step a fresh process would go on from; its content is checked to be of that step."""
+    fresh = Checkpoints(folder, "run-1", 3, warn=(said if said is not None else []).append)
+    step = fresh.newest_valid()
+    if step is not None:
+        model, optimizer = Weights(), Weights()
+        fresh.restore(step, {"model": model, "optimizer": optimizer})
+        assert model.is_of(step)
+        assert optimizer.is_of(step + 100)
+    return step
+
+
+def newest(folder: Path) -> Path:
+    return max(path for path in folder.iterdir() if path.name.startswith("step-") and "." not in path.name)
+
+
+def test_what_is_saved_comes_back_to_the_bit(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 5)
+    assert restored(checkpoints.folder) == 5
+
+
+def test_the_snapshot_is_of_the_moment_of_the_call(checkpoints: Checkpoints) -> None:
+    model = Weights(5)
+    checkpoints.save(5, {"model": model, "optimizer": Weights(105)}, None)
+    model.tensors["a"].zero_()
+    checkpoints.wait()
+    assert restored(checkpoints.folder) == 5
+
+
+def test_only_the_newest_and_the_best_are_kept(checkpoints: Checkpoints) -> None:
+    for step in range(1, 8):
+        save(checkpoints, step, best=2 if step >= 2 else None)
+    assert checkpoints.steps() == [7, 6, 5, 2]
+
+
+def test_a_second_save_of_a_step_replaces_the_first_only_when_it_is_whole(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 4)
+    first = newest(checkpoints.folder)
+    save(checkpoints, 4)
+    assert newest(checkpoints.folder) != first
+    assert not first.exists()
+    assert restored(checkpoints.folder) == 4
+
+
+# ---- killed while saving ----
+
+OPERATIONS = ["mkdir", "open", "fsync", "rename", "replace", "rmdir", "unlink", "chmod"]
+
+
+def killed_at(k: int, operation: Callable[[], None]) -> bool:
+    """Run `operation` in a child that is killed at its k-th file operation; whether the kill came before the end.
+
+    Counted are `os` calls, `open` for writing, and the library's own file writing, which is cut in half.
+    """
+    pid = os.fork()
+    if pid == 0:
+        count = 0
+
+        def tick() -> None:
+            nonlocal count
+            count += 1
+            if count == k:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def before(function: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                tick()
+                return function(*args, **kwargs)
+
+            return counted
+
+        for name in OPERATIONS:
+            setattr(os, name, before(getattr(os, name)))
+        real_open, real_save_file = builtins.open, checkpoint_module.save_file
+
+        def counted_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if "w" in mode or "a" in mode:
+                tick()
+            return real_open(file, mode, *args, **kwargs)
+
+        def counted_save_file(tensors: Any, path: Any) -> None:
+            real_save_file(tensors, path)
+            if count + 1 == k:
+                os.truncate(path, os.path.getsize(path) // 2)
+            tick()
+
+        builtins.open = counted_open
+        checkpoint_module.save_file = counted_save_file
+        code = 1
+        try:
+            operation()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+def kill_points() -> Iterator[int]:
+    yield from range(1, 200)
+
+
+def test_a_kill_at_any_file_operation_of_a_save_leaves_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
+    outcomes = []
+    for k in kill_points():
+        folder = tmp_path / f"kill-{k}"
+        first = Checkpoints(folder, "run-1", 2, warn=print)
+        save(first, 1)
+        save(first, 2)
+        was_killed = killed_at(k, lambda folder=folder: save(Checkpoints(folder, "run-1", 2, warn=print), 3))  # type: ignore[misc]
+        outcomes.append(restored(folder))
+        leftovers = [path.name for path in folder.iterdir() if ".draft-" in path.name]
+        assert leftovers == [], "a fresh start sweeps what a killed writer left"
+        if not was_killed:
+            break
+    assert outcomes[-1] == 3
+    assert set(outcomes) == {2, 3}
+    assert outcomes == sorted(outcomes), "once committed, a checkpoint stays"
+    assert len(outcomes) > 15
+
+
+# ---- damaged afterwards ----
+
+
+def damages() -> dict[str, Callable[[Path], None]]:
+    def truncated(share: float) -> Callable[[Path], None]:
+        def damage(path: Path) -> None:
+            size = path.stat().st_size
+            os.truncate(path, min(int(size * share), size - 1))
+
+        return damage
+
+    def flipped(path: Path) -> None:
+        chance = random.Random(path.name)
+        content = bytearray(path.read_bytes())
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+
+    def grown(path: Path) -> None:
+        path.write_bytes(path.read_bytes() + b"\0")
+
+    shares = {"emptied": 0.0, "cut to 1 %": 0.01, "cut in half": 0.5, "cut by a byte": 1.0}
+    return {name: truncated(share) for name, share in shares.items()} | {
+        "flipped": flipped,
+        "grown": grown,
+        "removed": lambda path: path.unlink(),
+    }
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", damages())
+def test_a_damaged_file_is_detected_and_the_previous_checkpoint_used(
+    file: str, damage: str, checkpoints: Checkpoints, said: list[str]
+) -> None:
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    damages()[damage](newest(checkpoints.folder) / file)
+    assert restored(checkpoints.folder, said) == 1
+    assert len(said) == 1
+    assert "step 2" in said[0]
+    assert "damaged" in said[0]
+    assert any(".bad-" in path.name for path in checkpoints.folder.iterdir())
+    assert restored(checkpoints.folder) == 1, "and the damaged one never comes back"
+
+
+def test_a_flipped_bit_anywhere_is_detected(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    good = newest(checkpoints.folder)
+    chance = random.Random(1)
+    for file in sorted(path.name for path in good.iterdir()):
+        for _ in range(25):
+            copy = checkpoints.folder / "copy"
+            shutil.copytree(good, copy / "step-00000002-0002")
+            path = copy / "step-00000002-0002" / file
+            content = bytearray(path.read_bytes())
+            position = chance.randrange(len(content))
+            content[position] ^= 1 << chance.randrange(8)
+            path.write_bytes(content)
+            try:
+                fresh = Checkpoints(copy, "run-1", 3, warn=print)
+                with pytest.raises((RunDamaged, RunChanged)):
+                    fresh.newest_valid()
+            finally:
+                shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("trouble", ["extra file", "empty folder", "folders swapped", "link"])
+def test_a_tampered_folder_is_not_used(trouble: str, checkpoints: Checkpoints, said: list[str]) -> None:
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    folder = newest(checkpoints.folder)
+    if trouble == "extra file":
+        (folder / "more.bin").write_bytes(b"x")
+    elif trouble == "empty folder":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    elif trouble == "link":
+        target = checkpoints.folder.parent / "elsewhere.safetensors"
+        (folder / "model.safetensors").rename(target)
+        (folder / "model.safetensors").symlink_to(target)
+    else:
+        older = min(path for path in checkpoints.folder.iterdir())
+        older.rename(checkpoints.folder / "spare")
+        folder.rename(older)
+        (checkpoints.folder / "spare").rename(folder)
+        with pytest.raises(RunDamaged):
+            restored(checkpoints.folder, said)
+        return
+    assert restored(checkpoints.folder, said) == 1
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("name", ["../escape", "/etc/passwd", "..", "a/b", "", "manifest.json"])
+def test_a_manifest_can_not_name_files_outside_its_folder(name: str, checkpoints: Checkpoints) -> None:
+    save(checkpoints, 1)
+    path = newest(checkpoints.folder) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][0]["name"] = name
+    write_json(path, sealed(manifest))
+    with pytest.raises(RunDamaged):
+        restored(checkpoints.folder)
+
+
+def test_when_all_are_damaged_nothing_restarts_in_silence(checkpoints: Checkpoints, said: list[str]) -> None:
+    for step in (1, 2):
+        save(checkpoints, step)
+    for path in checkpoints.folder.glob("step-*/model.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(RunDamaged) as error:
+        restored(checkpoints.folder, said)
+    assert "--allow-restart" in str(error.value)
+    assert len(said) == 2
+
+
+def test_a_checkpoint_of_a_newer_farthing_is_refused_with_words(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 1)
+    path = newest(checkpoints.folder) / "manifest.json"
+    write_json(path, sealed(json.loads(path.read_text()) | {"schema": 99}))
+    with pytest.raises(RunChanged, match="newer farthing"):
+        restored(checkpoints.folder)
+    assert checkpoints.steps() == [1], "and not set aside: it is fine for the farthing that wrote it"
+
+
+def test_a_checkpoint_of_another_run_is_not_used(checkpoints: Checkpoints, said: list[str]) -> None:
+    save(checkpoints, 1)
+    other = Checkpoints(checkpoints.folder, "run-2", 3, warn=said.append)
+    with pytest.raises(RunDamaged):
+        other.newest_valid()
+    assert "another run" in said[0]
+
+
+# ---- a disk that fails ----
+
+
+def test_a_full_disk_keeps_the_old_checkpoint_and_gives_up_after_three(
+    checkpoints: Checkpoints, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(checkpoints, 1)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    save(checkpoints, 2)
+    save(checkpoints, 3)
+    assert len(said) == 2
+    assert "No space left" in said[0]
+    with pytest.raises(SaveFailing):
+        save(checkpoints, 4)
+    monkeypatch.undo()
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000001-0001"], "and no drafts stay behind"
+    assert restored(checkpoints.folder) == 1
+
+
+def test_one_failed_save_is_forgiven_when_the_next_one_works(
+    checkpoints: Checkpoints, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+    for step in range(1, 8):
+        failing = step % 2 == 0
+
+        def fsync(descriptor: int, failing: bool = failing) -> None:
+            if failing:
+                raise OSError(5, "Input/output error")
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        save(checkpoints, step)
+    assert len(said) == 3
+    monkeypatch.undo()
+    assert restored(checkpoints.folder) == 7

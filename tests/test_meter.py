@@ -1,0 +1,122 @@
+"""Seconds and dollars: spans that add up, prices that follow the attempt, ledgers torn by kills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from farthing.files import JsonLines
+from farthing.meter import SPANS, Ledger, Meter, read_attempts
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_spans_add_up_to_the_wall_time_however_they_nest() -> None:
+    clock = Clock()
+    meter = Meter(already_s=2.0, clock=clock)
+    clock.now += 1
+    with meter.span("evaluation"):
+        clock.now += 3
+        with meter.span("data_wait"):
+            clock.now += 0.5
+        clock.now += 2
+    meter.enter("idle")
+    clock.now += 4
+    assert meter.wall_s == pytest.approx(12.5)
+    assert meter.spans == pytest.approx({"start_up": 3.0, "evaluation": 5.0, "data_wait": 0.5, "idle": 4.0})
+
+
+def test_a_span_ends_with_an_error_too() -> None:
+    clock = Clock()
+    meter = Meter(clock=clock)
+
+    def fail() -> None:
+        with meter.span("compute"):
+            clock.now += 1
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        fail()
+    clock.now += 2
+    assert meter.wall_s == 3
+    assert meter.spans == {"start_up": 2.0, "compute": 1.0}
+
+
+def test_a_span_without_a_name_on_the_receipt_is_refused() -> None:
+    with pytest.raises(KeyError), Meter().span("coffee"):
+        pass
+    assert "compute" in SPANS
+
+
+def attempt(path: Path, clock: Clock, price: float, first: int, last: int, *, end: str | None = None) -> Ledger:
+    """One attempt of ten seconds a step, from `first` to `last`."""
+    meter = Meter(clock=clock)
+    ledger = Ledger(path, meter, price)
+    ledger.begin_at(first)
+    for step in range(first + 1, last + 1):
+        with meter.span("compute"):
+            clock.now += 10
+        ledger.at_step(step, {})
+    if end:
+        ledger.close(end)
+    return ledger
+
+
+def test_each_attempt_is_priced_at_its_own_rate(tmp_path: Path) -> None:
+    clock = Clock()
+    attempt(tmp_path / "l", clock, 3.6, 0, 5)
+    clock.now += 5000  # away: not this machine's time
+    ledger = attempt(tmp_path / "l", clock, 36.0, 5, 8, end="finished")
+    assert ledger.spent_s == pytest.approx(80)
+    assert ledger.spent_usd == pytest.approx(50 * 0.001 + 30 * 0.01)
+    first, second = read_attempts(JsonLines(tmp_path / "l"))
+    assert (first.ended, second.ended) == ("killed", "finished")
+    assert (first.usd, second.usd) == pytest.approx((0.05, 0.3))
+
+
+def test_work_done_again_is_counted_once_as_redone(tmp_path: Path) -> None:
+    clock = Clock()
+    attempt(tmp_path / "l", clock, 1, 0, 10)
+    attempt(tmp_path / "l", clock, 1, 8, 9)  # lost steps 9 and 10 of the first
+    attempt(tmp_path / "l", clock, 1, 4, 20, end="finished")  # lost all after step 4
+    redone = [a.redone_s for a in read_attempts(JsonLines(tmp_path / "l"))]
+    assert redone == pytest.approx([60, 10, 0])
+
+
+def test_an_attempt_that_never_began_loses_no_work(tmp_path: Path) -> None:
+    clock = Clock()
+    attempt(tmp_path / "l", clock, 1, 0, 10)
+    Ledger(tmp_path / "l", Meter(clock=clock), 1).write("starting")
+    attempt(tmp_path / "l", clock, 1, 10, 12, end="finished")
+    attempts = read_attempts(JsonLines(tmp_path / "l"))
+    assert [a.began for a in attempts] == [True, False, True]
+    assert sum(a.redone_s for a in attempts) == 0
+
+
+def test_a_line_torn_by_a_kill_is_dropped_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    clock = Clock()
+    attempt(tmp_path / "l", clock, 1, 0, 3)
+    content = (tmp_path / "l").read_bytes()
+    (tmp_path / "l").write_bytes(content[:-20])
+    attempts = read_attempts(JsonLines(tmp_path / "l"))
+    assert attempts[0].last_step == 2
+    attempt(tmp_path / "l", clock, 1, 2, 4, end="finished")
+    assert [a.last_step for a in read_attempts(JsonLines(tmp_path / "l"))] == [2, 4]
+
+
+def test_the_first_forecast_is_the_one_that_is_kept(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger = Ledger(tmp_path / "l", Meter(clock=clock), 1)
+    ledger.begin_at(0)
+    ledger.at_step(1, {}, {"wall_s": 10})
+    ledger.at_step(2, {}, {"wall_s": 20})
+    assert Ledger(tmp_path / "l", Meter(clock=clock), 1).forecast == {"wall_s": 10}

@@ -1,0 +1,216 @@
+"""Whole runs that are killed, stopped, damaged and continued end bit-identical to runs that were left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import survive
+from farthing.errors import RunBusy, RunDamaged
+from farthing.files import only_writer
+from farthing.job import Job, load_job
+from farthing.tiny import demo_rows, make_model_folder, write_jsonl
+from farthing.train import train
+
+Tell = Callable[[str, dict[str, Any]], None]
+
+
+def quiet(kind: str, facts: dict[str, Any]) -> None:
+    """Listens to nothing."""
+
+
+def job_in(folder: Path, name: str, **train_keys: Any) -> Job:
+    if not (folder / "model").exists():
+        rows = demo_rows(60, seed=1)
+        make_model_folder(folder / "model", (r["prompt"] + r["completion"] for r in rows), hidden=32, dropout=0.1)
+        write_jsonl(folder / "data.jsonl", rows)
+    job = {
+        "task": "causal-lm",
+        "model": {"model_name_or_path": "model", "init": "random"},
+        "data": {"train": "data.jsonl", "eval_fraction": 0.1},
+        "method": "full",
+        "train": {"max_steps": 12, "global_batch_size": 8, "save_steps": 2, "eval_steps": 4, "learning_rate": 3e-3}
+        | train_keys,
+        "where": {"usd_per_hour": 3.6},
+        "output_dir": name,
+        "cache_dir": "cache",
+    }
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(job))
+    return load_job(folder / f"{name}.yaml")
+
+
+def when(kind: str, step: int | None, action: Callable[[], None]) -> Tell:
+    """Do something once, when the run tells of `kind` (at `step`)."""
+    done: list[bool] = []
+
+    def tell(event: str, facts: dict[str, Any]) -> None:
+        if event == kind and not done and (step is None or facts.get("step") == step):
+            done.append(True)
+            action()
+
+    return tell
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> dict[str, Any]:
+    job = job_in(tmp_path, "alone")
+    assert train(job, quiet).exit_code == 0
+    return survive.result_of(Path(job.output_dir))
+
+
+def chain(seed: int, folder: Path) -> None:
+    result = survive.survive(seed, folder)
+    assert result.differences == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_chain_of_kills_changes_nothing(seed: int, tmp_path: Path) -> None:
+    chain(seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 60))
+def test_a_chain_of_kills_changes_nothing_for_fifty_seeds(seed: int, tmp_path: Path) -> None:
+    chain(seed, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_chain_of_kills_of_fresh_processes_changes_nothing(tmp_path: Path) -> None:
+    assert survive.survive(0, tmp_path, spawn=True).differences == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [("step", 1), ("step", 5), ("evaluating", None), ("tokenizing", None), ("saved", 4), ("decided", None)],
+)
+def test_a_stop_signal_at_any_time_can_be_continued(
+    kind: str, step: int | None, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "cache")
+    job = job_in(tmp_path, "stopped")
+    outcome = train(job, when(kind, step, terminate))
+    assert outcome.exit_code == 75
+    assert outcome.receipt["state"] == "interrupted"
+    if kind == "step":
+        assert outcome.receipt["steps"] == step, "the last step that was done is saved"
+    assert train(job, quiet).exit_code == 0
+    assert survive.differences(alone, survive.result_of(Path(job.output_dir))) == []
+
+
+def test_a_finished_run_trains_nothing_more(alone: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "alone"
+    log, steps = (run / "log.jsonl").read_bytes(), []
+    outcome = train(job_in(tmp_path, "alone"), lambda kind, facts: steps.append(kind) if kind == "step" else None)
+    assert outcome.exit_code == 0
+    assert steps == []
+    assert (run / "log.jsonl").read_bytes() == log
+    assert survive.result_of(run) == alone
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+def test_after_damage_the_run_goes_on_from_the_checkpoint_before(
+    file: str, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    job = job_in(tmp_path, "damaged")
+    train(job, when("step", 7, terminate))
+    newest = max((tmp_path / "damaged" / "checkpoints").glob("step-*"))
+    os.truncate(newest / file, (newest / file).stat().st_size // 2)
+    heard: list[tuple[str, dict[str, Any]]] = []
+    assert train(job, lambda kind, facts: heard.append((kind, facts))).exit_code == 0
+    warnings = [facts["text"] for kind, facts in heard if kind == "warning"]
+    assert any("step 7 is damaged" in text for text in warnings)
+    assert [facts["step"] for kind, facts in heard if kind == "restored"] == [6]
+    assert survive.differences(alone, survive.result_of(tmp_path / "damaged")) == []
+
+
+@pytest.mark.parametrize("how", ["damaged", "removed"])
+def test_without_a_whole_checkpoint_a_restart_has_to_be_asked_for(
+    how: str, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    job = job_in(tmp_path, "lost")
+    train(job, when("step", 7, terminate))
+    for folder in (tmp_path / "lost" / "checkpoints").glob("step-*"):
+        if how == "damaged":
+            (folder / "state.json").write_text("{}")
+        else:
+            shutil.rmtree(folder)
+    with pytest.raises(RunDamaged, match=r"none of|is gone"):
+        train(job, quiet)
+    assert train(job, quiet, allow_restart=True).exit_code == 0
+    assert survive.differences(alone, survive.result_of(tmp_path / "lost")) == []
+
+
+def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
+    job = job_in(tmp_path, "run")
+    Path(job.output_dir).mkdir()
+    with only_writer(Path(job.output_dir)), pytest.raises(RunBusy, match="another process"):
+        train(job, quiet)
+
+
+def test_a_resume_late_in_a_large_index_takes_no_time(tmp_path: Path) -> None:
+    """Which examples a step has is looked up, not replayed: ten million examples, 99 % of the epoch done."""
+    import numpy as np
+
+    from farthing.data.batches import Batches
+
+    started = time.monotonic()
+    batches = Batches(np.arange(10_000_000), 16, 42)
+    assert len(batches.examples_of(int(batches.steps_per_epoch * 0.99))) == 16
+    assert time.monotonic() - started < 60, "minutes would mean that steps are replayed"
+
+
+def test_dropout_is_a_function_of_seed_and_step() -> None:
+    from farthing.train import seed_everything
+
+    seed_everything(1, 5)
+    first = torch.rand(4)
+    torch.rand(100)
+    seed_everything(1, 5)
+    assert torch.equal(first, torch.rand(4))
+    seed_everything(1, 6)
+    assert not torch.equal(first, torch.rand(4))
+
+
+def test_the_bill_counts_every_attempt_once(tmp_path: Path) -> None:
+    job = job_in(tmp_path, "run")
+    began = time.time()
+    first = train(job, when("step", 5, terminate)).receipt
+    second = train(job, quiet).receipt
+    elapsed_s = time.time() - began
+    ages = sum(a["spans"]["start_up"] for a in second["attempts"])  # this process was started long before
+    assert [a["ended"] for a in second["attempts"]] == ["interrupted", "finished"]
+    assert second["wall_s"] == pytest.approx(first["wall_s"] + second["attempts"][1]["wall_s"], abs=0.01)
+    assert second["wall_s"] - ages == pytest.approx(elapsed_s, rel=0.05)
+    assert sum(span["seconds"] for span in second["spans"]) == pytest.approx(second["wall_s"], rel=0.01)
+    assert sum(span["usd"] for span in second["spans"]) == pytest.approx(second["usd"], rel=0.01)
+    assert second["usd"] == pytest.approx(second["wall_s"] / 3600 * 3.6, rel=1e-6)
+    assert second["interruptions"] == 1
+    assert second["restart_s"] > 0
+
+
+def test_work_that_was_lost_to_a_kill_stays_on_the_bill(tmp_path: Path) -> None:
+    """As if killed after step 7 with nothing saved since step 4: the later checkpoints are taken away."""
+    job = job_in(tmp_path, "run")
+    train(job, when("step", 7, terminate))
+    for folder in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        if json.loads((folder / "manifest.json").read_text())["step"] > 6:
+            shutil.rmtree(folder)
+    receipt = train(job, quiet).receipt
+    assert receipt["attempts"][1]["first_step"] == 6
+    assert receipt["redone_s"] > 0
+    assert receipt["steps"] == 12
+    assert receipt["tokens"] == train(job_in(tmp_path, "other"), quiet).receipt["tokens"]
