@@ -50,11 +50,14 @@ def bytes_per_weight(name: str) -> float:
     return 2.0 if "8bit" in name else 8.0
 
 
-def schedule(name: str, *, n_warmup_steps: int, n_steps: int) -> Callable[[int], float]:
-    """The factor on the learning rate at a step (from 0): the functions of `transformers`, without their state."""
+def schedule(name: str, *, n_warmup_steps: int, n_steps: int, learning_rate: float = 1.0) -> Callable[[int], float]:
+    """The factor on `learning_rate` at a step (from 0): the functions of `transformers`, without their state.
+
+    Only polynomial depends on the rate itself: it ends at 1e-7, not at a share of where it began.
+    """
     from transformers import get_scheduler
 
-    dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=learning_rate)
     factor: Callable[[int], float] = get_scheduler(
         name, dummy, num_warmup_steps=n_warmup_steps, num_training_steps=n_steps
     ).lr_lambdas[0]

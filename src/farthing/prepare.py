@@ -180,7 +180,8 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, train: Examples) -
         seed=job.train.seed,
         label_names=train.tokens.label_names,
         pad_id=inputs.pad_id,
-        quantize=quantize,
+        quantize_on=numerics.device if quantize else None,
+        unquantized=method.modules_to_save,
     )
     if method.name != "full":
         adapter = Adapter(

@@ -34,6 +34,7 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
     """
     import peft
 
+    _must_know(model, adapter.modules_to_save)
     heads = new_heads(model) if task == "classification" else []
     if task == "classification" and not adapter.target_modules:
         targets: str | list[str] = _query_and_value(model)
@@ -67,6 +68,19 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # masters in fp32 whatever the base is in
     return wrapped
+
+
+def _must_know(model: Any, modules_to_save: tuple[str, ...]) -> None:
+    """Refuse names that `peft` would pass over in silence. Raises `ModelError`."""
+    names = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
+    for wanted in modules_to_save:
+        if not any(name.endswith(wanted) for name in names):
+            known = sorted({name.split(".")[-1] for name in names} - {""})
+            raise ModelError(
+                f"this model has no module `{wanted}`",
+                where="method.modules_to_save",
+                to_do=f"use names among {', '.join(name for name in known if not name.isdigit())}",
+            )
 
 
 def new_heads(model: Any) -> list[str]:

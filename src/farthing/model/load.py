@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from farthing.data.formats import DEFAULT_CHAT_TEMPLATE
 from farthing.errors import HardwareError, ModelError
+from farthing.model.adapters import new_heads
 
 AUTO_CLASSES = {
     "causal-lm": transformers.AutoModelForCausalLM,
@@ -94,7 +95,9 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"the chat template can't be read: {error}", where=chat_template) from error
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            what = f"the chat template can't be read: {why}"
+            raise ModelError(what, where=chat_template, to_do="check data.chat_template: a Jinja file") from error
     elif tokenizer.chat_template is None or not isinstance(tokenizer.chat_template, str):
         own = tokenizer.chat_template
         tokenizer.chat_template = (
@@ -112,9 +115,10 @@ def load_model(
     seed: int,
     label_names: tuple[str, ...] = (),
     pad_id: int | None = None,
-    quantize: bool = False,
+    quantize_on: torch.device | None = None,
+    unquantized: tuple[str, ...] = (),
 ) -> PreTrainedModel:
-    """The model in `dtype` on the CPU (quantized: on the GPU), ready to train.
+    """The model in `dtype` on the CPU, or on the device `quantize_on` in 4 bits but for its head and `unquantized`.
 
     A new classification head, or all of it with `init: random`, is drawn from `seed`. Raises `ModelError`.
     """
@@ -130,25 +134,51 @@ def load_model(
     attention = {"attn_implementation": choice.attn_implementation} if choice.attn_implementation else {}
     try:
         if choice.init == "random":
-            if quantize:
+            if quantize_on is not None:
                 raise ModelError("qlora needs pretrained weights", where="model.init", to_do="use method: lora")
-            model = auto.from_config(config, dtype=dtype, trust_remote_code=choice.trust_remote_code, **attention)
+            # drawn in fp32 and rounded: the same weights come again in every precision, as when an adapter is merged
+            drawn = {"dtype": torch.float32, "trust_remote_code": choice.trust_remote_code, **attention}
+            model = auto.from_config(config, **drawn)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
+            model.config.dtype = dtype
         else:
-            model = auto.from_pretrained(
+            four_bit = {}
+            if quantize_on is not None:
+                four_bit = _four_bit(dtype, quantize_on, [*_head_of(auto, config, choice, task), *unquantized])
+            model, loaded = auto.from_pretrained(
                 choice.name,
                 config=config,
                 dtype=dtype,
                 use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=task == "classification",  # a head for other classes is drawn anew
                 **choice.where_from,
                 **attention,
-                **(_four_bit(dtype) if quantize else {}),
+                **four_bit,
             )
-    except ModelError:
+            _body_must_be_whole(model, loaded, task, choice.name)
+    except (ModelError, HardwareError):
         raise
     except Exception as error:
         raise _in_words(f"can't be loaded for {task}", choice.name, error) from error
     model.config.use_cache = False
     return model
+
+
+def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:
+    """Refuse weights that leave a part of the pretrained model to chance. Raises `ModelError`."""
+    odd = {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])}
+    if task == "classification":  # its head, and the pooler that some encoders come without, are new
+        body = f"{model.base_model_prefix}."
+        odd = {key for key in odd if key.startswith(body) and ".pooler." not in f".{key}"}
+    if odd:
+        raise ModelError(
+            f"{len(odd)} of the weights of a {model.config.model_type} for {task} are not in its files or have another shape, "
+            f"e.g. {min(odd)}",
+            where=name,
+            to_do="name a model that was pretrained for this task, or mend its folder",
+        )
 
 
 def check_fits(config: Any, tokenizer: Any, max_length: int, name: str) -> None:
@@ -199,7 +229,17 @@ def model_sha256(choice: ModelChoice, config: Any) -> str:
     return digest.hexdigest()
 
 
-def _four_bit(dtype: torch.dtype) -> dict[str, Any]:
+def _head_of(auto: Any, config: Any, choice: ModelChoice, task: str) -> list[str]:
+    """The names of a model's classification head or output layer."""
+    with torch.device("meta"):
+        skeleton = auto.from_config(config, trust_remote_code=choice.trust_remote_code)
+    if task == "classification":
+        return new_heads(skeleton)
+    output = skeleton.get_output_embeddings()
+    return [name for name, module in skeleton.named_modules() if module is output]
+
+
+def _four_bit(dtype: torch.dtype, device: torch.device, skip: list[str]) -> dict[str, Any]:
     """NF4 with double quantization (Dettmers et al. 2023, arXiv 2305.14314) through bitsandbytes."""
     need_bitsandbytes("method: qlora")
     return {
@@ -208,7 +248,9 @@ def _four_bit(dtype: torch.dtype) -> dict[str, Any]:
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
-        )
+            llm_int8_skip_modules=skip,
+        ),
+        "device_map": {"": device},
     }
 
 
@@ -261,7 +303,15 @@ def _in_words(what: str, name: str, error: Exception) -> ModelError:
             to_do = (
                 "no such local folder, and the Hub can't be reached: check the name or the network, or give a folder"
             )
-        return ModelError(f"{what}: {message[:200]}", where=name, to_do=to_do)
+        return ModelError(f"{what}: {message.split('. ')[0][:200]}", where=name, to_do=to_do)
     if isinstance(error, ModelError | HardwareError):
         return error  # type: ignore[return-value]
-    return ModelError(f"{what}: {type(error).__name__}: {message[:300]}", where=name, to_do="see the model's own page")
+    if message.startswith("Unrecognized configuration class"):
+        return ModelError(
+            f"{what}: transformers knows no such form of this model", where=name, to_do="change task: or model:"
+        )
+    if "trust_remote_code" in message:
+        to_do = "read that code; if you trust it: model.trust_remote_code: true with a pinned model.revision"
+        return ModelError(f"{what}: it needs Python code that comes with it", where=name, to_do=to_do)
+    to_do = "bring the files of this folder back whole" if Path(name).is_absolute() else "see the model's own page"
+    return ModelError(f"{what}: {type(error).__name__}: {message[:300]}", where=name, to_do=to_do)

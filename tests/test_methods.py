@@ -1,0 +1,522 @@
+"""Full fine-tuning and adapters on the three tasks: what learns, what stays, and by which rule it moves."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import farthing.train
+import workshop
+from farthing.errors import ModelError
+from farthing.hardware import Numerics, choose_numerics
+from farthing.model.adapters import Adapter, add_adapter, count_parameters
+from farthing.model.load import ModelChoice, load_config, load_model
+from farthing.model.loss import summed_loss
+from farthing.model.memory import checkpoint_layers, choose_checkpointing, saved_bytes
+from farthing.optim import make_optimizer, schedule
+from workshop import Heard, Watched, log_of, losses_of, make_job
+
+FAMILIES = ("llama", "t5", "bert")
+ADAPTERS = {
+    "lora": {"name": "lora"},
+    "dora": {"name": "lora", "use_dora": True},
+    "rslora": {"name": "lora", "use_rslora": True},
+}
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+# ---- what learns ----
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["full", *ADAPTERS])
+def test_the_loss_falls_and_only_what_should_be_trained_changes(
+    family: str, method: str, tmp_path: Path, watched: Watched
+) -> None:
+    rate = 0.002 if method == "full" else 0.01
+    job = make_job(tmp_path, family, method=ADAPTERS.get(method, method), max_steps=15, n_rows=24, learning_rate=rate)
+    outcome = workshop.train(job)
+    losses = losses_of(job)
+    assert outcome.state == "finished"
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+    assert watched.changed() <= watched.trainable()
+    assert len(watched.changed()) > 0.9 * len(watched.trainable())  # a decoder start or unused position may stay
+    if method != "full":
+        kinds = ("lora_", "modules_to_save") if family == "bert" else ("lora_",)
+        assert all(any(kind in name for kind in kinds) for name in watched.trainable())
+        magnitudes = {name for name in watched.changed() if "lora_magnitude_vector" in name}
+        assert bool(magnitudes) == (method == "dora")
+
+
+def test_a_classifier_trains_query_value_and_its_head_by_default(tmp_path: Path, watched: Watched) -> None:
+    workshop.train(make_job(tmp_path, "bert", method="lora", max_steps=1))
+    adapted = {name.split(".lora_")[0].split(".")[-1] for name in watched.trainable() if ".lora_" in name}
+    saved = {name for name in watched.trainable() if ".modules_to_save." in name}
+    assert adapted == {"query", "value"}
+    assert {name.split(".")[-1] for name in saved} == {"weight", "bias"}
+    assert all(".classifier." in name for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("family", "target_modules", "adapted"),
+    [
+        ("llama", (), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("llama", "all-linear", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("llama", ["q_proj", "v_proj"], {"q_proj", "v_proj"}),
+        ("t5", ["q"], {"q"}),
+        ("bert", "all-linear", {"query", "key", "value", "dense"}),
+    ],
+)
+def test_target_modules_are_the_layers_that_get_an_adapter(
+    family: str, target_modules: Any, adapted: set[str], tmp_path: Path, watched: Watched
+) -> None:
+    method = {"name": "lora", "target_modules": target_modules}
+    workshop.train(make_job(tmp_path, family, method=method, max_steps=1))
+    names = {name.split(".lora_")[0].split(".")[-1] for name in watched.trainable() if ".lora_" in name}
+    assert names == adapted
+
+
+def test_unknown_target_modules_are_refused_and_the_choices_named(tmp_path: Path) -> None:
+    job = make_job(tmp_path, method={"name": "lora", "target_modules": ["q_porj"]})
+    with pytest.raises(ModelError) as caught:
+        workshop.train(job)
+    assert caught.value.where == "method.target_modules"
+    assert "q_porj" in caught.value.what
+    for name in ("all-linear", "q_proj", "down_proj"):
+        assert name in caught.value.to_do
+
+
+def test_modules_to_save_are_trained_whole(tmp_path: Path, watched: Watched) -> None:
+    method = {"name": "lora", "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    workshop.train(make_job(tmp_path, method=method))
+    trained = {name for name in watched.changed() if "modules_to_save" in name}
+    assert [name.split(".modules_to_save")[0].split(".")[-1] for name in trained] == ["lm_head"]
+    assert not [name for name in watched.changed() if "original_module" in name]
+
+
+def test_unknown_modules_to_save_are_refused_in_words(tmp_path: Path) -> None:
+    job = make_job(tmp_path, method={"name": "lora", "modules_to_save": ["lm_haed"]})
+    with pytest.raises(ModelError) as caught:
+        workshop.train(job)
+    assert caught.value.where == "method.modules_to_save"
+    assert "lm_haed" in caught.value.what
+    assert "lm_head" in caught.value.to_do
+
+
+# ---- precision ----
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_bf16_keeps_frozen_weights_in_bf16_and_trained_ones_in_fp32(
+    method: str, tmp_path: Path, watched: Watched
+) -> None:
+    job = make_job(tmp_path, method=method, bf16=True, max_steps=12)
+    workshop.train(job)
+    losses = losses_of(job)
+    dtypes = {name: p.dtype for name, p in watched.model.named_parameters()}
+    assert {dtypes[name] for name in watched.trainable()} == {torch.float32}
+    frozen = {dtype for name, dtype in dtypes.items() if name not in watched.trainable()}
+    assert frozen == (set() if method == "full" else {torch.bfloat16})
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+    assert json.loads((tmp_path / "run/run.json").read_text())["machine"]["precision"] == "bf16"
+
+
+def test_random_weights_are_the_same_in_every_precision(tmp_path: Path) -> None:
+    folder = workshop.make_folder(tmp_path / "base", "llama")
+    choice = ModelChoice(str(folder), init="random")
+    exact, rounded = (
+        load_model(choice, load_config(choice), "causal-lm", dtype=dtype, seed=3).state_dict()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
+
+
+def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[farthing.train.Run, Heard]:
+    """A run on the CPU whose scaler is enabled as it is for fp16 on a GPU."""
+    from farthing.meter import Ledger, Meter
+    from farthing.notice import Notice
+    from farthing.prepare import build_model, open_examples, open_inputs
+
+    job = make_job(tmp_path, max_grad_norm=0.5, **keys)
+    heard = Heard()
+    folder = farthing.train.make_private(Path(job.output_dir))
+    numerics = Numerics(torch.device("cpu"), autocast=None, needs_scaler=True)
+    inputs = open_inputs(job)
+    examples, held_out = open_examples(job, inputs, heard, lambda: False)
+    model = build_model(job, inputs, numerics, examples)
+    meter = Meter()
+    ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
+    run = farthing.train.Run(job, folder, inputs, numerics, model, examples, held_out, meter, ledger, Notice(), heard)
+    run.restore("test", allow_restart=False)
+    return run, heard
+
+
+def test_the_scaler_unscales_before_clipping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = overflowing_run(tmp_path)
+    seen: list[float] = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def watching(parameters: Any, most: float) -> torch.Tensor:
+        norm = clip(parameters, most)
+        seen.append(float(norm))
+        return norm
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", watching)
+    run.take_step()
+    scaled = seen[0]
+    plain = make_job(tmp_path / "plain", max_grad_norm=0.5, max_steps=1)
+    workshop.train(plain)
+    assert run.scaler.get_scale() == 2.0**16
+    assert scaled == pytest.approx(log_of(plain)[0]["grad_norm"], rel=1e-5)
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_no_nan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, heard = overflowing_run(tmp_path, max_skipped_steps=2)
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    unscale = run.scaler.unscale_
+
+    def overflow(optimizer: torch.optim.Optimizer) -> None:
+        next(p for p in run.trained if p.grad is not None).grad.fill_(torch.inf)
+        unscale(optimizer)
+
+    monkeypatch.setattr(run.scaler, "unscale_", overflow)
+    for expected in (2.0**15, 2.0**14, 2.0**13):
+        run.take_step()
+        assert run.scaler.get_scale() == expected
+    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+    assert not run.optimizer.state
+    assert (run.progress.step, run.progress.skipped_steps, run.progress.skipped_in_a_row) == (3, 3, 0)
+    assert "overflowed" in heard.warnings
+    monkeypatch.undo()
+    run.take_step()
+    assert any(not torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+
+
+def test_a_cpu_computes_in_fp32_and_in_bf16_when_asked() -> None:
+    assert choose_numerics("cpu", None, None).name == "fp32"
+    assert choose_numerics("cpu", True, None).name == "bf16"
+
+
+# ---- optimizers and schedules ----
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_every_torch_optimizer_learns(optim: str, tmp_path: Path) -> None:
+    job = make_job(tmp_path, optim=optim, max_steps=12, learning_rate=0.5 if optim == "sgd" else 0.01)
+    workshop.train(job)
+    losses = losses_of(job)
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+
+
+def test_fused_and_plain_adamw_agree_to_rounding(tmp_path: Path) -> None:
+    plain, fused = (
+        make_job(tmp_path / optim, optim=optim, max_steps=8) for optim in ("adamw_torch", "adamw_torch_fused")
+    )
+    workshop.train(plain)
+    workshop.train(fused)
+    assert losses_of(plain) == pytest.approx(losses_of(fused), rel=1e-3)
+
+
+@pytest.mark.parametrize("n_warmup_steps", [0, 7])
+@pytest.mark.parametrize(
+    "name",
+    ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"],
+)
+def test_schedules_are_those_of_transformers_step_by_step(name: str, n_warmup_steps: int) -> None:
+    rate, n_steps = 3e-4, 40
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    theirs = transformers.get_scheduler(name, optimizer, num_warmup_steps=n_warmup_steps, num_training_steps=n_steps)
+    ours = schedule(name, n_warmup_steps=n_warmup_steps, n_steps=n_steps, learning_rate=rate)
+    for step in range(n_steps):
+        assert rate * ours(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12, abs=0)
+        optimizer.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"],
+)
+def test_every_schedule_trains(name: str, tmp_path: Path) -> None:
+    job = make_job(tmp_path, lr_scheduler_type=name, max_steps=5, warmup_steps=2)
+    workshop.train(job)
+    rates = [row["lr"] for row in log_of(job)]
+    assert rates[1:3] == (pytest.approx([0.01, 0.01]) if name == "constant" else pytest.approx([0.005, 0.01]))
+    assert rates[0] == (0.01 if name == "constant" else 0)
+
+
+def test_warm_up_is_a_share_of_the_steps_rounded_up(tmp_path: Path) -> None:
+    job = make_job(tmp_path, lr_scheduler_type="constant_with_warmup", max_steps=5, warmup_ratio=0.5)
+    workshop.train(job)
+    assert [row["lr"] for row in log_of(job)] == pytest.approx([0, 0.01 / 3, 0.02 / 3, 0.01, 0.01])
+
+
+def test_the_learning_rate_follows_the_global_batch_when_told_what_it_was_tuned_for(tmp_path: Path) -> None:
+    job = make_job(tmp_path, learning_rate=0.01, global_batch_size=8, learning_rate_batch_size=32, max_steps=1)
+    workshop.train(job)
+    assert log_of(job)[0]["lr"] == pytest.approx(0.0025)
+
+
+def test_weight_decay_is_on_matrices_alone(tmp_path: Path) -> None:
+    folder = workshop.make_folder(tmp_path / "base", "bert")
+    choice = ModelChoice(str(folder), init="random")
+    model: Any = load_model(
+        choice, load_config(choice), "classification", dtype=torch.float32, seed=0, label_names=("a", "b")
+    )
+    optimizer = make_optimizer(
+        model, "adamw_torch", learning_rate=0.1, weight_decay=0.5, betas=(0.9, 0.999), epsilon=1e-8
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        factor = 1 - 0.1 * 0.5 if parameter.ndim >= 2 else 1
+        torch.testing.assert_close(parameter, before[name] * factor)
+
+
+def test_clipping_bounds_the_gradient_and_zero_switches_it_off(tmp_path: Path) -> None:
+    def moved(name: str, max_grad_norm: float) -> float:
+        job = make_job(tmp_path / name, optim="sgd", learning_rate=1.0, max_steps=1, max_grad_norm=max_grad_norm)
+        with pytest.MonkeyPatch.context() as patch:
+            watched = Watched(patch)
+            workshop.train(job)
+        now = dict(watched.model.named_parameters())
+        steps = [(now[key].detach() - value).flatten() for key, value in watched.before.items()]
+        norm = float(torch.cat(steps).norm())
+        assert log_of(job)[0]["grad_norm"] > 1  # what is logged is the norm before clipping
+        return norm
+
+    assert moved("clipped", 0.125) == pytest.approx(0.125, rel=1e-3)
+    assert moved("free", 0) > 1
+
+
+def test_label_smoothing_is_that_of_torch() -> None:
+    logits = torch.randn(2, 5, 11, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[-100, 3, 4, 0, -100], [1, -100, 2, 7, 10]])
+
+    class Fixed:
+        config: Any = None
+
+        def __call__(self, **inputs: Any) -> Any:
+            return type("Output", (), {"logits": logits})()
+
+    batch = {"input_ids": labels.clamp(0), "attention_mask": torch.ones_like(labels), "labels": labels}
+    loss, _ = summed_loss(Fixed(), batch, "causal-lm", label_smoothing=0.1)
+    log_p = logits.log_softmax(-1)
+    expected = 0.0
+    for row in range(2):
+        for place in range(1, 5):
+            label = int(labels[row, place])
+            if label >= 0:
+                at = log_p[row, place - 1]
+                expected -= float(0.9 * at[label] + 0.1 * at.mean())
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_label_smoothing_changes_training_and_not_evaluation(tmp_path: Path) -> None:
+    plain = make_job(tmp_path / "plain", "bert", max_steps=1)
+    smooth = make_job(tmp_path / "smooth", "bert", max_steps=1, label_smoothing_factor=0.2)
+    workshop.train(plain)
+    workshop.train(smooth)
+    assert losses_of(plain)[0] != losses_of(smooth)[0]
+    assert losses_of(plain)[0] == pytest.approx(losses_of(smooth)[0], rel=0.2)
+
+
+# ---- loading ----
+
+
+def test_a_head_for_other_classes_is_drawn_anew_and_the_body_is_kept(tmp_path: Path, watched: Watched) -> None:
+    rows = [{"text": f"row {i}", "label": "abcde"[i % 5]} for i in range(20)]
+    job = make_job(tmp_path, "bert", pretrained=True, rows=rows, method="lora", max_steps=1)
+    before = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    assert before.config.num_labels == 2
+    workshop.train(job)
+    model = watched.model.get_base_model()
+    assert model.config.num_labels == 5
+    assert torch.equal(model.bert.embeddings.word_embeddings.weight, before.bert.embeddings.word_embeddings.weight)
+
+
+def test_a_model_whose_weights_are_not_all_there_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    job = make_job(tmp_path, pretrained=True)
+    path = tmp_path / "base/model.safetensors"
+    weights = load_file(path)
+    lost = "model.layers.1.mlp.up_proj.weight"
+    save_file({name: value for name, value in weights.items() if name != lost}, path, {"format": "pt"})
+    with pytest.raises(ModelError, match="1 of the weights of a llama for causal-lm are not in its files") as caught:
+        workshop.train(job)
+    assert lost in caught.value.what
+
+
+# ---- counting ----
+
+
+def shared(*parts: str) -> Path:
+    folder = os.environ.get("FARTHING_DATA")
+    if not folder:
+        pytest.skip("FARTHING_DATA names no folder with real model configurations")
+    return Path(folder, *parts)
+
+
+def test_an_encoder_with_lora_and_a_head_counts_each_weight_once() -> None:
+    config = transformers.AutoConfig.from_pretrained(shared("model_configs", "xlm-roberta-large"))
+    config.num_labels = 214
+    with torch.device("meta"):
+        bare = transformers.AutoModel.from_config(config, add_pooling_layer=False)
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+        assert count_parameters(bare)["total"] == 558_840_832
+        wrapped = add_adapter(model, Adapter(r=16, target_modules=("query", "value")), "classification", seed=0)
+    counts = count_parameters(wrapped)
+    assert counts["adapter"] == 1_572_864
+    assert counts["saved_modules"] == 1_268_950
+    assert counts["trainable"] == 1_572_864 + 1_268_950
+    assert counts["total"] == 558_840_832 + 1_572_864 + 1_268_950
+    trainable, total = wrapped.get_nb_trainable_parameters()
+    assert (trainable, total) == (2_841_814, 562_951_596)  # what peft prints counts the frozen head as well
+
+
+@pytest.mark.parametrize(
+    ("name", "n_parameters"),
+    [
+        ("Llama-2-7b-hf", 6_738_415_616),
+        ("Llama-2-13b-hf", 13_015_864_320),
+        ("Llama-2-70b-hf", 68_976_648_192),
+        ("Llama-3.1-8B", 8_030_261_248),
+        ("Llama-3.2-3B", 3_212_749_824),
+        ("Mistral-7B-v0.1", 7_241_732_096),
+        ("Phi-3-mini-4k-instruct", 3_821_079_552),
+        ("Qwen2.5-0.5B", 494_032_768),
+        ("Qwen2.5-3B", 3_085_938_688),
+        ("Qwen2.5-7B", 7_615_616_512),
+        ("Qwen2.5-14B", 14_770_033_664),
+        ("Qwen2.5-32B", 32_763_876_352),
+        ("gemma-2-2b", 2_614_341_888),
+        ("gemma-2-9b-it", 9_241_705_984),
+        ("flan-t5-base", 247_577_856),
+    ],
+)
+def test_real_models_count_what_their_makers_say(name: str, n_parameters: int) -> None:
+    config = transformers.AutoConfig.from_pretrained(shared("model_configs", name))
+    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = kind.from_config(config)
+        if name == "flan-t5-base":  # its output layer is a weight of its own, which transformers sees when it loads it
+            model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+    counts = count_parameters(model)
+    assert counts == {"total": n_parameters, "trainable": n_parameters, "adapter": 0, "saved_modules": 0}
+
+
+# ---- activation checkpointing ----
+
+
+def small_model(family: str, folder: Path, method: str = "full", dropout: float = 0.0) -> tuple[Any, Callable[[], Any]]:
+    """A model of four layers in training mode, and its forward pass."""
+    workshop.make_folder(folder, family, layers=4, dropout=dropout)
+    choice, task = ModelChoice(str(folder), init="random"), workshop.TASK[family]
+    model: Any = load_model(choice, load_config(choice), task, dtype=torch.float32, seed=0, label_names=("a", "b", "c"))
+    if method == "lora":
+        model = add_adapter(model, Adapter(r=4), task, seed=0)
+    model.train()
+    ids = torch.randint(5, 200, (4, 24), generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([0, 1, 2, 0]) if family == "bert" else ids
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    return model, lambda: summed_loss(model, batch, task)[0]
+
+
+def gradients(model: Any, forward: Callable[[], Any]) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(5)
+    forward().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_checkpointing_saves_memory_and_changes_no_bit_of_the_gradients(
+    family: str, method: str, tmp_path: Path
+) -> None:
+    model, forward = small_model(family, tmp_path / "base", method, dropout=0.1)
+    expected, kept = gradients(model, forward), {0: saved_bytes(model, forward)}
+    for every in (1, 2, 4):
+        checkpoint_layers(model, every)
+        found, kept[every] = gradients(model, forward), saved_bytes(model, forward)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert kept[1] < kept[2] < kept[4] < kept[0]
+    checkpoint_layers(model, 0)
+    assert saved_bytes(model, forward) == kept[0]
+
+
+def choose(model: Any, forward: Callable[[], Any], free_bytes: int, wanted: bool | int | str = "auto") -> Any:
+    return choose_checkpointing(
+        model,
+        forward=forward,
+        sample_tokens=24,
+        largest_tokens=96,
+        n_trained=count_parameters(model)["trainable"],
+        optimizer_bytes_per_weight=8.0,
+        free_bytes=free_bytes,
+        wanted=wanted,
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_auto_checkpoints_no_more_than_the_memory_asks_for(family: str, method: str, tmp_path: Path) -> None:
+    model, forward = small_model(family, tmp_path / "base", method)
+    ample, tiny = choose(model, forward, 1 << 40), choose(model, forward, 1)
+    assert (ample.every_n_layers, ample.fits) == (0, True)
+    assert (tiny.every_n_layers, tiny.fits) == (1, False)
+    assert tiny.activations_bytes < ample.activations_bytes
+    half = choose(model, forward, 1, wanted=2)
+    assert tiny.activations_bytes < half.activations_bytes < ample.activations_bytes
+    between = (half.total_bytes + ample.total_bytes) / 2
+    assert choose(model, forward, int(between / 0.9)).every_n_layers == 2
+    assert ample.gradients_bytes == 4 * count_parameters(model)["trainable"]
+    assert ample.optimizer_bytes == 2 * ample.gradients_bytes
+
+
+@pytest.mark.parametrize(("wanted", "every"), [(True, 1), (False, 0), (3, 3)])
+def test_checkpointing_is_what_the_job_says_when_it_says(wanted: bool | int, every: int, tmp_path: Path) -> None:
+    model, forward = small_model("llama", tmp_path / "base")
+    assert choose(model, forward, 1 << 40, wanted).every_n_layers == every
+
+
+def test_a_frozen_embedding_stays_out_of_the_backward_pass(tmp_path: Path) -> None:
+    model, _ = small_model("llama", tmp_path / "base", "lora")
+    checkpoint_layers(model, 1)
+    embedding = model.get_input_embeddings()
+    out: list[torch.Tensor] = []
+    embedding.register_forward_hook(lambda module, inputs, output: out.append(output))
+    model(input_ids=torch.tensor([[5, 6, 7]]))
+    assert not embedding.weight.requires_grad
+    assert not out[0].requires_grad
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_with_and_without_checkpointing_ends_in_the_same_weights(family: str, tmp_path: Path) -> None:
+    ends = []
+    for wanted in (False, True):
+        job = make_job(tmp_path / str(wanted), family, method="lora", gradient_checkpointing=wanted, max_steps=3,
+                       size={"dropout": 0.1})  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            watched = Watched(patch)
+            workshop.train(job)
+        ends.append({name: p.detach() for name, p in watched.model.named_parameters()})
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])

@@ -1,0 +1,181 @@
+"""QLoRA and the 8-bit optimizers, end to end on the CPU. Apart from the rest: it needs bitsandbytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+import farthing.train
+import workshop
+from farthing.cli import main
+from farthing.errors import ModelError
+from farthing.export import export_run
+from farthing.model.adapters import count_parameters
+from workshop import Heard, Watched, losses_of, make_job
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+def qlora_job(folder: Path, **keys: Any) -> Any:
+    return make_job(folder, pretrained=True, method={"name": "qlora", "lora_r": 4}, **{"max_steps": 8, **keys})
+
+
+def test_qlora_keeps_the_base_in_four_bits_and_learns(tmp_path: Path, watched: Watched) -> None:
+    job = qlora_job(tmp_path, max_steps=15)
+    assert workshop.train(job).state == "finished"
+    losses = losses_of(job)
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+    assert all("lora_" in name for name in watched.trainable())
+    assert watched.changed() <= watched.trainable()
+    layers = [m for m in watched.model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    assert len(layers) == 2 * 7  # every linear layer of both blocks; the output layer stays whole
+    for layer in layers:
+        assert layer.weight.quant_type == "nf4"
+        assert layer.weight.dtype == torch.uint8
+        assert layer.weight.quant_state.nested  # double quantization
+    assert all(p.dtype == torch.float32 for p in watched.model.parameters() if p.requires_grad)
+
+
+def test_quantized_weights_count_as_what_they_stand_for(tmp_path: Path, watched: Watched) -> None:
+    workshop.train(qlora_job(tmp_path, max_steps=1))
+    counts = count_parameters(watched.model)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert counts["total"] - counts["adapter"] == plain.num_parameters()
+
+
+def test_qlora_computes_in_bf16_when_asked(tmp_path: Path, watched: Watched) -> None:
+    job = qlora_job(tmp_path, bf16=True)
+    workshop.train(job)
+    losses = losses_of(job)
+    layers = [m for m in watched.model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    assert {layer.compute_dtype for layer in layers} == {torch.bfloat16}
+    assert all(np.isfinite(losses))
+    assert losses[-1] < losses[0]
+
+
+def test_qlora_takes_dora_and_a_classification_head(tmp_path: Path, watched: Watched) -> None:
+    job = make_job(tmp_path, "bert", pretrained=True, method={"name": "qlora", "use_dora": True})
+    workshop.train(job)
+    trained = watched.changed()
+    assert any("lora_magnitude_vector" in name for name in trained)
+    assert any("classifier" in name and "modules_to_save" in name for name in trained)
+    assert watched.changed() <= watched.trainable()
+    written = export_run(Path(job.output_dir), tmp_path / "merged", "merged")
+    merged = transformers.AutoModelForSequenceClassification.from_pretrained(written["folder"]).eval()
+    assert set(merged.config.id2label.values()) == {"food", "sport", "weather"}
+    head = next(p for name, p in watched.model.named_parameters() if "modules_to_save" in name and "weight" in name)
+    assert torch.equal(merged.classifier.weight, head)
+
+
+def test_qlora_trains_further_modules_whole(tmp_path: Path, watched: Watched) -> None:
+    method = {"name": "qlora", "target_modules": ["q_proj"], "modules_to_save": ["down_proj"]}
+    workshop.train(make_job(tmp_path, pretrained=True, method=method))
+    whole = [name for name in watched.changed() if "modules_to_save" in name]
+    assert len(whole) == 2
+    assert all(".down_proj." in name for name in whole)
+    lm_head = watched.model.get_output_embeddings()
+    assert not isinstance(lm_head, bitsandbytes.nn.Linear4bit)
+
+
+def test_qlora_refuses_random_weights_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="pretrained"):
+        workshop.train(make_job(tmp_path, method="qlora"))
+
+
+def test_qlora_with_checkpointing_ends_in_the_same_weights(tmp_path: Path) -> None:
+    ends = []
+    for wanted in (False, True):
+        job = qlora_job(tmp_path / str(wanted), gradient_checkpointing=wanted)
+        with pytest.MonkeyPatch.context() as patch:
+            watched = Watched(patch)
+            workshop.train(job)
+        ends.append({name: p.detach() for name, p in watched.model.named_parameters() if p.requires_grad})
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", *EIGHT_BIT])
+def test_a_quantized_run_resumes_to_the_bit(optim: str, tmp_path: Path) -> None:
+    size = {"hidden": 128}
+    keys: dict[str, Any] = {"optim": optim, "size": size, "method": {"name": "qlora", "lora_r": 32}}
+    whole = make_job(tmp_path / "whole", pretrained=True, max_steps=6, **keys)
+    workshop.train(whole)
+
+    heard = Heard()
+    broken = make_job(tmp_path / "broken", pretrained=True, max_steps=6, save_steps=3, **keys)
+    stop_after(broken, 3)
+    workshop.train(broken, heard)
+    assert [facts["step"] for facts in heard.of("restored")] == [3]
+    assert losses_of(broken) == losses_of(whole)
+    ends = [tmp_path / name / "run/model/adapter_model.safetensors" for name in ("whole", "broken")]
+    assert ends[0].read_bytes() == ends[1].read_bytes()
+
+
+def stop_after(job: Any, step: int) -> None:
+    """Train `job` up to `step` and leave as if a notice had come."""
+
+    class Stopper(Heard):
+        def __call__(self, kind: str, facts: dict[str, Any]) -> None:
+            super().__call__(kind, facts)
+            if kind == "step" and facts["step"] == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    assert workshop.train(job, Stopper()).state == "interrupted"
+
+
+@pytest.mark.parametrize("optim", EIGHT_BIT)
+def test_every_bitsandbytes_optimizer_learns_and_keeps_its_promise_of_size(optim: str, tmp_path: Path) -> None:
+    job = make_job(tmp_path, optim=optim, max_steps=15, learning_rate=0.003, size={"hidden": 128})
+    seen: dict[str, set[torch.dtype]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        build = farthing.train.build_optimizer
+        made: list[torch.optim.Optimizer] = []
+        patch.setattr(farthing.train, "build_optimizer", lambda *args: made.append(build(*args)) or made[-1])
+        workshop.train(job)
+    for parameter, state in made[0].state.items():
+        if parameter.numel() >= 4096:
+            seen.setdefault("large", set()).update({state["state1"].dtype, state["state2"].dtype})
+    losses = losses_of(job)
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+    assert seen["large"] == {torch.float32 if "32bit" in optim else torch.uint8}
+
+
+def test_a_quantized_adapter_merges_into_the_whole_base(tmp_path: Path, watched: Watched) -> None:
+    job = qlora_job(tmp_path)
+    workshop.train(job)
+    run = Path(job.output_dir)
+    adapter = export_run(run, tmp_path / "adapter", "adapter")
+    merged = export_run(run, tmp_path / "merged", "merged")
+    assert adapter["bytes"] < merged["bytes"]
+    whole = transformers.AutoModelForCausalLM.from_pretrained(merged["folder"]).eval()
+    assert getattr(whole.config, "quantization_config", None) is None
+    assert {p.dtype for p in whole.parameters()} == {torch.float32}
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    beside = peft.PeftModel.from_pretrained(base, adapter["folder"]).eval()
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    with torch.no_grad():
+        torch.testing.assert_close(whole(ids).logits, beside(ids).logits, rtol=0, atol=1e-5)
+        quantized = watched.model.eval()(ids).logits
+        error = float((whole(ids).logits - quantized).abs().max())
+    assert error < 0.5  # equal but for the error of four bits
+
+
+def test_doctor_finds_bitsandbytes_where_it_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = workshop.job_file(tmp_path, pretrained=True, method="qlora")
+    assert main(["doctor", str(path)]) == 0
+    assert f"bitsandbytes works: version {bitsandbytes.__version__}" in capsys.readouterr().out

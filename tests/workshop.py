@@ -1,0 +1,152 @@
+"""What the tests of methods, metrics and verbs work with: small jobs that train in a second, and eyes on the model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+import farthing.train
+from farthing.job import Job, load_job
+from farthing.tiny import demo_rows, make_model_folder, write_jsonl
+from farthing.train import Outcome
+
+# models this small are quickest on one thread, and cores that others use make more threads very slow
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+
+TASK = {"llama": "causal-lm", "t5": "seq2seq", "bert": "classification"}
+TOPICS = {
+    "food": ["bread", "cheese", "soup", "apple", "rice"],
+    "sport": ["goal", "match", "race", "team", "ball"],
+    "weather": ["rain", "storm", "sun", "snow", "wind"],
+}
+
+
+def rows_of(family: str, n: int, seed: int = 0) -> list[dict[str, str]]:
+    """`n` rows that a small model learns quickly, in the form that suits the family."""
+    if family == "bert":
+        names = list(TOPICS)
+        rows = []
+        for i in range(n):
+            label = names[(i + seed) % len(names)]
+            words = TOPICS[label]
+            k = i // len(names)
+            rows.append({"text": f"the {words[k % 5]} and the {words[k // 5 % 5]} number {k}", "label": label})
+        return rows
+    rows = demo_rows(n, seed)
+    if family == "t5":
+        return [{"input": row["prompt"], "target": row["completion"].strip()} for row in rows]
+    return rows
+
+
+def make_folder(folder: Path, family: str, *, pretrained: bool = False, **size: Any) -> Path:
+    """A small model folder; with weights when `pretrained`."""
+    texts = [" ".join(row.values()) for row in rows_of(family, 60)]
+    make_model_folder(folder, texts, family, **size)
+    if pretrained:
+        from farthing.model.load import AUTO_CLASSES, ModelChoice, load_config
+
+        torch.manual_seed(0)
+        task = "causal-lm" if family == "llama" else "seq2seq" if family == "t5" else "classification"
+        AUTO_CLASSES[task].from_config(load_config(ModelChoice(str(folder), init="random"))).save_pretrained(folder)
+    return folder
+
+
+def job_file(folder: Path, family: str = "llama", **keys: Any) -> Path:
+    """Write model, data and job file into `folder`.
+
+    Keys: `rows` or `n_rows`, `eval_rows`, `pretrained`, `size` (of the model), any key of `train`, `method` (a name or
+    a mapping), `data`, `limits`, `where`, `output_dir`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = keys.pop("rows", None) or rows_of(family, keys.pop("n_rows", 32))
+    pretrained = keys.pop("pretrained", False)
+    if not (folder / "base").exists():
+        make_folder(folder / "base", family, pretrained=pretrained, **keys.pop("size", {}))
+    write_jsonl(folder / "data.jsonl", rows)
+    data = {"train": "data.jsonl", **keys.pop("data", {})}
+    if "eval_rows" in keys:
+        write_jsonl(folder / "eval.jsonl", keys.pop("eval_rows"))
+        data["eval"] = "eval.jsonl"
+    values = {
+        "task": TASK[family],
+        "model": {"model_name_or_path": "./base", "init": "pretrained" if pretrained else "random"},
+        "data": data,
+        "method": keys.pop("method", "full"),
+        "limits": keys.pop("limits", {}),
+        "where": {"device": "cpu", "usd_per_hour": 3.6, **keys.pop("where", {})},
+        "output_dir": keys.pop("output_dir", "./run"),
+        "cache_dir": "./cache",
+        "train": {"max_steps": 6, "global_batch_size": 8, "learning_rate": 0.01, "lr_scheduler_type": "constant"}
+        | keys,
+    }
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return path
+
+
+def make_job(folder: Path, family: str = "llama", **keys: Any) -> Job:
+    """The job of `job_file`, read."""
+    return load_job(job_file(folder, family, **keys))
+
+
+class Heard(list[tuple[str, dict[str, Any]]]):
+    """Every event of a run, in order."""
+
+    def __call__(self, kind: str, facts: dict[str, Any]) -> None:
+        """Hear one."""
+        self.append((kind, facts))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The facts of one kind."""
+        return [facts for name, facts in self if name == kind]
+
+    @property
+    def warnings(self) -> str:
+        """All warnings as text."""
+        return "\n".join(facts["text"] for facts in self.of("warning"))
+
+
+def train(job: Job, heard: Heard | None = None) -> Outcome:
+    """Train `job`, hearing what it tells."""
+    return farthing.train.train(job, heard if heard is not None else Heard())
+
+
+def log_of(job: Job) -> list[dict[str, Any]]:
+    """The rows of `log.jsonl`."""
+    return [json.loads(line) for line in (Path(job.output_dir) / "log.jsonl").read_text().splitlines()]
+
+
+def losses_of(job: Job) -> list[Any]:
+    """The loss of every step."""
+    return [row["loss"] for row in log_of(job) if "examples" in row]
+
+
+class Watched:
+    """The model of the last run: its state before training, and itself."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.model: Any = None
+        self.before: dict[str, torch.Tensor] = {}
+        build: Callable[..., Any] = farthing.train.build_model
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.model = build(*args, **kwargs)
+            self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+            return self.model
+
+        monkeypatch.setattr(farthing.train, "build_model", watched)
+
+    def changed(self) -> set[str]:
+        """Names of the parameters that are not, bit for bit, what they were."""
+        now = dict(self.model.named_parameters())
+        return {name for name, value in self.before.items() if not torch.equal(value, now[name])}
+
+    def trainable(self) -> set[str]:
+        """Names of the parameters that require a gradient."""
+        return {name for name, p in self.model.named_parameters() if p.requires_grad}
