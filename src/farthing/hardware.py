@@ -64,7 +64,7 @@ def choose_numerics(
             raise HardwareError(
                 "fp16 on a CPU is hundreds of times slower than fp32",
                 where="train.fp16",
-                to_do="use bf16: true, or fp32",
+                to_do="leave it out to use fp32, or set train.bf16: true",
             )
         return Numerics(where, torch.bfloat16 if bf16 else None)
     torch.backends.cuda.matmul.allow_tf32 = tf32

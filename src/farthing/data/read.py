@@ -233,12 +233,12 @@ def _jsonl(path: Path, name: str) -> Iterator[Row | BadRow]:
             if not raw.strip():
                 continue
             try:
-                value = json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
+                value = json.loads(raw.rstrip(b"\r\n").decode("utf-8"), object_pairs_hook=_object)
             except UnicodeDecodeError as error:
                 yield BadRow(line, f"invalid UTF-8 at byte {error.start} of the line")
                 continue
             except (ValueError, RecursionError) as error:
-                column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+                column = f" at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""
                 why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                 yield BadRow(line, f"invalid JSON{column}: {why}")
                 continue

@@ -274,10 +274,13 @@ def _refuse_unusable(facts: dict[str, Any], recipe: Recipe) -> None:
     if n_bad > recipe.max_bad_rows * n_rows:
         shown = "".join(f"\n    {place}: {reason}" for place, reason in facts["bad_rows"][:5])
         more = f"\n    ... and {n_bad - 5:,} more" if n_bad > 5 else ""
+        to_do = "mend them: no usable row is left"
+        if n_bad < n_rows:
+            to_do = f"mend them, or allow more with data.max_bad_rows: {min(1.0, round(n_bad / n_rows + 0.005, 2))}"
         raise DataError(
             f"{n_bad:,} of {n_rows:,} rows can't be used, {recipe.max_bad_rows:.0%} may be:{shown}{more}",
             where=where,
-            to_do=f"mend them, or allow more with data.max_bad_rows: {min(1.0, round(n_bad / n_rows + 0.005, 2))}",
+            to_do=to_do,
         )
     if facts["n_examples"] == 0 or facts["n_targets"] == 0:
         why = f"{facts['n_without_target']:,} of {n_rows:,} rows have no target token"

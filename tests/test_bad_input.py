@@ -1,0 +1,594 @@
+"""Bad input through the front door: exit code 2, the place, what to do, no traceback, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+
+import farthing
+import farthing.train
+from farthing.cli import main
+from farthing.tiny import demo_rows, write_jsonl
+
+ROWS = demo_rows(24)
+LABELLED = [{"text": f"the {word} number {i}", "label": word} for i in range(8) for word in ("apple", "storm")]
+
+
+@dataclass
+class Desk:
+    """A folder with a small model, data and a job: what the person at the keyboard works with."""
+
+    folder: Path
+    models: dict[str, Path]
+    with_weights: Path
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        write_jsonl(self.folder / "train.jsonl", ROWS)
+        self.values = {
+            "task": "causal-lm",
+            "model": {"model_name_or_path": str(self.models["llama"]), "init": "random"},
+            "data": {"train": "train.jsonl", "max_length": 64},
+            "method": "full",
+            "train": {"max_steps": 2, "global_batch_size": 4, "learning_rate": 0.001},
+            "where": {"device": "cpu"},
+            "output_dir": "run",
+            "cache_dir": "cache",
+        }
+
+    def set(self, section: str, **keys: Any) -> None:
+        """Change keys of a section."""
+        self.values[section] = {**self.values.get(section, {}), **keys}
+
+    def rows(self, rows: list[Any], name: str = "train.jsonl") -> None:
+        """Other rows."""
+        write_jsonl(self.folder / name, rows)
+
+    def bytes(self, content: bytes, name: str = "train.jsonl") -> None:
+        """Other bytes."""
+        (self.folder / name).write_bytes(content)
+
+    def own_model(self) -> Path:
+        """A copy of the model folder with weights, to be spoilt."""
+        copy = self.folder / "model"
+        shutil.copytree(self.with_weights, copy)
+        self.values["model"] = "./model"
+        return copy
+
+    def job(self) -> Path:
+        """Write the job file."""
+        path = self.folder / "job.yaml"
+        path.write_text(yaml.safe_dump(self.values, sort_keys=False), encoding="utf-8")
+        return path
+
+    def line_of(self, key: str) -> int:
+        """The line a key stands on."""
+        lines = (self.folder / "job.yaml").read_text().splitlines()
+        return 1 + next(number for number, line in enumerate(lines) if line.strip().startswith(f"{key}:"))
+
+
+@pytest.fixture
+def desk(tmp_path: Path, tiny_folders: dict[str, Path], with_weights: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    monkeypatch.chdir(tmp_path)
+    return Desk(tmp_path, tiny_folders, with_weights)
+
+
+class Said(NamedTuple):
+    """What a command told its caller."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(desk: Desk, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    def running(*arguments: str, verb: str = "train", job: str | None = None) -> Said:
+        capsys.readouterr()
+        code = main([verb, job or str(desk.job()), *arguments])
+        said = capsys.readouterr()
+        return Said(code, said.out, said.err)
+
+    return running
+
+
+# ---- what must be refused ----
+# Each spoils the desk; then the words that must be there: the place, and what to do.
+
+
+def misspelt_key(desk: Desk) -> None:
+    desk.set("train", lerning_rate=1)
+
+
+def wrong_type(desk: Desk) -> None:
+    desk.set("train", seed="many")
+
+
+def missing_data_file(desk: Desk) -> None:
+    desk.set("data", train="trian.jsonl")
+
+
+def missing_column(desk: Desk) -> None:
+    desk.rows([{"question": "a", "answer": "b"}])
+
+
+def missing_mapped_column(desk: Desk) -> None:
+    desk.set("data", columns={"prompt": "question"})
+
+
+def too_many_bad_rows(desk: Desk) -> None:
+    desk.bytes(b'{"text": "a"}\n{"text": \n{"text": "c"}\n')
+
+
+def invalid_utf8(desk: Desk) -> None:
+    desk.bytes(b'{"text": "caf\xe9"}\n')
+
+
+def empty_file(desk: Desk) -> None:
+    desk.bytes(b"")
+
+
+def blank_file(desk: Desk) -> None:
+    desk.bytes(b"\n\n")
+
+
+def row_of_50_megabytes(desk: Desk) -> None:
+    desk.bytes(b'{"text": "a"}\n{"text": "' + b"x" * 50_000_000 + b'"}\n')
+
+
+def every_target_masked(desk: Desk) -> None:
+    desk.rows([{"prompt": "one two three " * 50, "completion": " four"}])
+
+
+def row_too_long(desk: Desk) -> None:
+    desk.rows([{"text": "short"}, {"text": "one two three " * 50}])
+    desk.set("data", too_long="error")
+
+
+def label_never_seen(desk: Desk) -> None:
+    desk.values["task"] = "classification"
+    desk.set("model", model_name_or_path=str(desk.models["bert"]))
+    desk.rows(LABELLED)
+    desk.rows([*LABELLED[:3], {"text": "x", "label": "music"}], "eval.jsonl")
+    desk.set("data", eval="eval.jsonl")
+
+
+def longer_than_positions(desk: Desk) -> None:
+    desk.set("data", max_length=4096)
+
+
+def folder_without_tokenizer(desk: Desk) -> None:
+    for path in desk.own_model().glob("tokenizer*"):
+        path.unlink()
+
+
+def folder_without_weights(desk: Desk) -> None:
+    (desk.own_model() / "model.safetensors").unlink()
+
+
+def folder_that_is_not_there(desk: Desk) -> None:
+    desk.values["model"] = "./no-such-model"
+
+
+def weights_as_a_pickle(desk: Desk) -> None:
+    folder = desk.own_model()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def damaged_weights(desk: Desk) -> None:
+    path = desk.own_model() / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def config_that_is_no_json(desk: Desk) -> None:
+    (desk.own_model() / "config.json").write_text("{")
+
+
+def tokenizer_larger_than_the_model(desk: Desk) -> None:
+    path = desk.own_model() / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 100}))
+
+
+def hub_model_without_network(desk: Desk) -> None:
+    desk.values["model"] = "some-org/some-model"
+
+
+def hub_data_without_network(desk: Desk) -> None:
+    desk.set("data", train="some-org/some-data")
+
+
+def metric_of_another_task(desk: Desk) -> None:
+    desk.set("train", metric_for_best_model="rouge")
+
+
+def fp16_on_a_cpu(desk: Desk) -> None:
+    desk.set("train", fp16=True)
+
+
+def qlora_without_bitsandbytes(desk: Desk) -> None:
+    desk.values["model"] = str(desk.with_weights)
+    desk.values["method"] = "qlora"
+
+
+def optimizer_without_bitsandbytes(desk: Desk) -> None:
+    desk.set("train", optim="adamw_8bit")
+
+
+def code_of_others_unpinned(desk: Desk) -> None:
+    desk.values["model"] = {"model_name_or_path": "some-org/some-model", "trust_remote_code": True}
+
+
+def unknown_target_modules(desk: Desk) -> None:
+    desk.values["method"] = {"name": "lora", "target_modules": ["q_prj"]}
+
+
+def no_cuda(desk: Desk) -> None:
+    desk.set("where", device="cuda")
+
+
+def output_is_a_file(desk: Desk) -> None:
+    desk.bytes(b"in the way", "run")
+
+
+def cache_is_a_file(desk: Desk) -> None:
+    desk.bytes(b"in the way", "cache")
+
+
+def template_that_is_not_there(desk: Desk) -> None:
+    desk.set("data", chat_template="chat.jinja")
+
+
+def template_with_a_mistake(desk: Desk) -> None:
+    desk.bytes(b"{% for m in messages %}", "chat.jinja")
+    desk.rows([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
+    desk.set("data", chat_template="chat.jinja")
+
+
+def columns_of_another_task(desk: Desk) -> None:
+    desk.values["task"] = "classification"
+    desk.set("model", model_name_or_path=str(desk.models["llama"]))
+    desk.rows([{"question": "x", "label": "y"}])
+
+
+def seq2seq_with_a_causal_model(desk: Desk) -> None:
+    desk.values["task"] = "seq2seq"
+
+
+def nothing_left_to_hold_out(desk: Desk) -> None:
+    desk.rows([ROWS[0]] * 8)
+    desk.set("data", eval_fraction=0.5)
+
+
+BAD = [
+    (misspelt_key, ["job.yaml:{lerning_rate}: unknown key", "did you mean `learning_rate`?"]),
+    (wrong_type, ["job.yaml:{seed}: `train.seed` can't be 'many'", "a whole number"]),
+    (missing_data_file, ["trian.jsonl: no such file", "did you mean", "train.jsonl?"]),
+    (missing_column, ["train.jsonl: the columns (answer, question)", "data.columns: {{prompt: question"]),
+    (missing_mapped_column, ["train.jsonl: no column `question`", "there are: completion, prompt"]),
+    (
+        too_many_bad_rows,
+        ["train.jsonl:2: invalid JSON at column 10: Expecting value", "1 of 3 rows", "data.max_bad_rows: 0.34"],
+    ),
+    (invalid_utf8, ["train.jsonl:1: invalid UTF-8 at byte 13", "mend them"]),
+    (empty_file, ["train.jsonl: the file is empty", "check how"]),
+    (blank_file, ["train.jsonl: no rows", "check how"]),
+    (row_of_50_megabytes, ["train.jsonl:2: a row of 47.7 MiB; the limit is 9.5 MiB", "mend them"]),
+    (every_target_masked, ["train.jsonl: nothing to learn: every target is masked", "raise data.max_length"]),
+    (row_too_long, ["train.jsonl:2: longer than max_length 64", "data.too_long"]),
+    (label_never_seen, ["eval.jsonl:4: label 'music' is never seen in training", "data.max_bad_rows"]),
+    (longer_than_positions, ["max_length 4096 is more than the model's 2048 positions", "data.max_length: 2048"]),
+    (folder_without_tokenizer, ["/model: no tokenizer in the", "model.tokenizer_name_or_path"]),
+    (folder_without_weights, ["/model: no weights (*.safetensors)", "model.init: random"]),
+    (folder_that_is_not_there, ["/no-such-model: no such folder", "check model"]),
+    (weights_as_a_pickle, ["/model: weights only as a pickle (pytorch_model.bin)", "convert them to safetensors"]),
+    (damaged_weights, ["/model: can't be loaded for causal-lm", "to do:"]),
+    (config_that_is_no_json, ["/model: the model's configuration can't be loaded", "to do:"]),
+    (tokenizer_larger_than_the_model, ["/model: the tokenizer has", "the model embeds 100", "model's own tokenizer"]),
+    (hub_model_without_network, ["some-org/some-model: the model's configuration", "check the name or the network"]),
+    (hub_data_without_network, ["some-org/some-data: neither a local file nor a data set", "the network"]),
+    (metric_of_another_task, ["job.yaml:{metric_for_best_model}: `rouge` is not measured", "loss, perplexity"]),
+    (fp16_on_a_cpu, ["train.fp16: fp16 on a CPU", "leave it out"]),
+    (qlora_without_bitsandbytes, ["method: qlora: ", "bitsandbytes", "pip install 'farthing[gpu]'"]),
+    (optimizer_without_bitsandbytes, ["adamw_8bit", "bitsandbytes", "pip install 'farthing[gpu]'"]),
+    (code_of_others_unpinned, ["job.yaml:{trust_remote_code}: trust_remote_code", "full commit (40 hex digits)"]),
+    (unknown_target_modules, ["method.target_modules: no adapter", "all-linear", "q_proj"]),
+    (no_cuda, ["where.device: no CUDA GPU", "where.device: auto"]),
+    (output_is_a_file, ["/run: the run folder can't be made", "another output_dir"]),
+    (cache_is_a_file, ["/cache: the token cache can't be written", "set cache_dir"]),
+    (template_that_is_not_there, ["chat.jinja: the chat template can't be read", "data.chat_template"]),
+    (template_with_a_mistake, ["train.jsonl:1: the chat template refuses it", "to do: mend them: no usable row"]),
+    (columns_of_another_task, ["train.jsonl: the columns (label, question)", "{{text: narrative, label: product}}"]),
+    (seq2seq_with_a_causal_model, ["can't be loaded for seq2seq", "task"]),
+    (nothing_left_to_hold_out, ["train.jsonl: too few distinct inputs", "data.eval"]),
+]
+
+
+@pytest.mark.parametrize(("spoil", "words"), BAD, ids=[spoil.__name__ for spoil, _ in BAD])
+def test_bad_input_is_refused_with_its_place_and_what_to_do(
+    desk: Desk,
+    run: Callable[..., Said],
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Desk], None],
+    words: list[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    spoil(desk)
+    desk.job()
+    said = run()
+    assert said.code == 2, said.err
+    assert said.err.startswith("farthing: ")
+    assert "Traceback" not in said.out + said.err
+    for word in words:
+        expected = re.sub(r"\{(\w+)\}", lambda match: str(desk.line_of(match[1])), word.replace("{{", "\0"))
+        assert expected.replace("\0", "{").replace("}}", "}") in said.err, said.err
+    assert left_behind(desk.folder / "run") == set()
+
+
+def left_behind(folder: Path) -> set[str]:
+    """Checkpoints and models in a run folder."""
+    if not folder.is_dir():
+        return set()
+    found = {path.name for path in folder.rglob("*.safetensors")} | {path.name for path in folder.glob("model*")}
+    return found | {path.name for path in folder.glob("checkpoints/*") if path.is_dir()}
+
+
+def test_a_missing_job_file_is_refused_with_the_nearest_name(desk: Desk, run: Callable[..., Said]) -> None:
+    desk.job()
+    said = run(job="jbo.yaml")
+    assert said.code == 2
+    assert "jbo.yaml: no such job file" in said.err
+    assert "did you mean job.yaml?" in said.err
+
+
+def test_the_words_of_a_refusal_are_there_for_programs_too(desk: Desk, run: Callable[..., Said]) -> None:
+    desk.set("data", train="trian.jsonl")
+    said = run("--json")
+    answer = json.loads(said.out)
+    assert (said.code, answer["exit_code"], answer["error"]) == (2, 2, "no such file")
+    assert answer["where"] == "trian.jsonl"
+    assert "train.jsonl" in answer["to_do"]
+
+
+def test_a_full_disk_is_refused_before_the_first_step(
+    desk: Desk, run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(desk.folder)
+    monkeypatch.setattr(farthing.train.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    said = run()
+    assert said.code == 2
+    assert "1000 B are free" in said.err
+    assert "make room" in said.err
+    assert left_behind(desk.folder / "run") == set()
+
+
+# ---- what must work ----
+
+
+def byte_order_mark(desk: Desk) -> None:
+    desk.bytes(b"\xef\xbb\xbf" + (desk.folder / "train.jsonl").read_bytes())
+
+
+def windows_line_ends(desk: Desk) -> None:
+    desk.bytes((desk.folder / "train.jsonl").read_bytes().replace(b"\n", b"\r\n"))
+
+
+def blank_lines(desk: Desk) -> None:
+    desk.bytes((desk.folder / "train.jsonl").read_bytes().replace(b"\n", b"\n\n"))
+
+
+def no_last_line_end(desk: Desk) -> None:
+    desk.bytes((desk.folder / "train.jsonl").read_bytes().rstrip())
+
+
+def duplicate_inputs(desk: Desk) -> None:
+    desk.rows([*ROWS, *ROWS])
+    desk.set("data", eval_fraction=0.2)
+
+
+def fewer_rows_than_a_batch(desk: Desk) -> None:
+    desk.rows(ROWS[:1])
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [byte_order_mark, windows_line_ends, blank_lines, no_last_line_end, duplicate_inputs, fewer_rows_than_a_batch],
+    ids=lambda odd: odd.__name__,
+)
+def test_odd_but_honest_input_trains(desk: Desk, run: Callable[..., Said], odd: Callable[[Desk], None]) -> None:
+    odd(desk)
+    said = run("--json")
+    assert said.code == 0, said.err
+    assert json.loads(said.out)["steps"] == 2
+    assert "can't be used" not in said.err
+    assert (desk.folder / "run" / "model" / "config.json").exists()
+
+
+def test_a_bad_row_under_the_allowed_share_is_named_and_passed_over(desk: Desk, run: Callable[..., Said]) -> None:
+    lines = (desk.folder / "train.jsonl").read_text().splitlines()
+    (desk.folder / "train.jsonl").write_text("\n".join([*lines[:5], '{"prompt": ', *lines[5:]]) + "\n")
+    desk.set("data", max_bad_rows=0.1)
+    said = run()
+    assert said.code == 0, said.err
+    assert "train.jsonl:6" in said.out
+    assert "invalid JSON" in said.out
+
+
+# ---- a run whose inputs change ----
+
+
+def other_data(desk: Desk) -> None:
+    desk.rows([*ROWS[:-1], ROWS[0]])
+
+
+def rows_in_another_order(desk: Desk) -> None:
+    desk.rows(ROWS[::-1])
+
+
+def other_tokenizer(desk: Desk) -> None:
+    path = desk.folder / "model" / "tokenizer.json"
+    path.write_text(path.read_text().replace('"add_prefix_space": false', '"add_prefix_space": true').replace(
+        '"add_prefix_space":false', '"add_prefix_space":true'))  # fmt: skip
+
+
+def other_weights(desk: Desk) -> None:
+    path = desk.folder / "model" / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def other_learning_rate(desk: Desk) -> None:
+    desk.set("train", learning_rate=0.002)
+
+
+def other_batch(desk: Desk) -> None:
+    desk.set("train", global_batch_size=8)
+
+
+def other_seed(desk: Desk) -> None:
+    desk.set("train", seed=7)
+
+
+def other_length(desk: Desk) -> None:
+    desk.set("data", max_length=48)
+
+
+CHANGES = [
+    (other_data, "data.train (content)"),
+    (rows_in_another_order, "data.train (content)"),
+    (other_tokenizer, "tokenizer (content)"),
+    (other_weights, "model (content)"),
+    (other_learning_rate, "train.learning_rate: 0.001 -> 0.002"),
+    (other_batch, "train.global_batch_size: 4 -> 8"),
+    (other_seed, "train.seed: 42 -> 7"),
+    (other_length, "tokenization.max_length: 64 -> 48"),
+]
+
+
+def test_a_run_is_not_continued_with_anything_else_and_says_what_changed(desk: Desk, run: Callable[..., Said]) -> None:
+    desk.own_model()
+    assert run().code == 0
+    whole = {path: path.read_bytes() for path in desk.folder.rglob("*") if path.is_file()}
+    weights = (desk.folder / "run" / "model" / "model.safetensors").read_bytes()
+    for change, named in CHANGES:
+        desk.values = {**desk.values, "train": dict(desk.values["train"]), "data": dict(desk.values["data"])}
+        before = desk.values
+        change(desk)
+        said = run()
+        assert said.code == 2, change.__name__
+        assert "this folder holds a run of something else" in said.err
+        assert named in said.err, said.err
+        assert "another output_dir" in said.err
+        assert said.err.count(" -> ") == 1, said.err  # that, and nothing more
+        desk.values = {**before, "train": {**before["train"]}, "data": {**before["data"]}}
+        desk.set("train", learning_rate=0.001, global_batch_size=4)
+        desk.values["train"].pop("seed", None)
+        desk.set("data", max_length=64)
+        for name in ("train.jsonl", "model/tokenizer.json", "model/model.safetensors"):
+            (desk.folder / name).write_bytes(whole[desk.folder / name])
+    assert (desk.folder / "run" / "model" / "model.safetensors").read_bytes() == weights
+    said = run()
+    assert said.code == 0
+    assert "finished already" in said.out
+
+
+# ---- secrets and safety ----
+
+CANARIES = {
+    "HF_TOKEN": "hf_canary0123456789abcdef",
+    "AWS_SECRET_ACCESS_KEY": "canary/aws/secret+key",
+    "WANDB_API_KEY": "canarywandb0123456789",
+}
+
+
+def files_with(secret: str, *folders: Path) -> list[Path]:
+    return [
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file() and (secret.encode() in path.read_bytes() or secret in path.name)
+    ]
+
+
+def test_no_secret_of_the_environment_is_printed_or_written(
+    desk: Desk, run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, secret in CANARIES.items():
+        monkeypatch.setenv(name, secret)
+    said = run()
+    assert said.code == 0, said.err
+    for secret in CANARIES.values():
+        assert secret not in said.out + said.err
+        assert files_with(secret, desk.folder) == []
+
+
+def test_no_password_of_an_address_is_printed_or_written(desk: Desk, run: Callable[..., Said], tmp_path: Path) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/sets/a.jsonl", (desk.folder / "train.jsonl").read_bytes())
+    desk.set("data", train="simplecache::memory://user:hunter2@sets/a.jsonl")
+    memory.pipe("/user:hunter2@sets/a.jsonl", (desk.folder / "train.jsonl").read_bytes())
+    said = run()
+    assert said.code == 0, said.err
+    assert "hunter2" not in said.out + said.err
+    (desk.folder / "job.yaml").unlink()
+    assert files_with("hunter2", desk.folder) == []
+    assert "memory://sets/a.jsonl" in (desk.folder / "run" / "job.json").read_text()
+
+
+def test_what_may_hold_data_is_for_its_owner_alone(desk: Desk, run: Callable[..., Said]) -> None:
+    os.umask(0o022)
+    assert run().code == 0
+    assert {
+        name: (desk.folder / name).stat().st_mode & 0o777 for name in ("run", "cache/tokens")
+    } == {"run": 0o700, "cache/tokens": 0o700}  # fmt: skip
+
+
+def test_nothing_here_unpickles_or_evaluates() -> None:
+    root = Path(farthing.__file__).parent
+    forbidden = re.compile(r"^\s*(import|from) (pickle|dill|marshal|shelve|joblib)\b|torch\.load\(|(?<![\w.])(eval|exec)\("
+                           r"|allow_pickle=True|yaml\.(load|unsafe_load|full_load)\(")  # fmt: skip
+    guilty = [
+        f"{path.relative_to(root)}:{number}: {line.strip()}"
+        for path in sorted(root.rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if forbidden.search(line)
+    ]
+    assert guilty == []
+
+
+def test_a_tag_that_would_run_code_runs_none(desk: Desk, run: Callable[..., Said]) -> None:
+    text = desk.job().read_text() + f"limits: !!python/object/apply:os.system ['touch {desk.folder}/ran']\n"
+    (desk.folder / "evil.yaml").write_text(text)
+    said = run(job="evil.yaml")
+    assert said.code == 2
+    assert "plain values only" in said.err
+    assert not (desk.folder / "ran").exists()
+
+
+def test_code_beside_a_model_is_not_run(desk: Desk, run: Callable[..., Said]) -> None:
+    folder = desk.own_model()
+    (folder / "evil.py").write_text(f"open({str(desk.folder / 'ran')!r}, 'w')\nclass Model: pass\n")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "unheard-of",
+        "auto_map": {"AutoConfig": "evil.Model", "AutoModelForCausalLM": "evil.Model"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    said = run()
+    assert said.code == 2, said.err
+    assert "trust_remote_code" in said.err
+    assert not (desk.folder / "ran").exists()
