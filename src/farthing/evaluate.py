@@ -33,7 +33,10 @@ def evaluate(
     should_stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Metrics over `examples` (indices [n] into `tokens`). Raises `Interrupted` when asked to stop in between."""
+    """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is not a number.
+
+    Raises `Interrupted` when asked to stop in between.
+    """
     was_training = model.training
     model.eval()
     total, n_targets, done = 0.0, 0, 0
@@ -63,8 +66,10 @@ def evaluate(
     finally:
         model.train(was_training)
     mean = total / max(1, n_targets)
-    metrics: dict[str, Any] = {"loss": mean if np.isfinite(mean) else None, "n_examples": len(examples)}
-    if task == "causal-lm" and metrics["loss"] is not None:
+    if not np.isfinite(mean):  # what such scores choose means nothing
+        return {"loss": None, "n_examples": len(examples)}
+    metrics: dict[str, Any] = {"loss": mean, "n_examples": len(examples)}
+    if task == "causal-lm":
         metrics["perplexity"] = perplexity(mean)
     if task == "classification":
         metrics |= classification_metrics(confusion, tokens.label_names)

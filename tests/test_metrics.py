@@ -1,0 +1,272 @@
+"""Metrics against numbers worked by hand, and what hangs on them: the best checkpoint and the early stop."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import workshop
+from farthing.evaluate import evaluate
+from farthing.hardware import choose_numerics
+from farthing.metrics import GREATER_IS_BETTER, OF_TASK, classification_metrics, perplexity, text_metrics
+from farthing.prepare import open_examples, open_inputs
+from workshop import Heard, Watched, log_of, make_job
+
+# ---- numbers ----
+
+
+def test_classification_metrics_are_those_worked_by_hand() -> None:
+    # true a: 3 right, 1 taken for b; true b: 1 right, 1 taken for a; true c: never right, twice taken for a
+    confusion = np.array([[3, 1, 0], [1, 1, 0], [2, 0, 0]])
+    found = classification_metrics(confusion, ("a", "b", "c"))
+    assert found["accuracy"] == pytest.approx(4 / 8)
+    assert found["per_class"]["a"] == pytest.approx({"precision": 3 / 6, "recall": 3 / 4, "f1": 0.6, "n": 4})
+    assert found["per_class"]["b"] == pytest.approx({"precision": 1 / 2, "recall": 1 / 2, "f1": 0.5, "n": 2})
+    assert found["per_class"]["c"] == pytest.approx({"precision": 0, "recall": 0, "f1": 0, "n": 2})
+    assert found["precision"] == pytest.approx((0.5 + 0.5 + 0) / 3)
+    assert found["recall"] == pytest.approx((0.75 + 0.5 + 0) / 3)
+    assert found["f1"] == pytest.approx((0.6 + 0.5 + 0) / 3)
+    assert found["majority_accuracy"] == pytest.approx(4 / 8)
+    assert found["confusion"] == [[3, 1, 0], [1, 1, 0], [2, 0, 0]]
+
+
+def test_a_class_that_never_occurs_does_not_pull_the_macro_mean_down() -> None:
+    found = classification_metrics(np.array([[2, 0, 0], [0, 3, 0], [0, 0, 0]]), ("a", "b", "absent"))
+    assert (found["f1"], found["precision"], found["recall"], found["accuracy"]) == (1, 1, 1, 1)
+    assert found["per_class"]["absent"] == {"precision": 0, "recall": 0, "f1": 0, "n": 0}
+
+
+def test_a_class_that_is_only_predicted_counts() -> None:
+    found = classification_metrics(np.array([[1, 1], [0, 0]]), ("a", "b"))
+    assert found["f1"] == pytest.approx((2 / 3 + 0) / 2)
+
+
+def test_no_examples_give_zeros_and_no_division() -> None:
+    found = classification_metrics(np.zeros((2, 2), dtype=np.int64), ("a", "b"))
+    assert (found["accuracy"], found["f1"], found["majority_accuracy"]) == (0, 0, 0)
+
+
+def test_identical_texts_score_one_and_disjoint_ones_nothing() -> None:
+    same = ["the mill serves soup", "a b c"]
+    assert text_metrics(same, same) == {"exact_match": 1, "rouge1": 1, "rouge2": 1, "rougeL": 1}
+    other = ["one two", "four five six"]
+    assert text_metrics(other, same) == {"exact_match": 0, "rouge1": 0, "rouge2": 0, "rougeL": 0}
+
+
+def test_rouge_is_the_f_measure_of_shared_words() -> None:
+    found = text_metrics(["the cat sat"], ["the cat sat on the mat"])
+    assert found["rouge1"] == pytest.approx(2 * (3 / 3) * (3 / 6) / (3 / 3 + 3 / 6))
+    assert found["rouge2"] == pytest.approx(2 * (2 / 2) * (2 / 5) / (2 / 2 + 2 / 5))
+    assert found["exact_match"] == 0
+
+
+def test_exact_match_looks_past_outer_spaces_alone() -> None:
+    assert text_metrics([" yes\n", "Yes", "y es"], ["yes", "yes", "yes"])["exact_match"] == pytest.approx(1 / 3)
+
+
+def test_perplexity_is_the_exponential_of_the_loss_and_never_infinite() -> None:
+    assert perplexity(0) == 1
+    assert perplexity(math.log(50)) == pytest.approx(50)
+    assert perplexity(1e4) is None
+
+
+def test_every_metric_of_a_task_has_a_direction() -> None:
+    assert {name for names in OF_TASK.values() for name in names} == set(GREATER_IS_BETTER)
+    assert {name for name, greater in GREATER_IS_BETTER.items() if not greater} == {"loss", "perplexity"}
+
+
+# ---- measured on models ----
+
+
+def evaluations(job: Any) -> list[dict[str, Any]]:
+    return [row for row in log_of(job) if "metrics" in row]
+
+
+def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_path: Path) -> None:
+    job = make_job(tmp_path, pretrained=True, eval_rows=workshop.rows_of("llama", 7, seed=3), max_steps=2)
+    workshop.train(job)
+    measured = evaluations(job)[-1]["metrics"]
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").eval()
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    total, n = 0.0, 0
+    for row in workshop.rows_of("llama", 7, seed=3):
+        prompt, answer = tokenizer(row["prompt"])["input_ids"], tokenizer(row["completion"])["input_ids"]
+        answer = [*answer, tokenizer.eos_token_id]
+        labels = torch.tensor([[-100] * len(prompt) + answer])
+        with torch.no_grad():
+            mean = float(model(torch.tensor([prompt + answer]), labels=labels).loss)
+        total, n = total + mean * len(answer), n + len(answer)
+    assert measured["loss"] == pytest.approx(total / n, rel=1e-5)
+    assert measured["perplexity"] == pytest.approx(math.exp(total / n), rel=1e-4)
+    assert measured["n_examples"] == 7
+
+
+def test_a_classifier_is_judged_by_the_answers_it_gives(tmp_path: Path) -> None:
+    held_out = workshop.rows_of("bert", 13, seed=1)
+    job = make_job(tmp_path, "bert", method="full", learning_rate=0.002, max_steps=10, eval_rows=held_out)
+    workshop.train(job)
+    measured = evaluations(job)[-1]["metrics"]
+    model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run/model").eval()
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    right = 0
+    for row in held_out:
+        with torch.no_grad():
+            answer = int(model(**tokenizer(row["text"], return_tensors="pt")).logits.argmax())
+        right += model.config.id2label[answer] == row["label"]
+    assert measured["accuracy"] == pytest.approx(right / len(held_out))
+    assert sum(row["n"] for row in measured["per_class"].values()) == len(held_out)
+
+
+def test_a_generated_answer_that_was_learnt_by_heart_matches_exactly(tmp_path: Path) -> None:
+    rows = [{"input": "color of grass", "target": "green"}, {"input": "color of sky", "target": "blue"}]
+    job = make_job(tmp_path, "t5", rows=rows * 4, eval_rows=rows, max_steps=60, learning_rate=0.01,
+                   metric_for_best_model="exact_match", eval_steps=20)  # fmt: skip
+    outcome = workshop.train(job)
+    assert outcome.receipt["metrics"]["exact_match"] == 1
+    assert outcome.receipt["metrics"]["rougeL"] == 1
+
+
+def test_a_seq2seq_run_may_spare_the_generation(tmp_path: Path) -> None:
+    rows = workshop.rows_of("t5", 4)
+    job = make_job(tmp_path, "t5", rows=rows, eval_rows=rows, max_steps=1, predict_with_generate=False)
+    workshop.train(job)
+    assert set(evaluations(job)[-1]["metrics"]) == {"loss", "n_examples"}
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_evaluating_changes_no_bit_of_the_training(family: str, tmp_path: Path) -> None:
+    ends = []
+    for name, keys in (("with", {"eval_rows": workshop.rows_of(family, 6), "eval_steps": 1}), ("without", {})):
+        job = make_job(tmp_path / name, family, size={"dropout": 0.1}, load_best_model_at_end=False, **keys)
+        workshop.train(job)
+        ends.append(load_file(tmp_path / name / "run/model/model.safetensors"))
+    assert len(evaluations(make_job(tmp_path / "with", family, eval_rows=workshop.rows_of(family, 6)))) == 6
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+# ---- what hangs on them ----
+
+
+def set_metrics(monkeypatch: pytest.MonkeyPatch, *values: float | None, name: str = "loss") -> None:
+    """Let the next evaluations measure `values`."""
+    measured = iter(values)
+    monkeypatch.setattr("farthing.train.evaluate", lambda *args, **kwargs: {name: next(measured), "n_examples": 1})
+
+
+def judged_job(tmp_path: Path, **keys: Any) -> Any:
+    return make_job(tmp_path, n_rows=16, eval_rows=workshop.rows_of("llama", 2), eval_steps=1, **keys)
+
+
+def checkpoint_weights(job: Any, step: int) -> dict[str, torch.Tensor]:
+    (folder,) = Path(job.output_dir, "checkpoints").glob(f"step-{step:08d}-*")
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_best_checkpoint_is_the_one_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_metrics(monkeypatch, 3.0, 1.0, 2.0, 2.0, 2.0, 2.0)
+    job, heard = judged_job(tmp_path, save_steps=1), Heard()
+    outcome = workshop.train(job, heard)
+    assert outcome.receipt["best_step"] == 2
+    assert [row["is_best"] for row in evaluations(job)] == [True, True, False, False, False, False]
+    exported = load_file(tmp_path / "run/model/model.safetensors")
+    best, last = checkpoint_weights(job, 2), checkpoint_weights(job, 6)
+    assert all(torch.equal(exported[name], best[name]) for name in exported)
+    assert not all(torch.equal(exported[name], last[name]) for name in exported)
+    assert heard.of("exported")[0]["step"] == 2
+    assert "| step | 2 of 6 |" in (tmp_path / "run/model/README.md").read_text()
+
+
+def test_a_real_run_that_gets_worse_exports_its_best_step(tmp_path: Path) -> None:
+    rows = workshop.rows_of("llama", 16)
+    others = [{**row, "completion": rows[-1 - i]["completion"]} for i, row in enumerate(rows)]
+    job = make_job(tmp_path, rows=rows, eval_rows=others, eval_steps=4, max_steps=40)
+    outcome = workshop.train(job)
+    by_step = {row["step"]: row["metrics"]["loss"] for row in evaluations(job)}
+    best = min(by_step, key=lambda step: by_step[step])
+    assert 4 < best < 40  # it learns to speak, and then by heart what is wrong here
+    assert outcome.receipt["best_step"] == best
+    exported = load_file(tmp_path / "run/model/model.safetensors")
+    saved = checkpoint_weights(job, best)
+    assert all(torch.equal(exported[name], saved[name]) for name in exported)
+    assert outcome.receipt["metrics"]["loss"] == by_step[best]
+
+
+def test_the_last_step_is_exported_when_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_metrics(monkeypatch, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0)
+    job = judged_job(tmp_path, load_best_model_at_end=False)
+    workshop.train(job)
+    exported, last = load_file(tmp_path / "run/model/model.safetensors"), checkpoint_weights(job, 6)
+    assert all(torch.equal(exported[name], last[name]) for name in exported)
+
+
+def test_patience_counts_evaluations_without_a_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_metrics(monkeypatch, 3.0, 2.0, 2.5, 1.5, 1.6, 1.5)
+    job = judged_job(tmp_path, early_stopping_patience=2, max_steps=20)
+    outcome = workshop.train(job)
+    assert (outcome.state, outcome.reason) == ("finished", "stopped early")
+    assert outcome.receipt["steps"] == 6
+    assert outcome.receipt["best_step"] == 4
+    assert workshop.train(job).receipt["steps"] == 6  # the same command trains nothing more
+
+
+def test_a_gain_below_the_threshold_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_metrics(monkeypatch, 3.0, 2.95, 2.91, 2.0)
+    job = judged_job(tmp_path, early_stopping_patience=2, early_stopping_threshold=0.1, max_steps=20)
+    outcome = workshop.train(job)
+    assert outcome.receipt["steps"] == 3
+    assert outcome.receipt["best_step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "best_step"),
+    [("f1", (0.1, 0.9, 0.5), 2), ("eval_accuracy", (0.1, 0.2, 0.3), 3), ("eval_loss", (0.3, 0.1, 0.2), 2)],
+)
+def test_more_or_less_is_better_as_the_metric_has_it(
+    metric: str, values: tuple[float, ...], best_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_metrics(monkeypatch, *values, name=metric.removeprefix("eval_"))
+    job = make_job(tmp_path, "bert", max_steps=3, eval_steps=1, metric_for_best_model=metric,
+                   eval_rows=workshop.rows_of("bert", 3))  # fmt: skip
+    assert workshop.train(job).receipt["best_step"] == best_step
+
+
+def test_the_job_may_turn_the_direction_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_metrics(monkeypatch, 1.0, 3.0, 2.0)
+    assert workshop.train(judged_job(tmp_path, max_steps=3, greater_is_better=True)).receipt["best_step"] == 2
+
+
+def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_metrics(monkeypatch, None, 2.0, None)
+    job = judged_job(tmp_path, max_steps=3)
+    assert workshop.train(job).receipt["best_step"] == 2
+    assert [row["is_best"] for row in evaluations(job)] == [False, True, False]
+
+
+def test_a_model_that_computes_no_numbers_is_measured_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(monkeypatch)
+    job = make_job(tmp_path, "bert", max_steps=1, metric_for_best_model="accuracy")
+    workshop.train(job)
+    inputs = open_inputs(job)
+    examples, _ = open_examples(job, inputs, Heard(), lambda: False)
+    with torch.no_grad():
+        watched.model.classifier.weight.fill_(torch.nan)
+    found = evaluate(
+        watched.model,
+        examples.tokens,
+        examples.indices,
+        task="classification",
+        tokenizer=inputs.tokenizer,
+        pad_id=inputs.pad_id,
+        batch_size=4,
+        numerics=choose_numerics("cpu", None, None),
+    )
+    assert found["loss"] is None
+    assert "accuracy" not in found  # the class that argmax names for such scores means nothing
