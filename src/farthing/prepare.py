@@ -29,6 +29,7 @@ from farthing.model.load import (
     load_tokenizer,
     max_positions,
     model_sha256,
+    need_bitsandbytes,
 )
 from farthing.model.loss import summed_loss
 from farthing.model.memory import MemoryNeed, choose_checkpointing
@@ -82,6 +83,14 @@ class Examples:
         return len(self.indices)
 
 
+def check_extras(job: Job) -> None:
+    """Refuse what needs bitsandbytes where it does not work, before anything else is done. Raises `HardwareError`."""
+    if job.method.name == "qlora":
+        need_bitsandbytes("method: qlora")
+    if "8bit" in job.train.optim or "paged" in job.train.optim:
+        need_bitsandbytes(f"optim: {job.train.optim}")
+
+
 def open_inputs(job: Job) -> Inputs:
     """Find and identify model, tokenizer and data. Raises `ModelError`, `DataError`."""
     choice = model_choice(job)
@@ -89,8 +98,11 @@ def open_inputs(job: Job) -> Inputs:
     tokenizer = load_tokenizer(choice, job.data.chat_template)
     limits = [n for n in (max_positions(config), tokenizer.model_max_length) if n]
     max_length = job.data.max_length or min([job.max_length, *limits])
-    check_fits(config, tokenizer, max_length, choice.name)
     data = job.data
+    lengths = {"data.max_length": max_length}
+    if job.task == "seq2seq":
+        lengths["data.max_target_length"] = data.max_target_length
+    check_fits(config, tokenizer, lengths, choice.name)
     recipe = Recipe(
         task=job.task,
         max_length=max_length,

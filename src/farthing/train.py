@@ -60,6 +60,7 @@ from farthing.prepare import (
     Tell,
     build_model,
     build_optimizer,
+    check_extras,
     open_examples,
     open_inputs,
     settle_checkpointing,
@@ -204,12 +205,13 @@ def _train(
     numerics = choose_numerics(
         job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
     )
-    _remember_job(folder, job)
+    check_extras(job)
     if reason := over_limit(job, ledger, reserve_s=0.0):
         return "limit", reason
     meter.enter("tokenize")
     inputs = open_inputs(job)
     run_facts = _claim(folder, inputs, numerics, tell)
+    write_json(folder / JOB, job.model_dump(mode="json"))
     if run_facts.get("finished") and (folder / MODEL).is_dir():
         return "finished", "it was finished already; nothing was trained"
     train_examples, eval_examples = open_examples(job, inputs, tell, lambda: bool(notice))
@@ -226,10 +228,6 @@ def _train(
     if state == "finished":
         write_json(folder / RUN, {**run_facts, "finished": True})
     return state, reason
-
-
-def _remember_job(folder: Path, job: Job) -> None:
-    write_json(folder / JOB, job.model_dump(mode="json"))
 
 
 def _claim(folder: Path, inputs: Inputs, numerics: Numerics, tell: Tell) -> dict[str, Any]:

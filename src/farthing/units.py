@@ -57,7 +57,8 @@ def say_usd(usd: float | None) -> str:
         return "unknown"
     if usd == 0 or abs(usd) >= 1:
         return f"${usd:,.2f}"
-    return f"${usd:.4f}" if abs(usd) >= 0.001 else f"${usd:.6f}"
+    whole, _, decimals = (f"{usd:.4f}" if abs(usd) >= 0.001 else f"{usd:.6f}").partition(".")
+    return f"${whole}.{decimals.rstrip('0').ljust(2, '0')}"
 
 
 def say_seconds(seconds: float | None) -> str:

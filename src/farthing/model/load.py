@@ -86,7 +86,8 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
                 to_do="copy the tokenizer's files there, or name its folder: model.tokenizer_name_or_path",
             )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True, **choice.where_from)
+        where_from = choice.where_from if name == choice.name else {"trust_remote_code": choice.trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True, **where_from)
     except Exception as error:
         raise _in_words("the tokenizer can't be loaded", name, error) from error
     if not getattr(tokenizer, "is_fast", False):
@@ -181,8 +182,8 @@ def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:
         )
 
 
-def check_fits(config: Any, tokenizer: Any, max_length: int, name: str) -> None:
-    """Refuse a tokenizer or a length that the model has no embeddings for. Raises `ModelError`."""
+def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], name: str) -> None:
+    """Refuse a tokenizer, or lengths by their keys in the job, that the model has no embeddings for. Raises `ModelError`."""
     text_config = config.get_text_config()
     if len(tokenizer) > text_config.vocab_size:
         raise ModelError(
@@ -191,12 +192,13 @@ def check_fits(config: Any, tokenizer: Any, max_length: int, name: str) -> None:
             to_do="use the model's own tokenizer",
         )
     limit = max_positions(config)
-    if limit is not None and max_length > limit:
-        raise ModelError(
-            f"data.max_length {max_length} is more than the model's {limit} positions",
-            where=name,
-            to_do=f"set data.max_length: {limit} or less",
-        )
+    for key, length in lengths.items():
+        if limit is not None and length > limit:
+            raise ModelError(
+                f"{key} {length} is more than the model's {limit} positions",
+                where=name,
+                to_do=f"set {key}: {limit} or less",
+            )
 
 
 def max_positions(config: Any) -> int | None:
