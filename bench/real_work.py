@@ -75,7 +75,7 @@ def jobs(data: Path, names: list[str]) -> dict[str, dict[str, Any]]:
                 },
                 "method": {"name": method, "lora_r": 16, "lora_alpha": 32.0},
                 "train": {
-                    "num_train_epochs": 4,
+                    "num_train_epochs": 3,
                     "global_batch_size": 16,
                     "learning_rate": rate,
                     "warmup_ratio": 0.1,
@@ -101,7 +101,7 @@ def jobs(data: Path, names: list[str]) -> dict[str, dict[str, Any]]:
             },
             "method": "full",
             "train": {
-                "num_train_epochs": 6,
+                "num_train_epochs": 3,
                 "global_batch_size": 64,
                 "per_device_train_batch_size": 64,
                 "learning_rate": 3e-3,
@@ -116,8 +116,8 @@ def jobs(data: Path, names: list[str]) -> dict[str, dict[str, Any]]:
         "max_position_embeddings": 1024, "tie_word_embeddings": True, "bos_token_id": 50256, "eos_token_id": 50256,
     }  # fmt: skip
     for name, file, rows, epochs in (
-        ("prompts", "p3_open_license_sample.jsonl", 2000, 1),
-        ("chat", "chat_messages.jsonl", None, 2),
+        ("prompts", "p3_open_license_sample.jsonl", 1500, 1),
+        ("chat", "chat_messages.jsonl", None, 1),
     ):
         if name in names:
             found[name] = {
