@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from farthing.errors import HardwareError
+from farthing.units import plural
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def device_name(device: torch.device) -> str:
     """The marketing name of the GPU, or of the CPU with its core count."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"CPU, {torch.get_num_threads()} threads"
+    return f"CPU, {plural(torch.get_num_threads(), 'thread')}"
 
 
 def free_bytes(device: torch.device) -> int:

@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import random
 import shutil
-import time
-import uuid
-from dataclasses import asdict, dataclass, field, fields
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +24,7 @@ import transformers
 from torch import Tensor
 
 import farthing
-from farthing.checkpoint import Checkpoints, Part, SaveResult, State, n_bytes_of
+from farthing.checkpoint import Checkpoints, Part, SaveResult, n_bytes_of
 from farthing.data.batches import Batches, collate, cut
 from farthing.errors import (
     EXIT_FINISHED,
@@ -37,23 +33,25 @@ from farthing.errors import (
     Interrupted,
     NoSpace,
     NotFinite,
-    RunChanged,
     RunDamaged,
     UserMistake,
 )
 from farthing.evaluate import evaluate
 from farthing.export import export_model
 from farthing.files import Damaged, JsonLines, make_private, only_writer, write_json
-from farthing.hardware import Numerics, Utilisation, choose_numerics, device_name, peak_bytes, peak_flops, taken_bytes
+from farthing.hardware import Numerics, choose_numerics, device_name, peak_bytes, taken_bytes
 from farthing.job import Job
+from farthing.limits import over_limit
 from farthing.meter import Ledger, Meter, seconds_since_process_start
 from farthing.metrics import GREATER_IS_BETTER, OF_TASK
-from farthing.model.adapters import count_parameters, put_back, trained_tensors
+from farthing.model.adapters import count_parameters, put_back
 from farthing.model.flops import flops_per_token
 from farthing.model.load import quiet_libraries
 from farthing.model.loss import summed_loss
 from farthing.notice import Notice
-from farthing.optim import load_state, schedule, state_tensors
+from farthing.optim import schedule
+from farthing.pace import Pace
+from farthing.parts import ModelPart, OptimizerPart, Progress, ScalerPart
 from farthing.prepare import (
     Examples,
     Inputs,
@@ -65,8 +63,9 @@ from farthing.prepare import (
     open_inputs,
     settle_checkpointing,
 )
-from farthing.report.receipt import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RECEIPT, RUN, build_receipt
-from farthing.units import say_bytes, say_seconds, say_usd
+from farthing.report.receipt import build_receipt
+from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RECEIPT, RUN, claim
+from farthing.units import say_bytes, say_usd
 
 FORECAST_AFTER_STEPS = 5
 
@@ -83,82 +82,6 @@ class Outcome:
     def exit_code(self) -> int:
         """What the process should tell its caller."""
         return {"finished": EXIT_FINISHED, "limit": EXIT_LIMIT, "interrupted": EXIT_INTERRUPTED}[self.state]
-
-
-# ---- what is saved ----
-
-
-@dataclass
-class Progress:
-    """Where the run is: a part of every checkpoint."""
-
-    step: int = 0
-    n_tokens: int = 0
-    n_padded_tokens: int = 0
-    n_targets: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    evaluated_step: int = 0
-    best_step: int | None = None
-    best_metric: float | None = None
-    n_evaluations_without_gain: int = 0
-    stopped_early: bool = False
-
-    def state(self) -> State:
-        """No tensors, every field."""
-        return {}, asdict(self)
-
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Every field."""
-        for item in fields(self):
-            setattr(self, item.name, values[item.name])
-
-
-@dataclass
-class ModelPart:
-    """What training changes in the model."""
-
-    model: Any
-
-    def state(self) -> State:
-        """Trained tensors by name."""
-        return trained_tensors(self.model), {}
-
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Copied back in place."""
-        put_back(self.model, tensors)
-
-
-@dataclass
-class OptimizerPart:
-    """The optimizer's moments, by the names of the weights."""
-
-    model: Any
-    optimizer: torch.optim.Optimizer
-
-    def state(self) -> State:
-        """Moments and counters."""
-        return state_tensors(self.optimizer, {id(p): name for name, p in self.model.named_parameters()})
-
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Tensor for tensor."""
-        load_state(self.optimizer, self.model.named_parameters(), tensors, values)
-
-
-@dataclass
-class ScalerPart:
-    """The gradient scaler of fp16."""
-
-    scaler: torch.amp.GradScaler
-
-    def state(self) -> State:
-        """Scale and counters; nothing when it is off."""
-        return {}, self.scaler.state_dict()
-
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Scale and counters."""
-        if values:
-            self.scaler.load_state_dict(values)
 
 
 # ---- the door ----
@@ -210,7 +133,13 @@ def _train(
         return "limit", reason
     meter.enter("tokenize")
     inputs = open_inputs(job)
-    run_facts = _claim(folder, inputs, numerics, tell)
+    machine = {
+        "device": device_name(numerics.device),
+        "precision": numerics.name,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    run_facts = claim(folder, inputs.identity, machine, lambda text: tell("warning", {"text": text}))
     write_json(folder / JOB, job.model_dump(mode="json"))
     if run_facts.get("finished") and (folder / MODEL).is_dir():
         return "finished", "it was finished already; nothing was trained"
@@ -228,71 +157,6 @@ def _train(
     if state == "finished":
         write_json(folder / RUN, {**run_facts, "finished": True})
     return state, reason
-
-
-def _claim(folder: Path, inputs: Inputs, numerics: Numerics, tell: Tell) -> dict[str, Any]:
-    """Write what this run is, or check that the folder's run is this one. Raises `RunChanged`, `RunDamaged`."""
-    machine = {
-        "device": device_name(numerics.device),
-        "precision": numerics.name,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-    path = folder / RUN
-    if not path.exists():
-        facts = {
-            "run_id": uuid.uuid4().hex,
-            "farthing": farthing.__version__,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "identity": inputs.identity,
-            "machine": machine,
-        }
-        write_json(path, facts)
-        return facts
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        before = facts["identity"]
-        facts["run_id"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise RunDamaged(
-            f"{RUN} can't be read ({type(error).__name__})",
-            where=str(path),
-            to_do="bring it back from a copy, or give the job another output_dir",
-        ) from error
-    now = json.loads(json.dumps(inputs.identity))
-    changed = [f"{key}: {_brief(before.get(key))} -> {_brief(now.get(key))}" for key in {**before, **now}
-               if before.get(key) != now.get(key)]  # fmt: skip
-    if changed:
-        raise RunChanged(
-            "this folder holds a run of something else:\n    " + "\n    ".join(changed),
-            where=str(folder),
-            to_do="undo the change to continue it, or give the job another output_dir"
-            f" (to train its result further: model: {folder / MODEL})",
-        )
-    moved = [f"{key} {facts['machine'].get(key)} -> {value}" for key, value in machine.items()
-             if facts["machine"].get(key) != value]  # fmt: skip
-    if moved and not facts.get("finished"):
-        tell("warning", {"text": f"resumed elsewhere ({'; '.join(moved)}): equal to rounding, not to the bit"})
-    return dict(facts)
-
-
-def _brief(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:18]}...{text[-6:]}"
-
-
-def over_limit(job: Job, ledger: Ledger, reserve_s: float) -> str | None:
-    """Why the run has to stop now, if `reserve_s` more seconds would pass one of its limits; else None."""
-    limits = job.limits
-    if limits.max_usd is not None:
-        spent = ledger.spent_usd + reserve_s / 3600 * job.usd_per_hour
-        if spent > limits.max_usd or (ledger.spent_usd >= limits.max_usd > 0):
-            return f"the cap of {say_usd(limits.max_usd)}: {say_usd(ledger.spent_usd)} are spent"
-    if limits.max_hours is not None and ledger.spent_s + reserve_s > limits.max_hours * 3600:
-        return f"the cap of {limits.max_hours:g} h: {say_seconds(ledger.spent_s)} are spent"
-    if limits.deadline is not None and time.time() + reserve_s > limits.deadline.timestamp():
-        return f"the deadline {limits.deadline.isoformat(sep=' ', timespec='minutes')}"
-    return None
 
 
 # ---- the run ----
@@ -700,53 +564,6 @@ class Run:
                 "s_to_go": remaining_s,
             },
         )
-
-
-@dataclass
-class Pace:
-    """How fast it goes, over this attempt. The first step is warm-up and is left out."""
-
-    numerics: Numerics
-    flops_per_token: float
-    meter: Meter
-
-    def __post_init__(self) -> None:
-        self.n_steps = 0
-        self.longest_step_s = 0.0
-        self._tokens = self._padded = 0
-        self._seconds = 0.0
-        self._utilisation = Utilisation(self.numerics.device)
-        self._percent: float | None = None
-        self._sampled_at_s = -10.0
-        self._peak_flops = peak_flops(self.numerics.device, self.numerics.name)
-
-    @property
-    def step_s(self) -> float | None:
-        """Mean seconds of a step."""
-        return self._seconds / (self.n_steps - 1) if self.n_steps > 1 else None
-
-    def step_done(self, n_tokens: int, n_padded: int, seconds: float) -> None:
-        """Count a step."""
-        self.n_steps += 1
-        self.longest_step_s = max(seconds, self.longest_step_s * 0.98)
-        if self.n_steps > 1:
-            self._tokens, self._padded, self._seconds = (
-                self._tokens + n_tokens,
-                self._padded + n_padded,
-                self._seconds + seconds,
-            )
-
-    def figures(self) -> dict[str, float | None]:
-        """Useful and padded tokens/s, model FLOPs utilisation (None without a known peak), device utilisation."""
-        if self.meter.wall_s - self._sampled_at_s >= 1:
-            self._percent, self._sampled_at_s = self._utilisation.percent(), self.meter.wall_s
-        useful = self._tokens / self._seconds if self._seconds else None
-        return {
-            "tokens_per_s": useful,
-            "padded_tokens_per_s": self._padded / self._seconds if self._seconds else None,
-            "mfu": useful * self.flops_per_token / self._peak_flops if useful and self._peak_flops else None,
-            "utilisation_percent": self._percent,
-        }
 
 
 def seed_everything(seed: int, step: int) -> None:

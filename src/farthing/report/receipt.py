@@ -17,17 +17,8 @@ from typing import Any
 from farthing.errors import UserMistake
 from farthing.files import JsonLines
 from farthing.meter import SPANS, Attempt, read_attempts
+from farthing.run_folder import JOB, LEDGER, LOG, RUN
 
-# what a run folder holds
-JOB, RUN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT = (
-    "job.json",
-    "run.json",
-    "log.jsonl",
-    "ledger.jsonl",
-    "checkpoints",
-    "model",
-    "receipt.json",
-)
 N_CURVE_POINTS = 60
 
 
