@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _console(*, stderr: bool = False) -> Any:
+    """Where people read; a log has no edge at column 80."""
+    from rich.console import Console
+
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 120
+    return console
+
+
 def _job_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("job", help="job file (YAML)")
     sub.add_argument(
@@ -136,17 +147,16 @@ def _train(arguments: argparse.Namespace) -> int:
     job = load_job(arguments.job, arguments.set)
     offer = _scaling_offer(arguments, job)
 
-    from rich.console import Console
-
     from farthing.report.terminal import Terminal, draw_receipt
 
-    console = Console(stderr=arguments.json, highlight=False)
+    console = _console(stderr=arguments.json)
     terminal = Terminal(console, job.train.logging_steps)
     if offer:
         terminal("note", {"text": offer})
-    from farthing.train import train
-
+    terminal("starting", {"text": "loading torch and transformers"})
     try:
+        from farthing.train import train
+
         outcome = train(job, terminal, allow_restart=arguments.allow_restart)
     finally:
         terminal.close()
@@ -192,11 +202,9 @@ def _report(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(result, indent=1))
         return EXIT_FINISHED
-    from rich.console import Console
-
     from farthing.report.terminal import draw_comparison, draw_receipt
 
-    (draw_comparison if arguments.baseline else draw_receipt)(Console(highlight=False), result)
+    (draw_comparison if arguments.baseline else draw_receipt)(_console(), result)
     return EXIT_FINISHED
 
 
@@ -217,6 +225,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.set and not arguments.job:
+        raise UserMistake("there is no job to override", where="--set", to_do="name the job file as well")
     from farthing.doctor import check_job, check_machine
 
     checks = list(check_machine(Path.cwd()))
@@ -226,10 +236,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"ok": not failed, "checks": [check.as_dict() for check in checks]}, indent=1))
     else:
-        from rich.console import Console
         from rich.markup import escape
 
-        console = Console(highlight=False)
+        from farthing.units import plural
+
+        console = _console()
         colours = {"ok": "green", "warning": "yellow", "failed": "red"}
         for check in checks:
             console.print(
@@ -238,4 +249,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
             )
             if check.to_do and (check.state != "ok"):
                 console.print(f"         to do: {escape(check.to_do)}", soft_wrap=True)
+        n_warnings = sum(check.state == "warning" for check in checks)
+        also = f", {plural(n_warnings, 'warning')}" if n_warnings else ""
+        if failed:
+            console.print(f"\n[red]{plural(len(failed), 'check')} failed[/]{also}")
+        else:
+            ready = f"\nnext: farthing train {escape(arguments.job)}" if arguments.job else ""
+            console.print(f"\n[green]nothing failed[/]{also}{ready}", soft_wrap=True)
     return EXIT_MISTAKE if failed else EXIT_FINISHED

@@ -16,16 +16,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from farthing.errors import FarthingError
+from farthing.errors import DataError, FarthingError
 from farthing.job import load_job
-from farthing.units import say_bytes
+from farthing.units import plural, say_bytes
 
 EXTRAS = {
-    "bitsandbytes": "gpu: qlora, 8-bit and paged optimizers",
-    "pynvml": "gpu: GPU utilisation in the progress line",
-    "s3fs": "s3: data on s3://",
-    "gcsfs": "gcs: data on gs://",
-    "tensorboard": "track: train.report_to: [tensorboard]",
+    "bitsandbytes": ("gpu", "qlora, 8-bit and paged optimizers"),
+    "pynvml": ("gpu", "GPU utilisation in the progress line"),
+    "s3fs": ("s3", "data on s3://"),
+    "gcsfs": ("gcs", "data on gs://"),
+    "tensorboard": ("track", "train.report_to: [tensorboard]"),
 }
 
 
@@ -67,7 +67,10 @@ def check_machine(folder: Path) -> Iterator[Check]:
         yield Check("gpu", "warning", f"none ({built})", "training runs on the CPU: fine for small models")
     bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False
     yield Check(
-        "cpu", "ok", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads" + (", bf16" if bf16 else "")
+        "cpu",
+        "ok",
+        f"{plural(os.cpu_count() or 1, 'core')}, {plural(torch.get_num_threads(), 'torch thread')}"
+        + (", bf16" if bf16 else ""),
     )
     memory = psutil.virtual_memory()
     enough = memory.available > 2 << 30
@@ -82,11 +85,10 @@ def check_machine(folder: Path) -> Iterator[Check]:
     yield Check(
         "disk", "ok" if enough else "warning", f"{say_bytes(disk.free)} free at {_nearest(folder)}", "make room"
     )
-    for module, what in EXTRAS.items():
+    for module, (extra, what) in EXTRAS.items():
         there = importlib.util.find_spec(module) is not None
-        extra = what.split(":")[0]
-        found = "installed" if there else f"not installed ({what})"
-        yield Check(module, "ok", found, "" if there else f"only if you need it: pip install 'farthing[{extra}]'")
+        absent = f"not installed; only for {what}: pip install 'farthing[{extra}]'"
+        yield Check(module, "ok", "installed" if there else absent)
 
 
 def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
@@ -132,7 +134,10 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
                     convert(row.value)
                 except Exception:  # the reason is named, with its line, when the set is tokenized
                     n_bad += 1
-            return f"format {name}; {n_bad} of the first {len(rows)} rows can't be used"
+            first = plural(len(rows), "row")
+            if n_bad == len(rows):
+                raise DataError(f"format {name}; none of the first {first} can be used", to_do="see data.columns")
+            return f"format {name}; " + (f"{n_bad} of the first {first} can't be used" if n_bad else f"{first} tried")
 
         yield from _try(f"data {source.name}", first_rows)
     if job.usd_per_hour == 0:

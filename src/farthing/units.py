@@ -85,6 +85,11 @@ def say_bytes(n_bytes: float | None) -> str:
     return f"{n_bytes:.0f} B"
 
 
+def plural(n: int, word: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
+
+
 def say_count(n: float | None) -> str:
     """`12`, `3.4 k`, `22.7 M`, `8.0 B`."""
     if n is None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
@@ -52,6 +53,7 @@ def quiet_libraries() -> None:
     """Our words are enough: no advice, no bars and no load reports from the libraries."""
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.logging.set_verbosity_error()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from farthing.units import say_bytes, say_count, say_seconds, say_usd
+from farthing.job import Job
+from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 _PIPELINES = {
     "causal-lm": "text-generation",
@@ -31,7 +32,7 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
     lines = [
         f"# {Path(receipt['run']).name}",
         "",
-        f"This is {form} `{shown}`, made by [farthing](https://pypi.org/project/farthing) with method `{method}` for {task}.",
+        f"This is {form} `{shown}`, made by farthing with method `{method}` for {task}.",
         "",
         "## Training",
         "",
@@ -41,7 +42,7 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
         f"| step | {step} of {receipt['steps']} |",
         f"| tokens | {say_count(receipt['tokens'])} ({say_count(receipt['target_tokens'])} of them targets) |",
         f"| epochs | {train.get('num_train_epochs')} |",
-        f"| learning rate | {train.get('learning_rate') or 'default'}, {train.get('lr_scheduler_type')} |",
+        f"| learning rate | {_learning_rate(job)}, {train.get('lr_scheduler_type')} |",
         f"| seed | {train.get('seed')} |",
         f"| machine | {_machine(receipt)} |",
     ]
@@ -61,7 +62,7 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
     if classes:
         lines += ["", "| class | precision | recall | F1 | examples |", "|---|---|---|---|---|"]
         lines += [
-            f"| {name} | {row['precision']:.3f} | {row['recall']:.3f} | {row['f1']:.3f} | {row['n']} |"
+            f"| {_cell(name)} | {row['precision']:.3f} | {row['recall']:.3f} | {row['f1']:.3f} | {row['n']} |"
             for name, row in classes.items()
         ]
     cost = say_usd(receipt["usd"]) if receipt["usd_is_known"] else "no price was given"
@@ -72,7 +73,7 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
         "| | |",
         "|---|---|",
         f"| cost | {cost} |",
-        f"| time | {say_seconds(receipt['wall_s'])}, {receipt['interruptions']} interruptions |",
+        f"| time | {say_seconds(receipt['wall_s'])}, {plural(receipt['interruptions'], 'interruption')} |",
         f"| peak memory | {say_bytes(receipt['peak_bytes'])} |",
         "",
         "| where the time went | seconds | dollars |",
@@ -84,6 +85,18 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
         if span["seconds"] > 0.05
     ]
     return "\n".join(lines) + "\n"
+
+
+def _learning_rate(job: dict[str, Any]) -> str:
+    try:
+        return f"{Job.model_validate(job).learning_rate:g}"
+    except ValueError:  # the job of an older farthing
+        return str((job.get("train") or {}).get("learning_rate") or "default")
+
+
+def _cell(text: str) -> str:
+    """A name as a table cell: no column and no line of its own."""
+    return " ".join(text.replace("|", "\\|").split())
 
 
 def _machine(receipt: dict[str, Any]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -11,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from farthing.units import say_bytes, say_count, say_seconds, say_usd
+from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN_EVERY_S = 5.0
@@ -40,6 +42,9 @@ class Terminal:
             self._live = None
 
     # ---- events ----
+
+    def _on_starting(self, facts: dict[str, Any]) -> None:
+        self._alive(facts["text"])
 
     def _on_note(self, facts: dict[str, Any]) -> None:
         self._say(escape(facts["text"]))
@@ -133,7 +138,13 @@ class Terminal:
     @staticmethod
     def _step_line(facts: dict[str, Any]) -> str:
         loss = "not a number" if facts["loss"] is None else f"{facts['loss']:.4f}"
-        parts = [f"step {facts['step']:,}/{facts['n_steps']:,}", f"epoch {facts['epoch']:.2f}", f"loss {loss}"]
+        parts = [f"step {facts['step']:,}/{facts['n_steps']:,}", f"loss {loss}"]  # what matters most stands first
+        has_price = facts["usd"] > 0
+        if has_price:
+            parts.append(f"{say_usd(facts['usd'])} so far")
+        if facts["s_to_go"] is not None:
+            cost = f"{say_usd(facts['usd_to_go'])} and " if has_price else ""
+            parts.append(f"{cost}{say_seconds(facts['s_to_go'])} to go")
         if facts["tokens_per_s"]:
             parts.append(
                 f"{say_count(facts['tokens_per_s'])} useful tok/s ({say_count(facts['padded_tokens_per_s'])} padded)"
@@ -143,14 +154,13 @@ class Terminal:
         if facts["utilisation_percent"] is not None:
             parts.append(f"busy {facts['utilisation_percent']:.0f}%")
         parts.append(f"peak {say_bytes(facts['peak_bytes'])}")
-        parts.append(f"{say_usd(facts['usd'])} so far")
-        if facts["s_to_go"] is not None:
-            parts.append(f"{say_usd(facts['usd_to_go'])} and {say_seconds(facts['s_to_go'])} to go")
+        parts.append(f"epoch {facts['epoch']:.2f}")
         return " · ".join(parts)
 
     def _say(self, markup: str) -> None:
         self._clear()
-        self.console.print(markup, highlight=False, soft_wrap=True)
+        # a terminal is given whole words, a log whole lines
+        self.console.print(markup, highlight=False, soft_wrap=not self.console.is_terminal)
 
     def _alive(self, text: str) -> None:
         if not self.console.is_terminal:
@@ -178,18 +188,23 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
     table.add_column("where the time went")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
-    table.add_column("dollars", justify="right")
+    dollars = _same_digits(receipt["usd"])
+    if known:
+        table.add_column("dollars", justify="right")
     for span in sorted(receipt["spans"], key=lambda span: -span["seconds"]):
         if span["seconds"] >= 0.005:
-            table.add_row(span["what"], f"{span['seconds']:.1f}", f"{span['share']:.1%}", say_usd(span["usd"]))
-    table.add_row("[bold]total[/]", f"[bold]{receipt['wall_s']:.1f}[/]", "", f"[bold]{say_usd(receipt['usd'])}[/]")
+            cells = [span["what"], f"{span['seconds']:.1f}", f"{span['share']:.1%}", dollars(span["usd"])]
+            table.add_row(*cells[: len(table.columns)])
+    cells = ["total", f"{receipt['wall_s']:.1f}", f"{1:.1%}", dollars(receipt["usd"])]
+    table.add_row(*(f"[bold]{cell}[/]" for cell in cells[: len(table.columns)]))
     console.print(table)
     if not known:
         console.print("[dim]no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh[/]")
     facts = Table.grid(padding=(0, 2))
     loss = "none" if receipt["final_loss"] is None else f"{receipt['final_loss']:.4f}"
     facts.add_row(
-        "[dim]trained[/]", f"{receipt['steps']:,} steps, {say_count(receipt['tokens'])} tokens, last loss {loss}"
+        "[dim]trained[/]",
+        f"{plural(receipt['steps'], 'step')}, {say_count(receipt['tokens'])} tokens, last loss {loss}",
     )
     if receipt["usd_per_million_tokens"] is not None and known:
         facts.add_row("[dim]a million tokens[/]", say_usd(receipt["usd_per_million_tokens"]))
@@ -202,15 +217,16 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
     if receipt["interruptions"]:
         facts.add_row(
             "[dim]interruptions[/]",
-            f"{receipt['interruptions']}; restarting took {say_seconds(receipt['restart_s'])} "
-            f"({say_usd(receipt['restart_usd'])}), work done twice {say_seconds(receipt['redone_s'])} "
-            f"({say_usd(receipt['redone_usd'])})",
+            f"{receipt['interruptions']}; restarting took {_time_and_price(receipt, 'restart')}, "
+            f"work done twice {_time_and_price(receipt, 'redone')}",
         )
     if receipt["skipped_steps"]:
-        facts.add_row("[dim]skipped[/]", f"{receipt['skipped_steps']} steps whose loss or gradient was not a number")
+        facts.add_row(
+            "[dim]skipped[/]", f"{plural(receipt['skipped_steps'], 'step')} whose loss or gradient was not a number"
+        )
     console.print(facts)
     _draw_promise(console, receipt)
-    _draw_metrics(console, receipt["metrics"])
+    _draw_metrics(console, receipt)
 
 
 def draw_comparison(console: Console, comparison: dict[str, Any]) -> None:
@@ -223,12 +239,45 @@ def draw_comparison(console: Console, comparison: dict[str, Any]) -> None:
             name, _number
         )
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
-        table.add_row(name, say(row["run"]), say(row["baseline"]), ratio)
+        if "usd" in name:
+            say = _price
+        table.add_row(_WORDS.get(name, name.replace("_", " ")), say(row["run"]), say(row["baseline"]), ratio)
+    console.print(f"[bold]run[/]       {escape(comparison['run'])}", soft_wrap=True)
+    console.print(f"[bold]baseline[/]  {escape(comparison['baseline'])}", soft_wrap=True)
     console.print(table)
-    share = "" if comparison["saved_share"] is None else f" ({comparison['saved_share']:.0%})"
-    console.print(
-        f"saved {say_usd(comparison['saved_usd'])}{share} and {comparison['saved_s']:.1f} s against the baseline"
-    )
+    usd, seconds = comparison["saved_usd"], comparison["saved_s"]
+    words = []
+    if comparison["rows"]["usd"]["run"] and comparison["rows"]["usd"]["baseline"]:
+        share = "" if comparison["saved_share"] is None else f" ({abs(comparison['saved_share']):.0%})"
+        words.append(f"costs {say_usd(abs(usd))}{share} {'less' if usd >= 0 else 'more'}")
+    words.append(f"takes {say_seconds(abs(seconds))} {'less' if seconds >= 0 else 'more'}")
+    console.print(f"against the baseline the run {' and '.join(words)}")
+
+
+_WORDS = {
+    "usd": "cost",
+    "wall_s": "time",
+    "tokens_per_s": "useful tokens/s",
+    "usd_per_million_tokens": "a million tokens",
+    "peak_bytes": "peak memory",
+    "final_loss": "last training loss",
+    "loss": "evaluation loss",
+}
+
+
+def _price(usd: float | None) -> str:
+    return say_usd(usd) if usd else "no price"
+
+
+def _time_and_price(receipt: dict[str, Any], what: str) -> str:
+    price = f" ({say_usd(receipt[f'{what}_usd'])})" if receipt["usd_is_known"] else ""
+    return say_seconds(receipt[f"{what}_s"]) + price
+
+
+def _same_digits(total_usd: float) -> Callable[[float], str]:
+    """How to print the parts of a sum below each other: with the digits that show a thousandth of it."""
+    digits = min(8, max(2, 3 - math.floor(math.log10(total_usd or 1))))
+    return lambda usd: f"${usd:,.{digits}f}"
 
 
 def sparkline(values: list[float], low: float | None = None, high: float | None = None) -> str:
@@ -247,17 +296,22 @@ def _draw_promise(console: Console, receipt: dict[str, Any]) -> None:
         table.add_column(name, justify="left" if name.startswith("forecast") else "right")
     for name, say in (("wall_s", say_seconds), ("usd", say_usd), ("peak_bytes", say_bytes)):
         row = promised[name]
+        if name == "usd" and not receipt["usd_is_known"]:
+            continue
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
         words = {"wall_s": "time", "usd": "dollars", "peak_bytes": "peak memory"}[name]
         table.add_row(words, say(row["promised"]), say(row["happened"]), ratio)
     console.print(table)
 
 
-def _draw_metrics(console: Console, metrics: dict[str, Any] | None) -> None:
+def _draw_metrics(console: Console, receipt: dict[str, Any]) -> None:
+    metrics = receipt["metrics"]
     if not metrics:
         return
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float))
-    console.print(f"[dim]evaluation[/]  {numbers} (on {metrics.get('n_examples', 0):,} examples)", highlight=False)
+    of = f"best, step {receipt['best_step']:,}" if receipt["best_step"] is not None else "last"
+    on = plural(metrics.get("n_examples", 0), "example")
+    console.print(f"[dim]evaluation[/] ({of}, {on})  {numbers}", highlight=False)
     classes = metrics.get("per_class")
     if classes and len(classes) <= 30:
         table = Table(box=None, padding=(0, 2), show_edge=False)
@@ -273,4 +327,6 @@ def _draw_metrics(console: Console, metrics: dict[str, Any] | None) -> None:
 def _number(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:,.4g}"
