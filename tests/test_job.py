@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from farthing.errors import JobError
-from farthing.job import Job, job_schema, load_job
+from farthing.job import Job
+from farthing.job_file import job_schema, load_job
 from farthing.starter import starter
 from farthing.tiny import DEMO_JOB
 

@@ -14,7 +14,8 @@ from transformers import get_linear_schedule_with_warmup
 
 from farthing.data.batches import cut
 from farthing.hardware import choose_numerics
-from farthing.job import Job, load_job
+from farthing.job import Job
+from farthing.job_file import load_job
 from farthing.meter import Ledger, Meter
 from farthing.model.load import ModelChoice, load_config, load_model, load_tokenizer
 from farthing.notice import Notice
@@ -24,7 +25,7 @@ from farthing.train import Run, train
 
 TASKS = ["causal-lm", "seq2seq", "classification"]
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}
-N_STEPS, BATCH, RATE, SGD_RATE, SEED = 20, 16, 1e-3, 0.1, 7
+N_STEPS, BATCH, RATE, SGD_RATE, SEED = 20, 16, 1e-3, 0.02, 7
 CLOSE = 1e-5
 FOODS = ["Chinese", "English", "French", "Indian", "Italian", "Japanese"]
 

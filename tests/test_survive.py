@@ -18,7 +18,8 @@ import yaml
 import survive
 from farthing.errors import RunBusy, RunDamaged
 from farthing.files import only_writer
-from farthing.job import Job, load_job
+from farthing.job import Job
+from farthing.job_file import load_job
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train import train
 

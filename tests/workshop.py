@@ -12,7 +12,8 @@ import torch
 import yaml
 
 import farthing.train
-from farthing.job import Job, load_job
+from farthing.job import Job
+from farthing.job_file import load_job
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train import Outcome
 

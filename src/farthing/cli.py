@@ -113,7 +113,7 @@ def _job_arguments(sub: argparse.ArgumentParser) -> None:
 
 def _init(arguments: argparse.Namespace) -> int:
     if arguments.schema:
-        from farthing.job import job_schema
+        from farthing.job_file import job_schema
 
         print(json.dumps(job_schema(), indent=1))
         return EXIT_FINISHED
@@ -142,7 +142,7 @@ def _init(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from farthing.job import load_job
+    from farthing.job_file import load_job
 
     job = load_job(arguments.job, arguments.set)
     offer = _scaling_offer(arguments, job)
@@ -178,7 +178,7 @@ def _scaling_offer(arguments: argparse.Namespace, job: Any) -> str:
     """The linear scaling rule, when the command line changes the global batch but not the learning rate."""
     if not arguments.set or job.train.learning_rate_batch_size:
         return ""
-    from farthing.job import load_job
+    from farthing.job_file import load_job
 
     try:
         plain = load_job(arguments.job)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.errors import DataError, FarthingError
-from farthing.job import load_job
+from farthing.job_file import load_job
 from farthing.units import plural, say_bytes
 
 EXTRAS = {

@@ -47,6 +47,7 @@ class JobError(UserMistake):
         self.problems = problems
 
     def as_dict(self) -> dict[str, object]:
+        """Every problem, for `--json`."""
         return {
             "error": "the job file is wrong",
             "exit_code": self.exit_code,

@@ -25,9 +25,9 @@ from urllib.parse import urlsplit
 
 import fsspec
 
+from farthing.addresses import is_remote, without_secrets
 from farthing.errors import DataError
 from farthing.files import make_private, sha256_of
-from farthing.job import is_remote, without_secrets
 from farthing.units import say_bytes
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}

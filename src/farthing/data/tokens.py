@@ -190,6 +190,7 @@ class _Tally:
     bad: list[tuple[str, str]] = field(default_factory=list)
 
     def reject(self, place: str, reason: str) -> None:
+        """Count a bad row; the first thousand are named."""
         self.n_bad += 1
         if len(self.bad) < 1000:
             self.bad.append((place, reason))
