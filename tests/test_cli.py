@@ -269,7 +269,7 @@ def test_a_loss_that_is_not_a_number_is_skipped_and_its_samples_named(
     assert "2 steps whose loss or gradient was not a number" in said
     line = next(line for line in said.splitlines() if "step 2: the loss is not a number" in line)
     named = next(row for row in log_of(load_job(path)) if row.get("skipped") and row["step"] == 2)["samples"]
-    assert len(named) == 8
+    assert len(named) == 4  # the second and last step of an epoch of 12
     assert all(place.startswith(str(tmp_path / "data.jsonl:")) for place in named)
     assert named[0] in line
 
@@ -360,6 +360,7 @@ def test_report_of_what_is_no_run_exits_with_2(tmp_path: Path, capsys: pytest.Ca
 # ---- export ----
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
 def test_a_merged_model_answers_as_base_and_adapter_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, method in {
         "lora": {"name": "lora"},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,9 @@ def _merge(run: Path, source: Path, folder: Path, dtype: str | None) -> None:
         else (),
         pad_id=tuned.pad_token_id,
     )
-    model = peft.PeftModel.from_pretrained(base, source).merge_and_unload()
+    with warnings.catch_warnings():  # of an output layer that is no longer tied to the embedding: it is saved beside it
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(base, source).merge_and_unload()
     _write_whole(run, model, source, folder)
 
 

@@ -82,9 +82,9 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
     lines += [
         f"| {span['what']} | {span['seconds']:.1f} | {say_usd(span['usd'])} |"
         for span in receipt["spans"]
-        if span["seconds"] > 0.05
+        if span["seconds"] >= 0.005
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*meta, *lines]) + "\n"
 
 
 def _learning_rate(job: dict[str, Any]) -> str:
