@@ -9,11 +9,12 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import farthing
-from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_MISTAKE, FarthingError, UserMistake
+from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_MISTAKE, FarthingError, UserMistake
 
 DESCRIPTION = "Fine-tune a language model for the fewest dollars: resumable to the bit, with its bill."
 EPILOG = "exit codes: 0 finished, 1 crash, 2 mistake in the input, 3 stopped by a limit, 75 interrupted (run it again)"
@@ -42,6 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return EXIT_FINISHED
+    except Exception as error:
+        traceback.print_exc()
+        print(f"farthing: crashed: {type(error).__name__}: {error}", file=sys.stderr)
+        print("  to do: report the lines above; what was saved is whole, the same command goes on", file=sys.stderr)
+        return EXIT_CRASH
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -87,6 +87,10 @@ class SaveFailing(FarthingError):
     """Several checkpoints in a row could not be written."""
 
 
+class OutOfMemory(FarthingError):
+    """The job does not fit on the device."""
+
+
 class NotFinite(FarthingError):
     """Too many steps in a row had a loss or gradient that is not a number."""
 

@@ -71,7 +71,7 @@ def claim(
     moved = [f"{key} {facts['machine'].get(key)} -> {value}" for key, value in machine.items()
              if facts["machine"].get(key) != value]  # fmt: skip
     if moved and not facts.get("finished"):
-        warn(f"resumed elsewhere ({'; '.join(moved)}): equal to rounding, not to the bit")
+        warn(f"resumed under other conditions ({'; '.join(moved)}): equal to rounding, not to the bit")
     return dict(facts)
 
 

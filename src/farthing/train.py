@@ -33,6 +33,7 @@ from farthing.errors import (
     Interrupted,
     NoSpace,
     NotFinite,
+    OutOfMemory,
     RunDamaged,
     UserMistake,
 )
@@ -65,6 +66,7 @@ from farthing.prepare import (
 )
 from farthing.report.receipt import build_receipt
 from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RECEIPT, RUN, claim
+from farthing.track import with_trackers
 from farthing.units import say_bytes, say_usd
 
 FORECAST_AFTER_STEPS = 5
@@ -114,6 +116,12 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
             state, reason = _train(job, folder, meter, ledger, notice, tell, allow_restart)
         except Interrupted as error:
             state, reason = "interrupted", notice.reason or error.what
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"the device has no memory left: {str(error).splitlines()[0][:200]}",
+                where=str(folder),
+                to_do="lower train.per_device_train_batch_size (the result stays the same) and run the command again",
+            ) from error
         finally:
             with contextlib.suppress(OSError):  # a full disk must not hide the error that is on its way
                 ledger.close(state)
@@ -129,13 +137,13 @@ def _train(
         job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
     )
     check_extras(job)
-    if reason := over_limit(job, ledger, reserve_s=0.0):
-        return "limit", reason
+    tell = with_trackers(tell, job.train.report_to, folder)
     meter.enter("tokenize")
     inputs = open_inputs(job)
     machine = {
         "device": device_name(numerics.device),
         "precision": numerics.name,
+        "micro-batch": str(job.micro_batch_size),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -143,13 +151,17 @@ def _train(
     write_json(folder / JOB, job.model_dump(mode="json"))
     if run_facts.get("finished") and (folder / MODEL).is_dir():
         return "finished", "it was finished already; nothing was trained"
+    if reason := over_limit(job, ledger, reserve_s=0.0):
+        return "limit", reason
     train_examples, eval_examples = open_examples(job, inputs, tell, lambda: bool(notice))
     ledger.write("starting")
     meter.enter("load_model")
+    tell("working", {"on": "loading the model"})
     model = build_model(job, inputs, numerics, train_examples)
     run = Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, notice, tell)
     ledger.write("starting")
     meter.enter("restore")
+    tell("working", {"on": "looking for a checkpoint"})
     run.restore(run_facts["run_id"], allow_restart)
     run.say_what_was_decided()
     meter.enter("idle")
@@ -508,6 +520,7 @@ class Run:
                 step = at.best_step
             except Damaged as error:
                 self._warn(f"the best checkpoint (step {at.best_step}) is damaged ({error}): exporting the last step")
+        self.tell("working", {"on": "writing the model"})
         self.ledger.write("running")
         receipt = build_receipt(self.folder)
         export_model(self.folder / MODEL, self.model, self.inputs.tokenizer, receipt, step)

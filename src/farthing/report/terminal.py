@@ -122,6 +122,9 @@ class Terminal:
             self._last_at = time.monotonic()
             self._n_said += 1
 
+    def _on_working(self, facts: dict[str, Any]) -> None:
+        self._alive(facts["on"])
+
     def _on_evaluating(self, facts: dict[str, Any]) -> None:
         self._alive(f"evaluating: {facts['done']:,} of {facts['total']:,}")
 
