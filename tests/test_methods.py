@@ -15,7 +15,7 @@ import transformers
 
 import farthing.train
 import workshop
-from farthing.errors import ModelError
+from farthing.errors import ModelError, UserMistake
 from farthing.hardware import Numerics, choose_numerics
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.load import ModelChoice, load_config, load_model
@@ -257,6 +257,11 @@ def test_every_schedule_trains(name: str, tmp_path: Path) -> None:
     rates = [row["lr"] for row in log_of(job)]
     assert rates[1:3] == (pytest.approx([0.01, 0.01]) if name == "constant" else pytest.approx([0.005, 0.01]))
     assert rates[0] == (0.01 if name == "constant" else 0)
+
+
+def test_a_polynomial_that_would_have_to_rise_is_refused() -> None:
+    with pytest.raises(UserMistake, match="the learning rate is 1e-08"):
+        schedule("polynomial", n_warmup_steps=0, n_steps=4, learning_rate=1e-8)
 
 
 def test_warm_up_is_a_share_of_the_steps_rounded_up(tmp_path: Path) -> None:

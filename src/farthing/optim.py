@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farthing.errors import ModelError
+from farthing.errors import ModelError, UserMistake
 from farthing.model.load import need_bitsandbytes
 
 
@@ -53,8 +53,15 @@ def bytes_per_weight(name: str) -> float:
 def schedule(name: str, *, n_warmup_steps: int, n_steps: int, learning_rate: float = 1.0) -> Callable[[int], float]:
     """The factor on `learning_rate` at a step (from 0): the functions of `transformers`, without their state.
 
-    Only polynomial depends on the rate itself: it ends at 1e-7, not at a share of where it began.
+    Only polynomial depends on the rate itself: it ends at 1e-7, not at a share of where it began. Raises `UserMistake`
+    when it begins lower than that.
     """
+    if name == "polynomial" and learning_rate <= 1e-7:
+        raise UserMistake(
+            f"polynomial decays to 1e-07, and the learning rate is {learning_rate:g}",
+            where="train.lr_scheduler_type",
+            to_do="use linear, which decays to 0, or a higher learning_rate",
+        )
     from transformers import get_scheduler
 
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=learning_rate)
