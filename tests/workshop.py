@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,6 @@ from farthing.job import Job
 from farthing.job_file import load_job
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train import Outcome
-
-# models this small are quickest on one thread, and cores that others use make more threads very slow
-torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 TASK = {"llama": "causal-lm", "t5": "seq2seq", "bert": "classification"}
 TOPICS = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -160,6 +161,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if offer:
         terminal("note", {"text": offer})
     terminal("starting", {"text": "loading torch and transformers"})
+    signal.signal(signal.SIGTERM, _leave_before_the_start)  # until the run itself listens
     try:
         from farthing.train import train
 
@@ -178,6 +180,11 @@ def _train(arguments: argparse.Namespace) -> int:
     }
     console.print(words[outcome.state], highlight=False, soft_wrap=True)
     return outcome.exit_code
+
+
+def _leave_before_the_start(number: int, frame: Any) -> None:
+    os.write(2, b"farthing: asked to leave before the run had begun; run the same command to start it\n")
+    os._exit(EXIT_INTERRUPTED)
 
 
 def _scaling_offer(arguments: argparse.Namespace, job: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import itertools
+import json
 import os
 import shutil
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 from farthing.errors import DataError, FarthingError
 from farthing.job_file import load_job
+from farthing.run_folder import CHECKPOINTS, RUN
 from farthing.units import plural, say_bytes
 
 EXTRAS = {
@@ -105,6 +107,7 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
         yield _failed("job", error)
         return
     yield Check("job", "ok", str(path))
+    yield from _run_folder(Path(job.output_dir))
     quiet_libraries()
 
     def precision() -> str:
@@ -142,6 +145,20 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
         yield from _try(f"data {source.name}", first_rows)
     if job.usd_per_hour == 0:
         yield Check("price", "warning", "none given", "set where.usd_per_hour, or power_watts and usd_per_kwh")
+
+
+def _run_folder(folder: Path) -> Iterator[Check]:
+    """Whether the job would start, continue or find itself finished, and the room there."""
+    free = shutil.disk_usage(_nearest(folder)).free
+    state = "a new run"
+    if (folder / RUN).exists():
+        facts = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        n_saved = len(list((folder / CHECKPOINTS).glob("step-*"))) if (folder / CHECKPOINTS).is_dir() else 0
+        state = (
+            "a finished run" if facts.get("finished") else f"an unfinished run with {n_saved} checkpoints: it goes on"
+        )
+    enough = "ok" if free > 5 << 30 else "warning"
+    yield Check("run folder", enough, f"{folder}: {state}; {say_bytes(free)} free", "make room there")
 
 
 def _try(name: str, check: Callable[[], str]) -> Iterator[Check]:

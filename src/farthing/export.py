@@ -115,7 +115,7 @@ def _write_whole(run: Path, model: Any, source: Path, folder: Path) -> None:
         model.config.use_cache = True
         model.save_pretrained(draft, safe_serialization=True)
         load_tokenizer(ModelChoice(str(source)), None).save_pretrained(draft)
-        step = receipt["best_step"] or receipt["steps"]
+        step = receipt["exported_step"] or receipt["steps"]
         (draft / "README.md").write_text(model_card(receipt, step, is_merged=True), encoding="utf-8")
 
     install_folder(folder, fill)

@@ -17,7 +17,7 @@ def over_limit(job: Job, ledger: Ledger, reserve_s: float) -> str | None:
         if spent > limits.max_usd or (ledger.spent_usd >= limits.max_usd > 0):
             return f"the cap of {say_usd(limits.max_usd)}: {say_usd(ledger.spent_usd)} are spent"
     if limits.max_hours is not None and ledger.spent_s + reserve_s > limits.max_hours * 3600:
-        return f"the cap of {limits.max_hours:g} h: {say_seconds(ledger.spent_s)} are spent"
+        return f"the cap of {say_seconds(limits.max_hours * 3600)}: {say_seconds(ledger.spent_s)} are spent"
     if limits.deadline is not None and time.time() + reserve_s > limits.deadline.timestamp():
         return f"the deadline {limits.deadline.isoformat(sep=' ', timespec='minutes')}"
     return None

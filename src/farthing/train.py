@@ -70,6 +70,8 @@ from farthing.track import with_trackers
 from farthing.units import say_bytes, say_usd
 
 FORECAST_AFTER_STEPS = 5
+# a guess of what exporting takes until it is measured: files beside the weights, and a slow disk
+EXPORT_S, WRITE_BYTES_PER_S = 0.5, 100e6
 
 
 @dataclass
@@ -201,7 +203,12 @@ class Run:
         self.scaler = torch.amp.GradScaler(self.numerics.device.type, enabled=self.numerics.needs_scaler)
         warmup = train.warmup_steps
         self.n_warmup_steps = math.ceil(train.warmup_ratio * self.n_steps) if warmup is None else warmup
-        self.lr_factor = schedule(train.lr_scheduler_type, n_warmup_steps=self.n_warmup_steps, n_steps=self.n_steps)
+        self.lr_factor = schedule(
+            train.lr_scheduler_type,
+            n_warmup_steps=self.n_warmup_steps,
+            n_steps=self.n_steps,
+            learning_rate=job.learning_rate,
+        )
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.parameters = count_parameters(self.model)
         self.parts: dict[str, Part] = {
@@ -402,6 +409,7 @@ class Run:
             return
         at.skipped_steps += 1
         if math.isfinite(loss) and self.scaler.is_enabled() and self.scaler.get_scale() >= 1:
+            self.log.append({"step": at.step, "skipped": "the gradients overflowed fp16"})
             self._warn(
                 f"step {at.step}: gradients overflowed fp16, scale now {self.scaler.get_scale():g}; step skipped"
             )
@@ -427,14 +435,22 @@ class Run:
 
     def evaluation_is_due(self) -> bool:
         """At the end of epochs or every `eval_steps`, and at the very end; once for each step."""
-        train, at = self.job.train, self.progress
-        if self.eval_examples is None or at.step == 0 or at.evaluated_step == at.step:
+        return self.progress.evaluated_step != self.progress.step and self.evaluation_is_at(self.progress.step)
+
+    def evaluation_is_at(self, step: int) -> bool:
+        """Whether `step` is one after which to evaluate."""
+        train = self.job.train
+        if self.eval_examples is None or step == 0:
             return False
-        if at.step >= self.n_steps:
+        if step >= self.n_steps:
             return True
-        if train.eval_strategy == "no":
-            return False
-        return at.step % (train.eval_steps or self.batches.steps_per_epoch) == 0
+        return train.eval_strategy != "no" and step % (train.eval_steps or self.batches.steps_per_epoch) == 0
+
+    def evaluation_s(self) -> float:
+        """Seconds of an evaluation: of the last one, or as if a forward pass took a third of a step."""
+        if self._last_evaluation_s or self.eval_examples is None:
+            return self._last_evaluation_s
+        return (self.pace.step_s or 0.0) * len(self.eval_examples) / self.job.global_batch_size / 3
 
     def evaluate(self) -> None:
         """Measure, and judge whether this is the best so far. Raises `Interrupted`."""
@@ -521,7 +537,7 @@ class Run:
             except Damaged as error:
                 self._warn(f"the best checkpoint (step {at.best_step}) is damaged ({error}): exporting the last step")
         self.tell("working", {"on": "writing the model"})
-        self.ledger.write("running")
+        self.ledger.write("running", exported=step)
         receipt = build_receipt(self.folder)
         export_model(self.folder / MODEL, self.model, self.inputs.tokenizer, receipt, step)
         self.tell("exported", {"folder": str(self.folder / MODEL), "step": step})
@@ -529,8 +545,11 @@ class Run:
     # ---- words ----
 
     def seconds_to_reserve(self) -> float:
-        """What the next step, and leaving after it, may still take."""
-        return self.pace.longest_step_s + 2 * self._save_s
+        """What the next step, and leaving after it with everything saved and exported, may still take."""
+        next_step = self.progress.step + 1
+        evaluation_s = self.evaluation_s() if self.evaluation_is_at(next_step) else 0.0
+        n_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        return self.pace.longest_step_s + evaluation_s + 2 * self._save_s + EXPORT_S + n_bytes / WRITE_BYTES_PER_S
 
     def remaining_s(self) -> float | None:
         """Seconds until the end at the present pace; None before a pace is known."""
@@ -542,8 +561,7 @@ class Run:
         if self.eval_examples is not None and train.eval_strategy != "no":
             each = train.eval_steps or self.batches.steps_per_epoch
             n_evaluations = math.ceil(self.n_steps / each) - at.step // each
-            guess = self.pace.step_s * len(self.eval_examples) / self.job.global_batch_size / 3  # a forward pass only
-            rest += max(0, n_evaluations) * (self._last_evaluation_s or guess)
+            rest += max(0, n_evaluations) * self.evaluation_s()
         return rest
 
     def report_step(self, row: dict[str, Any]) -> None:

@@ -38,6 +38,10 @@ def build_receipt(folder: Path) -> dict[str, Any]:
     forecast = next((row["forecast"] for row in rows if "forecast" in row), None)
     state = attempts[-1].ended if attempts else "killed"
     best = next((row for row in reversed(evaluations) if row.get("is_best")), None)
+    exported_step = next((row["exported"] for row in reversed(rows) if "exported" in row), None)
+    of_model = next((row for row in evaluations if row["step"] == exported_step), best)
+    if of_model is None and evaluations:
+        of_model = evaluations[-1]
     return {
         "kind": "farthing receipt",
         "version": 1,
@@ -52,7 +56,8 @@ def build_receipt(folder: Path) -> dict[str, Any]:
         "final_loss": steps[-1]["loss"] if steps else None,
         "skipped_steps": sum(1 for row in log if "skipped" in row),
         "best_step": best["step"] if best else None,
-        "metrics": (best or evaluations[-1])["metrics"] if evaluations else None,
+        "exported_step": exported_step,
+        "metrics": of_model["metrics"] if of_model else None,
         "wall_s": wall_s,
         "usd": total_usd,
         "usd_is_known": any(a.usd_per_hour > 0 for a in attempts),
