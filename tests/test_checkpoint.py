@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -169,10 +171,11 @@ def kill_points() -> Iterator[int]:
     yield from range(1, 200)
 
 
-def test_a_kill_at_any_file_operation_of_a_save_leaves_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
+def kill_everywhere(folder_of_all: Path) -> None:
+    """A save that is killed at its first, second, third ... file operation, until one gets through."""
     outcomes = []
     for k in kill_points():
-        folder = tmp_path / f"kill-{k}"
+        folder = folder_of_all / f"kill-{k}"
         first = Checkpoints(folder, "run-1", 2, warn=print)
         save(first, 1)
         save(first, 2)
@@ -186,6 +189,15 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_the_old_checkpoint_or_the
     assert set(outcomes) == {2, 3}
     assert outcomes == sorted(outcomes), "once committed, a checkpoint stays"
     assert len(outcomes) > 15
+
+
+def test_a_kill_at_any_file_operation_of_a_save_leaves_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
+    """In a process of its own: it forks, which is safe only where no other thread has run yet."""
+    code = f"import pathlib, test_checkpoint; test_checkpoint.kill_everywhere(pathlib.Path({str(tmp_path)!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # ---- damaged afterwards ----
