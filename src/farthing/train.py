@@ -347,12 +347,14 @@ class Run:
             pieces = cut(examples, self.train_examples.tokens.lengths, self.job.micro_batch_size)
         seed_everything(self.job.train.seed, step)
         losses, n_padded = self.accumulate_gradients(pieces, n_targets)
+        with self.meter.span("compute"):  # a GPU is waited for here, so that its time is not taken for the optimizer's
+            loss = float(torch.stack(losses).sum()) / n_targets
         with self.meter.span("optimizer"):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.job.learning_rate * self.lr_factor(step)
             self.scaler.unscale_(self.optimizer)
             norm = torch.nn.utils.clip_grad_norm_(self.trained, self.job.train.max_grad_norm or math.inf)
-            loss, norm_value = float(torch.stack(losses).sum()) / n_targets, float(norm)
+            norm_value = float(norm)
             is_finite = math.isfinite(loss) and math.isfinite(norm_value)
             if is_finite:
                 self.scaler.step(self.optimizer)
@@ -391,8 +393,8 @@ class Run:
             with self.meter.span("host_to_device"):
                 batch = {name: torch.from_numpy(array).to(self.numerics.device) for name, array in arrays.items()}
             with self.meter.span("compute"):
-                with self.numerics.autocasting():
-                    loss, _ = summed_loss(self.model, batch, self.job.task, self.job.train.label_smoothing_factor)
+                with self.numerics.autocasting():  # [0]: holding on to the logits would cost their memory
+                    loss = summed_loss(self.model, batch, self.job.task, self.job.train.label_smoothing_factor)[0]
                 self.scaler.scale(loss / n_targets).backward()
             losses.append(loss.detach())
             n_padded += arrays["input_ids"].size + (arrays["labels"].size if self.job.task == "seq2seq" else 0)
