@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import random
@@ -31,6 +32,7 @@ import yaml
 
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 
+N_STEPS = 18
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}
 
 
@@ -53,8 +55,9 @@ def survive(seed: int, folder: Path, data: Path | None = None, *, spawn: bool = 
     chance = random.Random(seed)
     train_file, task = _data(folder, data, seed)
     method = ["full", "lora"][seed // 3 % 2]
-    texts = [" ".join(str(v) for v in json.loads(line).values()) for line in train_file.read_text("utf-8").splitlines()]
-    make_model_folder(folder / "model", texts, FAMILY[task], hidden=32, layers=2, dropout=0.1)
+    with open(train_file, encoding="utf-8-sig", errors="replace") as file:
+        some_text = list(itertools.islice(file, 500))
+    make_model_folder(folder / "model", some_text, FAMILY[task], hidden=32, layers=2, dropout=0.1)
     chain = Chain(seed, task, method)
     if not spawn:
         _import_everything()
@@ -70,7 +73,8 @@ def survive(seed: int, folder: Path, data: Path | None = None, *, spawn: bool = 
         return chain
     for _ in range(chance.randint(3, 5)):
         attempt = _start(killed, spawn)
-        _wait_for_the_moment(attempt, folder / "killed" / "checkpoints", chance, duration_s * 0.7)
+        still_to_do = max(0.2, 1 - _last_step(folder / "killed") / N_STEPS)
+        _wait_for_the_moment(attempt, folder / "killed" / "checkpoints", chance, 0.8 * duration_s * still_to_do)
         if attempt.poll() is not None:
             break  # it had reached the end before the moment came
         attempt.kill()
@@ -107,7 +111,7 @@ def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
 def _data(folder: Path, data: Path | None, seed: int) -> tuple[Path, str]:
     """The file to train on and its task; without `data` the three tasks take turns."""
     if data is not None:
-        with open(data, encoding="utf-8") as file:
+        with open(data, encoding="utf-8-sig") as file:
             columns = set(json.loads(file.readline()))
         if {"text", "label"} <= columns:
             return data, "classification"
@@ -139,7 +143,7 @@ def _job(folder: Path, name: str, train_file: Path, task: str, method: str, seed
         },
         "method": {"name": method, "lora_r": 4, "lora_dropout": 0.1},
         "train": {
-            "max_steps": 18,
+            "max_steps": N_STEPS,
             "global_batch_size": 8,
             "per_device_train_batch_size": 3,
             "learning_rate": 3e-3,
