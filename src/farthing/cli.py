@@ -161,12 +161,13 @@ def _train(arguments: argparse.Namespace) -> int:
     if offer:
         terminal("note", {"text": offer})
     terminal("starting", {"text": "loading torch and transformers"})
-    signal.signal(signal.SIGTERM, _leave_before_the_start)  # until the run itself listens
+    before = signal.signal(signal.SIGTERM, _leave_before_the_start)  # until the run itself listens
     try:
         from farthing.train import train
 
         outcome = train(job, terminal, allow_restart=arguments.allow_restart)
     finally:
+        signal.signal(signal.SIGTERM, before)
         terminal.close()
     if arguments.json:
         print(json.dumps(outcome.receipt, indent=1))
