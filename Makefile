@@ -9,10 +9,10 @@ demo: setup  ## a fine-tune that is killed, carries on exactly, and prints its r
 	$(RUN)/python bench/demo.py
 
 test: setup  ## the default suite, under ten minutes on two cores
-	$(RUN)/python -m pytest -m "not slow" -n 2
+	$(RUN)/python -m pytest -m "not slow"
 
 test-all: setup $(VENV)/.quant  ## the long ones too, and those that need bitsandbytes
-	$(RUN)/python -m pytest -n 2
+	$(RUN)/python -m pytest
 	PYTHONPATH=$(VENV)/quant $(RUN)/python -m pytest tests/test_quantized.py
 
 check: setup  ## style and types

@@ -60,7 +60,7 @@ def write_as(kind: str, path: Path, rows: list[dict[str, str]]) -> Path:
     if kind == "jsonl":
         path.write_text(lines, encoding="utf-8")
     elif kind == "jsonl.gz":
-        path.write_bytes(gzip.compress(lines.encode()))
+        path.write_bytes(gzip.compress(lines.encode(), mtime=0))
     elif kind == "json":
         path.write_text(json.dumps(rows, indent=2), encoding="utf-8")
     elif kind == "data.json":
@@ -285,7 +285,7 @@ def test_csv_rows_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ("a.json", b"[" * 100_000, "invalid JSON"),
         ("a.parquet", b"PAR1 this is none", "not a readable Parquet file"),
         ("a.jsonl.gz", b"not gzip at all", "can't be read any further"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-12], "a.jsonl.gz:"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99, mtime=0)[:-12], "a.jsonl.gz:"),
         ("a.xlsx", b"x", "unknown kind of data file"),
         ("a.jsonl", b"", "the file is empty"),
     ],
