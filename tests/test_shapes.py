@@ -1,0 +1,479 @@
+"""The study's shapes against the real thing: models on the meta device, peft's adapters, torch's count of FLOPs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
+from transformers.pytorch_utils import Conv1D
+
+from farthing.errors import UserMistake
+from farthing.families import FAMILIES
+from farthing.model.adapters import Adapter, add_adapter, count_parameters
+from farthing.model.load import AUTO_CLASSES, max_positions
+from farthing.shapes import Shape, read_shape
+
+SMALL = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+ENCODER = SMALL | LAYERS | {"max_position_embeddings": 64}
+DECODER = ENCODER | {"num_key_value_heads": 2}
+WIDE = DECODER | {"head_dim": 16}  # heads that are wider together than the model
+GPT2 = SMALL | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+T5 = SMALL | {"d_model": 32, "d_ff": 48, "d_kv": 16, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+DISTILBERT = SMALL | {"dim": 32, "hidden_dim": 48, "n_layers": 3, "n_heads": 4}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+GATED = {"feed_forward_proj": "gated-gelu"}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"} | DECODER,
+    "llama-tied": {"model_type": "llama"} | WIDE | TIED,
+    "llama-biased": {"model_type": "llama"} | DECODER | {"attention_bias": True, "mlp_bias": True},
+    "llama-null": {"model_type": "llama"} | DECODER | {"head_dim": None, "num_key_value_heads": None},
+    "mistral": {"model_type": "mistral"} | WIDE | {"attention_bias": True},
+    "qwen2": {"model_type": "qwen2"} | DECODER,
+    "qwen2-tied": {"model_type": "qwen2"} | DECODER | TIED,
+    "qwen3": {"model_type": "qwen3"} | DECODER,
+    "qwen3-biased": {"model_type": "qwen3"} | WIDE | TIED | {"attention_bias": True},
+    "gemma": {"model_type": "gemma"} | WIDE,
+    "gemma-untied": {"model_type": "gemma"} | DECODER | UNTIED,
+    "gemma2": {"model_type": "gemma2"} | DECODER | {"attention_bias": True},
+    "gemma3": {"model_type": "gemma3_text"} | WIDE,
+    "phi3": {"model_type": "phi3"} | DECODER | {"attention_bias": False},
+    "gpt2": {"model_type": "gpt2"} | GPT2,
+    "gpt2-inner": {"model_type": "gpt2"} | GPT2 | UNTIED | {"n_inner": 40},
+    "gpt2-usual-keys": {"model_type": "gpt2"} | ENCODER,
+    "gpt-neox": {"model_type": "gpt_neox"} | ENCODER,
+    "gpt-neox-unbiased": {"model_type": "gpt_neox"} | ENCODER | TIED | {"attention_bias": False},
+    "t5": {"model_type": "t5"} | T5,
+    "t5-gated-untied": {"model_type": "t5"} | T5 | GATED | UNTIED | {"num_decoder_layers": 3},
+    "mt5": {"model_type": "mt5"} | T5,
+    "bert": {"model_type": "bert"} | ENCODER,
+    "roberta": {"model_type": "roberta"} | ENCODER | {"type_vocab_size": 1, "pad_token_id": 1},
+    "xlm-roberta": {"model_type": "xlm-roberta"} | ENCODER | {"pad_token_id": 1},
+    "distilbert": {"model_type": "distilbert"} | DISTILBERT,
+}
+DEFAULTS = {name: {"model_type": name} for name in FAMILIES}  # nothing said: all is the family's default
+N_LABELS = 5
+CASES = [(name, task) for name, config in CONFIGS.items() for task in FAMILIES[config["model_type"]].heads]
+TOTALS = {
+    "Llama-2-7b-hf": 6_738_415_616,
+    "Llama-2-13b-hf": 13_015_864_320,
+    "Llama-2-70b-hf": 68_976_648_192,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Phi-3-mini-4k-instruct": 3_821_079_552,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "flan-t5-base": 247_577_856,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b-it": 9_241_705_984,
+    "xlm-roberta-base": 277_453_056,
+    "xlm-roberta-large": 558_840_832,
+}
+
+
+def real_config(name: str) -> dict[str, Any]:
+    """The config.json of a real model."""
+    folder = os.environ.get("FARTHING_DATA")
+    if not folder:
+        pytest.skip("FARTHING_DATA names no folder with real model configurations")
+    config: dict[str, Any] = json.loads(Path(folder, "model_configs", name, "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def shape_of(config: dict[str, Any], task: str | None = None) -> Shape:
+    return read_shape(config, task, N_LABELS if task == "classification" else 0)
+
+
+def model_of(config: dict[str, Any], task: str, device: str = "meta") -> Any:
+    """The model that transformers makes from the same configuration."""
+    settings = AutoConfig.for_model(**config)
+    torch.manual_seed(0)
+    with torch.device(device):
+        if task == "body":
+            has_pooler = config["model_type"] in ("bert", "roberta", "xlm-roberta")
+            model = transformers.AutoModel.from_config(settings, **{"add_pooling_layer": False} if has_pooler else {})
+        else:
+            settings.num_labels = N_LABELS
+            settings._attn_implementation = "eager"
+            model = AUTO_CLASSES[task].from_config(settings)
+        if task == "seq2seq" and config.get("tie_word_embeddings") is False:
+            # transformers ties it in a model that is made from its configuration alone, and unties it on loading
+            model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+    return model
+
+
+def must_be_the_same(shape: Shape, model: Any) -> None:
+    """Every parameter by name and size, every linear layer by name, features and bias."""
+    weights = [(name, weight) for weight in shape.weights for name in weight.names()]
+    own = {f"{name}.weight": weight.n_weights for name, weight in weights if not weight.is_tied}
+    own |= {f"{name}.bias": weight.n_bias for name, weight in weights if weight.has_bias}
+    assert own == {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert sum(shape.parts.values()) == shape.n_parameters
+    linear = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            linear[name] = (module.in_features, module.out_features, module.bias is not None)
+        elif isinstance(module, Conv1D):
+            linear[name] = (*module.weight.shape, module.bias is not None)
+    layers = [(name, weight) for weight in shape.linear_layers for name in weight.names()]
+    assert {name: (w.n_in, w.n_out, w.has_bias) for name, w in layers} == linear
+
+
+# ---- parameters ----
+
+
+@pytest.mark.parametrize(("name", "task"), CASES)
+def test_every_family_and_task_is_the_real_model(name: str, task: str) -> None:
+    must_be_the_same(shape_of(CONFIGS[name], task), model_of(CONFIGS[name], task))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_a_config_leaves_out_is_the_librarys_default(model_type: str) -> None:
+    shape = shape_of(DEFAULTS[model_type])
+    must_be_the_same(shape, model_of(DEFAULTS[model_type], shape.task))
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_real_models_count_what_their_makers_say_and_are_the_real_model(name: str) -> None:
+    config = real_config(name)
+    shape = shape_of(config)
+    assert shape.n_parameters == TOTALS[name]
+    must_be_the_same(shape, model_of(config, shape.task))
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), *DEFAULTS.values()], ids=[*CONFIGS, *DEFAULTS])
+def test_sizes_are_those_of_the_librarys_configuration(config: dict[str, Any]) -> None:
+    settings, shape = AutoConfig.for_model(**config), shape_of(config)
+    assert (shape.hidden, shape.n_layers, shape.n_heads) == (
+        settings.hidden_size,
+        settings.num_hidden_layers,
+        settings.num_attention_heads,
+    )
+    assert shape.n_kv_heads == getattr(settings, "num_key_value_heads", shape.n_heads)
+    assert shape.vocab == settings.vocab_size
+    assert shape.max_positions == max_positions(settings)
+    kinds = getattr(settings, "layer_types", None)
+    window = getattr(settings, "sliding_window", None)
+    if kinds is None:
+        assert set(shape.windows) == {window}
+    else:
+        assert shape.windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    assert shape.window == (window if window in shape.windows else None)
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (CONFIGS["qwen2"] | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, (None, 8, 8)),
+        (CONFIGS["qwen3"] | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, (8, 8, 8)),
+        (CONFIGS["gemma2"] | {"sliding_window": 8}, (8, None, 8)),
+        (CONFIGS["gemma3"] | {"sliding_window": 8, "sliding_window_pattern": 3}, (8, 8, None)),
+        (CONFIGS["gemma3"] | {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, (None, None, 4096)),
+        (CONFIGS["mistral"] | {"sliding_window": None}, (None, None, None)),
+        (CONFIGS["phi3"] | {"sliding_window": 7}, (7, 7, 7)),
+    ],
+)
+def test_sliding_windows_by_layer(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert shape_of(config).windows == windows
+    kinds = getattr(AutoConfig.for_model(**config), "layer_types", None)
+    assert kinds is None or tuple(kind == "sliding_attention" for kind in kinds) == tuple(
+        w is not None for w in windows
+    )
+
+
+# ---- adapters ----
+
+ALL = ("all-linear",)
+TARGETS: list[tuple[str, ...]] = [(), ALL, ("v_proj",), ("c_proj",), ("dense",), ("q", "wo", "layer.0.k"), ("wte",)]
+TARGETS += [
+    ("lm_head", "q_proj"),
+    ("model.layers.1.self_attn.q_proj", "0.mlp.up_proj"),
+    ("embed_tokens",),
+    ("key", "q_porj", "k"),
+]
+SAVED: list[tuple[str, ...]] = [
+    ("lm_head",),
+    ("norm",),
+    ("embed_tokens", "lm_head"),
+    ("mlp",),
+    ("o_proj",),
+    ("output.dense",),
+]
+CHOICES = [(targets, ()) for targets in TARGETS] + [(ALL, saved) for saved in SAVED]
+CHOICES += [
+    (("q_proj", "down_proj"), ("mlp",)),
+    (("dense", "query"), ("attention.output",)),
+    (("q",), ("EncDecAttention",)),
+]
+
+
+def must_count_the_same(shape: Shape, model: Any, adapter: Adapter) -> None:
+    """Counts of the study against those of the real adapters."""
+    with torch.device("meta"):
+        counts = count_parameters(add_adapter(model, adapter, shape.task, seed=0))
+    lora = shape.with_lora(adapter.r, adapter.target_modules, adapter.modules_to_save, use_dora=adapter.use_dora)
+    assert counts == {
+        "total": lora.n_total,
+        "trainable": lora.n_trainable,
+        "adapter": lora.n_adapter,
+        "saved_modules": lora.n_saved,
+    }
+
+
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize(("name", "task"), [(name, task) for name, task in CASES if task != "body"])
+def test_adapters_are_pefts_own(name: str, task: str, use_dora: bool) -> None:
+    """Every choice of targets and of saved modules that the model has."""
+    config = CONFIGS[name]
+    shape = shape_of(config, task)
+    n_counted = 0
+    for targets, saved in CHOICES if not use_dora else CHOICES[: len(TARGETS)]:
+        if not targets and task == "classification" and len(shape.query_and_value) == 1:
+            continue  # query and value in one layer: `add_adapter` wants it named
+        try:
+            has_adapters = shape.with_lora(3, targets, saved).adapted
+        except UserMistake:
+            continue  # names of other families
+        if has_adapters:
+            adapter = Adapter(r=3, target_modules=targets, modules_to_save=saved, use_dora=use_dora)
+            must_count_the_same(shape, model_of(config, task), adapter)
+            n_counted += 1
+    assert n_counted >= 2
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_query_and_value_are_pefts_own_default(name: str) -> None:
+    shape = shape_of(CONFIGS[name])
+    wrapper = peft.LoraConfig(r=3)
+    try:
+        wrapped = peft.get_peft_model(model_of(CONFIGS[name], shape.task), wrapper)
+    except ValueError:
+        assert shape.model_type in ("phi3", "distilbert"), "families that peft has no default for"
+        return
+    n_adapter = sum(p.numel() for key, p in wrapped.named_parameters() if ".lora_" in key)
+    assert shape.with_lora(3, shape.query_and_value).n_adapter == n_adapter
+
+
+@pytest.mark.parametrize("targets", [(), ("all-linear",)], ids=["default", "all-linear"])
+@pytest.mark.parametrize("name", TOTALS)
+def test_adapters_of_real_models_are_pefts_own(name: str, targets: tuple[str, ...]) -> None:
+    config = real_config(name)
+    task = "classification" if name.startswith("xlm") else None
+    shape = shape_of(config, task)
+    must_count_the_same(shape, model_of(config, shape.task), Adapter(r=16, target_modules=targets))
+
+
+def test_an_encoder_with_lora_and_a_head() -> None:
+    shape = read_shape(real_config("xlm-roberta-large"), "classification", 214)
+    lora = shape.with_lora(16, ("query", "value"))
+    assert lora == shape.with_lora(16), "query and value are the default for classification"
+    assert shape.n_parameters - shape.parts["head"] == 558_840_832
+    assert (lora.n_adapter, lora.n_saved, lora.n_total) == (1_572_864, 1_268_950, 558_840_832 + 1_572_864 + 1_268_950)
+
+
+# ---- FLOPs and cache ----
+
+N_ROWS, N_TOKENS, N_TARGETS = 2, 12, 7
+COUNTED = ["llama", "qwen2-tied", "qwen3", "gemma2", "phi3", "gpt2", "gpt-neox", "t5", "t5-gated-untied", "bert"]
+COUNTED += ["roberta", "distilbert"]
+
+
+def products(name: str, train: bool, adapter: Adapter | None = None) -> tuple[Shape, float, float]:
+    """The shape; FLOPs of linear layers and of attention, by torch's own counter, for one sequence."""
+    task = {"causal": "causal-lm", "encoder-decoder": "seq2seq"}.get(
+        shape_of(CONFIGS[name]).attention, "classification"
+    )
+    model = model_of(CONFIGS[name], task, "cpu")
+    if adapter is not None:
+        model = add_adapter(model, adapter, task, seed=0)
+        model.enable_input_require_grads()  # gradients reach the embeddings, as in a full fine-tune
+    batch = {"input_ids": torch.full((N_ROWS, N_TOKENS), 5)}
+    if task == "seq2seq":
+        batch["decoder_input_ids"] = torch.full((N_ROWS, N_TARGETS), 5)
+    with FlopCounterMode(display=False) as counter:
+        logits = model(**batch, use_cache=False).logits if task != "classification" else model(**batch).logits
+        if train:
+            logits.sum().backward()
+    by_kind: dict[str, int] = {str(kind): n for kind, n in counter.get_flop_counts()["Global"].items()}
+    linear = by_kind.get("aten.mm", 0) + by_kind.get("aten.addmm", 0)
+    return shape_of(CONFIGS[name], task), linear / N_ROWS, by_kind.get("aten.bmm", 0) / N_ROWS
+
+
+def of_sequence(shape: Shape) -> tuple[int, int]:
+    return N_TOKENS, N_TARGETS if shape.task == "seq2seq" else 0
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    for train in (False, True):
+        shape, linear, attention = products(name, train)
+        n_tokens, n_targets = of_sequence(shape)
+        flops = shape.training_flops(n_tokens, n_targets) if train else shape.forward_flops(n_tokens, n_targets)
+        assert flops.body + flops.head == linear
+        if name in (
+            "gpt2",
+            "t5",
+            "t5-gated-untied",
+            "bert",
+            "roberta",
+            "distilbert",
+        ):  # no rotations among the products
+            n = n_targets or n_tokens  # eager attention also computes what a causal mask then hides
+            n_hidden = 0 if shape.attention == "bidirectional" else len(shape.windows) * n * (n - 1) // 2
+            hidden = n_hidden * 4 * shape.n_heads * shape.head_dim
+            assert flops.attention + (3 * hidden if train else hidden) == attention
+
+
+@pytest.mark.parametrize(
+    ("name", "saved"),
+    [
+        *((name, ()) for name in COUNTED),
+        ("llama", ("lm_head",)),
+        ("t5", ("wo",)),
+        ("gpt2", ("h.1.mlp",)),
+        ("bert", ("key",)),
+    ],
+)
+def test_flops_of_lora_are_those_that_torch_counts(name: str, saved: tuple[str, ...]) -> None:
+    adapter = Adapter(r=3, target_modules=ALL, modules_to_save=saved)
+    shape, linear, _ = products(name, train=True, adapter=adapter)
+    lora = shape.with_lora(3, ALL, saved)
+    flops = shape.training_flops(*of_sequence(shape), adapters=lora)
+    assert flops.body + flops.head + flops.adapters == linear
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 12, 20])
+def test_causal_attention_counts_what_the_mask_lets_through(window: int | None) -> None:
+    shape = shape_of(CONFIGS["mistral"] | {"sliding_window": window})
+    n_pairs = sum(1 for i in range(12) for j in range(12) if j <= i and (window is None or j > i - window))
+    assert shape.forward_flops(12).attention == 3 * n_pairs * 2 * 2 * 4 * 16  # layers, two products, heads of 16
+
+
+def test_attention_between_two_stacks() -> None:
+    shape = shape_of(CONFIGS["t5-gated-untied"])
+    n_pairs = 2 * 10 * 10 + 3 * (7 * 8 // 2 + 10 * 7)
+    assert shape.forward_flops(10, 7).attention == n_pairs * 2 * 2 * 4 * 16
+
+
+def test_flops_of_a_token_by_context() -> None:
+    """6 for each parameter of a matrix product in a full fine-tune, about 4 with LoRA; more with a longer context."""
+    shape = read_shape(real_config("Qwen2.5-0.5B"))
+    n_attention = 24 * 896 * 2 * 2049 / 2 * 2  # layers, width of the heads, two products over half of 2,048
+    n_matmul = 494_032_768 - shape.parts["norms"] - 24 * (896 + 2 * 128)  # all but norms and biases; the head is tied
+    assert shape.n_matmul + shape.n_head_matmul == n_matmul
+    assert shape.training_flops(2048).per_token == pytest.approx(6 * n_matmul + 3 * n_attention)
+    lora = shape.with_lora(16)
+    low = shape.training_flops(2048, adapters=lora)
+    assert low.per_token == pytest.approx(4 * n_matmul + 3 * n_attention + 6 * lora.n_adapter)
+    assert shape.forward_flops(4096).per_token > shape.forward_flops(2048).per_token
+    labelled = shape.training_flops(2048, n_head_tokens=512)
+    assert labelled.head == shape.training_flops(2048).head / 4
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "gpt2", "gpt-neox", "phi3"])
+def test_the_cache_is_as_large_as_the_real_one(name: str) -> None:
+    model = model_of(CONFIGS[name], "causal-lm", "cpu")
+    with torch.no_grad():
+        cache = model(input_ids=torch.full((1, 9), 5), use_cache=True).past_key_values
+    n_bytes = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+    assert shape_of(CONFIGS[name]).kv_cache_bytes(9, value_bytes=4) == n_bytes
+
+
+def test_the_cache_of_two_stacks_keeps_the_source_and_windows_keep_their_size() -> None:
+    name = "t5-gated-untied"
+    model = model_of(CONFIGS[name], "seq2seq", "cpu")
+    with torch.no_grad():
+        cache = model(
+            input_ids=torch.full((1, 9), 5), decoder_input_ids=torch.full((1, 4), 5), use_cache=True
+        ).past_key_values
+    halves = (cache.self_attention_cache, cache.cross_attention_cache)
+    n_bytes = sum(t.nbytes for half in halves for layer in half.layers for t in (layer.keys, layer.values))
+    assert shape_of(CONFIGS[name]).kv_cache_bytes(4, 9, value_bytes=4) == n_bytes
+    windowed = shape_of(CONFIGS["gemma2"] | {"sliding_window": 8})  # layers 0 and 2 slide
+    assert windowed.kv_cache_bytes(20) == (8 + 20 + 8) * 2 * 2 * windowed.head_dim * 2
+    assert shape_of(CONFIGS["bert"]).kv_cache_bytes(20) == 0
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "words"),
+    [
+        ({"model_type": "lama"}, "config.json: model_type", ["`lama`", "did you mean `llama`?", "xlm-roberta", "t5"]),
+        ({"model_type": "gemma3"}, "config.json: model_type", ["did you mean `gemma3_text`?"]),
+        ({"model_type": ["llama"]}, "config.json: model_type", ["known: llama"]),
+        ({}, "config.json: model_type", ["names no model_type", "known: llama"]),
+        ([], "config.json: model_type", ["names no model_type"]),
+        ({"model_type": "llama", "hidden_size": "wide"}, "config.json: hidden_size", ["'wide'"]),
+        ({"model_type": "gpt2", "n_embd": 0}, "config.json: n_embd", ["0", "above 0"]),
+        ({"model_type": "llama", "hidden_size": True}, "config.json: hidden_size", ["True"]),
+        ({"model_type": "llama", "vocab_size": 32.5}, "config.json: vocab_size", ["32.5"]),
+        (
+            {"model_type": "bert", "hidden_size": 30},
+            "config.json: num_attention_heads",
+            ["30", "num_attention_heads: 12"],
+        ),
+        ({"model_type": "qwen3", "num_key_value_heads": 3}, "config.json: num_key_value_heads", ["32", "heads: 3"]),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "config.json: add_cross_attention", ["not known"]),
+    ],
+)
+def test_configs_that_cant_be_read_are_refused_in_words(config: Any, where: str, words: list[str]) -> None:
+    with pytest.raises(UserMistake) as caught:
+        read_shape(config)
+    assert caught.value.where == where
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_task_the_family_has_not_is_refused() -> None:
+    with pytest.raises(UserMistake, match="llama is not known for seq2seq"):
+        read_shape(CONFIGS["llama"], "seq2seq")
+    with pytest.raises(UserMistake, match="number of labels"):
+        read_shape(CONFIGS["llama"], "classification")
+
+
+@pytest.mark.parametrize(
+    ("targets", "saved", "where", "word"),
+    [
+        (("q_porj",), (), "method.target_modules", "did you mean `q_proj`?"),
+        (("q_proj", "input_layernorm"), (), "method.target_modules", "no linear layer"),
+        (("mlp",), (), "method.target_modules", "no linear layer"),
+        ((), ("lm_haed",), "method.modules_to_save", "did you mean `lm_head`?"),
+    ],
+)
+def test_modules_the_model_has_not_are_refused(
+    targets: tuple[str, ...], saved: tuple[str, ...], where: str, word: str
+) -> None:
+    with pytest.raises(UserMistake) as caught:
+        shape_of(CONFIGS["llama"]).with_lora(4, targets, saved)
+    assert caught.value.where == where
+    assert word in str(caught.value)
+
+
+def test_reading_a_shape_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, farthing.shapes\n"
+        "farthing.shapes.read_shape({'model_type': 'llama'})\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'yaml', 'dataclasses', 'difflib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
