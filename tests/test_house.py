@@ -56,7 +56,22 @@ def test_one_place_goes_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["errors", "units", "job", "files", "meter", "run_folder", "limits", "metrics", "starter", "data", "report"]
+    "name",
+    [
+        "errors",
+        "units",
+        "job",
+        "files",
+        "meter",
+        "run_folder",
+        "limits",
+        "metrics",
+        "starter",
+        "spells",
+        "spot",
+        "data",
+        "report",
+    ],
 )
 def test_rooms_without_torch(name: str) -> None:
     for path in room(name):
