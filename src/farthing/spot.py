@@ -93,6 +93,23 @@ def fit(
     return Interruptions(fit_law(up, law, half_life_s), down_law, n_spells, _facts()["drift"])
 
 
+def drawn_together(zones: Sequence[Interruptions], share: float) -> list[Interruptions]:
+    """Zones of one kind of node, each with its mean spells moved `share` of the way, in logarithms, to those of all.
+
+    What a zone was lately is part chance: the far ones come back (shrinkage, James and Stein, 1961).
+    """
+    up = [math.log(zone.up.mean_s) for zone in zones]
+    down = [math.log(zone.down.mean_s) for zone in zones if zone.down]
+    drawn = []
+    for zone in zones:
+        longer = math.exp(share * (sum(up) / len(up) - math.log(zone.up.mean_s)))
+        wait = zone.down
+        if wait:
+            wait = wait.stretched(math.exp(share * (sum(down) / len(down) - math.log(wait.mean_s))))
+        drawn.append(replace(zone, up=zone.up.stretched(longer), down=wait))
+    return drawn
+
+
 def prior(n_gpus: int = 1) -> Interruptions:
     """For GPUs without traces: the middle of the zones that were measured, and a range as wide as between them."""
     facts = _facts()
