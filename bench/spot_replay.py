@@ -1,6 +1,6 @@
 """Replay training jobs on measured spot capacity, and hold what was predicted against what happened.
 
-    python bench/spot_replay.py --traces DIR [--nodes 1] [--half-life-days 8] [--json]
+    python bench/spot_replay.py --traces DIR [--nodes 1] [--half-life-days 2] [--share 0.4] [--json]
 
 DIR is any tree of files {"metadata": {"gap_seconds": g}, "data": [instances available, ...]}. The model of a zone comes
 from the first half of its trace and is judged on the second half ("hold-out"; two more ways, named when they are
@@ -23,16 +23,17 @@ from typing import Any
 import numpy as np
 
 from farthing.spells import Floats, spells_of
-from farthing.spot import Interruptions, Rhythm, best_interval_s, expect, expect_range, fit
+from farthing.spot import Interruptions, Rhythm, best_interval_s, draw_paths, drawn_together, expect, expect_range, fit
 
 JOB_HOURS = (1, 2, 4, 8, 12, 24, 48)
 SAVE_S, RESTART_S = 20, 180
 N_STARTS = 400
-HALF_LIFE_S = 8 * 86400.0  # of 1, 2, 4, 8 days and no end: least error of rolling predictions within the first halves
-REFIT_S = 2 * 86400.0
+HALF_LIFE_S = 2 * 86400.0  # these two: least error within the first halves, see docs/log.md
+SHARE = 0.4
+N_LOOKS = 12
 WAYS = {
     "hold-out": "the model is made once, from the first half",
-    "rolling": "the model is made again every other day from all that came before; predictions are averaged",
+    "rolling": "the model is made anew at 12 moments from all that came before; predictions are averaged",
     "same half": "the model has seen what it is judged on: the error that is left is the model's own, not drift",
 }
 
@@ -111,18 +112,27 @@ def replay(trace: Trace, work_s: float, rhythm: Rhythm, starts_s: Sequence[int],
     return Replayed(now - began, billed, hits)
 
 
-def judge(trace: Trace, way: str, nodes: int, half_life_s: float) -> dict[str, Any] | None:
-    """Predicted and replayed hours of each job in the second half of one zone; None where a half is never up."""
-    past, future = trace.halves()
-    if max(past.available) < nodes or max(future.available) < nodes:
-        return None
-    middle, n = len(past.available), len(trace.available)
-    step = max(1, round(REFIT_S / trace.gap_s))
-    ends = {"hold-out": [middle], "rolling": list(range(middle, n, step)), "same half": [n]}[way]
-    seen = [Trace(trace.name, trace.gap_s, trace.available[middle if way == "same half" else 0 : end]) for end in ends]
-    zones = [model_of(each, nodes, math.inf if way == "same half" else half_life_s) for each in seen]
+def models(
+    traces: Sequence[Trace], way: str, nodes: int, half_life_s: float, share: float
+) -> list[list[Interruptions]]:
+    """The models of each zone that the predictions of its second half are made from: one, or one for each new look."""
+    looks = []
+    for look in range(N_LOOKS if way == "rolling" else 1):
+        zones = []
+        for trace in traces:
+            middle, n = len(trace.available) // 2, len(trace.available)
+            begin, end = (middle, n) if way == "same half" else (0, middle + (n - middle) * look // N_LOOKS)
+            seen = spells_of(trace.available[begin:end], trace.gap_s, nodes)
+            zones.append(fit(*seen, half_life_s=math.inf if way == "same half" else half_life_s))
+        looks.append(zones if way == "same half" else drawn_together(zones, share))
+    return [list(zones) for zones in zip(*looks, strict=True)]
+
+
+def judge(trace: Trace, zones: Sequence[Interruptions], nodes: int) -> dict[str, Any]:
+    """Predicted and replayed hours of each job in the second half of one zone."""
+    future = trace.halves()[1]
     rhythm = Rhythm(max(60, round(best_interval_s(SAVE_S, RESTART_S, zones[0]))), SAVE_S, RESTART_S)
-    length_s = (n - middle) * trace.gap_s
+    length_s = len(future.available) * trace.gap_s
     starts = [round(i * length_s / N_STARTS) for i in range(N_STARTS)]
     jobs = []
     for hours in JOB_HOURS:
@@ -130,6 +140,7 @@ def judge(trace: Trace, way: str, nodes: int, half_life_s: float) -> dict[str, A
         happened = replay(future, work_s, rhythm, starts, nodes)
         middles = [expect(work_s, rhythm, zone) for zone in zones]
         edges = [expect_range(work_s, rhythm, zone) for zone in zones]
+        paths = [draw_paths(work_s, rhythm, zone, deadline_s=2 * work_s, n_paths=1000) for zone in zones]
         jobs.append(
             {
                 "job_hours": hours,
@@ -140,15 +151,14 @@ def judge(trace: Trace, way: str, nodes: int, half_life_s: float) -> dict[str, A
                 "replayed_billed_h": float(happened.billed_s.mean()) / 3600,
                 "predicted_interruptions": float(np.mean([each.n_interruptions for each in middles])),
                 "replayed_interruptions": float(happened.n_interruptions.mean()),
+                "chance_in_twice_the_time": [
+                    float(np.mean([path.chance_by(2 * work_s) for path in paths])),
+                    float(np.mean(happened.wall_s <= 2 * work_s)),
+                ],
             }
         )
     errors = {f"{what}_error_percent": error_percent(jobs, what) for what in ("billed_h", "wall_h")}
     return {"zone": trace.name, "interval_s": rhythm.interval_s, "spread": zones[0].spread, **errors, "jobs": jobs}
-
-
-def model_of(past: Trace, nodes: int, half_life_s: float) -> Interruptions:
-    """The model of a zone from what was seen of it."""
-    return fit(*spells_of(past.available, past.gap_s, nodes), half_life_s=half_life_s)
 
 
 def error_percent(jobs: Sequence[dict[str, Any]], what: str) -> float:
@@ -156,9 +166,13 @@ def error_percent(jobs: Sequence[dict[str, Any]], what: str) -> float:
     return 100 * float(np.mean([abs(job[f"predicted_{what}"] / job[f"replayed_{what}"] - 1) for job in jobs]))
 
 
-def judge_all(traces: Sequence[Trace], way: str, nodes: int, half_life_s: float) -> dict[str, Any]:
-    """Every zone, the mean error over zones and jobs, and the error of the hours summed over the zones."""
-    zones = [zone for trace in traces if (zone := judge(trace, way, nodes, half_life_s))]
+def judge_all(
+    traces: Sequence[Trace], way: str, nodes: int = 1, half_life_s: float = HALF_LIFE_S, share: float = SHARE
+) -> dict[str, Any]:
+    """Every zone that is up in both halves, the mean error over zones and jobs, and that of the sums over the zones."""
+    usable = [trace for trace in traces if all(max(half.available) >= nodes for half in trace.halves())]
+    made = models(usable, way, nodes, half_life_s, share)
+    zones = [judge(trace, each, nodes) for trace, each in zip(usable, made, strict=True)]
     jobs = [job for zone in zones for job in zone["jobs"]]
     sums = [
         {
@@ -173,6 +187,8 @@ def judge_all(traces: Sequence[Trace], way: str, nodes: int, half_life_s: float)
         "way": way,
         "mean_error_percent": {what: error_percent(jobs, what) for what in ("billed_h", "wall_h")},
         "pooled_error_percent": {what: error_percent(sums, what) for what in ("billed_h", "wall_h")},
+        "chance_error_points": 100
+        * float(np.mean([abs(a - b) for a, b in (j["chance_in_twice_the_time"] for j in jobs)])),
         "wall_in_range_percent": 100 * float(np.mean(inside)),
         "zones": zones,
     }
@@ -184,12 +200,13 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--half-life-days", type=float, default=HALF_LIFE_S / 86400)
+    parser.add_argument("--share", type=float, default=SHARE, help="of the way to the mean of all zones")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     traces = read_traces(asked.traces)
     if not traces:
         parser.error(f"no traces under {asked.traces}")
-    results = [judge_all(traces, way, asked.nodes, asked.half_life_days * 86400) for way in WAYS]
+    results = [judge_all(traces, way, asked.nodes, asked.half_life_days * 86400, asked.share) for way in WAYS]
     if asked.json:
         print(json.dumps(results, indent=1))
         return
@@ -206,6 +223,7 @@ def main() -> None:
             )
         print(f"  {'mean over zones and jobs':44} {mean['billed_h']:9.1f} % {mean['wall_h']:9.1f} %")
         print(f"  {'zones pooled':44} {pooled['billed_h']:9.1f} % {pooled['wall_h']:9.1f} %")
+        print(f"  chance to end within twice the work: off by {result['chance_error_points']:.0f} points on average")
         print(f"  replayed mean inside the predicted range: {result['wall_in_range_percent']:.0f} % of zones and jobs")
 
 
