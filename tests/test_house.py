@@ -60,6 +60,7 @@ def test_one_place_goes_backward() -> None:
     [
         *("errors", "units", "job", "files", "meter", "run_folder", "limits", "metrics", "starter", "data", "report"),
         *("families", "shapes"),
+        *("spells", "spot"),
     ],
 )
 def test_rooms_without_torch(name: str) -> None:

@@ -1,0 +1,318 @@
+"""Spot: closed forms, renewal against drawn paths, fits, oracles worked by hand, and jobs replayed on measured traces."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import spot_replay
+from farthing.errors import UserMistake
+from farthing.spells import Spell, Weibull, fit_law, spells_of
+from farthing.spot import (
+    Interruptions,
+    Rhythm,
+    best_interval_s,
+    choose,
+    daly_interval_s,
+    draw_paths,
+    drawn_together,
+    expect,
+    expect_range,
+    fit,
+    interval_steps,
+    prior,
+    young_interval_s,
+)
+
+H = 3600.0
+BURSTY = Interruptions(Weibull(3 * H, 0.6), Weibull(1 * H, 0.7))
+
+
+def exponential(mean_s: float) -> Interruptions:
+    """Interruptions at a constant rate, capacity back at once."""
+    return Interruptions(Weibull(mean_s))
+
+
+def measured(zone: Interruptions, n: int, seed: int = 1) -> Interruptions:
+    """A zone fitted to spells drawn from another."""
+    chance = np.random.default_rng(seed)
+    assert zone.down is not None
+    up, down = ([Spell(float(length), 0.0) for length in law.draw(chance, n)] for law in (zone.up, zone.down))
+    return fit(up, down)
+
+
+# ---- oracles ----
+
+
+def test_half_price_with_ten_percent_overhead_saves_45_percent() -> None:
+    work_s = 300_000 / 1100 * 60
+    assert work_s / H == pytest.approx(4.55, abs=0.005)
+    # 6 s of saving per minute of work, nothing ever interrupted
+    rhythm = Rhythm(60, 6, 0)
+    choice = choose(work_s, rhythm, exponential(1e12), spot_usd_per_h=0.5, on_demand_usd_per_h=1.0)
+    assert (choice.best.kind, choice.ways[0].usd) == ("spot", pytest.approx(4.55, abs=0.005))
+    assert choice.best.usd == pytest.approx(2.5, abs=0.005)
+    assert choice.why.startswith("spot saves 45% of $4.55 on demand")
+
+
+def test_an_interruption_in_8_hours_and_a_12_hour_job() -> None:
+    # restart and loss of 5 min each: save every 4 min, half of it lost on average, and 3 min to restart
+    expected = expect(12 * H, Rhythm(240, 0, 180), exponential(8 * H))
+    assert expected.n_interruptions == pytest.approx(1.5, abs=0.03)
+    assert 7 <= (expected.lost_s + expected.restart_s) / 60 <= 10
+    lost_5 = expect(12 * H, Rhythm(600, 0, 0), exponential(8 * H))
+    assert lost_5.lost_s / lost_5.n_interruptions / 60 == pytest.approx(5, abs=0.1)
+    assert 7.5 <= lost_5.lost_s / 60 <= 10
+
+
+@pytest.mark.parametrize("mean_h", [2, 4, 8])
+def test_checkpoints_every_5_min_and_half_price_are_still_about_half_the_cost(mean_h: float) -> None:
+    work_s = 400_000 / 1200 * 60
+    assert work_s / H == pytest.approx(5.56, abs=0.005)
+    expected = expect(work_s, Rhythm(300, 5, 180), exponential(mean_h * H))
+    assert expected.billed_s / work_s * 0.5 == pytest.approx(0.5, abs=0.035)
+
+
+# ---- closed forms ----
+
+
+@pytest.mark.parametrize(
+    ("work_h", "tau", "save", "restart"), [(10, 900, 20, 300), (100, 36, 5, 60), (500, 300, 60, 600)]
+)
+def test_exponential_spells_give_dalys_formula(work_h: float, tau: float, save: float, restart: float) -> None:
+    mean_s = 4 * H
+    expected = expect(work_h * H, Rhythm(tau, save, restart), exponential(mean_s))
+    daly = mean_s * math.exp(restart / mean_s) * math.expm1((tau + save) / mean_s) * work_h * H / tau
+    assert expected.billed_s == pytest.approx(daly, rel=1e-6)
+    assert expected.wall_s == expected.billed_s
+    assert expected.n_interruptions == pytest.approx(daly / mean_s, rel=1e-6)
+
+
+def test_the_best_interval_of_exponential_spells_is_dalys() -> None:
+    assert young_interval_s(20, 4 * H) == pytest.approx(math.sqrt(2 * 20 * 4 * H))
+    assert young_interval_s(20, 4 * H) / 60 == pytest.approx(12.6, abs=0.1)
+    assert daly_interval_s(10, 4) == 4
+    for save_s in (5, 30, 300):
+        assert best_interval_s(save_s, 300, exponential(4 * H)) == pytest.approx(
+            daly_interval_s(save_s, 4 * H), rel=0.02
+        )
+
+
+def test_no_interval_does_better_than_the_best_one() -> None:
+    for zone in (BURSTY, measured(BURSTY, 500)):
+        best = best_interval_s(30, 300, zone)
+        hours = [expect(100 * H, Rhythm(tau, 30, 300), zone).billed_s for tau in (best, best / 2, best * 2)]
+        assert hours[0] < min(hours[1:])
+
+
+def test_minutes_become_steps() -> None:
+    assert interval_steps(600, 1.3) == 462
+    assert interval_steps(1, 30) == 1
+
+
+# ---- renewal equations against drawn paths ----
+
+
+@pytest.mark.parametrize("zone", [BURSTY, measured(BURSTY, 300), Interruptions(Weibull(2 * H), Weibull(H, 2.0))])
+@pytest.mark.parametrize("work_h", [0.2, 3, 30])
+def test_expected_times_are_the_mean_of_drawn_paths(zone: Interruptions, work_h: float) -> None:
+    rhythm = Rhythm(1200, 30, 300)
+    expected = expect(work_h * H, rhythm, zone)
+    paths = draw_paths(work_h * H, rhythm, zone, deadline_s=1e12, n_paths=40_000)
+    assert expected.billed_s == pytest.approx(paths.spot_s.mean(), rel=0.01)
+    assert expected.wall_s == pytest.approx(paths.wall_s.mean(), rel=0.02)
+
+
+def test_thousands_of_stretches_go_on_as_the_first() -> None:
+    """Beyond the stretches that are solved one by one, growth is even: a job twice as long at half the detail agrees."""
+    zone = Interruptions(Weibull(1 * H, 0.7), Weibull(0.5 * H))
+    exact, grown = (expect(hours * H, Rhythm(60, 1, 30), zone).billed_s for hours in (49, 98))
+    paths = draw_paths(98 * H, Rhythm(60, 1, 30), zone, deadline_s=1e12, n_paths=4000)
+    assert grown == pytest.approx(paths.spot_s.mean(), rel=0.003)
+    assert grown == pytest.approx(2 * exact, rel=0.01)
+
+
+def test_a_job_that_can_never_save_is_said_never_to_end() -> None:
+    zone = fit([Spell(600, 0), Spell(900, 0)], [Spell(60, 0)])
+    assert expect(5 * H, Rhythm(1800, 10, 60), zone).billed_s == math.inf
+    choice = choose(5 * H, Rhythm(1800, 10, 60), zone, spot_usd_per_h=0.1, on_demand_usd_per_h=1)
+    assert choice.best.kind == "on demand"
+
+
+# ---- models ----
+
+
+def test_short_means_and_survivals_are_those_of_the_law() -> None:
+    chance = np.random.default_rng(3)
+    for law in (BURSTY.up, measured(BURSTY, 200).up):
+        drawn, rest = law.draw(chance, 200_000), law.draw_rest(chance, 200_000)
+        for t in (300.0, 5000.0, 60_000.0):
+            assert float(law.survival(t)) == pytest.approx((drawn >= t).mean(), abs=0.005)
+            assert float(law.lived(t)) == pytest.approx(np.minimum(drawn, t).mean(), rel=0.02)
+            assert float(law.lived_square(t)) == pytest.approx((np.minimum(drawn, t) ** 2).mean(), rel=0.04)
+            assert 1 - float(law.lived(t)) / law.mean_s == pytest.approx((rest >= t).mean(), abs=0.01)
+
+
+def test_the_young_are_at_risk() -> None:
+    assert BURSTY.hazard_per_h(0) > 2 * BURSTY.hazard_per_h(2 * H)
+    assert (
+        exponential(4 * H).hazard_per_h(0)
+        == pytest.approx(exponential(4 * H).hazard_per_h(9 * H))
+        == pytest.approx(0.25)
+    )
+    assert measured(BURSTY, 300).hazard_per_h(1e9) == math.inf
+
+
+def test_fits_find_the_law_again_with_spells_cut_short() -> None:
+    chance = np.random.default_rng(0)
+    lengths, cuts = BURSTY.up.draw(chance, 4000), chance.exponential(8 * H, 4000)
+    spells = [Spell(min(a, b), 0.0, a > b) for a, b in zip(lengths, cuts, strict=True)]
+    assert 0.2 < np.mean([spell.is_censored for spell in spells]) < 0.6
+    found = fit_law(spells, "weibull")
+    assert isinstance(found, Weibull)
+    assert (found.shape, found.scale_s) == (pytest.approx(0.6, rel=0.05), pytest.approx(3 * H, rel=0.08))
+    for t in (600, H, 5 * H):
+        assert float(fit_law(spells).survival(t)) == pytest.approx(float(BURSTY.up.survival(t)), abs=0.03)
+    # worked by hand: 2, 3 cut short, 5, 8 cut short; 1/4 at 2, half of the other 3/4 at 5, the rest at 8 (Efron)
+    few = fit_law([Spell(5, 0), Spell(2, 0), Spell(8, 0, True), Spell(3, 0, True)])
+    assert [float(few.survival(t)) for t in (2, 2.1, 5, 5.1, 8, 8.1)] == pytest.approx([1, 0.75, 0.75, 0.375, 0.375, 0])
+    assert fit_law([Spell(5, 0), Spell(2, 0), Spell(8, 0, True)], "exponential").mean_s == pytest.approx(15 / 2)
+
+
+def test_spells_are_read_from_a_trace() -> None:
+    up, down = spells_of([1, 1, 0, 2, 2, 2, 0, 0, 1], 10)
+    assert up == [Spell(30, 60), Spell(10, 90, True)]
+    assert down == [Spell(10, 30), Spell(20, 80)]
+    assert spells_of([1, 1, 0, 2, 2, 2, 0, 0, 1], 10, nodes=2)[0] == [Spell(30, 60)]
+    with pytest.raises(UserMistake, match="no capacity"):
+        fit(*spells_of([0, 0, 0], 10))
+
+
+def test_newer_spells_count_more() -> None:
+    spells = [Spell(H, 0.0), Spell(3 * H, 10 * H)]
+    assert fit_law(spells).mean_s == pytest.approx(2 * H)
+    assert fit_law(spells, half_life_s=10 * H).mean_s == pytest.approx((0.5 * 1 + 3) / 1.5 * H)
+
+
+def test_zones_are_drawn_together() -> None:
+    zones = [Interruptions(Weibull(1 * H), Weibull(4 * H)), Interruptions(Weibull(4 * H), Weibull(1 * H))]
+    for share, means in ((0, [1, 4]), (0.5, [2**0.5, 2**1.5]), (1, [2, 2])):
+        assert [zone.up.mean_s / H for zone in drawn_together(zones, share)] == pytest.approx(means)
+        assert [zone.down.mean_s / H for zone in drawn_together(zones, share) if zone.down] == pytest.approx(
+            means[::-1]
+        )
+
+
+def test_few_spells_and_priors_have_wide_ranges() -> None:
+    few, many, guess = measured(BURSTY, 8), measured(BURSTY, 2000), prior()
+    assert few.spread > many.spread > 1
+    assert guess.spread > many.spread
+    assert guess.is_prior
+    assert not many.is_prior
+    assert prior(8).mean_between_s == pytest.approx(guess.mean_between_s / 2.7, rel=0.02)
+    assert prior(8).spread > guess.spread
+    good, likely, bad = expect_range(12 * H, Rhythm(1200, 30, 300), guess)
+    assert good.wall_s < likely.wall_s < bad.wall_s
+    assert good.billed_s < likely.billed_s < bad.billed_s
+
+
+# ---- which way ----
+
+
+def test_the_mixture_meets_deadlines_that_spot_alone_would_miss() -> None:
+    rhythm = Rhythm(1200, 30, 300)
+    for deadline_h in (32, 36, 45, 60, 90):
+        alone, mixed = (
+            draw_paths(30 * H, rhythm, BURSTY, deadline_s=deadline_h * H, falls_back=both) for both in (False, True)
+        )
+        assert mixed.chance_by(deadline_h * H) == 1
+        assert alone.chance_by(deadline_h * H) < 1
+    choice = choose(30 * H, rhythm, BURSTY, spot_usd_per_h=1, on_demand_usd_per_h=3, deadline_s=45 * H)
+    assert choice.best.kind == "mixture"
+    assert "spot alone meets the deadline with" in choice.why
+    cost = {way.kind: way.usd for way in choice.ways}
+    assert cost["spot"] < cost["mixture"] < cost["on demand"]
+    again = choose(30 * H, rhythm, BURSTY, spot_usd_per_h=1, on_demand_usd_per_h=3, deadline_s=45 * H)
+    assert again == choice
+
+
+def test_dear_or_late_spot_is_left() -> None:
+    rhythm = Rhythm(1200, 30, 300)
+    dear = choose(30 * H, rhythm, BURSTY, spot_usd_per_h=2.9, on_demand_usd_per_h=3)
+    assert dear.best.kind == "on demand"
+    assert "with what it loses" in dear.why
+    late = choose(30 * H, rhythm, BURSTY, spot_usd_per_h=1, on_demand_usd_per_h=3, deadline_s=20 * H)
+    assert "no way meets the deadline" in late.why
+
+
+# ---- replays ----
+
+
+def second_by_second(trace: spot_replay.Trace, work_s: int, rhythm: Rhythm, start_s: int) -> tuple[int, int, int]:
+    """Wall and billed seconds and interruptions of one job: the plainest loop there is."""
+    second, wall, billed, hits = start_s, 0, 0, 0
+    safe = work = restart = saving = 0
+    was_up = False
+    while True:
+        is_up = trace.available[second // trace.gap_s % len(trace.available)] >= 1
+        if was_up and not is_up:
+            hits, work, saving, restart = hits + 1, safe, 0, int(rhythm.restart_s)
+        if is_up:
+            billed += 1
+            if restart:
+                restart -= 1
+            elif saving:
+                saving -= 1
+                safe = work if saving == 0 else safe
+            else:
+                work += 1
+                if work - safe == rhythm.interval_s or work == work_s:
+                    saving = int(rhythm.save_s)
+        was_up = is_up
+        second, wall = second + 1, wall + 1
+        if safe == work_s:
+            return wall, billed, hits
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_replays_are_those_of_a_loop_over_seconds(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    lengths = chance.integers(1, [9, 5] * 6)
+    data = [int(i % 2 == seed % 2) for i, length in enumerate(lengths) for _ in range(length)]
+    if seed in (2, 3):
+        data += [data[0]] * 2  # a spell that goes on over the end
+    data = [1] * 9 if seed == 6 else data
+    trace, rhythm = spot_replay.Trace("small", 40, tuple(data)), Rhythm(50, 7, 20)
+    starts = sorted({0, *(int(s) for s in chance.integers(0, 40 * len(data), 40)), 40 * len(data) - 1})
+    for work_s in (30, 170, 500):
+        found = spot_replay.replay(trace, work_s, rhythm, starts)
+        plain = [second_by_second(trace, work_s, rhythm, start) for start in starts]
+        assert list(zip(found.wall_s, found.billed_s, found.n_interruptions, strict=True)) == plain
+
+
+def measured_traces() -> list[spot_replay.Trace]:
+    """The traces beside the test data, or a skip that says so."""
+    data = os.environ.get("FARTHING_DATA")
+    folder = Path(data).parent / "spot" if data else None
+    if folder is None or not folder.is_dir():
+        pytest.skip("needs a folder `spot` of traces beside the folder named by FARTHING_DATA")
+    return spot_replay.read_traces(folder)
+
+
+@pytest.mark.parametrize(("way", "most_wall"), [("hold-out", 25), ("rolling", 20), ("same half", 5)])
+def test_replayed_cost_and_hours_are_about_the_predicted_ones(way: str, most_wall: float) -> None:
+    """Hours miss the target of 15 % on unseen halves, because capacity drifts: docs/log.md. Without drift they keep it."""
+    result = spot_replay.judge_all(measured_traces(), way)
+    assert result["mean_error_percent"]["billed_h"] < 5
+    assert result["mean_error_percent"]["wall_h"] < most_wall
+    assert result["wall_in_range_percent"] > 80
+    assert result["chance_error_points"] < 15
+
+
+def test_measured_spells_are_not_exponential() -> None:
+    shapes = [fit_law(spells_of(trace.available, trace.gap_s)[0], "weibull") for trace in measured_traces()]
+    assert all(isinstance(law, Weibull) and law.shape < 1 for law in shapes)
