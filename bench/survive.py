@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,11 @@ def survive(seed: int, folder: Path, data: Path | None = None, *, spawn: bool = 
     method = ["full", "lora"][seed // 3 % 2]
     with open(train_file, encoding="utf-8-sig", errors="replace") as file:
         some_text = list(itertools.islice(file, 500))
-    make_model_folder(folder / "model", some_text, FAMILY[task], hidden=32, layers=2, dropout=0.1)
-    chain = Chain(seed, task, method)
     if not spawn:
         _import_everything()
+    # in a child: training a tokenizer starts threads, and a process with threads must not be forked from
+    _in_a_child(lambda: make_model_folder(folder / "model", some_text, FAMILY[task], hidden=32, layers=2, dropout=0.1))
+    chain = Chain(seed, task, method)
     alone, killed = (
         _job(folder, "alone", train_file, task, method, seed),
         _job(folder, "killed", train_file, task, method, seed),
@@ -199,6 +201,20 @@ class Forked:
         """SIGKILL, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
+
+
+def _in_a_child(work: Callable[[], object]) -> None:
+    """Do something that only leaves files behind."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    if os.waitpid(pid, 0)[1] != 0:
+        raise SystemExit("the model folder could not be made")
 
 
 def _import_everything() -> None:

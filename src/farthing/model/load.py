@@ -6,7 +6,6 @@ Every failure of the libraries becomes a `ModelError` in words. Refuses to train
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,6 @@ def quiet_libraries() -> None:
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.utils.logging.set_verbosity_error()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
 def load_config(choice: ModelChoice) -> Any:
