@@ -587,3 +587,13 @@ def test_help_and_a_wrong_job_answer_without_torch(tmp_path: Path) -> None:
         )
         assert f"code {exit_code} heavy []" in done.stdout
     assert "did you mean `train`?" in done.stderr
+
+
+def test_the_job_of_the_readme_is_a_job(tmp_path: Path) -> None:
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    text = readme.split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "job.yaml").write_text(text)
+    job = load_job(tmp_path / "job.yaml")
+    assert job.model.model_name_or_path == "Qwen/Qwen2.5-0.5B"
+    assert job.limits.max_usd == 5
+    assert (job.global_batch_size, job.learning_rate) == (16, 2e-4)

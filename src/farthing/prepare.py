@@ -238,7 +238,7 @@ def settle_checkpointing(job: Job, model: Any, numerics: Numerics, train: Exampl
         with numerics.autocasting():
             return summed_loss(model, batch, job.task)[0]
 
-    largest_tokens = int(np.sort(lengths)[-job.micro_batch_size :].max()) * min(job.micro_batch_size, len(lengths))
+    largest_tokens = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
     wanted = job.train.gradient_checkpointing
     return choose_checkpointing(
         model,

@@ -44,7 +44,7 @@ from farthing.hardware import Numerics, choose_numerics, device_name, peak_bytes
 from farthing.job import Job
 from farthing.limits import over_limit
 from farthing.meter import Ledger, Meter, seconds_since_process_start
-from farthing.metrics import GREATER_IS_BETTER, OF_TASK
+from farthing.metrics import GREATER_IS_BETTER
 from farthing.model.adapters import count_parameters, put_back
 from farthing.model.flops import flops_per_token
 from farthing.model.load import quiet_libraries
@@ -221,7 +221,7 @@ class Run:
         self.memory = settle_checkpointing(job, self.model, self.numerics, self.train_examples, self.inputs.pad_id)
         self.promised_bytes = before_bytes + self.memory.total_bytes
         self.log = JsonLines(self.folder / LOG)
-        self.metric = _metric_of(job)
+        self.metric = (train.metric_for_best_model or "loss").removeprefix("eval_")  # known: the job was checked
         self.pace = Pace(self.numerics, flops_per_token(self.model, job.method.name), self.meter)
         self._saved_at_s = self.meter.wall_s
         self._saved_mark = self._mark()
@@ -606,18 +606,6 @@ def seed_everything(seed: int, step: int) -> None:
     torch.manual_seed(number)
     np.random.seed(number % 2**32)
     random.seed(number)
-
-
-def _metric_of(job: Job) -> str:
-    metric = (job.train.metric_for_best_model or "loss").removeprefix("eval_")
-    known = OF_TASK[job.task]
-    if metric not in known:
-        raise UserMistake(
-            f"`{metric}` is not measured for {job.task}",
-            where="train.metric_for_best_model",
-            to_do=f"use one of {', '.join(known)}",
-        )
-    return metric
 
 
 def _price_in_words(job: Job) -> str:
