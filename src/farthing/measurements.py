@@ -1,0 +1,188 @@
+"""What runs measured, for the next plan on the same hardware: one line of JSON an attempt.
+
+A run teaches the planner through this file and through nothing else. It holds numbers and names of hardware, of model
+families and of settings; no path, no name of a model or of data, and no secret. Refuses to predict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MEASUREMENTS = "measurements.jsonl"
+VERSION = 1
+FEWEST_STEPS = 5  # fewer measured steps say nothing
+_MOST_BYTES = 8 << 20  # of the newest lines that are read: thousands of runs
+_MOST_LINE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One attempt at a job: what ran, on what, and what it took."""
+
+    when: str  # ISO date and time, UTC
+    farthing: str  # versions
+    torch: str
+    hardware: str  # machine.hardware_key
+    device: str  # cuda or cpu
+    n_devices: int
+
+    model_type: str
+    n_parameters: int
+    n_trainable: int
+    hidden: int
+    n_layers: int
+    vocab: int
+    task: str
+    method: str
+    lora_r: int  # 0 without an adapter
+    precision: str  # bf16, fp16 or fp32
+    optim: str
+    micro_batch_size: int
+    global_batch_size: int
+    every_n_layers: int  # activation checkpointing: 0 none, 1 every layer, 2 every second
+    lengths: dict[str, float]  # of the training examples: n_examples, mean, longest, mean_target, longest_target
+
+    # the steps after the first, which warms up
+    n_steps: int
+    n_tokens: int  # without padding; seq2seq: sources and targets
+    n_padded_tokens: int
+    n_target_tokens: int
+    compute_s: float
+    optimizer_s: float
+    data_wait_s: float
+    host_to_device_s: float
+    first_step_s: float
+
+    # the whole attempt
+    spans: dict[str, float]  # seconds by the meter's names
+    n_evaluations: int
+    n_eval_examples: int  # of one evaluation
+    n_eval_padded_tokens: int
+    evaluation_s: float  # of one evaluation
+    has_generated: bool  # evaluation wrote texts as well
+    n_saves: int
+    save_bytes: int  # of the last one
+    save_s: float  # all of them, only the time in which training stood still
+    export_s: float
+    start_up_s: float
+    tokenize_s: float
+    was_tokenized_before: bool
+    load_model_s: float
+    restore_s: float
+
+    # memory: what torch took on a GPU, what the whole process took on a CPU
+    before_model_bytes: int
+    loaded_bytes: int
+    first_step_peak_bytes: int
+    peak_bytes: int
+    peak_bytes_by_step: list[list[int]]  # [step of the attempt, peak so far]: 1, 2, 4, 8 ...
+    largest_rows: int  # of the micro-batch with most padded tokens
+    largest_padded_tokens: int
+
+    promised: dict[str, Any] = field(default_factory=dict)  # what a plan had said of this run, as it said it
+    version: int = VERSION
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a measured step."""
+        return (self.compute_s + self.optimizer_s + self.data_wait_s + self.host_to_device_s) / self.n_steps
+
+
+class Measurements(list[Measurement]):
+    """Measurements in the order they were written, and how many lines were none."""
+
+    n_skipped: int = 0
+
+
+def append_measurement(path: Path, measurement: Measurement) -> None:
+    """Add a line in one write and force it to the disk: runs that end together don't tear each other's lines.
+
+    Raises `OSError`.
+    """
+    line = json.dumps(dataclasses.asdict(measurement), allow_nan=False, ensure_ascii=False) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        data = (("\n" if is_torn else "") + line).encode()
+        if os.write(descriptor, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_measurements(path: Path) -> Measurements:
+    """What the file holds, oldest first; lines that are torn, foreign or of another version are skipped and counted.
+
+    A file that is not there, or can't be read, holds nothing.
+    """
+    found = Measurements()
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _MOST_BYTES))
+            if size > _MOST_BYTES:
+                file.readline()  # from the middle of a line
+            lines = file.read().split(b"\n")
+    except OSError:
+        return found
+    for line in lines:
+        if line.strip():
+            measurement = _parsed(line)
+            if measurement is None:
+                found.n_skipped += 1
+            else:
+                found.append(measurement)
+    return found
+
+
+def matching(measurements: Iterable[Measurement], *, hardware: str, **wanted: Any) -> list[Measurement]:
+    """Those of this hardware whose fields have the wanted values, newest first: `matching(all, hardware=h, method="lora")`."""
+    wanted["hardware"] = hardware
+    found = [m for m in measurements if all(getattr(m, name) == value for name, value in wanted.items())]
+    return sorted(found, key=lambda m: m.when, reverse=True)
+
+
+_TYPES = {f.name: str(f.type) for f in dataclasses.fields(Measurement)}
+_REQUIRED = {f.name for f in dataclasses.fields(Measurement) if f.default_factory is dataclasses.MISSING} - {"version"}
+
+
+def _parsed(line: bytes) -> Measurement | None:
+    """A line's measurement; None for anything else."""
+    if len(line) > _MOST_LINE_BYTES:
+        return None
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or row.get("version") != VERSION or not set(row) >= _REQUIRED:
+        return None
+    row = {name: value for name, value in row.items() if name in _TYPES}
+    return Measurement(**row) if all(_is_a(value, _TYPES[name]) for name, value in row.items()) else None
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    """Whether a value read from JSON is of the kind that the field says; numbers are finite and not below 0."""
+    if kind == "str":
+        return isinstance(value, str)
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind in ("int", "float"):
+        is_number = isinstance(value, int | float if kind == "float" else int) and not isinstance(value, bool)
+        return is_number and math.isfinite(value) and value >= 0
+    if kind.startswith("list"):
+        return isinstance(value, list) and all(
+            isinstance(pair, list) and len(pair) == 2 and all(_is_a(number, "int") for number in pair) for pair in value
+        )
+    inner = kind.removeprefix("dict[str, ").removesuffix("]")
+    return isinstance(value, dict) and (inner == "Any" or all(_is_a(number, inner) for number in value.values()))
