@@ -15,6 +15,8 @@ import psutil
 import torch
 
 from farthing.errors import HardwareError
+from farthing.machine import hardware_key as hardware_name
+from farthing.machine import local_cpu
 from farthing.units import plural
 
 
@@ -92,6 +94,12 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"CPU, {plural(torch.get_num_threads(), 'thread')}"
+
+
+def hardware_key(device: torch.device) -> str:
+    """The name that measurements on this device are kept under."""
+    name = str(torch.cuda.get_device_name(device)) if device.type == "cuda" else local_cpu().name
+    return hardware_name(device.type, name, torch.get_num_threads())
 
 
 def free_bytes(device: torch.device) -> int:

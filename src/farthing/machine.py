@@ -42,10 +42,11 @@ class Cpu:
         return bool(self.flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
     def peak_flops(self, precision: str, n_threads: int) -> float:
-        """FLOP/s at best, a rough guess: cores x clock x FLOPs of a cycle; real matrix products reach 0.3 to 0.8 of it.
+        """FLOP/s of matrix products, a rough guess: cores x clock x FLOPs of a cycle. A clock that rises under load is more,
+        small matrices are far less.
 
-        Two 512-bit multiply-adds a cycle for Intel's servers, one (or two of 256 bit) for AMD until Zen 4; bf16 is twice as
-        fast where it is native, AMX does 1024 a cycle (Intel and AMD optimisation manuals).
+        Two 512-bit multiply-adds a cycle for Intel's servers, one (or two of 256 bits) for AMD until Zen 4; bf16 is twice
+        as fast where it is native, AMX does 1024 a cycle (Intel and AMD optimisation manuals).
         """
         is_amd = self.name.startswith("AMD")
         if "avx512f" in self.flags:
