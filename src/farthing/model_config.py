@@ -1,0 +1,168 @@
+"""Where a model's config.json is found without transformers: a folder, the Hub's cache here, a table of known models, the Hub.
+
+Refuses to download anything else, and to understand what the configuration says: `shapes` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import json
+import os
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from farthing.errors import ModelError
+
+CONFIG = "config.json"
+_TIMEOUT_S = 5.0
+_MOST_BYTES = 1 << 20
+_YES = ("1", "on", "yes", "true")
+
+
+def find_config(name_or_path: str, revision: str | None = None) -> tuple[dict[str, Any], str]:
+    """What the model's config.json says, and in words where that came from.
+
+    Looks in this order: a local folder, the Hugging Face cache, the table that comes with farthing, and with one quick
+    request the Hub (not with HF_HUB_OFFLINE). Raises `ModelError`.
+    """
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        path = folder / CONFIG
+        if not path.is_file():
+            raise ModelError(
+                f"no {CONFIG} in the folder", where=name_or_path, to_do="name a folder in Hugging Face format"
+            )
+        return _parsed(path.read_bytes(), str(path)), f"{CONFIG} in {name_or_path}"
+    if folder.is_absolute() or not _is_hub_name(name_or_path):
+        raise ModelError("no such folder for the model", where=name_or_path, to_do="check model: in the job")
+    snapshot = cached_snapshot(name_or_path, revision)
+    if snapshot is not None and (snapshot / CONFIG).is_file():
+        words = f"{CONFIG} of {name_or_path} in the Hugging Face cache ({snapshot.name[:7]})"
+        return _parsed((snapshot / CONFIG).read_bytes(), str(snapshot / CONFIG)), words
+    known = known_config(name_or_path)
+    if known is not None:
+        words = f"farthing's table of models ({known_models()['date']})"
+        return known, words if revision in (None, "main") else f"{words}, whatever the revision"
+    return _from_hub(name_or_path, revision), f"{CONFIG} of {name_or_path} on the Hub"
+
+
+# ---- the cache of huggingface_hub ----
+
+
+def hub_cache() -> Path:
+    """The folder in which `huggingface_hub` keeps what it has downloaded."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable]).expanduser()
+    home = os.environ.get("HF_HOME") or str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def cached_snapshot(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a model's files in the cache, as they were at the revision; None when it was never downloaded."""
+    if not _is_hub_name(name):
+        return None
+    folder = hub_cache() / f"models--{name.replace('/', '--')}"
+    commit = revision or "main"
+    if ".." in commit.split("/") or commit.startswith("/"):
+        return None
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # not there: it is a commit by itself
+        commit = (folder / "refs" / commit).read_text(encoding="utf-8").strip()
+    snapshot = folder / "snapshots" / commit
+    return snapshot if re.fullmatch(r"[\w.-]+", commit) and snapshot.is_dir() else None
+
+
+# ---- the table ----
+
+
+@functools.cache
+def known_models() -> dict[str, Any]:
+    """The table: `models` by name, `same_as` for mirrors and forms with the same sizes, its `source` and `date`."""
+    table: dict[str, Any] = json.loads(
+        resources.files("farthing").joinpath("facts/models.json").read_text(encoding="utf-8")
+    )
+    return table
+
+
+def known_config(name: str) -> dict[str, Any] | None:
+    """The numbers of a known model, in the form of its config.json."""
+    table = known_models()
+    found = table["models"].get(table["same_as"].get(name, name))
+    return None if found is None else dict(found)
+
+
+def nearest_known(name: str) -> str:
+    """The known name most like this one, or nothing."""
+    table = known_models()
+    names = {full.lower(): full for full in (*table["models"], *table["same_as"])}
+    by_end = {full.rpartition("/")[2]: full for full in names}
+    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.75)
+    if near:
+        return names[near[0]]
+    near = difflib.get_close_matches(name.lower().rpartition("/")[2], by_end, n=1, cutoff=0.75)
+    return names[by_end[near[0]]] if near else ""
+
+
+# ---- the Hub ----
+
+
+def _from_hub(name: str, revision: str | None) -> dict[str, Any]:
+    """One request for one small file. Raises `ModelError`."""
+    near = nearest_known(name)
+    first = f"did you mean {near}? " if near else ""
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in _YES:
+        raise ModelError(
+            "neither in the Hugging Face cache nor in farthing's table, and HF_HUB_OFFLINE is set",
+            where=name,
+            to_do=f"{first}else give a folder with its {CONFIG}, or unset HF_HUB_OFFLINE",
+        )
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    quoted = urllib.parse.quote(revision or "main", safe="")
+    url = f"{endpoint}/{name}/resolve/{quoted}/{CONFIG}"
+    if not url.startswith(("https://", "http://")):
+        raise ModelError("HF_ENDPOINT is no http address", where=name, to_do="unset HF_ENDPOINT, or mend it")
+    request = urllib.request.Request(url, headers={"User-Agent": "farthing"})
+    if os.environ.get("HF_TOKEN") and url.startswith("https://"):  # not sent on to where the Hub redirects
+        request.add_unredirected_header("Authorization", f"Bearer {os.environ['HF_TOKEN']}")
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            content = answer.read(_MOST_BYTES + 1)
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            what, to_do = "the Hub does not show it", "check the name; accept its licence on the Hub and set HF_TOKEN"
+        elif error.code == 404:
+            what, to_do = f"the Hub has no such model, or no {CONFIG} of it", "check the name and the revision"
+        else:
+            what, to_do = f"the Hub answers {error.code}", f"try again, or give a folder with its {CONFIG}"
+        raise ModelError(what, where=name, to_do=first + to_do) from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", None) or error
+        raise ModelError(
+            f"neither in the Hugging Face cache nor in farthing's table, and the Hub can't be reached ({why})",
+            where=name,
+            to_do=f"{first}else give a folder with its {CONFIG}, or check the network",
+        ) from error
+    if len(content) > _MOST_BYTES:
+        raise ModelError(f"its {CONFIG} is larger than {_MOST_BYTES:,} bytes", where=name, to_do="check the name")
+    return _parsed(content, name)
+
+
+def _parsed(content: bytes, where: str) -> dict[str, Any]:
+    try:
+        config = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{CONFIG} is not JSON", where=where, to_do="bring the file back whole") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{CONFIG} is not an object", where=where, to_do="bring the file back whole")
+    return config
+
+
+def _is_hub_name(name: str) -> bool:
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is not None and ".." not in name
