@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import os
 import resource
 import sys
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 import psutil
 import torch
 
+from farthing.catalog import gpu_of_device
 from farthing.errors import HardwareError
 from farthing.machine import hardware_key as hardware_name
 from farthing.machine import local_cpu
@@ -124,15 +123,11 @@ def taken_bytes(device: torch.device) -> int:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Dense peak of the GPU in FLOP/s from `facts/gpu_peaks.csv`; None where it is not known."""
+    """Dense peak of the GPU in FLOP/s from `facts/gpus.csv`; None where it is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device).lower()
-    with resources.files("farthing").joinpath("facts/gpu_peaks.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["name_contains"].lower() in name and row[f"{precision}_tflops"]:
-                return float(row[f"{precision}_tflops"]) * 1e12
-    return None
+    gpu = gpu_of_device(torch.cuda.get_device_name(device))
+    return gpu.flops.get(precision) if gpu else None
 
 
 class Utilisation:
