@@ -9,6 +9,7 @@ guess a price: a row that can't be read is an error with its line.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import math
 import os
@@ -18,7 +19,7 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from farthing.errors import UserMistake
 from farthing.units import plural
@@ -104,14 +105,15 @@ def find_gpu(text: str, memory_gib: float | None = None) -> Gpu:
     or "V100" is the smaller one. Raises `UserMistake`.
     """
     gpu = _gpu_named(text, memory_gib)
-    if gpu is None:
-        raise UserMistake(
-            f"no GPU `{text}` is known" + (f" with {memory_gib:g} GiB" if memory_gib else ""),
-            where="gpu",
-            to_do=_did_you_mean(text, [name for gpu in gpus().values() for name in (gpu.name, *gpu.aliases)])
-            + f"known: {', '.join(gpus())}",
-        )
-    return gpu
+    if gpu is not None:
+        return gpu
+    plain = _gpu_named(_without_memory(text)[0])
+    if plain is not None:
+        hint = f"{plain.name} has {plain.memory_gib:.0f} GiB; "
+    else:
+        hint = _did_you_mean(text, [name for known in gpus().values() for name in (known.name, *known.aliases)])
+    what = f"no GPU `{text}` is known" + (f" with {memory_gib:g} GiB" if memory_gib is not None else "")
+    raise UserMistake(what, where="gpu", to_do=f"{hint}known: {', '.join(gpus())}")
 
 
 def gpu_of_device(name: str) -> Gpu | None:
@@ -128,15 +130,21 @@ def gpu_of_device(name: str) -> Gpu | None:
 @cache
 def _gpu_named(text: str, memory_gib: float | None = None) -> Gpu | None:
     """Like `find_gpu`, None where it fails. A name may end in its memory ("L4-24GB") as long as that is true."""
-    ends = re.fullmatch(r"(.+?)[\s_(-]+(\d+)\s*(?:g|gb|gib)?\)?", text.strip(), re.IGNORECASE)
-    names = [text] + ([f"{text} {size}GB" for size in _sizes(memory_gib)] if memory_gib is not None else [])
-    for name in [*reversed(names), *([ends[1]] if ends else [])]:
+    plain, said_gb = _without_memory(text)
+    sized = [f"{text} {size}GB" for size in _sizes(memory_gib)] if memory_gib is not None else []
+    for name in (*sized, text, plain):
         gpu = _by_key().get(_key(name))
         if gpu is None or (memory_gib is not None and not _is_about(gpu, memory_gib)):
             continue
-        if ends is None or name != ends[1] or _is_about(gpu, float(ends[2])):
+        if name != plain or said_gb is None or _is_about(gpu, said_gb):
             return gpu
     return None
+
+
+def _without_memory(text: str) -> tuple[str, float | None]:
+    """ "L4-24GB" -> ("L4", 24); the text itself and None where it does not end so."""
+    ends = re.fullmatch(r"(.+?)[\s_(-]+(\d+)\s*(?:g|gb|gib)?\)?", text.strip(), re.IGNORECASE)
+    return (ends[1], float(ends[2])) if ends else (text, None)
 
 
 @cache
@@ -423,63 +431,65 @@ class _Line(NamedTuple):
 _Layout = Callable[[list[str], dict[str, int], Path, str], list[_Line]]
 
 
-def _read(path: Path, today: date, *, is_own: bool = False) -> Catalog:
-    """Read a price file. In one's own every doubt is an error; in a feed, GPUs that are not known are counted.
+def read_feed(path: Path, today: date) -> Catalog:
+    """The prices of one feed, as downloaded: a file in the layout of gpuhunt or of SkyPilot.
 
-    A feed has rows twice now and then, and names every new GPU: these are the two things that are let pass in it.
+    A feed has rows twice, GPUs that are not known here and prices that are none: these rows are left out, and the
+    feed is refused when they are more than a tenth. Raises `UserMistake`.
     """
+    return _read(path, today, is_feed=True)
+
+
+def _read(path: Path, today: date, *, is_own: bool = False, is_feed: bool = False) -> Catalog:
+    """Read a price file. In columns of our own in a file of one's own, GPUs must be known and offers be there once."""
     offers: list[Offer] = []
     skipped: dict[str, int] = {}
+    bad: list[UserMistake] = []
     seen: dict[tuple[str, str, str, int, str, str, bool, str], int] = {}
-    parse = _Parser(today, is_own)
-    is_strict = is_own
-    for number, lines in _lines(path):
-        for line in lines:
-            try:
-                offer = parse.offer(line)
-            except UserMistake as error:
-                where = f"{path}:{number}: {error.where}"
-                raise UserMistake(error.what, where=where, to_do=error.to_do) from None
-            if offer is None:
-                name = line.gpu if line.memory_gib is None else f"{line.gpu} ({line.memory_gib:.0f} GiB)"
-                skipped[name] = skipped.get(name, 0) + 1
-                continue
-            key = (*offer[:7], offer.unit)
-            first = seen.setdefault(key, number)
-            if first != number:
-                if is_strict:
+    with _opened(path) as (layout, rows):
+        is_strict = is_own and layout is _own_line
+        parse = _Parser(today, is_strict)
+        for number, lines in rows:
+            for line in lines:
+                try:
+                    offer = parse.offer(line)
+                except UserMistake as error:
+                    where = f"{path}:{number}: {error.where}"
+                    bad.append(UserMistake(error.what, where=where, to_do=error.to_do))
+                    if is_feed:
+                        continue
+                    raise bad[0] from None
+                if offer is None:
+                    name = line.gpu if line.memory_gib is None else f"{line.gpu} ({line.memory_gib:.0f} GiB)"
+                    skipped[name] = skipped.get(name, 0) + 1
+                    continue
+                first = seen.setdefault((*offer[:7], offer.unit), number)
+                if first == number:
+                    offers.append(offer)
+                elif is_strict:
                     raise UserMistake(
                         f"the offer of line {first} once more",
                         where=f"{path}:{number}",
                         to_do="keep one of the two, or give them different instances",
                     )
-                continue
-            offers.append(offer)
+    if len(bad) > len(offers) / 9:
+        raise bad[0]
     if not offers:
-        what = "no price can be read from it" if not skipped else f"no GPU in it is known: {', '.join(skipped)}"
+        what = f"no GPU in it is known: {', '.join(skipped)}" if skipped else "there is no price in it"
         raise UserMistake(what, where=str(path), to_do=f"give it rows with the columns {', '.join(COLUMNS)}")
     return Catalog(tuple(offers), str(path), today, MappingProxyType(skipped))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, list[_Line]]]:
-    """Number and content of each row; one row of SkyPilot is an on-demand and a spot offer."""
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[_Layout, Iterator[tuple[int, list[_Line]]]]]:
+    """The layout of a file and its rows with their lines; what is wrong with the file as a whole is said in words."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = csv.reader(file)
+            rows = csv.reader(file, strict=True)
             header = [name.strip() for name in next(rows, [])]
             layout = _layout_of(header, path)
-            index = {name: at for at, name in enumerate(header)}
             read_on = date.fromtimestamp(os.fstat(file.fileno()).st_mtime).isoformat()
-            for row in rows:
-                if not row:
-                    continue
-                if len(row) != len(header):
-                    raise UserMistake(
-                        f"{plural(len(row), 'cell')} where the header has {len(header)}",
-                        where=f"{path}:{rows.line_num}",
-                        to_do="put cells with commas in quotes; write nothing between two commas for an empty cell",
-                    )
-                yield rows.line_num, layout(row, index, path, read_on)
+            yield layout, _lines(rows, header, layout, path, read_on)
     except FileNotFoundError:
         raise UserMistake("no such file", where=str(path), to_do="name a CSV file of prices") from None
     except IsADirectoryError:
@@ -487,11 +497,28 @@ def _lines(path: Path) -> Iterator[tuple[int, list[_Line]]]:
     except OSError as error:
         what = f"can't be read: {error.strerror}"
         raise UserMistake(what, where=str(path), to_do="check the path and its permissions") from None
-    except UnicodeDecodeError as error:
-        what = f"not text in UTF-8 (byte {error.start} of what was read)"
-        raise UserMistake(what, where=str(path), to_do="save it as CSV in UTF-8") from None
+    except UnicodeDecodeError:
+        raise UserMistake("not text in UTF-8", where=str(path), to_do="save it as CSV in UTF-8") from None
     except csv.Error as error:
-        raise UserMistake(f"not CSV: {error}", where=str(path), to_do="save it as CSV in UTF-8") from None
+        where = f"{path}:{rows.line_num}"
+        raise UserMistake(f"not CSV: {error}", where=where, to_do="save it as CSV in UTF-8") from None
+
+
+def _lines(
+    rows: Any, header: list[str], layout: _Layout, path: Path, read_on: str
+) -> Iterator[tuple[int, list[_Line]]]:
+    """Line and content of each row; one row of SkyPilot is an on-demand and a spot offer."""
+    index = {name: at for at, name in enumerate(header)}
+    for row in rows:
+        if not row:
+            continue
+        if len(row) != len(header):
+            raise UserMistake(
+                f"{plural(len(row), 'cell')} where the header has {len(header)}",
+                where=f"{path}:{rows.line_num}",
+                to_do="put cells with commas in quotes; write nothing between two commas for an empty cell",
+            )
+        yield rows.line_num, layout(row, index, path, read_on)
 
 
 def _layout_of(header: list[str], path: Path) -> _Layout:
@@ -641,9 +668,9 @@ def provider_name(text: str) -> str:
 class _Parser:
     """Cells to offers. What many rows share (GPUs, dates, terms) is looked up once."""
 
-    def __init__(self, today: date, is_own: bool) -> None:
+    def __init__(self, today: date, is_strict: bool) -> None:
         self._today = today
-        self._is_own = is_own
+        self._is_strict = is_strict
         self._dates: dict[str, date] = {}
 
     def offer(self, line: _Line) -> Offer | None:
@@ -661,7 +688,7 @@ class _Parser:
         if line.gpu or not is_managed:
             known = _gpu_named(line.gpu, line.memory_gib)
             if known is None:
-                if not self._is_own:
+                if not self._is_strict:
                     return None
                 known = find_gpu(line.gpu, line.memory_gib)
             gpu = known.name
@@ -700,7 +727,7 @@ class _Parser:
             except ValueError:
                 what = f"{text!r} is not a date"
                 raise UserMistake(what, where="date", to_do="write it as in 2026-11-21") from None
-            if day > self._today and self._is_own:
+            if day > self._today and self._is_strict:
                 what = f"{text} is after today ({self._today.isoformat()})"
                 raise UserMistake(what, where="date", to_do="write the day the price was read")
             self._dates[text] = day
