@@ -26,11 +26,11 @@ _MOST_BYTES = 1 << 20
 _YES = ("1", "on", "yes", "true")
 
 
-def find_config(name_or_path: str, revision: str | None = None) -> tuple[dict[str, Any], str]:
+def find_config(name_or_path: str, revision: str | None = None, *, ask_hub: bool = True) -> tuple[dict[str, Any], str]:
     """What the model's config.json says, and in words where that came from.
 
     Looks in this order: a local folder, the Hugging Face cache, the table that comes with farthing, and with one quick
-    request the Hub (not with HF_HUB_OFFLINE). Raises `ModelError`.
+    request the Hub (not with HF_HUB_OFFLINE, nor without `ask_hub`). Raises `ModelError`.
     """
     folder = Path(name_or_path)
     if folder.is_dir():
@@ -50,6 +50,8 @@ def find_config(name_or_path: str, revision: str | None = None) -> tuple[dict[st
     if known is not None:
         words = f"farthing's table of models ({known_models()['date']})"
         return known, words if revision in (None, "main") else f"{words}, whatever the revision"
+    if not ask_hub:
+        raise ModelError("its configuration is not here", where=name_or_path, to_do=f"give a folder with its {CONFIG}")
     return _from_hub(name_or_path, revision), f"{CONFIG} of {name_or_path} on the Hub"
 
 
@@ -121,7 +123,7 @@ def _from_hub(name: str, revision: str | None) -> dict[str, Any]:
         raise ModelError(
             "neither in the Hugging Face cache nor in farthing's table, and HF_HUB_OFFLINE is set",
             where=name,
-            to_do=f"{first}else give a folder with its {CONFIG}, or unset HF_HUB_OFFLINE",
+            to_do=f"{first}{'else ' if near else ''}give a folder with its {CONFIG}, or unset HF_HUB_OFFLINE",
         )
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     quoted = urllib.parse.quote(revision or "main", safe="")
@@ -147,7 +149,7 @@ def _from_hub(name: str, revision: str | None) -> dict[str, Any]:
         raise ModelError(
             f"neither in the Hugging Face cache nor in farthing's table, and the Hub can't be reached ({why})",
             where=name,
-            to_do=f"{first}else give a folder with its {CONFIG}, or check the network",
+            to_do=f"{first}{'else ' if near else ''}give a folder with its {CONFIG}, or check the network",
         ) from error
     if len(content) > _MOST_BYTES:
         raise ModelError(f"its {CONFIG} is larger than {_MOST_BYTES:,} bytes", where=name, to_do="check the name")

@@ -5,6 +5,7 @@ Cheap checks come before dear ones: a wrong name or a changed file is found befo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from farthing.data.tokens import Recipe, TokenSet, tokenize, tokenizer_sha256
 from farthing.errors import DataError
 from farthing.hardware import Numerics, free_bytes
 from farthing.job import Job
+from farthing.lengths import note_token_set
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.load import (
     ModelChoice,
@@ -78,6 +80,8 @@ class Examples:
 
     tokens: TokenSet
     indices: NDArray[np.int64]
+    were_tokenized: bool = True
+    """Before this attempt: nothing had to be tokenized for it."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -133,20 +137,26 @@ def open_examples(
 ) -> tuple[Examples, Examples | None]:
     """(train, eval) examples, tokenized or from the cache. Raises `DataError`, `Interrupted`."""
     cache_dir = Path(job.cache_dir or ".")
+    n_chunks = 0
 
     def progress(rows: int, n_tokens: int) -> None:
+        nonlocal n_chunks
+        n_chunks += 1
         tell("tokenizing", {"rows": rows, "tokens": n_tokens})
 
-    def tokens_of(sources: list[Source], recipe: Recipe) -> TokenSet:
-        return tokenize(sources, inputs.tokenizer, recipe, cache_dir, progress=progress, should_stop=should_stop)
+    def tokens_of(role: str, sources: list[Source], recipe: Recipe) -> TokenSet:
+        tokens = tokenize(sources, inputs.tokenizer, recipe, cache_dir, progress=progress, should_stop=should_stop)
+        with contextlib.suppress(OSError):  # a plan would have to do without
+            note_token_set(job, role, inputs.train_sources, inputs.eval_sources, tokens.folder, cache_dir=cache_dir)
+        return tokens
 
-    train_tokens = tokens_of(inputs.train_sources, inputs.recipe)
+    train_tokens = tokens_of("train", inputs.train_sources, inputs.recipe)
     tell("data", {"role": "train", **_without_rows(train_tokens.facts)})
     train = np.arange(len(train_tokens))
     held_out: Examples | None = None
     if inputs.eval_sources:
         recipe = Recipe(**{**asdict(inputs.recipe), "label_names": train_tokens.label_names})
-        eval_tokens = tokens_of(inputs.eval_sources, recipe)
+        eval_tokens = tokens_of("eval", inputs.eval_sources, recipe)
         tell("data", {"role": "eval", **_without_rows(eval_tokens.facts)})
         held_out = Examples(eval_tokens, np.arange(len(eval_tokens)))
     elif job.data.eval_fraction > 0:
@@ -158,7 +168,7 @@ def open_examples(
                 to_do="give data.eval a file, or set data.eval_fraction: 0",
             )
         held_out = Examples(train_tokens, chosen)
-    train_examples = Examples(train_tokens, train[: job.data.max_train_samples])
+    train_examples = Examples(train_tokens, train[: job.data.max_train_samples], n_chunks == 0)
     if held_out is not None:
         held_out = Examples(held_out.tokens, held_out.indices[: job.data.max_eval_samples])
         _say_unseen_labels(train_examples, held_out, tell)

@@ -89,14 +89,29 @@ def open_sources(
 def _open_source(name: str, cache_dir: Path, split: str, config_name: str | None) -> Source:
     if is_remote(name):
         path, shown = _fetch(name, cache_dir), without_secrets(name)
+    elif is_dataset(name):
+        return _open_dataset(name, split, config_name, cache_dir)
     else:
-        path, shown = Path(name), _short(name)
-        if path.is_dir() or (not path.exists() and not path.is_absolute()):
-            return _open_dataset(name, split, config_name, cache_dir)
-        if not path.exists():
-            near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
-            to_do = f"did you mean {path.parent / near[0]}?" if near else "check the path in `data:`"
-            raise DataError("no such file", where=shown, to_do=to_do)
+        path, shown = Path(name), short_name(name)
+    kind = kind_of_file(path, shown)
+    try:
+        return Source(shown, sha256_of(path), kind, path)
+    except OSError as error:
+        raise DataError(f"can't be read: {error.strerror}", where=shown) from error
+
+
+def is_dataset(name: str) -> bool:
+    """Whether a name that is no address means a data set: a folder here, or on the Hub."""
+    path = Path(name)
+    return path.is_dir() or (not path.exists() and not path.is_absolute())
+
+
+def kind_of_file(path: Path, shown: str) -> str:
+    """jsonl, json, csv or parquet. Raises `DataError` when there is no such file, or nothing in it that can be read."""
+    if not path.exists():
+        near = difflib.get_close_matches(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], n=1)
+        to_do = f"did you mean {path.parent / near[0]}?" if near else "check the path in `data:`"
+        raise DataError("no such file", where=shown, to_do=to_do)
     suffixes = [suffix.lower() for suffix in path.suffixes]
     kind = KINDS.get(suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1])
     if kind is None:
@@ -104,12 +119,12 @@ def _open_source(name: str, cache_dir: Path, split: str, config_name: str | None
     try:
         if path.stat().st_size == 0:
             raise DataError("the file is empty", where=shown, to_do="check how it was written")
-        return Source(shown, sha256_of(path), kind, path)
     except OSError as error:
         raise DataError(f"can't be read: {error.strerror}", where=shown) from error
+    return kind
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """A local path as people write it: relative to here when it is below here."""
     path = Path(name)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name
@@ -176,9 +191,9 @@ def _open_dataset(name: str, split: str, config_name: str | None, cache_dir: Pat
     import datasets
 
     datasets.disable_progress_bars()
-    shown = _short(name) if Path(name).is_absolute() else name
+    shown = short_name(name) if Path(name).is_absolute() else name
     # `datasets` goes by file times, we by bytes: each content has a cache of its own
-    content = _folder_sha256(Path(name), split) if Path(name).is_dir() else ""
+    content = folder_sha256(Path(name), split) if Path(name).is_dir() else ""
     cache = make_private(cache_dir / "datasets") / content[:32]
     try:
         data = datasets.load_dataset(name, config_name, split=split, cache_dir=str(cache))
@@ -202,7 +217,8 @@ def _open_dataset(name: str, split: str, config_name: str | None, cache_dir: Pat
     return Source(f"{shown}[{split}]", sha256, "dataset", dataset=data)
 
 
-def _folder_sha256(folder: Path, split: str) -> str:
+def folder_sha256(folder: Path, split: str) -> str:
+    """Identity of a data set in a folder: the split and every file's name and bytes."""
     digest = hashlib.sha256(split.encode())
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         digest.update(f"{path.relative_to(folder)}:{sha256_of(path)}".encode())
@@ -230,19 +246,21 @@ def _jsonl(path: Path, name: str) -> Iterator[Row | BadRow]:
                 continue
             if line == 1:
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
-            if not raw.strip():
-                continue
-            try:
-                value = json.loads(raw.rstrip(b"\r\n").decode("utf-8"), object_pairs_hook=_object)
-            except UnicodeDecodeError as error:
-                yield BadRow(line, f"invalid UTF-8 at byte {error.start} of the line")
-                continue
-            except (ValueError, RecursionError) as error:
-                column = f" at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""
-                why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                yield BadRow(line, f"invalid JSON{column}: {why}")
-                continue
-            yield Row(line, value) if isinstance(value, dict) else BadRow(line, "not a JSON object")
+            if raw.strip():
+                yield json_row(raw, line)
+
+
+def json_row(raw: bytes, line: int) -> Row | BadRow:
+    """The row that one line of a JSONL file holds."""
+    try:
+        value = json.loads(raw.rstrip(b"\r\n").decode("utf-8"), object_pairs_hook=_object)
+    except UnicodeDecodeError as error:
+        return BadRow(line, f"invalid UTF-8 at byte {error.start} of the line")
+    except (ValueError, RecursionError) as error:
+        column = f" at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else ""
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        return BadRow(line, f"invalid JSON{column}: {why}")
+    return Row(line, value) if isinstance(value, dict) else BadRow(line, "not a JSON object")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

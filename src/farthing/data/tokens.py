@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from farthing.data.formats import Text, Unusable, converter, recognise
 from farthing.data.read import BadRow, Row, Source
 from farthing.errors import DataError, Interrupted
-from farthing.files import Damaged, commit_folder, discard, make_private, sweep_drafts, verify_folder
+from farthing.files import Damaged, commit_folder, discard, make_private, read_manifest, sweep_drafts, verify_folder
 
 CACHE_VERSION = 1
 CHUNK_ROWS = 1024
@@ -162,9 +162,9 @@ def _sweep_old_drafts(folder: Path) -> None:
         sweep_drafts(folder.parent)
 
 
-def open_token_set(folder: Path) -> TokenSet:
-    """Map a committed set. Every byte is checked first. Raises `Damaged`."""
-    facts = verify_folder(folder)
+def open_token_set(folder: Path, *, check_bytes: bool = True) -> TokenSet:
+    """Map a committed set, every byte checked first; without `check_bytes` the size of each file. Raises `Damaged`."""
+    facts = verify_folder(folder) if check_bytes else _check_sizes(folder)
     arrays: dict[str, Any] = {}
     for name, dtype in _DTYPES.items():
         path = folder / f"{name}.bin"
@@ -175,11 +175,20 @@ def open_token_set(folder: Path) -> TokenSet:
     return TokenSet(folder, facts, **arrays)
 
 
+def _check_sizes(folder: Path) -> dict[str, Any]:
+    facts = read_manifest(folder)
+    for entry in facts["files"]:
+        path = folder / entry["name"]
+        if not path.is_file() or path.stat().st_size != entry["size"]:
+            raise Damaged(f"{path.name} has not the size it was written with")
+    return facts
+
+
 # ---- making one ----
 
 
 @dataclass
-class _Tally:
+class Tally:
     """What became of the rows."""
 
     n_rows: int = 0
@@ -205,7 +214,7 @@ def _write(
     should_stop: Callable[[], bool],
 ) -> dict[str, Any]:
     """Fill `draft`; returns the facts of the set for its manifest."""
-    tally, encode = _Tally(), _Encoder(tokenizer, recipe)
+    tally, encode = Tally(), Encoder(tokenizer, recipe)
     offset, n_targets = 0, 0
     label_ids: dict[str, int] = {}
     labels: list[int] = []
@@ -295,7 +304,7 @@ def _refuse_unusable(facts: dict[str, Any], recipe: Recipe) -> None:
 
 
 def _converted_chunks(
-    number: int, source: Source, tokenizer: Any, recipe: Recipe, tally: _Tally, formats: list[str]
+    number: int, source: Source, tokenizer: Any, recipe: Recipe, tally: Tally, formats: list[str]
 ) -> Iterator[list[tuple[str, int, Text]]]:
     """Rows of one source as texts, in chunks; bad rows go to the tally."""
     convert: Callable[[dict[str, Any]], Text] | None = None
@@ -324,7 +333,7 @@ def _batched(rows: Iterator[Row | BadRow]) -> Iterator[tuple[Row | BadRow, ...]]
         yield chunk
 
 
-class _Encoder:
+class Encoder:
     """Texts to (ids, target mask), a chunk at a time so that the tokenizer uses every core.
 
     Causal-lm: the segments are joined and encoded as one text, as `tokenizer(text)` would; a token belongs to the
@@ -338,7 +347,7 @@ class _Encoder:
         self.eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def __call__(
-        self, chunk: list[tuple[str, int, Text]], tally: _Tally
+        self, chunk: list[tuple[str, int, Text]], tally: Tally
     ) -> Iterator[tuple[str, int, Text, NDArray[np.int32], NDArray[np.uint8]]]:
         if not chunk:
             return

@@ -1,0 +1,466 @@
+"""How long the rows of a file become, from a few of them: for a plan, which can't wait for all to be tokenized.
+
+The rows are ordered by their bytes and cut into strata; one row of each is tokenized exactly as for training, and the rows
+beside it are taken to have as many tokens a byte. The longest rows are strata of their own. Chat templates are rendered by
+jinja2 in the sandbox that transformers uses. Refuses to import transformers and to reach the network.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import gzip
+import json
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.data.formats import DEFAULT_CHAT_TEMPLATE, Text, Unusable, converter, recognise
+from farthing.data.read import BadRow, Row, Source, json_row
+from farthing.data.tokens import Encoder, Recipe, Tally
+from farthing.errors import DataError
+
+MOST_ROWS = 2000
+_FEWEST_ROWS = 250
+_MOST_SAMPLED_BYTES = 700_000  # what is tokenized in about a quarter of a second
+_N_LONGEST = 16  # rows that are strata of their own
+_MOST_READ_BYTES = 256 << 20
+_N_BLOCKS, _BLOCK_BYTES = 64, 4 << 20  # of a larger file
+_NO_LIMIT = 1 << 40
+
+
+class Sampled(NamedTuple):
+    """Estimated lengths of usable rows, in no order; `n_examples` is how many they stand for."""
+
+    tokens: NDArray[np.int64]  # seq2seq: of the source
+    targets: NDArray[np.int64] | None  # seq2seq
+    n_target_tokens: float  # of the rows in `tokens`; classification: examples
+    n_examples: int
+    n_rows: int
+    n_tokenized: int
+    is_all_read: bool  # the file was; else its rows are estimated too
+
+
+def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sampled:
+    """The lengths of these files' rows after tokenization by `tokenizer`. Raises `DataError` when no row can be used."""
+    populations = [_population(source) for source in sources]
+    total_bytes = sum(float(each.sizes.sum()) for each in populations)
+    n_seen = sum(len(each.sizes) for each in populations)
+    if n_seen == 0:
+        raise DataError("no rows", where=sources[0].name, to_do="check how the file was written")
+    n_wanted = min(MOST_ROWS, max(_FEWEST_ROWS, int(_MOST_SAMPLED_BYTES * n_seen / max(1.0, total_bytes))))
+    lengths, weights = [], []
+    n_rows, n_tokenized = 0.0, 0
+    why = ""
+    for source, population in zip(sources, populations, strict=True):
+        picked, stratum = _strata(population.sizes, max(1, round(n_wanted * len(population.sizes) / n_seen)))
+        of_picked, reasons = _tokenized(source, population.rows(picked), tokenizer, recipe)
+        why = why or next(iter(reasons), "")
+        scale = population.sizes / np.maximum(population.sizes[picked], 1)[stratum]
+        of_all = of_picked[stratum] * scale[:, None]
+        lengths.append(of_all[of_picked[stratum, 0] > 0])
+        weights.append(np.full(len(lengths[-1]), population.n_rows / max(1, len(population.sizes))))
+        n_rows += population.n_rows
+        n_tokenized += len(picked)
+    found, weight = np.concatenate(lengths), np.concatenate(weights)
+    tokens, targets, labelled = found.T
+    limit = recipe.max_length
+    kept = np.ones(len(found), bool)
+    if recipe.too_long == "skip":
+        kept = (tokens <= limit + 0.5) & (targets <= recipe.max_target_length + 0.5)
+    tokens, targets, labelled, weight = tokens[kept], targets[kept], labelled[kept], weight[kept]
+    if len(tokens) == 0:
+        reason = why or f"all are longer than max_length {limit}"
+        raise DataError(f"no usable row ({reason})", where=sources[0].name, to_do="mend them, or check `data:`")
+    tokens = np.clip(np.round(tokens), 1, limit).astype(np.int64)
+    pairs = np.clip(np.round(targets), 1, recipe.max_target_length).astype(np.int64)
+    n_labelled = float(labelled.sum())
+    if recipe.task == "classification":
+        n_labelled = float(len(tokens))
+    elif recipe.task == "seq2seq":
+        n_labelled = float(pairs.sum())
+    return Sampled(
+        tokens=tokens,
+        targets=pairs if recipe.task == "seq2seq" else None,
+        n_target_tokens=n_labelled,
+        n_examples=max(1, round(float(weight.sum()))),
+        n_rows=round(n_rows),
+        n_tokenized=n_tokenized,
+        is_all_read=all(each.is_whole for each in populations),
+    )
+
+
+def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(rows to tokenize, index of the one that stands for each row): the middle of each stratum by size."""
+    n = len(sizes)
+    order = np.argsort(sizes, kind="stable")
+    n_single = min(_N_LONGEST, n) if n > n_wanted else 0
+    n_strata = min(n, n_wanted) if n_single == 0 else max(1, min(n - n_single, n_wanted - n_single))
+    edges = np.round(np.linspace(0, n - n_single, n_strata + 1)).astype(np.int64)
+    middles = np.concatenate([(edges[:-1] + edges[1:]) // 2, np.arange(n - n_single, n)])
+    of_ordered = np.concatenate([np.repeat(np.arange(n_strata), np.diff(edges)), np.arange(n_single) + n_strata])
+    stratum = np.empty(n, np.int64)
+    stratum[order] = of_ordered
+    return order[middles], stratum
+
+
+def _tokenized(
+    source: Source, rows: list[Row | BadRow], tokenizer: Any, recipe: Recipe
+) -> tuple[NDArray[np.float64], list[str]]:
+    """[row, (input tokens, target tokens, labelled tokens)] before truncation, 0 for what can't be used; and why not.
+
+    Labelled tokens are those within the limits, scaled up to the whole, so that they shrink as the row does.
+    """
+    found = np.zeros((len(rows), 3))
+    reasons: list[str] = []
+    good = [row for row in rows if isinstance(row, Row)]
+    reasons += [row.reason for row in rows if isinstance(row, BadRow)]
+    if not good:
+        return found, reasons
+    columns: set[str] = set().union(*(row.value.keys() for row in good))
+    name = recognise(columns, recipe.task, recipe.columns, source.name)
+    convert = converter(name, recipe.columns, recipe.label_map, tokenizer, recipe.task)
+    chunk: list[tuple[str, int, Text]] = []
+    for index, row in enumerate(rows):
+        if isinstance(row, Row):
+            try:
+                chunk.append(("", index, convert(row.value)))
+            except Unusable as error:
+                reasons.append(str(error))
+    without_limits = Recipe(recipe.task, _NO_LIMIT, _NO_LIMIT, train_on_prompt=recipe.train_on_prompt)
+    for _, index, _, ids, is_target in Encoder(tokenizer, without_limits)(chunk, Tally()):
+        if recipe.task == "seq2seq":
+            n_targets = int(is_target.sum())
+            found[index] = len(ids) - n_targets, n_targets, n_targets
+        elif recipe.task == "classification":
+            found[index] = len(ids), 0, 1
+        else:
+            n_targets = int(is_target[: recipe.max_length].sum())
+            if n_targets:
+                found[index] = len(ids), 0, n_targets
+    if recipe.task == "causal-lm" and not found[:, 0].any() and chunk:
+        reasons.append("every target is masked: prompts fill max_length")
+    return found, reasons
+
+
+# ---- the rows of a file ----
+
+
+@dataclass(frozen=True)
+class _Population:
+    """What was seen of a file: bytes of each row, and a way to read some of them."""
+
+    sizes: NDArray[np.int64]
+    n_rows: float
+    rows: Callable[[NDArray[np.int64]], list[Row | BadRow]]
+    is_whole: bool = True
+
+
+def _population(source: Source) -> _Population:
+    assert source.path is not None
+    read = {"jsonl": _lines, "json": _array, "csv": _records, "parquet": _parquet}[source.kind]
+    try:
+        return read(source.path, source)
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"can't be read: {why}", where=source.name, to_do="bring the file back whole") from error
+
+
+def _content(path: Path) -> tuple[bytes, float]:
+    """The file's bytes, or blocks of whole lines spread over it; and what share of the file that is."""
+    size = path.stat().st_size
+    if path.suffix == ".gz":
+        with open(path, "rb") as raw, gzip.open(raw, "rb") as file:
+            content = file.read(_MOST_READ_BYTES)
+            share = 1.0 if not file.read(1) else min(1.0, raw.tell() / size)
+        return (content if share == 1.0 else content[: content.rfind(b"\n") + 1]), share
+    with open(path, "rb") as file:
+        if size <= _MOST_READ_BYTES:
+            return file.read(), 1.0
+        blocks = [_whole_lines(file, size * i // _N_BLOCKS) for i in range(_N_BLOCKS)]
+    content = b"".join(blocks)
+    return content, len(content) / size
+
+
+def _whole_lines(file: IO[bytes], start: int) -> bytes:
+    file.seek(start)
+    block = file.read(_BLOCK_BYTES)
+    first = block.find(b"\n") + 1 if start else 0
+    return block[first : block.rfind(b"\n") + 1]
+
+
+def _spans(content: bytes, is_csv: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the lines that are not empty begin, and their bytes; a line break within quotes is none in a CSV file."""
+    array = np.frombuffer(content, np.uint8)
+    is_end = array == 10
+    if is_csv:
+        is_end &= np.bitwise_xor.accumulate((array == 34).view(np.uint8)) == 0
+    ends = np.flatnonzero(is_end)
+    starts = np.concatenate([[0], ends + 1])
+    ends = np.concatenate([ends, [len(content)]])
+    is_row = ends - starts > 1
+    return starts[is_row], (ends - starts)[is_row]
+
+
+def _lines(path: Path, source: Source) -> _Population:
+    content, share = _content(path)
+    content = content.removeprefix(b"\xef\xbb\xbf")
+    starts, sizes = _spans(content, is_csv=False)
+
+    def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
+        lines = ((int(i) + 1, content[starts[i] : starts[i] + sizes[i]]) for i in picked)
+        return [json_row(line, number) if line.strip() else BadRow(number, "empty") for number, line in lines]
+
+    return _Population(sizes, len(sizes) / share, rows, share == 1.0)
+
+
+def _records(path: Path, source: Source) -> _Population:
+    content, share = _content(path)
+    starts, sizes = _spans(content.removeprefix(b"\xef\xbb\xbf"), is_csv=True)
+    content = content.removeprefix(b"\xef\xbb\xbf")
+    delimiter = "\t" if ".tsv" in path.suffixes else ","
+
+    def fields(i: int) -> list[str]:
+        text = content[starts[i] : starts[i] + sizes[i]].decode("utf-8", errors="replace")
+        return next(csv.reader(text.splitlines(keepends=True), delimiter=delimiter), [])
+
+    header = fields(0) if len(starts) else []
+
+    def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
+        found: list[Row | BadRow] = []
+        for i in picked:
+            try:
+                values = fields(int(i) + 1)
+            except csv.Error as error:
+                found.append(BadRow(int(i) + 2, f"invalid CSV: {error}"))
+                continue
+            if len(values) == len(header):
+                found.append(Row(int(i) + 2, dict(zip(header, values, strict=True))))
+            else:
+                found.append(BadRow(int(i) + 2, f"{len(values)} fields, the header has {len(header)}"))
+        return found
+
+    return _Population(sizes[1:], max(0, len(sizes) - 1) / share, rows, share == 1.0)
+
+
+def _array(path: Path, source: Source) -> _Population:
+    values = list(source.rows())
+    sizes = np.array([_n_characters(row.value) if isinstance(row, Row) else 1 for row in values], np.int64)
+    return _Population(sizes, len(values), lambda picked: [values[i] for i in picked])
+
+
+def _n_characters(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(_n_characters(part) for part in parts)
+
+
+def _parquet(path: Path, source: Source) -> _Population:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        groups: list[int] = []
+        seen_bytes = 0
+        n_groups = file.metadata.num_row_groups
+        bytes_of = [file.metadata.row_group(i).total_byte_size for i in range(n_groups)]
+        spread = sorted(range(n_groups), key=lambda i: (i * 0.6180339887) % 1)  # any first few lie all over the file
+        for i in spread:
+            if not groups or seen_bytes + bytes_of[i] <= _MOST_READ_BYTES:
+                groups.append(i)
+                seen_bytes += bytes_of[i]
+        table = file.read_row_groups(sorted(groups)) if groups else file.read()
+    except pyarrow.ArrowException as error:
+        why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise DataError(
+            f"not a readable Parquet file: {why}", where=source.name, to_do="bring it back whole"
+        ) from error
+    sizes = np.ones(len(table), np.int64)
+    for column in table.columns:
+        if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+            sizes += pyarrow.compute.binary_length(column).fill_null(0).to_numpy()
+
+    def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
+        values = table.take(picked).to_pylist()
+        return [Row(int(i) + 1, value) for i, value in zip(picked, values, strict=True)]
+
+    return _Population(sizes, file.metadata.num_rows, rows, len(groups) == n_groups)
+
+
+# ---- tokenizers without transformers ----
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """What a tokenizer of transformers answers, as far as tokenization for training asks."""
+
+    ids: list[list[int]]
+    starts: list[Any]
+
+    def __getitem__(self, name: str) -> list[list[int]]:
+        return self.ids
+
+    def char_to_token(self, index: int, position: int) -> int | None:
+        """The token that holds a character."""
+        of_text = self.starts[index]
+        if not isinstance(of_text, list):
+            token = of_text.char_to_token(position)
+            return None if token is None else int(token)
+        return max(0, bisect_right(of_text, position) - 1) if of_text else None
+
+
+@dataclass(frozen=True)
+class LightTokenizer:
+    """A tokenizer with the few answers that `formats` and `tokens.Encoder` ask for."""
+
+    words: str
+    """What it is, for people."""
+    bos_token_id: int | None
+    eos_token_id: int | None
+    encode: Callable[[list[str], bool], _Encoded]
+    special_tokens_map: dict[str, str]
+    own_template: str
+    is_exact: bool = True
+    chat_template: str = field(default="", init=False)  # the marks of generation are for transformers to find
+
+    def __call__(self, texts: Any, *, add_special_tokens: bool = True, **options: Any) -> Any:
+        """Token ids of texts."""
+        if isinstance(texts, str):
+            return {"input_ids": self.encode([texts], add_special_tokens)["input_ids"][0]}
+        return self.encode(list(texts), add_special_tokens)
+
+    def apply_chat_template(self, messages: Any, *, tools: Any, tokenize: bool, add_generation_prompt: bool) -> str:
+        """The text of a chat, by the tokenizer's template."""
+        return _template(self.own_template).render(
+            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self.special_tokens_map
+        )
+
+
+def light_tokenizer(folder: Path | None, chat_template: str | None) -> LightTokenizer:
+    """The tokenizer in a folder (tokenizer.json, or a SentencePiece model); without one, a token for every 4 characters."""
+    says, specials = _settings(folder)
+    template = chat_template or says.get("chat_template")
+    if folder is not None and not chat_template and (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if isinstance(template, list):
+        template = {each.get("name"): each.get("template") for each in template}.get("default")
+    template = template if isinstance(template, str) else DEFAULT_CHAT_TEMPLATE
+    if folder is not None and (folder / "tokenizer.json").is_file():
+        return _from_json(folder, specials, template)
+    model = next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None) if folder else None
+    if model is not None:
+        return _from_sentencepiece(model, specials, template)
+
+    def encode(texts: list[str], special: bool) -> _Encoded:
+        return _Encoded([[0] * -(-len(text) // 4) for text in texts], [list(range(0, len(text), 4)) for text in texts])
+
+    return LightTokenizer("4 characters a token", None, 0, encode, specials, template, is_exact=False)
+
+
+_SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+
+
+def _settings(folder: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """(tokenizer_config.json, special tokens by name)."""
+    found: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        try:
+            read = json.loads((folder / name).read_text(encoding="utf-8")) if folder else {}
+            found |= {key: value for key, value in read.items() if value is not None}
+        except (OSError, ValueError, AttributeError):
+            continue
+    specials = {}
+    for name, value in found.items():
+        value = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(value, str):
+            specials[name] = value
+    return found, specials
+
+
+def _from_json(folder: Path, specials: dict[str, str], template: str) -> LightTokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exceptions
+        raise DataError(
+            f"tokenizer.json can't be read: {error}", where=str(folder), to_do="bring the file back whole"
+        ) from error
+    own.no_truncation()
+    own.no_padding()
+
+    def encode(texts: list[str], special: bool) -> _Encoded:
+        encodings = own.encode_batch(texts, add_special_tokens=special)
+        return _Encoded([encoding.ids for encoding in encodings], encodings)
+
+    bos, eos = (own.token_to_id(specials.get(name, "")) for name in ("bos_token", "eos_token"))
+    return LightTokenizer("tokenizer.json", bos, eos, encode, specials, template)
+
+
+def _from_sentencepiece(path: Path, specials: dict[str, str], template: str) -> LightTokenizer:
+    import sentencepiece
+
+    own = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    is_t5 = path.name == "spiece.model"
+
+    def encode(texts: list[str], special: bool) -> _Encoded:
+        before = [own.bos_id()] if special and not is_t5 and own.bos_id() >= 0 else []
+        after = [own.eos_id()] if special and is_t5 else []
+        ids, starts = [], []
+        for of_text in own.encode(texts):
+            at, begins = -1, [0 for _ in before]  # a space is put before the text
+            for piece in own.id_to_piece(of_text):
+                begins.append(max(0, at))
+                at += 1 if piece.startswith("<0x") else len(piece)
+            ids.append([*before, *of_text, *after])
+            starts.append(begins)
+        return _Encoded(ids, starts)
+
+    bos, eos = (None if i < 0 else i for i in (own.bos_id(), own.eos_id()))
+    names = {"bos_token": own.id_to_piece(bos) if bos else "", "eos_token": own.id_to_piece(eos) if eos else ""}
+    return LightTokenizer(path.name, bos, eos, encode, names | specials, template)
+
+
+@functools.lru_cache(maxsize=8)
+def _template(source: str) -> Any:
+    """A chat template as transformers compiles it; its marks of generation are blocks that change nothing."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} ... {% endgeneration %}."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 wants it
+
+        def parse(self, parser: Any) -> Any:
+            """The block's own content."""
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def today(form: str) -> str:
+        from datetime import datetime
+
+        return datetime.now().strftime(form)
+
+    def as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = as_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = today
+    return environment.from_string(source)
