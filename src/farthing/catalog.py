@@ -440,6 +440,11 @@ def read_feed(path: Path, today: date) -> Catalog:
     return _read(path, today, is_feed=True)
 
 
+def read_refreshed(path: Path, today: date) -> Catalog:
+    """The prices that `price_feeds.update` wrote, by themselves. Raises `UserMistake`."""
+    return _read(path, today)
+
+
 def _read(path: Path, today: date, *, is_own: bool = False, is_feed: bool = False) -> Catalog:
     """Read a price file. In columns of our own in a file of one's own, GPUs must be known and offers be there once."""
     offers: list[Offer] = []
