@@ -61,6 +61,7 @@ def test_one_place_goes_backward() -> None:
         *("errors", "units", "job", "files", "meter", "run_folder", "limits", "metrics", "starter", "data", "report"),
         *("families", "shapes"),
         *("spells", "spot"),
+        *("catalog", "price_feeds", "money"),
     ],
 )
 def test_rooms_without_torch(name: str) -> None:
@@ -82,6 +83,15 @@ def test_reports_and_exports_never_import_the_loop() -> None:
         assert "farthing.train" not in imports(path), path
 
 
+@pytest.mark.parametrize("name", ["catalog", "money", "shapes"])
+def test_rooms_that_look_at_no_clock_and_no_network(name: str) -> None:
+    for path in room(name):
+        assert not imports(path) & {"time", "socket", "http", "urllib.request", "requests", "farthing.price_feeds"}, (
+            path
+        )
+        assert not re.search(r"\b(today|now)\(\)", path.read_text(encoding="utf-8")), path
+
+
 def test_nothing_is_unpickled_or_evaluated() -> None:
     for path in FILES:
         text = path.read_text(encoding="utf-8")
@@ -99,9 +109,9 @@ def test_help_and_job_files_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for verb in ("init", "train", "report", "export", "doctor"):
+    for verb in ("init", "train", "report", "export", "prices", "doctor"):
         assert verb in done.stdout
-    for verb in ("plan", "probe", "launch", "prices"):
+    for verb in ("plan", "probe", "launch"):
         assert not re.search(rf"^\s+{verb}\b", done.stdout, re.MULTILINE), "what is not built is not shown"
 
 

@@ -406,6 +406,16 @@ def select(
     return found
 
 
+def sort_offers(offers: Iterable[Offer], by: str) -> list[Offer]:
+    """Offers by `usd` (of an hour), `usd-per-gpu` or `age`, the least first; those not paid by the hour come last."""
+    if by == "age":
+        return sorted(
+            offers, key=lambda offer: (-offer.date.toordinal(), offer.usd_per_gpu_hour or math.inf, offer[:7])
+        )
+    hourly = {"usd": lambda o: o.usd_per_hour, "usd-per-gpu": lambda o: o.usd_per_gpu_hour}[by]
+    return sorted(offers, key=lambda offer: (hourly(offer) or math.inf, offer.usd, offer[:7]))
+
+
 # ---- reading ----
 
 

@@ -87,6 +87,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the merged weights")
     sub.add_argument("--json", action="store_true")
 
+    sub = verb("prices", _prices, "show what GPUs cost, or refresh the prices from public feeds")
+    sub.add_argument("action", nargs="?", choices=("update",), help="update: refresh the prices kept in the cache")
+    sub.add_argument("--gpu", help='such as "RTX 4090" or h100')
+    sub.add_argument("--provider")
+    sub.add_argument("--region", help="or its beginning, such as us-")
+    sub.add_argument("--kind", choices=("spot", "on-demand"))
+    sub.add_argument("--sort", choices=("usd-per-gpu", "usd", "age"), default="usd-per-gpu")
+    sub.add_argument("--limit", type=int, metavar="N", help="rows to show, 0 for all (default: 20; with --json all)")
+    sub.add_argument("--prices", metavar="FILE", help="a CSV of prices of your own, taken alone")
+    sub.add_argument("--json", action="store_true")
+
     sub = verb("doctor", _doctor, "check this machine, and a job before it starts")
     sub.add_argument("job", nargs="?", help="job file (YAML)")
     sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of the job")
@@ -235,6 +246,44 @@ def _export(arguments: argparse.Namespace) -> int:
         from farthing.units import say_bytes
 
         print(f"wrote {written['folder']} ({written['format']}, {say_bytes(written['bytes'])})")
+    return EXIT_FINISHED
+
+
+def _prices(arguments: argparse.Namespace) -> int:
+    from datetime import date
+
+    from farthing.catalog import cache_path, read_catalog, select, sort_offers
+
+    if arguments.action == "update":
+        from rich.markup import escape
+
+        from farthing.price_feeds import update
+        from farthing.report.price_table import draw_update, update_as_json
+
+        console = _console(stderr=arguments.json)
+        with console.status("asking the price feeds") as status:
+            result = update(cache_path(), date.today(), progress=lambda text: status.update(escape(text)))
+        if arguments.json:
+            print(json.dumps(update_as_json(result), indent=1))
+        else:
+            draw_update(console, result)
+        return EXIT_FINISHED
+    if arguments.limit is not None and arguments.limit < 0:
+        raise UserMistake(f"{arguments.limit} rows can't be shown", where="--limit", to_do="give 0 (all) or more")
+    catalog = read_catalog(arguments.prices, date.today())
+    found = select(catalog, arguments.gpu, arguments.provider, arguments.region, arguments.kind)
+    if not found:
+        raise UserMistake("no offer is like this", where="prices", to_do="leave out --region, --kind or --provider")
+    found = sort_offers(found, arguments.sort)
+    n_shown = (len(found) if arguments.json else 20) if arguments.limit is None else arguments.limit or len(found)
+    if arguments.json:
+        from farthing.report.price_table import prices_as_json
+
+        print(json.dumps(prices_as_json(catalog, found[:n_shown], len(found)), indent=1))
+        return EXIT_FINISHED
+    from farthing.report.price_table import draw_prices
+
+    draw_prices(_console(), catalog, found[:n_shown], len(found))
     return EXIT_FINISHED
 
 

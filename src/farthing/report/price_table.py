@@ -1,0 +1,131 @@
+"""What a person sees of prices in the terminal. Draws; computes nothing, and reads no file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import date
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from farthing.catalog import Catalog, Offer
+from farthing.units import plural, say_usd
+
+_UNITS = {"gb_hour": "GB-hour", "run": "run", "million_tokens": "M tokens"}
+
+
+def draw_prices(console: Console, catalog: Catalog, offers: Sequence[Offer], n_found: int) -> None:
+    """A table of offers, how old they are, and where they were read. Fits 80 columns; wider ones show the machine."""
+    is_wide = console.width >= 110
+    table = Table(box=None, padding=(0, 1), show_edge=False, pad_edge=False)
+    table.add_column("GPUs", no_wrap=True, max_width=18)
+    table.add_column("provider", no_wrap=True, max_width=11)
+    if is_wide:
+        table.add_column("machine", no_wrap=True, max_width=30)
+    table.add_column("where", no_wrap=True, max_width=17)
+    table.add_column("kind", no_wrap=True)
+    table.add_column("an hour", justify="right", no_wrap=True)
+    table.add_column("a GPU-hour", justify="right", no_wrap=True)
+    table.add_column("age", justify="right", no_wrap=True)
+    for offer in offers:
+        gpus = f"{offer.n_gpus}x {offer.gpu}" if offer.gpu else offer.instance
+        cells = [gpus, offer.provider, *([offer.instance] if is_wide else []), offer.zone or offer.region]
+        prices = [_price(offer.usd_per_hour), _price(offer.usd_per_gpu_hour)]
+        if offer.usd_per_hour is None:
+            prices = ["", f"{say_usd(offer.usd)}/{_UNITS[offer.unit]}"]
+        age = f"{max(0, (catalog.today - offer.date).days)} d"
+        table.add_row(*(escape(cell) for cell in (*cells, "spot" if offer.is_spot else "demand", *prices, age)))
+    console.print(table)
+    rest = n_found - len(offers)
+    if rest > 0:
+        console.print(f"[dim]and {plural(rest, 'more offer')}: --limit 0 shows all, --gpu and --provider narrow it[/]")
+    console.print(f"[dim]{escape(catalog.words)}[/]", soft_wrap=True)
+    console.print(f"[dim]read from: {escape('; '.join(_sources(offers)))}[/]", soft_wrap=True)
+
+
+def draw_update(console: Console, update: Any) -> None:
+    """What came of refreshing: which providers have new prices, which feeds failed and why."""
+    for outcome in update.failed:
+        words = f"{outcome.feed.provider} ({outcome.feed.layout}): {outcome.problem}"
+        console.print(f"[yellow]no answer[/] {escape(words)}", soft_wrap=True)
+    absent = sorted({outcome.feed.provider for outcome in update.outcomes if outcome.is_absent})
+    if absent:
+        console.print(
+            f"[dim]not asked, for want of gpuhunt or of a key: {escape(', '.join(absent))}[/]", soft_wrap=True
+        )
+    names = ", ".join(update.refreshed)
+    console.print(f"[green]refreshed[/] {plural(len(update.refreshed), 'provider')}: {escape(names)}", soft_wrap=True)
+    if update.kept:
+        console.print(f"kept as they were: {escape(', '.join(update.kept))}", soft_wrap=True)
+    console.print(f"{plural(update.n_offers, 'price')} in {escape(str(update.path))}", soft_wrap=True)
+
+
+def prices_as_json(catalog: Catalog, offers: Sequence[Offer], n_found: int) -> dict[str, Any]:
+    """The same for `--json`."""
+    newest, median, oldest = catalog.ages_days
+    return {
+        "where": catalog.where,
+        "today": catalog.today.isoformat(),
+        "words": catalog.words,
+        "age_days": {"newest": newest, "median": median, "oldest": oldest},
+        "is_stale": catalog.is_stale,
+        "not_known": dict(catalog.skipped),
+        "n_found": n_found,
+        "offers": [_row(offer, catalog.today) for offer in offers],
+    }
+
+
+def update_as_json(update: Any) -> dict[str, Any]:
+    """What came of refreshing, for `--json`."""
+    return {
+        "path": str(update.path),
+        "n_offers": update.n_offers,
+        "refreshed": list(update.refreshed),
+        "kept": list(update.kept),
+        "feeds": [
+            {
+                "provider": outcome.feed.provider,
+                "layout": outcome.feed.layout,
+                "n_offers": len(outcome.offers),
+                "n_skipped": outcome.n_skipped,
+                "problem": outcome.problem,
+                "was_asked": not outcome.is_absent,
+            }
+            for outcome in update.outcomes
+        ],
+    }
+
+
+def _row(offer: Offer, today: date) -> dict[str, Any]:
+    return {
+        "provider": offer.provider,
+        "instance": offer.instance,
+        "gpu": offer.gpu,
+        "n_gpus": offer.n_gpus,
+        "region": offer.region,
+        "zone": offer.zone,
+        "kind": offer.kind,
+        "unit": offer.unit,
+        "usd": offer.usd,
+        "usd_per_hour": offer.usd_per_hour,
+        "usd_per_gpu_hour": offer.usd_per_gpu_hour,
+        "vcpus": offer.vcpus,
+        "ram_gib": offer.ram_gib,
+        "source": offer.source,
+        "date": offer.date.isoformat(),
+        "age_days": max(0, (today - offer.date).days),
+    }
+
+
+def _price(usd: float | None) -> str:
+    return "" if usd is None else say_usd(usd)
+
+
+def _sources(offers: Sequence[Offer]) -> list[str]:
+    """Sources with their newest date, each once, in the order of the table."""
+    newest: dict[str, date] = {}
+    for offer in offers:
+        newest[offer.source] = max(newest.get(offer.source, date.min), offer.date)
+    return [f"{source} ({day.isoformat()})" for source, day in newest.items()]
