@@ -35,6 +35,7 @@ from farthing.units import plural
 
 SAMPLE_SIZE = 4096
 SPREAD = 0.6  # standard deviation of ln(length) where only the mean is known: between a chat set and a set of prompts
+_CHUNK = 16_384  # examples
 _N_SIMULATED = 1 << 17  # examples drawn to find the padding of pairs
 _MOST_CELLS = 1_500_000  # of one table of order statistics: a finer one takes seconds and changes nothing
 
@@ -288,9 +289,12 @@ def from_token_set(tokens: TokenSet, indices: NDArray[np.int64] | None, task: st
     lengths = np.diff(offsets)
     if task == "classification":
         n_targets = np.ones(len(lengths), np.int64)
-    else:  # the running sum before and after an example: `reduceat` has no empty ranges
-        running = np.concatenate([[0], np.cumsum(tokens.targets, dtype=np.int64)])
-        n_targets = running[offsets[1:]] - running[offsets[:-1]]
+    else:
+        n_targets = np.empty(len(lengths), np.int64)
+        for start in range(0, len(lengths), _CHUNK):  # the running sum of a few examples, before and after each
+            around = offsets[start : start + _CHUNK + 1]
+            running = np.concatenate([[0], np.cumsum(tokens.targets[around[0] : around[-1]], dtype=np.int64)])
+            n_targets[start : start + _CHUNK] = np.diff(running[around - around[0]])
     if indices is not None:
         lengths, n_targets = lengths[indices], n_targets[indices]
     if task == "seq2seq":

@@ -16,8 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MEASUREMENTS = "measurements.jsonl"
+from farthing.files import write_json
+
+MEASUREMENTS = "measurements.jsonl"  # in the cache
+OF_RUN = "measurements.json"  # in a run's folder
 VERSION = 1
+STEP_SPANS = ("compute", "optimizer", "data_wait", "host_to_device")
 FEWEST_STEPS = 5  # fewer measured steps say nothing
 _MOST_BYTES = 8 << 20  # of the newest lines that are read: thousands of runs
 _MOST_LINE_BYTES = 64 << 10
@@ -35,7 +39,7 @@ class Measurement:
     n_devices: int
 
     model_type: str
-    n_parameters: int
+    n_parameters: int  # adapters left out
     n_trainable: int
     hidden: int
     n_layers: int
@@ -96,10 +100,83 @@ class Measurement:
         return (self.compute_s + self.optimizer_s + self.data_wait_s + self.host_to_device_s) / self.n_steps
 
 
+class Record:
+    """What an attempt notes of its steps while it runs. The first step warms up and is left out."""
+
+    def __init__(self, before_model_bytes: int, loaded_bytes: int) -> None:
+        self.before_model_bytes, self.loaded_bytes = before_model_bytes, loaded_bytes
+        self.n_steps = 0  # of the attempt, the first included
+        self.first_step_s = 0.0
+        self.peak_bytes_by_step: list[list[int]] = []
+        self.largest_rows = self.largest_padded_tokens = 0
+        self.evaluations_s: list[float] = []
+        self.saves_bytes: list[int] = []
+        self._counts = [0, 0, 0]
+        self._first_spans: dict[str, float] = {}
+        self._last_spans: dict[str, float] = {}
+
+    def micro_batch(self, n_rows: int, n_padded: int) -> None:
+        """A micro-batch went through."""
+        if n_padded > self.largest_padded_tokens:
+            self.largest_rows, self.largest_padded_tokens = n_rows, n_padded
+
+    def step_done(
+        self, n_tokens: int, n_padded: int, n_targets: int, seconds: float, spans: dict[str, float], peak_bytes: int
+    ) -> None:
+        """A step is done; `spans` is the meter's so far."""
+        self.n_steps += 1
+        if self.n_steps == 1:
+            self.first_step_s, self._first_spans = seconds, dict(spans)
+        else:
+            self._counts = [a + b for a, b in zip(self._counts, (n_tokens, n_padded, n_targets), strict=True)]
+        self._last_spans = dict(spans)
+        if self.n_steps & (self.n_steps - 1) == 0:
+            self.peak_bytes_by_step.append([self.n_steps, peak_bytes])
+
+    def measured(self) -> dict[str, Any] | None:
+        """The fields of a `Measurement` that come from the steps; None after too few."""
+        if self.n_steps - 1 < FEWEST_STEPS:
+            return None
+        n_tokens, n_padded, n_targets = self._counts
+        evaluations = self.evaluations_s
+        return {
+            "n_steps": self.n_steps - 1,
+            "n_tokens": n_tokens,
+            "n_padded_tokens": n_padded,
+            "n_target_tokens": n_targets,
+            **{f"{name}_s": self._last_spans.get(name, 0.0) - self._first_spans.get(name, 0.0) for name in STEP_SPANS},
+            "first_step_s": self.first_step_s,
+            "n_evaluations": len(evaluations),
+            "evaluation_s": sum(evaluations) / max(1, len(evaluations)),
+            "n_saves": len(self.saves_bytes),
+            "save_bytes": self.saves_bytes[-1] if self.saves_bytes else 0,
+            "before_model_bytes": self.before_model_bytes,
+            "loaded_bytes": self.loaded_bytes,
+            "first_step_peak_bytes": self.peak_bytes_by_step[0][1],
+            "peak_bytes_by_step": self.peak_bytes_by_step,
+            "largest_rows": self.largest_rows,
+            "largest_padded_tokens": self.largest_padded_tokens,
+        }
+
+
 class Measurements(list[Measurement]):
     """Measurements in the order they were written, and how many lines were none."""
 
     n_skipped: int = 0
+
+
+def leave_measurement(measurement: Measurement, cache_dir: Path, folder: Path) -> None:
+    """Write it for later plans, and beside the run that it is of, where a list has one for each attempt.
+
+    Raises `OSError`.
+    """
+    copy = folder / OF_RUN
+    try:
+        earlier = json.loads(copy.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        earlier = []
+    write_json(copy, [*(earlier if isinstance(earlier, list) else []), dataclasses.asdict(measurement)])
+    append_measurement(cache_dir / MEASUREMENTS, measurement)
 
 
 def append_measurement(path: Path, measurement: Measurement) -> None:

@@ -7,6 +7,7 @@ ledger.jsonl      seconds and dollars of every attempt
 checkpoints/      see checkpoint.py
 model/            the trained model for others
 receipt.json      written when an attempt ends
+measurements.json what each attempt took, see measurements.py
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import math
 import random
 import shutil
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,11 @@ from farthing.errors import (
 from farthing.evaluate import evaluate
 from farthing.export import export_model
 from farthing.files import Damaged, JsonLines, make_private, only_writer, write_json
-from farthing.hardware import Numerics, choose_numerics, device_name, peak_bytes, taken_bytes
+from farthing.hardware import Numerics, choose_numerics, device_name, hardware_key, peak_bytes, taken_bytes
 from farthing.job import Job
+from farthing.lengths import from_token_set
 from farthing.limits import over_limit
+from farthing.measurements import Measurement, Record, leave_measurement
 from farthing.meter import Ledger, Meter, seconds_since_process_start
 from farthing.metrics import GREATER_IS_BETTER
 from farthing.model.adapters import count_parameters, put_back
@@ -91,10 +94,11 @@ class Outcome:
 # ---- the door ----
 
 
-def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
+def train(job: Job, tell: Tell, *, allow_restart: bool = False, promised: dict[str, Any] | None = None) -> Outcome:
     """Start, continue or find finished the run of `job` in its `output_dir`.
 
-    Raises `FarthingError`s in words; whatever was committed before stays valid.
+    `promised` is what a plan has said of it; it is kept with what is measured. Raises `FarthingError`s in words; whatever was
+    committed before stays valid.
     """
     meter = Meter(already_s=seconds_since_process_start())
     quiet_libraries()
@@ -115,7 +119,7 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
             ) from error
         state = "failed"
         try:
-            state, reason = _train(job, folder, meter, ledger, notice, tell, allow_restart)
+            state, reason = _train(job, folder, meter, ledger, notice, tell, allow_restart, promised or {})
         except Interrupted as error:
             state, reason = "interrupted", notice.reason or error.what
         except torch.OutOfMemoryError as error:
@@ -133,7 +137,14 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
 
 
 def _train(
-    job: Job, folder: Path, meter: Meter, ledger: Ledger, notice: Notice, tell: Tell, allow_restart: bool
+    job: Job,
+    folder: Path,
+    meter: Meter,
+    ledger: Ledger,
+    notice: Notice,
+    tell: Tell,
+    allow_restart: bool,
+    promised: dict[str, Any],
 ) -> tuple[str, str]:
     numerics = choose_numerics(
         job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
@@ -159,8 +170,22 @@ def _train(
     ledger.write("starting")
     meter.enter("load_model")
     tell("working", {"on": "loading the model"})
+    before_model_bytes = taken_bytes(numerics.device)
     model = build_model(job, inputs, numerics, train_examples)
-    run = Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, notice, tell)
+    run = Run(
+        job,
+        folder,
+        inputs,
+        numerics,
+        model,
+        train_examples,
+        eval_examples,
+        meter,
+        ledger,
+        notice,
+        tell,
+        before_model_bytes,
+    )
     ledger.write("starting")
     meter.enter("restore")
     tell("working", {"on": "looking for a checkpoint"})
@@ -170,6 +195,7 @@ def _train(
     state, reason = run.loop()
     if state == "finished":
         write_json(folder / RUN, {**run_facts, "finished": True})
+    run.leave_measurement(promised)
     return state, reason
 
 
@@ -191,6 +217,7 @@ class Run:
     ledger: Ledger
     notice: Notice
     tell: Tell
+    before_model_bytes: int
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -220,6 +247,7 @@ class Run:
         before_bytes = taken_bytes(self.numerics.device)
         self.memory = settle_checkpointing(job, self.model, self.numerics, self.train_examples, self.inputs.pad_id)
         self.promised_bytes = before_bytes + self.memory.total_bytes
+        self.record = Record(self.before_model_bytes, before_bytes)
         self.log = JsonLines(self.folder / LOG)
         self.metric = (train.metric_for_best_model or "loss").removeprefix("eval_")  # known: the job was checked
         self.pace = Pace(self.numerics, flops_per_token(self.model, job.method.name), self.meter)
@@ -377,7 +405,9 @@ class Run:
         }
         self.log.append(row)
         self.judge_finite(is_finite, loss, losses, pieces)
-        self.pace.step_done(n_tokens, n_padded, self.meter.wall_s - started_s)
+        seconds, peak = self.meter.wall_s - started_s, peak_bytes(self.numerics.device)
+        self.pace.step_done(n_tokens, n_padded, seconds)
+        self.record.step_done(n_tokens, n_padded, n_targets, seconds, self.meter.spans, peak)
         self.report_step(row)
         self.note_finished_save(self.checkpoints.finished_save())
 
@@ -397,7 +427,9 @@ class Run:
                     loss = summed_loss(self.model, batch, self.job.task, self.job.train.label_smoothing_factor)[0]
                 self.scaler.scale(loss / n_targets).backward()
             losses.append(loss.detach())
-            n_padded += arrays["input_ids"].size + (arrays["labels"].size if self.job.task == "seq2seq" else 0)
+            n_in_piece = arrays["input_ids"].size + (arrays["labels"].size if self.job.task == "seq2seq" else 0)
+            self.record.micro_batch(len(piece), n_in_piece)
+            n_padded += n_in_piece
             if self.notice:
                 self.optimizer.zero_grad(set_to_none=True)
                 raise Interrupted("stopped within a step; it is taken again")
@@ -487,6 +519,7 @@ class Run:
         patience = train.early_stopping_patience
         at.stopped_early = patience is not None and at.n_evaluations_without_gain >= patience
         self._last_evaluation_s = self.meter.wall_s - started_s
+        self.record.evaluations_s.append(self._last_evaluation_s)
         self.log.append({"step": at.step, "metrics": metrics, "is_best": is_best})
         self.tell("evaluation", {"step": at.step, "metrics": metrics, "is_best": is_best, "metric": self.metric})
 
@@ -525,6 +558,7 @@ class Run:
         """Put a finished background save on the ledger."""
         if result is not None and result.error is None:
             self.ledger.committed(result.step)
+            self.record.saves_bytes.append(result.n_bytes)
             self.tell("saved", {"step": result.step, "bytes": result.n_bytes})
 
     def export(self) -> None:
@@ -543,6 +577,74 @@ class Run:
         receipt = build_receipt(self.folder)
         export_model(self.folder / MODEL, self.model, self.inputs.tokenizer, receipt, step)
         self.tell("exported", {"folder": str(self.folder / MODEL), "step": step})
+
+    # ---- what later plans learn from it ----
+
+    def leave_measurement(self, promised: dict[str, Any]) -> None:
+        """Write down what was measured, where enough was. Never fails a run: it warns."""
+        try:
+            measurement = self.measurement(promised)
+            if measurement is not None:
+                leave_measurement(measurement, Path(self.job.cache_dir or "."), self.folder)
+        except Exception as error:  # the run is done and safe, whatever is wrong here
+            self._warn(f"what was measured could not be written down: {error}")
+
+    def measurement(self, promised: dict[str, Any]) -> Measurement | None:
+        """What this attempt ran and what it took; None after too few steps."""
+        measured = self.record.measured()
+        if measured is None:
+            return None
+        job, spans, config = self.job, self.meter.spans, self.inputs.config.get_text_config()
+        n_eval, n_eval_padded = 0, 0
+        if self.eval_examples is not None:
+            n_eval = len(self.eval_examples)
+            held_out = from_token_set(self.eval_examples.tokens, self.eval_examples.indices, job.task, source="")
+            each = held_out.padded_when_sorted(job.train.per_device_eval_batch_size)
+            n_eval_padded = round(n_eval * (each.tokens + each.targets))
+        lengths = from_token_set(self.train_examples.tokens, self.train_examples.indices, job.task, source="")
+        return Measurement(
+            when=datetime.now(UTC).isoformat(timespec="seconds"),
+            farthing=farthing.__version__,
+            torch=torch.__version__,
+            hardware=hardware_key(self.numerics.device),
+            device=self.numerics.device.type,
+            n_devices=1,
+            model_type=self.inputs.config.model_type,
+            n_parameters=self.parameters["total"] - self.parameters["adapter"],
+            n_trainable=self.parameters["trainable"],
+            hidden=config.hidden_size,
+            n_layers=config.num_hidden_layers,
+            vocab=config.vocab_size,
+            task=job.task,
+            method=job.method.name,
+            lora_r=0 if job.method.name == "full" else job.method.lora_r,
+            precision=self.numerics.name,
+            optim=job.train.optim,
+            micro_batch_size=job.micro_batch_size,
+            global_batch_size=job.global_batch_size,
+            every_n_layers=self.memory.every_n_layers,
+            lengths={
+                "n_examples": lengths.n_examples,
+                "mean": lengths.mean,
+                "longest": lengths.longest,
+                "mean_target": lengths.mean_target,
+                "longest_target": lengths.longest_target,
+            },
+            spans={name: round(seconds, 4) for name, seconds in spans.items()},
+            n_eval_examples=n_eval,
+            n_eval_padded_tokens=n_eval_padded,
+            has_generated=job.task == "seq2seq" and job.train.predict_with_generate,
+            save_s=spans.get("checkpoint", 0.0),
+            export_s=spans.get("export", 0.0),
+            start_up_s=spans.get("start_up", 0.0),
+            tokenize_s=spans.get("tokenize", 0.0),
+            was_tokenized_before=self.train_examples.were_tokenized,
+            load_model_s=spans.get("load_model", 0.0),
+            restore_s=spans.get("restore", 0.0),
+            peak_bytes=peak_bytes(self.numerics.device),
+            promised=promised,
+            **measured,
+        )
 
     # ---- words ----
 

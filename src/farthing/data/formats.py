@@ -241,15 +241,18 @@ def _render_chat(messages: list[dict[str, Any]], tools: Any, *, tokenizer: Any) 
 
 
 def _by_marks(messages: list[dict[str, Any]], tools: Any, tokenizer: Any) -> Text:
-    from transformers.utils.chat_template_utils import render_jinja_template
+    if hasattr(tokenizer, "render_with_spans"):  # the planner's, which does without transformers
+        rendered, spans = tokenizer.render_with_spans(messages, tools)
+    else:
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-    rendered, spans = render_jinja_template(
-        conversations=[messages],
-        tools=tools,
-        chat_template=tokenizer.chat_template,
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
+        rendered, spans = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=tokenizer.chat_template,
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
     text, segments, at = rendered[0], [], 0
     for start, end in spans[0]:
         segments += [(text[at:start], False), (text[start:end], True)]

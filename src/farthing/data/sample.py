@@ -14,7 +14,7 @@ import json
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -327,9 +327,8 @@ class LightTokenizer:
     eos_token_id: int | None
     encode: Callable[[list[str], bool], _Encoded]
     special_tokens_map: dict[str, str]
-    own_template: str
+    chat_template: str
     is_exact: bool = True
-    chat_template: str = field(default="", init=False)  # the marks of generation are for transformers to find
 
     def __call__(self, texts: Any, *, add_special_tokens: bool = True, **options: Any) -> Any:
         """Token ids of texts."""
@@ -339,9 +338,27 @@ class LightTokenizer:
 
     def apply_chat_template(self, messages: Any, *, tools: Any, tokenize: bool, add_generation_prompt: bool) -> str:
         """The text of a chat, by the tokenizer's template."""
-        return _template(self.own_template).render(
-            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self.special_tokens_map
+        return self._render(messages, tools, add_generation_prompt).replace(_START, "").replace(_STOP, "")
+
+    def render_with_spans(self, messages: Any, tools: Any) -> tuple[list[str], list[list[tuple[int, int]]]]:
+        """The text of a chat, and from where to where the template marks it as what the model says."""
+        text, spans = "", []
+        for part in self._render(messages, tools, False).split(_START):
+            said, stop, rest = part.partition(_STOP)
+            if stop:
+                spans.append((len(text), len(text) + len(said)))
+            text += said + rest
+        return [text], [spans]
+
+    def _render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+        return str(
+            _template(self.chat_template).render(
+                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self.special_tokens_map
+            )
         )
+
+
+_START, _STOP = "\ufdd0", "\ufdd1"  # code points that no text may hold
 
 
 def light_tokenizer(folder: Path | None, chat_template: str | None) -> LightTokenizer:
@@ -360,7 +377,7 @@ def light_tokenizer(folder: Path | None, chat_template: str | None) -> LightToke
         return _from_sentencepiece(model, specials, template)
 
     def encode(texts: list[str], special: bool) -> _Encoded:
-        return _Encoded([[0] * -(-len(text) // 4) for text in texts], [list(range(0, len(text), 4)) for text in texts])
+        return _Encoded([[1] * -(-len(text) // 4) for text in texts], [list(range(0, len(text), 4)) for text in texts])
 
     return LightTokenizer("4 characters a token", None, 0, encode, specials, template, is_exact=False)
 
@@ -431,20 +448,25 @@ def _from_sentencepiece(path: Path, specials: dict[str, str], template: str) -> 
 
 @functools.lru_cache(maxsize=8)
 def _template(source: str) -> Any:
-    """A chat template as transformers compiles it; its marks of generation are blocks that change nothing."""
+    """A chat template as transformers compiles it."""
     import jinja2
     import jinja2.ext
+    import jinja2.nodes
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %} ... {% endgeneration %}."""
+        """{% generation %} ... {% endgeneration %}: what the model says."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja2 wants it
 
         def parse(self, parser: Any) -> Any:
-            """The block's own content."""
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            """The block's content between marks."""
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{_START}{caller()}{_STOP}"
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
