@@ -141,11 +141,15 @@ class Lengths:
         """The mean example when the whole set is sorted once and cut into pieces, as an evaluation does."""
         key = ("sorted", micro)
         if key not in self._known:
-            n = min(self.n_examples, 200_000)
-            picked = np.arange(n) * len(self.tokens) // n
-            tokens, targets = self.tokens[picked], (self.targets[picked] if self.targets is not None else None)
+            if self.targets is None:
+                n = min(self.n_examples, 200_000)
+                tokens, targets = self.tokens[np.arange(n) * len(self.tokens) // n], None
+                step = max(1, round(micro * n / self.n_examples))
+            else:  # an example that stood for several would meet itself, not another target
+                n, step = len(self.tokens), micro
+                tokens, targets = self.tokens, self.targets
             order = np.argsort(-(tokens if targets is None else tokens + targets), kind="stable")
-            starts = np.arange(0, n, max(1, round(micro * n / self.n_examples)))
+            starts = np.arange(0, n, step)
             rows = np.diff([*starts, n])
             source = np.maximum.reduceat(tokens[order], starts).astype(np.float64)
             target = np.zeros(len(starts)) if targets is None else np.maximum.reduceat(targets[order], starts)

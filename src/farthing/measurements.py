@@ -103,8 +103,8 @@ class Measurement:
 class Record:
     """What an attempt notes of its steps while it runs. The first step warms up and is left out."""
 
-    def __init__(self, before_model_bytes: int, loaded_bytes: int) -> None:
-        self.before_model_bytes, self.loaded_bytes = before_model_bytes, loaded_bytes
+    def __init__(self, *, loaded_bytes: int, before_model_bytes: int = 0) -> None:
+        self.loaded_bytes, self.before_model_bytes = loaded_bytes, before_model_bytes
         self.n_steps = 0  # of the attempt, the first included
         self.first_step_s = 0.0
         self.peak_bytes_by_step: list[list[int]] = []

@@ -172,20 +172,8 @@ def _train(
     tell("working", {"on": "loading the model"})
     before_model_bytes = taken_bytes(numerics.device)
     model = build_model(job, inputs, numerics, train_examples)
-    run = Run(
-        job,
-        folder,
-        inputs,
-        numerics,
-        model,
-        train_examples,
-        eval_examples,
-        meter,
-        ledger,
-        notice,
-        tell,
-        before_model_bytes,
-    )
+    run = Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, notice, tell)
+    run.record.before_model_bytes = before_model_bytes
     ledger.write("starting")
     meter.enter("restore")
     tell("working", {"on": "looking for a checkpoint"})
@@ -217,7 +205,6 @@ class Run:
     ledger: Ledger
     notice: Notice
     tell: Tell
-    before_model_bytes: int
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -247,7 +234,7 @@ class Run:
         before_bytes = taken_bytes(self.numerics.device)
         self.memory = settle_checkpointing(job, self.model, self.numerics, self.train_examples, self.inputs.pad_id)
         self.promised_bytes = before_bytes + self.memory.total_bytes
-        self.record = Record(self.before_model_bytes, before_bytes)
+        self.record = Record(loaded_bytes=before_bytes)
         self.log = JsonLines(self.folder / LOG)
         self.metric = (train.metric_for_best_model or "loss").removeprefix("eval_")  # known: the job was checked
         self.pace = Pace(self.numerics, flops_per_token(self.model, job.method.name), self.meter)
