@@ -351,7 +351,11 @@ def read_catalog(path: Path | str | None, today: date) -> Catalog:
     refreshed = cache_path()
     if not refreshed.is_file():
         return shipped
-    newer = _read(refreshed, today)
+    try:
+        newer = _read(refreshed, today)
+    except UserMistake as error:
+        to_do = f"run `farthing prices update`, or delete {refreshed}"
+        raise UserMistake(error.what, where=error.where, to_do=to_do) from None
     newest_here, newest_there = _newest(shipped.offers), _newest(newer.offers)
     replaced = {who for who, day in newest_there.items() if day >= newest_here.get(who, date.min)}
     kept = tuple(offer for offer in shipped.offers if (offer.provider, offer.unit) not in replaced)
@@ -778,5 +782,5 @@ def _did_you_mean(word: str, known: Iterable[str]) -> str:
     by_key = {_key(name): name for name in known}
     key = _key(word)
     longer = [name for name in by_key if key and name.startswith(key)]
-    near = longer or difflib.get_close_matches(key, list(by_key), n=1)
+    near = longer or difflib.get_close_matches(key, list(by_key), n=1, cutoff=0.5)
     return f"did you mean `{by_key[near[0]]}`? " if near else ""

@@ -13,30 +13,30 @@ from rich.table import Table
 from farthing.catalog import Catalog, Offer
 from farthing.units import plural, say_usd
 
-_UNITS = {"gb_hour": "GB-hour", "run": "run", "million_tokens": "M tokens"}
+_UNITS = {"gb_hour": "a GB-hour", "run": "a run", "million_tokens": "/M tokens"}
+_GAP = 2
+_COLUMNS = ("GPUs", "provider", "machine", "where", "kind", "an hour", "per GPU", "age")
+_MOST = {"provider": 15, "machine": 30}
 
 
 def draw_prices(console: Console, catalog: Catalog, offers: Sequence[Offer], n_found: int) -> None:
     """A table of offers, how old they are, and where they were read. Fits 80 columns; wider ones show the machine."""
-    is_wide = console.width >= 110
-    table = Table(box=None, padding=(0, 1), show_edge=False, pad_edge=False)
-    table.add_column("GPUs", no_wrap=True, max_width=18)
-    table.add_column("provider", no_wrap=True, max_width=11)
-    if is_wide:
-        table.add_column("machine", no_wrap=True, max_width=30)
-    table.add_column("where", no_wrap=True, max_width=17)
-    table.add_column("kind", no_wrap=True)
-    table.add_column("an hour", justify="right", no_wrap=True)
-    table.add_column("a GPU-hour", justify="right", no_wrap=True)
-    table.add_column("age", justify="right", no_wrap=True)
-    for offer in offers:
-        gpus = f"{offer.n_gpus}x {offer.gpu}" if offer.gpu else offer.instance
-        cells = [gpus, offer.provider, *([offer.instance] if is_wide else []), offer.zone or offer.region]
-        prices = [_price(offer.usd_per_hour), _price(offer.usd_per_gpu_hour)]
-        if offer.usd_per_hour is None:
-            prices = ["", f"{say_usd(offer.usd)}/{_UNITS[offer.unit]}"]
-        age = f"{max(0, (catalog.today - offer.date).days)} d"
-        table.add_row(*(escape(cell) for cell in (*cells, "spot" if offer.is_spot else "demand", *prices, age)))
+    names = [name for name in _COLUMNS if name != "machine" or console.width >= 110]
+    rows = [_cells(offer, catalog.today) for offer in offers]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
+    widths |= {name: min(most, widths[name]) for name, most in _MOST.items() if name in widths}
+    gap = _GAP
+    room = console.width - gap * (len(names) - 1)
+    if room - (sum(widths.values()) - widths["where"]) < min(12, widths["where"]):
+        gap, room = 1, console.width - (len(names) - 1)
+        widths["provider"] = min(10, widths["provider"])
+    widths["where"] = max(5, min(widths["where"], room - (sum(widths.values()) - widths["where"])))
+    table = Table(box=None, padding=(0, gap, 0, 0), show_edge=False, pad_edge=False)
+    for name in names:
+        justify: Any = "right" if name in ("an hour", "per GPU", "age") else "left"
+        table.add_column(name, justify=justify, no_wrap=True, min_width=widths[name], max_width=widths[name])
+    for row in rows:
+        table.add_row(*(escape(row[name]) for name in names))
     console.print(table)
     rest = n_found - len(offers)
     if rest > 0:
@@ -119,8 +119,19 @@ def _row(offer: Offer, today: date) -> dict[str, Any]:
     }
 
 
-def _price(usd: float | None) -> str:
-    return "" if usd is None else say_usd(usd)
+def _cells(offer: Offer, today: date) -> dict[str, str]:
+    """One row of the table. What is not paid by the hour has its price under the hour and its unit beside."""
+    usd, usd_per_gpu = offer.usd_per_hour, offer.usd_per_gpu_hour
+    return {
+        "GPUs": f"{offer.n_gpus}x {offer.gpu}" if offer.gpu else offer.instance[:20],
+        "provider": offer.provider,
+        "machine": offer.instance,
+        "where": offer.zone or offer.region,
+        "kind": "spot" if offer.is_spot else "demand",
+        "an hour": say_usd(offer.usd if usd is None else usd),
+        "per GPU": _UNITS[offer.unit] if usd_per_gpu is None else say_usd(usd_per_gpu),
+        "age": f"{max(0, (today - offer.date).days)} d",
+    }
 
 
 def _sources(offers: Sequence[Offer]) -> list[str]:

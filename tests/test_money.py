@@ -1,0 +1,159 @@
+"""Own or rent, against worked figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from farthing.errors import UserMistake
+from farthing.money import (
+    Owned,
+    Way,
+    break_even_hours,
+    break_even_months,
+    faster,
+    hours_of,
+    needed_samples_per_min,
+    own_way,
+    parse_owned,
+    run_on_own,
+    run_on_rent,
+    saving,
+    yearly_usd,
+)
+
+# ---- worked figures ----
+
+
+def test_a_gpu_of_1600_dollars_against_480_a_month_pays_back_in_three_months() -> None:
+    months = break_even_months(Owned("RTX 4090", price_usd=1600), rent_usd_per_month=480)
+    assert months == pytest.approx(10 / 3)
+    assert f"{months:.1f}" == "3.3"
+
+
+def test_24_runs_a_year_at_250_against_10() -> None:
+    totals = yearly_usd({"managed": Way(250), "spot": Way(10)}, n_runs_per_month=2)
+    assert totals == {"spot": 240, "managed": 6000}
+    assert list(totals) == ["spot", "managed"], "the cheapest first"
+    assert saving(totals["spot"], totals["managed"]).usd == 5760
+
+
+def test_rent_is_hours_times_gpus_times_runs() -> None:
+    assert run_on_rent(2.0, 50) == 100
+    assert run_on_rent(0.50, 20, n_runs=5) == 50
+    assert run_on_rent(250 / 50, 10, n_gpus=5) == 250
+
+
+def test_two_cheap_gpus_against_one_dear_one() -> None:
+    one, two = run_on_rent(2.50, 10), run_on_rent(0.50, 7, n_gpus=2)
+    assert (one, two) == (25, 7)
+    saved = saving(two, one)
+    assert saved.is_one
+    assert saved.usd == 18
+    assert f"{saved.share:.0%}" == "72%"
+
+
+def test_how_fast_it_has_to_be() -> None:
+    assert round(needed_samples_per_min(300_000, 1, gpu_hours=12)) == 417
+    assert needed_samples_per_min(300_000, 1, gpu_hours=12, n_gpus=2) == pytest.approx(833.3, abs=0.1)
+    hours = hours_of(100_000, 3, samples_per_min=1100)
+    assert round(hours, 2) == 4.55
+    assert run_on_rent(1.0, hours) == pytest.approx(4.55, abs=0.005), "4.55 times the price of an hour"
+    assert round(hours_of(200_000, 2, 1200), 2) == 5.56
+
+
+def test_a_faster_step_is_cheaper() -> None:
+    times, share = faster(0.200, 0.130)
+    assert round(times, 2) == 1.54
+    assert share == pytest.approx(0.35)
+
+
+# ---- owning ----
+
+OWN = Owned("RTX 4090", price_usd=1600, power_kw=0.5, usd_per_kwh=0.2, resale_share=0.25, life_months=30)
+
+
+def test_a_run_of_ones_own_is_electricity_and_wear() -> None:
+    used = OWN._replace(hours_per_month=100, other_usd_per_h=0.05)
+    parts = run_on_own(used, 10)
+    assert parts == {
+        "electricity": pytest.approx(10 * 0.5 * 0.2),
+        "wear": pytest.approx(10 * 1200 / (30 * 100)),
+        "other": pytest.approx(0.5),
+    }
+    assert used.utilisation == pytest.approx(100 / 730)
+    assert sum(run_on_own(used, 3000).values()) == pytest.approx(1200 + 3000 * (0.1 + 0.05)), (
+        "a life of runs is its price"
+    )
+
+
+def test_break_even_in_hours_is_the_formula() -> None:
+    assert break_even_hours(OWN, 0.5) == pytest.approx((1600 - 400) / (0.5 - 0.5 * 0.2))
+    dear = OWN._replace(other_usd_per_h=0.4)
+    assert break_even_hours(dear, 0.5) is None, "running it costs as much as renting"
+    assert break_even_hours(dear, 0.4) is None
+    assert break_even_hours(Owned("T4"), 0.5) == 0, "what is paid off pays at once"
+
+
+def test_break_even_in_months_counts_the_hours_of_use() -> None:
+    hours = break_even_hours(OWN, 0.5)
+    assert hours is not None
+    assert break_even_months(OWN, rent_usd_per_h=0.5, hours_per_month=150) == pytest.approx(hours / 150)
+    assert break_even_months(OWN, rent_usd_per_month=20, hours_per_month=300) is None
+    assert break_even_months(OWN) is None
+
+
+def test_a_year_counts_what_is_paid_at_the_start() -> None:
+    ways = {"own": own_way(OWN, hours_per_run=20), "rent": Way(20 * 0.5), "flat": Way(0, usd_per_month=30)}
+    assert yearly_usd(ways, 4) == {"flat": 360, "rent": 480, "own": pytest.approx(1600 + 48 * 2)}
+    assert next(iter(yearly_usd(ways, 20, n_years=3))) == "flat"
+    assert list(yearly_usd({"own": ways["own"], "rent": ways["rent"]}, 20, n_years=3)) == ["own", "rent"]
+
+
+def test_a_saving_may_be_none() -> None:
+    dearer = saving(12, 10)
+    assert (dearer.usd, dearer.is_one) == (-2, False)
+    assert dearer.share == pytest.approx(-0.2)
+    assert saving(5, 0).share is None
+
+
+# ---- what people write ----
+
+
+def test_what_people_write_of_their_gpus() -> None:
+    assert parse_owned("RTX 4090:1600usd:0.45kW") == Owned("RTX 4090", 1, 1600, 0.45)
+    full = parse_owned("2x rtx3090 : $1400 : 700 W : kwh=0.30usd : resale=30% : life=24mo : other=0.02usd : use=100h")
+    assert full == Owned("RTX 3090", 2, 1400, 0.7, 0.30, 0.3, 24, 0.02, 100)
+    assert parse_owned("a6000:price=3000:power=300W:resale=0.5").resale_share == 0.5
+
+
+def test_power_that_is_not_said_is_the_gpus_own_and_a_price_that_is_not_said_is_nothing() -> None:
+    assert parse_owned("4x RTX 4090") == Owned("RTX 4090", 4, 0.0, 1.8)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("RTX 4900:1600usd", "did you mean"),
+        ("RTX 4090:abc", "'abc' is not an amount of dollars"),
+        ("RTX 4090:1600eur", "only US dollars"),
+        ("RTX 4090:-5usd", "'-5usd' is not an amount"),
+        ("RTX 4090:", "'' is not an amount"),
+        ("RTX 4090:1600usd:1700usd", "says price_usd once more"),
+        ("RTX 4090:resele=1", "did you mean `resale`?"),
+        ("RTX 4090:colour=red", "known: price, power, kwh, resale, life, other, use"),
+        ("RTX 4090:resale=2", "at most 1"),
+        ("RTX 4090:resale=much", "not a share"),
+        ("RTX 4090:power=5", "not a power"),
+        ("RTX 4090:life=0", "above 0"),
+        ("RTX 4090:life=long", "not a number of months"),
+        ("RTX 4090:use=1000h", "at most 744"),
+        ("RTX 4090:kwh=nan", "not an amount"),
+        ("0x RTX 4090", "0 GPUs"),
+        ("", "no GPU"),
+    ],
+)
+def test_mistakes_in_it_are_named(text: str, words: str) -> None:
+    with pytest.raises(UserMistake) as caught:
+        parse_owned(text)
+    assert words in str(caught.value)
+    assert caught.value.where == f"own: {text}"

@@ -1,0 +1,425 @@
+"""Feeds of prices from a server on this machine: what is written, what fails alone, what is never half there.
+
+The real feeds are not asked by any test.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from datetime import date
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from farthing import price_feeds
+from farthing.catalog import read_catalog, read_refreshed
+from farthing.errors import FarthingError, UserMistake
+from farthing.price_feeds import Feed, known_feeds, update
+
+TODAY = date(2026, 11, 21)
+
+SKYPILOT = (
+    "InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,GpuInfo,Price,SpotPrice,Region,AvailabilityZone"
+)
+AWS = "\n".join(
+    [
+        SKYPILOT,
+        *(f"p5.48xlarge,H100,8,192,2048,,55.04,{usd},us-east-1,{zone}" for zone, usd in (("a", 12.5), ("b", 30.25))),
+        "g5.xlarge,A10G,1,4,16,,1.006,0.4,us-east-1,a",
+        "g5.xlarge,A10G,1,4,16,,1.006,0.4,us-east-1,b",
+        "m5.large,,,2,8,,0.1,0.05,us-east-1,a",
+        "fancy,QUANTUM9,1,2,8,,0.1,,us-east-1,a",
+    ]
+)
+GPUHUNT = "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,gpu_vendor,flags"
+GCP = f"{GPUHUNT}\na2-highgpu-1g,us-central1,3.67,12,85,1,A100,40,False,,nvidia,\n"
+
+
+def zipped(name: str, text: str) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(name, text)
+    return buffer.getvalue()
+
+
+class Server:
+    """Answers paths with bytes, or with a function of the handler."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, bytes | Callable[[BaseHTTPRequestHandler], None]] = {}
+        self.asked: list[str] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.asked.append(self.path)
+                answer = outer.answers.get(self.path)
+                if answer is None:
+                    self.send_error(404)
+                elif callable(answer):
+                    answer(self)
+                else:
+                    self.send_response(200)
+                    self.send_header("Content-Length", str(len(answer)))
+                    self.end_headers()
+                    self.wfile.write(answer)
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.address = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    for name in ("GPUHUNT_CATALOG_DIR", "GPUHUNT_CATALOG_URL"):
+        monkeypatch.delenv(name, raising=False)
+    here = Server()
+    here.answers["/aws.csv"] = AWS.encode()
+    here.answers["/v3/gcp/version"] = b"20261121-77\n"
+    here.answers["/v3/gcp/20261121-77/catalog.zip"] = zipped("gcp.csv", GCP)
+    yield here
+    here.http.shutdown()
+    here.http.server_close()
+
+
+def both(server: Server) -> list[Feed]:
+    return [Feed("AWS", "skypilot", f"{server.address}/aws.csv"), Feed("GCP", "gpuhunt", f"{server.address}/v3/gcp")]
+
+
+def test_feeds_become_prices_of_the_day(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "prices.csv"
+    said: list[str] = []
+    result = update(path, TODAY, both(server), progress=said.append)
+    assert (result.refreshed, result.kept, result.failed) == (("AWS", "GCP"), (), ())
+    assert sorted(said) == ["AWS (skypilot): 5 prices", "GCP (gpuhunt): 1 price"]
+    offers = read_refreshed(path, TODAY).offers
+    assert result.n_offers == len(offers) == 6
+    rows = {(o.instance, o.kind, o.zone): o for o in offers}
+    assert set(rows) == {
+        ("p5.48xlarge", "on-demand", ""),  # the same in both zones
+        ("p5.48xlarge", "spot", "a"),
+        ("p5.48xlarge", "spot", "b"),
+        ("g5.xlarge", "on-demand", ""),
+        ("g5.xlarge", "spot", ""),
+        ("a2-highgpu-1g", "on-demand", ""),
+    }
+    assert rows["p5.48xlarge", "spot", "b"].usd == 30.25
+    assert {offer.date for offer in offers} == {TODAY}
+    assert all(offer.source.endswith("127.0.0.1:" + server.address.rpartition(":")[2]) for offer in offers)
+    assert result.outcomes[0].n_skipped == 1, "a GPU that is not known is counted"
+    assert [p.name for p in path.parent.iterdir()] == ["prices.csv"], "no draft is left"
+
+
+def test_the_refreshed_prices_are_planned_with(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    update(tmp_path / "farthing" / "prices.csv", TODAY, both(server))
+    catalog = read_catalog(None, TODAY)
+    assert {offer.instance for offer in catalog.offers if offer.provider == "GCP"} == {"a2-highgpu-1g"}
+    assert len({offer.provider for offer in catalog.offers}) > 12, "the others are those of the package"
+
+
+def test_one_feed_may_fail_alone_and_the_next_of_its_provider_is_taken(server: Server, tmp_path: Path) -> None:
+    feeds = [
+        Feed("AWS", "skypilot", f"{server.address}/gone.csv"),
+        Feed("AWS", "skypilot", f"{server.address}/aws.csv"),
+        Feed("Azure", "gpuhunt", f"{server.address}/v3/azure"),
+    ]
+    result = update(tmp_path / "prices.csv", TODAY, feeds)
+    assert result.refreshed == ("AWS",)
+    assert [(o.feed.provider, o.problem) for o in result.failed] == [("AWS", "HTTP 404"), ("Azure", "HTTP 404")]
+
+
+def test_what_was_known_of_a_provider_stays_when_its_feed_fails(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "prices.csv"
+    update(path, TODAY, both(server))
+    del server.answers["/v3/gcp/version"]
+    result = update(path, date(2026, 12, 1), both(server))
+    assert (result.refreshed, result.kept) == (("AWS",), ("GCP",))
+    days = {offer.provider: offer.date for offer in read_refreshed(path, date(2026, 12, 1)).offers}
+    assert days == {"AWS": date(2026, 12, 1), "GCP": TODAY}
+
+
+def test_nothing_changes_when_every_feed_fails(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "prices.csv"
+    update(path, TODAY, both(server))
+    before = path.read_bytes()
+    server.answers.clear()
+    with pytest.raises(FarthingError, match="none of the 2 price feeds answered") as caught:
+        update(path, TODAY, both(server))
+    assert not isinstance(caught.value, UserMistake)
+    assert caught.value.exit_code == 1
+    assert "HTTP 404" in str(caught.value)
+    assert path.read_bytes() == before
+    with pytest.raises(FarthingError):
+        update(tmp_path / "none" / "prices.csv", TODAY, both(server))
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_damaged_file_in_the_cache_is_replaced(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "prices.csv"
+    path.write_bytes(b"\x00\xff torn")
+    update(path, TODAY, both(server))
+    assert len(read_refreshed(path, TODAY).offers) == 6
+
+
+def test_a_disk_that_is_full_leaves_the_old_prices(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "prices.csv"
+    update(path, TODAY, both(server))
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(price_feeds.os, "fsync", full)
+    with pytest.raises(UserMistake, match="No space left on device"):
+        update(path, TODAY, both(server))
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["prices.csv"]
+
+
+def drips(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(100):
+        try:
+            handler.wfile.write(b"x")
+            handler.wfile.flush()
+        except OSError:
+            return
+        time.sleep(0.1)
+
+
+def silent(handler: BaseHTTPRequestHandler) -> None:
+    time.sleep(3)
+
+
+def endless(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(200):
+        try:
+            handler.wfile.write(b"x" * 65536)
+        except OSError:
+            return
+
+
+def cut_off(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "100000")
+    handler.end_headers()
+    handler.wfile.write(AWS.encode())
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (drips, "took too long"),
+        (silent, "timed out"),
+        (endless, "larger than 1 MiB"),
+        (cut_off, "cut off after"),
+        (b"<html>blocked</html>", "the header lacks"),
+        (b"", "the file is empty"),
+        (b"\xff\xfe\x00\x01", "not text in UTF-8"),
+        (SKYPILOT.encode(), "there is no price in it"),
+    ],
+)
+def test_a_bad_answer_is_the_failure_of_one_feed(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, words: str
+) -> None:
+    monkeypatch.setattr(price_feeds, "MAX_FEED_BYTES", 1 << 20)
+    server.answers["/bad.csv"] = answer
+    feeds = [Feed("Azure", "skypilot", f"{server.address}/bad.csv"), *both(server)]
+    start = time.monotonic()
+    result = update(tmp_path / "prices.csv", TODAY, feeds, timeout_s=0.5, feed_s=1.0)
+    assert time.monotonic() - start < 6
+    assert [(o.feed.provider, words in o.problem) for o in result.failed] == [("Azure", True)], result.failed
+    assert result.refreshed == ("AWS", "GCP")
+
+
+@pytest.mark.parametrize(
+    ("version", "archive", "words"),
+    [
+        (b"../../etc", None, "is not a version"),
+        (b"", None, "is not a version"),
+        (b"7", b"not a zip", "not a zip"),
+        (b"7", zipped("other.csv", GCP), "there is no gcp.csv in the ZIP"),
+        (b"7", zipped("gcp.csv", "x" * (2 << 20)), "larger than 1 MiB"),
+    ],
+)
+def test_a_bad_archive_is_the_failure_of_one_feed(
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: bytes,
+    archive: bytes | None,
+    words: str,
+) -> None:
+    monkeypatch.setattr(price_feeds, "MAX_FEED_BYTES", 1 << 20)
+    server.answers["/v3/gcp/version"] = version
+    if archive is not None:
+        server.answers["/v3/gcp/7/catalog.zip"] = archive
+    result = update(tmp_path / "prices.csv", TODAY, both(server))
+    assert [(o.feed.provider, words in o.problem) for o in result.failed] == [("GCP", True)], result.failed
+
+
+def test_only_https_is_used_but_for_this_machine(tmp_path: Path) -> None:
+    feeds = [
+        Feed("A", "skypilot", "http://example.org/vms.csv"),
+        Feed("B", "skypilot", "file:///etc/passwd"),
+        Feed("C", "odd", "https://example.org"),
+    ]
+    with pytest.raises(FarthingError, match="http is not used for prices, https is"):
+        update(tmp_path / "prices.csv", TODAY, feeds)
+
+
+def test_a_mirror_and_a_folder_stand_in_for_gpuhunts_servers(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feeds = [Feed("GCP", "gpuhunt", "https://example.org/v3/gcp")]
+    monkeypatch.setenv("GPUHUNT_CATALOG_URL", f"{server.address}/v3/")
+    assert update(tmp_path / "one.csv", TODAY, feeds).n_offers == 1
+    n_asked = len(server.asked)
+    (tmp_path / "gcp.csv").write_text(GCP, encoding="utf-8")
+    monkeypatch.setenv("GPUHUNT_CATALOG_DIR", str(tmp_path))
+    assert update(tmp_path / "two.csv", TODAY, feeds).n_offers == 1
+    assert len(server.asked) == n_asked, "nothing was asked of a server"
+    monkeypatch.setenv("GPUHUNT_CATALOG_DIR", str(tmp_path / "none"))
+    with pytest.raises(FarthingError, match="No such file"):
+        update(tmp_path / "three.csv", TODAY, feeds)
+
+
+# ---- live, by the library ----
+
+
+class NoKey(Exception):
+    pass
+
+
+class FakeProvider:
+    """A provider of gpuhunt as it is used here."""
+
+    @classmethod
+    def from_env(cls) -> FakeProvider:
+        return cls()
+
+    def get(self, query_filter: Any = None, balance_resources: bool = True) -> list[Any]:
+        names = next(csv.reader([GPUHUNT]))
+        plain = dict.fromkeys(names, None) | {"instance_name": "1x", "location": "here", "gpu_count": 1, "cpu": 8}
+        plain |= {"memory": 32.0, "spot": False}
+        return [
+            SimpleNamespace(**plain | {"gpu_name": "RTX4090", "gpu_memory": 24.0, "price": 0.4}),
+            SimpleNamespace(**plain | {"gpu_name": "RTX3090", "gpu_memory": 24.0, "price": 0.2, "spot": True}),
+            SimpleNamespace(**plain | {"gpu_name": None, "gpu_memory": None, "gpu_count": 0, "price": 0.1}),
+        ]
+
+
+class WithoutKey(FakeProvider):
+    @classmethod
+    def from_env(cls) -> FakeProvider:
+        raise NoKey("no key")
+
+
+class Broken(FakeProvider):
+    def get(self, query_filter: Any = None, balance_resources: bool = True) -> list[Any]:
+        raise RuntimeError("the API has changed")
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    module = ModuleType("gpuhunt")
+    module.MissingCredsError = NoKey  # type: ignore[attr-defined]
+    providers = ModuleType("gpuhunt_providers")
+    for each in (FakeProvider, WithoutKey, Broken):
+        setattr(providers, each.__name__, each)
+    monkeypatch.setitem(sys.modules, "gpuhunt", module)
+    monkeypatch.setitem(sys.modules, "gpuhunt_providers", providers)
+
+
+@pytest.mark.usefixtures("library")
+def test_live_providers_are_asked_by_the_library(tmp_path: Path) -> None:
+    feeds = [
+        Feed("Vast.ai", "gpuhunt-live", "gpuhunt_providers:FakeProvider"),
+        Feed("Crusoe", "gpuhunt-live", "gpuhunt_providers:WithoutKey"),
+        Feed("Lium", "gpuhunt-live", "gpuhunt_providers:Broken"),
+        Feed("Gone", "gpuhunt-live", "gpuhunt_providers:Renamed"),
+    ]
+    result = update(tmp_path / "prices.csv", TODAY, feeds)
+    assert result.refreshed == ("Vast.ai",)
+    assert [(o.feed.provider, o.is_absent) for o in result.outcomes if o.problem] == [
+        ("Crusoe", True),
+        ("Lium", False),
+        ("Gone", False),
+    ]
+    assert "the API has changed" in result.failed[0].problem
+    offers = read_refreshed(tmp_path / "prices.csv", TODAY).offers
+    assert [(o.gpu, o.kind, o.usd) for o in offers] == [("RTX 4090", "on-demand", 0.4), ("RTX 3090", "spot", 0.2)]
+
+
+def test_without_the_library_live_feeds_are_not_asked(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "gpuhunt", None)
+    feeds = [Feed("Lium", "gpuhunt-live", "gpuhunt.providers.lium:LiumProvider"), *both(server)]
+    result = update(tmp_path / "prices.csv", TODAY, feeds)
+    assert not result.failed
+    assert [o.feed.provider for o in result.outcomes if o.is_absent] == ["Lium"]
+
+
+def test_the_library_itself_reads_the_same_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpuhunt = pytest.importorskip("gpuhunt", reason="the extra `prices` is not installed")
+    header = f"{GPUHUNT},cpu_arch,provider_data"
+    rows = [
+        "p4d.24xlarge,us-east-1,21.96,96,1152,8,A100,40,False,,nvidia,,x86,",
+        "box,r,0.5,8,32,1,L4,24,True,,nvidia,,,",
+    ]
+    (tmp_path / "aws.csv").write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+    monkeypatch.setenv("GPUHUNT_CATALOG_DIR", str(tmp_path))
+    theirs = gpuhunt.Catalog(balance_resources=False, auto_reload=False).query(provider="aws")
+    update(tmp_path / "prices.csv", TODAY, [Feed("AWS", "gpuhunt", "https://example.org/v3/aws")])
+    ours = read_refreshed(tmp_path / "prices.csv", TODAY).offers
+    assert sorted((i.instance_name, i.gpu_count, i.price, i.spot) for i in theirs) == sorted(
+        (o.instance, o.n_gpus, o.usd, o.is_spot) for o in ours
+    )
+    items = tmp_path / "items.csv"
+    price_feeds._write_items(items, theirs)
+    assert len(price_feeds.read_feed(items, TODAY).offers) == 2
+
+
+def test_the_librarys_providers_are_where_the_feeds_say() -> None:
+    pytest.importorskip("gpuhunt", reason="the extra `prices` is not installed")
+    import importlib
+
+    for feed in known_feeds():
+        if feed.layout == "gpuhunt-live":
+            module, _, name = feed.address.partition(":")
+            assert hasattr(importlib.import_module(module), name), feed
+
+
+def test_the_known_feeds_are_https_and_have_sources() -> None:
+    feeds = known_feeds()
+    assert len({feed.provider for feed in feeds}) >= 12
+    for feed in feeds:
+        assert feed.address.startswith("https://") or feed.layout == "gpuhunt-live", feed
+    with open(price_feeds.FACTS / "price_feeds.csv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            assert row["source"], row
+            assert row["layout"] in ("skypilot", "gpuhunt", "gpuhunt-live"), row
+            assert date.fromisoformat(row["date"]) <= TODAY
