@@ -62,6 +62,7 @@ def test_one_place_goes_backward() -> None:
         *("families", "shapes"),
         *("spells", "spot"),
         *("catalog", "price_feeds", "money"),
+        *("lengths", "machine", "model_config", "measurements"),
     ],
 )
 def test_rooms_without_torch(name: str) -> None:
@@ -71,7 +72,11 @@ def test_rooms_without_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["checkpoint", "meter", "notice", "model", "data", "files", "optim", "evaluate", "parts"]
+    "name",
+    [
+        *("checkpoint", "meter", "notice", "model", "data", "files", "optim", "evaluate", "parts"),
+        *("machine", "model_config", "measurements"),
+    ],
 )
 def test_rooms_that_take_plain_values(name: str) -> None:
     for path in room(name):

@@ -1,0 +1,171 @@
+"""What this machine is without torch, against torch and against machines that are not here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from farthing import machine
+from farthing.machine import Cpu, free_memory_bytes, hardware_key, local_cpu, local_machine, read_cpuinfo
+
+XEON = """processor\t: 0
+vendor_id\t: GenuineIntel
+cpu family\t: 6
+model\t\t: 143
+model name\t: Intel(R) Xeon(R)  Platinum 8481C CPU @ 2.70GHz
+cpu MHz\t\t: 2699.998
+physical id\t: 0
+core id\t\t: {0}
+flags\t\t: fpu avx2 fma avx512f avx512_bf16 amx_bf16 amx_tile
+power management:
+"""
+ARM = """processor\t: 0
+BogoMIPS\t: 243.75
+Features\t: fp asimd evtstrm aes bf16 i8mm
+CPU implementer\t: 0x41
+CPU part\t: 0xd40
+
+processor\t: 1
+BogoMIPS\t: 243.75
+Features\t: fp asimd evtstrm aes bf16 i8mm
+CPU implementer\t: 0x41
+CPU part\t: 0xd40
+"""
+
+
+def on_its_own(code: str, **environment: str) -> str:
+    """What a fresh Python says."""
+    own = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")} | environment
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=own
+    ).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "99"}, {"OMP_NUM_THREADS": "2,1"}, {"MKL_NUM_THREADS": "1"}],
+)
+def test_the_trainer_and_the_planner_name_the_hardware_alike(environment: dict[str, str]) -> None:
+    planner = on_its_own(
+        "import sys, farthing.machine\nprint(farthing.machine.local_machine().hardware)\nassert 'torch' not in sys.modules",
+        **environment,
+    )
+    trainer = on_its_own(
+        "import torch, farthing.hardware\nprint(farthing.hardware.hardware_key(torch.device('cpu')))", **environment
+    )
+    assert planner == trainer
+    assert " thread" in planner
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only: a process kept to one core")
+def test_a_process_kept_to_one_core_computes_with_one_thread() -> None:
+    code = (
+        "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from farthing.machine import local_machine\nimport torch\nprint(local_machine().n_threads, torch.get_num_threads())"
+    )
+    assert on_its_own(code) == "1 1"
+
+
+def test_this_machine() -> None:
+    here = local_machine()
+    assert here.kind == "cpu", "the tests hide GPUs"
+    assert here.n_gpus == 0
+    assert 0 < here.memory_bytes <= psutil.virtual_memory().total
+    assert 1 <= here.n_threads <= (os.cpu_count() or 1)
+    assert here.device_name == here.cpu.name
+    assert 1e9 < here.cpu.peak_flops("fp32", here.n_threads) < 1e15
+
+
+def test_names_of_hardware() -> None:
+    assert hardware_key("cuda", "NVIDIA A10G", 8) == "NVIDIA A10G"
+    assert hardware_key("cpu", " AMD  EPYC ", 1) == "AMD EPYC, 1 thread"
+
+
+def test_processors() -> None:
+    text = "\n".join(XEON.format(i // 2).replace("processor\t: 0", f"processor\t: {i}") for i in range(8))
+    xeon = read_cpuinfo(text)
+    assert xeon.name == "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz (family 6, model 143)"
+    assert (xeon.n_cores, xeon.has_bf16) == (4, True), "two threads a core"
+    assert read_cpuinfo(text, frozenset({0, 1, 2})).n_cores == 2
+    assert xeon.peak_flops("fp32", 8) == pytest.approx(4 * 2.7e9 * 64, rel=0.01)
+    assert xeon.peak_flops("bf16", 1) == pytest.approx(2.7e9 * 1024, rel=0.01)
+    arm = read_cpuinfo(ARM)
+    assert "part 0xd40" in arm.name
+    assert (arm.n_cores, arm.flags) == (2, {"asimd", "bf16"})
+    nothing = read_cpuinfo("")
+    assert nothing.n_cores >= 1
+    assert nothing.peak_flops("bf16", 1) > 0
+    old = Cpu("Intel old", 2, 2.0, frozenset())
+    assert old.peak_flops("fp32", 2) == 2 * 2e9 * 8
+    assert not old.has_bf16
+
+
+def test_the_memory_of_a_container(tmp_path: Path) -> None:
+    free = psutil.virtual_memory().available
+    assert free_memory_bytes(tmp_path, tmp_path / "none") == pytest.approx(free, rel=0.2)
+    inside = tmp_path / "pod" / "box"
+    inside.mkdir(parents=True)
+    (tmp_path / "cgroup").write_text("0::/pod/box\n")
+    for folder, limit in ((inside, "max"), (tmp_path / "pod", str(64 << 20))):
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text(str(24 << 20))
+        (folder / "memory.stat").write_text(f"anon 5\ninactive_file {4 << 20}\n")
+    assert free_memory_bytes(tmp_path, tmp_path / "cgroup") == (64 - 24 + 4) << 20
+    (tmp_path / "memory" / "box").mkdir(parents=True)
+    (tmp_path / "cgroup1").write_text("5:cpu:/\n4:memory:/box\n")
+    (tmp_path / "memory" / "box" / "memory.limit_in_bytes").write_text(str(32 << 20))
+    (tmp_path / "memory" / "box" / "memory.usage_in_bytes").write_text(str(40 << 20))
+    (tmp_path / "memory" / "box" / "memory.stat").write_text("total_inactive_file 0\n")
+    assert free_memory_bytes(tmp_path, tmp_path / "cgroup1") == 0
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvidia-smi that says what its file `says` holds, after `wait` seconds."""
+    (tmp_path / "says").write_text("0, GPU-aa, NVIDIA A10G, 23028\n1, GPU-bb, Tesla T4, 15360\n2, GPU-cc, Odd, [N/A]\n")
+    command = tmp_path / "nvidia-smi"
+    lines = [
+        f"[ -f {tmp_path}/wait ] && exec sleep 30",
+        f"[ -f {tmp_path}/fail ] && exit 9",
+        f"exec cat {tmp_path}/says",
+    ]
+    command.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "2.13.0")
+    return tmp_path
+
+
+def test_gpus_by_nvidia_smi(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = local_machine()
+    assert (here.kind, here.device_name, here.n_gpus) == ("cuda", "NVIDIA A10G", 2)
+    assert here.memory_bytes == 23028 << 20
+    assert here.hardware == "NVIDIA A10G"
+    assert here.cpu == local_cpu()
+    for visible, name, n in (("1", "Tesla T4", 1), ("1,0", "Tesla T4", 2), ("GPU-bb", "Tesla T4", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert (local_machine().device_name, local_machine().n_gpus) == (name, n)
+    for visible in ("", "-1", "9"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert local_machine().kind == "cpu"
+
+
+def test_no_gpu_after_all(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_SMI_TIMEOUT_S", 0.3)
+    (smi / "fail").touch()
+    assert local_machine().kind == "cpu"
+    (smi / "wait").touch()
+    assert local_machine().kind == "cpu"
+    for name in ("fail", "wait"):
+        (smi / name).unlink()
+    assert local_machine().kind == "cuda"
+    monkeypatch.setattr(machine.importlib.metadata, "version", lambda name: "2.13.0+cpu")
+    assert local_machine().kind == "cpu", "this torch can't use it"
+    (smi / "says").write_text("nothing that we know\n")
+    assert local_machine().kind == "cpu"

@@ -1,0 +1,310 @@
+"""What runs leave behind for later plans: whole lines, true numbers, no secrets, and never a failed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import farthing.train
+from farthing.hardware import hardware_key
+from farthing.job import Job
+from farthing.machine import local_machine
+from farthing.measurements import (
+    MEASUREMENTS,
+    OF_RUN,
+    Measurement,
+    Record,
+    append_measurement,
+    matching,
+    read_measurements,
+)
+from farthing.meter import SPANS
+from farthing.shapes import read_shape
+from workshop import TASK, Heard, make_job, rows_of, train
+
+VALUES: dict[str, Any] = {
+    "str": "x", "int": 3, "float": 1.5, "bool": True, "dict[str, float]": {"a": 1.0}, "dict[str, Any]": {"usd": 1},
+    "list[list[int]]": [[1, 2]],
+}  # fmt: skip
+
+
+def some(**changes: Any) -> Measurement:
+    """A measurement with a value in every field."""
+    fields = {f.name: VALUES[str(f.type)] for f in dataclasses.fields(Measurement) if f.name != "version"}
+    return Measurement(**fields | changes)
+
+
+def kept(job: Job) -> list[Measurement]:
+    assert job.cache_dir is not None
+    found = read_measurements(Path(job.cache_dir) / MEASUREMENTS)
+    assert found.n_skipped == 0
+    return found
+
+
+# ---- the file ----
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "new" / MEASUREMENTS
+    assert read_measurements(path) == []
+    wanted = [some(hardware="a"), some(hardware="b", when="é"), some(promised={"any": ["thing", None]})]
+    for each in wanted:
+        append_measurement(path, each)
+    found = read_measurements(path)
+    assert found == wanted
+    assert found.n_skipped == 0
+    assert path.stat().st_mode & 0o077 == 0
+    assert read_measurements(tmp_path) == [], "a folder holds none"
+
+
+def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / MEASUREMENTS
+    good = dataclasses.asdict(some())
+    bad: list[Any] = [
+        "{", "[1]", "null", '"x"', "{}", b"\xff\xfe",
+        good | {"version": 0}, good | {"version": "1"}, good | {"n_steps": -1}, good | {"n_steps": 1.5},
+        good | {"n_steps": True}, good | {"compute_s": "1"}, good | {"compute_s": None}, good | {"hardware": 5},
+        good | {"spans": {"compute": "x"}}, good | {"lengths": []}, good | {"peak_bytes_by_step": [[1]]},
+        good | {"has_generated": 1}, {key: value for key, value in good.items() if key != "vocab"},
+        json.dumps(good).replace("1.5", "NaN"), json.dumps(good).replace("1.5", "1e999"), "[" * 100_000,
+    ]  # fmt: skip
+    with open(path, "wb") as file:
+        for line in bad:
+            line = json.dumps(line) if isinstance(line, dict) else line
+            file.write((line if isinstance(line, bytes) else line.encode()) + b"\n")
+        file.write(json.dumps(good | {"a later field": 1}).encode() + b"\n\n")
+        file.write(json.dumps(good).encode()[:100])  # torn by a kill
+    append_measurement(path, some(hardware="after"))
+    found = read_measurements(path)
+    assert [each.hardware for each in found] == ["x", "after"]
+    assert found.n_skipped == len(bad) + 1
+
+
+def _append(path: Path, name: str) -> None:
+    for number in range(40):
+        append_measurement(path, some(hardware=f"{name}-{number}", when="w" * 3000))
+
+
+def test_runs_that_end_together_tear_nothing(tmp_path: Path) -> None:
+    path = tmp_path / MEASUREMENTS
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_append, args=(path, str(number))) for number in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    found = read_measurements(path)
+    assert found.n_skipped == 0
+    assert sorted(each.hardware for each in found) == sorted(f"{w}-{n}" for w in range(3) for n in range(40))
+
+
+def test_a_long_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farthing.measurements._MOST_BYTES", 10_000)
+    path = tmp_path / MEASUREMENTS
+    for number in range(30):
+        append_measurement(path, some(hardware=str(number)))
+    found = read_measurements(path)
+    assert found[-1].hardware == "29"
+    assert 0 < len(found) < 30
+    assert found.n_skipped == 0
+
+
+def test_those_that_match_newest_first() -> None:
+    measured = [
+        some(hardware="a", when="2026-01-01", method="lora"),
+        some(hardware="a", when="2026-03-01", method="full"),
+        some(hardware="a", when="2026-02-01", method="lora"),
+        some(hardware="b", when="2026-04-01", method="lora"),
+    ]
+    assert [m.when for m in matching(measured, hardware="a")] == ["2026-03-01", "2026-02-01", "2026-01-01"]
+    assert [m.when for m in matching(measured, hardware="a", method="lora")] == ["2026-02-01", "2026-01-01"]
+    assert matching(measured, hardware="c") == []
+    with pytest.raises(AttributeError):
+        matching(measured, hardware="a", no_such_field=1)
+
+
+def test_a_record_leaves_the_first_step_out() -> None:
+    record = Record(loaded_bytes=5, before_model_bytes=2)
+    for step in range(6):
+        assert record.measured() is None, "too few steps say nothing"
+        spans = {"compute": 10.0 + step, "optimizer": 0.5 * step, "idle": 99.0}
+        record.step_done(10, 12, 3, 1.5, spans, peak_bytes=100 + step)
+    measured = record.measured()
+    assert measured is not None
+    assert (measured["n_steps"], measured["n_tokens"], measured["n_padded_tokens"], measured["n_target_tokens"]) == (
+        5, 50, 60, 15,
+    )  # fmt: skip
+    assert (measured["compute_s"], measured["optimizer_s"], measured["data_wait_s"]) == (5.0, 2.5, 0.0)
+    assert (measured["first_step_s"], measured["first_step_peak_bytes"]) == (1.5, 100)
+    assert measured["peak_bytes_by_step"] == [[1, 100], [2, 101], [4, 103]]
+
+
+# ---- real runs ----
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
+    job = make_job(
+        tmp_path, family, n_rows=40, eval_rows=rows_of(family, 9, seed=1), method="lora", global_batch_size=8,
+        per_device_train_batch_size=4, max_steps=8, save_steps=4, eval_strategy="steps", eval_steps=4,
+        per_device_eval_batch_size=4, size={"hidden": 64},
+    )  # fmt: skip
+    heard = Heard()
+    outcome = train(job, heard)
+    assert "measured" not in heard.warnings
+    (found,) = kept(job)
+    receipt, decided, steps = outcome.receipt, heard.of("decided")[0], heard.of("step")
+
+    assert found.hardware == hardware_key(torch.device("cpu")) == local_machine().hardware
+    assert (found.device, found.n_devices, found.precision) == ("cpu", 1, "fp32")
+    shape = read_shape(json.loads((tmp_path / "base" / "config.json").read_text()), TASK[family], 3)
+    assert (found.n_parameters, found.hidden, found.n_layers) == (shape.n_parameters, shape.hidden, shape.n_layers)
+    assert (found.vocab, found.model_type) == (shape.vocab, shape.model_type)
+    assert found.n_trainable == decided["parameters"]["trainable"]
+    assert (found.task, found.method, found.lora_r, found.optim) == (TASK[family], "lora", 16, "adamw_torch_fused")
+    assert (found.micro_batch_size, found.global_batch_size, found.every_n_layers) == (4, 8, 0)
+    assert found.lengths["n_examples"] == 40
+
+    rows = [json.loads(line) for line in (Path(job.output_dir) / "log.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "n_tokens" in row]
+    assert found.n_steps == 7
+    assert found.n_tokens == sum(row["n_tokens"] for row in rows[1:])
+    assert found.n_target_tokens == sum(row["n_targets"] for row in rows[1:])
+    assert found.n_padded_tokens == steps[-1]["padded_tokens"] - steps[0]["padded_tokens"]
+    assert found.largest_rows == 4
+    assert 0 < found.largest_padded_tokens <= 4 * (found.lengths["longest"] + found.lengths["longest_target"])
+
+    assert set(found.spans) <= set(SPANS)
+    assert sum(found.spans.values()) <= receipt["wall_s"] + 0.01
+    assert found.compute_s + found.first_step_s >= found.spans["compute"] - 0.01
+    assert 0 < found.compute_s < found.spans["compute"]
+    work_s = sum(found.spans[name] for name in ("compute", "optimizer", "data_wait", "host_to_device"))
+    assert found.step_s * 7 == pytest.approx(work_s - found.first_step_s, rel=0.2)
+    assert found.n_evaluations == len(heard.of("evaluation")) == 2
+    assert found.evaluation_s * 2 == pytest.approx(found.spans["evaluation"], rel=0.05)
+    assert found.n_eval_examples == 9
+    assert found.has_generated == (family == "t5")
+    assert found.n_saves == len(heard.of("saved")) > 0
+    assert found.save_bytes == heard.of("saved")[-1]["bytes"]
+    assert (found.save_s, found.export_s) == pytest.approx((found.spans["checkpoint"], found.spans["export"]), abs=1e-4)
+    assert found.start_up_s > 0
+    assert not found.was_tokenized_before
+
+    assert found.before_model_bytes > 0
+    assert found.first_step_peak_bytes <= found.peak_bytes
+    assert [step for step, _ in found.peak_bytes_by_step] == [1, 2, 4, 8]
+    of_run = json.loads((Path(job.output_dir) / OF_RUN).read_text())
+    assert of_run == [dataclasses.asdict(found)]
+
+
+def test_the_padding_of_an_evaluation_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("llama", "t5"):
+        sizes: list[int] = []
+        collate = farthing.evaluate.collate
+
+        def seen(*args: Any, collate: Any = collate, sizes: list[int] = sizes) -> Any:
+            arrays = collate(*args)
+            sizes.append(arrays["input_ids"].size + (arrays["labels"].size if args[2] == "seq2seq" else 0))
+            return arrays
+
+        monkeypatch.setattr(farthing.evaluate, "collate", seen)
+        job = make_job(tmp_path / family, family, eval_rows=rows_of(family, 33, seed=1), per_device_eval_batch_size=5)
+        train(job)
+        (found,) = kept(job)
+        each = sum(sizes) / found.n_evaluations
+        assert found.n_eval_padded_tokens == pytest.approx(each, rel=0.001 if family == "llama" else 0.02)
+
+
+def test_every_attempt_is_measured_by_itself(tmp_path: Path) -> None:
+    job = make_job(tmp_path, n_rows=32, max_steps=30, save_steps=5)
+
+    def stop_at(step: int) -> Heard:
+        class Stops(Heard):
+            def __call__(self, kind: str, facts: dict[str, Any]) -> None:
+                super().__call__(kind, facts)
+                if kind == "step" and facts["step"] == step:
+                    os.kill(os.getpid(), 15)
+
+        return Stops()
+
+    assert train(job, stop_at(3)).state == "interrupted"
+    assert kept(job) == [], "two measured steps say nothing"
+    assert train(job, stop_at(12)).state == "interrupted"
+    assert train(job).state == "finished"
+    first, second = kept(job)
+    assert (first.n_steps, second.n_steps) == (8, 17)
+    assert (first.was_tokenized_before, second.was_tokenized_before) == (True, True)
+    assert first.export_s == 0 < second.export_s
+    assert len(json.loads((Path(job.output_dir) / OF_RUN).read_text())) == 2
+    train(job)  # it was finished already
+    assert len(kept(job)) == 2
+
+
+def test_a_limit_is_an_end_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farthing.train.seconds_since_process_start", lambda: 0.0)
+    job = make_job(tmp_path, max_steps=5000, limits={"max_hours": "4s"}, size={"hidden": 32})
+    assert train(job).state == "limit"
+    assert len(kept(job)) == 1
+
+
+def test_what_was_promised_is_kept(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    farthing.train.train(job, Heard(), promised={"wall_s": 12.5, "peak_bytes": 10**9, "why": ["measured"]})
+    (found,) = kept(job)
+    assert found.promised == {"wall_s": 12.5, "peak_bytes": 10**9, "why": ["measured"]}
+
+
+def test_no_path_and_no_secret_is_kept(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    train(job)
+    assert job.cache_dir is not None
+    text = (Path(job.cache_dir) / MEASUREMENTS).read_text()
+    assert str(tmp_path) not in text
+    assert "/" not in text
+    assert "jsonl" not in text
+    assert os.uname().nodename not in text
+
+
+def no_space(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("breaks", ["write", "fsync", "line", "folder", "lengths"])
+def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(tmp_path)
+    assert job.cache_dir is not None
+    promised: dict[str, Any] = {}
+    if breaks == "write":
+        monkeypatch.setattr("farthing.measurements.os.write", lambda *_: 3)
+    elif breaks == "fsync":
+        monkeypatch.setattr("farthing.measurements.append_measurement", no_space)
+    elif breaks == "line":
+        promised = {"wall_s": float("nan")}
+    elif breaks == "folder":
+        (Path(job.cache_dir) / MEASUREMENTS).mkdir(parents=True)
+    else:
+        monkeypatch.setattr("farthing.train.from_token_set", lambda *_, **__: 1 / 0)
+    heard = Heard()
+    outcome = farthing.train.train(job, heard, promised=promised)
+    assert outcome.state == "finished"
+    assert "what was measured could not be written down" in heard.warnings
+    assert read_measurements(Path(job.cache_dir) / MEASUREMENTS) == []
+
+
+def test_measuring_changes_nothing_of_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def weights(folder: Path) -> bytes:
+        job = make_job(folder, n_rows=24, eval_rows=rows_of("llama", 5), max_steps=7)
+        train(job)
+        return (Path(job.output_dir) / "model" / "model.safetensors").read_bytes()
+
+    measured = weights(tmp_path / "a")
+    monkeypatch.setattr(farthing.train.Run, "leave_measurement", lambda self, promised: None)
+    monkeypatch.setattr(Record, "step_done", lambda *_: None)
+    assert weights(tmp_path / "b") == measured
