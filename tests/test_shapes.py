@@ -52,6 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": {"model_type": "phi3"} | DECODER | {"attention_bias": False},
     "gpt2": {"model_type": "gpt2"} | GPT2,
     "gpt2-inner": {"model_type": "gpt2"} | GPT2 | UNTIED | {"n_inner": 40},
+    "gpt-bigcode": {"model_type": "gpt_bigcode"} | GPT2,
     "gpt2-usual-keys": {"model_type": "gpt2"} | ENCODER,
     "gpt-neox": {"model_type": "gpt_neox"} | ENCODER,
     "gpt-neox-unbiased": {"model_type": "gpt_neox"} | ENCODER | TIED | {"attention_bias": False},

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 # A row: name of the weight (* is the number of the layer), what it is part of, its size, and what else is to say.
 #   sizes    h->f a linear layer; V*h an embedding table of V rows; h a norm. V vocabulary,
 #            h hidden, f feed-forward, q and k all heads of queries and keys, d one head, a number of heads, P positions,
-#            T token types, B distance buckets, n labels; 2f, 3h and qkv are several of them in one layer
+#            T token types, B distance buckets, n labels; 2f, 3h, h2d and qkv are several of them in one layer
 #   bias     has one; `bias:key` when the config's key says so
 #   tied     has no weight of its own but the embedding's; `tied:key` when the config's key says so
 #   if:key   is there only when the key holds
@@ -67,6 +67,7 @@ _GPT2 = """
     h.*.mlp.c_proj                             mlp         f->h    bias
     ln_f                                       norms       h       bias
 """
+_GPT_BIGCODE = _GPT2.replace("h->3h", "h->h2d")
 _GPT_NEOX = """
     embed_in                                   embeddings  V*h
     layers.*.input_layernorm                   norms       h       bias
@@ -254,6 +255,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(_PHI3, _DECODER, ("qkv_proj",), _PHI3_SAYS, windows="all"),
     "gpt2": Family(_GPT2, _decoder_heads("transformer."), ("c_attn",), _GPT2_SAYS, keys=_GPT2_KEYS),
+    "gpt_bigcode": Family(
+        _GPT_BIGCODE, _decoder_heads("transformer."), ("c_attn",), _GPT2_SAYS | {"multi_query": True, "num_key_value_heads": 1}, keys=_GPT2_KEYS
+    ),
     "gpt_neox": Family(_GPT_NEOX, _decoder_heads("gpt_neox."), ("query_key_value",), _NEOX_SAYS),
     "t5": Family(_T5, _T5_HEADS, ("q", "v"), _T5_SAYS, _BOTH, keys=_T5_KEYS),
     "mt5": Family(_T5, _T5_HEADS, ("q", "v"), _MT5_SAYS, _BOTH, keys=_T5_KEYS),

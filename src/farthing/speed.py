@@ -1,0 +1,297 @@
+"""shape x recipe x GPU x lengths -> seconds of a step by component, and what measurements make of them.
+
+A micro-batch takes the time of its matrix products, of its attention, and of everything that only moves memory (norms,
+casts, activations, the loss); or the time the host needs to launch its kernels, if that is longer. A step adds the
+optimizer and what the GPUs tell each other.
+
+Physics: FLOPs (Kaplan et al. 2020), with 3 products for a trained weight, 2 for a frozen one and one more where a layer is
+recomputed; bytes that are moved, operation by operation. Fitted: the shares of a GPU's peak that are reached.
+`MATMUL_SHARE` is from published runs of Hugging Face's Trainer on A100-80GB (foundation-model-stack/fms-acceleration) and,
+for GPUs of other makes, from the bounds named beside them; `ATTENTION_SHARE` from the FlashAttention-2 paper (Dao 2023,
+arXiv 2307.08691, figures 4 to 6); `BANDWIDTH_SHARE` from copies measured on an H200 (4.3 of 4.8 TB/s) less what kernels
+with several operands lose; `DEQUANTIZATION_SHARE` from fixed costs of LitGPT's tables (10 to 15 ms for 1e9 weights).
+
+Refuses to import torch and to measure: `calibrated` takes measurements as plain values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from farthing.catalog import Gpu
+from farthing.lengths import Padded
+from farthing.memory import BLOCKS, _GATED
+from farthing.recipe import CHUNKED, FUSED, TILED, Recipe
+from farthing.shapes import Adapters, Shape
+
+MATMUL_SHARE = {  # of the dense peak that products of a training step reach, by architecture
+    "Pascal": 0.80,
+    "Volta": 0.62,
+    "Turing": 0.50,  # T4: 70 W hold the clock at half of what the peak supposes
+    "Ampere": 0.76,
+    "Ada": 0.78,
+    "Hopper": 0.60,  # 0.80 for one large product alone
+    "Blackwell": 0.55,
+}
+GPU_SHARE = {"RTX 4090": 0.84, "L40S": 0.55, "L4": 0.45, "L40": 0.60, "RTX 6000 Ada": 0.50, "A10": 0.50, "A10G": 0.76}
+# the first clocks higher than its data sheet supposes, the others are held back by power
+ATTENTION_SHARE = 0.45
+BANDWIDTH_SHARE = 0.80
+_MEAN_SHARE = 0.68
+DEQUANTIZATION_SHARE = 0.30
+HALF_TOKENS = 220  # tokens at which products reach half of that share
+LINK_SHARE = 0.7
+HIDDEN_COMMUNICATION = 0.7  # of what could be hidden behind the backward pass
+CPU_MATMUL_SHARE = 0.35
+CPU_BANDWIDTH_BYTES_PER_S = 10e9  # of a thread
+
+
+class Device(NamedTuple):
+    """What computes, in plain numbers."""
+
+    name: str
+    flops_per_s: float  # that products of a training step reach, in the precision of the run
+    bandwidth_bytes_per_s: float  # that is reached
+    link_bytes_per_s: float  # of one GPU, one direction; 0 alone
+    is_cuda: bool
+    calibration: str = ""  # where the figures are from, if they were measured
+
+
+def device_of(gpu: Gpu, precision: str) -> Device | None:
+    """A GPU as it computes in `precision`; None when it has no such peak."""
+    peak = gpu.flops.get(precision) or (gpu.flops.get("tf32") if precision == "fp32" else None)
+    if peak is None and precision == "fp32":
+        peak = gpu.flops.get("fp32")
+    if peak is None:
+        return None
+    share = GPU_SHARE.get(gpu.name, MATMUL_SHARE.get(gpu.architecture, 0.5))
+    return Device(
+        gpu.name, peak * share, gpu.bandwidth_bytes_per_s * BANDWIDTH_SHARE, gpu.link_bytes_per_s * LINK_SHARE, True
+    )
+
+
+def cpu_device(name: str, peak_flops: float, n_threads: int) -> Device:
+    """A processor, from a rough guess of its peak."""
+    return Device(name, peak_flops * CPU_MATMUL_SHARE, n_threads * CPU_BANDWIDTH_BYTES_PER_S, 0.0, False)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, by component."""
+
+    parts: dict[str, float]
+    """matmul, attention, memory traffic, dequantization, launch, optimizer, communication, data."""
+    n_tokens: float
+    """Useful tokens of a step; seq2seq: sources and targets."""
+    n_padded_tokens: float
+    flops: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Useful tokens a second, over all GPUs."""
+        return self.n_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What measurements say about a device: factors on the predicted seconds of a component."""
+
+    compute: float = 1.0
+    """Forward and backward, everything that they are made of."""
+    optimizer: float = 1.0
+    source: str = ""
+    spread: float = 0.0
+    """Relative half-width that is left of the estimate's own error; 0: nothing was measured."""
+
+
+class Work(NamedTuple):
+    """What a step asks of each GPU, whatever the GPU: a plan makes it once for all that could do it."""
+
+    matmul_flops: float
+    attention_flops: float
+    read_bytes: float  # weights that come out of memory for every micro-batch
+    traffic_bytes: float  # outside of matrix products
+    dequantization_bytes: float
+    optimizer_bytes: float
+    sent_bytes: float  # to other GPUs
+    host_s: float
+    tokens_per_micro_batch: float
+    n_tokens: float  # of all GPUs, from here on: useful
+    n_padded_tokens: float
+    flops: float
+
+
+def work_of(
+    shape: Shape,
+    recipe: Recipe,
+    padded: Padded,
+    mean_tokens: float,
+    adapters: Adapters | None = None,
+    *,
+    labelled_share: float = 1.0,
+) -> Work:
+    """A step of `recipe.global_batch` examples, each `padded` as `Lengths.padded` has it, `mean_tokens` without padding."""
+    n_each, n_micro = recipe.global_batch / recipe.n_gpus, recipe.n_micro_batches
+    all_tokens = recipe.global_batch * (padded.tokens + padded.targets)
+    recompute = 1.0 / recipe.every_n_layers if recipe.every_n_layers else 0.0
+    flops, c = _flops(shape, padded, adapters, recompute), recipe.compute_bytes
+    passes = 2 + recompute
+    n_layers = shape.n_layers + shape.n_decoder_layers
+    return Work(
+        matmul_flops=n_each * (flops.body + flops.head + flops.adapters),
+        attention_flops=n_each * flops.attention,
+        read_bytes=n_micro * passes * c * (shape.n_matmul + shape.n_head_matmul),
+        traffic_bytes=n_each * _traffic(shape, recipe, padded, adapters, recompute, labelled_share),
+        dequantization_bytes=n_micro * shape.n_matmul * passes * (0.516 + c) if recipe.method == "qlora" else 0.0,
+        optimizer_bytes=_optimizer_bytes(shape, recipe, adapters),
+        sent_bytes=_sent_bytes(shape, recipe, adapters),
+        host_s=n_micro * n_layers * recipe.stack.host_s_per_layer * (1 + recompute / 3),
+        tokens_per_micro_batch=max(1.0, all_tokens / recipe.n_gpus / n_micro),
+        n_tokens=recipe.global_batch * mean_tokens,
+        n_padded_tokens=all_tokens,
+        flops=recipe.n_gpus * n_each * flops.total,
+    )
+
+
+def step_time(work: Work, device: Device, calibration: Calibration | None = None) -> StepTime:
+    """Seconds of a step on a device."""
+    known = calibration or Calibration()
+    reached = 1.0
+    if device.is_cuda:
+        reached = work.tokens_per_micro_batch / (work.tokens_per_micro_batch + HALF_TOKENS)
+    bandwidth = device.bandwidth_bytes_per_s
+    matmul_s = max(work.matmul_flops / (device.flops_per_s * reached), work.read_bytes / bandwidth)
+    attention_s = work.attention_flops / (device.flops_per_s * ATTENTION_SHARE / _MEAN_SHARE)
+    traffic_s = work.traffic_bytes / bandwidth
+    dequantization_s = work.dequantization_bytes / (bandwidth / BANDWIDTH_SHARE * DEQUANTIZATION_SHARE)
+    busy_s = matmul_s + attention_s + traffic_s + dequantization_s
+    sending_s = work.sent_bytes / device.link_bytes_per_s if work.sent_bytes and device.link_bytes_per_s else 0.0
+    parts = {
+        "matmul": known.compute * matmul_s,
+        "attention": known.compute * attention_s,
+        "memory traffic": known.compute * traffic_s,
+        "dequantization": known.compute * dequantization_s,
+        "launch": known.compute * max(0.0, work.host_s - busy_s) if device.is_cuda else 0.0,
+        "optimizer": known.optimizer * work.optimizer_bytes / bandwidth,
+        "communication": max(sending_s - HIDDEN_COMMUNICATION * busy_s, 0.1 * sending_s),
+    }
+    kept = {name: seconds for name, seconds in parts.items() if seconds > 0}
+    return StepTime(kept, work.n_tokens, work.n_padded_tokens, work.flops)
+
+
+def estimate_step(
+    shape: Shape,
+    recipe: Recipe,
+    device: Device,
+    padded: Padded,
+    mean_tokens: float,
+    adapters: Adapters | None = None,
+    *,
+    labelled_share: float = 1.0,
+    calibration: Calibration | None = None,
+) -> StepTime:
+    """`step_time` of `work_of`."""
+    work = work_of(shape, recipe, padded, mean_tokens, adapters, labelled_share=labelled_share)
+    return step_time(work, device, calibration)
+
+
+class _Flops(NamedTuple):
+    body: float
+    attention: float
+    head: float
+    adapters: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def _flops(shape: Shape, padded: Padded, adapters: Adapters | None, recompute: float) -> _Flops:
+    """FLOPs of one padded example, forward, backward and recomputed."""
+    tokens, targets = max(1, round(padded.tokens)), round(padded.targets)
+    scale = padded.tokens / tokens
+    once = shape.forward_flops(tokens, targets)
+    both = shape.training_flops(tokens, targets, adapters=adapters)
+    spread = padded.token_pairs / max(1.0, padded.tokens**2)  # long examples attend more than the mean squared
+    low_rank = both.adapters / 3 * recompute
+    return _Flops(
+        scale * (both.body + recompute * once.body),
+        scale * spread * (both.attention + recompute * once.attention) * 3.5 / 3,  # flash recomputes the scores
+        scale * both.head,
+        scale * (both.adapters + low_rank),
+    )
+
+
+def _traffic(
+    shape: Shape, recipe: Recipe, padded: Padded, adapters: Adapters | None, recompute: float, labelled_share: float
+) -> float:
+    """Bytes that one padded example moves outside of matrix products, forward and backward.
+
+    A forward pass reads and writes, for each token and layer: each norm in fp32 (36 bytes a feature where kernels are not
+    fused, 8 where they are), two residual sums, rotations of queries and keys, and the activation; a backward pass twice
+    as much. The loss passes over the logits about eight times in fp32.
+    """
+    block, stack, c = BLOCKS.get(shape.model_type, _GATED), recipe.stack, recipe.compute_bytes
+    h, f, r = shape.hidden, shape.ffn, recipe.residual_bytes
+    q, k = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    is_fused = stack.fused_norms or stack.is_compiled
+    norms = block.n_norms * h * (4.0 * r if is_fused else 28.0 + 4.0 * r)
+    rotations = (3.0 if is_fused else 10.0) * c * (q + k)
+    activation = c * f * ((3.0 if stack.fused_mlp or stack.is_compiled else 5.0) if block.is_gated else 2.0 * block.activation)
+    layer = norms + 6.0 * r * h + rotations + activation
+    if adapters is not None and not stack.is_compiled:
+        n_layers = max(1, shape.n_layers + shape.n_decoder_layers)
+        width_in = sum(n / n_layers * w.n_in for w, n in adapters.adapted if w.kind == "linear")
+        width_out = sum(n / n_layers * w.n_out for w, n in adapters.adapted if w.kind == "linear")
+        casts = 4.0 + (2.0 if recipe.trained_bytes > c and not stack.has_autocast else 0.0)
+        layer += (casts + c) * width_in + 4.0 * c * width_out
+        if recipe.lora_dropout > 0:
+            layer += 10.0 * width_in
+        if recipe.use_dora:
+            layer += 6.0 * c * (width_in + width_out)
+    tokens = padded.tokens * shape.n_layers + 1.4 * padded.targets * shape.n_decoder_layers
+    body = tokens * layer * (3.0 + recompute)
+    n_scored = (padded.targets or padded.tokens) if shape.task in ("causal-lm", "seq2seq") else 0.0
+    passes = {TILED: 8.0, FUSED: 16.0, CHUNKED: 24.0}.get(stack.loss, c + 32.0 * labelled_share)
+    return body + n_scored * shape.vocab * passes
+
+
+def _optimizer_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
+    """Clipping and the update: every trained weight, its gradient and its state are read and written.
+
+    A fused kernel reads four of them and writes three; the foreach one is nine kernels that move 21 (weight decay 2, first
+    moment 3, second 5, square root 2, division 2, epsilon 2, update 4 and the learning rate's product 1).
+    """
+    n = shape.n_parameters if adapters is None else adapters.n_trainable
+    if recipe.sharding == "fsdp":
+        n //= recipe.n_gpus
+    b = recipe.trained_bytes
+    state = {"sgd": 0.0}.get(recipe.optim, 4.0 if "8bit" in recipe.optim else 4.0 * b)
+    moved = 21.0 * b if recipe.optim == "adamw_torch" else 3.0 * b + state
+    clipping = 3.0 * b
+    slow = 4.0 if recipe.optim.startswith("paged") else 1.0  # pages come and go over the bus
+    return slow * n * (moved + clipping)
+
+
+def _sent_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
+    """Gradients (ddp), or weights and gradients (fsdp), that a GPU sends to others.
+
+    A ring moves 2 (n - 1) / n of the gradients (Patarasuk and Yuan 2009); fsdp gathers the weights twice for every
+    micro-batch, thrice when layers are recomputed, and scatters the gradients.
+    """
+    n = recipe.n_gpus
+    if n == 1:
+        return 0.0
+    n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
+    share, gradients = (n - 1) / n, float(n_trained * recipe.trained_bytes)
+    if recipe.sharding != "fsdp":
+        return 2 * share * gradients
+    passes = 2 + (1 if recipe.every_n_layers else 0)
+    of_weight = 0.52 if recipe.method == "qlora" else float(recipe.compute_bytes)
+    return share * (recipe.n_micro_batches * passes * shape.n_parameters * of_weight + gradients)
