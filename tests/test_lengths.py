@@ -509,8 +509,7 @@ CASES = [
 def test_samples_of_real_sets(
     file: str, task: str, tokenizer: str, limit: int, data: dict[str, Any], data_dir: Path, tmp_path: Path
 ) -> None:
-    """Within 3 % in the mean and 10 % at the long end of what all rows are. Labelled tokens of prompts whose answers are a
-    word or a page are found to a third only."""
+    """Within 3 % in the mean and 10 % at the long end of what all rows are; targets, a word here and a page there, 15 %."""
     from farthing.model.load import ModelChoice, load_tokenizer
 
     path, folder = data_dir / f"{file}.jsonl", (data_dir / "tokenizers" / tokenizer).resolve()
@@ -527,7 +526,7 @@ def test_samples_of_real_sets(
     assert found.mean == pytest.approx(exact.mean, rel=0.03)
     assert found.percentile(99) == pytest.approx(exact.percentile(99), rel=0.10)
     assert found.longest == pytest.approx(exact.longest, rel=0.10)
-    assert found.mean_target == pytest.approx(exact.mean_target, rel=0.35)
+    assert found.mean_target == pytest.approx(exact.mean_target, rel=0.15)
     for micro, batch in ((4, 16), (8, 64)):
         assert found.padded(micro, batch).tokens == pytest.approx(exact.padded(micro, batch).tokens, rel=0.05)
 

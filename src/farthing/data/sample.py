@@ -1,8 +1,9 @@
 """How long the rows of a file become, from a few of them: for a plan, which can't wait for all to be tokenized.
 
-The rows are ordered by their bytes and cut into strata; one row of each is tokenized exactly as for training, and the rows
-beside it are taken to have as many tokens a byte. The longest rows are strata of their own. Chat templates are rendered by
-jinja2 in the sandbox that transformers uses. Refuses to import transformers and to reach the network.
+The rows are ordered by their bytes and cut into strata; one row of each is read, and of those again some are tokenized
+exactly as for training. The others are taken to have as many tokens a character, and the rows that were not read as many a
+byte, as the one that stands for them. The longest rows are strata of their own. Chat templates are rendered by jinja2 in the
+sandbox that transformers uses. Refuses to import transformers and to reach the network.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from farthing.errors import DataError
 
 MOST_ROWS = 2000
 _FEWEST_ROWS = 250
-_MOST_SAMPLED_BYTES = 700_000  # what is tokenized in about a quarter of a second
+_MOST_SAMPLED_BYTES = 800_000  # what is tokenized in about a quarter of a second
+_MOST_READ_ROWS, _MOST_ROW_BYTES = 6000, 4_000_000  # rows and bytes that are read; a tenth of a second
+_RENDERED = (
+    "messages",
+    "conversations",
+    "instruction",
+)  # by a chat template, which is too slow for rows that are only read
 _N_LONGEST = 16  # rows that are strata of their own
 _MOST_READ_BYTES = 256 << 20
 _N_BLOCKS, _BLOCK_BYTES = 64, 4 << 20  # of a larger file
@@ -54,20 +61,24 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
     n_seen = sum(len(each.sizes) for each in populations)
     if n_seen == 0:
         raise DataError("no rows", where=sources[0].name, to_do="check how the file was written")
-    n_wanted = min(MOST_ROWS, max(_FEWEST_ROWS, int(_MOST_SAMPLED_BYTES * n_seen / max(1.0, total_bytes))))
+    of_rows = n_seen / max(1.0, total_bytes)
+    n_wanted = min(MOST_ROWS, max(_FEWEST_ROWS, int(_MOST_SAMPLED_BYTES * of_rows)))
+    n_read = min(_MOST_READ_ROWS, max(n_wanted, int(_MOST_ROW_BYTES * of_rows)))
     lengths, weights = [], []
     n_rows, n_tokenized = 0.0, 0
     why = ""
     for source, population in zip(sources, populations, strict=True):
-        picked, stratum = _strata(population.sizes, max(1, round(n_wanted * len(population.sizes) / n_seen)))
-        of_picked, reasons = _tokenized(source, population.rows(picked), tokenizer, recipe)
+        share = len(population.sizes) / n_seen
+        picked, stratum = _strata(population.sizes, max(1, round(n_read * share)))
+        rows = population.rows(picked)
+        of_picked, n_encoded, reasons = _tokenized(source, rows, max(1, round(n_wanted * share)), tokenizer, recipe)
         why = why or next(iter(reasons), "")
-        scale = population.sizes / np.maximum(population.sizes[picked], 1)[stratum]
-        of_all = of_picked[stratum] * scale[:, None]
+        of_all = _spread(of_picked, population.sizes[picked], population.sizes, stratum)
+        of_all[picked] = of_picked
         lengths.append(of_all[of_picked[stratum, 0] > 0])
         weights.append(np.full(len(lengths[-1]), population.n_rows / max(1, len(population.sizes))))
         n_rows += population.n_rows
-        n_tokenized += len(picked)
+        n_tokenized += n_encoded
     found, weight = np.concatenate(lengths), np.concatenate(weights)
     tokens, targets, labelled = found.T
     limit = recipe.max_length
@@ -110,43 +121,86 @@ def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64],
     return order[middles], stratum
 
 
-def _tokenized(
-    source: Source, rows: list[Row | BadRow], tokenizer: Any, recipe: Recipe
-) -> tuple[NDArray[np.float64], list[str]]:
-    """[row, (input tokens, target tokens, labelled tokens)] before truncation, 0 for what can't be used; and why not.
+def _spread(
+    tokens: NDArray[np.float64], sizes: NDArray[Any], all_sizes: NDArray[Any], stands_for: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """[row, kind of token] for all rows from [stratum, kind of token], in proportion to their sizes."""
+    return np.asarray(tokens[stands_for] * (all_sizes / np.maximum(sizes, 1)[stands_for])[:, None])
 
-    Labelled tokens are those within the limits, scaled up to the whole, so that they shrink as the row does.
+
+def _tokenized(
+    source: Source, rows: list[Row | BadRow], n_wanted: int, tokenizer: Any, recipe: Recipe
+) -> tuple[NDArray[np.float64], int, list[str]]:
+    """[row, (input tokens, target tokens, labelled tokens)], how many rows were tokenized for it, and why others can't be.
+
+    Before truncation, but for the labelled tokens: of those only what is within max_length. 0 for what can't be used.
     """
     found = np.zeros((len(rows), 3))
-    reasons: list[str] = []
-    good = [row for row in rows if isinstance(row, Row)]
-    reasons += [row.reason for row in rows if isinstance(row, BadRow)]
+    reasons = [row.reason for row in rows if isinstance(row, BadRow)]
+    good = [(index, row.value) for index, row in enumerate(rows) if isinstance(row, Row)]
     if not good:
-        return found, reasons
-    columns: set[str] = set().union(*(row.value.keys() for row in good))
-    name = recognise(columns, recipe.task, recipe.columns, source.name)
+        return found, 0, reasons
+    name = recognise(set().union(*(value.keys() for _, value in good)), recipe.task, recipe.columns, source.name)
     convert = converter(name, recipe.columns, recipe.label_map, tokenizer, recipe.task)
-    chunk: list[tuple[str, int, Text]] = []
-    for index, row in enumerate(rows):
-        if isinstance(row, Row):
-            try:
-                chunk.append(("", index, convert(row.value)))
-            except Unusable as error:
-                reasons.append(str(error))
-    without_limits = Recipe(recipe.task, _NO_LIMIT, _NO_LIMIT, train_on_prompt=recipe.train_on_prompt)
-    for _, index, _, ids, is_target in Encoder(tokenizer, without_limits)(chunk, Tally()):
-        if recipe.task == "seq2seq":
-            n_targets = int(is_target.sum())
-            found[index] = len(ids) - n_targets, n_targets, n_targets
-        elif recipe.task == "classification":
-            found[index] = len(ids), 0, 1
-        else:
-            n_targets = int(is_target[: recipe.max_length].sum())
-            if n_targets:
-                found[index] = len(ids), 0, n_targets
-    if recipe.task == "causal-lm" and not found[:, 0].any() and chunk:
+    all_good, picked, stands_for, sizes = good, np.arange(0), None, np.arange(0)
+    if recipe.task == "causal-lm" and name in _RENDERED:
+        sizes = np.array([_n_characters(value) for _, value in good])
+        picked, stands_for = _strata(sizes, n_wanted)
+        good = [good[i] for i in picked]
+    n_encoded = 0
+    texts: list[tuple[int, Text]] = []
+    for index, value in good:
+        try:
+            texts.append((index, convert(value)))
+        except Unusable as error:
+            reasons.append(str(error))
+    if texts:
+        of_texts, n_encoded = _of_texts([text for _, text in texts], n_wanted, tokenizer, recipe)
+        found[[index for index, _ in texts]] = of_texts
+    if stands_for is not None:
+        of_picked = found[[index for index, _ in good]]
+        found[[index for index, _ in all_good]] = _spread(of_picked, sizes[picked], sizes, stands_for)
+        found[[index for index, _ in good]] = of_picked
+    if not found[:, 0].any() and texts:
         reasons.append("every target is masked: prompts fill max_length")
-    return found, reasons
+    return found, n_encoded, reasons
+
+
+def _of_texts(texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe) -> tuple[NDArray[np.float64], int]:
+    """[text, (input, target, labelled tokens)]: some tokenized, the others by their characters; and how many were."""
+    characters = np.zeros((len(texts), 2))
+    for index, text in enumerate(texts):
+        for part, is_target in text.segments:
+            characters[index, int(is_target)] += len(part)
+    if recipe.train_on_prompt and recipe.task == "causal-lm":
+        characters = np.column_stack([characters[:, 0] * 0, characters.sum(axis=1)])
+    picked, stands_for = _strata(characters.sum(axis=1).astype(np.int64), n_wanted)
+    found = np.zeros((len(texts), 3))
+    without_limits = Recipe(recipe.task, _NO_LIMIT, _NO_LIMIT, train_on_prompt=recipe.train_on_prompt)
+    chunk = [("", int(index), texts[index]) for index in picked]
+    for _, index, _, ids, mask in Encoder(tokenizer, without_limits)(chunk, Tally()):
+        n_targets = int(mask.sum())
+        found[index] = len(ids) - (n_targets if recipe.task == "seq2seq" else 0), n_targets, n_targets
+        if recipe.task == "causal-lm":
+            found[index, 2] = mask[: recipe.max_length].sum()
+    of_source = characters[:, 0] if recipe.task == "seq2seq" else characters.sum(axis=1)
+    of_target = characters[:, 1]
+    other = np.setdiff1d(np.arange(len(texts)), picked)
+    if len(other):
+        found[other, 0] = _spread(found[picked, :1], of_source[picked], of_source[other], stands_for[other])[:, 0]
+        # a token at the end of each, and as many a character as all that were tokenized have together
+        closed = found[picked, 1] > 0
+        rate = np.maximum(found[picked, 1] - 1, 0)[closed].sum() / max(1.0, of_target[picked][closed].sum())
+        found[other, 1] = np.where(of_target[other] > 0, 1 + rate * of_target[other], 0)
+        before = found[other, 0] - found[other, 1]  # of causal-lm, whose targets come last
+        within = recipe.max_length - np.maximum(before, 0) if recipe.task == "causal-lm" else found[other, 1]
+        found[other, 2] = np.clip(within, 0, found[other, 1])
+    if recipe.task == "classification":
+        found[:, 1:] = 0, 1
+    elif recipe.task == "causal-lm":
+        found[found[:, 2] < 0.5] = 0
+        found[:, 1] = 0
+    return found, len(picked)
 
 
 # ---- the rows of a file ----
@@ -198,12 +252,11 @@ def _whole_lines(file: IO[bytes], start: int) -> bytes:
 def _spans(content: bytes, is_csv: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Where the lines that are not empty begin, and their bytes; a line break within quotes is none in a CSV file."""
     array = np.frombuffer(content, np.uint8)
-    is_end = array == 10
+    breaks = np.flatnonzero(array == 10)
     if is_csv:
-        is_end &= np.bitwise_xor.accumulate((array == 34).view(np.uint8)) == 0
-    ends = np.flatnonzero(is_end)
-    starts = np.concatenate([[0], ends + 1])
-    ends = np.concatenate([ends, [len(content)]])
+        is_within_quotes = np.bitwise_xor.accumulate((array == 34).view(np.uint8))
+        breaks = breaks[is_within_quotes[breaks] == 0]
+    starts, ends = np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(content)]])
     is_row = ends - starts > 1
     return starts[is_row], (ends - starts)[is_row]
 
