@@ -63,7 +63,7 @@ class Largest(NamedTuple):
         return self.n_rows * (self.tokens + self.targets)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lengths:
     """The lengths of a set of examples after truncation. Make one with `from_arrays`, `from_token_set` or `from_mean`."""
 
@@ -141,13 +141,11 @@ class Lengths:
         """The mean example when the whole set is sorted once and cut into pieces, as an evaluation does."""
         key = ("sorted", micro)
         if key not in self._known:
-            if self.targets is None:
-                n = min(self.n_examples, 200_000)
-                tokens, targets = self.tokens[np.arange(n) * len(self.tokens) // n], None
-                step = max(1, round(micro * n / self.n_examples))
-            else:  # an example that stood for several would meet itself, not another target
-                n, step = len(self.tokens), micro
-                tokens, targets = self.tokens, self.targets
+            # an example that stood for several would meet itself, not another's target: pairs are never repeated
+            n = min(self.n_examples, 200_000 if self.targets is None else len(self.tokens))
+            picked = np.linspace(0, len(self.tokens) - 1, n).round().astype(np.int64)
+            tokens, targets = self.tokens[picked], None if self.targets is None else self.targets[picked]
+            step = max(1, round(micro * n / self.n_examples)) if self.targets is None else micro
             order = np.argsort(-(tokens if targets is None else tokens + targets), kind="stable")
             starts = np.arange(0, n, step)
             rows = np.diff([*starts, n])
@@ -306,8 +304,15 @@ def from_token_set(tokens: TokenSet, indices: NDArray[np.int64] | None, task: st
     return from_arrays(lengths, source=source, n_target_tokens=float(n_targets.sum()))
 
 
-def from_mean(n_examples: int, mean: float, longest: int | None = None, mean_target: float | None = None) -> Lengths:
-    """Lengths of which only the mean is known: lognormal around it, cut at `longest`.
+def from_mean(
+    n_examples: int,
+    mean: float,
+    longest: int | None = None,
+    mean_target: float | None = None,
+    *,
+    spread: float = SPREAD,
+) -> Lengths:
+    """Lengths of which only the mean is known: lognormal around it, cut at `longest`; `spread` is of the logarithm.
 
     `mean_target` makes pairs of source and target, long ones with long ones.
     """
@@ -319,8 +324,8 @@ def from_mean(n_examples: int, mean: float, longest: int | None = None, mean_tar
     if longest is not None and longest < mean:
         what = f"the longest example has {longest} tokens, the mean {mean:g}"
         raise UserMistake(what, where=where, to_do="the longest can't be shorter than the mean")
-    tokens = _lognormal(min(n_examples, SAMPLE_SIZE), mean, longest)
-    targets = None if mean_target is None else _lognormal(len(tokens), mean_target, None)
+    tokens = _lognormal(min(n_examples, SAMPLE_SIZE), mean, longest, spread)
+    targets = None if mean_target is None else _lognormal(len(tokens), mean_target, None, spread)
     return Lengths(
         n_examples=n_examples,
         tokens=tokens,
@@ -334,9 +339,9 @@ def from_mean(n_examples: int, mean: float, longest: int | None = None, mean_tar
     )
 
 
-def _lognormal(n: int, mean: float, longest: int | None) -> NDArray[np.int64]:
+def _lognormal(n: int, mean: float, longest: int | None, spread: float) -> NDArray[np.int64]:
     """`n` sorted lengths with this mean, none above `longest`, the last one equal to it."""
-    normal = NormalDist(0.0, SPREAD)
+    normal = NormalDist(0.0, spread)
     shape = np.exp([normal.inv_cdf((i + 0.5) / n) for i in range(n)])
     low, high = 0.0, 64.0 * mean
     for _ in range(60):  # the scale whose cut lengths have the mean
