@@ -45,7 +45,13 @@ STAND_INS: dict[str, dict[str, Any]] = {
         ("qwen-72b", 8192, 24576, 80, 64, 152064),
     )
 }  # fmt: skip
-STAND_INS["santacoder"] = {"model_type": "gpt_bigcode", "n_embd": 2048, "n_layer": 24, "n_head": 16, "n_positions": 2048}
+STAND_INS["santacoder"] = {
+    "model_type": "gpt_bigcode",
+    "n_embd": 2048,
+    "n_layer": 24,
+    "n_head": 16,
+    "n_positions": 2048,
+}
 STAND_INS["santacoder"] |= {"vocab_size": 49280}
 STAND_INS["codellama-34b"] = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 22016}
 STAND_INS["codellama-34b"] |= {"num_hidden_layers": 48, "num_attention_heads": 64, "num_key_value_heads": 8}
@@ -150,7 +156,11 @@ def read_case(row: dict[str, str]) -> Case:
     n_gpus = int(float(row["n_gpu"] or 1))
     sharding = "none" if n_gpus == 1 else "fsdp" if re.search(r"fsdp|zero-?3|zero3|full shard", words) else "ddp"
     optim = "adamw_8bit" if "8bit" in words or "8-bit" in words else "adamw_torch_fused"
-    if re.search(r"foreach|adamw_torch|\badamw\b", words) and "torchtune" not in source and "fused" not in row["optimizer"]:
+    if (
+        re.search(r"foreach|adamw_torch|\badamw\b", words)
+        and "torchtune" not in source
+        and "fused" not in row["optimizer"]
+    ):
         optim = "adamw_torch"
     if "paged" in words and "8bit" in words:
         optim = "paged_adamw_8bit"
@@ -200,7 +210,9 @@ def stack_of(source: str, words: str, method: str) -> Stack:
         if re.search(r"chunked|\.\.\.\+|\(same\)", words) or "memory-" in source:
             stack = replace(stack, loss=CHUNKED, is_compiled=True)
         offloads = "offload" in words
-        return replace(stack, frees_gradients="in bwd" in words or "in-backward" in words, offloads_activations=offloads)
+        return replace(
+            stack, frees_gradients="in bwd" in words or "in-backward" in words, offloads_activations=offloads
+        )
     if "unsloth" in source:
         return Stack("unsloth", has_autocast=True, loss=TILED, fused_norms=True, fused_mlp=True, is_flash=True)
     if "lit-gpt" in source or "litgpt" in source:
@@ -208,7 +220,7 @@ def stack_of(source: str, words: str, method: str) -> Stack:
     stack = replace(plain, has_autocast=method != "full", is_flash=bool(re.search(r"flash|fa2", words)))
     if "liger" in words or "fused ce" in words:
         stack = replace(stack, loss=TILED, fused_norms="liger" in words, fused_mlp="liger" in words)
-    if "master" in words or "fp32 states" in words or "deepspeed" in words and method == "full":
+    if "master" in words or "fp32 states" in words or ("deepspeed" in words and method == "full"):
         stack = replace(stack, has_master_weights=True, has_autocast=True)
     return stack
 
@@ -249,7 +261,9 @@ def judge(rows: list[dict[str, str]], all_gpus: bool = False) -> dict[str, Any]:
     judged, unexpressed = [], []
     for number, row in enumerate(rows, 2):
         if not all_gpus and row["n_gpu"].strip() not in ("1", "1.0", ""):
-            unexpressed.append({"line": number, "model": row["model"], "why": "more than one GPU (judged with --all-gpus)"})
+            unexpressed.append(
+                {"line": number, "model": row["model"], "why": "more than one GPU (judged with --all-gpus)"}
+            )
             continue
         try:
             case = read_case(row)
@@ -297,7 +311,9 @@ def table(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
         if row[key] is not None:
             for group in (("all", "", ""), (row["source"], row["method"], row["gpu"])):
                 groups[group].append(row[key])
-    return [_summary(group, errors) for group, errors in sorted(groups.items(), key=lambda item: item[0] != ("all", "", ""))]
+    return [
+        _summary(group, errors) for group, errors in sorted(groups.items(), key=lambda item: item[0] != ("all", "", ""))
+    ]
 
 
 def calibrated_table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -353,7 +369,8 @@ def main() -> None:
     if asked.rows:
         print("\nrows")
         for row in result["rows"]:
-            gib = f"{row['predicted_gib']:6.1f} / {row['measured_gib'] or 0:6.1f} GiB {100 * (row['memory_error'] or 0):+6.1f} %"
+            gib = f"{row['predicted_gib']:6.1f} / {row['measured_gib'] or 0:6.1f} GiB"
+            gib += f" {100 * (row['memory_error'] or 0):+6.1f} %"
             speed = f"{row['predicted_tokens_per_s']:8.0f} / {row['measured_tokens_per_s'] or 0:8.0f} tok/s"
             error = 100 * (row["speed_error"] or 0)
             print(

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from farthing.catalog import Gpu
 from farthing.lengths import Padded
-from farthing.memory import BLOCKS, _GATED
+from farthing.memory import _GATED, BLOCKS
 from farthing.recipe import CHUNKED, FUSED, TILED, Recipe
 from farthing.shapes import Adapters, Shape
 
@@ -45,6 +45,7 @@ LINK_SHARE = 0.7
 HIDDEN_COMMUNICATION = 0.7  # of what could be hidden behind the backward pass
 CPU_MATMUL_SHARE = 0.35
 CPU_BANDWIDTH_BYTES_PER_S = 10e9  # of a thread
+CPU_LAUNCH_SHARE = 0.5  # of what the host needs to launch a layer's kernels on a GPU: nothing is launched
 
 
 class Device(NamedTuple):
@@ -100,14 +101,25 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What measurements say about a device: factors on the predicted seconds of a component."""
+    """What measurements on a device say about its predictions; without any, that they are taken as they are."""
 
     compute: float = 1.0
-    """Forward and backward, everything that they are made of."""
+    """Factor on the seconds of forward and backward."""
     optimizer: float = 1.0
-    source: str = ""
+    evaluation: float = 1.0
+    waiting_s: float = 0.0
+    """Seconds of each step that go to waiting for data and to copying it."""
+    start_s: float | None = None
+    """Imports, checks and loading the model."""
+    save_s: float | None = None
+    """For which training stands still, each time."""
+    export_s: float | None = None
+    extra_bytes: int | None = None
+    """Memory beside what the formula counts: of a CPU, the process itself."""
     spread: float = 0.0
-    """Relative half-width that is left of the estimate's own error; 0: nothing was measured."""
+    """Relative half-width that is left of the estimate's own error."""
+    n_runs: int = 0
+    source: str = ""
 
 
 class Work(NamedTuple):
@@ -177,12 +189,35 @@ def step_time(work: Work, device: Device, calibration: Calibration | None = None
         "attention": known.compute * attention_s,
         "memory traffic": known.compute * traffic_s,
         "dequantization": known.compute * dequantization_s,
-        "launch": known.compute * max(0.0, work.host_s - busy_s) if device.is_cuda else 0.0,
+        # a GPU computes while the host launches what comes next; a CPU does one after the other
+        "launch": known.compute
+        * (max(0.0, work.host_s - busy_s) if device.is_cuda else CPU_LAUNCH_SHARE * work.host_s),
         "optimizer": known.optimizer * work.optimizer_bytes / bandwidth,
+        "data": known.waiting_s,
         "communication": max(sending_s - HIDDEN_COMMUNICATION * busy_s, 0.1 * sending_s),
     }
     kept = {name: seconds for name, seconds in parts.items() if seconds > 0}
     return StepTime(kept, work.n_tokens, work.n_padded_tokens, work.flops)
+
+
+def forward_work(work: Work, n_examples: float) -> Work:
+    """The forward pass alone of as many micro-batches as `n_examples` are of a step's: a third of it, no optimizer."""
+    share = n_examples / 3
+    return work._replace(
+        **{
+            name: getattr(work, name) * share
+            for name in (
+                "matmul_flops",
+                "attention_flops",
+                "read_bytes",
+                "traffic_bytes",
+                "dequantization_bytes",
+                "host_s",
+            )
+        },
+        optimizer_bytes=0.0,
+        sent_bytes=0.0,
+    )
 
 
 def estimate_step(
@@ -243,7 +278,9 @@ def _traffic(
     is_fused = stack.fused_norms or stack.is_compiled
     norms = block.n_norms * h * (4.0 * r if is_fused else 28.0 + 4.0 * r)
     rotations = (3.0 if is_fused else 10.0) * c * (q + k)
-    activation = c * f * ((3.0 if stack.fused_mlp or stack.is_compiled else 5.0) if block.is_gated else 2.0 * block.activation)
+    activation = (
+        c * f * ((3.0 if stack.fused_mlp or stack.is_compiled else 5.0) if block.is_gated else 2.0 * block.activation)
+    )
     layer = norms + 6.0 * r * h + rotations + activation
     if adapters is not None and not stack.is_compiled:
         n_layers = max(1, shape.n_layers + shape.n_decoder_layers)

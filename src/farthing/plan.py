@@ -1,0 +1,715 @@
+"""Every recipe x every offer -> memory, hours and dollars with their ranges, ranked; and why not elsewhere.
+
+For each kind of machine the quickest recipe that fits is taken (an hour costs the same whatever is computed in it). Then
+each offer is priced: hours billed, interruptions of spot counted. What does not fit, or passes a limit, is rejected with
+the reason and the nearest change that would let it in.
+
+Pure: values in, values out. Refuses to import torch, and to ask a clock, a file or the network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+from farthing.catalog import Gpu, Offer, bill, gpus, up_front_usd
+from farthing.errors import UserMistake
+from farthing.lengths import Lengths, Padded
+from farthing.memory import Memory, estimate_memory
+from farthing.recipe import FARTHING, Recipe
+from farthing.shapes import Adapters, Shape
+from farthing.speed import (
+    Calibration,
+    Device,
+    StepTime,
+    Work,
+    device_of,
+    forward_work,
+    step_time,
+    work_of,
+)
+from farthing.spot import Expected, Interruptions, Rhythm, best_interval_s, draw_paths, expect, prior
+from farthing.units import say_bytes, say_seconds, say_usd
+
+MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
+TIE = 0.05  # dollars closer than this are not told apart by estimates that share their error
+N_DRAWN = 40  # plans whose chance to meet the deadline is drawn
+GENERATED_S_PER_LAYER = 0.4e-3  # host time of one layer for one generated token
+
+# Relative error of tokens/s without calibration, by GPU: the 90th percentile that `bench/plan_accuracy.py` shows for
+# published runs; where there are none, by assumption as wide as the widest times 1.5.
+SPEED_ERROR = {"A100-40GB": 0.15, "A100-80GB": 0.15, "L40S": 0.25, "RTX 4090": 0.20}
+SPEED_ERROR_UNKNOWN = 0.40
+MEMORY_ERROR = 0.09
+
+
+class Assumptions(NamedTuple):
+    """What a plan supposes where nothing was measured. All are printed with it."""
+
+    setup_s: float = 240.0  # of a rented machine: boot, drivers, installation
+    download_bytes_per_s: float = 100e6
+    load_bytes_per_s: float = 1e9  # from disk to the device
+    import_s: float = 15.0
+    tokenize_tokens_per_s: float = 0.4e6  # two cores, measured
+    snapshot_bytes_per_s: float = 5e9  # checkpoint from the device to host memory; written in the background
+    disk_bytes_per_s: float = 500e6
+    process_bytes: int = 650 << 20  # of a CPU run: the interpreter with its libraries
+
+    def in_words(self) -> list[str]:
+        """One line each."""
+        return [
+            f"a rented machine needs {say_seconds(self.setup_s)} before it can begin, and downloads at "
+            f"{self.download_bytes_per_s / 1e6:.0f} MB/s",
+            f"imports take {self.import_s:.0f} s, weights load at {self.load_bytes_per_s / 1e9:g} GB/s",
+            f"tokenizing runs at {self.tokenize_tokens_per_s / 1e6:g} M tokens/s",
+            f"a checkpoint halts training while {self.snapshot_bytes_per_s / 1e9:g} GB/s go to host memory",
+        ]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A job in the planner's terms."""
+
+    shape: Shape
+    method: str
+    optim: str
+    global_batch: int
+    lengths: Lengths
+    n_epochs: float = 1.0
+    max_steps: int | None = None
+    micro_batch: int | None = None
+    """None: the planner's choice."""
+    every_n_layers: int | None = None
+    """Activation checkpointing; None: as little as memory needs."""
+    precision: str | None = None
+    lora_r: int = 16
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    use_dora: bool = False
+    eval_lengths: Lengths | None = None
+    eval_steps: int | None = None
+    """Optimizer steps between evaluations; None: once an epoch. 0: only at the end."""
+    eval_batch: int = 16
+    max_new_tokens: int = 0
+    """Above 0: evaluation generates as many tokens at most."""
+    save_every_s: float | None = None
+    """None: the planner's choice."""
+    is_tokenized: bool = False
+    max_usd: float | None = None
+    max_hours: float | None = None
+    deadline_s: float | None = None
+    """Seconds from now."""
+    sure: float = 0.9
+    """Chance that a spot plan must have to meet the deadline."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """What is trained of the model; None: all of it."""
+        return _adapters(self)
+
+    @property
+    def n_trainable(self) -> int:
+        """Trained weights."""
+        return self.shape.n_parameters if self.adapters is None else self.adapters.n_trainable
+
+    @property
+    def n_steps(self) -> int:
+        """Optimizer steps of the whole job."""
+        if self.max_steps is not None:
+            return self.max_steps
+        return math.ceil(self.n_epochs * -(-self.lengths.n_examples // self.global_batch))
+
+    @property
+    def n_evaluations(self) -> int:
+        """Evaluations, the last one included."""
+        if self.eval_lengths is None:
+            return 0
+        if self.eval_steps == 0:
+            return 1
+        each = self.eval_steps or -(-self.lengths.n_examples // self.global_batch)
+        return max(1, math.ceil(self.n_steps / each))
+
+    @property
+    def labelled_share(self) -> float:
+        """Share of the tokens that go through the loss."""
+        if self.shape.task != "causal-lm":
+            return 1.0
+        return min(1.0, self.lengths.n_target_tokens / max(1.0, self.lengths.n_tokens))
+
+    @property
+    def tokens_per_example(self) -> float:
+        """Mean tokens without padding; seq2seq: source and target."""
+        return self.lengths.mean + (self.lengths.mean_target if self.shape.task == "seq2seq" else 0.0)
+
+    @property
+    def save_bytes(self) -> float:
+        """Of a checkpoint: trained weights and the optimizer's state in fp32."""
+        return self.n_trainable * (4.0 + {"sgd": 0.0}.get(self.optim, 2.0 if "8bit" in self.optim else 8.0))
+
+
+@cache
+def _adapters_of(shape: Shape, r: int, targets: tuple[str, ...], saved: tuple[str, ...], dora: bool) -> Adapters:
+    return shape.with_lora(r, targets, saved, use_dora=dora)
+
+
+def _adapters(wanted: Wanted) -> Adapters | None:
+    if wanted.method == "full":
+        return None
+    return _adapters_of(wanted.shape, wanted.lora_r, wanted.target_modules, wanted.modules_to_save, wanted.use_dora)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Somewhere to run: an offer, or a machine of one's own, as a device with memory and a price."""
+
+    offer: Offer
+    device: Device
+    precision: str
+    memory_bytes: int
+    calibration: Calibration = field(default_factory=Calibration)
+    is_local: bool = False
+    """This machine: nothing is set up or downloaded, and nobody takes it away."""
+    is_cuda: bool = True
+
+
+@dataclass(frozen=True)
+class Range:
+    """A figure and where it will probably be: 80 % of cases by the errors that were seen."""
+
+    low: float
+    likely: float
+    high: float
+
+    def as_list(self) -> list[float]:
+        """[low, likely, high]."""
+        return [self.low, self.likely, self.high]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run the job: where, how, and what it comes to."""
+
+    place: Place
+    recipe: Recipe
+    memory: Memory
+    memory_range: Range
+    step: StepTime
+    seconds: dict[str, float]
+    """By what they go to; they add up to `wall_s`."""
+    usd: dict[str, float]
+    """By what they go to; they add up to `total_usd`."""
+    hours_range: Range
+    usd_range: Range
+    interval_s: float
+    """Between checkpoints."""
+    spot: Expected | None = None
+    chance: float | None = None
+    """To meet the deadline."""
+    why: str = ""
+    on_front: bool = False
+
+    @property
+    def offer(self) -> Offer:
+        """What is bought."""
+        return self.place.offer
+
+    @property
+    def wall_s(self) -> float:
+        """From the moment the job is wanted to its end."""
+        return sum(self.seconds.values())
+
+    @property
+    def total_usd(self) -> float:
+        """The bill."""
+        return sum(self.usd.values())
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether the trainer can do it: on one GPU so far."""
+        return self.recipe.n_gpus == 1
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """An offer that will not do."""
+
+    offer: Offer
+    reason: str
+    change: str
+    """The nearest change that would let it in."""
+    distance: float = math.inf
+    """How far off it is, to name the nearest first: the factor that is missing."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All plans, the best first, and everything that was rejected."""
+
+    plans: tuple[Plan, ...]
+    rejected: tuple[Rejected, ...]
+    managed: tuple[tuple[Offer, float], ...]
+    """Services that train for a fee, with their dollars; another's recipe, and often another's models."""
+    n_steps: int
+
+    @property
+    def best(self) -> Plan | None:
+        """The first that the trainer can run."""
+        return next((plan for plan in self.plans if plan.is_runnable), None)
+
+    def nearest(self, n: int = 3) -> list[Rejected]:
+        """The rejected offers that are nearest to being possible, one of each kind of change."""
+        found: dict[str, Rejected] = {}
+        for rejected in sorted(self.rejected, key=lambda r: (r.distance, _usd_key(r.offer))):
+            found.setdefault(rejected.change, rejected)
+            if len(found) == n:
+                break
+        return list(found.values())
+
+
+def decide(
+    wanted: Wanted,
+    places: Iterable[Place],
+    *,
+    assumptions: Assumptions | None = None,
+    managed: Iterable[Offer] = (),
+    hazard: Callable[[Offer], Interruptions] | None = None,
+) -> Answer:
+    """Plans for every place, ranked. `hazard` says how long spot capacity lasts; by default the measured prior does.
+
+    Raises `UserMistake` for a job that no place can do at all.
+    """
+    if wanted.lengths.n_examples < 1:
+        raise UserMistake("there is nothing to train on", where="data", to_do="check the data set")
+    study = _Study(wanted, assumptions or Assumptions(), hazard or (lambda offer: prior(offer.n_gpus)))
+    plans: list[Plan] = []
+    rejected: list[Rejected] = []
+    for place in places:
+        found = study.judge(place)
+        if isinstance(found, Plan):
+            plans.append(found)
+        else:
+            rejected.append(found)
+    plans = _ranked(plans)
+    if wanted.deadline_s is not None:
+        plans, late = study.meet_deadline(plans)
+        rejected += late
+        plans = _ranked(plans)
+    tokens = wanted.n_steps * wanted.global_batch * wanted.tokens_per_example
+    fees = [(offer, sum(bill(offer, n_tokens=tokens).values())) for offer in managed]
+    return Answer(tuple(plans), tuple(rejected), tuple(sorted(fees, key=lambda fee: fee[1])), wanted.n_steps)
+
+
+class _Study:
+    """What is worked out once for many offers: recipes by precision and number of GPUs, times by machine."""
+
+    def __init__(self, wanted: Wanted, assumptions: Assumptions, hazard: Callable[[Offer], Interruptions]) -> None:
+        self.wanted = wanted
+        self.assumptions = assumptions
+        self.hazard = hazard
+        self._candidates: dict[tuple[str, int, bool], list[tuple[Recipe, Memory, Work]]] = {}
+        self._chosen: dict[Any, tuple[Recipe, Memory, StepTime, Work] | Rejected] = {}
+        self._spot: dict[Any, tuple[Expected, float, Expected, Expected]] = {}
+        self._changes: dict[Any, list[tuple[str, int]]] = {}
+
+    def judge(self, place: Place) -> Plan | Rejected:
+        """The plan for a place, or why there is none."""
+        offer = place.offer
+        key = (
+            place.device.name,
+            offer.n_gpus,
+            place.precision,
+            place.is_local,
+            place.calibration.source,
+            place.memory_bytes,
+        )
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(place)
+        chosen = self._chosen[key]
+        if isinstance(chosen, Rejected):
+            return replace(chosen, offer=offer)
+        plan = self._price(place, *chosen)
+        return self._within_limits(plan)
+
+    # ---- recipes ----
+
+    def candidates(self, precision: str, n_gpus: int, is_cuda: bool) -> list[tuple[Recipe, Memory, Work]]:
+        """Every recipe that is worth a look, with its memory and its work."""
+        key = precision, n_gpus, is_cuda
+        if key not in self._candidates:
+            self._candidates[key] = list(self._make_candidates(*key))
+        return self._candidates[key]
+
+    def _make_candidates(self, precision: str, n_gpus: int, is_cuda: bool) -> Iterable[tuple[Recipe, Memory, Work]]:
+        wanted = self.wanted
+        per_gpu = -(-wanted.global_batch // n_gpus)
+        if n_gpus > wanted.global_batch:
+            return
+        micros = [wanted.micro_batch] if wanted.micro_batch else [m for m in MICRO_BATCHES if m <= per_gpu]
+        everies = [wanted.every_n_layers] if wanted.every_n_layers is not None else [0, 2, 1]
+        shardings = ["none"] if n_gpus == 1 else ["ddp", "fsdp"]
+        for micro in micros:
+            size = min(micro, per_gpu)
+            padded = wanted.lengths.padded(size, per_gpu)
+            largest = wanted.lengths.largest_micro_batch(size)
+            for every in everies:
+                for sharding in shardings:
+                    recipe = recipe_of(wanted, precision, size, every, n_gpus, sharding)
+                    memory = self.memory_of(recipe, largest, is_cuda)
+                    yield recipe, memory, self.work_of(recipe, padded)
+
+    def memory_of(self, recipe: Recipe, largest: Any, is_cuda: bool) -> Memory:
+        """Peak memory of a recipe."""
+        wanted = self.wanted
+        return estimate_memory(
+            wanted.shape, recipe, largest, wanted.adapters, labelled_share=wanted.labelled_share, is_cuda=is_cuda
+        )
+
+    def work_of(self, recipe: Recipe, padded: Padded) -> Work:
+        """Work of a step of a recipe."""
+        wanted = self.wanted
+        return work_of(
+            wanted.shape,
+            recipe,
+            padded,
+            wanted.tokens_per_example,
+            wanted.adapters,
+            labelled_share=wanted.labelled_share,
+        )
+
+    def needed_bytes(self, place: Place, memory: Memory) -> int:
+        """What a place must have for it: what was measured beside the formula included."""
+        extra = place.calibration.extra_bytes
+        if extra is not None:
+            return memory.allocated_bytes + extra
+        return memory.total_bytes + (0 if place.is_cuda else self.assumptions.process_bytes)
+
+    def _choose(self, place: Place) -> tuple[Recipe, Memory, StepTime, Work] | Rejected:
+        n_gpus = max(1, place.offer.n_gpus)
+        found = self.candidates(place.precision, n_gpus, place.is_cuda)
+        if not found:
+            what = f"a step of {self.wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
+            return Rejected(place.offer, what, f"train.global_batch_size: {n_gpus}", n_gpus / self.wanted.global_batch)
+        fitting = [
+            (recipe, memory, step_time(work, place.device, place.calibration), work)
+            for recipe, memory, work in found
+            if self.needed_bytes(place, memory) <= place.memory_bytes
+        ]
+        if fitting:
+            return min(fitting, key=lambda one: (one[2].seconds, one[0].every_n_layers, one[0].micro_batch))
+        least = min((self.needed_bytes(place, memory), recipe.in_words()) for recipe, memory, _ in found)
+        reason = f"needs {say_bytes(least[0])} at least, has {say_bytes(place.memory_bytes)} ({least[1]})"
+        distance = least[0] / place.memory_bytes
+        for change, n_bytes in self.changes(place.precision, n_gpus, place.is_cuda):
+            if n_bytes + self.needed_bytes(place, Memory({}, "loss", place.is_cuda)) <= place.memory_bytes:
+                return Rejected(place.offer, reason, change, distance)
+        return Rejected(place.offer, reason, "a smaller model, or a GPU with more memory", distance * 4)
+
+    def changes(self, precision: str, n_gpus: int, is_cuda: bool) -> list[tuple[str, int]]:
+        """Changes of the job that save memory, with the least they need: the mildest first."""
+        key = precision, n_gpus, is_cuda
+        if key not in self._changes:
+            wanted, n_longest = self.wanted, self.wanted.lengths.longest
+            ways: list[tuple[str, dict[str, Any], float]] = []
+            if wanted.micro_batch not in (None, 1):
+                ways.append(("train.per_device_train_batch_size: 1", {"micro_batch": 1}, 1.0))
+            if wanted.every_n_layers not in (None, 1):
+                ways.append(("train.gradient_checkpointing: true", {"every_n_layers": 1}, 1.0))
+            least = {"micro_batch": 1, "every_n_layers": 1}
+            if wanted.method == "full":
+                ways.append(("train.optim: adamw_8bit", least | {"optim": "adamw_8bit"}, 1.0))
+                ways.append(("method: lora", least | {"method": "lora"}, 1.0))
+            if wanted.method != "qlora" and is_cuda:
+                ways.append(("method: qlora", least | {"method": "qlora"}, 1.0))
+            for share in (0.5, 0.25):
+                shorter = max(64, int(n_longest * share))
+                if shorter < n_longest:
+                    ways.append((f"data.max_length: {shorter}", dict(least), shorter / n_longest))
+            method = "qlora" if is_cuda else "lora"
+            both = f"method: {method} with data.max_length: {max(64, n_longest // 4)}"
+            ways.append((both, least | {"method": method}, 0.25))
+            found = []
+            for words, changed, share in ways:
+                other = replace(wanted, **changed)
+                largest = other.lengths.largest_micro_batch(other.micro_batch or 1)
+                largest = largest._replace(tokens=max(1, int(largest.tokens * share)))
+                sharding = "none" if n_gpus == 1 else "fsdp"
+                recipe = recipe_of(
+                    other, precision, other.micro_batch or 1, other.every_n_layers or 0, n_gpus, sharding
+                )
+                memory = estimate_memory(
+                    other.shape, recipe, largest, other.adapters, labelled_share=other.labelled_share, is_cuda=is_cuda
+                )
+                found.append((words, memory.reserved_bytes))
+            self._changes[key] = found
+        return self._changes[key]
+
+    # ---- price ----
+
+    def _price(self, place: Place, recipe: Recipe, memory: Memory, step: StepTime, work: Work) -> Plan:
+        wanted, offer, known = self.wanted, place.offer, place.calibration
+        seconds = self._seconds(place, recipe, step, work)
+        save_s = (
+            known.save_s
+            if known.save_s is not None
+            else 0.05 + wanted.save_bytes / self.assumptions.snapshot_bytes_per_s
+        )
+        before_s = seconds["setup"] + seconds["download"] + seconds["start-up"]
+        busy_s = seconds["training"] + seconds["evaluation"]
+        expected: Expected | None = None
+        good = bad = None
+        if offer.is_spot:
+            key = offer.n_gpus, round(busy_s, 3), round(before_s, 3), round(save_s, 4), self.hazard(offer)
+            if key not in self._spot:
+                self._spot[key] = self._on_spot(key)
+            expected, interval_s, good, bad = self._spot[key]
+            seconds["checkpoints"] = expected.checkpoint_s
+            seconds |= {"lost work": expected.lost_s, "restarts": expected.restart_s, "waiting": expected.waiting_s}
+        else:
+            interval_s = wanted.save_every_s or 900.0
+            seconds["checkpoints"] = (busy_s // interval_s + 1) * save_s
+        seconds = {name: value for name, value in seconds.items() if value > 0}
+        error = speed_error(place)
+        scaled = [name for name in seconds if name in ("training", "evaluation", "lost work")]
+        moving_s = sum(seconds[name] for name in scaled)
+        wall_s = sum(seconds.values())
+        billed_s = wall_s - seconds.get("waiting", 0.0)
+        n_starts = (
+            1 + math.ceil(expected.n_interruptions) if expected and math.isfinite(expected.n_interruptions) else 1
+        )
+        held_gb = (wanted.shape.n_parameters * 2 + 3 * wanted.save_bytes) / 1e9
+        out_gb = wanted.n_trainable * 4 / 1e9
+        usd = bill(
+            offer, billed_s / 3600, n_starts=n_starts, storage_gb=held_gb, storage_hours=wall_s / 3600,
+            egress_gb=0.0 if place.is_local else out_gb,
+        )  # fmt: skip
+        rate = (offer.usd_per_hour or 0.0) / 3600
+        total = sum(usd.values())
+        low_s, high_s = wall_s - error * moving_s, wall_s + error * moving_s
+        low_usd, high_usd = total - rate * error * moving_s, total + rate * error * moving_s
+        if expected and good and bad:
+            low_s -= max(0.0, expected.wall_s - good.wall_s)
+            high_s += max(0.0, bad.wall_s - expected.wall_s)
+            low_usd -= rate * max(0.0, expected.billed_s - good.billed_s)
+            high_usd += rate * max(0.0, bad.billed_s - expected.billed_s)
+        needed = self.needed_bytes(place, memory)
+        around = 0.05 if known.extra_bytes is not None else MEMORY_ERROR
+        return Plan(
+            place=place,
+            recipe=recipe,
+            memory=memory,
+            memory_range=Range(needed * (1 - around), float(needed), needed * (1 + around)),
+            step=step,
+            seconds=seconds,
+            usd=usd,
+            hours_range=Range(max(0.0, low_s) / 3600, wall_s / 3600, high_s / 3600),
+            usd_range=Range(max(0.0, low_usd), total, high_usd),
+            interval_s=interval_s,
+            spot=expected,
+        )
+
+    def _seconds(self, place: Place, recipe: Recipe, step: StepTime, work: Work) -> dict[str, float]:
+        wanted, a, known = self.wanted, self.assumptions, place.calibration
+        shape = wanted.shape
+        weights_bytes = shape.n_parameters * 2.0
+        start_s = known.start_s
+        if start_s is None:
+            start_s = a.import_s + weights_bytes / a.load_bytes_per_s
+        tokens = wanted.lengths.n_tokens + (wanted.lengths.n_target_tokens if shape.task == "seq2seq" else 0.0)
+        export_s = known.export_s if known.export_s is not None else 0.5 + wanted.n_trainable * 4 / a.disk_bytes_per_s
+        seconds = {
+            "setup": 0.0 if place.is_local else a.setup_s,
+            "download": 0.0 if place.is_local else weights_bytes / a.download_bytes_per_s,
+            "start-up": start_s,
+            "tokenizing": 0.0 if wanted.is_tokenized and place.is_local else tokens / a.tokenize_tokens_per_s,
+            "training": wanted.n_steps * step.seconds,
+            "evaluation": 0.0,
+            "checkpoints": 0.0,
+            "export": export_s,
+        }
+        if wanted.eval_lengths is not None:
+            n = wanted.eval_lengths.n_examples
+            padded = wanted.eval_lengths.padded_when_sorted(wanted.eval_batch)
+            n_steps = n * (padded.tokens + padded.targets) / max(1.0, work.n_padded_tokens)
+            once = step_time(forward_work(work, n_steps), place.device).seconds * known.compute * known.evaluation
+            if known.n_runs == 0:
+                once *= 1.0
+            if wanted.max_new_tokens:
+                n_words = min(wanted.max_new_tokens, max(1.0, wanted.eval_lengths.longest_target))
+                of_word = 2.0 * shape.n_parameters / place.device.bandwidth_bytes_per_s
+                host = GENERATED_S_PER_LAYER * (shape.n_decoder_layers or shape.n_layers)
+                once += math.ceil(n / wanted.eval_batch) * n_words * max(of_word, host)
+            seconds["evaluation"] = wanted.n_evaluations * once
+        return seconds
+
+    def _on_spot(self, key: Any) -> tuple[Expected, float, Expected, Expected]:
+        _, busy_s, before_s, save_s, zone = key
+        interval_s = self.wanted.save_every_s or best_interval_s(save_s, before_s, zone)
+        rhythm = Rhythm(max(30.0, min(interval_s, max(30.0, busy_s))), save_s, before_s)
+        good, bad = zone.shifted(zone.spread), zone.shifted(1 / zone.spread)
+        return (
+            expect(busy_s, rhythm, zone),
+            rhythm.interval_s,
+            expect(busy_s, rhythm, good),
+            expect(busy_s, rhythm, bad),
+        )
+
+    # ---- limits ----
+
+    def _within_limits(self, plan: Plan) -> Plan | Rejected:
+        wanted, usd, hours = self.wanted, plan.total_usd, plan.wall_s / 3600
+        if not math.isfinite(usd):
+            what = "interruptions come faster than work is saved"
+            return Rejected(plan.offer, what, "on demand, or a smaller machine", 10.0)
+        if wanted.max_usd is not None and usd > wanted.max_usd:
+            what = f"costs {say_usd(usd)}, the cap is {say_usd(wanted.max_usd)}"
+            change = f"limits.max_usd: {_rounded_up(usd)}"
+            if wanted.max_usd > 0:
+                change += f", or {_fewer_steps(plan, wanted, wanted.max_usd / usd)}"
+            return Rejected(plan.offer, what, change, usd / max(wanted.max_usd, 1e-9))
+        if wanted.max_hours is not None and hours > wanted.max_hours:
+            what = f"takes {say_seconds(hours * 3600)}, the cap is {say_seconds(wanted.max_hours * 3600)}"
+            change = f"limits.max_hours: {hours:.2g}, or {_fewer_steps(plan, wanted, wanted.max_hours / hours)}"
+            return Rejected(plan.offer, what, change, hours / wanted.max_hours)
+        if wanted.deadline_s is not None and plan.wall_s > wanted.deadline_s:
+            late = say_seconds(plan.wall_s - max(0.0, wanted.deadline_s))
+            what = f"ends {late} after the deadline"
+            return Rejected(plan.offer, what, f"a deadline {late} later", plan.wall_s / max(wanted.deadline_s, 1.0))
+        return plan
+
+    def meet_deadline(self, plans: Sequence[Plan]) -> tuple[list[Plan], list[Rejected]]:
+        """Plans with their chance to be done in time; spot that is not sure enough is rejected."""
+        deadline_s = self.wanted.deadline_s
+        assert deadline_s is not None
+        kept: list[Plan] = []
+        late: list[Rejected] = []
+        chances: dict[Any, float] = {}
+        for n, plan in enumerate(plans):
+            if plan.spot is None:
+                spread = max(1e-9, plan.hours_range.high - plan.hours_range.likely) / 1.28
+                z = (deadline_s / 3600 - plan.hours_range.likely) / spread
+                kept.append(replace(plan, chance=0.5 * (1 + math.erf(z / math.sqrt(2)))))
+                continue
+            busy_s = plan.seconds["training"] + plan.seconds.get("evaluation", 0.0)
+            before_s = sum(plan.seconds.get(name, 0.0) for name in ("setup", "download", "start-up", "tokenizing"))
+            zone = self.hazard(plan.offer)
+            key = round(busy_s), round(before_s), plan.offer.n_gpus
+            if key not in chances and n < N_DRAWN:
+                rhythm = Rhythm(
+                    plan.interval_s, plan.seconds.get("checkpoints", 1.0) / max(1.0, busy_s / plan.interval_s), before_s
+                )
+                paths = draw_paths(busy_s, rhythm, zone, deadline_s=deadline_s - before_s, n_paths=1000)
+                chances[key] = paths.chance_by(deadline_s - before_s)
+            chance = chances.get(key)
+            if chance is None or chance >= self.wanted.sure:
+                kept.append(replace(plan, chance=chance))
+            else:
+                what = f"spot is done by the deadline with {chance:.0%} only"
+                late.append(Rejected(plan.offer, what, "on demand, or a later deadline", 1 / max(chance, 0.01)))
+        return kept, late
+
+
+def recipe_of(
+    wanted: Wanted, precision: str, micro: int, every: int, n_gpus: int = 1, sharding: str = "none"
+) -> Recipe:
+    """The recipe that the trainer would run with these choices."""
+    is_full = wanted.method == "full"
+    return Recipe(
+        method=wanted.method,
+        precision=precision,
+        optim=wanted.optim,
+        global_batch=wanted.global_batch,
+        micro_batch=micro,
+        every_n_layers=every,
+        lora_r=0 if is_full else wanted.lora_r,
+        lora_dropout=0.0 if is_full else wanted.lora_dropout,
+        target_modules=() if is_full else wanted.target_modules,
+        modules_to_save=() if is_full else wanted.modules_to_save,
+        use_dora=not is_full and wanted.use_dora,
+        n_gpus=n_gpus,
+        sharding=sharding,
+        stack=replace(FARTHING, has_autocast=precision != "fp32"),
+    )
+
+
+def place_of(offer: Offer, precision: str | None = None, calibration: Calibration | None = None) -> Place | Rejected:
+    """An offer as a place: bf16 where the GPU has it, else fp16, else fp32. The precision of a job has to be there."""
+    gpu: Gpu = gpus()[offer.gpu]
+    wanted = precision or ("bf16" if gpu.has_bf16 else "fp16" if "fp16" in gpu.flops else "fp32")
+    device = device_of(gpu, wanted)
+    if device is None or (wanted == "bf16" and not gpu.has_bf16):
+        return Rejected(offer, f"{gpu.name} does not compute in {wanted}", "leave train.bf16 out: fp16 is used", 1.5)
+    return Place(offer, device, wanted, gpu.memory_bytes, calibration or Calibration())
+
+
+def speed_error(place: Place) -> float:
+    """Relative error of the seconds that a place is predicted to take, 80 % of cases."""
+    if place.calibration.n_runs:
+        return place.calibration.spread
+    if not place.is_cuda:
+        return 0.6
+    return SPEED_ERROR.get(place.device.name, SPEED_ERROR_UNKNOWN)
+
+
+def _ranked(plans: Iterable[Plan]) -> list[Plan]:
+    """The cheapest first; among dollars that can't be told apart, the sooner. Each says why it stands where it does."""
+    ordered = sorted(plans, key=lambda p: (p.total_usd, p.wall_s, _name_key(p.offer)))
+    ranked: list[Plan] = []
+    while ordered:
+        cheapest = ordered[0].total_usd
+        n_near = next((i for i, p in enumerate(ordered) if p.total_usd > cheapest * (1 + TIE) + 1e-9), len(ordered))
+        near, ordered = ordered[:n_near], ordered[n_near:]
+        ranked += sorted(near, key=lambda p: (not p.is_runnable, p.wall_s, p.total_usd, _name_key(p.offer)))
+    soonest = math.inf
+    front: set[int] = set()
+    for index in sorted(range(len(ranked)), key=lambda i: (ranked[i].total_usd, ranked[i].wall_s)):
+        if ranked[index].wall_s < soonest:
+            soonest = ranked[index].wall_s
+            front.add(index)
+    return [replace(plan, on_front=i in front, why=_why(i, ranked)) for i, plan in enumerate(ranked)]
+
+
+def _why(index: int, ranked: Sequence[Plan]) -> str:
+    plan, first = ranked[index], ranked[0]
+    if index == 0:
+        cheapest = min(p.total_usd for p in ranked)
+        if plan.total_usd > cheapest:
+            return (
+                f"within {TIE:.0%} of the cheapest ({say_usd(cheapest)}), which estimates can't tell apart, and sooner"
+            )
+        return "the cheapest"
+    more = plan.total_usd / first.total_usd - 1 if first.total_usd else 0.0
+    faster = first.wall_s / plan.wall_s
+    words = f"{more:+.0%} dollars" if abs(more) >= 0.005 else "as dear"
+    return f"{words} against the first, " + (
+        f"{faster:.1f} x as fast" if faster >= 1 else f"{1 / faster:.1f} x as slow"
+    )
+
+
+def _fewer_steps(plan: Plan, wanted: Wanted, share: float) -> str:
+    """The job that would fit: as many steps as the share leaves room for beside what does not shrink."""
+    moving = sum(plan.seconds.get(name, 0.0) for name in ("training", "evaluation", "checkpoints", "lost work"))
+    fixed = plan.wall_s - moving
+    n = int(wanted.n_steps * max(0.0, share * plan.wall_s - fixed) / max(moving, 1e-9) * 0.98)
+    return f"train.max_steps: {n} of {wanted.n_steps}" if n >= 1 else "a quicker machine"
+
+
+def _rounded_up(usd: float) -> str:
+    digits = 2 if usd < 100 else 0
+    return f"{math.ceil(usd * 10**digits) / 10**digits:.{digits}f}"
+
+
+def _usd_key(offer: Offer) -> float:
+    return offer.usd_per_hour if offer.usd_per_hour is not None else math.inf
+
+
+def _name_key(offer: Offer) -> tuple[str, ...]:
+    return offer.provider, offer.gpu, str(offer.n_gpus), offer.region, offer.zone, offer.kind, offer.instance
+
+
+def up_front(plan: Plan) -> float:
+    """What has to be paid before: whole packs of credits, where those are sold."""
+    return up_front_usd(plan.offer, plan.total_usd)
