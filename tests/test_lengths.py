@@ -349,7 +349,7 @@ def test_remote_data_is_remembered_but_not_looked_at(tmp_path: Path, monkeypatch
 
 def plain_job(data: str, model: Path | str = "nobody/nothing", task: str = "causal-lm", **more: Any) -> Job:
     return Job.model_validate(
-        {"task": task, "model": str(model), "data": {"train": data, **more}, "output_dir": "/tmp/nothing"}
+        {"task": task, "model": str(model), "data": {"train": data, **more}, "output_dir": "nothing"}
     )
 
 
@@ -392,7 +392,7 @@ def test_every_kind_of_file_has_the_same_lengths(tiny_folders: dict[str, Path], 
             "task": "causal-lm",
             "model": str(tiny_folders["llama"]),
             "data": {"train": [str(tmp_path / "a.csv"), str(tmp_path / "a.parquet")]},
-            "output_dir": "/tmp/nothing",
+            "output_dir": "nothing",
         }
     )
     assert read_lengths(both, cache_dir=tmp_path / "no")[0].n_examples == 120
