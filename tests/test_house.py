@@ -63,6 +63,7 @@ def test_one_place_goes_backward() -> None:
         *("spells", "spot"),
         *("catalog", "price_feeds", "money"),
         *("lengths", "machine", "model_config", "measurements"),
+        *("plan", "study", "recipe", "memory", "speed", "calibrate"),
     ],
 )
 def test_rooms_without_torch(name: str) -> None:
@@ -88,7 +89,21 @@ def test_reports_and_exports_never_import_the_loop() -> None:
         assert "farthing.train" not in imports(path), path
 
 
-@pytest.mark.parametrize("name", ["catalog", "money", "shapes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "catalog",
+        "money",
+        "shapes",
+        "plan",
+        "recipe",
+        "memory",
+        "speed",
+        "study",
+        "report/plan_view",
+        "report/plan_table",
+    ],
+)
 def test_rooms_that_look_at_no_clock_and_no_network(name: str) -> None:
     for path in room(name):
         assert not imports(path) & {"time", "socket", "http", "urllib.request", "requests", "farthing.price_feeds"}, (
@@ -106,7 +121,7 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
 
 def test_help_and_job_files_need_no_torch() -> None:
     code = (
-        "import sys, farthing.cli, farthing.report.receipt\n"
+        "import sys, farthing.cli, farthing.report.receipt, farthing.report.plan_view, farthing.study\n"
         "from farthing.starter import starter\n"
         "heavy = {'torch', 'transformers', 'datasets', 'peft', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
@@ -114,9 +129,9 @@ def test_help_and_job_files_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for verb in ("init", "train", "report", "export", "prices", "doctor"):
+    for verb in ("init", "plan", "train", "report", "export", "prices", "doctor"):
         assert verb in done.stdout
-    for verb in ("plan", "probe", "launch"):
+    for verb in ("probe", "launch"):
         assert not re.search(rf"^\s+{verb}\b", done.stdout, re.MULTILINE), "what is not built is not shown"
 
 

@@ -68,6 +68,36 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--schema", action="store_true", help="print the JSON Schema of the job file, for editors")
     sub.add_argument("--json", action="store_true", help="print what was written as JSON")
 
+    sub = verb("plan", _plan, "where to run a job: does it fit, how long, how many dollars, and why not elsewhere")
+    _job_arguments(sub)
+    sub.add_argument("--gpu", action="append", default=[], help='only such GPUs: "RTX 4090", h100 (repeatable)')
+    sub.add_argument("--provider", action="append", default=[], help="only these (repeatable)")
+    sub.add_argument("--region", action="append", default=[], help="or its beginning, such as us- (repeatable)")
+    sub.add_argument("--offers", choices=("spot", "on-demand"), help="only of this kind")
+    sub.add_argument("--max-gpus", type=int, default=8, metavar="N", help="most GPUs of one machine (default: 8)")
+    sub.add_argument("--budget", metavar="USD", help="at most so many dollars, instead of limits.max_usd")
+    sub.add_argument("--deadline", metavar="WHEN", help='"2026-12-01 18:00", or from now: 12h, 90min, 2d')
+    sub.add_argument(
+        "--own",
+        action="append",
+        default=[],
+        metavar="GPU:PRICE:POWER",
+        help='such as "RTX 4090:1600usd:0.45kW" (repeatable)',
+    )
+    sub.add_argument(
+        "--runs-per-month", type=float, metavar="N", help="what a project of so many runs comes to in a year"
+    )
+    sub.add_argument("--prices", metavar="FILE", help="a CSV of prices of your own, taken alone")
+    sub.add_argument("--examples", type=int, metavar="N", help="plan for so many examples, whatever the data ...")
+    sub.add_argument("--mean-tokens", type=float, metavar="M", help="... of so many tokens in the mean")
+    sub.add_argument("--limit", type=int, metavar="N", help="choices to show, 0 for all (default: 10; with --json all)")
+    sub.add_argument(
+        "--explain", nargs="?", const="", metavar="PLAN", help="the components of the best plan, or of a rank or name"
+    )
+    sub.add_argument("--compare", nargs=2, metavar=("A", "B"), help='two ranks or names: "H100" "2x RTX 4090 spot"')
+    sub.add_argument("--html", metavar="FILE", help="write the plan as one self-contained page as well")
+    sub.add_argument("--json", action="store_true", help="print everything as JSON")
+
     sub = verb("train", _train, "start a job, or continue it where it was interrupted")
     _job_arguments(sub)
     sub.add_argument(
@@ -157,6 +187,143 @@ def _init(arguments: argparse.Namespace) -> int:
     else:
         print(f"wrote {written}\nnext: {next_step}")
     return EXIT_FINISHED
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from datetime import datetime
+
+    from farthing.job_file import load_job
+    from farthing.money import parse_owned
+
+    now = datetime.now().astimezone().replace(second=0, microsecond=0)
+    for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise UserMistake(f"{value} is too few", where=f"--{name.replace('_', '-')}", to_do=f"give {least} or more")
+    runs: float | None = arguments.runs_per_month
+    if runs is not None and not 0 < runs <= 1e6:
+        raise UserMistake(f"{runs:g} runs a month", where="--runs-per-month", to_do="give a number above 0")
+    own = [parse_owned(text) for text in arguments.own]
+    budget_usd, deadline_s = _dollars(arguments.budget), _seconds_until(arguments.deadline, now)
+    html = None if arguments.html is None else _page_path(Path(arguments.html))
+    job = load_job(arguments.job, arguments.set)
+
+    from farthing.report.plan_view import compare_plans, find_plan, plan_view, ways_out
+    from farthing.study import study_job
+
+    study = study_job(
+        job,
+        now=now,
+        prices=arguments.prices,
+        gpu=arguments.gpu,
+        provider=arguments.provider,
+        region=arguments.region,
+        kind=arguments.offers,
+        max_gpus=arguments.max_gpus,
+        own=own,
+        budget_usd=budget_usd,
+        deadline_s=deadline_s,
+        n_examples=arguments.examples,
+        mean_tokens=arguments.mean_tokens,
+    )
+    view = plan_view(study, runs)
+    impossible = None
+    if not view["plans"]:
+        ways = "".join(f"\n    {number}. {way}" for number, way in enumerate(ways_out(view), 1))
+        impossible = UserMistake(
+            f"none of {view['n_offers']:,} offers can do this job",
+            where=arguments.job,
+            to_do=f"the nearest ways:{ways}",
+        )
+    pair = [find_plan(view, name) for name in arguments.compare] if arguments.compare and not impossible else []
+    if pair:
+        view["comparison"] = compare_plans(*pair)
+    if html is not None:
+        from farthing.report.plan_page import plan_page
+
+        _write_whole(html, plan_page(view))
+    if arguments.json:
+        if arguments.limit:
+            view["plans"] = view["plans"][: arguments.limit]
+        if impossible:
+            view |= impossible.as_dict()
+        print(json.dumps(view, indent=1, allow_nan=False))
+        if impossible:
+            print(f"farthing: {impossible}", file=sys.stderr)
+        return EXIT_MISTAKE if impossible else EXIT_FINISHED
+    from farthing.report.plan_table import draw_compared, draw_components, draw_header, draw_nothing, draw_plan
+
+    console = _console()
+    if impossible:
+        draw_nothing(console, view)
+        raise impossible
+    if pair:
+        draw_compared(console, view["comparison"], *pair)
+    elif arguments.explain is not None:
+        draw_header(console, view)
+        draw_components(console, find_plan(view, arguments.explain or str((view["best"] or {"rank": 1})["rank"])))
+    else:
+        draw_plan(console, view, len(view["plans"]) if arguments.limit == 0 else arguments.limit)
+    if html is not None:
+        print(f"\nwrote {html}")
+    return EXIT_FINISHED
+
+
+def _dollars(text: str | None) -> float | None:
+    from farthing.units import parse_usd
+
+    if text is None:
+        return None
+    try:
+        return parse_usd(text)
+    except ValueError as error:
+        raise UserMistake(str(error), where="--budget", to_do="e.g. --budget 5") from None
+
+
+def _seconds_until(text: str | None, now: Any) -> float | None:
+    """Seconds from now to a moment, or a duration from now."""
+    from datetime import datetime
+
+    from farthing.units import parse_hours
+
+    if text is None:
+        return None
+    try:
+        if "-" in text or "T" in text:
+            moment = datetime.fromisoformat(text)
+            seconds = float(moment.timestamp() - now.timestamp())
+        else:
+            seconds = parse_hours(text) * 3600
+    except (ValueError, OverflowError):
+        raise UserMistake(
+            f"{text!r} is neither a moment nor a duration", where="--deadline", to_do='e.g. "2026-12-01 18:00" or 12h'
+        ) from None
+    if seconds <= 0:
+        raise UserMistake(f"{text} is in the past", where="--deadline", to_do="give a later one")
+    return seconds
+
+
+def _page_path(path: Path) -> Path:
+    if path.is_dir():
+        raise UserMistake("is a folder", where=f"--html {path}", to_do="name a file, such as plan.html")
+    if not path.parent.is_dir():
+        raise UserMistake("no such folder", where=f"--html {path.parent}", to_do="make it first")
+    return path
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A file that is whole or as it was."""
+    import tempfile
+
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as draft:
+            draft.write(text)
+        os.chmod(draft.name, 0o644)
+        os.replace(draft.name, path)
+    except OSError as error:
+        raise UserMistake(f"can't be written: {error.strerror}", where=str(path), to_do="check the path") from None
 
 
 def _train(arguments: argparse.Namespace) -> int:

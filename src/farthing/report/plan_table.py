@@ -1,0 +1,366 @@
+"""A plan in the terminal, at 80 columns: the answer, the choices, why not elsewhere. Draws; computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+
+from farthing.report.plan_view import break_even_words, has_price, limits_in_words, say_cost, summary, ways_out
+from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
+
+_N_SHOWN, _N_SEVERAL, _N_WHY_NOT = 10, 3, 6
+_COLUMNS = ("#", "provider", "GPU", "kind", "$", "range", "hours", "GiB", "tok/s")
+_RIGHT = ("#", "$", "range", "hours", "GiB", "tok/s")
+_LEGEND = (
+    "* none is both cheaper and sooner; spot 0.3: interruptions to expect; GiB: needed/there; "
+    "range: 4 of 5 cases; tok/s: useful tokens"
+)
+_BAR, _BAR_WIDTH = "█", 24
+Row = Mapping[str, Any]
+
+
+def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
+    """The whole answer: what to do first, then the choices, then the reasons."""
+    draw_header(console, view)
+    n_shown = limit or _N_SHOWN
+    one = [row for row in view["plans"] if row["is_runnable"]]
+    several = [row for row in view["plans"] if not row["is_runnable"]]
+    if one:
+        console.print()
+        _draw_rows(console, one[:n_shown])
+        _draw_rest(console, len(one) - n_shown, one[:n_shown])
+        console.print(f"[dim]{_LEGEND}[/]")
+    if several:
+        console.print("\n[bold]With several GPUs[/], which farthing cannot train on yet")
+        _draw_rows(console, several[: min(n_shown, _N_SEVERAL)])
+        _draw_rest(console, len(several) - min(n_shown, _N_SEVERAL), several[: min(n_shown, _N_SEVERAL)])
+    if view["best"] is None:
+        console.print("\n[bold]On one GPU[/], the nearest ways")
+        for number, way in enumerate(ways_out(view), 1):
+            console.print(f"{number}. {escape(way)}")
+    _draw_facts(console, view)
+    _draw_why_not(console, view)
+    _draw_own(console, view)
+    _draw_sources(console, view)
+
+
+def draw_nothing(console: Console, view: Row) -> None:
+    """Why nothing can do the job, when nothing can; the ways out are the error's business."""
+    draw_header(console, view)
+    _draw_why_not(console, view)
+
+
+def draw_header(console: Console, view: Row) -> None:
+    """The answer in a sentence, and the question in a few lines."""
+    console.print(f"[bold]{escape(view['answer'])}[/]")
+    console.print(f"[dim]{escape(summary(view))}[/]")
+    console.print(f"[dim]lengths: {escape(view['job']['lengths_source'])}[/]")
+    words = limits_in_words(view)
+    if words:
+        best = view["best"]
+        chance = f"; in time with {best['chance']:.0%}" if best and best["chance"] is not None else ""
+        console.print(f"[dim]limits: {escape(words)}{chance}[/]")
+
+
+def draw_components(console: Console, row: Row) -> None:
+    """What one plan is made of: recipe, memory, step, whole run, dollars, spot."""
+    console.print(f"\n[bold]Plan {row['rank']}: {escape(row['name'])}[/], {escape(row['why'])}")
+    recipe, memory, step = row["recipe"], row["memory"], row["step"]
+    facts = {
+        "recipe": f"{recipe['method']}, {recipe['precision']}, {recipe['optimizer']}",
+        "step": f"{recipe['global_batch']} examples = {recipe['accumulation']} x {recipe['micro_batch']} on each of "
+        f"{plural(row['n_gpus'], 'GPU')}, {say_count(recipe['micro_batch_tokens'])} tokens at once",
+        "checkpointing": f"activations of {recipe['checkpointing']}" if recipe["every_n_layers"] else "none",
+        "sharding": recipe["sharding"],
+        "speed": f"{say_count(step['tokens_per_s'])} useful tokens/s, {step['useful_share']:.0%} of what is computed; "
+        f"{step['flops_per_s'] / 1e12:,.0f} TFLOP/s",
+        "price": _price_words(row),
+        "how sure": row["sure"],
+    }
+    if row["not_runnable"]:
+        facts["note"] = row["not_runnable"]
+    _draw_pairs(console, facts)
+    low, needed, high = memory["range_bytes"]
+    words = f"{say_bytes(needed)} ({_gib(low)} to {_gib(high)}) of {say_bytes(memory['capacity_bytes'])}"
+    console.print(f"\n[bold]Memory[/] of one GPU: {words}, at its peak in the {memory['moment']}")
+    free = {"free": max(0.0, memory["spare_bytes"])}
+    _draw_bars(console, memory["parts"] | free, say_bytes, memory["capacity_bytes"])
+    console.print(f"\n[bold]One step[/]: {say_seconds(step['seconds'])}")
+    _draw_bars(console, step["parts"], _say_short, step["seconds"])
+    low, hours, high = row["hours_range"]
+    console.print(f"\n[bold]The whole run[/]: {say_seconds(hours * 3600)} ({_hours(low)} to {_hours(high)} h)")
+    _draw_bars(console, row["seconds"], say_seconds, row["wall_s"])
+    low, usd, high = row["usd_range"]
+    words = f"{say_cost(usd)} ({say_cost(low)} to {say_cost(high)})" if has_price(row) else "no price is given"
+    console.print(f"\n[bold]Dollars[/]: {words}")
+    _draw_bars(console, row["usd"], say_usd, row["total_usd"])
+    if row["up_front_usd"] > row["total_usd"] + 0.005:
+        console.print(f"  to be paid before: {say_cost(row['up_front_usd'])}, whole packs of credits")
+    spot = row["spot"]
+    if spot:
+        console.print(
+            f"\n[bold]Spot[/]: {spot['n_interruptions']:.2g} interruptions to expect, by {escape(spot['law'])}"
+        )
+        facts = {
+            "lost work": say_seconds(spot["lost_s"]),
+            "restarts": say_seconds(spot["restart_s"]),
+            "waiting": f"{say_seconds(spot['waiting_s'])} for capacity, not paid for",
+            "checkpoints": f"every {say_seconds(spot['save_every_s'])}, {say_seconds(spot['checkpoint_s'])} in all",
+        }
+        _draw_pairs(console, facts)
+    if row["chance"] is not None:
+        console.print(f"\nin time for the deadline: {row['chance']:.0%}")
+
+
+def draw_compared(console: Console, comparison: Row, a: Row, b: Row) -> None:
+    """Two plans side by side, with ratios."""
+    console.print(f"[bold]{escape(comparison['words'])}[/]\n")
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False)
+    for name in ("", f"{a['rank']}: {a['name']}", f"{b['rank']}: {b['name']}", "ratio"):
+        table.add_column(escape(name), justify="right" if name else "left")
+    says: dict[str, tuple[str, Callable[[Any], str]]] = {
+        "total_usd": ("dollars", say_cost),
+        "hours": ("time", lambda hours: say_seconds(hours * 3600)),
+        "usd_per_hour": ("an hour", say_usd),
+        "tokens_per_s": ("tokens/s", say_count),
+        "step_s": ("a step", say_seconds),
+        "memory_bytes": ("memory", say_bytes),
+        "capacity_bytes": ("of", say_bytes),
+    }
+    for name, (words, say) in says.items():
+        figures = comparison["rows"][name]
+        ratio = "" if figures["ratio"] is None else f"{figures['ratio']:.2f}"
+        table.add_row(words, say(figures["a"]), say(figures["b"]), ratio)
+    both = a, b
+    words_of: dict[str, Callable[[Row], str]] = {
+        "dollar range": lambda row: "{} to {}".format(*(say_cost(row["usd_range"][i]) for i in (0, 2))),
+        "hours range": lambda row: "{} to {}".format(*(_hours(row["hours_range"][i]) for i in (0, 2))),
+        "recipe": lambda row: f"{row['recipe']['micro_batch']} x {row['recipe']['accumulation']} examples",
+        "checkpointing": lambda row: row["recipe"]["checkpointing"],
+        "precision": lambda row: row["recipe"]["precision"],
+        "sharding": lambda row: row["recipe"]["sharding"],
+        "interruptions": lambda row: f"{row['spot']['n_interruptions']:.2g}" if row["spot"] else "none",
+        "price of": lambda row: row["price_date"],
+        "can run today": lambda row: "yes" if row["is_runnable"] else "not yet",
+    }
+    for words, text in words_of.items():
+        table.add_row(words, *(escape(text(row)) for row in both))
+    for title, of in (("whole run", "seconds"), ("one step", "step")):
+        table.add_section()
+        parts = [row[of] if of == "seconds" else row[of]["parts"] for row in both]
+        table.add_row(f"[dim]{title}[/]")
+        for name in dict.fromkeys([*parts[0], *parts[1]]):
+            one, other = (part.get(name) for part in parts)
+            ratio = f"{other / one:.2f}" if one and other else ""
+            say = say_seconds if of == "seconds" else _say_short
+            table.add_row(f"  {name}", *("-" if x is None else say(x) for x in (one, other)), ratio)
+    console.print(table)
+
+
+# ---- the table of choices ----
+
+
+def _draw_rows(console: Console, rows: Sequence[Row]) -> None:
+    cells = [_cells(row) for row in rows]
+    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in _COLUMNS}
+    gap = 2 if sum(widths.values()) + 2 * (len(_COLUMNS) - 1) <= console.width else 1
+    over = sum(widths.values()) + gap * (len(_COLUMNS) - 1) - console.width
+    for name, least in (("provider", 8), ("GPU", 12)):
+        cut = max(0, min(over, widths[name] - least))
+        widths[name] -= cut
+        over -= cut
+    has_room = console.width >= sum(widths.values()) + gap * len(_COLUMNS) + 40
+    table = Table(box=None, padding=(0, gap, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
+    for name in _COLUMNS:
+        justify: Any = "right" if name in _RIGHT else "left"
+        table.add_column(name, justify=justify, no_wrap=True, min_width=widths[name], max_width=widths[name])
+    if has_room:
+        table.add_column("why it stands here", no_wrap=True)
+    for row, cell in zip(rows, cells, strict=True):
+        more = [escape(row["why"])] if has_room else []
+        table.add_row(*(escape(cell[name]) for name in _COLUMNS), *more)
+    console.print(table)
+
+
+def _cells(row: Row) -> dict[str, str]:
+    several = f"{row['n_gpus']}x " if row["n_gpus"] > 1 else ""
+    kind = {"on-demand": "demand"}.get(row["kind"], row["kind"])
+    if row["spot"]:
+        kind = f"spot {row['spot']['n_interruptions']:.1f}"
+    low, usd, high = row["usd_range"]
+    memory = row["memory"]
+    range_words = f"{_plain_usd(low)}-{_plain_usd(high)}"
+    return {
+        "#": f"{row['rank']}{'*' if row['on_front'] or row['on_runnable_front'] else ' '}",
+        "provider": row["provider"],
+        "GPU": several + row["gpu"],
+        "kind": kind,
+        "$": _plain_usd(usd) if has_price(row) else "?",
+        "range": range_words if has_price(row) else "",
+        "hours": _hours(row["hours"]),
+        "GiB": f"{_gib(memory['needed_bytes'])}/{_gib(memory['capacity_bytes'])}",
+        "tok/s": _say_speed(row["step"]["tokens_per_s"]),
+    }
+
+
+def _draw_rest(console: Console, n_rest: int, shown: Sequence[Row]) -> None:
+    n_also = sum(len(row["also_at"]) for row in shown)
+    words = []
+    if n_rest > 0:
+        words.append(f"{plural(n_rest, 'more choice')} (--limit N)")
+    if n_also:
+        words.append(f"{plural(n_also, 'offer')} like these in other places, dearer or as dear")
+    if words:
+        console.print(f"[dim]and {'; '.join(words)}[/]")
+
+
+# ---- below the table ----
+
+
+def _draw_facts(console: Console, view: Row) -> None:
+    facts: dict[str, str] = {}
+    if view["here"]:
+        facts[view["here"]["name"]] = view["here"]["words"]
+    if view["sooner"]:
+        facts["sooner"] = view["sooner"]["words"]
+    if view["spot_or_not"]:
+        facts["spot or not"] = view["spot_or_not"]["words"]
+    service = next((one for one in view["managed"] if one["takes_the_model"]), None)
+    if service:
+        facts["managed"] = (
+            f"{service['provider']} ({service['what']}) asks {say_cost(service['usd'])}; its recipe, not this one"
+        )
+    if facts:
+        console.print()
+    for name, words in facts.items():
+        console.print(f"[bold]{escape(name)}[/]: {escape(words)}")
+
+
+def _draw_why_not(console: Console, view: Row) -> None:
+    groups: dict[tuple[str, int], list[Row]] = {}
+    rejected = [one for one in view["rejected"] if one["kind"] not in ("here", "own")]
+    for one in rejected:
+        groups.setdefault((one["gpu"], one["n_gpus"]), []).append(one)
+    if not groups:
+        return
+    n_all = sum(one["n_offers"] for one in rejected)
+    console.print(f"\n[bold]Why not[/] the other {plural(n_all, 'offer')}")
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
+    table.add_column("GPU", no_wrap=True, max_width=20)
+    table.add_column("offers", justify="right")
+    table.add_column("why not", ratio=3)
+    table.add_column("what would let it in", ratio=2)
+    counted = list(groups.items())  # the nearest first
+    if view["plans"]:
+        counted.sort(key=lambda item: (-sum(one["n_offers"] for one in item[1]), item[0]))
+    for (gpu, n_gpus), ones in counted[:_N_WHY_NOT]:
+        nearest = ones[0]
+        name = f"{n_gpus}x {gpu}" if n_gpus > 1 else gpu
+        n = sum(one["n_offers"] for one in ones)
+        table.add_row(escape(name), f"{n:,}", escape(nearest["reason"].partition(" (")[0]), escape(nearest["change"]))
+    console.print(table)
+    if len(groups) > _N_WHY_NOT:
+        console.print(f"[dim]and {plural(len(groups) - _N_WHY_NOT, 'more machine')}: --json has all[/]")
+
+
+def _draw_own(console: Console, view: Row) -> None:
+    for own in view["own"]:
+        console.print(f"\n[bold]Own {escape(own['name'])}[/]: {escape(own['words'])}")
+        if own["total_usd"] is None:
+            continue
+        parts = " + ".join(f"{name} {say_usd(usd)}" for name, usd in own["usd"].items())
+        shared = f" (wear shared by {own['hours_per_month']:,.0f} h of use a month)" if own["price_usd"] else ""
+        console.print(Padding(f"[dim]{parts}{shared}[/]", (0, 0, 0, 2)))
+        for one in own["against"]:
+            if own["price_usd"]:
+                console.print(Padding(escape(break_even_words(own, one)), (0, 0, 0, 2)))
+    years = view["years"]
+    if years:
+        console.print(f"\n[bold]{years['runs_per_month']:g} runs a month[/]")
+        table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
+        table.add_column("")
+        for name in ("a year", "three years"):
+            table.add_column(name, justify="right")
+        for name, usd in years["one_year_usd"].items():
+            table.add_row(escape(name), say_cost(usd), say_cost(years["three_years_usd"][name]))
+        console.print(table)
+        for note in years["notes"]:
+            console.print(f"[dim]{escape(note)}[/]")
+
+
+def _draw_sources(console: Console, view: Row) -> None:
+    console.print(f"\n[bold]Prices[/]: {escape(view['prices']['words'])}")
+    best = view["best"]
+    if best:
+        if best["kind"] in ("spot", "on-demand"):
+            console.print(f"[dim]the one above: {escape(_price_words(best))}[/]")
+        console.print(f"[bold]How sure[/]: {escape(best['sure'])}")
+    for note in view["notes"]:
+        if note.endswith(view["job"]["lengths_source"]):
+            continue
+        console.print(f"[dim]{escape(note)}[/]")
+    console.print(f"[bold]It supposes[/] that {escape('; '.join(view['assumptions']))}")
+
+
+def _price_words(row: Row) -> str:
+    if not has_price(row):
+        return "none is given (where.usd_per_hour)"
+    price = "" if row["usd_per_hour"] is None else f"{say_usd(row['usd_per_hour'])} an hour, "
+    where = " ".join(dict.fromkeys(word for word in (row["zone"] or row["region"], row["instance"]) if word))
+    return f"{price}{where}, read {row['price_date']} from {row['price_source']}"
+
+
+# ---- small drawings ----
+
+
+def _draw_pairs(console: Console, facts: Mapping[str, str]) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, words in facts.items():
+        table.add_row(f"  [dim]{name}[/]", escape(words))
+    console.print(table)
+
+
+def _draw_bars(console: Console, parts: Mapping[str, float], say: Callable[[float], str], whole: float) -> None:
+    """A bar for each part, as long as its share."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, min_width=16)
+    table.add_column(no_wrap=True, justify="right", min_width=11)
+    table.add_column(no_wrap=True, justify="right", min_width=4)
+    table.add_column(no_wrap=True)
+    for name, value in sorted(parts.items(), key=lambda item: (item[0] == "free", -item[1])):
+        share = value / whole if whole else 0.0
+        bar = _BAR * round(share * _BAR_WIDTH)
+        colour = "dim" if name == "free" else "cyan"
+        percent = f"{share * 100:.0f} %" if share >= 0.005 else "<1 %"
+        table.add_row(f"  {escape(name)}", say(value), percent, f"[{colour}]{bar or '·'}[/]")
+    console.print(table)
+
+
+def _plain_usd(usd: float) -> str:
+    return say_cost(usd).removeprefix("$")
+
+
+def _hours(hours: float) -> str:
+    if hours < 0.1:
+        return f"{hours:.3f}"
+    return f"{hours:.2f}" if hours < 10 else f"{hours:,.1f}" if hours < 100 else f"{hours:,.0f}"
+
+
+def _gib(n_bytes: float) -> str:
+    gib = n_bytes / 2**30
+    return f"{gib:.0f}" if gib >= 9.95 else f"{gib:.1f}"
+
+
+def _say_short(seconds: float) -> str:
+    return say_seconds(seconds) if seconds >= 1 else f"{seconds * 1000:,.1f} ms"
+
+
+def _say_speed(tokens_per_s: float) -> str:
+    return f"{tokens_per_s / 1000:.1f}k" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f}"
