@@ -256,9 +256,11 @@ def test_a_limit_is_an_end_like_others(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_what_was_promised_is_kept(tmp_path: Path) -> None:
     job = make_job(tmp_path)
-    farthing.train.train(job, Heard(), promised={"wall_s": 12.5, "peak_bytes": 10**9, "why": ["measured"]})
+    train(job)
     (found,) = kept(job)
-    assert found.promised == {"wall_s": 12.5, "peak_bytes": 10**9, "why": ["measured"]}
+    assert found.promised == json.loads((Path(job.output_dir) / "plan.json").read_text())
+    assert found.promised["wall_s"] > 0
+    assert found.promised["formula"]["compute_s"] > 0
 
 
 def test_no_path_and_no_secret_is_kept(tmp_path: Path) -> None:
@@ -272,6 +274,9 @@ def test_no_path_and_no_secret_is_kept(tmp_path: Path) -> None:
     assert os.uname().nodename not in text
 
 
+PROMISE = {"wall_range_s": [1.0, 2.0, 3.0], "usd": 0.0, "peak_bytes": 1, "calibration": "formulas only"}
+
+
 def no_space(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
@@ -280,19 +285,18 @@ def no_space(*_: Any) -> None:
 def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_job(tmp_path)
     assert job.cache_dir is not None
-    promised: dict[str, Any] = {}
     if breaks == "write":
         monkeypatch.setattr("farthing.measurements.os.write", lambda *_: 3)
     elif breaks == "fsync":
         monkeypatch.setattr("farthing.measurements.append_measurement", no_space)
     elif breaks == "line":
-        promised = {"wall_s": float("nan")}
+        monkeypatch.setattr("farthing.train.promised", lambda *_: {**PROMISE, "wall_s": float("nan")})
     elif breaks == "folder":
         (Path(job.cache_dir) / MEASUREMENTS).mkdir(parents=True)
     else:
         monkeypatch.setattr("farthing.train.from_token_set", lambda *_, **__: 1 / 0)
     heard = Heard()
-    outcome = farthing.train.train(job, heard, promised=promised)
+    outcome = farthing.train.train(job, heard)
     assert outcome.state == "finished"
     assert "what was measured could not be written down" in heard.warnings
     assert read_measurements(Path(job.cache_dir) / MEASUREMENTS) == []
@@ -305,6 +309,6 @@ def test_measuring_changes_nothing_of_the_result(tmp_path: Path, monkeypatch: py
         return (Path(job.output_dir) / "model" / "model.safetensors").read_bytes()
 
     measured = weights(tmp_path / "a")
-    monkeypatch.setattr(farthing.train.Run, "leave_measurement", lambda self, promised: None)
+    monkeypatch.setattr(farthing.train.Run, "leave_measurement", lambda self: None)
     monkeypatch.setattr(Record, "step_done", lambda *_: None)
     assert weights(tmp_path / "b") == measured

@@ -200,6 +200,7 @@ _GPT2_SAYS: dict[str, Any] = {
     "num_hidden_layers": 12,
 }
 _GPT2_SAYS |= {"num_attention_heads": 12, "max_position_embeddings": 1024, "tie_word_embeddings": True}
+_BIGCODE_SAYS: dict[str, Any] = _GPT2_SAYS | {"multi_query": True, "num_key_value_heads": 1}
 _GPT2_KEYS = {"hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer"}
 _GPT2_KEYS |= {"num_attention_heads": "n_head", "max_position_embeddings": "n_positions"}
 _NEOX_SAYS: dict[str, Any] = {
@@ -255,9 +256,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(_PHI3, _DECODER, ("qkv_proj",), _PHI3_SAYS, windows="all"),
     "gpt2": Family(_GPT2, _decoder_heads("transformer."), ("c_attn",), _GPT2_SAYS, keys=_GPT2_KEYS),
-    "gpt_bigcode": Family(
-        _GPT_BIGCODE, _decoder_heads("transformer."), ("c_attn",), _GPT2_SAYS | {"multi_query": True, "num_key_value_heads": 1}, keys=_GPT2_KEYS
-    ),
+    "gpt_bigcode": Family(_GPT_BIGCODE, _decoder_heads("transformer."), ("c_attn",), _BIGCODE_SAYS, keys=_GPT2_KEYS),
     "gpt_neox": Family(_GPT_NEOX, _decoder_heads("gpt_neox."), ("query_key_value",), _NEOX_SAYS),
     "t5": Family(_T5, _T5_HEADS, ("q", "v"), _T5_SAYS, _BOTH, keys=_T5_KEYS),
     "mt5": Family(_T5, _T5_HEADS, ("q", "v"), _MT5_SAYS, _BOTH, keys=_T5_KEYS),

@@ -180,7 +180,8 @@ class TrainSection(Section):
     """The least change that counts as an improvement (min-delta)."""
     save_steps: Positive | None = None
     """Optimizer steps between checkpoints. Default: by time, see save_minutes."""
-    save_minutes: Annotated[Number, Field(gt=0)] = 5.0
+    save_minutes: Annotated[Number, Field(gt=0)] | None = None
+    """Minutes between checkpoints. Default: the planned interval, which weighs what saving costs against what may be lost."""
     save_total_limit: Annotated[Whole, Field(ge=2)] = 2
     """How many of the newest checkpoints are kept, besides the best."""
     logging_steps: Positive = 10
@@ -224,6 +225,8 @@ class WhereSection(Section):
     """An owned machine: what it draws under load ..."""
     usd_per_kwh: Usd = 0.0
     """... and what a kWh costs."""
+    spot: bool = False
+    """The machine may be taken away: checkpoints are taken as often as that asks for."""
 
 
 def _short(key: str) -> BeforeValidator:

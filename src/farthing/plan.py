@@ -31,12 +31,14 @@ from farthing.speed import (
     step_time,
     work_of,
 )
-from farthing.spot import Expected, Interruptions, Rhythm, best_interval_s, draw_paths, expect, prior
+from farthing.spot import Expected, Interruptions, Rhythm, best_interval_s, draw_paths, expect, prior, young_interval_s
 from farthing.units import say_bytes, say_seconds, say_usd
 
 MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
 TIE = 0.05  # dollars closer than this are not told apart by estimates that share their error
 N_DRAWN = 40  # plans whose chance to meet the deadline is drawn
+CRASH_EVERY_S = 7 * 86400.0  # of a machine that is not taken away, by assumption: a week
+SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 1800.0
 GENERATED_S_PER_LAYER = 0.4e-3  # host time of one layer for one generated token
 
 # Relative error of tokens/s without calibration, by GPU: the 90th percentile that `bench/plan_accuracy.py` shows for
@@ -52,7 +54,7 @@ class Assumptions(NamedTuple):
     setup_s: float = 240.0  # of a rented machine: boot, drivers, installation
     download_bytes_per_s: float = 100e6
     load_bytes_per_s: float = 1e9  # from disk to the device
-    import_s: float = 15.0
+    import_s: float = 10.0
     tokenize_tokens_per_s: float = 0.4e6  # two cores, measured
     snapshot_bytes_per_s: float = 5e9  # checkpoint from the device to host memory; written in the background
     disk_bytes_per_s: float = 500e6
@@ -98,6 +100,8 @@ class Wanted:
     """Above 0: evaluation generates as many tokens at most."""
     save_every_s: float | None = None
     """None: the planner's choice."""
+    save_steps: int | None = None
+    """Or optimizer steps between checkpoints."""
     is_tokenized: bool = False
     max_usd: float | None = None
     max_hours: float | None = None
@@ -174,6 +178,8 @@ class Place:
     is_local: bool = False
     """This machine: nothing is set up or downloaded, and nobody takes it away."""
     is_cuda: bool = True
+    micro_batch: int | None = None
+    """How batches are cut there, where that is not the planner's choice."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +316,7 @@ class _Study:
         self.wanted = wanted
         self.assumptions = assumptions
         self.hazard = hazard
-        self._candidates: dict[tuple[str, int, bool], list[tuple[Recipe, Memory, Work]]] = {}
+        self._candidates: dict[tuple[str, int, bool, int | None], list[tuple[Recipe, Memory, Work]]] = {}
         self._chosen: dict[Any, tuple[Recipe, Memory, StepTime, Work] | Rejected] = {}
         self._spot: dict[Any, tuple[Expected, float, Expected, Expected]] = {}
         self._changes: dict[Any, list[tuple[str, int]]] = {}
@@ -336,23 +342,27 @@ class _Study:
 
     # ---- recipes ----
 
-    def candidates(self, precision: str, n_gpus: int, is_cuda: bool) -> list[tuple[Recipe, Memory, Work]]:
+    def candidates(
+        self, precision: str, n_gpus: int, is_cuda: bool, micro: int | None = None
+    ) -> list[tuple[Recipe, Memory, Work]]:
         """Every recipe that is worth a look, with its memory and its work."""
-        key = precision, n_gpus, is_cuda
+        key = precision, n_gpus, is_cuda, micro or self.wanted.micro_batch
         if key not in self._candidates:
             self._candidates[key] = list(self._make_candidates(*key))
         return self._candidates[key]
 
-    def _make_candidates(self, precision: str, n_gpus: int, is_cuda: bool) -> Iterable[tuple[Recipe, Memory, Work]]:
+    def _make_candidates(
+        self, precision: str, n_gpus: int, is_cuda: bool, micro: int | None
+    ) -> Iterable[tuple[Recipe, Memory, Work]]:
         wanted = self.wanted
         per_gpu = -(-wanted.global_batch // n_gpus)
         if n_gpus > wanted.global_batch:
             return
-        micros = [wanted.micro_batch] if wanted.micro_batch else [m for m in MICRO_BATCHES if m <= per_gpu]
+        micros = [micro] if micro else [m for m in MICRO_BATCHES if m <= per_gpu]
         everies = [wanted.every_n_layers] if wanted.every_n_layers is not None else [0, 2, 1]
         shardings = ["none"] if n_gpus == 1 else ["ddp", "fsdp"]
-        for micro in micros:
-            size = min(micro, per_gpu)
+        for most in micros:
+            size = min(most, per_gpu)
             padded = wanted.lengths.padded(size, per_gpu)
             largest = wanted.lengths.largest_micro_batch(size)
             for every in everies:
@@ -389,7 +399,7 @@ class _Study:
 
     def _choose(self, place: Place) -> tuple[Recipe, Memory, StepTime, Work] | Rejected:
         n_gpus = max(1, place.offer.n_gpus)
-        found = self.candidates(place.precision, n_gpus, place.is_cuda)
+        found = self.candidates(place.precision, n_gpus, place.is_cuda, place.micro_batch)
         if not found:
             what = f"a step of {self.wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
             return Rejected(place.offer, what, f"train.global_batch_size: {n_gpus}", n_gpus / self.wanted.global_batch)
@@ -462,14 +472,15 @@ class _Study:
         expected: Expected | None = None
         good = bad = None
         if offer.is_spot:
-            key = offer.n_gpus, round(busy_s, 3), round(before_s, 3), round(save_s, 4), self.hazard(offer)
+            asked_s = self._asked_interval_s(step)
+            key = offer.n_gpus, round(busy_s, 3), round(before_s, 3), round(save_s, 4), asked_s, self.hazard(offer)
             if key not in self._spot:
                 self._spot[key] = self._on_spot(key)
             expected, interval_s, good, bad = self._spot[key]
             seconds["checkpoints"] = expected.checkpoint_s
             seconds |= {"lost work": expected.lost_s, "restarts": expected.restart_s, "waiting": expected.waiting_s}
         else:
-            interval_s = wanted.save_every_s or 900.0
+            interval_s = self._asked_interval_s(step) or quiet_interval_s(save_s)
             seconds["checkpoints"] = (busy_s // interval_s + 1) * save_s
         seconds = {name: value for name, value in seconds.items() if value > 0}
         error = speed_error(place)
@@ -545,9 +556,15 @@ class _Study:
             seconds["evaluation"] = wanted.n_evaluations * once
         return seconds
 
+    def _asked_interval_s(self, step: StepTime) -> float | None:
+        """The interval between checkpoints that the job asks for."""
+        if self.wanted.save_steps:
+            return self.wanted.save_steps * step.seconds
+        return self.wanted.save_every_s
+
     def _on_spot(self, key: Any) -> tuple[Expected, float, Expected, Expected]:
-        _, busy_s, before_s, save_s, zone = key
-        interval_s = self.wanted.save_every_s or best_interval_s(save_s, before_s, zone)
+        _, busy_s, before_s, save_s, asked_s, zone = key
+        interval_s = asked_s or best_interval_s(save_s, before_s, zone)
         rhythm = Rhythm(max(30.0, min(interval_s, max(30.0, busy_s))), save_s, before_s)
         good, bad = zone.shifted(zone.spread), zone.shifted(1 / zone.spread)
         return (
@@ -643,6 +660,11 @@ def place_of(offer: Offer, precision: str | None = None, calibration: Calibratio
     if device is None or (wanted == "bf16" and not gpu.has_bf16):
         return Rejected(offer, f"{gpu.name} does not compute in {wanted}", "leave train.bf16 out: fp16 is used", 1.5)
     return Place(offer, device, wanted, gpu.memory_bytes, calibration or Calibration())
+
+
+def quiet_interval_s(save_s: float) -> float:
+    """Between checkpoints where nobody takes the machine away: Young's interval for one crash in `CRASH_EVERY_S`."""
+    return min(LONGEST_INTERVAL_S, max(SHORTEST_INTERVAL_S, young_interval_s(save_s, CRASH_EVERY_S)))
 
 
 def speed_error(place: Place) -> float:

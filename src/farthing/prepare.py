@@ -235,8 +235,13 @@ def build_optimizer(job: Job, model: Any) -> torch.optim.Optimizer:
     )
 
 
-def settle_checkpointing(job: Job, model: Any, numerics: Numerics, train: Examples, pad_id: int) -> MemoryNeed:
-    """Measure a small forward pass and switch on as much activation checkpointing as the largest micro-batch needs."""
+def settle_checkpointing(
+    job: Job, model: Any, numerics: Numerics, train: Examples, pad_id: int, planned: int = 0
+) -> MemoryNeed:
+    """Measure a small forward pass and switch on as much activation checkpointing as the largest micro-batch needs.
+
+    `planned` is what the plan has chosen: with `auto` no less is tried.
+    """
     lengths = train.tokens.lengths[train.indices]
     sample = train.indices[[int(np.argsort(lengths)[len(lengths) // 2])]]
     batch = {
@@ -259,4 +264,5 @@ def settle_checkpointing(job: Job, model: Any, numerics: Numerics, train: Exampl
         optimizer_bytes_per_weight=bytes_per_weight(job.train.optim),
         free_bytes=free_bytes(numerics.device),
         wanted=wanted if wanted == "auto" else int(wanted),
+        planned=planned,
     )

@@ -8,6 +8,7 @@ checkpoints/      see checkpoint.py
 model/            the trained model for others
 receipt.json      written when an attempt ends
 measurements.json what each attempt took, see measurements.py
+plan.json         what the planner promised before the first attempt, and how it would have it run
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import farthing
 from farthing.errors import RunChanged, RunDamaged
 from farthing.files import write_json
 
-JOB, RUN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT = (
+JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT = (
     "job.json",
     "run.json",
+    "plan.json",
     "log.jsonl",
     "ledger.jsonl",
     "checkpoints",

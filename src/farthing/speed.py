@@ -244,6 +244,7 @@ class _Flops(NamedTuple):
 
     @property
     def total(self) -> float:
+        """All of them."""
         return sum(self)
 
 

@@ -67,12 +67,14 @@ from farthing.prepare import (
     open_inputs,
     settle_checkpointing,
 )
+from farthing.promise import as_planned, promised
 from farthing.report.receipt import build_receipt
 from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RECEIPT, RUN, claim
 from farthing.track import with_trackers
-from farthing.units import say_bytes, say_usd
+from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 FORECAST_AFTER_STEPS = 5
+SAVE_EVERY_S = 300.0  # where there is no plan
 # a guess of what exporting takes until it is measured: files beside the weights, and a slow disk
 EXPORT_S, WRITE_BYTES_PER_S = 0.5, 100e6
 
@@ -94,11 +96,10 @@ class Outcome:
 # ---- the door ----
 
 
-def train(job: Job, tell: Tell, *, allow_restart: bool = False, promised: dict[str, Any] | None = None) -> Outcome:
+def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
     """Start, continue or find finished the run of `job` in its `output_dir`.
 
-    `promised` is what a plan has said of it; it is kept with what is measured. Raises `FarthingError`s in words; whatever was
-    committed before stays valid.
+    Raises `FarthingError`s in words; whatever was committed before stays valid.
     """
     meter = Meter(already_s=seconds_since_process_start())
     quiet_libraries()
@@ -119,7 +120,7 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False, promised: dict[s
             ) from error
         state = "failed"
         try:
-            state, reason = _train(job, folder, meter, ledger, notice, tell, allow_restart, promised or {})
+            state, reason = _train(job, folder, meter, ledger, notice, tell, allow_restart)
         except Interrupted as error:
             state, reason = "interrupted", notice.reason or error.what
         except torch.OutOfMemoryError as error:
@@ -137,14 +138,7 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False, promised: dict[s
 
 
 def _train(
-    job: Job,
-    folder: Path,
-    meter: Meter,
-    ledger: Ledger,
-    notice: Notice,
-    tell: Tell,
-    allow_restart: bool,
-    promised: dict[str, Any],
+    job: Job, folder: Path, meter: Meter, ledger: Ledger, notice: Notice, tell: Tell, allow_restart: bool
 ) -> tuple[str, str]:
     numerics = choose_numerics(
         job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
@@ -167,12 +161,14 @@ def _train(
     if reason := over_limit(job, ledger, reserve_s=0.0):
         return "limit", reason
     train_examples, eval_examples = open_examples(job, inputs, tell, lambda: bool(notice))
+    promise = promised(job, folder, inputs, numerics, train_examples, eval_examples, tell)
+    job = as_planned(job, promise)
     ledger.write("starting")
     meter.enter("load_model")
     tell("working", {"on": "loading the model"})
     before_model_bytes = taken_bytes(numerics.device)
     model = build_model(job, inputs, numerics, train_examples)
-    run = Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, notice, tell)
+    run = Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, notice, tell, promise)
     run.record.before_model_bytes = before_model_bytes
     ledger.write("starting")
     meter.enter("restore")
@@ -183,7 +179,7 @@ def _train(
     state, reason = run.loop()
     if state == "finished":
         write_json(folder / RUN, {**run_facts, "finished": True})
-    run.leave_measurement(promised)
+    run.leave_measurement()
     return state, reason
 
 
@@ -205,6 +201,8 @@ class Run:
     ledger: Ledger
     notice: Notice
     tell: Tell
+    promise: dict[str, Any] = field(default_factory=dict)
+    """What the plan said of this run before it began; empty where it could say nothing."""
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -232,12 +230,21 @@ class Run:
             "progress": self.progress,
         }
         before_bytes = taken_bytes(self.numerics.device)
-        self.memory = settle_checkpointing(job, self.model, self.numerics, self.train_examples, self.inputs.pad_id)
+        self.memory = settle_checkpointing(
+            job,
+            self.model,
+            self.numerics,
+            self.train_examples,
+            self.inputs.pad_id,
+            self.promise.get("every_n_layers", 0),
+        )
         self.promised_bytes = before_bytes + self.memory.total_bytes
         self.record = Record(loaded_bytes=before_bytes)
         self.log = JsonLines(self.folder / LOG)
         self.metric = (train.metric_for_best_model or "loss").removeprefix("eval_")  # known: the job was checked
         self.pace = Pace(self.numerics, flops_per_token(self.model, job.method.name), self.meter)
+        minutes = train.save_minutes
+        self.save_every_s = minutes * 60 if minutes else float(self.promise.get("interval_s", SAVE_EVERY_S))
         self._saved_at_s = self.meter.wall_s
         self._saved_mark = self._mark()
         self._save_now = False
@@ -312,6 +319,8 @@ class Run:
                 "device": device_name(self.numerics.device),
                 "gradient_checkpointing": checkpointing,
                 "memory": f"{say_bytes(self.promised_bytes)} expected, {say_bytes(self.memory.free_bytes)} free",
+                "checkpoints": self._interval_in_words(),
+                "promised": _promise_in_words(self.promise),
                 "price": _price_in_words(job),
             },
         )
@@ -452,6 +461,12 @@ class Run:
                 to_do="lower learning_rate, look at these rows, or use bf16/fp32 instead of fp16",
             )
 
+    def _interval_in_words(self) -> str:
+        if self.job.train.save_steps is not None:
+            return f"every {plural(self.job.train.save_steps, 'step')}"
+        asked = "as asked" if self.job.train.save_minutes else "the planned interval"
+        return f"every {say_seconds(self.save_every_s)}, {asked}"
+
     # ---- evaluation ----
 
     def evaluation_is_due(self) -> bool:
@@ -513,12 +528,12 @@ class Run:
     # ---- saving ----
 
     def save_is_due(self) -> bool:
-        """Every `save_steps` or `save_minutes`, and when the best so far was just found."""
+        """Every `save_steps` or `save_minutes`, else at the planned interval; and when the best so far was just found."""
         train, at = self.job.train, self.progress
         if at.step == 0 or self._saved_mark == self._mark():
             return False
         by_steps = train.save_steps is not None and at.step % train.save_steps == 0
-        by_time = train.save_steps is None and self.meter.wall_s - self._saved_at_s >= train.save_minutes * 60
+        by_time = train.save_steps is None and self.meter.wall_s - self._saved_at_s >= self.save_every_s
         return self._save_now or by_steps or by_time
 
     def save(self) -> None:
@@ -567,16 +582,16 @@ class Run:
 
     # ---- what later plans learn from it ----
 
-    def leave_measurement(self, promised: dict[str, Any]) -> None:
+    def leave_measurement(self) -> None:
         """Write down what was measured, where enough was. Never fails a run: it warns."""
         try:
-            measurement = self.measurement(promised)
+            measurement = self.measurement()
             if measurement is not None:
                 leave_measurement(measurement, Path(self.job.cache_dir or "."), self.folder)
         except Exception as error:  # the run is done and safe, whatever is wrong here
             self._warn(f"what was measured could not be written down: {error}")
 
-    def measurement(self, promised: dict[str, Any]) -> Measurement | None:
+    def measurement(self) -> Measurement | None:
         """What this attempt ran and what it took; None after too few steps."""
         measured = self.record.measured()
         if measured is None:
@@ -629,7 +644,7 @@ class Run:
             load_model_s=spans.get("load_model", 0.0),
             restore_s=spans.get("restore", 0.0),
             peak_bytes=peak_bytes(self.numerics.device),
-            promised=promised,
+            promised=self.promise,
             **measured,
         )
 
@@ -695,6 +710,16 @@ def seed_everything(seed: int, step: int) -> None:
     torch.manual_seed(number)
     np.random.seed(number % 2**32)
     random.seed(number)
+
+
+def _promise_in_words(promise: dict[str, Any]) -> str:
+    if not promise:
+        return "nothing: the planner does not know this model or device"
+    low, likely, high = promise["wall_range_s"]
+    words = f"{say_seconds(likely)} ({say_seconds(low)} to {say_seconds(high)})"
+    if promise["usd"] > 0:
+        words += f", {say_usd(promise['usd'])}"
+    return f"{words}, {say_bytes(promise['peak_bytes'])}; {promise['calibration']}"
 
 
 def _price_in_words(job: Job) -> str:

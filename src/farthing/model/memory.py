@@ -84,15 +84,16 @@ def choose_checkpointing(
     optimizer_bytes_per_weight: float,
     free_bytes: int,
     wanted: bool | int | str,
+    planned: int = 0,
 ) -> MemoryNeed:
     """Set and return the checkpointing of a run.
 
     `forward` runs a sample of `sample_tokens` padded tokens; `largest_tokens` is the padded size of the largest
-    micro-batch. `wanted` is true, false, k, or "auto" for the least that fits in `free_bytes`.
+    micro-batch. `wanted` is true, false, k, or "auto" for the least that fits in `free_bytes`, beginning at `planned`.
     """
     scale = largest_tokens / max(1, sample_tokens)
     layers = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
-    modes = [0, 2, 1] if wanted == "auto" else [int(wanted)]
+    modes = {0: [0, 2, 1], 1: [1]}.get(planned, [2, 1]) if wanted == "auto" else [int(wanted)]
     if wanted == "auto" and not layers:
         modes = [0]
     need = None

@@ -1,4 +1,4 @@
-"""The receipt: what happened, what it cost, where each dollar went, and how true the forecast was.
+"""The receipt: what happened, what it cost, where each dollar went, and how true the promise was.
 
 Built from the files of the run folder only, so a killed run has one too. Spans add up to the wall time of the attempts
 and dollars to the bill: each attempt's seconds at that attempt's price.
@@ -17,7 +17,7 @@ from typing import Any
 from farthing.errors import UserMistake
 from farthing.files import JsonLines
 from farthing.meter import SPANS, Attempt, read_attempts
-from farthing.run_folder import JOB, LEDGER, LOG, RUN
+from farthing.run_folder import JOB, LEDGER, LOG, PLAN, RUN
 
 N_CURVE_POINTS = 60
 
@@ -78,7 +78,8 @@ def build_receipt(folder: Path) -> dict[str, Any]:
         "redone_usd": sum(a.redone_s / 3600 * a.usd_per_hour for a in attempts),
         "restart_s": sum(_start_up_s(a) for a in attempts[1:]),
         "restart_usd": sum(_start_up_s(a) / 3600 * a.usd_per_hour for a in attempts[1:]),
-        "promised": _promised(forecast, wall_s, total_usd, max(peaks, default=None), state),
+        "promised": _promised(_read_json(folder / PLAN), spans, wall_s, total_usd, max(peaks, default=None), state),
+        "forecast": _forecast(forecast, wall_s, total_usd, max(peaks, default=None), state),
         "peak_bytes": max(peaks, default=None),
         "tokens_per_s": next((r["tokens_per_s"] for r in reversed(rows) if r.get("tokens_per_s")), None),
         "padded_tokens_per_s": next(
@@ -140,22 +141,54 @@ def _start_up_s(attempt: Attempt) -> float:
     return sum(attempt.spans.get(name, 0.0) for name in ("start_up", "tokenize", "load_model", "restore"))
 
 
+# what a plan promises seconds for, and the spans that they go to
+PROMISED_SPANS = {
+    "start-up": ("start_up", "load_model", "restore"),
+    "tokenizing": ("tokenize",),
+    "training": ("data_wait", "host_to_device", "compute", "optimizer", "idle"),
+    "evaluation": ("evaluation",),
+    "checkpoints": ("checkpoint",),
+    "export": ("export",),
+}
+
+
+def _pair(promised: float, happened: float | None, state: str) -> dict[str, Any]:
+    """A promise and what came of it; the ratio only when the run went to its end."""
+    ratio = happened / promised if state == "finished" and happened is not None and promised else None
+    return {"promised": promised, "happened": happened, "ratio": ratio}
+
+
 def _promised(
+    plan: Any, spans: dict[str, float], wall_s: float, usd: float, peak_bytes: int | None, state: str
+) -> dict[str, Any] | None:
+    """What the plan had said before the first attempt against what happened, whole and by component."""
+    if not isinstance(plan, dict) or "wall_s" not in plan:
+        return None
+    seconds = plan["seconds"]
+    return {
+        "calibration": plan["calibration"],
+        "wall_range_s": plan["wall_range_s"],
+        "wall_s": _pair(plan["wall_s"], wall_s, state),
+        "usd": _pair(plan["usd"], usd, state),
+        "peak_bytes": _pair(plan["peak_bytes"], peak_bytes, state),
+        "seconds": {
+            name: _pair(seconds.get(name, 0.0), sum(spans.get(span, 0.0) for span in of), state)
+            for name, of in PROMISED_SPANS.items()
+        },
+    }
+
+
+def _forecast(
     forecast: dict[str, Any] | None, wall_s: float, usd: float, peak_bytes: int | None, state: str
 ) -> dict[str, Any] | None:
-    """The forecast made after the first steps against what happened; ratios only when the run went to its end."""
+    """The forecast made after the first steps against what happened."""
     if forecast is None:
         return None
-
-    def pair(promised: float, happened: float | None) -> dict[str, Any]:
-        ratio = happened / promised if state == "finished" and happened is not None and promised else None
-        return {"promised": promised, "happened": happened, "ratio": ratio}
-
     return {
         "made_after_step": forecast["step"],
-        "wall_s": pair(forecast["wall_s"], wall_s),
-        "usd": pair(forecast["usd"], usd),
-        "peak_bytes": pair(forecast["peak_bytes"], peak_bytes),
+        "wall_s": _pair(forecast["wall_s"], wall_s, state),
+        "usd": _pair(forecast["usd"], usd, state),
+        "peak_bytes": _pair(forecast["peak_bytes"], peak_bytes, state),
     }
 
 

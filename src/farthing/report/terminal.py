@@ -291,20 +291,34 @@ def sparkline(values: list[float], low: float | None = None, high: float | None 
 
 
 def _draw_promise(console: Console, receipt: dict[str, Any]) -> None:
-    promised = receipt["promised"]
-    if promised is None:
+    """What the plan said before the start, part by part, and what the first steps said."""
+    promised, forecast = receipt["promised"], receipt["forecast"]
+    if promised is None and forecast is None:
         return
     table = Table(box=None, padding=(0, 2), show_edge=False)
-    for name in (f"forecast after step {promised['made_after_step']}", "promised", "happened", "ratio"):
-        table.add_column(name, justify="left" if name.startswith("forecast") else "right")
-    for name, say in (("wall_s", say_seconds), ("usd", say_usd), ("peak_bytes", say_bytes)):
-        row = promised[name]
-        if name == "usd" and not receipt["usd_is_known"]:
-            continue
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        words = {"wall_s": "time", "usd": "dollars", "peak_bytes": "peak memory"}[name]
-        table.add_row(words, say(row["promised"]), say(row["happened"]), ratio)
+    for name in ("promised before the start" if promised else "", "promised", "happened", "ratio"):
+        table.add_column(name, justify="right" if name in ("promised", "happened", "ratio") else "left")
+
+    def rows(of: dict[str, Any], words: dict[str, str]) -> None:
+        for name, say in (("wall_s", say_seconds), ("usd", say_usd), ("peak_bytes", say_bytes)):
+            if name in words and (name != "usd" or receipt["usd_is_known"]):
+                row(words[name], of[name], say)
+
+    def row(words: str, pair: dict[str, Any], say: Callable[[float | None], str]) -> None:
+        ratio = "" if pair["ratio"] is None else f"{pair['ratio']:.2f}"
+        table.add_row(words, say(pair["promised"]), say(pair["happened"]), ratio)
+
+    if promised:
+        rows(promised, {"wall_s": "time"})
+        for name, pair in promised["seconds"].items():
+            if max(pair["promised"], pair["happened"]) >= 0.005 * promised["wall_s"]["happened"]:
+                row(f"  {name}", pair, say_seconds)
+        rows(promised, {"usd": "dollars", "peak_bytes": "peak memory"})
+    if forecast:
+        rows(forecast, {"wall_s": f"time, forecast after step {forecast['made_after_step']}"})
     console.print(table)
+    if promised:
+        console.print(f"[dim]the promise rests on {escape(promised['calibration'])}[/]", highlight=False)
 
 
 def _draw_metrics(console: Console, receipt: dict[str, Any]) -> None:

@@ -1,0 +1,98 @@
+"""What the plan says of a run before it begins, and the job as the plan would have it run.
+
+The promise is made once, before the first attempt, and kept in the run folder: later attempts are cut as the first was, so
+that they go on to the bit, and the receipt holds what happened against the first word.
+
+Refuses to decide: `plan` does. A model or device that the planner does not know has no promise, and trains all the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farthing.errors import FarthingError
+from farthing.files import write_json
+from farthing.hardware import Numerics
+from farthing.job import Job
+from farthing.lengths import Lengths, from_token_set
+from farthing.machine import local_machine
+from farthing.measurements import MEASUREMENTS, read_measurements
+from farthing.plan import Rejected
+from farthing.prepare import Examples, Inputs
+from farthing.run_folder import PLAN
+from farthing.study import plan_here, promise_of, shape_of, wanted_of
+
+
+def promised(
+    job: Job,
+    folder: Path,
+    inputs: Inputs,
+    numerics: Numerics,
+    train: Examples,
+    held_out: Examples | None,
+    tell: Callable[[str, dict[str, Any]], None],
+) -> dict[str, Any]:
+    """The promise of this run: the first attempt's, or a new one; empty where the planner can say nothing."""
+    try:
+        kept = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        if isinstance(kept, dict):
+            return kept
+    except (OSError, ValueError):
+        pass
+    try:
+        made = _make(job, inputs, numerics, train, held_out)
+    except FarthingError as error:
+        tell("note", {"text": f"no plan for this run: {error.what}"})
+        return {}
+    if isinstance(made, Rejected):
+        tell("warning", {"text": f"the plan says that this will not do here: {made.reason}; {made.change}"})
+        return {}
+    write_json(folder / PLAN, made)
+    return made
+
+
+def as_planned(job: Job, promise: dict[str, Any]) -> Job:
+    """The job with the plan's micro-batch; what a step is made of stays the same."""
+    micro = promise.get("micro_batch")
+    if not isinstance(micro, int) or micro < 1:
+        return job
+    train = job.train.model_copy(
+        update={
+            "global_batch_size": job.global_batch_size,
+            "per_device_train_batch_size": micro,
+            "gradient_accumulation_steps": None,
+        }
+    )
+    return job.model_copy(update={"train": train})
+
+
+def _make(
+    job: Job, inputs: Inputs, numerics: Numerics, train: Examples, held_out: Examples | None
+) -> dict[str, Any] | Rejected:
+    def lengths_of(examples: Examples) -> Lengths:
+        words = f"{len(examples):,} tokenized examples"
+        return from_token_set(examples.tokens, examples.indices, job.task, source=words)
+
+    shape = shape_of(job, inputs.config.to_dict(), max(1, len(train.tokens.label_names)))
+    now = datetime.now().astimezone()
+    wanted = wanted_of(job, shape, lengths_of(train), None if held_out is None else lengths_of(held_out), now=now)
+    wanted = replace(wanted, is_tokenized=train.were_tokenized, precision=numerics.name)
+    machine = replace(local_machine(), kind="cpu")
+    if numerics.device.type == "cuda":
+        memory_bytes = int(torch.cuda.mem_get_info(numerics.device)[1])
+        name = torch.cuda.get_device_name(numerics.device)
+        machine = replace(machine, kind="cuda", device_name=name, memory_bytes=memory_bytes)
+    else:
+        machine = replace(machine, device_name=machine.cpu.name)
+    measurements = read_measurements(Path(job.cache_dir or ".") / MEASUREMENTS)
+    plan = plan_here(wanted, machine, job, measurements, now.date())
+    if plan is None:
+        return {}
+    return plan if isinstance(plan, Rejected) else promise_of(plan, wanted)
