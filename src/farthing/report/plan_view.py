@@ -294,7 +294,7 @@ def _answer(view: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     if best is None:
         if not rows:
             return f"Nothing can do this job as it is: none of {plural(view['n_offers'], 'offer')}."
-        return f"No single GPU can do this job. {rows[0]['name']} {_figures(rows[0])}, but it {NOT_YET}."
+        return f"No single GPU can do this job. {rows[0]['name']} would: {_figures(rows[0])}; but it {NOT_YET}."
     verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
     text = f"{verb}{best['name']}: {_figures(best)}."
     rented = _best([row for row in rows if row["kind"] in _RENTED])
