@@ -31,7 +31,17 @@ from farthing.speed import (
     step_time,
     work_of,
 )
-from farthing.spot import Expected, Interruptions, Rhythm, best_interval_s, draw_paths, expect, prior, young_interval_s
+from farthing.spot import (
+    Choice,
+    Expected,
+    Interruptions,
+    Rhythm,
+    best_interval_s,
+    choose,
+    expect,
+    prior,
+    young_interval_s,
+)
 from farthing.units import say_bytes, say_seconds, say_usd
 
 MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
@@ -215,6 +225,8 @@ class Plan:
     spot: Expected | None = None
     chance: float | None = None
     """To meet the deadline."""
+    mixture: str = ""
+    """Why the same machine on demand steps in when spot falls behind the deadline; empty where it does not."""
     why: str = ""
     on_front: bool = False
 
@@ -591,7 +603,8 @@ class _Study:
             what = f"takes {say_seconds(hours * 3600)}, the cap is {say_seconds(wanted.max_hours * 3600)}"
             change = f"limits.max_hours: {hours:.2g}, or {_fewer_steps(plan, wanted, wanted.max_hours / hours)}"
             return Rejected(plan.offer, what, change, hours / wanted.max_hours)
-        if wanted.deadline_s is not None and plan.wall_s > wanted.deadline_s:
+        least_s = plan.wall_s - plan.seconds.get("waiting", 0.0)  # where spot waits, on demand may step in
+        if wanted.deadline_s is not None and least_s > wanted.deadline_s:
             late = say_seconds(plan.wall_s - max(0.0, wanted.deadline_s))
             what = f"ends {late} after the deadline"
             return Rejected(plan.offer, what, f"a deadline {late} later", plan.wall_s / max(wanted.deadline_s, 1.0))
@@ -603,29 +616,52 @@ class _Study:
         assert deadline_s is not None
         kept: list[Plan] = []
         late: list[Rejected] = []
-        chances: dict[Any, float] = {}
+        on_demand: dict[Any, Plan] = {}
+        for plan in plans:  # the cheapest come first
+            if plan.spot is None:
+                on_demand.setdefault(_machine_key(plan.offer), plan)
+        choices: dict[Any, Choice] = {}
         for n, plan in enumerate(plans):
             if plan.spot is None:
                 spread = max(1e-9, plan.hours_range.high - plan.hours_range.likely) / 1.28
                 z = (deadline_s / 3600 - plan.hours_range.likely) / spread
-                kept.append(replace(plan, chance=0.5 * (1 + math.erf(z / math.sqrt(2)))))
+                chance = 0.5 * (1 + math.erf(z / math.sqrt(2)))
+                if chance >= self.wanted.sure:
+                    kept.append(replace(plan, chance=chance))
+                else:
+                    late.append(_late(plan, chance, deadline_s))
                 continue
             busy_s = plan.seconds["training"] + plan.seconds.get("evaluation", 0.0)
             before_s = sum(plan.seconds.get(name, 0.0) for name in ("setup", "download", "start-up", "tokenizing"))
-            zone = self.hazard(plan.offer)
-            key = round(busy_s), round(before_s), plan.offer.n_gpus
-            if key not in chances and n < N_DRAWN:
-                rhythm = Rhythm(
-                    plan.interval_s, plan.seconds.get("checkpoints", 1.0) / max(1.0, busy_s / plan.interval_s), before_s
+            own = on_demand.get(_machine_key(plan.offer))
+            own_usd = own.offer.usd_per_hour if own is not None else None
+            key = round(busy_s), round(before_s), plan.offer.n_gpus, own_usd, self.hazard(plan.offer)
+            if key not in choices and n < N_DRAWN:
+                n_saves = max(1.0, math.ceil(busy_s / plan.interval_s))
+                save_s = max(1e-3, plan.seconds.get("checkpoints", 0.0) / n_saves)
+                choices[key] = choose(
+                    busy_s,
+                    Rhythm(plan.interval_s, save_s, before_s),
+                    self.hazard(plan.offer),
+                    spot_usd_per_h=plan.offer.usd_per_hour or 0.0,
+                    on_demand_usd_per_h=own_usd if own_usd is not None else math.inf,
+                    deadline_s=max(1.0, deadline_s - before_s),
+                    sure=self.wanted.sure,
                 )
-                paths = draw_paths(busy_s, rhythm, zone, deadline_s=deadline_s - before_s, n_paths=1000)
-                chances[key] = paths.chance_by(deadline_s - before_s)
-            chance = chances.get(key)
-            if chance is None or chance >= self.wanted.sure:
-                kept.append(replace(plan, chance=chance))
+            choice = choices.get(key)
+            if choice is None:  # not drawn: too far down the list
+                if plan.wall_s <= deadline_s:
+                    kept.append(plan)
+                else:
+                    late.append(_late(plan, None, deadline_s))
+                continue
+            alone = next(way for way in choice.ways if way.kind == "spot")
+            if alone.chance >= self.wanted.sure:
+                kept.append(replace(plan, chance=alone.chance))
+            elif choice.best.kind == "mixture" and choice.best.chance >= self.wanted.sure:
+                kept.append(_mixed(plan, choice, before_s))
             else:
-                what = f"spot is done by the deadline with {chance:.0%} only"
-                late.append(Rejected(plan.offer, what, "on demand, or a later deadline", 1 / max(chance, 0.01)))
+                late.append(_late(plan, alone.chance, deadline_s))
         return kept, late
 
 
@@ -674,6 +710,47 @@ def speed_error(place: Place) -> float:
     if not place.is_cuda:
         return 0.6
     return SPEED_ERROR.get(place.device.name, SPEED_ERROR_UNKNOWN)
+
+
+def _late(plan: Plan, chance: float | None, deadline_s: float) -> Rejected:
+    """A plan that is not sure enough to be done in time."""
+    kind = "spot" if plan.spot is not None else "it"
+    what = (
+        f"{kind} is done by the deadline with {chance:.0%} only"
+        if chance is not None
+        else "spot ends after the deadline"
+    )
+    needed_s = plan.hours_range.high * 3600
+    change = f"a deadline {say_seconds(max(60.0, needed_s - deadline_s))} later"
+    return Rejected(plan.offer, what, change, max(1.0, needed_s / max(deadline_s, 1.0)))
+
+
+def _machine_key(offer: Offer) -> tuple[str, str, int]:
+    return offer.provider, offer.gpu, offer.n_gpus
+
+
+def _mixed(plan: Plan, choice: Choice, before_s: float) -> Plan:
+    """The spot plan with the same machine on demand whenever it falls behind the deadline."""
+    way = choice.best
+    rate = plan.offer.usd_per_hour or 0.0
+    usd = {"compute": way.usd + before_s / 3600 * rate}
+    usd |= {name: value for name, value in plan.usd.items() if name not in ("compute", "rounding")}
+    waiting_s = (
+        way.wall_s + before_s - sum(v for name, v in plan.seconds.items() if name not in ("waiting", "lost work"))
+    )
+    seconds = {name: value for name, value in plan.seconds.items() if name not in ("waiting", "lost work")}
+    seconds["waiting"] = max(0.0, waiting_s)
+    total, hours = sum(usd.values()), sum(seconds.values()) / 3600
+    wide = plan.usd_range.high / max(plan.usd_range.likely, 1e-9)
+    return replace(
+        plan,
+        usd=usd,
+        seconds=seconds,
+        usd_range=Range(total / wide, total, total * wide),
+        hours_range=Range(min(hours, plan.hours_range.low), hours, max(hours, plan.hours_range.high)),
+        chance=way.chance,
+        mixture=choice.why,
+    )
 
 
 def _ranked(plans: Iterable[Plan]) -> list[Plan]:
