@@ -24,34 +24,17 @@ import numpy as np
 
 from farthing.spells import Floats, spells_of
 from farthing.spot import Interruptions, Rhythm, best_interval_s, draw_paths, drawn_together, expect, expect_range, fit
+from farthing.traces import HALF_LIFE_S, SHARE, Trace, read_traces
 
 JOB_HOURS = (1, 2, 4, 8, 12, 24, 48)
 SAVE_S, RESTART_S = 20, 180
 N_STARTS = 400
-HALF_LIFE_S = 2 * 86400.0  # these two: least error within the first halves, see docs/log.md
-SHARE = 0.4
 N_LOOKS = 12
 WAYS = {
     "hold-out": "the model is made once, from the first half",
     "rolling": "the model is made anew at 12 moments from all that came before; predictions are averaged",
     "same half": "the model has seen what it is judged on: the error that is left is the model's own, not drift",
 }
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Instances available in one zone, one number per `gap_s`."""
-
-    name: str
-    gap_s: int
-    available: tuple[int, ...]
-
-    def halves(self) -> tuple[Trace, Trace]:
-        """What a prediction may see, and what it is judged on."""
-        middle = len(self.available) // 2
-        return Trace(self.name, self.gap_s, self.available[:middle]), Trace(
-            self.name, self.gap_s, self.available[middle:]
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,17 +44,6 @@ class Replayed:
     wall_s: Floats
     billed_s: Floats
     n_interruptions: Floats
-
-
-def read_traces(folder: Path) -> list[Trace]:
-    """Every trace under a folder, by path."""
-    traces = []
-    for path in sorted(folder.rglob("*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(content, dict) and "data" in content and "gap_seconds" in content.get("metadata", {}):
-            gap_s = int(content["metadata"]["gap_seconds"])
-            traces.append(Trace(str(path.relative_to(folder).with_suffix("")), gap_s, tuple(content["data"])))
-    return traces
 
 
 def replay(trace: Trace, work_s: float, rhythm: Rhythm, starts_s: Sequence[int], nodes: int = 1) -> Replayed:
@@ -204,8 +176,6 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     traces = read_traces(asked.traces)
-    if not traces:
-        parser.error(f"no traces under {asked.traces}")
     results = [judge_all(traces, way, asked.nodes, asked.half_life_days * 86400, asked.share) for way in WAYS]
     if asked.json:
         print(json.dumps(results, indent=1))

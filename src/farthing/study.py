@@ -26,6 +26,7 @@ from farthing.money import Owned
 from farthing.plan import Answer, Assumptions, Place, Plan, Rejected, Wanted, decide, place_of, recipe_of
 from farthing.shapes import Shape, read_shape
 from farthing.speed import Calibration, Device, cpu_device, device_of, step_time, work_of
+from farthing.traces import hazards, read_traces
 
 HERE, OWN = "this machine", "own"
 
@@ -61,12 +62,13 @@ def study_job(
     deadline_s: float | None = None,
     n_examples: int | None = None,
     mean_tokens: float | None = None,
+    traces: Path | None = None,
     is_local: bool = True,
 ) -> Study:
     """Plan a job on every offer that is asked for, on this machine, and on GPUs of one's own.
 
     `gpu`, `provider` and `region` are names, any of which will do; `n_examples` and `mean_tokens` stand for data that can't
-    be seen from here. Raises `UserMistake`, `DataError`, `ModelError`.
+    be seen from here; `traces` is a folder of spot capacity. Raises `UserMistake`, `DataError`, `ModelError`.
     """
     notes: list[str] = []
     cache_dir = Path(job.cache_dir or ".")
@@ -118,7 +120,11 @@ def study_job(
         )
     managed = [offer for offer in offers if offer.usd_per_hour is None]
     assumptions = Assumptions()
-    answer = decide(wanted, places, assumptions=assumptions, managed=managed)
+    hazard = None
+    if traces is not None:
+        hazard, words = hazards(read_traces(traces))
+        notes.append(words)
+    answer = decide(wanted, places, assumptions=assumptions, managed=managed, hazard=hazard)
     answer = replace(answer, rejected=(*answer.rejected, *refused))
     notes += known.notes
     here_calibration = next((place.calibration for place in places if place.offer.provider == HERE), None)

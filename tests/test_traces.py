@@ -1,0 +1,90 @@
+"""Traces as files, and what they say of an offer."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from farthing.catalog import Billing, Offer
+from farthing.errors import UserMistake
+from farthing.spot import prior
+from farthing.traces import hazards, read_traces
+
+
+def write(folder: Path, name: str, data: object, gap_s: object = 60) -> Path:
+    path = folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"metadata": {"gap_seconds": gap_s}, "data": data}))
+    return path
+
+
+def offer(gpu: str = "V100-16GB", n_gpus: int = 1, region: str = "us-east-1", zone: str = "us-east-1a") -> Offer:
+    billing = Billing("AWS")
+    return Offer("AWS", "p3", gpu, n_gpus, region, zone, True, "machine_hour", 1.0, "test", date(2026, 1, 1), billing)
+
+
+LONG, SHORT = [1] * 600 + [0] * 60, [1] * 20 + [0] * 60
+
+
+def test_a_zone_with_its_gpu_has_its_own_law(tmp_path: Path) -> None:
+    write(tmp_path, "aws/us-east-1a_v100_1", LONG * 6)
+    write(tmp_path, "aws/us-east-1b_v100_1", SHORT * 40)
+    law, words = hazards(read_traces(tmp_path))
+    long, short = law(offer()), law(offer(zone="us-east-1b"))
+    assert long.mean_between_s > 2 * short.mean_between_s
+    assert not long.is_prior
+    assert "2 traces" in words
+
+
+def test_an_open_zone_takes_the_middle_one_of_its_region(tmp_path: Path) -> None:
+    for zone, data in (("a", LONG * 6), ("b", SHORT * 40), ("c", ([1] * 100 + [0] * 60) * 10)):
+        write(tmp_path, f"us-east-1{zone}_v100_1", data)
+    law, _ = hazards(read_traces(tmp_path))
+    assert law(offer(zone="")).mean_between_s == law(offer(zone="us-east-1c")).mean_between_s
+
+
+def test_larger_nodes_are_lost_more_often_and_other_gpus_have_the_prior(tmp_path: Path) -> None:
+    write(tmp_path, "us-east-1a_v100_1", LONG * 6)
+    law, _ = hazards(read_traces(tmp_path))
+    assert law(offer(n_gpus=8)).mean_between_s < law(offer()).mean_between_s
+    assert law(offer(gpu="H100-80GB")) == prior(1)
+    assert law(offer(region="eu-west-1", zone="eu-west-1a")) == prior(1)
+
+
+def test_memory_sizes_of_one_gpu_are_taken_away_alike(tmp_path: Path) -> None:
+    write(tmp_path, "us-east-1a_v100_1", LONG * 6)
+    law, _ = hazards(read_traces(tmp_path))
+    assert law(offer(gpu="V100-32GB")).mean_between_s == law(offer()).mean_between_s
+
+
+@pytest.mark.parametrize("data", [[], "no list", [1, -1], [1, "a"], [0.5]])
+def test_a_broken_trace_is_named(data: object, tmp_path: Path) -> None:
+    path = write(tmp_path, "us-east-1a_v100_1", data)
+    with pytest.raises(UserMistake) as caught:
+        read_traces(tmp_path)
+    assert caught.value.where == str(path)
+
+
+def test_no_json_no_traces_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserMistake, match="no such folder"):
+        read_traces(tmp_path / "none")
+    with pytest.raises(UserMistake, match="no traces"):
+        read_traces(tmp_path)
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(UserMistake, match="no JSON"):
+        read_traces(tmp_path)
+
+
+def test_other_json_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, "us-east-1a_v100_1", LONG)
+    (tmp_path / "list.json").write_text("[]")
+    assert len(read_traces(tmp_path)) == 1
+
+
+def test_a_zone_that_was_never_up_says_nothing(tmp_path: Path) -> None:
+    write(tmp_path, "us-east-1a_v100_1", [0] * 100)
+    law, _ = hazards(read_traces(tmp_path))
+    assert law(offer()) == prior(1)
