@@ -92,16 +92,8 @@ def test_reports_and_exports_never_import_the_loop() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "catalog",
-        "money",
-        "shapes",
-        "plan",
-        "recipe",
-        "memory",
-        "speed",
-        "study",
-        "report/plan_view",
-        "report/plan_table",
+        *("catalog", "money", "shapes", "plan", "recipe", "memory", "speed", "study"),
+        *("report/plan_view", "report/plan_table", "report/plan_page"),
     ],
 )
 def test_rooms_that_look_at_no_clock_and_no_network(name: str) -> None:

@@ -44,7 +44,7 @@ _STYLE = """
 --free:#2a2f35}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
-main{max-width:70rem;margin:0 auto;padding:1.5rem 1rem 4rem}
+main{max-width:76rem;margin:0 auto;padding:1.5rem 1rem 4rem}
 h1{font-size:1rem;font-weight:600;color:var(--soft);margin:0 0 .4rem}
 h2{font-size:1.2rem;margin:2.4rem 0 .6rem}
 p{margin:.4rem 0}
@@ -75,13 +75,13 @@ svg .own{fill:var(--c3);stroke:var(--c3)}
 svg .several{fill:var(--card)}
 svg .dot{opacity:.6}
 svg .marked{opacity:1}
-table{border-collapse:collapse;width:100%;font-size:.92rem;font-variant-numeric:tabular-nums}
+table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:.28rem .9rem .28rem 0;vertical-align:top;border-bottom:1px solid var(--grid)}
 th{font-weight:600}
 thead th{color:var(--soft);font-size:.85rem;white-space:nowrap}
 .n{text-align:right;white-space:nowrap}
 .k{white-space:nowrap}
-.words{min-width:14rem}
+.words{min-width:13rem}
 .not-yet td{color:var(--soft)}
 .bar{width:45%;min-width:9rem;vertical-align:middle}
 .stack{display:flex;height:.95rem;border-radius:.2rem;overflow:hidden;background:var(--free)}
@@ -502,7 +502,7 @@ def _plans(rows: Sequence[Row]) -> str:
     if len(rows) > _N_SHOWN:
         rest = _wide("More choices", f"<table>{head}{_body(_plan_row(row) for row in rows[_N_SHOWN:])}</table>")
         more = f"<details><summary>{plural(len(rows) - _N_SHOWN, 'more choice')}</summary>{rest}</details>"
-    note = '<p class="soft">* none is both cheaper and sooner. Offers that differ in place alone are told by the cheapest. '
+    note = '<p class="soft">* none is both cheaper and sooner. (+n): as many offers more that differ in place alone. '
     note += f"Grey ones {escape(_NOT_YET)}.</p>" if any(not row["is_runnable"] for row in rows) else "</p>"
     return f"<h2>Choices</h2>\n{note}\n{first}{more}"
 
@@ -512,15 +512,15 @@ def _plan_row(row: Row) -> str:
     memory = row["memory"]
     several = f"{row['n_gpus']}x " if row["n_gpus"] > 1 else ""
     kind = row["kind"] if not row["spot"] else f"spot, {row['spot']['n_interruptions']:.1f} stops"
-    dollars, between = (say_cost(usd), f"{say_cost(low)} to {say_cost(high)}") if has_price(row) else ("?", "")
-    also = f", and {len(row['also_at'])} more places" if row["also_at"] else ""
+    dollars, between = (say_cost(usd), f"{say_cost(low)[1:]} to {say_cost(high)[1:]}") if has_price(row) else ("?", "")
+    also = f" (+{len(row['also_at'])})" if row["also_at"] else ""
     place = ", ".join(dict.fromkeys(word for word in (row["provider"], row["zone"] or row["region"]) if word)) + also
     not_yet = "" if row["is_runnable"] else ' class="not-yet"'
     star = "*" if row["on_front"] or row["on_runnable_front"] else ""
     gib = f"{memory['needed_bytes'] / 2**30:.1f} of {memory['capacity_bytes'] / 2**30:.0f}"
     speed = say_count(row["step"]["tokens_per_s"])
     return (
-        f"<tr{not_yet}>{_cells('n', str(row['rank']) + star)}{_cells('', place)}{_cells('k', several + row['gpu'], kind)}"
+        f"<tr{not_yet}>{_cells('n', str(row['rank']) + star)}{_cells('k', place, several + row['gpu'], kind)}"
         f"{_cells('n', dollars, between, say_seconds(row['wall_s']), gib, speed)}{_cells('words', row['why'])}</tr>"
     )
 

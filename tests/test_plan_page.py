@@ -1,0 +1,205 @@
+"""The page of a plan: whole HTML, nothing from elsewhere, everything escaped, the figures of the view."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farthing.money import parse_owned
+from farthing.report.plan_page import place_labels, plan_page
+from farthing.report.plan_view import plan_view, say_cost
+from farthing.units import say_seconds
+from test_plan_view import OWN, ask
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+NASTY = '<script>alert("x")</script>&'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def view(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found = ask(tmp_path_factory.mktemp("job"), own=[parse_owned(OWN)], deadline_s=40 * 3600.0)
+    return plan_view(found, runs_per_month=24)
+
+
+class Read(HTMLParser):
+    """Reads a page as strictly as this needs: what is opened is closed, in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        assert len({name for name, _ in attrs}) == len(attrs), f"an attribute twice in {tag}"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"{tag} is closed and was never opened"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("style",):
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        """All that is read on the page."""
+        return " ".join(" ".join(self.words).split())
+
+    def count(self, tag: str) -> int:
+        """How many elements of a kind there are."""
+        return sum(name == tag for name, _ in self.tags)
+
+
+def test_the_page_is_whole_and_can_be_read_by_all(view: dict[str, Any]) -> None:
+    page = plan_page(view)
+    assert page.startswith("<!doctype html>")
+    read = Read(page)
+    assert ("html", {"lang": "en"}) in read.tags
+    assert read.count("title") > 1, "of the page, and of what is drawn"
+    assert read.count("h1") == 1
+    headings = [tag for tag, _ in read.tags if tag in ("h1", "h2", "h3")]
+    assert headings[0] == "h1"
+    assert {"h1", "h2"} == set(headings)
+    assert read.count("table") == read.count("thead") == read.count("tbody") >= 6
+    assert all(attributes.get("scope") in ("col", "row") for tag, attributes in read.tags if tag == "th")
+    for tag, attributes in read.tags:
+        if tag == "svg":
+            assert attributes["role"] == "img"
+            ids = str(attributes["aria-labelledby"]).split()
+            assert all(any(other.get("id") == name for _, other in read.tags) for name in ids)
+    named = [attributes["id"] for _, attributes in read.tags if "id" in attributes]
+    assert len(set(named)) == len(named)
+    assert "prefers-color-scheme:dark" in page
+
+
+def test_nothing_is_loaded_from_elsewhere(view: dict[str, Any]) -> None:
+    page = plan_page(view)
+    read = Read(page)
+    loading = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use"}
+    assert not {tag for tag, _ in read.tags} & loading
+    for _, attributes in read.tags:
+        assert not attributes.keys() & {"src", "href", "xlink:href", "srcset", "action", "onclick", "onload"}
+    assert "url(" not in page
+    assert "@import" not in page
+    assert "default-src 'none'" in page
+
+
+def test_what_comes_from_outside_is_only_text(view: dict[str, Any]) -> None:
+    def nasty(value: Any) -> Any:
+        """The view with markup at the end of every string; keys of data too."""
+        if isinstance(value, dict):
+            return {key: nasty(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [nasty(one) for one in value]
+        return value + NASTY if isinstance(value, str) and value not in ("spot", "on-demand", "own", "here") else value
+
+    changed = nasty(view)
+    changed["years"]["one_year_usd"] = {NASTY: 1.0}
+    changed["years"]["three_years_usd"] = {NASTY: 3.0}
+    page = plan_page(changed)
+    read = Read(page)
+    assert "script" not in {tag for tag, _ in read.tags}
+    assert page.count("<script") == 0
+    assert read.text.count(NASTY) > 100
+
+
+def test_the_figures_are_those_of_the_view(view: dict[str, Any]) -> None:
+    read = Read(plan_page(view))
+    best = view["best"]
+    assert view["answer"] in read.text
+    assert say_cost(best["total_usd"]) in read.text
+    for name in (*best["seconds"], *best["step"]["parts"], *best["memory"]["parts"], *best["usd"]):
+        assert name in read.text
+    for row in view["plans"]:
+        if row["is_runnable"] and row["rank"] <= 20:
+            assert say_seconds(row["wall_s"]) in read.text
+            assert row["why"] in read.text
+    assert read.count("tr") > len(view["plans"]) + len(view["rejected"])
+    n_dots = sum(tag == "circle" for tag, _ in read.tags)
+    assert n_dots == sum(row["total_usd"] > 0 for row in view["plans"])
+    for words in (*view["assumptions"], *view["notes"], view["prices"]["words"]):
+        assert words in read.text
+    for one in view["rejected"]:
+        assert one["reason"] in read.text
+        assert one["change"] in read.text
+    assert "buy 1x RTX 4090" in read.text
+    assert "24 runs a month" in read.text
+
+
+def test_bars_do_not_pass_what_is_there(view: dict[str, Any]) -> None:
+    page = plan_page(view)
+    stacks = re.findall(r'<div class="stack"[^>]*>(.*?)</div>', page)
+    assert len(stacks) > 20
+    for stack in stacks:
+        assert sum(float(width) for width in re.findall(r"width:([\d.]+)%", stack)) <= 100.01
+
+
+def test_the_same_view_gives_the_same_bytes(view: dict[str, Any]) -> None:
+    assert plan_page(view) == plan_page(view)
+
+
+def test_a_page_when_nothing_fits(tmp_path: Path) -> None:
+    read = Read(plan_page(plan_view(ask(tmp_path, budget_usd=0.01))))
+    assert "Nothing can do this job" in read.text
+    assert "The nearest ways" in read.text
+    assert "limits.max_usd: " in read.text
+    assert read.count("svg") == 0
+
+
+def test_a_page_when_only_several_gpus_can(tmp_path: Path) -> None:
+    found = plan_view(ask(tmp_path, {"model": "meta-llama/Llama-3.1-70B", "method": "full"}))
+    assert found["best"] is None
+    assert found["plans"]
+    read = Read(plan_page(found))
+    assert "No single GPU can do this job." in read.text
+    assert "The nearest ways" in read.text
+    assert read.count("svg") == 1
+
+
+# ---- labels ----
+
+
+def test_no_label_overlaps_another_or_hides_a_point() -> None:
+    draw = random.Random(0)
+    n_placed = 0
+    for _ in range(50):
+        points = [("x" * draw.randint(3, 30), draw.uniform(60, 800), draw.uniform(20, 400)) for _ in range(12)]
+        dots = [(draw.uniform(60, 800), draw.uniform(20, 400)) for _ in range(100)]
+        labels = place_labels(points, dots, (60, 10, 840, 420))
+        n_placed += len(labels)
+        for i, label in enumerate(labels):
+            left, top, right, bottom = label.box
+            assert left >= 60
+            assert top >= 10
+            assert right <= 840
+            assert bottom <= 420
+            assert not any(left < x < right and top < y < bottom for _, x, y in points)
+            for other in labels[i + 1 :]:
+                a, b, c, d = other.box
+                assert right < a or left > c or bottom < b or top > d
+    assert n_placed > 0.9 * 50 * 12, "most points have room for their label"
+    assert place_labels([("no room at all", 70, 20)], [], (60, 10, 90, 30)) == []

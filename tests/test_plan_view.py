@@ -1,0 +1,299 @@
+"""The view of a plan: its figures add up, the same question gives the same bytes, and what is asked for is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farthing.catalog import Billing, Offer
+from farthing.errors import UserMistake
+from farthing.job import Job
+from farthing.money import break_even_hours, parse_owned, run_on_own
+from farthing.plan import Assumptions, Place, decide, place_of
+from farthing.report.plan_view import (
+    break_even_words,
+    compare_plans,
+    find_plan,
+    limits_in_words,
+    plan_view,
+    summary,
+    ways_out,
+)
+from farthing.speed import Calibration, cpu_device
+from farthing.study import Study, study_job
+
+NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+OWN = "RTX 4090:1600usd:0.45kW"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))
+        yield
+
+
+def job_of(folder: Path, **keys: Any) -> Job:
+    values: dict[str, Any] = {
+        "task": "causal-lm",
+        "model": "meta-llama/Llama-3.1-8B",
+        "data": "rows.jsonl",
+        "method": "lora",
+        "output_dir": "run",
+        "cache_dir": str(folder),
+    }
+    return Job.model_validate(values | keys)
+
+
+def ask(folder: Path, job: dict[str, Any] | None = None, **wishes: Any) -> Study:
+    """The answer for 10,000 examples of 400 tokens on every offer."""
+    wanted: dict[str, Any] = {"n_examples": 10_000, "mean_tokens": 400.0, "is_local": False}
+    return study_job(job_of(folder, **(job or {})), now=NOW, **(wanted | wishes))
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
+    return ask(tmp_path_factory.mktemp("job"), own=[parse_owned(OWN)])
+
+
+@pytest.fixture(scope="module")
+def view(study: Study) -> dict[str, Any]:
+    return plan_view(study, runs_per_month=24)
+
+
+def test_the_same_question_gives_the_same_bytes(tmp_path: Path, view: dict[str, Any]) -> None:
+    again = plan_view(ask(tmp_path, own=[parse_owned(OWN)]), runs_per_month=24)
+    one, other = (json.dumps(found, indent=1, allow_nan=False) for found in (view, again))
+    assert one == other
+    assert json.loads(one) == view, "what is not a plain value would not come back"
+
+
+def test_the_parts_of_every_plan_add_up(view: dict[str, Any]) -> None:
+    assert len(view["plans"]) > 200
+    for row in view["plans"]:
+        assert sum(row["usd"].values()) == pytest.approx(row["total_usd"], rel=1e-6)
+        assert sum(row["seconds"].values()) == pytest.approx(row["wall_s"], rel=1e-6)
+        assert sum(row["step"]["parts"].values()) == pytest.approx(row["step"]["seconds"], rel=1e-6)
+        memory = row["memory"]
+        assert sum(memory["parts"].values()) == pytest.approx(memory["needed_bytes"], rel=1e-6)
+        assert memory["needed_bytes"] <= memory["capacity_bytes"]
+        for low, likely, high in (row["usd_range"], row["hours_range"], memory["range_bytes"]):
+            assert 0 <= low <= likely <= high
+        assert row["hours"] == pytest.approx(row["hours_range"][1])
+        assert (row["spot"] is None) == (row["kind"] != "spot")
+        recipe = row["recipe"]
+        assert recipe["micro_batch"] * recipe["accumulation"] * row["n_gpus"] >= recipe["global_batch"] == 16
+        assert recipe["micro_batch_tokens"] > 0
+        assert row["is_runnable"] == (row["n_gpus"] == 1) == (not row["not_runnable"])
+        for words in (row["why"], row["sure"], row["price_source"], row["price_date"], row["name"]):
+            assert words
+
+
+def test_offers_that_differ_in_place_alone_are_one_choice(view: dict[str, Any], study: Study) -> None:
+    names = [(row["provider"], row["gpu"], row["n_gpus"], row["kind"]) for row in view["plans"]]
+    assert len(set(names)) == len(names) == view["n_choices"]
+    assert [row["rank"] for row in view["plans"]] == list(range(1, len(names) + 1))
+    assert sum(1 + len(row["also_at"]) for row in view["plans"]) == view["n_plans"] == len(study.answer.plans)
+    assert any(row["also_at"] for row in view["plans"])
+
+
+def test_the_front_is_what_nothing_beats(view: dict[str, Any]) -> None:
+    can = [row for row in view["plans"] if row["is_runnable"]]
+    front = sorted((row for row in can if row["on_runnable_front"]), key=lambda row: row["hours"])
+    assert len(front) >= 3
+    dollars = [row["total_usd"] for row in front]
+    assert dollars == sorted(dollars, reverse=True)
+    for row in can:
+        beaten = any(one["total_usd"] <= row["total_usd"] and one["hours"] < row["hours"] for one in can)
+        assert not (row["on_runnable_front"] and beaten)
+    assert not any(row["on_runnable_front"] for row in view["plans"] if not row["is_runnable"])
+
+
+def test_the_answer_says_what_to_do_and_what_it_comes_to(tmp_path: Path, view: dict[str, Any]) -> None:
+    best = view["best"]
+    assert best["is_runnable"]
+    assert view["answer"].startswith("Use your own RTX 4090: $0.")
+    assert "Rented: 1x " in view["answer"], "who owns nothing is told what to rent"
+    rented = plan_view(ask(tmp_path))
+    assert rented["answer"].startswith("Rent 1x ")
+    assert " to spare." in rented["answer"]
+    assert rented["best"] in rented["plans"]
+    assert "10,000 examples x 3 epochs, 1,875 steps of 16" in summary(rented)
+
+
+def test_every_rejection_is_counted_with_its_reason_and_its_change(view: dict[str, Any], study: Study) -> None:
+    assert sum(one["n_offers"] for one in view["rejected"]) == len(study.answer.rejected) > 10
+    for one in view["rejected"]:
+        assert one["reason"]
+        assert one["change"]
+    distances = [one["distance"] for one in view["rejected"] if one["distance"] is not None]
+    assert distances == sorted(distances)
+
+
+@pytest.mark.parametrize(
+    ("job", "wishes", "words"),
+    [
+        ({}, {"budget_usd": 0.01}, "limits.max_usd: "),
+        ({}, {"deadline_s": 500.0}, "a deadline "),
+        ({"method": "full", "model": "meta-llama/Llama-3.1-70B"}, {"max_gpus": 1}, "method: lora"),
+        ({"train": {"per_device_train_batch_size": 512}}, {"gpu": ["A10G"]}, "train.per_device_train_batch_size: 1"),
+    ],
+)
+def test_nothing_fits_and_the_three_nearest_ways_are_named(
+    tmp_path: Path, job: dict[str, Any], wishes: dict[str, Any], words: str
+) -> None:
+    found = plan_view(ask(tmp_path, job, **wishes))
+    assert found["plans"] == []
+    assert found["best"] is None
+    assert found["answer"].startswith("Nothing can do this job as it is: none of ")
+    ways = ways_out(found)
+    assert words in "\n".join(ways)
+    assert len(set(ways)) == len(ways) == min(3, len(found["rejected"]))
+    json.dumps(found, allow_nan=False)
+
+
+def test_limits_are_told(tmp_path: Path) -> None:
+    found = plan_view(ask(tmp_path, budget_usd=5.0, deadline_s=6 * 3600.0))
+    assert limits_in_words(found) == "at most $5.00, done in 6 h 00 min from now, on spot with 90% at least"
+    assert found["best"]["chance"] is not None
+    assert all(row["total_usd"] <= 5 for row in found["plans"])
+
+
+def test_own_or_rent_is_the_arithmetic_of_money(view: dict[str, Any], study: Study) -> None:
+    own, owned = view["own"][0], study.own[0]
+    row = next(row for row in view["plans"] if row["kind"] == "own")
+    assert own["hours"] == row["hours"]
+    assert own["usd"] == pytest.approx({name: usd for name, usd in run_on_own(owned, row["hours"]).items() if usd})
+    assert own["total_usd"] == pytest.approx(row["total_usd"], rel=1e-3)
+    equal = own["against"][0]
+    assert equal["is_equal"]
+    assert "RTX 4090 on demand" in equal["name"]
+    dollars = [r["usd_per_hour"] for r in view["plans"] if (r["name"].startswith("1x RTX 4090 on demand"))]
+    assert equal["usd_per_own_hour"] == min(dollars)
+    assert equal["break_even_hours"] == pytest.approx(break_even_hours(owned, min(dollars)))
+    assert equal["break_even_months"] == pytest.approx(equal["break_even_hours"] / (24 * own["hours"]), rel=1e-6)
+    assert "it pays back after" in break_even_words(own, equal)
+    dear = equal | {"break_even_hours": None, "break_even_months": None}
+    assert "never pays back" in break_even_words(own, dear)
+
+
+def test_a_year_of_runs(view: dict[str, Any]) -> None:
+    years = view["years"]
+    assert list(years["one_year_usd"].values()) == sorted(years["one_year_usd"].values())
+    spot = next(row for row in view["plans"] if row["kind"] == "spot" and row["is_runnable"])
+    assert years["one_year_usd"][f"rent {spot['name']}"] == pytest.approx(12 * 24 * spot["total_usd"], rel=1e-6)
+    own = view["own"][0]
+    running = own["hours"] * 0.45 * 0.15
+    assert years["one_year_usd"]["buy 1x RTX 4090"] == pytest.approx(1600 + 12 * 24 * running, rel=1e-6)
+    assert years["three_years_usd"]["buy 1x RTX 4090"] == pytest.approx(1600 + 36 * 24 * running, rel=1e-6)
+    assert any(name.startswith("Together") for name in years["one_year_usd"])
+
+
+def test_more_runs_than_a_month_has_hours_is_said(study: Study) -> None:
+    notes = plan_view(study, runs_per_month=5000)["years"]["notes"]
+    assert any("are more than one machine has" in note for note in notes)
+
+
+def test_a_service_is_named_for_models_that_it_takes(tmp_path: Path, view: dict[str, Any]) -> None:
+    takes = {service["what"] for service in view["managed"] if service["takes_the_model"]}
+    assert takes == {"LoRA up to 16B"}
+    full = plan_view(ask(tmp_path, {"method": "full"}, max_gpus=1))
+    assert not any(service["takes_the_model"] for service in full["managed"])
+
+
+def test_plans_are_found_by_rank_and_by_name(view: dict[str, Any]) -> None:
+    assert find_plan(view, "3")["rank"] == 3
+    h100 = find_plan(view, "h100")
+    assert (h100["gpu"], h100["n_gpus"]) == ("H100-80GB", 1)
+    two = find_plan(view, "2x RTX 4090")
+    assert (two["gpu"], two["n_gpus"]) == ("RTX 4090", 2)
+    spot = find_plan(view, "A100 80GB spot")
+    assert (spot["gpu"], spot["kind"]) == ("A100-80GB", "spot")
+    at = find_plan(view, "runpod/L40S")
+    assert (at["provider"], at["gpu"]) == ("RunPod", "L40S")
+    assert find_plan(view, "Lambda")["provider"] == "Lambda"
+    assert find_plan(view, "own")["kind"] == "own"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("100000", "there is no plan 100000"),
+        ("0", "there is no plan 0"),
+        ("the moon", "no plan is called `the moon`"),
+        ("1x T4", "was rejected: needs "),
+    ],
+)
+def test_what_is_not_found_is_told(view: dict[str, Any], name: str, words: str) -> None:
+    with pytest.raises(UserMistake, match="plan") as caught:
+        find_plan(view, name)
+    assert words in caught.value.what
+    assert caught.value.to_do
+
+
+def test_two_plans_are_compared_as_people_would_say_it(view: dict[str, Any]) -> None:
+    def row(n_gpus: int, gpu: str, usd_per_gpu_hour: float, hours: float) -> dict[str, Any]:
+        changed = {"n_gpus": n_gpus, "gpu": gpu, "usd_per_gpu_hour": usd_per_gpu_hour, "kind": "on-demand"}
+        usd = n_gpus * usd_per_gpu_hour * hours
+        return view["plans"][0] | changed | {"total_usd": usd, "wall_s": hours * 3600, "hours": hours}
+
+    found = compare_plans(row(1, "A100", 2.5, 10), row(2, "RTX 4090", 0.5, 7))
+    assert found["words"] == (
+        "1x A100 at $2.50 for 10 h 00 min = $25.00; 2x RTX 4090 at $0.50 each for 7 h 00 min = $7.00: 72 % less"
+    )
+    assert found["saved_share"] == pytest.approx(0.72)
+    assert found["rows"]["hours"]["ratio"] == pytest.approx(0.7)
+    same = compare_plans(view["plans"][0], view["plans"][0])
+    assert same["words"].endswith(": costs the same")
+    assert all(figures["ratio"] == 1 for figures in same["rows"].values())
+
+
+# ---- machines of one's own ----
+
+
+def here(usd_per_hour: float, flops: float, **changes: Any) -> Place:
+    offer = Offer(
+        *("this machine", "Old CPU", "", 1, "", "", False, "machine_hour", usd_per_hour, "the job", date(2026, 11, 20)),
+        Billing("this machine"),
+    )
+    place = Place(
+        offer, cpu_device("Old CPU", flops, 2 if flops < 1e12 else 200), "fp32", 1 << 40, is_local=True, is_cuda=False
+    )
+    return replace(place, **changes)
+
+
+def with_here(study: Study, place: Place) -> dict[str, Any]:
+    offers = [place_of(offer) for offer in study.catalog.offers if offer.gpu and offer.n_gpus == 1]
+    places = [place, *(found for found in offers if isinstance(found, Place))]
+    answer = decide(study.wanted, places, assumptions=Assumptions())
+    return plan_view(replace(study, answer=answer, own=()))
+
+
+def test_a_slow_machine_without_a_price_is_not_the_answer(study: Study) -> None:
+    found = with_here(study, here(0.0, 1e11))
+    assert found["plans"][0]["kind"] == "here", "it costs nothing, so dollars put it first"
+    assert found["answer"].startswith("Rent ")
+    assert "no price given" in found["here"]["words"]
+    quick = with_here(study, here(0.0, 1e15))
+    assert quick["answer"].startswith("Use this machine (Old CPU): no price is given, ")
+    assert quick["best"]["kind"] == "here"
+
+
+def test_how_sure_a_plan_is_and_why(study: Study) -> None:
+    known = Calibration(n_runs=3, spread=0.06, source="3 runs of this model here", extra_bytes=1 << 30)
+    rows = with_here(study, here(0.1, 1e15, calibration=known))["plans"]
+    one = next(row for row in rows if row["kind"] == "here")
+    assert one["sure"] == "calibrated by 3 runs of this model here: seconds within 6% in 4 of 5 cases"
+    assert one["memory"]["parts"]["measured beside the formula"] == 1 << 30
+    bare = next(row for row in with_here(study, here(0.1, 1e15))["plans"] if row["kind"] == "here")
+    assert "nothing was measured on this processor" in bare["sure"]
+    sure = {row["gpu"]: row["sure"] for row in rows}
+    assert "published runs on this GPU" in sure["A100-80GB"]
+    assert "no published run on this GPU is known" in sure["L4"]
