@@ -206,7 +206,7 @@ def stack_of(source: str, words: str, method: str) -> Stack:
             stack = replace(stack, loss=FUSED, fused_norms=True)
         return replace(stack, loss=TILED) if "liger" in words else stack
     if "torchtune" in source:
-        stack = replace(plain, name="torchtune", adapters_fp32=False, is_compiled="compile" in words)
+        stack = replace(plain, name="torchtune", adapters_fp32=False, masks_padding=False, is_compiled="compile" in words)
         if re.search(r"chunked|\.\.\.\+|\(same\)", words) or "memory-" in source:
             stack = replace(stack, loss=CHUNKED, is_compiled=True)
         offloads = "offload" in words

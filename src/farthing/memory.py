@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from farthing.lengths import Largest
 from farthing.recipe import CHUNKED, FUSED, LABELLED, TILED, WHOLE, Recipe
-from farthing.shapes import Adapters, Shape
+from farthing.shapes import Adapters, Shape, Weight
 
 SLACK = 0.05  # of what torch has allocated: blocks that the allocator can't use
 CUDA_CONTEXT_BYTES = int(0.6 * 2**30)
@@ -48,26 +48,32 @@ class Block(NamedTuple):
     n_mlp_inputs: int
     dropouts: int  # of the stream's width
     has_norm_copies: bool  # RMS norms of transformers keep what they normalized in fp32
+    has_head_norms: bool = False  # queries and keys are normalized head by head
+    scales_fp32: bool = False  # norms multiply with their weight in fp32, and keep that copy too
+    is_sliced: bool = False  # values are a slice of one product, which stays whole, while queries and keys are rotated
 
 
 _GATED = Block(2, 3, True, 3, 2, 0, True)
 BLOCKS = {
-    "gemma2": _GATED._replace(n_norms=4),
-    "gemma3_text": _GATED._replace(n_norms=4),
-    "phi3": _GATED._replace(n_attention_inputs=3, n_mlp_inputs=1),
+    "gemma": _GATED._replace(scales_fp32=True),
+    "gemma2": _GATED._replace(n_norms=4, scales_fp32=True),
+    "gemma3_text": _GATED._replace(n_norms=4, has_head_norms=True, scales_fp32=True),
+    "qwen3": _GATED._replace(has_head_norms=True),
+    "phi3": _GATED._replace(n_attention_inputs=1, n_mlp_inputs=1, is_sliced=True),
     "gpt2": Block(2, 4, False, 1, 1, 2, False),
     "gpt_bigcode": Block(2, 1, False, 1, 1, 2, False),
-    "gpt_neox": Block(2, 1, False, 1, 1, 0, False),
+    "gpt_neox": Block(1, 1, False, 1, 1, 0, False, is_sliced=True),  # two norms of one input
     "mpt": Block(2, 1, False, 1, 1, 0, False),
-    "t5": Block(2, 5, True, 3, 2, 2, True),
-    "mt5": Block(2, 5, True, 3, 2, 2, True),
+    "t5": Block(2, 7, True, 3, 2, 2, True),
+    "mt5": Block(2, 7, True, 3, 2, 2, True),
     "bert": Block(2, 1, False, 3, 1, 2, False),
     "roberta": Block(2, 1, False, 3, 1, 2, False),
     "xlm-roberta": Block(2, 1, False, 3, 1, 2, False),
-    "distilbert": Block(2, 1, False, 3, 1, 2, False),
+    "distilbert": Block(2, 1, False, 3, 1, 1, False),
 }
 _CAPS_LOGITS = {"gemma2"}  # a tanh of them is kept
 _EAGER = {"gemma2"}  # soft-capping: scores are computed and kept whole
+_ATTENTION_OUTPUTS = {"o_proj", "dense", "out_lin", "c_proj", "out_proj", "o"}
 _DROPS_SCORES = {"bert", "roberta", "xlm-roberta", "distilbert", "t5", "mt5", "gpt2", "gpt_bigcode"}
 
 
@@ -140,20 +146,22 @@ def estimate_memory(
     if stack.offloads_activations:
         saved, boundaries = 0.0, 0.0
     embedding = shape.vocab * shape.hidden * recipe.trained_bytes if adapters is None else 0.0
-    more = embedding * (2 if shape.is_tied else 0) + (embedding if held and not shape.is_tied else 0.0)
+    more = embedding * ((2 if shape.is_tied else 0) + (1 if held else 0))
     step = n_trained * recipe.trained_bytes / shards if recipe.optim == "adamw_torch" else 0.0
     if stack.frees_gradients:
         step = 0.0
 
     base = {"weights": weights, "optimizer": state}
+    dora = _dora_working(recipe, adapters)
     moments = {
+        "forward": base | {"gradients": held, "casts": casts, "activations": saved, "working": dora},
         "loss": base | {"gradients": held, "casts": casts, "activations": saved + last, "logits": logits},
         "backward": base
         | {
             "gradients": held or head_gradients,
             "casts": 0.0 if recipe.every_n_layers == 1 else casts,
             "activations": (saved if recipe.every_n_layers != 1 else boundaries + top),
-            "working": working,
+            "working": max(working, dora if recipe.every_n_layers else 0.0),
         },
         "embeddings": base | {"gradients": gradients, "working": more / shards},
         "optimizer": base | {"gradients": gradients, "working": step},
@@ -209,14 +217,17 @@ def _layers(
     shape: Shape, recipe: Recipe, largest: Largest, adapters: Adapters | None, is_cuda: bool
 ) -> tuple[float, float, float, float]:
     """(all saved activations, inputs of checkpointed layers, all of one layer, what its backward pass works with)."""
-    one = saved_per_token(shape, recipe, adapters, is_cuda)
+    attention, feed_forward = saved_per_token(shape, recipe, adapters, is_cuda)
     squares = scores_per_pair(shape, recipe, is_cuda)
     source, target = largest.n_rows * largest.tokens, largest.n_rows * largest.targets
-    layer = one * source + squares * source * largest.tokens
+    own, of_decoder, across = _adapter_inputs(shape, recipe, adapters, is_cuda)
+    layer = (attention + feed_forward + own) * source + squares * source * largest.tokens
     decoder = 0.0
-    if shape.n_decoder_layers:  # attends twice: its own tokens, and the source's
-        decoder = 1.45 * one * target + squares * target * (largest.targets + largest.tokens)
-        decoder += 2 * recipe.compute_bytes * shape.n_kv_heads * shape.head_dim * source
+    if shape.n_decoder_layers:  # attends twice: to its own tokens, and to the source's
+        decoder = (2 * attention + feed_forward + of_decoder) * target + across * source
+        decoder += squares * target * (largest.targets + largest.tokens)
+        of_number = 4 if _is_math(shape, is_cuda) else recipe.compute_bytes
+        decoder += 2 * of_number * shape.n_kv_heads * shape.head_dim * (source - target)
     every = recipe.every_n_layers
     n_kept = [n - n // every if every else n for n in (shape.n_layers, shape.n_decoder_layers)]
     edge = shape.hidden * (4 if recipe.stack.upcasts_frozen and recipe.method == "qlora" else recipe.residual_bytes)
@@ -229,74 +240,128 @@ def _layers(
     return saved, boundaries, top, float(works * max(source, target))
 
 
-def saved_per_token(shape: Shape, recipe: Recipe, adapters: Adapters | None, is_cuda: bool = True) -> float:
-    """Bytes that autograd keeps of one layer for each token, its attention scores aside.
+def saved_per_token(
+    shape: Shape, recipe: Recipe, adapters: Adapters | None, is_cuda: bool = True
+) -> tuple[float, float]:
+    """Bytes that autograd keeps of one layer for each token: (of its attention, of its feed-forward).
 
-    In order: norms, the products' inputs, attention, feed-forward, dropout masks, the adapters' inputs.
+    Adapters and attention scores aside. In order: norms, the products' inputs, attention, activation, dropout masks.
     """
-    block, stack = BLOCKS.get(shape.model_type, _GATED), recipe.stack
+    block, stack = block_of(shape), recipe.stack
     c, r, h, f = recipe.compute_bytes, recipe.residual_bytes, shape.hidden, shape.ffn
     q, k = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     is_full = adapters is None
     is_mixed = stack.has_autocast and r > c  # products get copies in the precision of the run
+    is_fused = stack.fused_norms or stack.is_compiled
 
-    norms = block.n_norms * h * (r if stack.fused_norms or stack.is_compiled else 4)
-    inputs = 0
+    if block.has_norm_copies and not is_fused:
+        norm = h * (4 + ((4 if block.scales_fp32 else r) if is_full else 0))
+    else:  # autocast on a GPU normalizes in fp32
+        norm = h * (4 if stack.has_autocast and is_cuda and not is_fused else r)
+    mask = h * (1 if is_cuda else c) * block.dropouts / 2
+    both = block.n_norms / 2 * norm + mask
+    to_attention = to_mlp = 0
     if is_full:
-        if block.has_norm_copies and not (stack.fused_norms or stack.is_compiled):
-            norms += block.n_norms * h * r
-        if is_mixed:
-            inputs = (block.n_attention_inputs + block.n_mlp_inputs) * c * h
-            if not block.has_norm_copies:
-                norms += block.n_norms * h * r
-        else:
-            inputs = 2 * r * h
-    attention = 4 * c * q if not stack.is_flash else 2 * c * q + 2 * c * k
-    n_copies = (2 if stack.fused_mlp or stack.is_compiled else block.activation) if block.is_gated else block.activation
-    feed_forward = n_copies * c * f
-    if is_full or _adapts_down(shape, adapters):
-        feed_forward += c * f if not stack.fused_mlp else 0
-    masks = block.dropouts * h * (1 if is_cuda else c)
-    return norms + inputs + attention + feed_forward + masks + _adapter_inputs(shape, recipe, adapters, is_cuda)
+        to_attention = c * h * (block.n_attention_inputs if is_mixed else 1)
+        to_mlp = c * h * (block.n_mlp_inputs if is_mixed else 1)
+
+    # queries, keys, values and what comes out; keys and values are repeated for their groups but in flash attention
+    attention = 4 * c * q if not stack.is_flash and shape.n_kv_heads > 1 else 2 * c * q + 2 * c * k
+    if shape.model_type in _EAGER and not is_full:
+        attention -= c * q
+    if _is_math(shape, is_cuda):
+        attention = 12 * q + (c * q if is_full else 0)
+    if block.is_sliced:
+        attention += c * (q + k)
+        attention += 0 if is_cuda or not is_full else c * q  # a CPU leaves heads in an order that has to be copied
+    if block.has_head_norms:
+        of_scaled = 4 if block.scales_fp32 and not is_fused else c
+        attention += (q + k) * ((0 if is_fused else 4) + (of_scaled if is_full or is_fused else 0))
+
+    is_lean = stack.fused_mlp or stack.is_compiled
+    activation = (2 if is_lean and block.is_gated else block.activation) * c * f
+    if (is_full or _adapts_down(shape, adapters)) and not stack.fused_mlp:
+        activation += c * f
+    return both + to_attention + attention, both + to_mlp + activation
+
+
+def block_of(shape: Shape) -> Block:
+    """What a layer of this model keeps. The first T5 has no gate."""
+    block = BLOCKS.get(shape.model_type, _GATED)
+    if block.is_gated and shape.n_decoder_layers and not any(w.name.endswith("wi_1") for w in shape.weights):
+        return block._replace(activation=2, is_gated=False, n_mlp_inputs=1)
+    return block
+
+
+def _is_math(shape: Shape, is_cuda: bool) -> bool:
+    """Whether attention is computed with whole scores, in fp32: with dropout on a CPU."""
+    return shape.model_type in _DROPS_SCORES and not is_cuda
 
 
 def scores_per_pair(shape: Shape, recipe: Recipe, is_cuda: bool) -> float:
     """Bytes of one layer for each pair of tokens, where attention does keep its scores."""
     if shape.model_type in _EAGER:
-        return shape.n_heads * (4 + 2 * recipe.compute_bytes)
-    if shape.model_type in _DROPS_SCORES and not is_cuda:  # sdpa with dropout, on a CPU
+        return shape.n_heads * 8.0  # of the capped scores, their softmax in fp32 and a copy in the precision of the run
+    if _is_math(shape, is_cuda):
         return shape.n_heads * 12.0
+    stack = recipe.stack
+    if shape.attention == "causal" and stack.masks_padding and not stack.is_flash:  # kept as numbers, layer by layer
+        return float(recipe.compute_bytes)
     return 0.0
 
 
-def _adapter_inputs(shape: Shape, recipe: Recipe, adapters: Adapters | None, is_cuda: bool) -> float:
-    """Bytes for each token of a layer that adapters keep: each its input in the dtype that it multiplies, and dropout."""
+def _adapter_inputs(
+    shape: Shape, recipe: Recipe, adapters: Adapters | None, is_cuda: bool
+) -> tuple[float, float, float]:
+    """Bytes for each token that adapters keep: of a layer, of a decoder's layer, and of its reading of the source."""
+    found = [0.0, 0.0, 0.0]
     if adapters is None:
-        return 0.0
-    stack, c = recipe.stack, recipe.compute_bytes
-    n_layers = max(1, shape.n_layers)
-    bytes_of, seen_stream = 0.0, False
+        return 0.0, 0.0, 0.0
+    shared = [set[str](), set[str](), set[str]()]
     for weight, n in adapters.adapted:
         if weight.kind != "linear" or weight.copies == 1:
             continue
-        share = n / n_layers if not shape.n_decoder_layers else n / (shape.n_layers + shape.n_decoder_layers)
-        is_down = weight.n_in == shape.ffn and weight.n_in != shape.hidden
-        width = weight.n_in
-        if recipe.lora_dropout > 0:
-            bytes_of += share * width * (1 if is_cuda else 4)
-        if recipe.trained_bytes == 4 and c == 2 and not stack.has_autocast:
-            bytes_of += share * 4 * width  # the adapter casts its input, and keeps the copy
-        elif recipe.trained_bytes == 4 and c == 2:
-            bytes_of += (
-                share * c * width * (0 if is_down else 1)
-            )  # a down projection's is counted with the feed-forward
-        elif not is_down and not seen_stream:  # the dtypes agree: what is multiplied is shared
-            bytes_of += 2 * c * shape.hidden
-            seen_stream = True
-        bytes_of += share * recipe.lora_r * c
-        if recipe.use_dora:
-            bytes_of += share * 2 * c * weight.n_out
-    return bytes_of
+        group = 0
+        if shape.n_decoder_layers and weight.name.startswith("decoder"):
+            group = 2 if weight.tokens == "source" else 1
+        share = n / (shape.n_decoder_layers if group else shape.n_layers)
+        found[group] += share * _adapter_input(weight, shape, recipe, is_cuda, shared[group])
+    return found[0], found[1], found[2]
+
+
+def _adapter_input(weight: Weight, shape: Shape, recipe: Recipe, is_cuda: bool, shared: set[str]) -> float:
+    """Bytes for each token of one adapter: its input in the dtype that it multiplies, what dropout keeps, its middle."""
+    stack, c, width = recipe.stack, recipe.compute_bytes, weight.n_in
+    is_down = weight.part == "mlp" and weight.n_in == shape.ffn and weight.n_in != shape.hidden
+    kept = 0.0
+    if recipe.trained_bytes == 4 and c == 2 and not stack.has_autocast:
+        kept = 4.0 * width  # the adapter casts its input, and keeps the copy
+    elif recipe.trained_bytes == 4 and c == 2:
+        kept = 0.0 if is_down else float(c * width)  # a down projection's is counted with the feed-forward
+    elif not is_down:  # the dtypes agree: products of one input share it, and so does attention with what it gave
+        is_output = weight.part == "attention" and weight.name.rsplit(".", 1)[-1] in _ATTENTION_OUTPUTS
+        is_there = is_output and not (
+            shape.model_type in _EAGER or (not is_cuda and (block_of(shape).is_sliced or _is_math(shape, is_cuda)))
+        )
+        source = f"{weight.name.rsplit('.', 1)[0] if not is_output else weight.name}"
+        kept = 0.0 if is_there or source in shared else float(c * width)
+        shared.add(source)
+    if recipe.lora_dropout > 0:
+        kept += width * (1 if is_cuda else 4)
+    if recipe.use_dora:
+        kept += 2 * c * weight.n_out
+    return kept + recipe.lora_r * c
+
+
+def _dora_working(recipe: Recipe, adapters: Adapters | None) -> float:
+    """Bytes with which the norm of one adapted weight is worked out: peft multiplies the adapters with a unit matrix."""
+    if adapters is None or not recipe.use_dora:
+        return 0.0
+    c, a = recipe.compute_bytes, recipe.trained_bytes
+    of_unit = a + (c if a > c else 0)
+    return max(
+        (of_unit * w.n_in**2 + 3.0 * c * w.n_weights for w, _ in adapters.adapted if w.kind == "linear"), default=0.0
+    )
 
 
 def _adapts_down(shape: Shape, adapters: Adapters | None) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from farthing.catalog import Gpu, Offer, bill, gpus, up_front_usd
@@ -120,12 +120,12 @@ class Wanted:
     sure: float = 0.9
     """Chance that a spot plan must have to meet the deadline."""
 
-    @property
+    @cached_property
     def adapters(self) -> Adapters | None:
         """What is trained of the model; None: all of it."""
         return _adapters(self)
 
-    @property
+    @cached_property
     def n_trainable(self) -> int:
         """Trained weights."""
         return self.shape.n_parameters if self.adapters is None else self.adapters.n_trainable
@@ -235,12 +235,12 @@ class Plan:
         """What is bought."""
         return self.place.offer
 
-    @property
+    @cached_property
     def wall_s(self) -> float:
         """From the moment the job is wanted to its end."""
         return sum(self.seconds.values())
 
-    @property
+    @cached_property
     def total_usd(self) -> float:
         """The bill."""
         return sum(self.usd.values())
@@ -321,6 +321,25 @@ def decide(
     return Answer(tuple(plans), tuple(rejected), tuple(sorted(fees, key=lambda fee: fee[1])), wanted.n_steps)
 
 
+class _Chosen(NamedTuple):
+    """The recipe for a kind of machine, and the seconds of the whole job there, interruptions and checkpoints aside."""
+
+    recipe: Recipe
+    memory: Memory
+    step: StepTime
+    seconds: dict[str, float]
+    save_s: float
+
+
+class _OnSpot(NamedTuple):
+    """What interruptions do to a job: on average, with capacity that lasts longer, and with such that is taken sooner."""
+
+    likely: Expected
+    good: Expected
+    bad: Expected
+    interval_s: float
+
+
 class _Study:
     """What is worked out once for many offers: recipes by precision and number of GPUs, times by machine."""
 
@@ -329,27 +348,31 @@ class _Study:
         self.assumptions = assumptions
         self.hazard = hazard
         self._candidates: dict[tuple[str, int, bool, int | None], list[tuple[Recipe, Memory, Work]]] = {}
-        self._chosen: dict[Any, tuple[Recipe, Memory, StepTime, Work] | Rejected] = {}
-        self._spot: dict[Any, tuple[Expected, float, Expected, Expected]] = {}
+        self._chosen: dict[Any, _Chosen | Rejected] = {}
+        self._spot: dict[Any, _OnSpot] = {}
+        self._intervals: dict[tuple[float, float, Interruptions], float] = {}
+        self._held_gb = (wanted.shape.n_parameters * 2 + 3 * wanted.save_bytes) / 1e9
         self._changes: dict[Any, list[tuple[str, int]]] = {}
 
     def judge(self, place: Place) -> Plan | Rejected:
         """The plan for a place, or why there is none."""
         offer = place.offer
         key = (
-            place.device.name,
+            place.device,
             offer.n_gpus,
             place.precision,
             place.is_local,
-            place.calibration.source,
+            place.is_cuda,
             place.memory_bytes,
+            place.micro_batch,
+            place.calibration,
         )
         if key not in self._chosen:
             self._chosen[key] = self._choose(place)
         chosen = self._chosen[key]
         if isinstance(chosen, Rejected):
             return replace(chosen, offer=offer)
-        plan = self._price(place, *chosen)
+        plan = self._price(place, chosen)
         return self._within_limits(plan)
 
     # ---- recipes ----
@@ -409,7 +432,7 @@ class _Study:
             return memory.allocated_bytes + extra
         return memory.total_bytes + (0 if place.is_cuda else self.assumptions.process_bytes)
 
-    def _choose(self, place: Place) -> tuple[Recipe, Memory, StepTime, Work] | Rejected:
+    def _choose(self, place: Place) -> _Chosen | Rejected:
         n_gpus = max(1, place.offer.n_gpus)
         found = self.candidates(place.precision, n_gpus, place.is_cuda, place.micro_batch)
         if not found:
@@ -421,7 +444,13 @@ class _Study:
             if self.needed_bytes(place, memory) <= place.memory_bytes
         ]
         if fitting:
-            return min(fitting, key=lambda one: (one[2].seconds, one[0].every_n_layers, one[0].micro_batch))
+            recipe, memory, step, work = min(
+                fitting, key=lambda one: (one[2].seconds, one[0].every_n_layers, one[0].micro_batch)
+            )
+            save_s = place.calibration.save_s
+            if save_s is None:
+                save_s = 0.05 + self.wanted.save_bytes / self.assumptions.snapshot_bytes_per_s
+            return _Chosen(recipe, memory, step, self._seconds(place, step, work), save_s)
         least = min((self.needed_bytes(place, memory), recipe.in_words()) for recipe, memory, _ in found)
         reason = f"needs {say_bytes(least[0])} at least, has {say_bytes(place.memory_bytes)} ({least[1]})"
         distance = least[0] / place.memory_bytes
@@ -471,24 +500,20 @@ class _Study:
 
     # ---- price ----
 
-    def _price(self, place: Place, recipe: Recipe, memory: Memory, step: StepTime, work: Work) -> Plan:
+    def _price(self, place: Place, chosen: _Chosen) -> Plan:
         wanted, offer, known = self.wanted, place.offer, place.calibration
-        seconds = self._seconds(place, recipe, step, work)
-        save_s = (
-            known.save_s
-            if known.save_s is not None
-            else 0.05 + wanted.save_bytes / self.assumptions.snapshot_bytes_per_s
-        )
+        recipe, memory, step, at_best, save_s = chosen
+        seconds = dict(at_best)
         before_s = seconds["setup"] + seconds["download"] + seconds["start-up"]
         busy_s = seconds["training"] + seconds["evaluation"]
         expected: Expected | None = None
         good = bad = None
         if offer.is_spot:
             asked_s = self._asked_interval_s(step)
-            key = offer.n_gpus, round(busy_s, 3), round(before_s, 3), round(save_s, 4), asked_s, self.hazard(offer)
+            key = round(busy_s, 3), round(before_s, 3), round(save_s, 4), asked_s, self.hazard(offer)
             if key not in self._spot:
-                self._spot[key] = self._on_spot(key)
-            expected, interval_s, good, bad = self._spot[key]
+                self._spot[key] = self._on_spot(*key)
+            expected, good, bad, interval_s = self._spot[key]
             seconds["checkpoints"] = expected.checkpoint_s
             seconds |= {"lost work": expected.lost_s, "restarts": expected.restart_s, "waiting": expected.waiting_s}
         else:
@@ -503,10 +528,9 @@ class _Study:
         n_starts = (
             1 + math.ceil(expected.n_interruptions) if expected and math.isfinite(expected.n_interruptions) else 1
         )
-        held_gb = (wanted.shape.n_parameters * 2 + 3 * wanted.save_bytes) / 1e9
         out_gb = wanted.n_trainable * 4 / 1e9
         usd = bill(
-            offer, billed_s / 3600, n_starts=n_starts, storage_gb=held_gb, storage_hours=wall_s / 3600,
+            offer, billed_s / 3600, n_starts=n_starts, storage_gb=self._held_gb, storage_hours=wall_s / 3600,
             egress_gb=0.0 if place.is_local else out_gb,
         )  # fmt: skip
         rate = (offer.usd_per_hour or 0.0) / 3600
@@ -534,7 +558,7 @@ class _Study:
             spot=expected,
         )
 
-    def _seconds(self, place: Place, recipe: Recipe, step: StepTime, work: Work) -> dict[str, float]:
+    def _seconds(self, place: Place, step: StepTime, work: Work) -> dict[str, float]:
         wanted, a, known = self.wanted, self.assumptions, place.calibration
         shape = wanted.shape
         weights_bytes = shape.n_parameters * 2.0
@@ -558,8 +582,6 @@ class _Study:
             padded = wanted.eval_lengths.padded_when_sorted(wanted.eval_batch)
             n_steps = n * (padded.tokens + padded.targets) / max(1.0, work.n_padded_tokens)
             once = step_time(forward_work(work, n_steps), place.device).seconds * known.compute * known.evaluation
-            if known.n_runs == 0:
-                once *= 1.0
             if wanted.max_new_tokens:
                 n_words = min(wanted.max_new_tokens, max(1.0, wanted.eval_lengths.longest_target))
                 of_word = 2.0 * shape.n_parameters / place.device.bandwidth_bytes_per_s
@@ -574,17 +596,19 @@ class _Study:
             return self.wanted.save_steps * step.seconds
         return self.wanted.save_every_s
 
-    def _on_spot(self, key: Any) -> tuple[Expected, float, Expected, Expected]:
-        _, busy_s, before_s, save_s, asked_s, zone = key
-        interval_s = asked_s or best_interval_s(save_s, before_s, zone)
-        rhythm = Rhythm(max(30.0, min(interval_s, max(30.0, busy_s))), save_s, before_s)
+    def _on_spot(
+        self, busy_s: float, before_s: float, save_s: float, asked_s: float | None, zone: Interruptions
+    ) -> _OnSpot:
+        interval_s = asked_s
+        if interval_s is None:
+            key = save_s, before_s, zone
+            if key not in self._intervals:
+                self._intervals[key] = best_interval_s(*key)
+            interval_s = max(30.0, min(self._intervals[key], busy_s))
+        rhythm = Rhythm(interval_s, save_s, before_s)
         good, bad = zone.shifted(zone.spread), zone.shifted(1 / zone.spread)
-        return (
-            expect(busy_s, rhythm, zone),
-            rhythm.interval_s,
-            expect(busy_s, rhythm, good),
-            expect(busy_s, rhythm, bad),
-        )
+        likely, better, worse = (expect(busy_s, rhythm, one) for one in (zone, good, bad))
+        return _OnSpot(likely, better, worse, interval_s)
 
     # ---- limits ----
 

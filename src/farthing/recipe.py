@@ -32,6 +32,8 @@ class Stack:
     is_compiled: bool = False
     is_flash: bool = False
     """Attention without a padding mask: keys and values are not repeated for their groups."""
+    masks_padding: bool = True
+    """Attention gets a mask of the padding, a number for each pair of tokens, if it is not flash."""
     upcasts_frozen: bool = False
     """`prepare_model_for_kbit_training`: whatever is not quantized becomes fp32, hidden states too."""
     frees_gradients: bool = False

@@ -25,15 +25,16 @@ Floats = NDArray[np.float64]
 
 def _share_of_gamma(a: float, x: Floats) -> Floats:
     """Regularized lower incomplete gamma function P(a, x), by its series (Abramowitz and Stegun 6.5.29)."""
-    x = np.minimum(x, 80.0)  # P(a, 80) is 1 to the last digit for the a of this room (0.2 to 10)
+    x = np.atleast_1d(np.minimum(x, 80.0))  # P(a, 80) is 1 to the last digit for the a of this room (0.2 to 10)
     term = np.full_like(x, 1 / math.gamma(a + 1))
     total = term.copy()
     for n in range(1, 300):
-        term = term * x / (a + n)
-        total = total + term
-        if float(np.max(term, initial=0.0)) < 1e-16 * float(np.max(total, initial=1.0)):
+        term *= x
+        term /= a + n
+        total += term
+        if n % 10 == 0 and term.max(initial=0.0) < 1e-16 * total.max(initial=1.0):
             break
-    return np.asarray(np.minimum(1.0, total * x**a * np.exp(-x)))
+    return np.minimum(1.0, total * x**a * np.exp(-x))
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,14 @@ class Weibull:
 
     def lived(self, t_s: ArrayLike) -> Floats:
         """Mean length of spells cut at `t_s`: the integral of the survival up to there."""
-        return self.mean_s * _share_of_gamma(1 / self.shape, (np.asarray(t_s, float) / self.scale_s) ** self.shape)
+        t = np.asarray(t_s, float)
+        return self.mean_s * _share_of_gamma(1 / self.shape, (t / self.scale_s) ** self.shape).reshape(t.shape)
 
     def lived_square(self, t_s: ArrayLike) -> Floats:
         """Mean square length of spells cut at `t_s`."""
-        x = (np.asarray(t_s, float) / self.scale_s) ** self.shape
-        return self.mean_square_s2 * _share_of_gamma(2 / self.shape, x)
+        t = np.asarray(t_s, float)
+        x = (t / self.scale_s) ** self.shape
+        return self.mean_square_s2 * _share_of_gamma(2 / self.shape, x).reshape(t.shape)
 
     def draw(self, chance: np.random.Generator, n: int) -> Floats:
         """Lengths of new spells."""

@@ -110,6 +110,7 @@ def drawn_together(zones: Sequence[Interruptions], share: float) -> list[Interru
     return drawn
 
 
+@functools.cache
 def prior(n_gpus: int = 1) -> Interruptions:
     """For GPUs without traces: the middle of the zones that were measured, and a range as wide as between them."""
     facts = _facts()
@@ -186,11 +187,11 @@ def expect(work_s: float, rhythm: Rhythm, zone: Interruptions) -> Expected:
     # per spell: seconds billed, interruptions, seconds of restart
     adds = np.stack([up.lived(restart + begin + last), 1 - at_end, np.full(n, up.lived(restart))], axis=1)
     saved = np.r_[0.0, alive[1:-1] - alive[2:]] if n > 2 else np.zeros(1)  # P(exactly j saved), j = 0, 1, ...
-    mean = np.zeros((n, 3))  # mean[n - m] is E(m): the last comes first, so that the sums run forwards
+    mean = np.zeros((n, 3))  # mean[n - m] is E(m): the last comes first
     mean[-1] = adds[0] / at_end[0]
-    for m in range(2, n + 1):
-        later = saved[1 : m - 1] @ mean[n - m + 1 : n - 1] + (alive[m - 1] - at_end[m - 1]) * mean[-1]
-        mean[n - m] = (adds[m - 1] + later) / alive[1]
+    if n > 1:  # E(m) (1 - P(none is saved)) - sum over j of P(j) E(m - j) = what is known, for all m > 1 at once
+        known = adds[1:] + np.outer(alive[1:] - at_end[1:], mean[-1])
+        mean[-2::-1] = _solved(np.r_[alive[1], -saved[1 : n - 1]], known)
     share, rest_mean = zone.availability, up.mean_s
 
     def first_survival(t: ArrayLike) -> Floats:
@@ -211,6 +212,26 @@ def expect(work_s: float, rhythm: Rhythm, zone: Interruptions) -> Expected:
     if zone.down:
         waiting = (1 - share) * zone.down.mean_square_s2 / (2 * zone.down.mean_s) + n_interruptions * zone.down.mean_s
     return Expected(work_s, n_all * rhythm.save_s, restart_s, max(lost, 0.0), waiting, n_interruptions)
+
+
+def _solved(first_column: Floats, right: Floats) -> Floats:
+    """x with T x = right, where T is lower triangular with this first column along its diagonals (Toeplitz).
+
+    Such matrices multiply as power series do: 1 / T is found by Newton's method, g -> g (2 - T g), which doubles its
+    right terms with each turn; products are taken by Fourier transform.
+    """
+    n = len(first_column)
+    inverse = np.array([1 / first_column[0]])
+    while len(inverse) < n:
+        size = min(2 * len(inverse), n)
+        wide = 1 << (2 * size - 1).bit_length()
+        g, series = np.fft.rfft(inverse, wide), np.fft.rfft(first_column[:size], wide)
+        off = -np.fft.irfft(series * g, wide)[:size]
+        off[0] += 2
+        inverse = np.fft.irfft(np.fft.rfft(off, wide) * g, wide)[:size]
+    wide = 1 << (2 * n - 1).bit_length()
+    found = np.fft.irfft(np.fft.rfft(right, wide, axis=0) * np.fft.rfft(inverse, wide)[:, None], wide, axis=0)
+    return np.asarray(found[:n])
 
 
 def expect_range(work_s: float, rhythm: Rhythm, zone: Interruptions) -> tuple[Expected, Expected, Expected]:
