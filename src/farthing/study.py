@@ -112,7 +112,7 @@ def study_job(
             places.append(found)
         else:
             refused.append(found)
-    if not places and not refused:
+    if not offers:
         raise UserMistake(
             "no offer is left to look at",
             where="--gpu, --provider, --region, --offers",

@@ -1,0 +1,300 @@
+"""`farthing plan` as a person and a program meet it."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from farthing import cli, study
+from farthing.machine import Cpu, Machine
+from farthing.tiny import demo_rows, write_jsonl
+
+MACHINE = Machine("cpu", "Old CPU", 0, 8 << 30, 2, Cpu("Old CPU", 2, 2.0, frozenset({"avx2", "fma"})))
+BIG = ("--set", "model.model_name_or_path=meta-llama/Llama-3.1-8B", "--examples", "10000", "--mean-tokens", "400")
+
+
+@pytest.fixture(autouse=True)
+def _as_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(study, "local_machine", lambda: MACHINE)
+
+
+@pytest.fixture
+def job(tmp_path: Path, tiny_folders: dict[str, Path]) -> str:
+    """A small job: the data is here, the model is a folder."""
+    write_jsonl(tmp_path / "rows.jsonl", demo_rows(200))
+    path = tmp_path / "job.yaml"
+    values = {
+        "task": "causal-lm",
+        "model": str(tiny_folders["llama"]),
+        "data": "rows.jsonl",
+        "method": "lora",
+        "output_dir": "./run",
+        "cache_dir": "./cache",
+    }
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(["plan", *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    code, out, err = run(capsys, *argv, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_the_table_reads_at_80_columns(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, job, *BIG)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("Rent 1x ")
+    heads = [i for i, line in enumerate(lines) if line.split()[:3] == ["#", "provider", "GPU"]]
+    assert len(heads) == 2, "what can be run today, and what needs several GPUs"
+    table = lines[heads[0] + 1 : heads[0] + 11]
+    assert len(table) == 10
+    for line in table:
+        assert line.split()[0].rstrip("*").isdigit(), line
+        assert "/" in line
+        assert "…" not in line
+    words = " ".join(out.split())
+    for part in (
+        "more choices (--limit N)",
+        "With several GPUs, which farthing cannot train on yet",
+        "this machine (Old CPU): needs",
+        "spot or not: ",
+        "Why not the other",
+        "method: qlora",
+        "Prices: ",
+        "days old",
+        "How sure: ",
+        "It supposes that a rented machine needs",
+        "given on the command line: 10,000 examples of 400 tokens",
+    ):
+        assert part in words, part
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "100", "160"])
+def test_no_line_is_wider_than_the_terminal(
+    job: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for more in ((), ("--limit", "0", "--own", "RTX 4090:1600usd:0.45kW", "--runs-per-month", "5"), ("--explain",)):
+        _, out, _ = run(capsys, job, *BIG, *more)
+        assert max(map(len, out.splitlines())) <= int(columns)
+
+
+def test_a_small_job_is_planned_from_its_data(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, job)
+    assert found["job"]["n_examples"] == 200
+    assert found["job"]["n_epochs"] == 3
+    assert found["job"]["n_steps"] == 3 * 13
+    assert 10 < found["job"]["mean_tokens"] <= found["job"]["longest_tokens"]
+    assert found["best"]["kind"] == "here", "a small job is done here before another machine has begun"
+    assert found["here"]["rank"]
+    assert any(note.startswith("model: ") for note in found["notes"])
+
+
+def test_the_same_question_gives_the_same_bytes(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    one = run(capsys, job, *BIG, "--json")
+    other = run(capsys, job, *BIG, "--json")
+    assert one == other
+    assert run(capsys, job, *BIG) == run(capsys, job, *BIG)
+
+
+def test_a_program_gets_everything(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, job, *BIG)
+    assert found["kind"] == "farthing plan"
+    assert set(found) >= {
+        *("version", "date", "job", "prices", "assumptions", "notes", "answer", "best", "plans", "rejected"),
+        *("nearest", "managed", "own", "years", "here", "spot_or_not", "sooner"),
+    }
+    assert len(found["plans"]) == found["n_choices"] > 200
+    few = run_json(capsys, job, *BIG, "--limit", "7")
+    assert [row["rank"] for row in few["plans"]] == list(range(1, 8))
+    assert few["best"] == found["best"]
+    assert few["n_choices"] == found["n_choices"]
+
+
+def test_wishes_narrow_the_offers(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, job, *BIG, "--gpu", "h100", "--gpu", "l40s", "--offers", "spot", "--max-gpus", "1")
+    assert {row["gpu"] for row in found["plans"]} == {"H100-80GB", "L40S"}
+    assert {row["kind"] for row in found["plans"]} == {"spot"}
+    assert {row["n_gpus"] for row in found["plans"]} == {1}
+    here = run_json(capsys, job, *BIG, "--provider", "runpod", "--region", "any")
+    assert {row["provider"] for row in here["plans"]} == {"RunPod"}
+    late = run_json(capsys, job, *BIG, "--deadline", "90min", "--budget", "$2")
+    assert all(row["hours"] <= 1.5 and row["total_usd"] <= 2 for row in late["plans"])
+    assert late["job"]["limits"]["max_usd"] == 2
+
+
+def test_components_are_explained(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    best = run_json(capsys, job, *BIG)["best"]
+    code, out, _ = run(capsys, job, *BIG, "--explain")
+    assert code == 0
+    assert f"Plan {best['rank']}: {best['name']}" in out
+    for part in ("Memory of one GPU", "One step", "The whole run", "Dollars", "weights", "matmul", "training", "█"):
+        assert part in out
+    _, out, _ = run(capsys, job, *BIG, "--explain", "h100 spot")
+    assert "Plan" in out
+    assert "x H100-" in out
+    assert "interruptions to expect" in out
+    assert "checkpoints  every " in out
+
+
+def test_two_are_compared(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, job, *BIG, "--compare", "H100", "2x RTX 4090")
+    assert code == 0
+    words = " ".join(out.split())
+    assert words.startswith("1x H100-80GB at $")
+    assert "; 2x RTX 4090 at $" in words
+    for part in ("ratio", "dollars", "tokens/s", "whole run", "training", "communication"):
+        assert part in words
+    found = run_json(capsys, job, *BIG, "--compare", "H100", "2x RTX 4090")["comparison"]
+    a, b = found["rows"]["total_usd"]["a"], found["rows"]["total_usd"]["b"]
+    assert found["rows"]["total_usd"]["ratio"] == pytest.approx(b / a)
+    assert found["saved_usd"] == pytest.approx(a - b)
+
+
+def test_own_or_buy(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--own", "RTX 4090:1600usd:0.45kW", "--own", "T4:300usd", "--runs-per-month", "24")
+    _, out, _ = run(capsys, job, *BIG, *argv)
+    words = " ".join(out.split())
+    assert "Own 1x RTX 4090: $0." in words
+    assert "bought for $1,600 it pays back after " in words
+    assert "Own 1x T4: needs " in words
+    assert "24 runs a month" in words
+    assert "buy 1x RTX 4090" in words
+    found = run_json(capsys, job, *BIG, *argv)
+    assert [own["name"] for own in found["own"]] == ["1x RTX 4090", "1x T4"]
+    assert found["own"][1]["rank"] is None
+
+
+# ---- the page ----
+
+
+def test_a_page_is_written_whole(job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    page.write_text("old", encoding="utf-8")
+    code, out, _ = run(capsys, job, *BIG, "--html", str(page))
+    assert code == 0
+    assert f"wrote {page}" in out
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert run_json(capsys, job, *BIG)["best"]["name"] in text
+    assert stat.S_IMODE(page.stat().st_mode) == 0o644
+    assert sorted(path.name for path in tmp_path.glob("*plan.html*")) == ["plan.html"], "no draft is left"
+    json.loads(run(capsys, job, *BIG, "--html", str(page), "--json")[1])
+
+
+@pytest.mark.parametrize(("where", "words"), [(".", "is a folder"), ("none/plan.html", "no such folder")])
+def test_a_page_that_can_not_be_written(
+    job: str, tmp_path: Path, where: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, job, *BIG, "--html", str(tmp_path / where))
+    assert (code, out) == (2, "")
+    assert words in err
+    assert "to do: " in err
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--gpu", "h1000"), "did you mean `H100"),
+        (("--provider", "runpd"), "did you mean `RunPod`?"),
+        (("--region", "the-moon"), "no offer"),
+        (("--prices", "none.csv"), "none.csv: no such file"),
+        (("--limit", "-1"), "--limit: -1 is too few"),
+        (("--max-gpus", "0"), "--max-gpus: 0 is too few"),
+        (("--budget", "much"), "--budget: 'much' is not an amount of dollars"),
+        (("--deadline", "soon"), "--deadline: 'soon' is neither a moment nor a duration"),
+        (("--deadline", "2020-01-01"), "--deadline: 2020-01-01 is in the past"),
+        (("--own", "RTX 4090:cheap"), "own: RTX 4090:cheap"),
+        (("--runs-per-month", "-3"), "--runs-per-month"),
+        (("--runs-per-month", "nan"), "--runs-per-month"),
+        (("--explain", "9999"), "there is no plan 9999"),
+        (("--compare", "H100", "the moon"), "no plan is called `the moon`"),
+        (("--compare", "H100", "1x T4"), "`1x T4` was rejected: needs "),
+        (("--set", "train.learning_rat=1"), "did you mean"),
+    ],
+)
+def test_mistakes_are_named(job: str, argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, job, *BIG, *argv)
+    assert code == 2
+    assert words in err
+    assert "Traceback" not in err
+    if argv[0] != "--explain":
+        code, out, _ = run(capsys, job, *BIG, *argv, "--json")
+        assert code == 2
+        assert json.loads(out)["exit_code"] == 2
+
+
+def test_examples_without_their_tokens(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, job, "--examples", "100")
+    assert code == 2
+    assert "give both" in err
+
+
+def test_an_impossible_job_names_the_three_nearest_ways(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, job, *BIG, "--budget", "0.01")
+    assert code == 2
+    assert out.startswith("Nothing can do this job as it is")
+    assert "the nearest ways:" in err
+    assert [line.split(".")[0].strip() for line in err.splitlines()[2:]] == ["1", "2", "3"]
+    code, out, err = run(capsys, job, *BIG, "--budget", "0.01", "--json")
+    found = json.loads(out)
+    assert code == found["exit_code"] == 2
+    assert found["plans"] == []
+    assert len(found["nearest"]) == 3
+    assert found["error"] in err
+
+
+def test_markup_in_names_is_only_text(
+    tmp_path: Path, tiny_folders: dict[str, Path], job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "[red]m[").symlink_to(tiny_folders["llama"])
+    prices = tmp_path / "mine.csv"
+    rows = "provider,instance,gpu,n_gpus,usd,source\n[red]x[/],[/],T4,1,0.2,[link=http://x]y\n"
+    prices.write_text(rows, encoding="utf-8")
+    argv = (job, "--set", f"model.model_name_or_path={tmp_path}/[red]m[", "--prices", str(prices))
+    for more in ((), ("--explain", "2"), ("--compare", "1", "2")):
+        code, out, _ = run(capsys, *argv, *more)
+        assert code == 0
+        assert "[red]x[/]" in out
+    _, out, _ = run(capsys, *argv)
+    assert "[red]m[" in out.replace("\n", "")
+
+
+# ---- quick ----
+
+
+def test_a_plan_comes_without_torch(job: str) -> None:
+    code = (
+        "import sys\nfrom farthing import cli\n"
+        f"assert cli.main(['plan', {job!r}, *{list(BIG)!r}]) == 0\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'peft'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "80"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Prices: " in done.stdout
