@@ -84,7 +84,7 @@ class Memory:
     parts: dict[str, int]
     """What is there at the peak: weights, gradients, optimizer, casts, activations, logits, working."""
     moment: str
-    """When: loss, backward, embeddings or optimizer."""
+    """When: forward, loss, backward, embeddings or optimizer; or evaluation."""
     is_cuda: bool = True
 
     @property
@@ -169,6 +169,32 @@ def estimate_memory(
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: int(value) for name, value in moments[moment].items() if value >= 1}
     return Memory(parts, moment, is_cuda)
+
+
+def evaluation_memory(
+    shape: Shape,
+    recipe: Recipe,
+    largest: Largest,
+    adapters: Adapters | None = None,
+    *,
+    labelled_share: float = 1.0,
+    is_cuda: bool = True,
+) -> Memory:
+    """Peak of an evaluation whose largest batch is `largest`: the optimizer's state stays, and no layer keeps anything."""
+    shards = recipe.n_gpus if recipe.sharding == "fsdp" else 1
+    n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
+    casts = 0.0
+    if adapters is None and recipe.stack.has_autocast and recipe.trained_bytes > recipe.compute_bytes:
+        casts = (shape.n_matmul + shape.n_head_matmul) * recipe.compute_bytes / shards
+    _, _, layer, _ = _layers(shape, recipe, largest, adapters, is_cuda)
+    logits = logits_bytes(shape, recipe, largest, labelled_share)
+    base = {
+        "weights": _weights_bytes(shape, recipe, adapters) / shards,
+        "optimizer": n_trained * optimizer_bytes(recipe) / shards,
+        "casts": casts,
+    }
+    found = base | ({"logits": logits} if logits > layer else {"activations": layer})
+    return Memory({name: int(value) for name, value in found.items() if value >= 1}, "evaluation", is_cuda)
 
 
 def optimizer_bytes(recipe: Recipe) -> float:

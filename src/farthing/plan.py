@@ -10,6 +10,7 @@ Pure: values in, values out. Refuses to import torch, and to ask a clock, a file
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from farthing.catalog import Gpu, Offer, bill, gpus, up_front_usd
 from farthing.errors import UserMistake
 from farthing.lengths import Lengths, Padded
-from farthing.memory import Memory, estimate_memory
+from farthing.memory import Memory, estimate_memory, evaluation_memory
 from farthing.recipe import FARTHING, Recipe
 from farthing.shapes import Adapters, Shape
 from farthing.speed import (
@@ -279,10 +280,10 @@ class Answer:
         return next((plan for plan in self.plans if plan.is_runnable), None)
 
     def nearest(self, n: int = 3) -> list[Rejected]:
-        """The rejected offers that are nearest to being possible, one of each kind of change."""
+        """The rejected offers that are nearest to being possible, one for each kind of change, whatever its figures."""
         found: dict[str, Rejected] = {}
         for rejected in sorted(self.rejected, key=lambda r: (r.distance, _usd_key(r.offer))):
-            found.setdefault(rejected.change, rejected)
+            found.setdefault(re.sub(r"[\d.]+", "", rejected.change), rejected)
             if len(found) == n:
                 break
         return list(found.values())
@@ -399,19 +400,24 @@ class _Study:
         for most in micros:
             size = min(most, per_gpu)
             padded = wanted.lengths.padded(size, per_gpu)
-            largest = wanted.lengths.largest_micro_batch(size)
             for every in everies:
                 for sharding in shardings:
                     recipe = recipe_of(wanted, precision, size, every, n_gpus, sharding)
-                    memory = self.memory_of(recipe, largest, is_cuda)
+                    memory = self.memory_of(wanted, recipe, is_cuda)
                     yield recipe, memory, self.work_of(recipe, padded)
 
-    def memory_of(self, recipe: Recipe, largest: Any, is_cuda: bool) -> Memory:
-        """Peak memory of a recipe."""
-        wanted = self.wanted
-        return estimate_memory(
-            wanted.shape, recipe, largest, wanted.adapters, labelled_share=wanted.labelled_share, is_cuda=is_cuda
-        )
+    def memory_of(self, wanted: Wanted, recipe: Recipe, is_cuda: bool, share: float = 1.0) -> Memory:
+        """Peak memory of a recipe, in training or evaluation; `share` of the longest length where that is to be cut."""
+        how: dict[str, Any] = {"labelled_share": wanted.labelled_share, "is_cuda": is_cuda}
+        largest = wanted.lengths.largest_micro_batch(recipe.micro_batch)
+        largest = largest._replace(tokens=math.ceil(largest.tokens * share))
+        memory = estimate_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
+        if wanted.eval_lengths is not None:
+            largest = wanted.eval_lengths.largest_micro_batch(wanted.eval_batch)
+            largest = largest._replace(tokens=math.ceil(largest.tokens * share))
+            other = evaluation_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
+            memory = max(memory, other, key=lambda one: one.allocated_bytes)
+        return memory
 
     def work_of(self, recipe: Recipe, padded: Padded) -> Work:
         """Work of a step of a recipe."""
@@ -463,39 +469,16 @@ class _Study:
         """Changes of the job that save memory, with the least they need: the mildest first."""
         key = precision, n_gpus, is_cuda
         if key not in self._changes:
-            wanted, n_longest = self.wanted, self.wanted.lengths.longest
-            ways: list[tuple[str, dict[str, Any], float]] = []
-            if wanted.micro_batch not in (None, 1):
-                ways.append(("train.per_device_train_batch_size: 1", {"micro_batch": 1}, 1.0))
-            if wanted.every_n_layers not in (None, 1):
-                ways.append(("train.gradient_checkpointing: true", {"every_n_layers": 1}, 1.0))
-            least = {"micro_batch": 1, "every_n_layers": 1}
-            if wanted.method == "full":
-                ways.append(("train.optim: adamw_8bit", least | {"optim": "adamw_8bit"}, 1.0))
-                ways.append(("method: lora", least | {"method": "lora"}, 1.0))
-            if wanted.method != "qlora" and is_cuda:
-                ways.append(("method: qlora", least | {"method": "qlora"}, 1.0))
-            for share in (0.5, 0.25):
-                shorter = max(64, int(n_longest * share))
-                if shorter < n_longest:
-                    ways.append((f"data.max_length: {shorter}", dict(least), shorter / n_longest))
-            method = "qlora" if is_cuda else "lora"
-            both = f"method: {method} with data.max_length: {max(64, n_longest // 4)}"
-            ways.append((both, least | {"method": method}, 0.25))
-            found = []
-            for words, changed, share in ways:
-                other = replace(wanted, **changed)
-                largest = other.lengths.largest_micro_batch(other.micro_batch or 1)
-                largest = largest._replace(tokens=max(1, int(largest.tokens * share)))
+            self._changes[key] = found = []
+            for changed, share in _memory_savers(self.wanted, is_cuda):
+                other = replace(self.wanted, **changed)
+                micro = other.micro_batch or 1
+                every = other.every_n_layers if other.every_n_layers is not None else 1
                 sharding = "none" if n_gpus == 1 else "fsdp"
-                recipe = recipe_of(
-                    other, precision, other.micro_batch or 1, other.every_n_layers or 0, n_gpus, sharding
+                memory = self.memory_of(
+                    other, recipe_of(other, precision, micro, every, n_gpus, sharding), is_cuda, share
                 )
-                memory = estimate_memory(
-                    other.shape, recipe, largest, other.adapters, labelled_share=other.labelled_share, is_cuda=is_cuda
-                )
-                found.append((words, memory.reserved_bytes))
-            self._changes[key] = found
+                found.append((_in_words(changed, other, share), memory.reserved_bytes))
         return self._changes[key]
 
     # ---- price ----
@@ -619,20 +602,33 @@ class _Study:
             return Rejected(plan.offer, what, "on demand, or a smaller machine", 10.0)
         if wanted.max_usd is not None and usd > wanted.max_usd:
             what = f"costs {say_usd(usd)}, the cap is {say_usd(wanted.max_usd)}"
-            change = f"limits.max_usd: {_rounded_up(usd)}"
-            if wanted.max_usd > 0:
-                change += f", or {_fewer_steps(plan, wanted, wanted.max_usd / usd)}"
+            change = f"limits.max_usd: {_rounded_up(usd)}{self._or_fewer_steps(plan, wanted.max_usd / usd)}"
             return Rejected(plan.offer, what, change, usd / max(wanted.max_usd, 1e-9))
         if wanted.max_hours is not None and hours > wanted.max_hours:
             what = f"takes {say_seconds(hours * 3600)}, the cap is {say_seconds(wanted.max_hours * 3600)}"
-            change = f"limits.max_hours: {hours:.2g}, or {_fewer_steps(plan, wanted, wanted.max_hours / hours)}"
-            return Rejected(plan.offer, what, change, hours / wanted.max_hours)
+            change = f"limits.max_hours: {_rounded_up(hours)}{self._or_fewer_steps(plan, wanted.max_hours / hours)}"
+            return Rejected(plan.offer, what, change, hours / max(wanted.max_hours, 1e-9))
         least_s = plan.wall_s - plan.seconds.get("waiting", 0.0)  # where spot waits, on demand may step in
         if wanted.deadline_s is not None and least_s > wanted.deadline_s:
             late = say_seconds(plan.wall_s - max(0.0, wanted.deadline_s))
             what = f"ends {late} after the deadline"
             return Rejected(plan.offer, what, f"a deadline {late} later", plan.wall_s / max(wanted.deadline_s, 1.0))
         return plan
+
+    def _or_fewer_steps(self, plan: Plan, share: float) -> str:
+        """The job that keeps the limit: as many steps as the share leaves room for beside what does not shrink."""
+        wanted = self.wanted
+        moving_s = sum(plan.seconds.get(name, 0.0) for name in _GROWING)
+        left_s = share * plan.wall_s - (plan.wall_s - moving_s)
+        n = int(wanted.n_steps * max(0.0, left_s) / max(moving_s, 1e-9) * 0.95)
+        once_s = plan.seconds.get("evaluation", 0.0) / max(1, wanted.n_evaluations)
+        per_step_s = (moving_s - plan.seconds.get("evaluation", 0.0)) / wanted.n_steps
+        while n >= 1:  # evaluations do not shrink evenly
+            fewer = replace(wanted, max_steps=n)
+            if n * per_step_s + fewer.n_evaluations * once_s <= 0.97 * left_s:
+                return f", or train.max_steps: {n} of {wanted.n_steps}"
+            n = int(n * 0.9)
+        return ""
 
     def meet_deadline(self, plans: Sequence[Plan]) -> tuple[list[Plan], list[Rejected]]:
         """Plans with their chance to be done in time; spot that is not sure enough is rejected."""
@@ -689,6 +685,43 @@ class _Study:
         return kept, late
 
 
+def _memory_savers(wanted: Wanted, is_cuda: bool) -> list[tuple[dict[str, Any], float]]:
+    """Settings to change, and the share of the longest length to cut to: the mildest first, each with those before."""
+    milder: dict[str, Any] = {}
+    ways: list[tuple[dict[str, Any], float]] = []
+    if wanted.eval_lengths is not None and wanted.eval_batch > 1:
+        milder["eval_batch"] = 1
+        ways.append((dict(milder), 1.0))
+    for name in ("micro_batch", "every_n_layers"):
+        if getattr(wanted, name) not in (None, 1):
+            milder[name] = 1
+            ways.append((dict(milder), 1.0))
+    if wanted.method == "full" and is_cuda and "8bit" not in wanted.optim:
+        ways.append((milder | {"optim": "adamw_8bit"}, 1.0))
+    methods = [name for name in (["lora", "qlora"] if is_cuda else ["lora"]) if name != wanted.method]
+    if wanted.method == "qlora":
+        methods = []
+    ways += [(milder | {"method": name}, 1.0) for name in methods]
+    ways += [(dict(milder), share) for share in (0.5, 0.25)]
+    ways += [(milder | {"method": name}, 0.25) for name in methods[-1:]]
+    return [(changed, share) for changed, share in ways if share == 1.0 or wanted.lengths.longest * share >= 64]
+
+
+def _in_words(changed: dict[str, Any], other: Wanted, share: float) -> str:
+    """The settings as a job file has them."""
+    names = {
+        "eval_batch": "train.per_device_eval_batch_size: 1",
+        "micro_batch": "train.per_device_train_batch_size: 1",
+        "every_n_layers": "train.gradient_checkpointing: true",
+        "optim": f"train.optim: {other.optim}",
+        "method": f"method: {other.method}",
+    }
+    words = [names[name] for name in sorted(changed, key=list(names).index, reverse=True)]
+    if share < 1:
+        words.append(f"data.max_length: {int(other.lengths.longest * share)}")
+    return " with ".join(words)
+
+
 def recipe_of(
     wanted: Wanted, precision: str, micro: int, every: int, n_gpus: int = 1, sharding: str = "none"
 ) -> Recipe:
@@ -718,7 +751,9 @@ def place_of(offer: Offer, precision: str | None = None, calibration: Calibratio
     wanted = precision or ("bf16" if gpu.has_bf16 else "fp16" if "fp16" in gpu.flops else "fp32")
     device = device_of(gpu, wanted)
     if device is None or (wanted == "bf16" and not gpu.has_bf16):
-        return Rejected(offer, f"{gpu.name} does not compute in {wanted}", "leave train.bf16 out: fp16 is used", 1.5)
+        setting = {"bf16": "train.bf16", "fp16": "train.fp16"}.get(wanted, "the precision")
+        found = "bf16" if gpu.has_bf16 else "fp16" if "fp16" in gpu.flops else "fp32"
+        return Rejected(offer, f"{gpu.name} does not compute in {wanted}", f"leave {setting} out: {found} is used", 1.5)
     return Place(offer, device, wanted, gpu.memory_bytes, calibration or Calibration())
 
 
@@ -734,6 +769,9 @@ def speed_error(place: Place) -> float:
     if not place.is_cuda:
         return 0.6
     return SPEED_ERROR.get(place.device.name, SPEED_ERROR_UNKNOWN)
+
+
+_GROWING = ("training", "evaluation", "checkpoints", "lost work", "restarts", "waiting")  # with the number of steps
 
 
 def _late(plan: Plan, chance: float | None, deadline_s: float) -> Rejected:
@@ -798,10 +836,12 @@ def _ranked(plans: Iterable[Plan]) -> list[Plan]:
 def _why(index: int, ranked: Sequence[Plan]) -> str:
     plan, first = ranked[index], ranked[0]
     if index == 0:
-        cheapest = min(p.total_usd for p in ranked)
-        if plan.total_usd > cheapest:
+        cheapest = min(ranked, key=lambda p: p.total_usd)
+        if plan.total_usd > cheapest.total_usd:
+            better = "sooner" if plan.wall_s < cheapest.wall_s else "on one GPU"
             return (
-                f"within {TIE:.0%} of the cheapest ({say_usd(cheapest)}), which estimates can't tell apart, and sooner"
+                f"within {TIE:.0%} of the cheapest ({say_usd(cheapest.total_usd)}), which estimates can't tell apart, "
+                f"and {better}"
             )
         return "the cheapest"
     more = plan.total_usd / first.total_usd - 1 if first.total_usd else 0.0
@@ -810,14 +850,6 @@ def _why(index: int, ranked: Sequence[Plan]) -> str:
     return f"{words} against the first, " + (
         f"{faster:.1f} x as fast" if faster >= 1 else f"{1 / faster:.1f} x as slow"
     )
-
-
-def _fewer_steps(plan: Plan, wanted: Wanted, share: float) -> str:
-    """The job that would fit: as many steps as the share leaves room for beside what does not shrink."""
-    moving = sum(plan.seconds.get(name, 0.0) for name in ("training", "evaluation", "checkpoints", "lost work"))
-    fixed = plan.wall_s - moving
-    n = int(wanted.n_steps * max(0.0, share * plan.wall_s - fixed) / max(moving, 1e-9) * 0.98)
-    return f"train.max_steps: {n} of {wanted.n_steps}" if n >= 1 else "a quicker machine"
 
 
 def _rounded_up(usd: float) -> str:

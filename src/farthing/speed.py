@@ -137,6 +137,7 @@ class Work(NamedTuple):
     n_tokens: float  # of all GPUs, from here on: useful
     n_padded_tokens: float
     flops: float
+    forward_share: float  # of those FLOPs that a forward pass alone takes
 
 
 def work_of(
@@ -168,6 +169,7 @@ def work_of(
         n_tokens=recipe.global_batch * mean_tokens,
         n_padded_tokens=all_tokens,
         flops=recipe.n_gpus * n_each * flops.total,
+        forward_share=_flops(shape, padded, adapters, recompute, is_forward=True).total / flops.total,
     )
 
 
@@ -200,9 +202,9 @@ def step_time(work: Work, device: Device, calibration: Calibration | None = None
     return StepTime(kept, work.n_tokens, work.n_padded_tokens, work.flops)
 
 
-def forward_work(work: Work, n_examples: float) -> Work:
-    """The forward pass alone of as many micro-batches as `n_examples` are of a step's: a third of it, no optimizer."""
-    share = n_examples / 3
+def forward_work(work: Work, n_steps: float) -> Work:
+    """The forward pass alone of `n_steps` times the examples of a step: no optimizer."""
+    share = n_steps * work.forward_share
     return work._replace(
         **{
             name: getattr(work, name) * share
@@ -248,14 +250,18 @@ class _Flops(NamedTuple):
         return sum(self)
 
 
-def _flops(shape: Shape, padded: Padded, adapters: Adapters | None, recompute: float) -> _Flops:
-    """FLOPs of one padded example, forward, backward and recomputed."""
+def _flops(
+    shape: Shape, padded: Padded, adapters: Adapters | None, recompute: float, *, is_forward: bool = False
+) -> _Flops:
+    """FLOPs of one padded example: forward, backward and recomputed, or forward alone."""
     tokens, targets = max(1, round(padded.tokens)), round(padded.targets)
     scale = padded.tokens / tokens
     once = shape.forward_flops(tokens, targets)
     both = shape.training_flops(tokens, targets, adapters=adapters)
     spread = padded.token_pairs / max(1.0, padded.tokens**2)  # long examples attend more than the mean squared
     low_rank = both.adapters / 3 * recompute
+    if is_forward:
+        return _Flops(scale * once.body, scale * spread * once.attention, scale * once.head, scale * both.adapters / 3)
     return _Flops(
         scale * (both.body + recompute * once.body),
         scale * spread * (both.attention + recompute * once.attention) * 3.5 / 3,  # flash recomputes the scores
