@@ -225,6 +225,14 @@ class WhereSection(Section):
     """An owned machine: what it draws under load ..."""
     usd_per_kwh: Usd = 0.0
     """... and what a kWh costs."""
+    gpu: Annotated[tuple[Name, ...], OneOrMany] = ()
+    """GPUs that a plan may use, e.g. [H100, RTX 4090]. Default: any."""
+    provider: Annotated[tuple[Name, ...], OneOrMany] = ()
+    """Providers that it may rent from."""
+    region: Annotated[tuple[Name, ...], OneOrMany] = ()
+    """Regions, or how their names begin: [us-, eu-west-1]."""
+    offers: Literal["spot", "on-demand"] | None = None
+    """Only one kind of offer."""
     spot: bool = False
     """The machine may be taken away: checkpoints are taken as often as that asks for."""
 

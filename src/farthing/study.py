@@ -67,8 +67,9 @@ def study_job(
 ) -> Study:
     """Plan a job on every offer that is asked for, on this machine, and on GPUs of one's own.
 
-    `gpu`, `provider` and `region` are names, any of which will do; `n_examples` and `mean_tokens` stand for data that can't
-    be seen from here; `traces` is a folder of spot capacity. Raises `UserMistake`, `DataError`, `ModelError`.
+    `gpu`, `provider` and `region` are names, any of which will do; like `kind`, they are the job's own unless given.
+    `n_examples` and `mean_tokens` stand for data that can't be seen from here; `traces` is a folder of spot capacity.
+    Raises `UserMistake`, `DataError`, `ModelError`.
     """
     notes: list[str] = []
     cache_dir = Path(job.cache_dir or ".")
@@ -86,7 +87,9 @@ def study_job(
     measurements = read_measurements(cache_dir / MEASUREMENTS)
     machine = local_machine()
     known = _Known(wanted, measurements)
-    offers = [offer for offer in _selected(catalog, gpu, provider, region, kind) if offer.n_gpus <= max_gpus]
+    may = job.where
+    chosen = _selected(catalog, gpu or may.gpu, provider or may.provider, region or may.region, kind or may.offers)
+    offers = [offer for offer in chosen if offer.n_gpus <= max_gpus]
     places: list[Place] = []
     refused: list[Rejected] = []
     if is_local:
