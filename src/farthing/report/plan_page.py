@@ -29,6 +29,13 @@ _WIDTH, _HEIGHT = 860, 470
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 20, 18, 50
 _LETTER, _LINE = 6.7, 15.0  # of a label, in the drawing's units
 
+_TIMES = {
+    **{"1 s": 1, "3 s": 3, "10 s": 10, "30 s": 30, "1 min": 60, "3 min": 180, "10 min": 600, "30 min": 1800},
+    **{"1 h": 3600, "2 h": 7200, "5 h": 18000, "10 h": 36000, "1 day": 86400, "2 days": 172_800, "5 days": 432_000},
+    **{"2 weeks": 1_209_600, "5 weeks": 3_024_000, "3 months": 7_884_000, "1 year": 31_536_000},
+    **{"3 years": 94_608_000, "10 years": 315_360_000},
+}
+
 # Colours are of what a component is, so that a bar here and a bar there say the same.
 _COLOURS = {
     **{"weights": 1, "optimizer": 2, "activations": 3, "gradients": 4, "logits": 5, "casts": 6, "working": 7},
@@ -76,7 +83,7 @@ svg .several{fill:var(--card)}
 svg .dot{opacity:.6}
 svg .marked{opacity:1}
 table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
-th,td{text-align:left;padding:.28rem .9rem .28rem 0;vertical-align:top;border-bottom:1px solid var(--grid)}
+th,td{text-align:left;padding:.28rem .75rem .28rem 0;vertical-align:top;border-bottom:1px solid var(--grid)}
 th{font-weight:600}
 thead th{color:var(--soft);font-size:.85rem;white-space:nowrap}
 .n{text-align:right;white-space:nowrap}
@@ -247,25 +254,25 @@ def _scatter(rows: Sequence[Row], best: Row) -> str:
     marked = list({row["rank"]: row for row in [best, *front, *later] if row in shown}.values())
     hours = [row["hours"] for row in shown] + [h for row in marked for h in row["hours_range"] if h > 0]
     usd = [row["total_usd"] for row in shown] + [u for row in marked for u in row["usd_range"] if u > 0]
-    to_x, x_ticks = _log_axis(hours, _LEFT, _WIDTH - _RIGHT)
+    to_x, _ = _log_axis(hours, _LEFT, _WIDTH - _RIGHT)
+    x_ticks = [(words, seconds / 3600) for words, seconds in _TIMES.items()]
+    x_ticks = [tick for tick in x_ticks if _LEFT <= to_x(tick[1]) <= _WIDTH - _RIGHT]
     to_y, y_ticks = _log_axis(usd, _HEIGHT - _BOTTOM, _TOP)
     svg = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-labelledby="cost-title cost-text">',
         '<title id="cost-title">Dollars against hours of every choice</title>',
         f'<desc id="cost-text">{escape(_front_words(front))}</desc>',
     ]
-    for hours_tick in x_ticks:
+    for words, hours_tick in x_ticks:
         x = to_x(hours_tick)
         svg.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-        svg.append(
-            f'<text class="axis" x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{_tick(hours_tick)}</text>'
-        )
+        svg.append(f'<text class="axis" x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{words}</text>')
     for usd_tick in y_ticks:
         y = to_y(usd_tick)
         svg.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         svg.append(f'<text class="axis" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">${usd_tick:g}</text>')
     svg.append(
-        f'<text class="axis" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 8}" text-anchor="end">hours from now to the end</text>'
+        f'<text class="axis" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 8}" text-anchor="end">time from now to the end</text>'
     )
     svg.append(f'<text class="axis" x="{_LEFT - 8}" y="{_TOP - 6}" text-anchor="end">dollars</text>')
 
@@ -319,12 +326,6 @@ def _log_axis(values: Sequence[float], begin: float, end: float) -> tuple[Callab
         if low <= math.log10(step) + power <= high
     ]
     return (lambda value: begin + (math.log10(value) - low) / (high - low) * (end - begin)), ticks
-
-
-def _tick(hours: float) -> str:
-    if hours < 1:
-        return f"{hours * 60:g} min"
-    return f"{hours:g} h"
 
 
 def _whiskers(row: Row, to_x: Callable[[float], float], to_y: Callable[[float], float]) -> list[str]:

@@ -71,14 +71,15 @@ def draw_components(console: Console, row: Row) -> None:
     """What one plan is made of: recipe, memory, step, whole run, dollars, spot."""
     console.print(f"\n[bold]Plan {row['rank']}: {escape(row['name'])}[/], {escape(row['why'])}")
     recipe, memory, step = row["recipe"], row["memory"], row["step"]
+    each = f" on each of {row['n_gpus']} GPUs" if row["n_gpus"] > 1 else ""
     facts = {
         "recipe": f"{recipe['method']}, {recipe['precision']}, {recipe['optimizer']}",
-        "step": f"{recipe['global_batch']} examples = {recipe['accumulation']} x {recipe['micro_batch']} on each of "
-        f"{plural(row['n_gpus'], 'GPU')}, {say_count(recipe['micro_batch_tokens'])} tokens at once",
+        "step": f"{recipe['global_batch']} examples: {recipe['accumulation']} x {recipe['micro_batch']}{each}, "
+        f"{say_count(recipe['micro_batch_tokens'])} tokens at once",
         "checkpointing": f"activations of {recipe['checkpointing']}" if recipe["every_n_layers"] else "none",
         "sharding": recipe["sharding"],
         "speed": f"{say_count(step['tokens_per_s'])} useful tokens/s, {step['useful_share']:.0%} of what is computed; "
-        f"{step['flops_per_s'] / 1e12:,.0f} TFLOP/s",
+        f"{step['flops_per_s'] / 1e12:,.3g} TFLOP/s",
         "price": _price_words(row),
         "how sure": row["sure"],
     }
@@ -87,13 +88,16 @@ def draw_components(console: Console, row: Row) -> None:
     _draw_pairs(console, facts)
     low, needed, high = memory["range_bytes"]
     words = f"{say_bytes(needed)} ({_gib(low)} to {_gib(high)}) of {say_bytes(memory['capacity_bytes'])}"
-    console.print(f"\n[bold]Memory[/] of one GPU: {words}, at its peak in the {memory['moment']}")
+    of_one = "" if row["is_cpu"] else " of one GPU"
+    console.print(f"\n[bold]Memory[/]{of_one}: {words}, at its peak in the {memory['moment']}")
     free = {"free": max(0.0, memory["spare_bytes"])}
     _draw_bars(console, memory["parts"] | free, say_bytes, memory["capacity_bytes"])
-    console.print(f"\n[bold]One step[/]: {say_seconds(step['seconds'])}")
+    console.print(f"\n[bold]One step[/]: {_say_short(step['seconds'])}")
     _draw_bars(console, step["parts"], _say_short, step["seconds"])
     low, hours, high = row["hours_range"]
-    console.print(f"\n[bold]The whole run[/]: {say_seconds(hours * 3600)} ({_hours(low)} to {_hours(high)} h)")
+    console.print(
+        f"\n[bold]The whole run[/]: {say_seconds(hours * 3600)} ({say_seconds(low * 3600)} to {say_seconds(high * 3600)})"
+    )
     _draw_bars(console, row["seconds"], say_seconds, row["wall_s"])
     low, usd, high = row["usd_range"]
     words = f"{say_cost(usd)} ({say_cost(low)} to {say_cost(high)})" if has_price(row) else "no price is given"
@@ -128,7 +132,7 @@ def draw_compared(console: Console, comparison: Row, a: Row, b: Row) -> None:
         "hours": ("time", lambda hours: say_seconds(hours * 3600)),
         "usd_per_hour": ("an hour", say_usd),
         "tokens_per_s": ("tokens/s", say_count),
-        "step_s": ("a step", say_seconds),
+        "step_s": ("a step", _say_short),
         "memory_bytes": ("memory", say_bytes),
         "capacity_bytes": ("of", say_bytes),
     }
@@ -139,7 +143,7 @@ def draw_compared(console: Console, comparison: Row, a: Row, b: Row) -> None:
     both = a, b
     words_of: dict[str, Callable[[Row], str]] = {
         "dollar range": lambda row: "{} to {}".format(*(say_cost(row["usd_range"][i]) for i in (0, 2))),
-        "hours range": lambda row: "{} to {}".format(*(_hours(row["hours_range"][i]) for i in (0, 2))),
+        "time range": lambda row: "{} to {}".format(*(say_seconds(row["hours_range"][i] * 3600) for i in (0, 2))),
         "recipe": lambda row: f"{row['recipe']['micro_batch']} x {row['recipe']['accumulation']} examples",
         "checkpointing": lambda row: row["recipe"]["checkpointing"],
         "precision": lambda row: row["recipe"]["precision"],
@@ -189,7 +193,7 @@ def _draw_rows(console: Console, rows: Sequence[Row]) -> None:
 
 def _cells(row: Row) -> dict[str, str]:
     several = f"{row['n_gpus']}x " if row["n_gpus"] > 1 else ""
-    kind = {"on-demand": "demand"}.get(row["kind"], row["kind"])
+    kind = "demand" if row["kind"] == "on-demand" else str(row["kind"])
     if row["spot"]:
         kind = f"spot {row['spot']['n_interruptions']:.1f}"
     low, usd, high = row["usd_range"]
@@ -197,8 +201,8 @@ def _cells(row: Row) -> dict[str, str]:
     range_words = f"{_plain_usd(low)}-{_plain_usd(high)}"
     return {
         "#": f"{row['rank']}{'*' if row['on_front'] or row['on_runnable_front'] else ' '}",
-        "provider": row["provider"],
-        "GPU": several + row["gpu"],
+        "provider": row["provider"] if row["kind"] != "here" else "here",
+        "GPU": "CPU" if row["is_cpu"] else several + row["gpu"],
         "kind": kind,
         "$": _plain_usd(usd) if has_price(row) else "?",
         "range": range_words if has_price(row) else "",
@@ -311,6 +315,8 @@ def _price_words(row: Row) -> str:
     if not has_price(row):
         return "none is given (where.usd_per_hour)"
     price = "" if row["usd_per_hour"] is None else f"{say_usd(row['usd_per_hour'])} an hour, "
+    if row["kind"] in ("here", "own"):
+        return f"{price}{row['price_source']}"
     where = " ".join(dict.fromkeys(word for word in (row["zone"] or row["region"], row["instance"]) if word))
     return f"{price}{where}, read {row['price_date']} from {row['price_source']}"
 

@@ -138,6 +138,7 @@ def _plan(rank: int, group: Sequence[Plan]) -> dict[str, Any]:
         "provider": offer.provider,
         "instance": offer.instance,
         "gpu": plan.place.device.name,
+        "is_cpu": not plan.place.is_cuda,
         "n_gpus": max(1, offer.n_gpus),
         "region": offer.region,
         "zone": offer.zone,
@@ -318,8 +319,10 @@ def has_price(row: Mapping[str, Any]) -> bool:
 
 def say_cost(usd: float | None) -> str:
     """`$0.78`, `$12.30`, `$1,234`: as many digits as an estimate deserves."""
-    if usd is None or 0 < abs(usd) < 0.1:
+    if usd is None:
         return say_usd(usd)
+    if 0 < abs(usd) < 0.1:
+        return f"${usd:.{min(6, 1 - math.floor(math.log10(abs(usd))))}f}"
     return f"${usd:,.2f}" if abs(usd) < 1000 else f"${usd:,.0f}"
 
 
@@ -729,9 +732,11 @@ def break_even_words(own: Mapping[str, Any], one: Mapping[str, Any]) -> str:
     rent = f"{one['name']} ({price})"
     if one["break_even_hours"] is None:
         return f"bought for {say_cost(own['price_usd'])} it never pays back against {rent}"
+    months = one["break_even_months"]
+    long = f"{months:,.1f} months" if months < 36 else f"{months / 12:,.0f} years"
     return (
         f"bought for {say_cost(own['price_usd'])} it pays back after {one['break_even_hours']:,.0f} h of use, "
-        f"{plural_of(round(one['break_even_months'], 1), 'month')} of {one['hours_per_month']:,.0f} h, against {rent}"
+        f"{long} with {one['hours_per_month']:.3g} h a month, against {rent}"
     )
 
 
