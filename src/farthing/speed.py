@@ -156,6 +156,7 @@ def work_of(
     flops, c = _flops(shape, padded, adapters, recompute), recipe.compute_bytes
     passes = 2 + recompute
     n_layers = shape.n_layers + shape.n_decoder_layers
+    host_s = recipe.stack.host_s_per_layer + (recipe.stack.host_s_per_adapted_layer if adapters is not None else 0.0)
     return Work(
         matmul_flops=n_each * (flops.body + flops.head + flops.adapters),
         attention_flops=n_each * flops.attention,
@@ -164,7 +165,7 @@ def work_of(
         dequantization_bytes=n_micro * shape.n_matmul * passes * (0.516 + c) if recipe.method == "qlora" else 0.0,
         optimizer_bytes=_optimizer_bytes(shape, recipe, adapters),
         sent_bytes=_sent_bytes(shape, recipe, adapters),
-        host_s=n_micro * n_layers * recipe.stack.host_s_per_layer * (1 + recompute / 3),
+        host_s=n_micro * n_layers * host_s * (1 + recompute / 3),
         tokens_per_micro_batch=max(1.0, all_tokens / recipe.n_gpus / n_micro),
         n_tokens=recipe.global_batch * mean_tokens,
         n_padded_tokens=all_tokens,
