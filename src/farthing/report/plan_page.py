@@ -533,7 +533,7 @@ def _why_not(view: Row) -> str:
     for one in view["rejected"]:
         several = f"{one['n_gpus']}x " if one["n_gpus"] > 1 else ""
         price = "" if one["usd_per_hour"] is None else say_usd(one["usd_per_hour"])
-        name = f'<th scope="row" class="k">{escape(several + one["gpu"])}</th>'
+        name = f'<th scope="row">{escape(several + one["gpu"])}</th>'
         figures = _cells("n", f"{one['n_offers']:,}", price)
         body.append(
             f"<tr>{name}{_cells('k', one['kind'])}{figures}{_cells('words', one['reason'], one['change'])}</tr>"

@@ -45,6 +45,8 @@ def plan_view(study: Study, runs_per_month: float | None = None) -> dict[str, An
     for row in _front([row for row in rows if row["is_runnable"]]):
         row["on_runnable_front"] = True
     best = _best(rows)
+    if best is not None and best["rank"] > 1:
+        best["why"] = f"the first that will do, {best['why']}"
     view = {
         "kind": KIND,
         "version": farthing.__version__,
