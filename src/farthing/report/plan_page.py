@@ -536,9 +536,9 @@ def _why_not(view: Row) -> str:
         name = f'<th scope="row">{escape(several + one["gpu"])}</th>'
         figures = _cells("n", f"{one['n_offers']:,}", price)
         body.append(
-            f"<tr>{name}{_cells('k', one['kind'])}{figures}{_cells('words', one['reason'], one['change'])}</tr>"
+            f"<tr>{name}{_cells('words', one['reason'], one['change'])}{_cells('k', one['kind'])}{figures}</tr>"
         )
-    head = _head("GPU", "kind", "#offers", "#from, an hour", "why not", "what would let it in")
+    head = _head("GPU", "why not", "what would let it in", "kind", "#offers", "#from, an hour")
     n = sum(one["n_offers"] for one in view["rejected"])
     return f"<h2>Why not the other {plural(n, 'offer')}</h2>\n" + _wide(
         "Why not", f"<table>{head}{_body(body)}</table>"
