@@ -1,7 +1,8 @@
 """shape x recipe x the largest micro-batch -> bytes by component, at the moment that takes most.
 
-A step has four such moments: the loss (all activations and the logits), the backward pass of the top layer, that of the
-embeddings (all gradients), and the optimizer's own. Each is a sum of named parts; the largest sum is the peak.
+The moments of a step: the forward pass, the loss (all activations and the logits), the backward pass of the top layer, that
+of the last one (nearly all gradients), that of the embeddings (all gradients), and the optimizer's own. Each is a sum of
+named parts; the largest sum is the peak.
 
 What is physics: everything but `SLACK`, `CUDA_CONTEXT_BYTES` and `WORKING_*`. Weights, gradients and state are counts times
 bytes. A layer's activations are counted operation by operation, as autograd saves them in the modelling code of
@@ -84,7 +85,7 @@ class Memory:
     parts: dict[str, int]
     """What is there at the peak: weights, gradients, optimizer, casts, activations, logits, working."""
     moment: str
-    """When: forward, loss, backward, embeddings or optimizer; or evaluation."""
+    """When: forward, loss, backward, last layer, embeddings or optimizer; or evaluation."""
     is_cuda: bool = True
 
     @property
@@ -153,6 +154,10 @@ def estimate_memory(
 
     base = {"weights": weights, "optimizer": state}
     dora = _dora_working(recipe, adapters)
+    n_layers = max(1, shape.n_layers + shape.n_decoder_layers)
+    before_last = head_gradients + shape.n_matmul * recipe.trained_bytes / shards * (1 - 1 / n_layers)
+    if adapters is not None or stack.frees_gradients:
+        before_last = gradients
     moments = {
         "forward": base | {"gradients": held, "casts": casts, "activations": saved, "working": dora},
         "loss": base | {"gradients": held, "casts": casts, "activations": saved + last, "logits": logits},
@@ -163,6 +168,7 @@ def estimate_memory(
             "activations": (saved if recipe.every_n_layers != 1 else boundaries + top),
             "working": max(working, dora if recipe.every_n_layers else 0.0),
         },
+        "last layer": base | {"gradients": held or before_last, "activations": top, "working": working},
         "embeddings": base | {"gradients": gradients, "working": more / shards},
         "optimizer": base | {"gradients": gradients, "working": step},
     }
