@@ -18,6 +18,7 @@ from farthing.memory import estimate_memory
 from farthing.recipe import Recipe
 from farthing.shapes import Adapters, Shape
 from farthing.speed import Calibration, Device, forward_work, step_time, work_of
+from farthing.units import plural
 
 N_NEWEST = 5
 SPREAD_SAME, SPREAD_OTHER = 0.08, 0.20  # what is left of the error after runs of the same model, or of others only
@@ -42,7 +43,7 @@ def calibrate(
     def median(name: str) -> float:
         return statistics.median(getattr(one, name) for one in found)
 
-    runs = f"{len(same)} run{'s' if len(same) > 1 else ''} of this model here, the last on {same[0].when[:10]}"
+    runs = f"{plural(len(same), 'run')} of this model here, the last on {same[0].when[:10]}"
     return Calibration(
         compute=median("compute"),
         optimizer=median("optimizer"),
@@ -55,6 +56,22 @@ def calibrate(
         spread=SPREAD_SAME if len(same) < 3 else SPREAD_SAME * 0.75,
         n_runs=len(same),
         source=runs,
+    )
+
+
+def past_errors(measurements: Sequence[Measurement], hardware: str) -> str:
+    """How far off earlier promises were on `hardware`, in words; empty where there were none."""
+    steps, peaks = [], []
+    for m in matching(measurements, hardware=hardware):
+        step_s, peak = m.promised.get("step_s"), m.promised.get("peak_bytes")
+        if isinstance(step_s, int | float) and isinstance(peak, int | float) and step_s > 0 and peak > 0:
+            steps.append(abs(m.step_s / step_s - 1))
+            peaks.append(abs(m.peak_bytes / peak - 1))
+    if not steps:
+        return ""
+    return (
+        f"{plural(len(steps), 'earlier promise')} here: off by {statistics.median(steps):.0%} in time and "
+        f"{statistics.median(peaks):.0%} in memory, median"
     )
 
 
@@ -117,5 +134,5 @@ def _from_others(runs: Sequence[Measurement]) -> Calibration:
         start_s=statistics.median(m.start_up_s + m.load_model_s for m, _ in pairs),
         spread=SPREAD_OTHER,
         n_runs=len(pairs),
-        source=f"{len(pairs)} runs of other models here",
+        source=f"{plural(len(pairs), 'run')} of other models here",
     )

@@ -69,7 +69,7 @@ class Assumptions(NamedTuple):
     tokenize_tokens_per_s: float = 0.4e6  # two cores, measured
     snapshot_bytes_per_s: float = 5e9  # checkpoint from the device to host memory; written in the background
     disk_bytes_per_s: float = 500e6
-    process_bytes: int = 650 << 20  # of a CPU run: the interpreter with its libraries
+    process_bytes: int = 420 << 20  # of a CPU run: the interpreter with its libraries
 
     def in_words(self) -> list[str]:
         """One line each."""

@@ -14,7 +14,7 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
-from farthing.calibrate import calibrate
+from farthing.calibrate import calibrate, past_errors
 from farthing.catalog import Billing, Catalog, Offer, find_gpu, gpu_of_device, gpus, read_catalog, select
 from farthing.errors import UserMistake
 from farthing.job import Job
@@ -45,6 +45,8 @@ class Study:
     """Where model, lengths and calibration come from, and what is not known."""
     today: date
     own: tuple[Owned, ...] = ()
+    law: str = "a prior: the middle of the zones that were measured"
+    """Where the law of interruptions comes from."""
 
 
 def study_job(
@@ -74,7 +76,7 @@ def study_job(
     notes: list[str] = []
     cache_dir = Path(job.cache_dir or ".")
     config, where = find_config(job.model.model_name_or_path, job.model.revision)
-    notes.append(f"model: config.json from {where}")
+    notes.append(f"model: {where}")
     lengths, held_out = _lengths(job, cache_dir, n_examples, mean_tokens)
     notes.append(f"data: {lengths.source}")
     wanted = wanted_of(job, shape_of(job, config), lengths, held_out, now=now)
@@ -123,17 +125,21 @@ def study_job(
         )
     managed = [offer for offer in offers if offer.usd_per_hour is None]
     assumptions = Assumptions()
-    hazard = None
+    hazard, law = None, Study.law
     if traces is not None:
         hazard, words = hazards(read_traces(traces))
         notes.append(words)
+        law = words
     answer = decide(wanted, places, assumptions=assumptions, managed=managed, hazard=hazard)
     answer = replace(answer, rejected=(*answer.rejected, *refused))
     notes += known.notes
     here_calibration = next((place.calibration for place in places if place.offer.provider == HERE), None)
     if here_calibration is not None and here_calibration.n_runs:
         notes.append(f"this machine is calibrated by {here_calibration.source}")
-    return Study(job, wanted, answer, catalog, machine, assumptions, tuple(notes), today, tuple(own))
+    earlier = past_errors(measurements, machine.hardware)
+    if earlier:
+        notes.append(earlier)
+    return Study(job, wanted, answer, catalog, machine, assumptions, tuple(notes), today, tuple(own), law)
 
 
 # ---- the job ----
@@ -227,6 +233,7 @@ def place_here(
     if device is None:
         return None
     known = _calibration(wanted, measurements, hardware, precision, device)
+    memory_bytes -= memory_bytes % 2**30 if memory_bytes > 2**30 else 0  # what is free moves; a plan should not
     micro = wanted.micro_batch if is_cuda else job.micro_batch_size
     return Place(offer, device, precision, memory_bytes, known, is_local=True, is_cuda=is_cuda, micro_batch=micro)
 

@@ -41,7 +41,7 @@ _SLOWEST, _PATIENCE_S = 10.0, 3600.0  # how much slower a machine without a pric
 def plan_view(study: Study, runs_per_month: float | None = None) -> dict[str, Any]:
     """Everything a plan says. `runs_per_month` adds what a project of so many comes to in a year."""
     choices = _choices(study.answer.plans)
-    rows = [_plan(rank, group) for rank, group in enumerate(choices, 1)]
+    rows = [_plan(rank, group, study.law) for rank, group in enumerate(choices, 1)]
     for row in _front([row for row in rows if row["is_runnable"]]):
         row["on_runnable_front"] = True
     best = _best(rows)
@@ -132,7 +132,7 @@ def _choices(plans: Iterable[Plan]) -> list[list[Plan]]:
     return list(groups.values())
 
 
-def _plan(rank: int, group: Sequence[Plan]) -> dict[str, Any]:
+def _plan(rank: int, group: Sequence[Plan], law: str) -> dict[str, Any]:
     plan, offer, recipe, step = group[0], group[0].offer, group[0].recipe, group[0].step
     return {
         "rank": rank,
@@ -187,10 +187,10 @@ def _plan(rank: int, group: Sequence[Plan]) -> dict[str, Any]:
         "usd_range": plan.usd_range.as_list(),
         "up_front_usd": up_front(plan),
         "save_every_s": plan.interval_s,
-        "spot": _spot(plan),
+        "spot": _spot(plan, law),
         "chance": plan.chance,
         "sure": _sure(plan),
-        "why": plan.why,
+        "why": f"{plan.why}; {plan.mixture}" if plan.mixture else plan.why,
         "on_front": any(one.on_front for one in group),
         "on_runnable_front": False,
         "is_runnable": plan.is_runnable,
@@ -251,7 +251,7 @@ def _memory_parts(plan: Plan) -> dict[str, float]:
     return parts
 
 
-def _spot(plan: Plan) -> dict[str, Any] | None:
+def _spot(plan: Plan, law: str) -> dict[str, Any] | None:
     if plan.spot is None:
         return None
     found = plan.spot
@@ -262,7 +262,8 @@ def _spot(plan: Plan) -> dict[str, Any] | None:
         "waiting_s": found.waiting_s,
         "checkpoint_s": found.checkpoint_s,
         "save_every_s": plan.interval_s,
-        "law": "a prior: the middle of the zones that were measured",
+        "law": law,
+        "mixture": plan.mixture,
     }
 
 
@@ -299,7 +300,8 @@ def _answer(view: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
             return f"Nothing can do this job as it is: none of {plural(view['n_offers'], 'offer')}."
         return f"No single GPU can do this job. {rows[0]['name']} would: {_figures(rows[0])}; but it {NOT_YET}."
     verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
-    text = f"{verb}{best['name']}: {_figures(best)}."
+    with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
+    text = f"{verb}{best['name']}{with_own}: {_figures(best)}."
     rented = _best([row for row in rows if row["kind"] in _RENTED])
     if best["kind"] not in _RENTED and rented is not None:
         text += f" Rented: {rented['name']}, {say_cost(rented['total_usd'])}, {say_seconds(rented['wall_s'])}."
