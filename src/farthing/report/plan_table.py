@@ -17,7 +17,7 @@ _N_SHOWN, _N_SEVERAL, _N_WHY_NOT = 10, 3, 6
 _COLUMNS = ("#", "provider", "GPU", "kind", "$", "range", "hours", "GiB", "tok/s")
 _RIGHT = ("#", "$", "range", "hours", "GiB", "tok/s")
 _LEGEND = (
-    "* none is both cheaper and sooner; spot 0.3: interruptions to expect; GiB: needed/there; "
+    "* none is both cheaper and sooner; spot 0.3: interruptions to expect; GiB: needed/there, ! where it may not fit; "
     "range: 4 of 5 cases; tok/s: useful tokens"
 )
 _BAR, _BAR_WIDTH = "█", 24
@@ -207,7 +207,7 @@ def _cells(row: Row) -> dict[str, str]:
         "$": _plain_usd(usd) if has_price(row) else "?",
         "range": range_words if has_price(row) else "",
         "hours": _hours(row["hours"]),
-        "GiB": f"{_gib(memory['needed_bytes'])}/{_gib(memory['capacity_bytes'])}",
+        "GiB": f"{_gib(memory['needed_bytes'])}/{_gib(memory['capacity_bytes'])}{'!' if memory['is_tight'] else ''}",
         "tok/s": _say_speed(row["step"]["tokens_per_s"]),
     }
 

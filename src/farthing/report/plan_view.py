@@ -170,6 +170,7 @@ def _plan(rank: int, group: Sequence[Plan], law: str) -> dict[str, Any]:
             "capacity_bytes": plan.place.memory_bytes,
             "spare_bytes": plan.place.memory_bytes - plan.memory_range.likely,
             "moment": plan.memory.moment,
+            "is_tight": plan.is_tight,
         },
         "seconds": plan.seconds,
         "wall_s": plan.wall_s,
@@ -313,7 +314,8 @@ def _figures(row: Mapping[str, Any]) -> str:
     usd = f"{say_cost(likely)} ({say_cost(low).removeprefix('$')} to {say_cost(high).removeprefix('$')})"
     if not has_price(row):
         usd = "no price is given"
-    return f"{usd}, {say_seconds(row['wall_s'])}, fits with {say_bytes(row['memory']['spare_bytes'])} to spare"
+    fits = "fits, but tightly," if row["memory"]["is_tight"] else "fits"
+    return f"{usd}, {say_seconds(row['wall_s'])}, {fits} with {say_bytes(row['memory']['spare_bytes'])} to spare"
 
 
 def has_price(row: Mapping[str, Any]) -> bool:
