@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from farthing.catalog import Gpu, Offer, bill, gpus, up_front_usd
@@ -47,6 +48,7 @@ from farthing.units import say_bytes, say_seconds, say_usd
 
 MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
 TIE = 0.05  # dollars closer than this are not told apart by estimates that share their error
+_80_PERCENT = NormalDist().inv_cdf(0.9)  # standard deviations on either side that hold 80 % of cases
 N_DRAWN = 40  # plans whose chance to meet the deadline is drawn
 CRASH_EVERY_S = 7 * 86400.0  # of a machine that is not taken away, by assumption: a week
 SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 1800.0
@@ -247,6 +249,11 @@ class Plan:
         return sum(self.usd.values())
 
     @property
+    def is_tight(self) -> bool:
+        """Whether it may not fit after all: the range of its memory passes what is there."""
+        return self.memory_range.high > self.place.memory_bytes
+
+    @property
     def is_runnable(self) -> bool:
         """Whether the trainer can do it: on one GPU so far."""
         return self.recipe.n_gpus == 1
@@ -374,7 +381,7 @@ class _Study:
         if isinstance(chosen, Rejected):
             return replace(chosen, offer=offer)
         plan = self._price(place, chosen)
-        return self._within_limits(plan)
+        return self._within_limits(plan) if isinstance(plan, Plan) else plan
 
     # ---- recipes ----
 
@@ -449,9 +456,15 @@ class _Study:
             for recipe, memory, work in found
             if self.needed_bytes(place, memory) <= place.memory_bytes
         ]
+        # a run that dies of memory has cost its dollars: what fits with its error comes before what may not
+        sure = [
+            one for one in fitting if self.needed_bytes(place, one[1]) * (1 + memory_error(place)) <= place.memory_bytes
+        ]
+        if fitting and not sure:
+            sure = [min(fitting, key=lambda one: self.needed_bytes(place, one[1]))]
         if fitting:
             recipe, memory, step, work = min(
-                fitting, key=lambda one: (one[2].seconds, one[0].every_n_layers, one[0].micro_batch)
+                sure, key=lambda one: (one[2].seconds, one[0].every_n_layers, one[0].micro_batch)
             )
             save_s = place.calibration.save_s
             if save_s is None:
@@ -483,8 +496,8 @@ class _Study:
 
     # ---- price ----
 
-    def _price(self, place: Place, chosen: _Chosen) -> Plan:
-        wanted, offer, known = self.wanted, place.offer, place.calibration
+    def _price(self, place: Place, chosen: _Chosen) -> Plan | Rejected:
+        wanted, offer = self.wanted, place.offer
         recipe, memory, step, at_best, save_s = chosen
         seconds = dict(at_best)
         before_s = seconds["setup"] + seconds["download"] + seconds["start-up"]
@@ -497,6 +510,9 @@ class _Study:
             if key not in self._spot:
                 self._spot[key] = self._on_spot(*key)
             expected, good, bad, interval_s = self._spot[key]
+            if not math.isfinite(expected.wall_s):
+                what = "interruptions come faster than work is saved"
+                return Rejected(offer, what, "the same machine on demand", 10.0)
             seconds["checkpoints"] = expected.checkpoint_s
             seconds |= {"lost work": expected.lost_s, "restarts": expected.restart_s, "waiting": expected.waiting_s}
         else:
@@ -526,7 +542,7 @@ class _Study:
             low_usd -= rate * max(0.0, expected.billed_s - good.billed_s)
             high_usd += rate * max(0.0, bad.billed_s - expected.billed_s)
         needed = self.needed_bytes(place, memory)
-        around = 0.05 if known.extra_bytes is not None else MEMORY_ERROR
+        around = memory_error(place)
         return Plan(
             place=place,
             recipe=recipe,
@@ -597,12 +613,11 @@ class _Study:
 
     def _within_limits(self, plan: Plan) -> Plan | Rejected:
         wanted, usd, hours = self.wanted, plan.total_usd, plan.wall_s / 3600
-        if not math.isfinite(usd):
-            what = "interruptions come faster than work is saved"
-            return Rejected(plan.offer, what, "on demand, or a smaller machine", 10.0)
         if wanted.max_usd is not None and usd > wanted.max_usd:
             what = f"costs {say_usd(usd)}, the cap is {say_usd(wanted.max_usd)}"
-            change = f"limits.max_usd: {_rounded_up(usd)}{self._or_fewer_steps(plan, wanted.max_usd / usd)}"
+            change = (
+                f"limits.max_usd: {_rounded_up(usd)}{self._or_fewer_steps(plan, wanted.max_usd / usd, ('waiting',))}"
+            )
             return Rejected(plan.offer, what, change, usd / max(wanted.max_usd, 1e-9))
         if wanted.max_hours is not None and hours > wanted.max_hours:
             what = f"takes {say_seconds(hours * 3600)}, the cap is {say_seconds(wanted.max_hours * 3600)}"
@@ -611,15 +626,22 @@ class _Study:
         least_s = plan.wall_s - plan.seconds.get("waiting", 0.0)  # where spot waits, on demand may step in
         if wanted.deadline_s is not None and least_s > wanted.deadline_s:
             late = say_seconds(plan.wall_s - max(0.0, wanted.deadline_s))
-            what = f"ends {late} after the deadline"
-            return Rejected(plan.offer, what, f"a deadline {late} later", plan.wall_s / max(wanted.deadline_s, 1.0))
+            needed_s = _sure_s(plan, wanted.sure)
+            change = _later(needed_s - wanted.deadline_s)
+            return Rejected(
+                plan.offer, f"ends {late} after the deadline", change, needed_s / max(wanted.deadline_s, 1.0)
+            )
         return plan
 
-    def _or_fewer_steps(self, plan: Plan, share: float) -> str:
-        """The job that keeps the limit: as many steps as the share leaves room for beside what does not shrink."""
+    def _or_fewer_steps(self, plan: Plan, share: float, free: tuple[str, ...] = ()) -> str:
+        """The job that keeps the limit: as many steps as the share leaves room for beside what may not shrink.
+
+        Of spot that is also what interruptions take: it does shrink with the job, but not evenly.
+        """
         wanted = self.wanted
-        moving_s = sum(plan.seconds.get(name, 0.0) for name in _GROWING)
-        left_s = share * plan.wall_s - (plan.wall_s - moving_s)
+        moving_s = sum(plan.seconds.get(name, 0.0) for name in ("training", "evaluation", "checkpoints"))
+        counted_s = plan.wall_s - sum(plan.seconds.get(name, 0.0) for name in free)
+        left_s = share * counted_s - (counted_s - moving_s)
         n = int(wanted.n_steps * max(0.0, left_s) / max(moving_s, 1e-9) * 0.95)
         once_s = plan.seconds.get("evaluation", 0.0) / max(1, wanted.n_evaluations)
         per_step_s = (moving_s - plan.seconds.get("evaluation", 0.0)) / wanted.n_steps
@@ -643,13 +665,11 @@ class _Study:
         choices: dict[Any, Choice] = {}
         for n, plan in enumerate(plans):
             if plan.spot is None:
-                spread = max(1e-9, plan.hours_range.high - plan.hours_range.likely) / 1.28
-                z = (deadline_s / 3600 - plan.hours_range.likely) / spread
-                chance = 0.5 * (1 + math.erf(z / math.sqrt(2)))
+                chance = NormalDist(plan.wall_s, _spread_s(plan)).cdf(deadline_s)
                 if chance >= self.wanted.sure:
                     kept.append(replace(plan, chance=chance))
                 else:
-                    late.append(_late(plan, chance, deadline_s))
+                    late.append(_late(plan, chance, deadline_s, self.wanted.sure))
                 continue
             busy_s = plan.seconds["training"] + plan.seconds.get("evaluation", 0.0)
             before_s = sum(plan.seconds.get(name, 0.0) for name in ("setup", "download", "start-up", "tokenizing"))
@@ -673,7 +693,7 @@ class _Study:
                 if plan.wall_s <= deadline_s:
                     kept.append(plan)
                 else:
-                    late.append(_late(plan, None, deadline_s))
+                    late.append(_late(plan, None, deadline_s, self.wanted.sure))
                 continue
             alone = next(way for way in choice.ways if way.kind == "spot")
             if alone.chance >= self.wanted.sure:
@@ -681,7 +701,7 @@ class _Study:
             elif choice.best.kind == "mixture" and choice.best.chance >= self.wanted.sure:
                 kept.append(_mixed(plan, choice, before_s))
             else:
-                late.append(_late(plan, alone.chance, deadline_s))
+                late.append(_late(plan, alone.chance, deadline_s, self.wanted.sure))
         return kept, late
 
 
@@ -757,6 +777,11 @@ def place_of(offer: Offer, precision: str | None = None, calibration: Calibratio
     return Place(offer, device, wanted, gpu.memory_bytes, calibration or Calibration())
 
 
+def memory_error(place: Place) -> float:
+    """Relative error of the bytes that a place is predicted to need, 80 % of cases."""
+    return 0.05 if place.calibration.extra_bytes is not None else MEMORY_ERROR
+
+
 def quiet_interval_s(save_s: float) -> float:
     """Between checkpoints where nobody takes the machine away: Young's interval for one crash in `CRASH_EVERY_S`."""
     return min(LONGEST_INTERVAL_S, max(SHORTEST_INTERVAL_S, young_interval_s(save_s, CRASH_EVERY_S)))
@@ -771,10 +796,7 @@ def speed_error(place: Place) -> float:
     return SPEED_ERROR.get(place.device.name, SPEED_ERROR_UNKNOWN)
 
 
-_GROWING = ("training", "evaluation", "checkpoints", "lost work", "restarts", "waiting")  # with the number of steps
-
-
-def _late(plan: Plan, chance: float | None, deadline_s: float) -> Rejected:
+def _late(plan: Plan, chance: float | None, deadline_s: float, sure: float) -> Rejected:
     """A plan that is not sure enough to be done in time."""
     kind = "spot" if plan.spot is not None else "it"
     what = (
@@ -782,9 +804,24 @@ def _late(plan: Plan, chance: float | None, deadline_s: float) -> Rejected:
         if chance is not None
         else "spot ends after the deadline"
     )
-    needed_s = plan.hours_range.high * 3600
-    change = f"a deadline {say_seconds(max(60.0, needed_s - deadline_s))} later"
-    return Rejected(plan.offer, what, change, max(1.0, needed_s / max(deadline_s, 1.0)))
+    needed_s = _sure_s(plan, sure)
+    return Rejected(plan.offer, what, _later(needed_s - deadline_s), max(1.0, needed_s / max(deadline_s, 1.0)))
+
+
+def _spread_s(plan: Plan) -> float:
+    """Standard deviation of the end: the range holds 80 % of cases."""
+    return max(1e-6, (plan.hours_range.high - plan.hours_range.likely) * 3600 / _80_PERCENT)
+
+
+def _sure_s(plan: Plan, sure: float) -> float:
+    """Time after which a plan is done with this chance."""
+    return plan.wall_s + max(0.0, NormalDist().inv_cdf(min(max(sure, 1e-6), 1 - 1e-6))) * _spread_s(plan)
+
+
+def _later(seconds: float) -> str:
+    """A deadline that is so much later, in whole minutes and not too few."""
+    minutes = max(1, math.ceil(seconds / 60 + 1e-6))
+    return f"a deadline {say_seconds(60.0 * minutes)} later"
 
 
 def _machine_key(offer: Offer) -> tuple[str, str, int]:

@@ -1,0 +1,537 @@
+"""The plan: what fits, what it costs, how it is ranked, what stands in the way, and that advice can be followed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from dataclasses import replace
+from datetime import date
+from typing import Any
+
+import numpy as np
+import pytest
+
+from farthing.catalog import Billing, Offer, bill, gpus
+from farthing.errors import UserMistake
+from farthing.lengths import Lengths, from_arrays
+from farthing.model_config import known_config
+from farthing.plan import (
+    SPEED_ERROR_UNKNOWN,
+    TIE,
+    Answer,
+    Place,
+    Plan,
+    Rejected,
+    Wanted,
+    decide,
+    place_of,
+    up_front,
+)
+from farthing.shapes import Shape, read_shape
+from farthing.speed import Calibration, cpu_device
+from farthing.spells import Weibull
+from farthing.spot import Interruptions
+
+TODAY = date(2026, 11, 21)
+H = 3600.0
+SHAPES: dict[str, Shape] = {}
+
+
+def shape_of(name: str) -> Shape:
+    """A known model."""
+    if name not in SHAPES:
+        config = known_config(name)
+        assert config is not None
+        SHAPES[name] = read_shape(config)
+    return SHAPES[name]
+
+
+def lengths_of(n: int = 20_000, longest: int = 1024, n_all: int | None = None) -> Lengths:
+    """Lengths around a quarter of the longest."""
+    drawn = np.random.default_rng(0).lognormal(np.log(longest / 5), 0.6, min(n, 4096))
+    tokens = np.clip(drawn, 8, longest).astype(int)
+    tokens[0] = longest
+    return from_arrays(tokens, source="made", n_examples=n_all or n)
+
+
+def wanted_of(model: str = "meta-llama/Llama-3.2-1B", **changes: Any) -> Wanted:
+    """A job on a small model; `changes` are of `Wanted`."""
+    usual: dict[str, Any] = {
+        "shape": shape_of(model),
+        "method": "lora",
+        "optim": "adamw_torch_fused",
+        "global_batch": 32,
+        "lengths": lengths_of(),
+        "n_epochs": 3.0,
+    }
+    return Wanted(**(usual | changes))
+
+
+def offer_of(
+    gpu: str, usd: float, n_gpus: int = 1, *, spot: bool = False, provider: str = "A", zone: str = ""
+) -> Offer:
+    """Machines by the hour, whole, without other terms."""
+    return Offer(
+        provider, "", gpu, n_gpus, "here", zone, spot, "machine_hour", usd, "made", TODAY, Billing(provider)
+    )  # fmt: skip
+
+
+def place(gpu: str, usd: float, n_gpus: int = 1, **more: Any) -> Place:
+    """An offer as a place."""
+    found = place_of(offer_of(gpu, usd, n_gpus, **more))
+    assert isinstance(found, Place), found
+    return found
+
+
+MARKET = [
+    *(place("A100-80GB", 2.5), place("H100-80GB", 3.5), place("RTX 4090", 0.5), place("RTX 4090", 1.0, 2)),
+    *(place("L4", 0.6), place("T4", 0.3), place("A10G", 1.0), place("A100-40GB", 1.3, provider="B")),
+    *(place("A100-80GB", 1.25, spot=True), place("H100-80GB", 14.0, 4), place("RTX 3090", 0.3, provider="C")),
+    *(place("V100-16GB", 0.8), place("A100-80GB", 5.0, 2), place("T4", 0.1, spot=True), place("L40S", 1.2)),
+]
+
+
+def only(answer: Answer) -> Plan:
+    """The one plan of an answer."""
+    assert len(answer.plans) == 1, answer.rejected
+    return answer.plans[0]
+
+
+def refused(answer: Answer) -> Rejected:
+    """The one rejected offer of an answer."""
+    assert not answer.plans
+    assert len(answer.rejected) == 1
+    return answer.rejected[0]
+
+
+# ---- what a plan is made of ----
+
+
+def test_parts_add_up_and_ranges_hold_what_is_likely() -> None:
+    answer = decide(wanted_of(eval_lengths=lengths_of(500)), MARKET)
+    assert len(answer.plans) + len(answer.rejected) == len(MARKET)
+    for plan in answer.plans:
+        assert plan.wall_s == pytest.approx(sum(plan.seconds.values()))
+        assert plan.total_usd == pytest.approx(sum(plan.usd.values()))
+        assert min(plan.seconds.values()) > 0
+        assert plan.seconds["training"] == pytest.approx(answer.n_steps * plan.step.seconds)
+        for known, likely in ((plan.hours_range, plan.wall_s / H), (plan.usd_range, plan.total_usd)):
+            assert 0 <= known.low < known.likely < known.high
+            assert known.likely == pytest.approx(likely)
+        assert plan.memory_range.likely <= plan.place.memory_bytes
+        assert plan.recipe.micro_batch * plan.recipe.n_micro_batches * plan.recipe.n_gpus >= 32
+        waited_s = plan.seconds.get("waiting", 0.0)
+        assert plan.usd["compute"] == pytest.approx((plan.wall_s - waited_s) / H * (plan.offer.usd_per_hour or 0))
+
+
+def test_steps_are_those_of_the_trainer() -> None:
+    short = lengths_of(100)
+    assert wanted_of(lengths=short, global_batch=32, n_epochs=1.0).n_steps == 4  # the last one is smaller
+    assert wanted_of(lengths=short, global_batch=32, n_epochs=2.5).n_steps == 10
+    assert wanted_of(lengths=short, max_steps=7).n_steps == 7
+    assert wanted_of(lengths=short, global_batch=1000, n_epochs=3.0).n_steps == 3
+    with_eval = wanted_of(lengths=short, eval_lengths=lengths_of(10), n_epochs=3.0)
+    assert with_eval.n_evaluations == 3
+    assert replace(with_eval, eval_steps=5).n_evaluations == 3
+    assert replace(with_eval, eval_steps=0).n_evaluations == 1
+    assert wanted_of().n_evaluations == 0
+
+
+def test_hours_cost_what_they_cost_and_twice_the_work_takes_twice_as_long() -> None:
+    one = only(decide(wanted_of(n_epochs=1.0), [place("A100-80GB", 2.0)]))
+    two = only(decide(wanted_of(n_epochs=2.0), [place("A100-80GB", 4.0)]))
+    assert two.seconds["training"] == pytest.approx(2 * one.seconds["training"])
+    assert two.seconds["start-up"] == one.seconds["start-up"]
+    assert two.total_usd == pytest.approx(two.wall_s / H * 4.0, rel=2e-3)  # seconds are billed whole
+
+
+def test_a_place_of_ones_own_needs_no_setup_no_download_and_no_tokenizing_twice() -> None:
+    own = replace(place("RTX 4090", 0.1), is_local=True)
+    there = only(decide(wanted_of(), [place("RTX 4090", 0.1)]))
+    here = only(decide(wanted_of(is_tokenized=True), [own]))
+    assert {"setup", "download", "tokenizing"} <= set(there.seconds)
+    assert not {"setup", "download", "tokenizing"} & set(here.seconds)
+    assert here.seconds["training"] == there.seconds["training"]
+
+
+def test_a_processor_is_a_place_too() -> None:
+    cpu = Place(offer_of("T4", 0.01), cpu_device("a processor", 1e11, 2), "fp32", 8 << 30, is_local=True, is_cuda=False)
+    plan = only(decide(wanted_of("HuggingFaceTB/SmolLM2-135M", lengths=lengths_of(500)), [cpu]))
+    assert plan.recipe.precision == "fp32"
+    assert plan.memory.total_bytes == plan.memory.allocated_bytes
+    assert plan.hours_range.high / plan.hours_range.likely > 1.4  # a rough guess, and said to be one
+
+
+def test_old_gpus_compute_in_fp16_and_none_in_bf16() -> None:
+    for gpu in ("T4", "V100-16GB"):
+        assert place(gpu, 0.3).precision == "fp16"
+        found = place_of(offer_of(gpu, 0.3), "bf16")
+        assert isinstance(found, Rejected)
+        assert found.reason == f"{gpu} does not compute in bf16"
+        assert found.change == "leave train.bf16 out: fp16 is used"
+    assert place("A100-40GB", 1.0).precision == "bf16"
+    assert place("K80", 0.2).precision == "fp32"
+
+
+def test_calibration_moves_and_narrows_the_ranges() -> None:
+    raw = place("L4", 0.6)
+    known = replace(raw, calibration=Calibration(compute=2.0, start_s=30.0, spread=0.08, n_runs=3, source="3 runs"))
+    before, after = (only(decide(wanted_of(), [one])) for one in (raw, known))
+    moving = [("matmul", 2.0), ("attention", 2.0), ("memory traffic", 2.0), ("optimizer", 1.0)]
+    for name, factor in moving:
+        assert after.step.parts[name] == pytest.approx(factor * before.step.parts[name])
+    assert after.seconds["start-up"] == 30.0
+
+    def width(plan: Plan) -> float:
+        return (plan.hours_range.high - plan.hours_range.low) / 2 / plan.hours_range.likely
+
+    assert width(before) == pytest.approx(SPEED_ERROR_UNKNOWN, rel=0.2)
+    assert width(after) < 0.09
+    # places that differ in nothing but their measurements are told apart
+    both = decide(wanted_of(), [raw, known]).plans
+    assert len({plan.wall_s for plan in both}) == 2
+
+
+# ---- ranking ----
+
+
+def test_the_cheapest_is_first_and_ties_go_to_the_sooner_and_say_so() -> None:
+    answer = decide(wanted_of(), MARKET)
+    cheapest = min(plan.total_usd for plan in answer.plans)
+    assert answer.plans[0].total_usd <= cheapest * (1 + TIE) + 1e-9
+    slow = only(decide(wanted_of(), [place("A100-80GB", 2.0)]))
+    quick = only(decide(wanted_of(), [place("H100-80GB", 2.0)]))
+    even = 2.0 * slow.total_usd / quick.total_usd  # the price at which the quicker one costs as much
+    for factor, first, why in (
+        (1.03, "H100-80GB", "within 5% of the cheapest"),
+        (1.08, "A100-80GB", "the cheapest"),
+        (0.97, "H100-80GB", "the cheapest"),
+    ):
+        ranked = decide(wanted_of(), [place("A100-80GB", 2.0), place("H100-80GB", even * factor)]).plans
+        assert ranked[0].offer.gpu == first, factor
+        assert ranked[0].why.startswith(why)
+        assert "x as" in ranked[1].why
+    assert "sooner" in decide(wanted_of(), [place("A100-80GB", 2.0), place("H100-80GB", even * 1.03)]).plans[0].why
+
+
+def test_among_equals_one_gpu_comes_before_several_because_it_can_be_run() -> None:
+    alone = only(decide(wanted_of(), [place("RTX 4090", 0.5)]))
+    two = only(decide(wanted_of(), [place("RTX 4090", 1.0, 2)]))
+    price = 1.0 * alone.total_usd / two.total_usd * 0.98
+    answer = decide(wanted_of(), [place("RTX 4090", 0.5), place("RTX 4090", price, 2)])
+    assert answer.plans[1].total_usd < answer.plans[0].total_usd
+    assert answer.best == answer.plans[0]
+    assert answer.plans[0].why.endswith("and on one GPU")
+    assert answer.plans[0].wall_s > answer.plans[1].wall_s
+
+
+def test_the_front_is_what_nothing_beats_in_both() -> None:
+    drawn = random.Random(1)
+    prices = [replace(one, offer=one.offer._replace(usd=one.offer.usd * drawn.uniform(0.5, 2))) for one in MARKET * 4]
+    plans = decide(wanted_of(), prices).plans
+    for plan in plans:
+        beaten = any(
+            other.total_usd <= plan.total_usd
+            and other.wall_s <= plan.wall_s
+            and (other.total_usd, other.wall_s) != (plan.total_usd, plan.wall_s)
+            for other in plans
+        )
+        twin_before = any(
+            (other.total_usd, other.wall_s) == (plan.total_usd, plan.wall_s) and other.on_front and other is not plan
+            for other in plans
+        )
+        assert plan.on_front == (not beaten and not (twin_before and not plan.on_front))
+
+
+def test_the_same_question_has_the_same_answer_whatever_the_order() -> None:
+    asked = wanted_of(deadline_s=40 * H, max_usd=60.0, eval_lengths=lengths_of(300))
+    first, second = decide(asked, MARKET), decide(asked, MARKET)
+    assert first == second
+    assert repr(first).encode() == repr(second).encode()
+    drawn = random.Random(3)
+    for _ in range(3):
+        shuffled = drawn.sample(MARKET, len(MARKET))
+        assert decide(asked, shuffled).plans == first.plans
+        assert sorted(map(repr, decide(asked, shuffled).rejected)) == sorted(map(repr, first.rejected))
+
+
+def test_ten_thousand_offers_are_decided() -> None:
+    many = [
+        replace(one, offer=one.offer._replace(region=f"r{i}", usd=one.offer.usd * (1 + i * 1e-4)))
+        for i, one in zip(range(10_000), itertools.cycle(MARKET), strict=False)
+    ]
+    answer = decide(wanted_of(), many)
+    assert len(answer.plans) + len(answer.rejected) == 10_000
+    assert len({id(plan.memory) for plan in answer.plans}) <= len(MARKET)  # worked out once for each kind of machine
+
+
+def test_nothing_to_choose_from_and_nothing_to_train_on() -> None:
+    empty = decide(wanted_of(), [])
+    assert (empty.plans, empty.rejected, empty.best, empty.nearest()) == ((), (), None, [])
+    nothing = replace(lengths_of(), n_examples=0)
+    with pytest.raises(UserMistake, match="nothing to train on"):
+        decide(wanted_of(lengths=nothing), MARKET)
+
+
+# ---- several GPUs ----
+
+
+def test_a_step_that_does_not_divide_evenly_still_holds_all_its_examples() -> None:
+    for batch, n_gpus in ((10, 4), (7, 2), (33, 8), (5, 4)):
+        plan = only(decide(wanted_of(global_batch=batch), [place("A100-80GB", 2.0, n_gpus)]))
+        recipe = plan.recipe
+        assert recipe.n_gpus == n_gpus
+        assert recipe.micro_batch * recipe.n_micro_batches * n_gpus >= batch
+        assert plan.step.n_tokens == pytest.approx(batch * wanted_of().lengths.mean)
+
+
+def test_more_gpus_than_examples_in_a_step_are_refused() -> None:
+    found = refused(decide(wanted_of(global_batch=4), [place("A100-80GB", 2.0, 8)]))
+    assert found.reason == "a step of 4 examples can't be divided by 8 GPUs"
+    assert found.change == "train.global_batch_size: 8"
+    assert decide(wanted_of(global_batch=8), [place("A100-80GB", 2.0, 8)]).plans
+
+
+def test_two_gpus_are_quicker_than_one_but_not_twice() -> None:
+    one, two = (only(decide(wanted_of(), [place("A100-80GB", 2.0 * n, n)])) for n in (1, 2))
+    assert 1.2 < one.step.seconds / two.step.seconds < 2.0
+    assert not two.is_runnable
+    assert two.step.parts["communication"] > 0
+
+
+def test_a_model_too_large_for_one_gpu_is_divided() -> None:
+    asked = wanted_of("meta-llama/Llama-3.1-8B", method="full")
+    assert "needs" in refused(decide(asked, [place("A100-80GB", 2.0)])).reason
+    plan = only(decide(asked, [place("A100-80GB", 16.0, 8)]))
+    assert plan.recipe.sharding == "fsdp"
+
+
+# ---- advice that can be followed ----
+
+
+def follow(wanted: Wanted, change: str, *, last: bool = False) -> Wanted:
+    """The job with a named change made; of two that are offered the first, or the last."""
+    choices = change.split(", or ")
+    for words in choices[-1 if last else 0].split(" with "):
+        name, _, value = words.partition(": ")
+        if name == "data.max_length":
+            cut = np.minimum(wanted.lengths.tokens, int(value))
+            wanted = replace(wanted, lengths=from_arrays(cut, source="cut", n_examples=wanted.lengths.n_examples))
+            if wanted.eval_lengths is not None:
+                held = np.minimum(wanted.eval_lengths.tokens, int(value))
+                wanted = replace(wanted, eval_lengths=from_arrays(held, source="cut"))
+        elif found := re.fullmatch(r"a deadline (?:(\d+) h )?(?:(\d+) min(?: (\d+) s)?)? later", words):
+            hours, minutes, seconds = (int(part or 0) for part in found.groups())
+            assert wanted.deadline_s is not None
+            wanted = replace(wanted, deadline_s=wanted.deadline_s + hours * H + minutes * 60 + seconds)
+        else:
+            field = {
+                "train.global_batch_size": ("global_batch", int),
+                "train.per_device_train_batch_size": ("micro_batch", int),
+                "train.per_device_eval_batch_size": ("eval_batch", int),
+                "train.gradient_checkpointing": ("every_n_layers", lambda _: 1),
+                "train.optim": ("optim", str),
+                "train.max_steps": ("max_steps", lambda text: int(text.split()[0])),
+                "method": ("method", str),
+                "limits.max_usd": ("max_usd", float),
+                "limits.max_hours": ("max_hours", float),
+            }
+            assert name in field, change
+            wanted = replace(wanted, **{field[name][0]: field[name][1](value)})
+    return wanted
+
+
+def random_job(drawn: random.Random) -> Wanted:
+    """A job that some places can't do."""
+    longest = drawn.choice([256, 1024, 4096])
+    model = drawn.choice(
+        ["meta-llama/Llama-3.2-1B", "Qwen/Qwen2.5-7B", "google/gemma-2-9b", "openai-community/gpt2-xl"]
+    )
+    return wanted_of(
+        model,
+        method=drawn.choice(["full", "lora", "qlora"]),
+        lengths=lengths_of(2000, longest),
+        eval_lengths=drawn.choice([None, lengths_of(200, longest)]),
+        global_batch=drawn.choice([1, 6, 32]),
+        micro_batch=drawn.choice([None, None, 8]),
+        every_n_layers=drawn.choice([None, None, 0, 2]),
+        optim=drawn.choice(["adamw_torch_fused", "adamw_torch"]),
+        max_usd=drawn.choice([None, None, 1.0, 5.0]),
+        max_hours=drawn.choice([None, None, 2.0]),
+        deadline_s=drawn.choice([None, None, 2 * H]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_rejection_has_a_reason_and_its_change_lets_the_offer_in(seed: int) -> None:
+    drawn = random.Random(seed)
+    asked = random_job(drawn)
+    places = [one for one in MARKET if not one.offer.is_spot]
+    for refusal in decide(asked, places).rejected:
+        assert refusal.reason
+        assert refusal.change
+        assert refusal.distance > 0
+        if refusal.change == "a smaller model, or a GPU with more memory":
+            continue
+        here = [one for one in places if one.offer == refusal.offer]
+        for last in (False, True):
+            job, change = asked, refusal.change
+            for _ in range(6):  # another limit may be in the way after the first, never the same one again
+                job = follow(job, change, last=last)
+                again = decide(job, here)
+                if again.plans:
+                    break
+                assert kind_of(again.rejected[0].reason) != kind_of(refusal.reason), (refusal, again.rejected[0])
+                if again.rejected[0].change.startswith("a smaller model"):
+                    break
+                change, refusal_now = again.rejected[0].change, again.rejected[0]
+                assert refusal_now.reason
+            else:
+                raise AssertionError(f"advice without end: {refusal}")
+
+
+def kind_of(reason: str) -> str:
+    """The words of a reason without its figures."""
+    return re.sub(r"[\d.,$%]+|\(.*\)", "", reason)[:12]
+
+
+def test_spot_that_costs_too_much_gets_in_with_the_change_too() -> None:
+    spot = place("A100-80GB", 1.25, spot=True)
+    cost = only(decide(wanted_of(), [spot])).total_usd
+    asked = wanted_of(max_usd=cost / 2)
+    found = refused(decide(asked, [spot]))
+    assert found.reason.startswith("costs $")
+    for last in (False, True):
+        assert decide(follow(asked, found.change, last=last), [spot]).plans
+
+
+def test_limits_refuse_and_say_by_how_much() -> None:
+    free = only(decide(wanted_of(), [place("A100-80GB", 2.0)]))
+    hours = free.wall_s / H
+    for limit, value, words in (
+        ("max_usd", free.total_usd / 2, "the cap is"),
+        ("max_hours", hours / 2, "takes"),
+        ("deadline_s", free.wall_s / 2, "after the deadline"),
+    ):
+        found = refused(decide(wanted_of(**{limit: value}), [place("A100-80GB", 2.0)]))
+        assert words in found.reason
+        assert found.distance == pytest.approx(2, rel=0.15)
+        assert decide(wanted_of(**{limit: value * 2.5}), [place("A100-80GB", 2.0)]).plans
+
+
+def test_the_nearest_are_three_different_ways() -> None:
+    asked = wanted_of("Qwen/Qwen2.5-7B", method="full", max_usd=0.2, lengths=lengths_of(2000))
+    answer = decide(asked, MARKET)
+    assert not answer.plans
+    near = answer.nearest()
+    assert len(near) == 3
+    assert len({re.sub(r"[\d.]+", "", one.change) for one in near}) == 3
+    assert [one.distance for one in near] == sorted(one.distance for one in near)
+    assert len(answer.nearest(1)) == 1
+
+
+def test_evaluation_has_to_fit_as_well() -> None:
+    asked = wanted_of(lengths=lengths_of(2000, 128), eval_lengths=lengths_of(200, 2048), eval_batch=64)
+    found = refused(decide(asked, [place("RTX 4090", 0.5)]))
+    assert found.change == "train.per_device_eval_batch_size: 1"
+    assert decide(replace(asked, eval_batch=1), [place("RTX 4090", 0.5)]).plans
+
+
+# ---- spot and deadlines ----
+
+
+def test_spot_at_half_price_costs_about_half_and_takes_longer() -> None:
+    work = wanted_of(n_epochs=60.0)
+    own = only(decide(work, [place("A100-80GB", 2.0)]))
+    spot = only(decide(work, [place("A100-80GB", 1.0, spot=True)]))
+    assert own.spot is None
+    assert spot.spot is not None
+    assert spot.spot.n_interruptions > 0.5
+    assert 0.5 < spot.total_usd / own.total_usd < 0.8
+    assert spot.wall_s > own.wall_s
+    assert spot.hours_range.high - spot.hours_range.likely > own.hours_range.high - own.hours_range.likely
+
+
+def calm(offer: Offer) -> Interruptions:
+    """Capacity that stays for weeks."""
+    return Interruptions(Weibull(1000 * H), Weibull(0.01 * H))
+
+
+def nervous(offer: Offer) -> Interruptions:
+    """Capacity that goes within the hour in one zone, and stays in the others."""
+    return Interruptions(Weibull(0.7 * H), Weibull(3 * H)) if offer.zone == "bad" else calm(offer)
+
+
+def test_each_zone_has_its_own_chance() -> None:
+    spots = [place("A100-80GB", 1.0, spot=True, zone=zone) for zone in ("good", "bad")]
+    work = wanted_of(n_epochs=20.0)
+    wall_s = only(decide(work, spots[:1], hazard=nervous)).wall_s
+    answer = decide(replace(work, deadline_s=wall_s * 1.5), spots, hazard=nervous)
+    assert [plan.offer.zone for plan in answer.plans] == ["good"]
+    assert answer.plans[0].chance is not None
+    assert answer.plans[0].chance > 0.9
+    assert [one.offer.zone for one in answer.rejected] == ["bad"]
+
+
+def test_capacity_that_never_lasts_a_start_is_refused() -> None:
+    found = refused(
+        decide(wanted_of(), [place("A100-80GB", 1.0, spot=True)], hazard=lambda _: Interruptions(Weibull(0.1)))
+    )
+    assert found.reason == "interruptions come faster than work is saved"
+
+
+def test_a_deadline_is_met_with_the_chance_that_is_asked_for() -> None:
+    here = [place("A100-80GB", 2.0)]
+    free = only(decide(wanted_of(), here))
+    sure_s = free.hours_range.high * H
+    assert decide(wanted_of(deadline_s=1.02 * sure_s), here).plans
+    tight = refused(decide(wanted_of(deadline_s=free.wall_s * 1.01), here))
+    assert "only" in tight.reason
+    assert decide(wanted_of(deadline_s=free.wall_s * 1.01, sure=0.5), here).plans
+
+
+# ---- what else is paid for ----
+
+
+def test_managed_training_is_listed_with_its_fee_the_cheapest_first() -> None:
+    fee = Offer("M", "", "", 0, "", "", False, "run", 250.0, "made", TODAY, Billing("M"))
+    by_token = Offer("N", "", "", 0, "", "", False, "million_tokens", 0.5, "made", TODAY, Billing("N"))
+    asked = wanted_of()
+    answer = decide(asked, MARKET, managed=[fee, by_token])
+    trained = asked.n_steps * asked.global_batch * asked.lengths.mean / 1e6
+    assert [(offer.provider, usd) for offer, usd in answer.managed] == [
+        ("N", pytest.approx(0.5 * trained)),
+        ("M", 250.0),
+    ]
+
+
+def test_units_of_gigabytes_and_packs_are_paid_up_front() -> None:
+    colab = Offer(
+        "Colab", "", "T4", 1, "", "", False, "gb_hour", 9.99 / 100, "made", TODAY, Billing("Colab", pack_usd=9.99)
+    )
+    found = place_of(colab)
+    assert isinstance(found, Place)
+    plan = only(decide(wanted_of("HuggingFaceTB/SmolLM2-135M", lengths=lengths_of(2000)), [found]))
+    gib = gpus()["T4"].memory_gib
+    assert plan.total_usd == pytest.approx(gib * plan.wall_s / H * 0.0999, rel=2e-3)
+    assert up_front(plan) == pytest.approx(9.99 * -(-plan.total_usd // 9.99))
+
+
+# ---- worked figures ----
+
+
+def test_five_runs_managed_rented_and_on_spot() -> None:
+    fee = Offer("M", "", "", 0, "", "", False, "run", 250.0, "made", TODAY, Billing("M"))
+    assert sum(bill(fee, n_runs=5).values()) == 1250.0
+    rent = sum(bill(offer_of("A100-80GB", 2.0), 50.0).values())
+    assert rent == 100.0
+    spot = sum(bill(offer_of("RTX 4090", 0.5, spot=True), 20.0 * 5).values())
+    assert spot == 50.0
+
+
+def test_two_cheap_gpus_against_a_dear_one() -> None:
+    dear = sum(bill(offer_of("A100-80GB", 2.5), 10.0).values())
+    cheap = sum(bill(offer_of("RTX 4090", 2 * 0.5, 2), 7.0).values())
+    assert (dear, cheap) == (25.0, 7.0)
+    assert 1 - cheap / dear == pytest.approx(0.72)
