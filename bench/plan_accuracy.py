@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import json
 import re
 import statistics
@@ -22,40 +23,53 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from farthing.catalog import find_gpu
+from farthing.catalog import Gpu, find_gpu
 from farthing.errors import FarthingError
 from farthing.lengths import Largest, Padded, from_mean
 from farthing.memory import Memory, estimate_memory
-from farthing.model_config import find_config
-from farthing.recipe import CHUNKED, FUSED, TILED, WHOLE, Recipe, Stack
+from farthing.model_config import known_config, known_models
+from farthing.recipe import CHUNKED, FUSED, SAVED, TILED, WHOLE, Recipe, Stack
 from farthing.shapes import Adapters, Shape, read_shape
 from farthing.speed import device_of, estimate_step
 
 GIB = 2**30
 SPREAD = 0.5  # of ln(length) in a set of questions and worked answers, where only the mean is stated
-# Models whose code is not in transformers, by one with layers of the same sizes.
-QWEN = {"model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": False, "max_position_embeddings": 8192}
+# Models that are not in farthing's table, or whose code is not in transformers, by layers of the same sizes.
+_QWEN = {"model_type": "qwen2", "tie_word_embeddings": False, "max_position_embeddings": 8192}
+_LLAMA = {"model_type": "llama", "tie_word_embeddings": False}
+_NEOX = {"model_type": "gpt_neox", "tie_word_embeddings": False}
+_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 STAND_INS: dict[str, dict[str, Any]] = {
-    name: QWEN | {"hidden_size": h, "intermediate_size": f, "num_hidden_layers": n, "num_attention_heads": a}
-    | {"num_key_value_heads": a, "vocab_size": v}
-    for name, h, f, n, a, v in (
-        ("qwen-1.8b", 2048, 5504, 24, 16, 151936),
-        ("qwen-7b", 4096, 11008, 32, 32, 151936),
-        ("qwen-14b", 5120, 13696, 40, 40, 152064),
-        ("qwen-72b", 8192, 24576, 80, 64, 152064),
+    name: base | dict(zip(_KEYS, sizes, strict=True)) | {"vocab_size": vocab}
+    for name, base, sizes, vocab in (
+        ("qwen-1.8b", _QWEN, (2048, 5504, 24, 16, 16), 151936),
+        ("qwen-7b", _QWEN, (4096, 11008, 32, 32, 32), 151936),
+        ("qwen-14b", _QWEN, (5120, 13696, 40, 40, 40), 152064),
+        ("qwen-72b", _QWEN, (8192, 24576, 80, 64, 64), 152064),
+        ("qwen-1.5-0.5b", _QWEN | {"tie_word_embeddings": True}, (1024, 2816, 24, 16, 16), 151936),
+        ("qwen-1.5-1.8b", _QWEN, (2048, 5504, 24, 16, 16), 151936),
+        ("qwen-1.5-4b", _QWEN, (2560, 6912, 40, 20, 20), 151936),
+        ("qwen-1.5-7b", _QWEN, (4096, 11008, 32, 32, 32), 151936),
+        ("qwen-1.5-14b", _QWEN, (5120, 13696, 40, 40, 40), 152064),
+        ("qwen-1.5-72b", _QWEN, (8192, 24576, 80, 64, 64), 152064),
+        ("codellama-7b", _LLAMA, (4096, 11008, 32, 32, 32), 32016),
+        ("codellama-13b", _LLAMA, (5120, 13824, 40, 40, 40), 32016),
+        ("codellama-34b", _LLAMA, (8192, 22016, 48, 64, 8), 32000),
+        ("yi-6b", _LLAMA, (4096, 11008, 32, 32, 4), 64000),
+        ("yi-34b", _LLAMA, (7168, 20480, 60, 56, 8), 64000),
+        ("stablelm-alpha-3b", _NEOX, (4096, 16384, 16, 32, 32), 50688),
+        ("stablelm-alpha-7b", _NEOX, (6144, 24576, 16, 48, 48), 50432),
     )
-}  # fmt: skip
-STAND_INS["santacoder"] = {
-    "model_type": "gpt_bigcode",
-    "n_embd": 2048,
-    "n_layer": 24,
-    "n_head": 16,
-    "n_positions": 2048,
 }
-STAND_INS["santacoder"] |= {"vocab_size": 49280}
-STAND_INS["codellama-34b"] = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 22016}
-STAND_INS["codellama-34b"] |= {"num_hidden_layers": 48, "num_attention_heads": 64, "num_key_value_heads": 8}
-STAND_INS["codellama-34b"] |= {"vocab_size": 32000, "tie_word_embeddings": False}
+STAND_INS["santacoder"] = {
+    **{"model_type": "gpt_bigcode", "n_embd": 2048, "n_layer": 24, "n_head": 16},
+    **{"n_positions": 2048, "vocab_size": 49280},
+}
+SAME_AS = {  # the first Llama has the sizes of the second
+    **{"llama-7b": "meta-llama/Llama-2-7b-hf", "llama-13b": "meta-llama/Llama-2-13b-hf"},
+    **{"mistral-7b": "mistralai/Mistral-7B-v0.1", "llama-3-8b": "meta-llama/Meta-Llama-3-8B"},
+    **{"tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "pythia-1b": "EleutherAI/pythia-1b"},
+}
 NO_FAMILY = ("mixtral", "mpt", "moe", "deepseek", "falcon", "bloom", "glm", "baichuan", "internlm", "stablelm", "vl")
 GPUS = {"RTX6000Ada": "RTX 6000 Ada", "6000Ada": "RTX 6000 Ada"}
 TARGETS_OF = {  # adapters where a source does not name them: what its scripts are known to adapt
@@ -84,35 +98,58 @@ class Case:
     measured_tokens_per_s: float | None
 
 
+_SUFFIXES = (
+    "instruct|chat|base|it|hf|pt|gptq|awq|int4|int8|bnb|4bit|8bit|nf4|bf16|fp16|v0.\\d|alpaca|intermediate|step.*"
+)
+
+
+def plain_name(model: str) -> str:
+    """A model's name without its owner and the words for how it was trained or packed: `qwen1half-7b-chat` is `qwen-1.5-7b`."""
+    name = re.sub(r"(?<=\d)_(?=\d)", ".", model.strip().split("/")[-1].lower())
+    name = re.sub(r"[\s_]+", "-", name).replace("meta-", "")
+    name = name.replace("qwen1half", "qwen1.5")
+    name = re.sub(r"\(.*?\)", "", name).strip("-")
+    name = re.sub(r"^(llama|qwen|gemma|phi|mistral|yi|codellama|pythia|smollm)(?=\d)", r"\1-", name)
+    return re.sub(rf"-({_SUFFIXES})(?=-|$)", "", name)
+
+
 def shape_of(model: str) -> Shape:
     """The sizes of a model by the name that a table gives it."""
-    short = model.split("/")[-1].lower().replace("_", "-").replace(" ", "-")
-    plain = re.sub(r"-(instruct|chat|base|it|hf|gptq|awq|int4|bnb-4bit|4bit|v0\.\d)(?=-|$)", "", short)
-    for name, config in STAND_INS.items():
-        if re.search(rf"(^|-){re.escape(name)}($|-)", plain) or (name == "santacoder" and name in plain):
-            return read_shape(config)
+    plain = plain_name(model)
+    if plain in STAND_INS or "santacoder" in plain:
+        return read_shape(STAND_INS["santacoder" if "santacoder" in plain else plain])
+    config = known_config(model) or known_config(SAME_AS.get(plain, ""))
+    if config is None:
+        found = _by_plain_name().get(plain)
+        config = known_config(found) if found else None
+    if config is not None:
+        return read_shape(config)
     for family in NO_FAMILY:
-        if re.search(rf"(^|[-_]){family}", plain):
+        if re.search(rf"(^|-){family}", plain):
             raise NotExpressed(f"no shapes for the family of {model}")
-    for name in (model, *sorted(_known_names(), key=len)):
-        key = re.sub(r"-(instruct|chat|base|it|hf|v0\.\d)(?=-|$)", "", name.split("/")[-1].lower()).replace("meta-", "")
-        if name == model or key == plain.replace("meta-", ""):
-            try:
-                return read_shape(find_config(name, ask_hub=False)[0])
-            except FarthingError:
-                continue
     raise NotExpressed(f"no config of {model}")
 
 
-def _known_names() -> list[str]:
-    from farthing.model_config import known_models
+@functools.cache
+def _by_plain_name() -> dict[str, str]:
+    table = known_models()
+    return {plain_name(name): name for name in reversed([*table["models"], *table["same_as"]])}
 
-    return list(known_models())
+
+def gpu_of(text: str, peak_gb: float | None = None) -> Gpu:
+    """The GPU that a table means: `A100 80G`, `1x RTX4090`, `NVIDIA A100 (80GB)`. Raises `FarthingError`."""
+    name = re.sub(r"^\s*\d+\s*[x*]\s*", "", text)
+    name = re.sub(r"[()]", " ", name)
+    name = re.sub(r"(\d+)\s*(?:g|gb|gib)\b", r"\1GB", name, flags=re.IGNORECASE).strip()
+    name = re.sub(r"^(\d{4})( ?ti| ?super)?$", r"RTX \1\2", name, flags=re.IGNORECASE)
+    if re.fullmatch(r"(?:nvidia )?a100", name, re.IGNORECASE) and peak_gb and peak_gb > 40:
+        name = "A100 80GB"  # more than the smaller one has
+    return find_gpu(GPUS.get(name.replace(" ", ""), name))
 
 
 def read_case(row: dict[str, str]) -> Case:
     """A row, or `NotExpressed`."""
-    notes, source = row["notes"], row["source"]
+    notes, source = row["notes"], row["source"].lower()
     words = f"{notes} {row['optimizer']} {row.get('grad_ckpt', '')}".lower()
     if "gptq" in row["quant"].lower() or "gptq" in words:
         raise NotExpressed("GPTQ weights")
@@ -138,21 +175,18 @@ def read_case(row: dict[str, str]) -> Case:
         raise NotExpressed("a boundary (longest that fits), no measurement")
     shape = shape_of(row["model"])
     stack = stack_of(source, words, method)
-    precision = {"amp_bf16": "bf16", "bfloat16": "bf16", "float16": "fp16", "amp_fp16": "fp16"}.get(
-        row["precision"].lower(), row["precision"].lower() or "bf16"
-    )
-    if precision not in ("bf16", "fp16", "fp32"):
-        raise NotExpressed(f"precision {row['precision']}")
-    adapters, r, targets = None, 0, ()
+    precision = precision_of(row["precision"])
+    adapters, r, targets, saved = None, 0, (), ()
     if method != "full":
-        found = re.search(r"\br ?=? ?(\d+)", words) or re.search(r"rank ?=? ?(\d+)", words)
-        r = int(found[1]) if found else 16
+        r = rank_of(words, source)
         targets = targets_of(words, shape, source)
-        adapters = shape.with_lora(r, targets, use_dora="dora" in words)
-    checkpointed = row["grad_ckpt"].strip().lower()
-    every = 1 if checkpointed.startswith(("true", "yes", "1", "full")) else 0
-    if not checkpointed and "torchtune" in source:
-        every = 1  # the default of its recipes
+        saved = (
+            ("embed_tokens", "lm_head")
+            if re.search(r"\(emb\)|incl\w*\.? (?:the )?embedding|with embedding", words)
+            else ()
+        )
+        adapters = shape.with_lora(r, targets, saved, use_dora="dora" in words)
+    every = every_of(row["grad_ckpt"], words, source)
     n_gpus = int(float(row["n_gpu"] or 1))
     sharding = "none" if n_gpus == 1 else "fsdp" if re.search(r"fsdp|zero-?3|zero3|full shard", words) else "ddp"
     optim = "adamw_8bit" if "8bit" in words or "8-bit" in words else "adamw_torch_fused"
@@ -168,14 +202,14 @@ def read_case(row: dict[str, str]) -> Case:
         optim = "adamw_torch"
     if re.search(r"decoupled_lionw", words):
         raise NotExpressed("optimizer is lion or AdamW, by an unnamed file")
-    accumulation = re.search(r"(?:accum\w*|gas|grad_acc\w*)[ =:x]*(\d+)", words)
-    n_micro = int(accumulation[1]) if accumulation and "no accum" not in words else 1
+    n_micro = n_micro_batches_of(words, int(micro) * n_gpus)
     recipe = Recipe(
         method, precision, optim, int(micro) * n_gpus * n_micro, int(micro), every, r,
-        0.05 if "dropout 0.05" in words else 0.0, tuple(targets), (), "dora" in words, n_gpus, sharding, stack,
+        dropout_of(words, source) if r else 0.0, tuple(targets), tuple(saved), "dora" in words, n_gpus, sharding, stack,
     )  # fmt: skip
     variable = re.search(r"mean (\d+) real tokens", words)
-    if "variable length" in words and not variable:
+    is_cut = "variable length" in words and not variable  # the longest is the limit, what is usual is not told
+    if is_cut and "swift" not in source and "max_length" not in words:
         raise NotExpressed("lengths of the data are not stated")
     if variable:  # batches of similar lengths: twenty of them are sorted together
         lengths = from_mean(20000, float(variable[1]), int(seq_len), spread=SPREAD)
@@ -185,14 +219,13 @@ def read_case(row: dict[str, str]) -> Case:
     else:
         n = int(seq_len)
         padded, largest, mean = Padded(n, 0.0, float(n * n), 0.0, 0.0), Largest(int(micro), n, 0), float(n)
-    gpu = find_gpu(GPUS.get(row["gpu"], row["gpu"])).name
-    meter = "nvidia-smi" if re.match(r"[^;]*nvidia-smi", words) and "max_memory_allocated" not in words else "allocated"
-    if "reserved" in words.split(";")[0] or "torch reserved" in words:
-        meter = "reserved"
-    unit = 1e9 if re.match(r"\s*gb\b", words) else GIB
     peak, speed = _number(row["peak_gb"]), _number(row["tokens_per_s"])
-    if "suspect" in words:
+    gpu = gpu_of(row["gpu"], peak).name
+    meter, unit = meter_of(words)
+    if "suspect" in words or is_cut:
         speed = None
+    if peak is None and speed is None:
+        raise NotExpressed("nothing measured that can be compared")
     return Case(shape, recipe, adapters, largest, padded, mean, gpu, meter, peak * unit if peak else None, speed)
 
 
@@ -206,7 +239,9 @@ def stack_of(source: str, words: str, method: str) -> Stack:
             stack = replace(stack, loss=FUSED, fused_norms=True)
         return replace(stack, loss=TILED) if "liger" in words else stack
     if "torchtune" in source:
-        stack = replace(plain, name="torchtune", adapters_fp32=False, masks_padding=False, is_compiled="compile" in words)
+        stack = replace(
+            plain, name="torchtune", adapters_fp32=False, masks_padding=False, is_compiled="compile" in words
+        )
         if re.search(r"chunked|\.\.\.\+|\(same\)", words) or "memory-" in source:
             stack = replace(stack, loss=CHUNKED, is_compiled=True)
         offloads = "offload" in words
@@ -215,8 +250,14 @@ def stack_of(source: str, words: str, method: str) -> Stack:
         )
     if "unsloth" in source:
         return Stack("unsloth", has_autocast=True, loss=TILED, fused_norms=True, fused_mlp=True, is_flash=True)
-    if "lit-gpt" in source or "litgpt" in source:
-        return replace(plain, name="litgpt", adapters_fp32=False, is_flash=True, loss=CHUNKED)
+    if "lit-gpt" in source or "litgpt" in source:  # bf16-true; a mask by index; logits in pieces that all stay
+        return replace(plain, name="litgpt", adapters_fp32=False, masks_padding=False, loss=SAVED)
+    if "nemo" in source:
+        return Stack("nemo", has_autocast=False, adapters_fp32=False, loss=FUSED, fused_norms=True, is_flash=True)
+    if "fsdp_qlora" in source:
+        return replace(plain, name="fsdp_qlora", adapters_fp32=False, has_autocast="autocast" in words, is_flash=True)
+    if "qwen" in source:  # its finetune.py: bf16 weights with autocast, adapters in the dtype of what they adapt
+        plain = replace(plain, name="qwen", adapters_fp32=False)
     stack = replace(plain, has_autocast=method != "full", is_flash=bool(re.search(r"flash|fa2", words)))
     if "liger" in words or "fused ce" in words:
         stack = replace(stack, loss=TILED, fused_norms="liger" in words, fused_mlp="liger" in words)
@@ -225,31 +266,114 @@ def stack_of(source: str, words: str, method: str) -> Stack:
     return stack
 
 
+def precision_of(text: str) -> str:
+    """bf16, fp16 or fp32: `bf16-true`, `amp_bf16`, `bfloat16 mixed`. Raises `NotExpressed`."""
+    words = text.lower()
+    for name, pattern in (("bf16", r"bf16|bfloat16"), ("fp16", r"fp16|float16|half"), ("fp32", r"fp32|float32|tf32")):
+        if re.search(pattern, words):
+            return name
+    if not words.strip() or re.search(r"nf4|int4|4-?bit", words):
+        return "bf16"
+    raise NotExpressed(f"precision {text}")
+
+
+def rank_of(words: str, source: str) -> int:
+    """The rank that a row names, else that of its source's scripts."""
+    found = re.search(r"(?:\br|lora_r|lora_rank|\brank|\brank of)(?:\s?[=:]\s?|\s)([1-9]\d*)|\br([1-9]\d*)\b", words)
+    if found:
+        return int(found[1] or found[2])
+    defaults = {"qwen": 64, "fsdp_qlora": 64, "lit": 8, "swift": 8, "factory": 8}
+    return next((r for name, r in defaults.items() if name in source.lower()), 16)
+
+
+def dropout_of(words: str, source: str) -> float:
+    """The dropout of the adapters that a row names, else that of its source's scripts."""
+    found = re.search(r"dropout(?:_p)?\s?[=: ]\s?(0?\.\d+|0)", words)
+    if found:
+        return float(found[1])
+    return 0.05 if any(name in source.lower() for name in ("qwen", "swift", "lit-gpt", "litgpt")) else 0.0
+
+
+def every_of(cell: str, words: str, source: str) -> int:
+    """Activation checkpointing: every layer or none; where a row says nothing, as the source's scripts have it."""
+    said = cell.strip().lower()
+    if said.startswith(("true", "yes", "1", "full", "on", "every", "y")):
+        return 1
+    if said.startswith(("false", "no", "0", "off")):
+        return 0
+    if re.search(r"no (?:gradient |activation )?checkpointing|checkpointing[=: ]*(?:false|off)", words):
+        return 0
+    if re.search(r"(?:gradient|activation)[_ ]checkpointing", words):
+        return 1
+    return int(
+        any(name in source.lower() for name in ("torchtune", "qwen", "swift", "factory", "unsloth", "fsdp_qlora"))
+    )
+
+
+def n_micro_batches_of(words: str, at_once: int) -> int:
+    """Micro-batches of a step, from its accumulation or its effective batch."""
+    if re.search(r"no (?:gradient )?accum", words):
+        return 1
+    found = re.search(r"(?:accum\w*|\bgas\b|grad_acc\w*)(?: steps?)?[ =:x]*(?:of )?(\d+)", words)
+    if found:
+        return max(1, int(found[1]))
+    whole = re.search(r"(?:effective|global|total)[ _]batch(?:[ _]size)?[ =:]*(?:of )?(\d+)", words)
+    return max(1, int(whole[1]) // max(1, at_once)) if whole else 1
+
+
+def meter_of(words: str) -> tuple[str, float]:
+    """(allocated, reserved or nvidia-smi; bytes of the unit), from the first words of the notes."""
+    first = words.split(";")[0]
+    meter = "allocated"
+    if re.search(r"nvidia-smi|nvml|device memory", first) and "max_memory_allocated" not in words:
+        meter = "nvidia-smi"
+    elif "reserved" in first or "torch reserved" in words:
+        meter = "reserved"
+    return meter, 1e9 if re.match(r"\s*gb\b", words) else float(GIB)
+
+
+_OF_QWEN = {  # its names for the layers of the stand-in
+    **{"c_attn": ("q_proj", "k_proj", "v_proj"), "c_proj": ("o_proj", "down_proj")},
+    **{"w1": ("up_proj",), "w2": ("gate_proj",)},
+}
+
+
 def targets_of(words: str, shape: Shape, source: str) -> tuple[str, ...]:
     """The adapted layers that a row names."""
+    names = {layer.name.rsplit(".", 1)[-1] for layer in shape.linear_layers}
     listed = re.search(r"targets=\[([^\]]*)\]", words)
     if listed:
-        return tuple(re.findall(r"\w+", listed[1]))
-    names = {layer.name.rsplit(".", 1)[-1] for layer in shape.linear_layers}
+        found = re.findall(r"[\w-]+", listed[1])
+        return tuple(name for word in found for name in ((word,) if word in names else _OF_QWEN.get(word, (word,))))
     if "q,k,v,o" in words or "qkvo" in words:
         wanted = ("q_proj", "k_proj", "v_proj", "o_proj") if "q_proj" in names else ("c_attn", "c_proj")
         return tuple(name for name in wanted if name in names)
-    if re.search(r"q,\s?v\b|q_proj,? ?v_proj|\bqv\b", words):
-        return shape.query_and_value
-    if "qwen" in source.lower() and "readme" in source.lower():
+    if re.search(r"all[- ]linear|all linear", words):
         return ("all-linear",)
+    if re.search(r"q,\s?v\b|q_proj,? ?v_proj|\bqv\b|query,? ?value", words):
+        return _one_product(shape) or shape.query_and_value
+    if "swift" in source.lower() or re.search(r"q_proj,? ?k_proj,? ?v_proj|q,\s?k,\s?v\b|c_attn\b(?!,)", words):
+        return _one_product(shape) or tuple(name for name in ("q_proj", "k_proj", "v_proj") if name in names)
+    if "lit-gpt" in source.lower() or "litgpt" in source.lower():
+        return _one_product(shape) or shape.query_and_value
     return TARGETS_OF["peft" if "peft" in source else "default"]
 
 
-def _number(text: str) -> float | None:
-    found = re.fullmatch(r"\s*([\d.]+)\s*", text or "")
-    return float(found[1]) if found else None
+def _one_product(shape: Shape) -> tuple[str, ...]:
+    """The layer that makes queries, keys and values at once, where there is one."""
+    names = {layer.name.rsplit(".", 1)[-1] for layer in shape.linear_layers}
+    return tuple(name for name in ("query_key_value", "c_attn", "qkv_proj") if name in names)
+
+
+def _number(text: str | None) -> float | None:
+    found = re.match(r"\s*~?([\d,]*\.?\d+)\s*(k\b)?", (text or "").lower())
+    return float(found[1].replace(",", "")) * (1024 if found[2] else 1) if found else None
 
 
 def predict(case: Case) -> tuple[Memory, float]:
     """(memory, tokens a second)."""
     memory = estimate_memory(case.shape, case.recipe, case.largest, case.adapters)
-    device = device_of(find_gpu(case.gpu), case.recipe.precision)
+    device = device_of(gpu_of(case.gpu), case.recipe.precision)
     if device is None:
         raise NotExpressed(f"{case.gpu} has no {case.recipe.precision}")
     step = estimate_step(case.shape, case.recipe, device, case.padded, case.mean_tokens, case.adapters)
@@ -260,6 +384,7 @@ def judge(rows: list[dict[str, str]], all_gpus: bool = False) -> dict[str, Any]:
     """Every row predicted, or listed with the reason why not."""
     judged, unexpressed = [], []
     for number, row in enumerate(rows, 2):
+        row = {name: value or "" for name, value in row.items() if name is not None}
         if not all_gpus and row["n_gpu"].strip() not in ("1", "1.0", ""):
             unexpressed.append(
                 {"line": number, "model": row["model"], "why": "more than one GPU (judged with --all-gpus)"}
@@ -268,7 +393,7 @@ def judge(rows: list[dict[str, str]], all_gpus: bool = False) -> dict[str, Any]:
         try:
             case = read_case(row)
             memory, tokens_per_s = predict(case)
-        except (NotExpressed, FarthingError) as error:
+        except (NotExpressed, FarthingError, ValueError) as error:
             why = str(error).splitlines()[0]
             unexpressed.append({"line": number, "model": row["model"], "why": why})
             continue

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from farthing.lengths import Largest
-from farthing.recipe import CHUNKED, FUSED, LABELLED, TILED, WHOLE, Recipe
+from farthing.recipe import CHUNKED, FUSED, LABELLED, SAVED, TILED, WHOLE, Recipe
 from farthing.shapes import Adapters, Shape, Weight
 
 SLACK = 0.05  # of what torch has allocated: blocks that the allocator can't use
@@ -216,6 +216,8 @@ def _weights_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> f
         return float(shape.n_parameters * recipe.trained_bytes)
     trained = adapters.n_trainable * recipe.trained_bytes
     frozen = adapters.n_total - adapters.n_trainable
+    if adapters.saved:  # peft keeps the original of a module that is trained whole
+        frozen += sum(n * (w.n_weights + w.n_bias) for w, n in adapters.saved)
     if recipe.method != "qlora":
         return float(frozen * recipe.frozen_bytes + trained)
     return shape.n_matmul * NF4_BYTES + (frozen - shape.n_matmul) * recipe.frozen_bytes + trained
@@ -227,7 +229,8 @@ def logits_bytes(shape: Shape, recipe: Recipe, largest: Largest, labelled_share:
     Logits in the precision of the run, their fp32 copy, its log-softmax, and two gradients of that size: 14 bytes in
     bf16 (`whole`). With only the labelled positions copied, 2 and 10 for each of those; in fp32, where nothing has to be
     cast, the gradient of all positions comes on top of what is left. A fused cross-entropy has the logits, one fp32 copy
-    and the gradient (8); one that is chunked has the logits of all tokens and small copies (2).
+    and the gradient (8); one that is chunked has the logits of all tokens and small copies (2), and their log-softmax too
+    where that is not recomputed (`saved`, 4).
     """
     n_tokens = largest.n_rows * (largest.targets or largest.tokens)
     c = recipe.compute_bytes
@@ -240,6 +243,7 @@ def logits_bytes(shape: Shape, recipe: Recipe, largest: Largest, labelled_share:
         LABELLED: 8.0 + 4.0 * labelled_share if c == 4 else c + (c + 8.0) * labelled_share,
         FUSED: 8.0,
         CHUNKED: float(c),
+        SAVED: 2.0 * c,
     }[recipe.stack.loss]
     caps = c if shape.model_type in _CAPS_LOGITS else 0.0
     return (of_each + caps) * shape.vocab * n_tokens
@@ -377,6 +381,8 @@ def _adapter_input(weight: Weight, shape: Shape, recipe: Recipe, is_cuda: bool, 
         )
         source = f"{weight.name.rsplit('.', 1)[0] if not is_output else weight.name}"
         kept = 0.0 if is_there or source in shared else float(c * width)
+        if recipe.lora_dropout > 0:  # each has dropped other numbers of it
+            kept = float(c * width)
         shared.add(source)
     if recipe.lora_dropout > 0:
         kept += width * (1 if is_cuda else 4)

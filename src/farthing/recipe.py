@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 # what the loss keeps of the logits, see memory.logits_bytes
-LABELLED, WHOLE, FUSED, CHUNKED, TILED = "labelled", "whole", "fused", "chunked", "tiled"
+LABELLED, WHOLE, FUSED, CHUNKED, SAVED, TILED = "labelled", "whole", "fused", "chunked", "saved", "tiled"
 
 
 @dataclass(frozen=True)

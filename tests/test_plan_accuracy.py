@@ -1,0 +1,303 @@
+"""The bench of the planner: the published measurements it is judged by, and rows of sources that write otherwise."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plan_accuracy
+from plan_accuracy import (
+    GIB,
+    STAND_INS,
+    Case,
+    NotExpressed,
+    gpu_of,
+    judge,
+    meter_of,
+    n_micro_batches_of,
+    plain_name,
+    predict,
+    read_case,
+    shape_of,
+)
+
+COLUMNS = (
+    *(
+        "source",
+        "model",
+        "params_b",
+        "method",
+        "precision",
+        "quant",
+        "optimizer",
+        "seq_len",
+        "micro_batch",
+        "grad_ckpt",
+    ),
+    *("gpu", "n_gpu", "peak_gb", "tokens_per_s", "hours", "notes"),
+)
+QWEN = "https://github.com/QwenLM/Qwen/blob/1/README.md"
+SWIFT = "https://github.com/modelscope/ms-swift/blob/1/docs/Benchmark.md"
+LITGPT = "https://github.com/Lightning-AI/litgpt/blob/1/tutorials/resource-tables.md"
+FSDP_QLORA = "https://github.com/AnswerDotAI/fsdp_qlora/blob/1/benchmarks.md"
+
+
+def row_of(source: str, model: str, **cells: str) -> dict[str, str]:
+    """A row of a source, made up: its figures mean nothing."""
+    usual = dict.fromkeys(COLUMNS, "") | {"source": source, "model": model, "n_gpu": "1", "gpu": "A100-80GB"}
+    usual |= {"method": "lora", "precision": "bf16", "seq_len": "1024", "micro_batch": "1", "peak_gb": "20"}
+    return usual | cells
+
+
+def case_of(source: str, model: str, **cells: str) -> Case:
+    """The row as the planner would have it."""
+    return read_case(row_of(source, model, **cells))
+
+
+# ---- the published rows ----
+
+
+@pytest.fixture(scope="module")
+def published() -> dict[str, Any]:
+    """The judgement of every published row."""
+    if not os.environ.get("FARTHING_DATA"):
+        pytest.skip("FARTHING_DATA is not set: no published measurements here")
+    path = Path(os.environ["FARTHING_DATA"]).parent / "measured" / "published_finetune_measurements.csv"
+    if not path.is_file():
+        pytest.skip("needs a folder `measured` of published measurements beside the folder named by FARTHING_DATA")
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return judge(rows) | {"n_rows": len(rows)}
+
+
+def test_memory_of_published_runs_is_within_5_percent(published: dict[str, Any]) -> None:
+    everything = published["memory"][0]
+    assert everything["source"] == "all"
+    assert everything["n"] >= 90
+    assert everything["median_percent"] < 5
+    assert everything["p90_percent"] < 15
+
+
+def test_speed_of_published_runs_is_within_25_percent_and_12_when_calibrated(published: dict[str, Any]) -> None:
+    assert published["speed"][0]["median_percent"] < 25
+    assert published["speed, one row of the source calibrates"][0]["median_percent"] < 12
+
+
+def test_every_row_is_judged_or_listed_with_its_reason(published: dict[str, Any]) -> None:
+    lines = [row["line"] for row in (*published["rows"], *published["not_expressed"])]
+    assert sorted(lines) == list(range(2, published["n_rows"] + 2))
+    assert all(row["why"] for row in published["not_expressed"])
+
+
+# ---- names ----
+
+
+@pytest.mark.parametrize(
+    ("model", "n_parameters"),
+    [
+        ("Qwen-1.8B", 1_836_828_672),
+        ("Qwen-7B", 7_721_324_544),
+        ("Qwen/Qwen-7B-Chat", 7_721_324_544),
+        ("qwen-7b-chat", 7_721_324_544),
+        ("qwen1half-7b-chat", 7_721_324_544),
+        ("Qwen1.5-7B-Chat", 7_721_324_544),
+        ("Qwen-14B", 14_167_290_880),
+        ("Qwen-72B", 72_287_920_128),
+        ("qwen1half-0_5b-chat", 463_987_712),
+        ("Qwen1.5-4B", 3_950_369_280),
+        ("stabilityai/stablelm-base-alpha-3b", 3_637_321_728),
+        ("meta-llama/Llama-2-7b-hf", 6_738_415_616),
+        ("llama2-7b-chat", 6_738_415_616),
+        ("LLaMA 7B", 6_738_415_616),
+        ("Llama-2-70B", 68_976_648_192),
+        ("mistral-7b-instruct-v0.1", 7_241_732_096),
+        ("unsloth/mistral-7b-bnb-4bit", 7_241_732_096),
+        ("Meta-Llama-3-8B", 8_030_261_248),
+        ("llama3-8b-instruct", 8_030_261_248),
+        ("Llama 3.1 8B", 8_030_261_248),
+        ("gemma-7b", 8_537_680_896),
+        ("codellama-34b", 33_743_970_304),
+    ],
+)
+def test_models_by_the_names_that_tables_give_them(model: str, n_parameters: int) -> None:
+    assert shape_of(model).n_parameters == n_parameters
+
+
+@pytest.mark.parametrize("model", ["tiiuae/falcon-7b", "chatglm3-6b", "baichuan2-7b", "qwen-vl-chat", "no-such-model"])
+def test_models_without_shapes_are_named(model: str) -> None:
+    with pytest.raises(NotExpressed, match=r"no (shapes|config)"):
+        shape_of(model)
+
+
+def test_every_stand_in_is_found_by_its_own_name() -> None:
+    assert all(plain_name(name) == name or name == "stablelm-alpha-3b" for name in STAND_INS)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("A100-80GB", "A100-80GB"),
+        ("A100 80G", "A100-80GB"),
+        ("NVIDIA A100 (80GB)", "A100-80GB"),
+        ("A100-SXM4-80GB", "A100-80GB"),
+        ("A100-40GB", "A100-40GB"),
+        ("1x A100 40GB", "A100-40GB"),
+        ("RTX 3090", "RTX 3090"),
+        ("4090", "RTX 4090"),
+        ("RTX4090", "RTX 4090"),
+        ("H100-80GB", "H100-80GB"),
+        ("H100", "H100-80GB"),
+        ("T4", "T4"),
+        ("L40S", "L40S"),
+        ("RTX A5000", "A5000"),
+        ("RTX6000Ada", "RTX 6000 Ada"),
+    ],
+)
+def test_gpus_by_the_names_that_tables_give_them(text: str, name: str) -> None:
+    assert gpu_of(text).name == name
+
+
+def test_an_a100_that_held_more_than_40_gb_is_the_larger_one() -> None:
+    assert gpu_of("A100", 12.0).name == "A100-40GB"
+    assert gpu_of("A100", 62.5).name == "A100-80GB"
+
+
+# ---- what sources say, and how their code computes ----
+
+
+def test_qwens_own_script() -> None:
+    notes = "GB, nvidia-smi; LoRA r=64 on all linear layers; gradient accumulation 8; flash attention 2"
+    case = case_of(QWEN, "Qwen-7B", notes=notes, grad_ckpt="True", tokens_per_s="1000")
+    recipe = case.recipe
+    assert (recipe.lora_r, recipe.target_modules, recipe.every_n_layers) == (64, ("all-linear",), 1)
+    assert (recipe.micro_batch, recipe.n_micro_batches) == (1, 8)
+    assert recipe.stack.is_flash
+    assert not recipe.stack.adapters_fp32  # adapters took the dtype of what they adapt
+    assert recipe.lora_dropout == 0.05
+    assert (case.meter, case.measured_bytes) == ("nvidia-smi", 20e9)
+    assert case.adapters is not None
+    assert case.adapters.n_saved == 0
+    named = case_of(QWEN, "Qwen-7B", notes="GB; r=64 targets=[c_attn,c_proj,w1,w2]")
+    assert named.adapters == case.adapters
+    with_embeddings = case_of(QWEN, "Qwen-7B", notes=notes.replace("layers;", "layers incl. embedding;"))
+    assert with_embeddings.adapters is not None
+    assert with_embeddings.adapters.n_saved == 2 * 151936 * 4096
+    # originals stay beside the copies that are trained
+    more = predict(with_embeddings)[0].parts["weights"] - predict(case)[0].parts["weights"]
+    assert more == pytest.approx(2 * 151936 * 4096 * 2, rel=1e-3)
+
+
+def test_swift_adapts_queries_keys_and_values_with_rank_8_and_tells_no_lengths() -> None:
+    notes = "GiB, nvidia-smi; variable length data, max_length 2048; flash attn"
+    case = case_of(SWIFT, "qwen-7b-chat", notes=notes, seq_len="2048", tokens_per_s="900", grad_ckpt="yes")
+    assert case.recipe.target_modules == ("q_proj", "k_proj", "v_proj")
+    assert (case.recipe.lora_r, case.recipe.every_n_layers) == (8, 1)
+    assert case.largest.tokens == 2048
+    assert case.measured_tokens_per_s is None  # on lengths that are not told
+    assert case.measured_bytes == 20 * GIB
+    assert case_of(SWIFT, "qwen1half-7b-chat", notes="GiB; lora rank=32").recipe.lora_r == 32
+
+
+def test_litgpt_is_bf16_without_autocast_checkpointing_or_mask() -> None:
+    case = case_of(
+        LITGPT, "stabilityai/stablelm-base-alpha-3b", gpu="A100-40GB", micro_batch="4", precision="bf16-true",
+        notes="GB, torch max_memory_allocated; LoRA",
+    )  # fmt: skip
+    stack = case.recipe.stack
+    switches = (stack.has_autocast, stack.adapters_fp32, stack.masks_padding, stack.has_master_weights)
+    assert switches == (False, False, False, False)
+    assert (case.recipe.every_n_layers, case.recipe.lora_r) == (0, 8)
+    assert case.recipe.target_modules == ("query_key_value",)
+    assert case_of(LITGPT, "meta-llama/Llama-2-7b-hf").recipe.target_modules == ("q_proj", "v_proj")
+    quantized = case_of(LITGPT, "meta-llama/Llama-2-7b-hf", method="qlora", quant="bnb.nf4")
+    assert predict(quantized)[0].allocated_bytes < 0.5 * predict(case_of(LITGPT, "Llama-2-7b-hf"))[0].allocated_bytes
+
+
+def test_several_gpus_are_divided_as_the_source_says() -> None:
+    case = case_of(
+        FSDP_QLORA, "meta-llama/Llama-2-70b-hf", method="qlora", quant="bnb-nf4", gpu="RTX 3090", n_gpu="2",
+        notes="GiB reserved; FSDP; rank 64",
+    )  # fmt: skip
+    assert (case.recipe.n_gpus, case.recipe.sharding, case.recipe.lora_r) == (2, "fsdp", 64)
+    assert case.meter == "reserved"
+    zero2 = case_of(QWEN, "Qwen-7B", n_gpu="4", notes="deepspeed zero2").recipe
+    zero3 = case_of(QWEN, "Qwen-7B", n_gpu="4", notes="deepspeed zero3", method="full").recipe
+    assert (zero2.sharding, zero3.sharding) == ("ddp", "fsdp")
+    assert zero3.stack.has_master_weights
+
+
+@pytest.mark.parametrize(
+    ("cells", "why"),
+    [
+        ({"quant": "gptq-int4", "method": "qlora"}, "GPTQ"),
+        ({"quant": "int4", "method": "qlora"}, "int4 weights"),
+        ({"precision": "fp8"}, "fp8"),
+        ({"notes": "BOUNDARY: longest sequence that fits"}, "boundary"),
+        ({"seq_len": ""}, "no length"),
+        ({"micro_batch": ""}, "no length"),
+        ({"peak_gb": "", "tokens_per_s": ""}, "nothing measured"),
+        ({"method": "ia3"}, "method ia3"),
+        ({"notes": "CPU offload"}, "off-load"),
+    ],
+)
+def test_what_can_not_be_expressed_says_why(cells: dict[str, str], why: str) -> None:
+    with pytest.raises(NotExpressed, match=why):
+        case_of(QWEN, "Qwen-7B", **cells)
+
+
+@pytest.mark.parametrize(
+    ("words", "n"),
+    [
+        ("gradient accumulation 8", 8),
+        ("gradient_accumulation_steps=16", 16),
+        ("accumulation steps 4", 4),
+        ("grad_accum: 2", 2),
+        ("effective batch 32", 8),
+        ("effective batch size of 4", 1),
+        ("no accumulation", 1),
+        ("batch of 4", 1),
+    ],
+)
+def test_accumulation_in_words(words: str, n: int) -> None:
+    assert n_micro_batches_of(words, 4) == n
+
+
+@pytest.mark.parametrize(
+    ("words", "meter", "unit"),
+    [
+        ("gib, torch max_memory_allocated; nvidia-smi peak=3", "allocated", GIB),
+        ("gb, nvidia-smi; packed", "nvidia-smi", 1e9),
+        ("gb reserved", "reserved", 1e9),
+        ("", "allocated", GIB),
+    ],
+)
+def test_meters_and_units_in_words(words: str, meter: str, unit: float) -> None:
+    assert meter_of(words) == (meter, unit)
+
+
+def test_cells_that_are_empty_odd_or_missing_stop_nothing() -> None:
+    rows = [row_of(QWEN, "Qwen-7B", tokens_per_s="1,234.5"), row_of(LITGPT, "tiiuae/falcon-7b")]
+    for name in COLUMNS:
+        for value in ("", "None", "?", "n/a", "yes"):
+            rows.append(row_of(SWIFT, "qwen-7b-chat") | {name: value})
+    rows.append({name: value for name, value in row_of(QWEN, "Qwen-7B").items() if name not in ("hours", "params_b")})
+    result = judge(rows)
+    assert len(result["rows"]) + len(result["not_expressed"]) == len(rows)
+    assert result["rows"][0]["measured_tokens_per_s"] == 1234.5
+
+
+def test_a_file_without_a_row_that_can_be_judged_prints_its_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.csv"
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerow(row_of(LITGPT, "tiiuae/falcon-7b"))
+    monkeypatch.setattr("sys.argv", ["plan_accuracy.py", "--measurements", str(path), "--rows"])
+    plan_accuracy.main()
+    assert "no shapes for the family of tiiuae/falcon-7b" in capsys.readouterr().out
