@@ -1,0 +1,249 @@
+"""Speed: FLOPs against the shapes, what recomputing and adapters do to them, communication by hand, calibration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from farthing.catalog import find_gpu
+from farthing.lengths import Padded
+from farthing.model_config import known_config
+from farthing.recipe import FARTHING, Recipe
+from farthing.shapes import Shape, read_shape
+from farthing.speed import (
+    ATTENTION_SHARE,
+    BANDWIDTH_SHARE,
+    HALF_TOKENS,
+    LINK_SHARE,
+    MATMUL_SHARE,
+    Calibration,
+    Device,
+    Work,
+    cpu_device,
+    device_of,
+    estimate_step,
+    forward_work,
+    step_time,
+    work_of,
+)
+
+
+def shape_of(name: str, task: str = "causal-lm") -> Shape:
+    """A known model."""
+    config = known_config(name)
+    assert config is not None
+    return read_shape(config, task)
+
+
+LLAMA = shape_of("meta-llama/Llama-2-7b-hf")
+QWEN = shape_of("Qwen/Qwen2.5-0.5B")
+FULL = Recipe("full", "bf16", "adamw_torch_fused", 8, 4)
+LORA = replace(FULL, method="lora", lora_r=16)
+DEVICE = Device("made", 100e12, 1e12, 50e9, True)
+
+
+def flat(n: int) -> Padded:
+    """Examples that are all as long."""
+    return Padded(float(n), 0.0, float(n * n), 0.0, 0.0)
+
+
+def work(recipe: Recipe, shape: Shape = LLAMA, n: int = 1024, **more: Any) -> Work:
+    """The work of a step on examples of one length."""
+    adapters = None if recipe.method == "full" else shape.with_lora(16)
+    return work_of(shape, recipe, flat(n), float(n), adapters, **more)
+
+
+# ---- FLOPs ----
+
+
+def test_flops_are_those_of_the_shape() -> None:
+    counted = LLAMA.training_flops(1024)
+    found = work(FULL)
+    assert found.matmul_flops == pytest.approx(8 * (counted.body + counted.head))
+    assert found.attention_flops == pytest.approx(8 * counted.attention * 3.5 / 3)  # scores are computed once more
+    assert found.flops == pytest.approx(found.matmul_flops + found.attention_flops)
+    assert found.matmul_flops == pytest.approx(8 * 1024 * 6 * (LLAMA.n_matmul + LLAMA.n_head_matmul))
+    half = work(replace(FULL, n_gpus=2, sharding="ddp"))
+    assert half.matmul_flops == pytest.approx(found.matmul_flops / 2)
+    assert half.flops == found.flops  # of all of them
+
+
+def test_a_frozen_weight_saves_a_third() -> None:
+    assert work(FULL).matmul_flops / work(LORA).matmul_flops == pytest.approx(1.5, rel=0.02)
+    assert work(FULL).forward_share == pytest.approx(1 / 3, rel=0.01)
+    assert work(LORA).forward_share == pytest.approx(1 / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(("recipe", "factor"), [(FULL, 4 / 3), (LORA, 3 / 2)])
+def test_recomputing_every_layer_is_one_more_forward_pass(recipe: Recipe, factor: float) -> None:
+    # the head is no layer, so it is not computed again: it is a fiftieth of this model
+    ratio = work(recipe.with_checkpointing(1)).matmul_flops / work(recipe).matmul_flops
+    assert ratio == pytest.approx(factor, rel=0.02)
+    halfway = work(recipe.with_checkpointing(2)).matmul_flops / work(recipe).matmul_flops
+    assert halfway - 1 == pytest.approx((ratio - 1) / 2)
+
+
+def test_long_examples_attend_more_than_their_mean_says() -> None:
+    even, uneven = flat(1000), Padded(1000.0, 0.0, 2e6, 0.0, 0.0)
+    found = [work_of(LLAMA, FULL, padded, 900.0) for padded in (even, uneven)]
+    assert found[1].attention_flops == pytest.approx(2 * found[0].attention_flops)
+    assert found[1].matmul_flops == found[0].matmul_flops
+    assert (found[0].n_tokens, found[0].n_padded_tokens) == (8 * 900.0, 8 * 1000.0)
+
+
+@pytest.mark.parametrize("recipe", [FULL, LORA, replace(LORA, method="qlora"), FULL.with_checkpointing(1)])
+def test_more_tokens_never_take_less(recipe: Recipe) -> None:
+    gpu = device_of(find_gpu("A100-80GB"), "bf16")
+    assert gpu is not None
+    for device in (gpu, cpu_device("a processor", 1e11, 2)):
+        seconds = [step_time(work(recipe, QWEN, n), device).seconds for n in (16, 64, 256, 1024, 4096)]
+        assert seconds == sorted(seconds)
+        assert seconds[-1] > seconds[0]
+
+
+# ---- seconds ----
+
+
+def test_parts_add_up_and_are_what_the_device_takes_for_them() -> None:
+    asked = work(replace(LORA, method="qlora"))
+    found = step_time(asked, DEVICE)
+    assert found.seconds == sum(found.parts.values())
+    assert found.tokens_per_s == pytest.approx(8 * 1024 / found.seconds)
+    assert {"matmul", "attention", "memory traffic", "dequantization", "optimizer"} <= set(found.parts)
+    reached = asked.tokens_per_micro_batch / (asked.tokens_per_micro_batch + HALF_TOKENS)
+    assert asked.tokens_per_micro_batch == 4 * 1024
+    assert found.parts["matmul"] == pytest.approx(asked.matmul_flops / (100e12 * reached))
+    assert found.parts["memory traffic"] == asked.traffic_bytes / 1e12
+    assert found.parts["optimizer"] == asked.optimizer_bytes / 1e12
+
+
+def test_a_tiny_micro_batch_takes_the_time_to_read_the_weights() -> None:
+    asked = work_of(LLAMA, replace(FULL, global_batch=1, micro_batch=1), flat(4), 4.0)
+    assert asked.read_bytes == 2 * 2 * (LLAMA.n_matmul + LLAMA.n_head_matmul)
+    assert step_time(asked, DEVICE._replace(flops_per_s=1e18)).parts["matmul"] == asked.read_bytes / 1e12
+
+
+def test_a_gpu_waits_for_its_host_only_when_it_is_done_sooner() -> None:
+    small, large = (step_time(work(LORA, QWEN, n), DEVICE).parts for n in (8, 4096))
+    assert small["launch"] > 0
+    assert "launch" not in large
+    busy = sum(small[name] for name in ("matmul", "attention", "memory traffic"))
+    of_layer = FARTHING.host_s_per_layer + FARTHING.host_s_per_adapted_layer
+    assert busy + small["launch"] == pytest.approx(2 * QWEN.n_layers * of_layer)
+
+
+def test_the_optimizer_moves_weights_gradients_and_state() -> None:
+    n = LLAMA.n_parameters
+    clipping = 3 * 4
+    assert work(FULL).optimizer_bytes == n * (7 * 4 + clipping)  # four read, three written
+    assert work(replace(FULL, optim="adamw_torch")).optimizer_bytes == n * (21 * 4 + clipping)
+    assert work(replace(FULL, optim="sgd")).optimizer_bytes == n * (3 * 4 + clipping)
+    assert work(replace(FULL, optim="adamw_8bit")).optimizer_bytes == n * (3 * 4 + 4 + clipping)
+    assert work(LORA).optimizer_bytes == LLAMA.with_lora(16).n_trainable * (7 * 4 + clipping)
+    sharded = replace(FULL, n_gpus=4, sharding="fsdp")
+    assert work(sharded).optimizer_bytes == pytest.approx(work(FULL).optimizer_bytes / 4, rel=1e-6)
+
+
+def test_dequantization_is_paid_for_every_micro_batch() -> None:
+    qlora = replace(LORA, method="qlora")
+    one, four = (work(replace(qlora, micro_batch=8 // n)).dequantization_bytes for n in (1, 4))
+    assert four == 4 * one
+    assert work(LORA).dequantization_bytes == 0
+
+
+# ---- communication ----
+
+
+def test_copies_exchange_their_gradients_in_a_ring() -> None:
+    for n in (2, 4, 8):
+        copies = replace(FULL, n_gpus=n, sharding="ddp")
+        assert work(copies).sent_bytes == pytest.approx(2 * (n - 1) / n * 4 * LLAMA.n_parameters)
+    adapters = LLAMA.with_lora(16).n_trainable
+    assert work(replace(LORA, n_gpus=2, sharding="ddp")).sent_bytes == pytest.approx(4 * adapters)
+    assert work(FULL).sent_bytes == 0
+
+
+def test_shards_gather_weights_for_every_pass_and_scatter_gradients() -> None:
+    shards = replace(FULL, n_gpus=4, sharding="fsdp", global_batch=32)  # two micro-batches of each
+    n = LLAMA.n_parameters
+    assert shards.n_micro_batches == 2
+    assert work(shards).sent_bytes == pytest.approx(3 / 4 * (2 * 2 * 2 * n + 4 * n))
+    assert work(shards.with_checkpointing(1)).sent_bytes == pytest.approx(3 / 4 * (2 * 3 * 2 * n + 4 * n))
+
+
+def test_what_can_not_be_hidden_behind_computing_is_waited_for() -> None:
+    asked = work(replace(FULL, n_gpus=2, sharding="ddp"))
+    sending_s = asked.sent_bytes / 50e9
+    found = step_time(asked, DEVICE).parts
+    busy = sum(found[name] for name in ("matmul", "attention", "memory traffic"))
+    assert found["communication"] == pytest.approx(max(sending_s - 0.7 * busy, 0.1 * sending_s))
+    slow = step_time(asked, DEVICE._replace(link_bytes_per_s=1e9)).parts
+    assert slow["communication"] == pytest.approx(asked.sent_bytes / 1e9 - 0.7 * busy)
+
+
+# ---- devices ----
+
+
+def test_a_gpu_is_its_data_sheet_times_what_is_reached() -> None:
+    gpu = find_gpu("A100-80GB")
+    device = device_of(gpu, "bf16")
+    assert device is not None
+    assert device.flops_per_s == 312e12 * MATMUL_SHARE["Ampere"]
+    assert device.bandwidth_bytes_per_s == gpu.bandwidth_bytes_per_s * BANDWIDTH_SHARE
+    assert device.link_bytes_per_s == gpu.link_bytes_per_s * LINK_SHARE
+    assert MATMUL_SHARE["Ampere"] > ATTENTION_SHARE
+
+
+def test_old_gpus_have_fp16_and_no_bf16() -> None:
+    for name in ("T4", "V100-16GB"):
+        gpu = find_gpu(name)
+        assert device_of(gpu, "bf16") is None
+        half, single = device_of(gpu, "fp16"), device_of(gpu, "fp32")
+        assert half is not None
+        assert single is not None
+        assert half.flops_per_s > 4 * single.flops_per_s
+
+
+def test_a_processor_does_one_thing_after_the_other() -> None:
+    device = cpu_device("a processor", 2e11, 4)
+    assert (device.is_cuda, device.link_bytes_per_s) == (False, 0.0)
+    asked = work(replace(FULL, precision="fp32", stack=replace(FARTHING, has_autocast=False)), QWEN, 64)
+    found = step_time(asked, device).parts
+    assert found["launch"] == pytest.approx(0.5 * asked.host_s)  # beside the computing, not behind it
+    assert found["matmul"] == pytest.approx(asked.matmul_flops / device.flops_per_s)
+
+
+# ---- calibration and evaluation ----
+
+
+def test_calibration_multiplies_what_it_was_measured_on() -> None:
+    asked = work(FULL)
+    raw = step_time(asked, DEVICE).parts
+    known = step_time(asked, DEVICE, Calibration(compute=1.5, optimizer=3.0, waiting_s=0.02)).parts
+    for name in ("matmul", "attention", "memory traffic"):
+        assert known[name] == pytest.approx(1.5 * raw[name])
+    assert known["optimizer"] == pytest.approx(3.0 * raw["optimizer"])
+    assert known["data"] == 0.02
+    assert "data" not in raw
+    both = estimate_step(LLAMA, FULL, DEVICE, flat(1024), 1024.0, calibration=Calibration(compute=1.5))
+    assert both.parts["matmul"] == known["matmul"]
+
+
+@pytest.mark.parametrize(("recipe", "share"), [(FULL, 1 / 3), (LORA, 1 / 2), (FULL.with_checkpointing(1), 1 / 4)])
+def test_an_evaluation_is_forward_passes_only(recipe: Recipe, share: float) -> None:
+    asked = work(recipe)
+    alone = forward_work(asked, 3.0)
+    assert alone.matmul_flops == pytest.approx(3 * share * asked.matmul_flops, rel=0.03)
+    assert alone.optimizer_bytes == alone.sent_bytes == 0
+
+
+def test_a_sequence_to_sequence_model_pays_for_both_sides() -> None:
+    t5 = shape_of("google/flan-t5-base", "seq2seq")
+    short = work_of(t5, FULL, Padded(256.0, 32.0, 256.0**2, 32.0**2, 256.0 * 32), 280.0)
+    long = work_of(t5, FULL, Padded(256.0, 128.0, 256.0**2, 128.0**2, 256.0 * 128), 380.0)
+    assert long.matmul_flops > short.matmul_flops
+    assert long.traffic_bytes > short.traffic_bytes
+    counted = t5.training_flops(256, 32)
+    assert short.matmul_flops == pytest.approx(8 * (counted.body + counted.head))
