@@ -170,7 +170,7 @@ def work_of(
         n_tokens=recipe.global_batch * mean_tokens,
         n_padded_tokens=all_tokens,
         flops=recipe.n_gpus * n_each * flops.total,
-        forward_share=_flops(shape, padded, adapters, recompute, is_forward=True).total / flops.total,
+        forward_share=flops.forward / flops.total,
     )
 
 
@@ -244,30 +244,28 @@ class _Flops(NamedTuple):
     attention: float
     head: float
     adapters: float
+    forward: float  # of all of them, what a forward pass alone takes
 
     @property
     def total(self) -> float:
         """All of them."""
-        return sum(self)
+        return self.body + self.attention + self.head + self.adapters
 
 
-def _flops(
-    shape: Shape, padded: Padded, adapters: Adapters | None, recompute: float, *, is_forward: bool = False
-) -> _Flops:
-    """FLOPs of one padded example: forward, backward and recomputed, or forward alone."""
+def _flops(shape: Shape, padded: Padded, adapters: Adapters | None, recompute: float) -> _Flops:
+    """FLOPs of one padded example, forward, backward and recomputed."""
     tokens, targets = max(1, round(padded.tokens)), round(padded.targets)
     scale = padded.tokens / tokens
     once = shape.forward_flops(tokens, targets)
     both = shape.training_flops(tokens, targets, adapters=adapters)
     spread = padded.token_pairs / max(1.0, padded.tokens**2)  # long examples attend more than the mean squared
     low_rank = both.adapters / 3 * recompute
-    if is_forward:
-        return _Flops(scale * once.body, scale * spread * once.attention, scale * once.head, scale * both.adapters / 3)
     return _Flops(
         scale * (both.body + recompute * once.body),
         scale * spread * (both.attention + recompute * once.attention) * 3.5 / 3,  # flash recomputes the scores
         scale * both.head,
         scale * (both.adapters + low_rank),
+        scale * (once.body + spread * once.attention + once.head + both.adapters / 3),
     )
 
 
