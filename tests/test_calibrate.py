@@ -1,0 +1,91 @@
+"""Calibration: a run that took a known multiple of what the formulas say gives that multiple back."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from farthing.calibrate import N_NEWEST, SPREAD_OTHER, SPREAD_SAME, as_run, calibrate
+from farthing.measurements import Measurement
+from farthing.memory import estimate_memory
+from farthing.model_config import known_config
+from farthing.recipe import Recipe
+from farthing.shapes import Shape, read_shape
+from farthing.speed import Calibration, cpu_device, step_time, work_of
+
+HERE = "a processor, 2 threads"
+DEVICE = cpu_device("a processor", 1e11, 2)
+RECIPE = Recipe("full", "fp32", "adamw_torch_fused", 16, 8)
+
+
+def shape_of(name: str = "HuggingFaceTB/SmolLM2-135M") -> Shape:
+    """A known model."""
+    config = known_config(name)
+    assert config is not None
+    return read_shape(config)
+
+
+def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any) -> Measurement:
+    """Ten steps that took so many times what the formulas say, and 100 MiB more."""
+    empty: dict[str, Any] = {"str": "", "int": 0, "float": 0.0, "bool": False}
+    blank = {one.name: empty.get(str(one.type), {}) for one in fields(Measurement) if one.name != "version"}
+    known = {
+        **{"when": "2026-11-21T10:00:00+00:00", "hardware": HERE, "device": "cpu", "precision": "fp32"},
+        **{"model_type": shape.model_type, "hidden": shape.hidden, "n_layers": shape.n_layers, "vocab": shape.vocab},
+        **{"task": "causal-lm", "method": "full", "optim": "adamw_torch_fused"},
+        **{"micro_batch_size": 8, "global_batch_size": 16, "n_steps": 10, "n_tokens": 10 * 16 * 50},
+        **{"n_padded_tokens": 10 * 16 * 60, "lengths": {"mean": 50.0, "mean_target": 50.0}},
+        **{"largest_rows": 8, "largest_padded_tokens": 8 * 100, "start_up_s": 4.0, "load_model_s": 1.0},
+        **{"n_saves": 4, "save_s": 2.0, "data_wait_s": 0.3, "host_to_device_s": 0.2},
+    }
+    run = Measurement(**{**blank, **known, **changes})
+    ran, padded, mean, largest = as_run(run, RECIPE)
+    parts = step_time(work_of(shape, ran, padded, mean), DEVICE).parts
+    computed = sum(seconds for name, seconds in parts.items() if name != "optimizer")
+    needed = estimate_memory(shape, ran, largest, is_cuda=False).allocated_bytes
+    return replace(
+        run,
+        compute_s=10 * compute * computed,
+        optimizer_s=10 * optimizer * parts["optimizer"],
+        peak_bytes=needed + (100 << 20),
+    )
+
+
+def test_runs_of_the_same_model_give_their_factors_back() -> None:
+    shape = shape_of()
+    found = calibrate([run_of(shape, 2.0, 3.0)], HERE, shape, RECIPE, DEVICE, None)
+    assert found.compute == pytest.approx(2.0)
+    assert found.optimizer == pytest.approx(3.0)
+    assert found.waiting_s == pytest.approx(0.05)
+    assert (found.start_s, found.save_s) == (5.0, 0.5)
+    assert found.extra_bytes == 100 << 20
+    assert (found.spread, found.n_runs) == (SPREAD_SAME, 1)
+    assert found.source == "1 run of this model here, the last on 2026-11-21"
+
+
+def test_the_median_of_the_newest_counts_and_many_runs_narrow_it() -> None:
+    shape = shape_of()
+    runs = [run_of(shape, factor, when=f"2026-11-{20 - n}T10:00") for n, factor in enumerate([2, 2.2, 2.1, 9, 1.9, 50])]
+    found = calibrate(runs, HERE, shape, RECIPE, DEVICE, None)
+    assert found.n_runs == N_NEWEST
+    assert found.compute == pytest.approx(2.1)
+    assert found.spread < SPREAD_SAME
+
+
+def test_runs_elsewhere_or_in_another_precision_say_nothing() -> None:
+    shape = shape_of()
+    others = [run_of(shape, 2.0, hardware="another"), run_of(shape, 2.0, precision="bf16")]
+    assert calibrate(others, HERE, shape, RECIPE, DEVICE, None) == Calibration()
+
+
+def test_other_models_here_say_less_and_only_by_their_promises() -> None:
+    small, large = shape_of(), shape_of("HuggingFaceTB/SmolLM2-360M")
+    silent = run_of(small, 2.0)
+    assert calibrate([silent], HERE, large, RECIPE, DEVICE, None) == Calibration()
+    promised = {"formula": {"compute_s": silent.compute_s / 10 / 1.6, "optimizer_s": silent.optimizer_s / 10}}
+    found = calibrate([replace(silent, promised=promised)], HERE, large, RECIPE, DEVICE, None)
+    assert found.compute == pytest.approx(1.6)
+    assert found.spread == SPREAD_OTHER
+    assert found.extra_bytes is None
