@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farthing.catalog import Billing, Offer, bill, gpus
+from farthing.catalog import Billing, Offer, gpus
 from farthing.errors import UserMistake
 from farthing.lengths import Lengths, from_arrays
 from farthing.model_config import known_config
@@ -516,22 +516,3 @@ def test_units_of_gigabytes_and_packs_are_paid_up_front() -> None:
     gib = gpus()["T4"].memory_gib
     assert plan.total_usd == pytest.approx(gib * plan.wall_s / H * 0.0999, rel=2e-3)
     assert up_front(plan) == pytest.approx(9.99 * -(-plan.total_usd // 9.99))
-
-
-# ---- worked figures ----
-
-
-def test_five_runs_managed_rented_and_on_spot() -> None:
-    fee = Offer("M", "", "", 0, "", "", False, "run", 250.0, "made", TODAY, Billing("M"))
-    assert sum(bill(fee, n_runs=5).values()) == 1250.0
-    rent = sum(bill(offer_of("A100-80GB", 2.0), 50.0).values())
-    assert rent == 100.0
-    spot = sum(bill(offer_of("RTX 4090", 0.5, spot=True), 20.0 * 5).values())
-    assert spot == 50.0
-
-
-def test_two_cheap_gpus_against_a_dear_one() -> None:
-    dear = sum(bill(offer_of("A100-80GB", 2.5), 10.0).values())
-    cheap = sum(bill(offer_of("RTX 4090", 2 * 0.5, 2), 7.0).values())
-    assert (dear, cheap) == (25.0, 7.0)
-    assert 1 - cheap / dear == pytest.approx(0.72)
