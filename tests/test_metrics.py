@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 import workshop
-from farthing.evaluate import evaluate
+from farthing.evaluate import _pieces, evaluate
 from farthing.hardware import choose_numerics
 from farthing.metrics import GREATER_IS_BETTER, OF_TASK, classification_metrics, perplexity, text_metrics
 from farthing.prepare import open_examples, open_inputs
@@ -270,3 +270,12 @@ def test_a_model_that_computes_no_numbers_is_measured_as_none(tmp_path: Path, mo
     )
     assert found["loss"] is None
     assert "accuracy" not in found  # the class that argmax names for such scores means nothing
+
+
+def test_an_evaluation_batch_has_no_more_tokens_than_training_had() -> None:
+    lengths = np.array([10, 500, 3, 100, 90, 80, 7, 6])
+    pieces = list(_pieces(np.arange(8), lengths, 4, 200))
+    assert sorted(index for piece in pieces for index in piece) == list(range(8))
+    assert all(len(piece) == 1 or len(piece) * lengths[piece].max() <= 200 for piece in pieces)
+    assert max(len(piece) for piece in pieces) == 4
+    assert [len(piece) for piece in _pieces(np.arange(8), lengths, 4, None)] == [4, 4]

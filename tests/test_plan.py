@@ -329,7 +329,6 @@ def follow(wanted: Wanted, change: str, *, last: bool = False) -> Wanted:
             field = {
                 "train.global_batch_size": ("global_batch", int),
                 "train.per_device_train_batch_size": ("micro_batch", int),
-                "train.per_device_eval_batch_size": ("eval_batch", int),
                 "train.gradient_checkpointing": ("every_n_layers", lambda _: 1),
                 "train.optim": ("optim", str),
                 "train.max_steps": ("max_steps", lambda text: int(text.split()[0])),
@@ -431,11 +430,11 @@ def test_the_nearest_are_three_different_ways() -> None:
     assert len(answer.nearest(1)) == 1
 
 
-def test_evaluation_has_to_fit_as_well() -> None:
+def test_evaluation_takes_as_many_tokens_at_once_as_training_but_one_row_has_to_fit() -> None:
     asked = wanted_of(lengths=lengths_of(2000, 128), eval_lengths=lengths_of(200, 2048), eval_batch=64)
-    found = refused(decide(asked, [place("RTX 4090", 0.5)]))
-    assert found.change == "train.per_device_eval_batch_size: 1"
-    assert decide(replace(asked, eval_batch=1), [place("RTX 4090", 0.5)]).plans
+    assert decide(asked, [place("RTX 4090", 0.5)]).plans
+    long = replace(asked, eval_lengths=lengths_of(200, 65_536))
+    assert "needs" in refused(decide(long, [place("RTX 4090", 0.5)])).reason
 
 
 # ---- spot and deadlines ----

@@ -87,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--runs-per-month", type=float, metavar="N", help="what a project of so many runs comes to in a year"
     )
-    sub.add_argument("--traces", metavar="DIR", help="traces of spot capacity, instead of the prior where they tell more")
+    sub.add_argument(
+        "--traces", metavar="DIR", help="traces of spot capacity, instead of the prior where they tell more"
+    )
     sub.add_argument("--prices", metavar="FILE", help="a CSV of prices of your own, taken alone")
     sub.add_argument("--examples", type=int, metavar="N", help="plan for so many examples, whatever the data ...")
     sub.add_argument("--mean-tokens", type=float, metavar="M", help="... of so many tokens in the mean")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ def evaluate(
     pad_id: int,
     batch_size: int,
     numerics: Numerics,
+    most_tokens: int | None = None,
     generate: bool = False,
     max_new_tokens: int = 128,
     should_stop: Callable[[], bool] = lambda: False,
@@ -35,7 +36,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is not a number.
 
-    Raises `Interrupted` when asked to stop in between.
+    A batch has at most `batch_size` examples and, where that is more than one, at most `most_tokens` padded tokens: as many
+    as training was seen to have room for. Raises `Interrupted` when asked to stop in between.
     """
     was_training = model.training
     model.eval()
@@ -45,7 +47,7 @@ def evaluate(
     predictions: list[str] = []
     references: list[str] = []
     try:
-        for piece in cut(examples, tokens.lengths, batch_size):
+        for piece in _pieces(examples, tokens.lengths, batch_size, most_tokens):
             if should_stop():
                 raise Interrupted("stopped while evaluating")
             arrays = collate(tokens, piece, task, pad_id)
@@ -76,6 +78,16 @@ def evaluate(
     if predictions:
         metrics |= text_metrics(predictions, references)
     return metrics
+
+
+def _pieces(
+    examples: NDArray[np.int64], lengths: NDArray[np.int64], batch_size: int, most_tokens: int | None
+) -> Iterator[NDArray[np.int64]]:
+    """Similar lengths together, the longest first in each piece."""
+    for piece in cut(examples, lengths, batch_size):
+        n_rows = len(piece) if most_tokens is None else max(1, most_tokens // max(1, int(lengths[piece[0]])))
+        for start in range(0, len(piece), n_rows):
+            yield piece[start : start + n_rows]
 
 
 def _generate(model: Any, batch: dict[str, Any], max_new_tokens: int) -> Any:

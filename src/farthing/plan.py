@@ -49,6 +49,7 @@ from farthing.units import say_bytes, say_seconds, say_usd
 MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
 TIE = 0.05  # dollars closer than this are not told apart by estimates that share their error
 _80_PERCENT = NormalDist().inv_cdf(0.9)  # standard deviations on either side that hold 80 % of cases
+WORST = 10.0  # of what is likely: the upper end of a range that has none
 N_DRAWN = 40  # plans whose chance to meet the deadline is drawn
 CRASH_EVERY_S = 7 * 86400.0  # of a machine that is not taken away, by assumption: a week
 SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 1800.0
@@ -420,8 +421,11 @@ class _Study:
         largest = largest._replace(tokens=math.ceil(largest.tokens * share))
         memory = estimate_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
         if wanted.eval_lengths is not None:
+            room = largest.n_tokens  # an evaluation takes as many tokens at once as training does
             largest = wanted.eval_lengths.largest_micro_batch(wanted.eval_batch)
             largest = largest._replace(tokens=math.ceil(largest.tokens * share))
+            n_rows = min(largest.n_rows, room // max(1, largest.tokens + largest.targets))
+            largest = largest._replace(n_rows=max(1, n_rows))
             other = evaluation_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
             memory = max(memory, other, key=lambda one: one.allocated_bytes)
         return memory
@@ -536,7 +540,9 @@ class _Study:
         total = sum(usd.values())
         low_s, high_s = wall_s - error * moving_s, wall_s + error * moving_s
         low_usd, high_usd = total - rate * error * moving_s, total + rate * error * moving_s
-        if expected and good and bad:
+        if expected and good and bad and not math.isfinite(bad.wall_s):
+            high_s, high_usd = WORST * wall_s, WORST * total  # a bad case that never ends: the range is only a warning
+        elif expected and good and bad:
             low_s -= max(0.0, expected.wall_s - good.wall_s)
             high_s += max(0.0, bad.wall_s - expected.wall_s)
             low_usd -= rate * max(0.0, expected.billed_s - good.billed_s)
@@ -709,9 +715,6 @@ def _memory_savers(wanted: Wanted, is_cuda: bool) -> list[tuple[dict[str, Any], 
     """Settings to change, and the share of the longest length to cut to: the mildest first, each with those before."""
     milder: dict[str, Any] = {}
     ways: list[tuple[dict[str, Any], float]] = []
-    if wanted.eval_lengths is not None and wanted.eval_batch > 1:
-        milder["eval_batch"] = 1
-        ways.append((dict(milder), 1.0))
     for name in ("micro_batch", "every_n_layers"):
         if getattr(wanted, name) not in (None, 1):
             milder[name] = 1
@@ -730,7 +733,6 @@ def _memory_savers(wanted: Wanted, is_cuda: bool) -> list[tuple[dict[str, Any], 
 def _in_words(changed: dict[str, Any], other: Wanted, share: float) -> str:
     """The settings as a job file has them."""
     names = {
-        "eval_batch": "train.per_device_eval_batch_size: 1",
         "micro_batch": "train.per_device_train_batch_size: 1",
         "every_n_layers": "train.gradient_checkpointing: true",
         "optim": f"train.optim: {other.optim}",

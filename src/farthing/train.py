@@ -229,6 +229,8 @@ class Run:
             "scaler": ScalerPart(self.scaler),
             "progress": self.progress,
         }
+        lengths = self.train_examples.tokens.lengths[self.train_examples.indices]
+        self.most_tokens = int(lengths.max()) * min(job.micro_batch_size, len(lengths))  # padded, in a micro-batch
         before_bytes = taken_bytes(self.numerics.device)
         self.memory = settle_checkpointing(
             job,
@@ -502,6 +504,7 @@ class Run:
                 pad_id=self.inputs.pad_id,
                 batch_size=train.per_device_eval_batch_size,
                 numerics=self.numerics,
+                most_tokens=self.most_tokens,
                 generate=train.predict_with_generate,
                 max_new_tokens=self.job.data.max_target_length,
                 should_stop=lambda: bool(self.notice),
