@@ -1,4 +1,4 @@
-"""The demo: a fine-tune that is killed without warning, carries on exactly, and prints its receipt.
+"""The demo: the bill before the start, a fine-tune that is killed without warning, carries on exactly, and its receipt.
 
     make demo
 
@@ -56,18 +56,20 @@ def write_one(model_folder: Path, prompt: str) -> str:
 
 
 def main() -> int:
-    """The four acts."""
+    """The five acts."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     say("1. Make a small model, data and a job")
     subprocess.run([*FARTHING, "init", "--demo", str(FOLDER)], check=True)
     job = FOLDER / "job.yaml"
     print("\n" + job.read_text(encoding="utf-8"))
-    say(f"2. farthing train {job}   (and kill -9 after a while)")
+    say(f"2. farthing plan {job}   (the bill before the start)")
+    subprocess.run([*FARTHING, "plan", str(job), "--limit", "5"], check=True)
+    say(f"3. farthing train {job}   (and kill -9 after a while)")
     train_and_kill(job, at_checkpoint=80)
     say("killed: no warning, no clean-up")
-    say(f"3. farthing train {job}   (the same command goes on)")
+    say(f"4. farthing train {job}   (the same command goes on)")
     subprocess.run([*FARTHING, "train", str(job)], check=True)
-    say("4. The same job without interruption, to compare")
+    say("5. The same job without interruption, to compare")
     alone = f"output_dir={FOLDER / 'alone'}"
     subprocess.run([*FARTHING, "train", str(job), "--set", alone, "--json"], check=True, stdout=subprocess.DEVNULL)
     different = differences(result_of(FOLDER / "alone"), result_of(FOLDER / "run"))

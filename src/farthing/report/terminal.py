@@ -91,7 +91,9 @@ class Terminal:
             "learning rate": facts["learning_rate"],
             "computes on": f"{facts['device']} in {facts['precision']}",
             "memory": f"{facts['memory']}; activation checkpointing {facts['gradient_checkpointing']}",
+            "checkpoints": facts["checkpoints"],
             "price": facts["price"],
+            "promised": facts["promised"],
         }
         table = Table.grid(padding=(0, 2))
         for name, value in rows.items():
