@@ -854,37 +854,48 @@ def _mixed(plan: Plan, choice: Choice, before_s: float) -> Plan:
     )
 
 
+class _Placed(NamedTuple):
+    """A plan with what it is ranked by, worked out once."""
+
+    usd: float
+    wall_s: float
+    name: tuple[str, ...]
+    plan: Plan
+
+
 def _ranked(plans: Iterable[Plan]) -> list[Plan]:
     """The cheapest first; among dollars that can't be told apart, the sooner. Each says why it stands where it does."""
-    ordered = sorted(plans, key=lambda p: (p.total_usd, p.wall_s, _name_key(p.offer)))
-    ranked: list[Plan] = []
-    while ordered:
-        cheapest = ordered[0].total_usd
-        n_near = next((i for i, p in enumerate(ordered) if p.total_usd > cheapest * (1 + TIE) + 1e-9), len(ordered))
-        near, ordered = ordered[:n_near], ordered[n_near:]
-        ranked += sorted(near, key=lambda p: (not p.is_runnable, p.wall_s, p.total_usd, _name_key(p.offer)))
-    soonest = math.inf
-    front: set[int] = set()
-    for index in sorted(range(len(ranked)), key=lambda i: (ranked[i].total_usd, ranked[i].wall_s)):
-        if ranked[index].wall_s < soonest:
-            soonest = ranked[index].wall_s
-            front.add(index)
-    return [replace(plan, on_front=i in front, why=_why(i, ranked)) for i, plan in enumerate(ranked)]
+    ordered = sorted((_Placed(p.total_usd, p.wall_s, _name_key(p.offer), p) for p in plans), key=lambda one: one[:3])
+    soonest, front = math.inf, set()
+    for one in ordered:
+        if one.wall_s < soonest:
+            soonest = one.wall_s
+            front.add(id(one.plan))
+    ranked: list[_Placed] = []
+    start = 0
+    while start < len(ordered):
+        most = ordered[start].usd * (1 + TIE) + 1e-9
+        end = next((i for i in range(start, len(ordered)) if ordered[i].usd > most), len(ordered))
+        near = ordered[start:end]
+        ranked += sorted(near, key=lambda one: (not one.plan.is_runnable, one.wall_s, one.usd, one.name))
+        start = end
+    return [
+        replace(one.plan, on_front=id(one.plan) in front, why=_why(one, ranked[0], ordered[0], i == 0))
+        for i, one in enumerate(ranked)
+    ]
 
 
-def _why(index: int, ranked: Sequence[Plan]) -> str:
-    plan, first = ranked[index], ranked[0]
-    if index == 0:
-        cheapest = min(ranked, key=lambda p: p.total_usd)
-        if plan.total_usd > cheapest.total_usd:
-            better = "sooner" if plan.wall_s < cheapest.wall_s else "on one GPU"
+def _why(one: _Placed, first: _Placed, cheapest: _Placed, is_first: bool) -> str:
+    if is_first:
+        if one.usd > cheapest.usd:
+            better = "sooner" if one.wall_s < cheapest.wall_s else "on one GPU"
             return (
-                f"within {TIE:.0%} of the cheapest ({say_usd(cheapest.total_usd)}), which estimates can't tell apart, "
+                f"within {TIE:.0%} of the cheapest ({say_usd(cheapest.usd)}), which estimates can't tell apart, "
                 f"and {better}"
             )
         return "the cheapest"
-    more = plan.total_usd / first.total_usd - 1 if first.total_usd else 0.0
-    faster = first.wall_s / plan.wall_s
+    more = one.usd / first.usd - 1 if first.usd else 0.0
+    faster = first.wall_s / one.wall_s
     words = f"{more:+.0%} dollars" if abs(more) >= 0.005 else "as dear"
     return f"{words} against the first, " + (
         f"{faster:.1f} x as fast" if faster >= 1 else f"{1 / faster:.1f} x as slow"
