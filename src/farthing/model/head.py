@@ -1,0 +1,328 @@
+"""The output layer and its loss, paid for only where there is a label, and without the logits of a whole batch.
+
+Labelled positions are taken tile by tile: logits, loss and gradients of a tile are made at once in the forward pass, so
+no logits outlive their tile and no product is done twice; the backward pass only scales what is there. One sum, the same
+as that of `farthing.model.loss`. Refuses layers that are more than a matrix (an adapter on the head, a head that is
+trained beside its frozen original) and families whose last steps it has not been tested on: `find_head` says why, and
+`language_model_loss` takes the plain path then. Never run on a GPU so far.
+
+Shapes: N positions, of which n are labelled; h hidden size, V words, B examples, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from farthing.data.batches import IGNORED
+from farthing.model.loss import shifted_right, summed_loss
+
+# families whose forward pass ends in: hidden states, one matrix, perhaps a soft cap; held against the plain path in tests
+CAUSAL_FAMILIES = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"}
+)
+SEQ2SEQ_FAMILIES = frozenset({"t5", "mt5"})
+
+# keys of a batch that only the loss reads
+POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
+
+CUDA_TILE_TOKENS = 2048  # from here on a product is as quick as an undivided one; never timed on a GPU by us
+CPU_TILE_BYTES = 32 << 20  # of logits
+CPU_BLOCK_BYTES = 1 << 20  # of the fp32 rows at work: they stay in the cache from the softmax to the gradient
+CUDA_BLOCK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Which hidden states are scored, and against which word: positions [n] into the flattened [N], targets [n]."""
+
+    positions: Tensor
+    targets: Tensor
+
+
+def find_labelled(labels: Tensor, *, predicts_next: bool, position_ids: Tensor | None = None) -> Labelled:
+    """The labelled positions of labels [B, T].
+
+    With `predicts_next` (causal models) each token is scored where the one before it stands, so the first token of a row
+    is never scored; nor is the first of a document in a flat batch, which `position_ids` [B, T] of 0 tells. To be called
+    on the CPU: on a GPU it would be waited for.
+    """
+    n_tokens = labels.shape[1]
+    if predicts_next:
+        wanted = labels[:, 1:] != IGNORED
+        if position_ids is not None:
+            wanted &= position_ids.expand_as(labels)[:, 1:] != 0
+        rows, columns = wanted.nonzero(as_tuple=True)
+        return Labelled(rows * n_tokens + columns, labels[rows, columns + 1])
+    rows, columns = (labels != IGNORED).nonzero(as_tuple=True)
+    return Labelled(rows * n_tokens + columns, labels[rows, columns])
+
+
+def default_tile_tokens(n_words: int, device_type: str) -> int:
+    """Labelled positions of a tile: as many as a GPU needs to be busy, or as a CPU can hold without new pages."""
+    if device_type != "cpu":
+        return CUDA_TILE_TOKENS
+    return min(1024, max(32, CPU_TILE_BYTES // (4 * n_words) // 32 * 32))
+
+
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labelled: Labelled,
+    *,
+    tile_tokens: int | None = None,
+    soft_cap: float | None = None,
+    label_smoothing: float = 0.0,
+    gradient_scale: float | Tensor = 1.0,
+    keeps_graph: bool = False,
+) -> Tensor:
+    """Sum of the cross-entropies of the labelled positions, a scalar in fp32 (fp64 for fp64 weights).
+
+    hidden [..., h], weight [V, h], bias [V] or none. Under autocast the products are in its dtype and everything between
+    them in fp32; gradients of the weight are added up in fp32. `soft_cap` c makes logits c·tanh(logits / c).
+
+    `gradient_scale` (a number, or a scalar on the device, which nobody waits for) is what the gradient of the result is
+    expected to be, e.g. the loss scale divided by the targets of the step. The gradients made here are multiplied by it
+    and the backward pass only makes up the difference, so it changes nothing but the range: in fp16, whose gradients
+    would vanish unscaled, it has to be given; bf16 and fp32 can do without. The weight's gradient is handed out, not
+    copied: one backward pass, or `keeps_graph`.
+    """
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    tile = tile_tokens or default_tile_tokens(weight.shape[0], hidden.device.type)
+    how = _How(tile, soft_cap, label_smoothing, gradient_scale, torch.is_grad_enabled(), keeps_graph)
+    loss: Tensor = _HeadLoss.apply(rows, weight, bias, labelled.positions, labelled.targets, how)
+    return loss
+
+
+@dataclass(frozen=True)
+class _How:
+    tile_tokens: int
+    soft_cap: float | None
+    label_smoothing: float
+    gradient_scale: float | Tensor
+    wants_gradients: bool
+    keeps_graph: bool
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Loss and gradients of the head in one pass over tiles of labelled positions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor, targets: Tensor, how: _How
+    ) -> Tensor:
+        """hidden [N, h], weight [V, h], bias [V], positions and targets [n]; returns the summed loss."""
+        device = hidden.device.type
+        computed = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        summed = torch.promote_types(computed, torch.float32)
+        of_hidden, of_weight, of_bias = (how.wants_gradients and needed for needed in ctx.needs_input_grad[:3])
+        n, (n_words, width) = len(positions), weight.shape
+        tile = max(1, min(how.tile_tokens, n))
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        new = hidden.new_empty
+        grad_hidden = new((n, width), dtype=computed) if of_hidden else None
+        grad_weight = new((n_words, width), dtype=summed) if of_weight else None
+        grad_bias = new((n_words,), dtype=summed).zero_() if of_bias else None
+        if grad_weight is not None and n == 0:
+            grad_weight.zero_()
+        with torch.autocast(device, enabled=False):
+            matrix = weight.to(computed)
+            shift = None if bias is None else bias.to(computed)
+            logits = new((tile, n_words), dtype=computed)
+            product = new((n_words, width), dtype=computed) if of_weight and computed != summed and n > tile else None
+            for start in range(0, n, tile):
+                part = slice(start, start + tile)
+                inputs = hidden.index_select(0, positions[part]).to(computed)
+                scores = logits[: len(inputs)]
+                torch.mm(inputs, matrix.t(), out=scores)
+                if shift is not None:
+                    scores += shift
+                total += _to_gradients(scores, targets[part], how, of_hidden or of_weight or of_bias, summed)
+                if grad_hidden is not None:
+                    torch.mm(scores, matrix, out=grad_hidden[part])
+                if grad_weight is not None:
+                    _add_product(grad_weight, scores.t(), inputs, product, is_first=start == 0)
+                if grad_bias is not None:
+                    grad_bias += scores.sum(0, dtype=summed)
+        ctx.how, ctx.n_rows, ctx.dtypes = how, len(hidden), (hidden.dtype, weight.dtype)
+        ctx.of_weight, ctx.of_bias, ctx.is_spent = grad_weight, grad_bias, False
+        ctx.save_for_backward(positions, grad_hidden)
+        return total.to(summed)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the forward pass times what its `gradient_scale` did not foresee."""
+        if ctx.is_spent:
+            raise RuntimeError("the head's gradients were handed out already: a second backward pass needs keeps_graph")
+        positions, grad_hidden = ctx.saved_tensors
+        factor = grad_output / ctx.how.gradient_scale
+        of_hidden = None
+        if grad_hidden is not None:
+            of_hidden = grad_hidden.new_zeros((ctx.n_rows, grad_hidden.shape[1]), dtype=ctx.dtypes[0])
+            of_hidden.index_copy_(0, positions, (grad_hidden * factor).to(ctx.dtypes[0]))
+        of_weight, of_bias = ctx.of_weight, ctx.of_bias
+        if ctx.how.keeps_graph:
+            of_weight, of_bias = (None if one is None else one * factor for one in (of_weight, of_bias))
+        else:
+            ctx.of_weight = ctx.of_bias = None
+            ctx.is_spent = True
+            for one in (of_weight, of_bias):
+                if one is not None:
+                    one.mul_(factor)
+        if of_weight is not None:
+            of_weight = of_weight.to(ctx.dtypes[1])
+        return of_hidden, of_weight, of_bias, None, None, None
+
+
+def _to_gradients(scores: Tensor, targets: Tensor, how: _How, wants: bool, summed: torch.dtype) -> Tensor:
+    """The summed loss of scores [t, V], which become its gradient (scaled) where `wants`."""
+    n_words = scores.shape[1]
+    is_cpu = scores.device.type == "cpu"
+    block_bytes = CPU_BLOCK_BYTES * torch.get_num_threads() if is_cpu else CUDA_BLOCK_BYTES
+    n_rows = max(1, block_bytes // (summed.itemsize * n_words))
+    if is_cpu:
+        n_rows = max(n_rows, torch.get_num_threads())
+    smooth, cap = how.label_smoothing, how.soft_cap
+    total = torch.zeros((), dtype=torch.float64, device=scores.device)
+    for start in range(0, len(scores), n_rows):
+        block, words = scores[start : start + n_rows], targets[start : start + n_rows].unsqueeze(1)
+        wide, slope = block.to(summed), None
+        if cap is not None:
+            bent = torch.tanh(wide / cap)
+            wide = bent * cap
+            slope = bent.square_().neg_().add_(1) if wants else None
+        logs = torch.log_softmax(wide, -1)
+        total -= (1 - smooth) * logs.gather(1, words).sum()
+        if smooth:
+            total -= smooth / n_words * logs.sum()
+        if wants:
+            gradient = logs.exp_()
+            if smooth:
+                gradient -= smooth / n_words
+            gradient.scatter_add_(1, words, gradient.new_full((1, 1), smooth - 1).expand_as(words))
+            if slope is not None:
+                gradient *= slope
+            if isinstance(how.gradient_scale, Tensor) or how.gradient_scale != 1:
+                gradient *= how.gradient_scale
+            block.copy_(gradient)
+    return total
+
+
+def _add_product(into: Tensor, left: Tensor, right: Tensor, product: Tensor | None, *, is_first: bool) -> None:
+    """into += left @ right (= for the first), by way of `product` where the dtypes differ."""
+    if into.dtype == left.dtype:
+        if is_first:
+            torch.mm(left, right, out=into)
+        else:
+            into.addmm_(left, right)
+    elif product is None:
+        into.copy_(left @ right)
+    else:
+        torch.mm(left, right, out=product)
+        if is_first:
+            into.copy_(product)
+        else:
+            into += product
+
+
+# ---- whole models ----
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is behind the last hidden states of a model, and how to get those."""
+
+    hidden_states: Callable[[dict[str, Tensor]], Tensor]
+    """From a batch to hidden states [B, T, h], scaled as the head takes them."""
+    linear: nn.Linear
+    soft_cap: float | None
+
+
+def find_head(model: Any, task: str) -> Head | str:
+    """The head of a causal or sequence-to-sequence model of `transformers`, wrapped by `peft` or not; or why not."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    family = getattr(getattr(inner, "config", None), "model_type", "")
+    known = {"causal-lm": CAUSAL_FAMILIES, "seq2seq": SEQ2SEQ_FAMILIES}.get(task, frozenset())
+    if family not in known or not type(inner).__module__.startswith("transformers.models."):
+        return f"all positions are scored: the head of a {family or type(inner).__name__} for {task} is not known"
+    linear = inner.get_output_embeddings()
+    if type(linear) is not nn.Linear:
+        return f"all positions are scored: the head is wrapped in {type(linear).__module__}.{type(linear).__name__}"
+    if linear._forward_hooks or linear._forward_pre_hooks or nn.utils.parametrize.is_parametrized(linear):
+        return "all positions are scored: something listens to the head or rewrites its weights"
+    if not linear.weight.is_floating_point():
+        return f"all positions are scored: the head's weights are {linear.weight.dtype}"
+    if task == "seq2seq":
+        return Head(lambda batch: _decoder_states(inner, batch), linear, None)
+    return Head(
+        lambda batch: _causal_states(inner, batch), linear, getattr(inner.config, "final_logit_softcapping", None)
+    )
+
+
+def language_model_loss(
+    model: Any,
+    batch: dict[str, Tensor],
+    task: str,
+    label_smoothing: float = 0.0,
+    *,
+    gradient_scale: float | Tensor = 1.0,
+    tile_tokens: int | None = None,
+) -> Tensor:
+    """Sum of the cross-entropies of a micro-batch, for training and, without gradients, for evaluation.
+
+    `batch` has what the model takes, `labels` [B, T] and, so that a GPU is not waited for, the `labelled_positions` and
+    `labelled_targets` that `find_labelled` made on the CPU. What `find_head` can't take goes through `summed_loss`, as do
+    classification and everything that needs logits.
+    """
+    head = find_head(model, task)
+    if isinstance(head, str):
+        return summed_loss(model, batch, task, label_smoothing)[0]
+    if POSITIONS in batch:
+        labelled = Labelled(batch[POSITIONS], batch[TARGETS])
+    else:
+        labelled = find_labelled(
+            batch["labels"], predicts_next=task == "causal-lm", position_ids=batch.get("position_ids")
+        )
+    return head_loss(
+        head.hidden_states(batch),
+        head.linear.weight,
+        head.linear.bias,
+        labelled,
+        tile_tokens=tile_tokens,
+        soft_cap=head.soft_cap,
+        label_smoothing=label_smoothing,
+        gradient_scale=gradient_scale,
+    )
+
+
+def _inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in batch.items() if name not in ("labels", POSITIONS, TARGETS)}
+
+
+def _causal_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Hidden states [B, T, h] after the last norm."""
+    body = getattr(inner, inner.base_model_prefix)
+    states: Tensor = body(**_inputs(batch), use_cache=False).last_hidden_state
+    return states
+
+
+def _decoder_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Hidden states [B, T, h] of the decoder, scaled where the head shares the embeddings' weights."""
+    inputs = _inputs(batch)
+    source = inner.encoder(**inputs).last_hidden_state
+    states: Tensor = inner.decoder(
+        input_ids=shifted_right(batch["labels"], inner.config),
+        encoder_hidden_states=source,
+        encoder_attention_mask=inputs.get("attention_mask"),
+        use_cache=False,
+    ).last_hidden_state
+    if getattr(inner.config, "scale_decoder_outputs", False):
+        states = states * (inner.model_dim**-0.5)
+    return states

@@ -1,0 +1,406 @@
+"""The head that pays for labelled positions only: the same loss and gradients as the plain path, and no logits kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from traced import Alive
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from farthing.data.batches import IGNORED
+from farthing.model.head import (
+    CAUSAL_FAMILIES,
+    POSITIONS,
+    SEQ2SEQ_FAMILIES,
+    TARGETS,
+    Head,
+    Labelled,
+    default_tile_tokens,
+    find_head,
+    find_labelled,
+    head_loss,
+    language_model_loss,
+)
+from farthing.model.loss import summed_loss
+from farthing.model.memory import checkpoint_layers, saved_bytes
+
+N_WORDS = 61
+CLOSE, CLOSE_BF16 = 1e-5, 2e-2
+
+SMALL = {
+    "vocab_size": N_WORDS,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": N_WORDS},
+    "gpt_neox": {key: value for key, value in SMALL.items() if key not in ("num_key_value_heads", "head_dim")},
+    "t5": {"vocab_size": N_WORDS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+    "mt5": {"vocab_size": N_WORDS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+}
+NO_DROPOUT = {"dropout_rate": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "hidden_dropout": 0.0}
+
+
+def make_model(family: str, **settings: Any) -> Any:
+    """A model of two narrow layers, drawn from a fixed seed."""
+    sizes = OTHER_SIZES.get(family, SMALL)
+    known = transformers.AutoConfig.for_model(family).to_dict()
+    quiet = {key: value for key, value in NO_DROPOUT.items() if key in known}
+    config = transformers.AutoConfig.for_model(family, **sizes, **quiet, **settings)
+    if family in SEQ2SEQ_FAMILIES:
+        config.decoder_start_token_id, config.pad_token_id = 0, 0
+    torch.manual_seed(0)
+    auto = AutoModelForSeq2SeqLM if family in SEQ2SEQ_FAMILIES else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
+    with torch.no_grad():  # sharper than fresh weights, so that caps bend and scales matter
+        model.get_output_embeddings().weight.mul_(30)
+    return model.train()
+
+
+def make_batch(n_rows: int = 3, n_tokens: int = 11, share: float = 0.4, seed: int = 0) -> dict[str, Tensor]:
+    """Padded rows, with labels at about `share` of the real positions."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, N_WORDS, (n_rows, n_tokens), generator=draw)
+    mask = torch.ones_like(ids)
+    for row in range(1, n_rows):
+        mask[row, n_tokens - 2 * row :] = 0
+    labels = ids.masked_fill((torch.rand(ids.shape, generator=draw) > share) | (mask == 0), IGNORED)
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "labels": labels}
+
+
+def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def task_of(family: str) -> str:
+    return "seq2seq" if family in SEQ2SEQ_FAMILIES else "causal-lm"
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float = CLOSE) -> None:
+    assert ours.keys() == theirs.keys()
+    assert theirs
+    floor = 1e-3 * float(torch.stack([one.norm() for one in theirs.values()]).norm())
+    for name, one in theirs.items():
+        difference = float((ours[name] - one).norm()) / max(float(one.norm()), floor, 1e-30)
+        assert difference < close, (name, difference)
+
+
+# ---- the function ----
+
+
+def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labelled: Labelled, **how: Any) -> Tensor:
+    """The same by whole logits."""
+    logits = nn.functional.linear(hidden, weight, bias).reshape(-1, len(weight))
+    if cap := how.get("soft_cap"):
+        logits = torch.tanh(logits / cap) * cap
+    return nn.functional.cross_entropy(
+        logits[labelled.positions].float() if logits.dtype != torch.float64 else logits[labelled.positions],
+        labelled.targets,
+        reduction="sum",
+        label_smoothing=how.get("label_smoothing", 0.0),
+    )
+
+
+def parts(dtype: torch.dtype = torch.float32, n: int = 23, n_all: int = 50, with_bias: bool = True) -> list[Any]:
+    torch.manual_seed(1)
+    hidden = torch.randn(2, n_all // 2, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(N_WORDS, 8, dtype=dtype, requires_grad=True)
+    bias = torch.randn(N_WORDS, dtype=dtype, requires_grad=True) if with_bias else None
+    return [hidden, weight, bias, Labelled(torch.randperm(n_all)[:n].sort()[0], torch.randint(0, N_WORDS, (n,)))]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("n", [0, 1, 23, 50])
+@pytest.mark.parametrize("tile", [1, 7, 23, 1000])
+def test_loss_and_gradients_are_those_of_whole_logits(n: int, tile: int, soft_cap: Any, smoothing: float) -> None:
+    results = []
+    for function, more in ((plain, {}), (head_loss, {"tile_tokens": tile})):
+        hidden, weight, bias, labelled = parts(n=n)
+        loss = function(hidden, weight, bias, labelled, soft_cap=soft_cap, label_smoothing=smoothing, **more)
+        (loss / 7).backward()
+        results.append((float(loss.detach()), {"x": hidden.grad, "W": weight.grad, "b": bias.grad}))
+    (theirs, their_gradients), (ours, our_gradients) = results
+    assert ours == pytest.approx(theirs, rel=CLOSE)
+    if n == 0:
+        assert ours == 0
+        assert all(not gradient.any() for gradient in our_gradients.values())
+    assert_same(our_gradients, their_gradients)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_derivatives_hold_in_double_precision(soft_cap: Any, smoothing: float) -> None:
+    torch.manual_seed(2)
+    hidden, weight, bias = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((5, 3), (7, 3), (7,)))
+    labelled = Labelled(torch.tensor([0, 2, 4]), torch.tensor([6, 0, 3]))
+
+    def loss(*tensors: Tensor) -> Tensor:
+        how: dict[str, Any] = {"soft_cap": soft_cap, "label_smoothing": smoothing, "gradient_scale": 0.3}
+        return head_loss(*tensors, labelled, tile_tokens=2, keeps_graph=True, **how)
+
+    assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
+
+
+def test_what_needs_no_gradient_gets_none_and_costs_none() -> None:
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+            return func(*args, **(kwargs or {}))
+
+    for needs, n_products in (((True, True), 3), ((True, False), 2), ((False, True), 2), ((False, False), 1)):
+        hidden, weight, _, labelled = parts(with_bias=False)
+        hidden.requires_grad_(needs[0])
+        weight.requires_grad_(needs[1])
+        with Products() as products:
+            loss = head_loss(hidden, weight, None, labelled)
+        assert products.count == n_products
+        assert loss.requires_grad == any(needs)
+        if any(needs):
+            loss.backward()
+        assert [one.grad is not None for one in (hidden, weight)] == list(needs)
+    with torch.no_grad(), Products() as products:
+        hidden, weight, _, labelled = parts(with_bias=False)
+        head_loss(hidden, weight, None, labelled)
+    assert products.count == 1
+
+
+def test_a_second_backward_pass_is_refused_unless_the_graph_is_kept() -> None:
+    for keeps in (False, True):
+        hidden, weight, bias, labelled = parts()
+        loss = head_loss(hidden, weight, bias, labelled, keeps_graph=keeps)
+        loss.backward(retain_graph=True)
+        once = weight.grad.clone()
+        if keeps:
+            loss.backward()
+            torch.testing.assert_close(weight.grad, 2 * once)
+        else:
+            with pytest.raises(RuntimeError, match="handed out"):
+                loss.backward()
+
+
+def test_the_weights_gradient_is_handed_out_without_a_copy() -> None:
+    hidden, weight, _, labelled = parts(with_bias=False)
+    loss = head_loss(hidden, weight, None, labelled)
+    made = loss.grad_fn.of_weight.data_ptr()
+    loss.backward()
+    assert weight.grad.data_ptr() == made
+
+
+def test_a_foreseen_scale_keeps_fp16_gradients_from_vanishing() -> None:
+    labelled = Labelled(torch.arange(6), torch.full((6,), 1))
+    rows = torch.full((6, 4), 0.5)
+    words = torch.zeros(N_WORDS, 4)
+    words[0] = -9.0  # a word of probability 2.5e-10: unscaled, fp16 has nothing between 0 and 6e-8
+
+    def gradient(dtype: torch.dtype, foreseen: Any, actual: float) -> Tensor:
+        weight = words.to(dtype, copy=True).requires_grad_()
+        (head_loss(rows.to(dtype), weight, None, labelled, gradient_scale=foreseen) * actual).backward()
+        return weight.grad.double() / actual
+
+    exact = gradient(torch.float64, 1.0, 1.0)
+    assert 0 < exact[0, 0] < 1e-8
+    assert not gradient(torch.float16, 1.0, 2.0**14)[0].any(), "too late: it was lost before it was scaled"
+    for foreseen in (2.0**14, 2.0**13, torch.tensor(2.0**14)):
+        torch.testing.assert_close(gradient(torch.float16, foreseen, 2.0**14), exact, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_no_logits_beyond_a_tile_are_ever_alive(trained: bool) -> None:
+    n_all, n, n_words, width, tile = 4096, 1024, 2000, 16, 64
+
+    class Largest(Alive):
+        largest = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            sizes = [one.untyped_storage().nbytes() for one in tree_leaves(result) if isinstance(one, Tensor)]
+            self.largest = max([self.largest, *sizes])
+            return result
+
+    hidden = torch.randn(n_all, width, requires_grad=True)
+    weight = torch.randn(n_words, width, requires_grad=trained)
+    labelled = Labelled(torch.arange(0, n_all, 4), torch.randint(0, n_words, (n,)))
+    alive = Largest()
+    with alive:
+        head_loss(hidden, weight, None, labelled, tile_tokens=tile).backward()
+    of_weight, of_hidden = 4 * n_words * width * trained, 4 * n_all * width
+    assert alive.largest <= max(4 * tile * n_words, of_weight, of_hidden, 1 << 20)
+    block = 3 * max(1 << 20, 4 * n_words) * torch.get_num_threads()
+    assert alive.peak <= 4 * tile * n_words + block + of_weight + 3 * of_hidden
+    assert alive.peak < 4 * n * n_words, "less than one matrix of logits"
+
+
+def test_a_tile_fits_the_device() -> None:
+    assert default_tile_tokens(152_000, "cuda") == 2048
+    assert default_tile_tokens(100, "cpu") == 1024
+    assert default_tile_tokens(10**9, "cpu") == 32
+
+
+# ---- which positions ----
+
+
+def test_the_first_token_of_a_row_or_document_is_never_scored() -> None:
+    labels = torch.tensor([[5, 6, IGNORED, 7], [IGNORED, IGNORED, 8, IGNORED]])
+    found = find_labelled(labels, predicts_next=True)
+    assert found.positions.tolist() == [0, 2, 5]
+    assert found.targets.tolist() == [6, 7, 8]
+    flat = torch.tensor([[5, 6, 7, 8, 9]])
+    found = find_labelled(flat, predicts_next=True, position_ids=torch.tensor([[0, 1, 0, 1, 2]]))
+    assert found.positions.tolist() == [0, 2, 3]
+    assert found.targets.tolist() == [6, 8, 9]
+    found = find_labelled(labels, predicts_next=False)
+    assert found.positions.tolist() == [0, 1, 3, 6]
+    assert found.targets.tolist() == [5, 6, 7, 8]
+
+
+# ---- whole models ----
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in sorted(CAUSAL_FAMILIES | SEQ2SEQ_FAMILIES)),
+    ("llama", {"tie_word_embeddings": True}),
+    ("gemma3_text", {"final_logit_softcapping": 4.0}),
+    ("gemma2", {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}),
+    ("t5", {"tie_word_embeddings": False}),
+]
+
+
+@pytest.mark.parametrize(("family", "settings"), SETTINGS, ids=lambda value: str(value))
+def test_each_family_has_the_loss_and_gradients_of_the_plain_path(family: str, settings: dict[str, Any]) -> None:
+    model, batch, task = make_model(family, **settings), make_batch(), task_of(family)
+    assert isinstance(find_head(model, task), Head)
+    for smoothing in (0.0, 0.1):
+        theirs = summed_loss(model, batch, task, smoothing)[0]
+        their_gradients = gradients_of(model, theirs / 5)
+        ours = language_model_loss(model, batch, task, smoothing, tile_tokens=4)
+        assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=CLOSE)
+        assert_same(gradients_of(model, ours / 5), their_gradients)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "t5"])
+def test_under_autocast_it_is_as_close_as_bf16_allows(family: str) -> None:
+    model, batch, task = make_model(family), make_batch(), task_of(family)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        theirs = summed_loss(model, batch, task)[0]
+        their_gradients = gradients_of(model, theirs / 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = language_model_loss(model, batch, task, tile_tokens=4)
+    assert ours.dtype == torch.float32
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=2e-3)
+    our_gradients = gradients_of(model, ours / 5)
+    assert all(gradient.dtype == torch.float32 for gradient in our_gradients.values())
+    assert_same(our_gradients, their_gradients, CLOSE_BF16)
+
+
+def test_under_autocast_the_logits_are_those_of_a_bf16_product() -> None:
+    hidden, weight, _, labelled = parts(with_bias=False)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        theirs, ours = (function(hidden, weight, None, labelled) for function in (plain, head_loss))
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-6)
+
+
+def with_lora(model: Any, **settings: Any) -> Any:
+    return peft.get_peft_model(
+        model, peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **settings})
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_a_frozen_head_under_an_adapter(family: str) -> None:
+    kind = {"llama": "CAUSAL_LM", "t5": "SEQ_2_SEQ_LM"}[family]
+    model, batch, task = with_lora(make_model(family), task_type=kind), make_batch(), task_of(family)
+    assert isinstance(find_head(model, task), Head)
+    theirs = summed_loss(model, batch, task)[0]
+    their_gradients = gradients_of(model, theirs)
+    ours = language_model_loss(model, batch, task, tile_tokens=3)
+    assert_same(gradients_of(model, ours), their_gradients)
+    assert all("lora_" in name for name in their_gradients)
+
+
+def test_positions_found_beforehand_give_the_same() -> None:
+    model, batch = make_model("llama"), make_batch()
+    found = find_labelled(batch["labels"], predicts_next=True)
+    ours = language_model_loss(model, {**batch, POSITIONS: found.positions, TARGETS: found.targets}, "causal-lm")
+    assert torch.equal(ours, language_model_loss(model, batch, "causal-lm"))
+
+
+def test_checkpointed_layers_give_the_same() -> None:
+    model, batch = make_model("llama"), make_batch()
+    results = []
+    for every in (0, 1, 2):
+        checkpoint_layers(model, every)
+        results.append(gradients_of(model, language_model_loss(model, batch, "causal-lm")))
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
+def test_a_flat_batch_of_documents_scores_what_its_rows_score() -> None:
+    """With attention that sees all of the row the states differ, so the same states are scored both ways."""
+    batch = make_batch(share=1.0)
+    lengths = batch["attention_mask"].sum(1).tolist()
+    hidden = torch.randn(len(lengths), 11, 16)
+    weight = torch.randn(N_WORDS, 16)
+    rows = head_loss(hidden, weight, None, find_labelled(batch["labels"], predicts_next=True))
+    keep = batch["attention_mask"].bool()
+    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
+    found = find_labelled(batch["labels"][keep][None], predicts_next=True, position_ids=position_ids)
+    flat = head_loss(hidden[keep][None], weight, None, found)
+    assert float(flat) == pytest.approx(float(rows), rel=1e-6)
+
+
+def test_evaluation_needs_no_gradient_and_gives_the_same_sum() -> None:
+    model, batch = make_model("gemma2").eval(), make_batch()
+    with torch.no_grad():
+        ours, theirs = language_model_loss(model, batch, "causal-lm"), summed_loss(model, batch, "causal-lm")[0]
+    assert float(ours) == pytest.approx(float(theirs), rel=CLOSE)
+    assert not ours.requires_grad
+
+
+def test_of_the_head_only_gradients_of_labelled_states_are_kept() -> None:
+    model, batch = make_model("llama"), make_batch()
+    head = find_head(model, "causal-lm")
+    assert isinstance(head, Head)
+    without = saved_bytes(model, lambda: head.hidden_states(batch))
+    n = len(find_labelled(batch["labels"], predicts_next=True).positions)
+    kept = saved_bytes(model, lambda: language_model_loss(model, batch, "causal-lm")) - without
+    assert kept <= n * (4 * 16 + 8)
+
+
+def test_what_is_more_than_a_matrix_takes_the_plain_path_and_says_why() -> None:
+    adapted = with_lora(make_model("llama"), target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    saved = with_lora(make_model("llama"), modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    other = make_model("llama")
+    other.config.model_type = "granite"  # scales its logits
+    for model, word in ((adapted, "lora"), (saved, "ModulesToSaveWrapper"), (other, "granite")):
+        why = find_head(model, "causal-lm")
+        assert isinstance(why, str)
+        assert word in why
+        batch = make_batch()
+        theirs = summed_loss(model, batch, "causal-lm")[0]
+        their_gradients = gradients_of(model, theirs)
+        ours = language_model_loss(model, batch, "causal-lm")
+        assert torch.equal(ours, theirs)
+        assert_same(gradients_of(model, ours), their_gradients)
+    assert "classification" in str(find_head(make_model("llama"), "classification"))
+    hooked = make_model("llama")
+    hooked.lm_head.register_forward_hook(lambda *args: None)
+    assert "listens" in str(find_head(hooked, "causal-lm"))
