@@ -11,7 +11,6 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from traced import Alive
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from farthing.data.batches import IGNORED
@@ -30,6 +29,7 @@ from farthing.model.head import (
 )
 from farthing.model.loss import summed_loss
 from farthing.model.memory import checkpoint_layers, saved_bytes
+from traced import Alive
 
 N_WORDS = 61
 CLOSE, CLOSE_BF16 = 1e-5, 2e-2
@@ -61,7 +61,7 @@ def make_model(family: str, **settings: Any) -> Any:
     sizes = OTHER_SIZES.get(family, SMALL)
     known = transformers.AutoConfig.for_model(family).to_dict()
     quiet = {key: value for key, value in NO_DROPOUT.items() if key in known}
-    config = transformers.AutoConfig.for_model(family, **sizes, **quiet, **settings)
+    config = transformers.AutoConfig.for_model(family, **{**sizes, **quiet, **settings})
     if family in SEQ2SEQ_FAMILIES:
         config.decoder_start_token_id, config.pad_token_id = 0, 0
     torch.manual_seed(0)

@@ -156,7 +156,7 @@ class _HeadLoss(torch.autograd.Function):
         return total.to(summed)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the forward pass times what its `gradient_scale` did not foresee."""
         if ctx.is_spent:

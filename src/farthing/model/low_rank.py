@@ -1,0 +1,206 @@
+"""LoRA layers without casts and copies: one product for the frozen weight, two thin ones added to it in place.
+
+`use_low_rank` gives the plain LoRA layers of a `peft` model another forward pass and leaves the layers themselves, their
+weights, names, saving, loading and merging to `peft`. Only the input (one tensor for all layers that read it) and the
+thin product are kept for the backward pass; frozen weights get no gradient, and the input gets one only where something
+below is trained. Refuses variants, quantized weights, adapter biases, dropout at work and several adapters at once: those
+layers compute as `peft` has them compute, and are counted with the reason. Never run on a GPU so far.
+
+Shapes: n positions, i inputs, o outputs, r rank. Adapters are cast to the precision of the run in every forward pass: a
+copy kept for a whole step would have to hear of optimizers that write weights behind torch's back (bitsandbytes does).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as PeftLinear
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """How many LoRA layers of a model are fused in training, how many are not, and why (reason -> layers)."""
+
+    n_fused: int
+    n_left: int
+    reasons: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        words = f"{self.n_fused} LoRA layers fused"
+        if self.n_left:
+            words += f", {self.n_left} left to peft: "
+            words += "; ".join(f"{n} with {reason}" for reason, n in self.reasons.items())
+        return words
+
+
+def use_low_rank(model: Any) -> Replaced:
+    """Give every plain LoRA layer of `model` the fused forward pass; layers with dropout use it in evaluation only.
+
+    Whether a layer is plain is looked at again in each forward pass, so merging, disabling or adding adapters is safe.
+    """
+    reasons: Counter[str] = Counter()
+    n_fused = 0
+    for module in model.modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        why = _why_never(module)
+        if not why and type(module) is PeftLinear:
+            module.__class__ = LowRankLinear
+        why = why or _why_not_now(module, is_training=True)
+        n_fused += not why
+        if why:
+            reasons[why] += 1
+    return Replaced(n_fused, sum(reasons.values()), dict(reasons))
+
+
+def leave_low_rank(model: Any) -> None:
+    """Give the layers of `model` the forward pass of `peft` back."""
+    for module in model.modules():
+        if type(module) is LowRankLinear:
+            module.__class__ = PeftLinear
+
+
+def _why_never(module: Any) -> str:
+    """What makes a layer one that can't be fused, whatever its adapters; empty when nothing does."""
+    if type(module) not in (PeftLinear, LowRankLinear):
+        return f"a layer of another kind ({type(module).__module__.split('.')[-1]}.{type(module).__name__})"
+    base = module.base_layer
+    if type(base) not in (nn.Linear, Conv1D):
+        return f"a base layer of another kind ({type(base).__name__})"
+    if not base.weight.is_floating_point():
+        return "quantized weights"
+    if base._forward_hooks or base._forward_pre_hooks or nn.utils.parametrize.is_parametrized(base):
+        return "a base layer that something listens to or rewrites"
+    return ""
+
+
+def _why_not_now(module: Any, *, is_training: bool) -> str:
+    """What keeps a layer from being fused in its present state; empty when nothing does."""
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    if len(names) != 1:
+        return f"{len(names)} adapters at once"
+    name = names[0]
+    if name in module.lora_variant:
+        return f"a variant of LoRA ({type(module.lora_variant[name]).__name__.removesuffix('LinearVariant')})"
+    if module.lora_bias.get(name, False):
+        return "a bias in the adapter"
+    if type(module.lora_A[name]) is not nn.Linear or type(module.lora_B[name]) is not nn.Linear:
+        return "adapter weights of another kind"
+    if is_training and getattr(module.lora_dropout[name], "p", 0.0) > 0:
+        return "dropout (fused in evaluation only)"
+    base = module.base_layer
+    if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
+        return "a base layer that is trained too"
+    return ""
+
+
+class LowRankLinear(PeftLinear):
+    """A LoRA layer of `peft` whose plain case is computed by one function. Everything else is inherited."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """x [..., i] -> [..., o]."""
+        if args or kwargs or self.disable_adapters or self.merged or _why_not_now(self, is_training=self.training):
+            return self._as_peft(x, *args, **kwargs)
+        name = next(name for name in self.active_adapters if name in self.lora_A)
+        lora_a, lora_b, base = self.lora_A[name].weight, self.lora_B[name].weight, self.base_layer
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            computed = torch.get_autocast_dtype(device)
+        elif x.dtype == base.weight.dtype == lora_a.dtype == lora_b.dtype:
+            computed = x.dtype
+        else:  # mixed without autocast: peft multiplies each in its own
+            return self._as_peft(x)
+        weight = base.weight.t() if type(base) is Conv1D else base.weight
+        result: Tensor = _LowRank.apply(x, weight, base.bias, lora_a, lora_b, float(self.scaling[name]), computed)
+        return result
+
+    def _as_peft(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = super().forward(x, *args, **kwargs)
+        return result
+
+
+class _LowRank(torch.autograd.Function):
+    """y = x Wᵀ + b + s (x Aᵀ) Bᵀ with W [o, i] and b [o] frozen, A [r, i] and B [o, r] trained."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        computed: torch.dtype,
+    ) -> Tensor:
+        """x [..., i] -> [..., o] in `computed`."""
+        seen = _LAST_CAST.cast(x, computed)
+        rows = seen.reshape(-1, seen.shape[-1])
+        y = rows.new_empty((*x.shape[:-1], weight.shape[0]))
+        flat = y.view(-1, weight.shape[0])
+        if bias is None:
+            torch.mm(rows, weight.to(computed).t(), out=flat)
+        else:
+            torch.addmm(bias.to(computed), rows, weight.to(computed).t(), out=flat)
+        thin = torch.mm(rows, a.to(computed).t()).mul_(scale)  # [n, r]
+        flat.addmm_(thin, b.to(computed).t())
+        ctx.save_for_backward(seen, thin, weight, a, b)
+        ctx.scale, ctx.x_dtype = scale, x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x in its dtype, of A and B in theirs."""
+        seen, thin, weight, a, b = ctx.saved_tensors
+        computed = seen.dtype
+        rows = seen.reshape(-1, seen.shape[-1])
+        grad = grad_y.reshape(-1, grad_y.shape[-1]).to(computed)
+        needs_x, _, _, needs_a, needs_b, _, _ = ctx.needs_input_grad
+        of_x = of_a = of_b = None
+        if needs_b:
+            of_b = torch.mm(grad.t(), thin).to(b.dtype)
+        if needs_x or needs_a:
+            of_thin = torch.mm(grad, b.to(computed)).mul_(ctx.scale)  # [n, r]
+            if needs_a:
+                of_a = torch.mm(of_thin.t(), rows).to(a.dtype)
+            if needs_x:
+                of_x = torch.mm(grad, weight.to(computed))
+                of_x.addmm_(of_thin, a.to(computed))
+                of_x = of_x.view(seen.shape).to(ctx.x_dtype)
+        return of_x, None, None, of_a, of_b, None, None
+
+
+class _LastCast:
+    """The last input that was cast, so that the layers that read one tensor keep one copy of it."""
+
+    def __init__(self) -> None:
+        self._of: Callable[[], Tensor | None] = lambda: None
+        self._copy: Callable[[], Tensor | None] = lambda: None
+        self._version = 0
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x in `dtype`: itself, the copy that another layer was given, or a new copy."""
+        if x.dtype == dtype:
+            return x
+        if x.is_inference():
+            return x.to(dtype)
+        known = self._of()
+        is_same = known is not None and known is x and known._version == self._version
+        copy = self._copy() if is_same else None
+        if copy is None or copy.dtype != dtype:
+            copy = x.to(dtype)
+            self._of, self._version, self._copy = weakref.ref(x), x._version, weakref.ref(copy)
+        return copy
+
+
+_LAST_CAST = _LastCast()

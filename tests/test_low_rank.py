@@ -1,0 +1,418 @@
+"""Fused LoRA layers: what peft computes, with less kept for the backward pass, and still peft's on disk."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.loss import summed_loss
+from farthing.model.low_rank import LowRankLinear, leave_low_rank, use_low_rank
+from farthing.model.memory import checkpoint_layers, saved_bytes
+from test_head import N_WORDS, assert_same, gradients_of, make_batch, make_model, task_of
+
+CLOSE, CLOSE_BF16 = 1e-5, 3e-2
+KINDS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
+
+
+def with_lora(family: str = "llama", model: Any = None, **settings: Any) -> Any:
+    """A small model with adapters that do something: fresh ones would multiply by zero."""
+    settings = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear", "init_lora_weights": False} | settings
+    config = peft.LoraConfig(task_type=KINDS[task_of(family)], **settings)
+    torch.manual_seed(3)
+    wrapped = peft.get_peft_model(model if model is not None else make_model(family), config).train()
+    for name, weight in wrapped.named_parameters():
+        if ".lora_B." in name:  # drawn as wide as kaiming would, adapters this strong are far from any that are trained
+            weight.data.mul_(0.3)
+    return wrapped
+
+
+def in_bf16_with_fp32_adapters(model: Any) -> Any:
+    """As a run has it: the frozen base in bf16, what is trained in fp32."""
+    for weight in model.parameters():
+        if not weight.requires_grad:
+            weight.data = weight.data.bfloat16()
+    return model
+
+
+def outcome(
+    model: Any, family: str = "llama", *, is_bf16: bool = False, seed: int = 0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and gradients of the loss."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
+        loss, logits = summed_loss(model, make_batch(seed=seed), task_of(family))
+    return logits.detach(), gradients_of(model, loss / 7)
+
+
+def as_one(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+
+
+@pytest.mark.parametrize("is_bf16", [False, True])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("qwen2", {"use_rslora": True, "r": 8}),  # with biases
+        ("llama", {"rank_pattern": {"q_proj": 2, "layers.1.*down_proj": 8}, "alpha_pattern": {"v_proj": 3}}),
+        ("llama", {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head", "norm"]}),
+        ("gpt2", {"fan_in_fan_out": True}),
+        ("gpt_neox", {}),
+        ("phi3", {}),
+        ("t5", {}),
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients_are_those_of_peft(family: str, settings: dict[str, Any], is_bf16: bool) -> None:
+    model = with_lora(family, **settings)
+    if is_bf16:
+        in_bf16_with_fp32_adapters(model)
+    names = list(model.state_dict())
+    exact, as_peft = copy.deepcopy(model).float(), copy.deepcopy(model)
+    their_logits, their_gradients = outcome(model, family, is_bf16=is_bf16)
+    replaced = use_low_rank(model)
+    n_layers = sum(isinstance(module, LoraLayer) for module in model.modules())
+    assert (replaced.n_fused, replaced.n_left, replaced.reasons) == (n_layers, 0, {})
+    logits, gradients = outcome(model, family, is_bf16=is_bf16)
+    assert logits.dtype == their_logits.dtype
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    assert list(model.state_dict()) == names
+    if not is_bf16:
+        assert error(logits, their_logits) < CLOSE
+        assert_same(gradients, their_gradients)
+        return
+    errors = []  # of these two and four other batches, against fp32: rounding is a matter of luck, layer after layer
+    for seed in range(5):
+        ours, theirs, truth = (
+            outcome(one, family, is_bf16=one is not exact, seed=seed) for one in (model, as_peft, exact)
+        )
+        errors.append([error(one[0], truth[0]) for one in (ours, theirs)])
+        errors[-1] += [error(as_one(one[1]), as_one(truth[1])) for one in (ours, theirs)]
+    logits_error, their_logits_error, gradient_error, their_gradient_error = torch.tensor(errors).mean(0).tolist()
+    assert logits_error < min(1.2 * their_logits_error, CLOSE_BF16)
+    assert gradient_error < min(1.6 * their_gradient_error, CLOSE_BF16)
+
+
+def test_one_layer_in_bf16_is_no_farther_from_fp32_than_pefts() -> None:
+    torch.manual_seed(6)
+    linear, x, slope = nn.Linear(96, 80), torch.randn(500, 96).bfloat16(), torch.randn(500, 80)
+    config = peft.LoraConfig(r=8, lora_alpha=12, target_modules=["0"], init_lora_weights=False)
+    layer = in_bf16_with_fp32_adapters(peft.get_peft_model(nn.Sequential(linear), config))
+
+    def results(one: Any, is_bf16: bool) -> list[Tensor]:
+        one.zero_grad(set_to_none=True)
+        seen = (x if is_bf16 else x.float()).clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
+            y = one(seen)
+        y.backward(slope.to(y.dtype))
+        return [y.detach(), seen.grad, *(p.grad for p in one.parameters() if p.requires_grad)]
+
+    truth, theirs = results(copy.deepcopy(layer).float(), False), results(layer, True)
+    assert use_low_rank(layer).n_fused == 1
+    for ours, other, true in zip(results(layer, True), theirs, truth, strict=True):
+        assert ours.dtype == other.dtype
+        assert error(ours, true) < 1.05 * error(other, true)
+
+
+def one_layer(bias: bool = True, **settings: Any) -> Any:
+    """A single adapted layer, 12 -> 10."""
+    torch.manual_seed(4)
+    wrapped = peft.get_peft_model(
+        nn.Sequential(nn.Linear(12, 10, bias=bias)),
+        peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False, **settings),
+    )
+    return wrapped.base_model.model[0]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_derivatives_hold_in_double_precision(bias: bool) -> None:
+    layer = one_layer(bias).double()
+    layer.__class__ = LowRankLinear
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    x = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
+
+    def output(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return torch.func.functional_call(
+            layer, {"lora_A.default.weight": a, "lora_B.default.weight": b}, (x,), strict=False
+        )
+
+    assert torch.autograd.gradcheck(output, (x, a.detach().requires_grad_(), b.detach().requires_grad_()))
+
+
+def test_inputs_of_any_form_and_order_in_memory() -> None:
+    layer, fused = one_layer(), one_layer()
+    fused.__class__ = LowRankLinear
+    for x in (torch.randn(12), torch.randn(0, 12), torch.randn(2, 3, 12), torch.randn(12, 5).t(), torch.randn(1, 12)):
+        torch.testing.assert_close(fused(x), layer(x))
+    wide = torch.randn(4, 24)[:, ::2]
+    torch.testing.assert_close(fused(wide), layer(wide))
+    y = fused(torch.randn(2, 3, 12))
+    y += 1  # what comes out is no view that may not be written to
+    y.sum().backward()
+
+
+def test_an_input_below_which_nothing_is_trained_gets_no_gradient() -> None:
+    layer = one_layer()
+    layer.__class__ = LowRankLinear
+    y = layer(torch.randn(3, 12))
+    assert y.grad_fn.next_functions[0][0] is None
+    y.sum().backward()
+    assert layer.base_layer.weight.grad is None
+    assert layer.lora_A["default"].weight.grad.any()
+
+
+# ---- what is kept ----
+
+
+def layer_bytes_per_token(model: Any, *, is_bf16: bool, n_tokens: int = 64) -> float:
+    """Saved bytes of one layer and token, as the difference of two layers and one."""
+    ids = torch.randint(3, N_WORDS, (1, n_tokens))
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
+            return model(input_ids=ids, use_cache=False).logits.float().sum()
+
+    body = model.get_base_model().model
+    layers = body.layers
+    try:
+        counts = []
+        for n in (2, 3):
+            body.layers = layers[:n]
+            body.config.num_hidden_layers = n
+            counts.append(saved_bytes(model, forward))
+    finally:
+        body.layers, body.config.num_hidden_layers = layers, len(layers)
+    return (counts[1] - counts[0]) / n_tokens
+
+
+def test_a_layer_keeps_less_than_with_peft_and_shares_its_inputs() -> None:
+    config = {"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 96, "num_key_value_heads": 2}
+    kept: dict[tuple[str, bool], float] = {}
+    for is_bf16 in (False, True):
+        model = with_lora(model=make_model("llama", **config), lora_alpha=8)
+        if is_bf16:
+            in_bf16_with_fp32_adapters(model)
+        kept["peft", is_bf16] = layer_bytes_per_token(model, is_bf16=is_bf16)
+        use_low_rank(model)
+        kept["fused", is_bf16] = layer_bytes_per_token(model, is_bf16=is_bf16)
+    assert kept["fused", False] <= kept["peft", False]
+    # peft keeps a bf16 copy of the input for each of q, k, v (one shared now), gate and up, and of o's and down's
+    h, r = 32, 4
+    casts_of_adapters = 2 * (7 * r * h + r * (4 * h + 2 * 96 + h) + r * (96 - h)) / 64
+    assert kept["peft", True] - kept["fused", True] >= 2 * h * 3 + casts_of_adapters * 0.5
+
+
+def test_layers_that_read_one_tensor_keep_one_copy_of_it() -> None:
+    layers = [one_layer() for _ in range(3)]
+    for layer in layers:
+        layer.__class__ = LowRankLinear
+    x = torch.randn(100, 12, requires_grad=True)
+    whole = nn.ModuleList(layers)
+
+    def kept(is_bf16: bool) -> int:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
+            return saved_bytes(whole, lambda: sum(layer(x).float().sum() for layer in layers))
+
+    assert kept(False) == 100 * (12 + 3 * 4) * 4
+    assert kept(True) == 100 * (12 + 3 * 4) * 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before = layers[0](x)
+        with torch.no_grad():
+            x.add_(1)
+        after = layers[1](x)
+        torch.testing.assert_close(after, layers[1](x.clone()))
+    del before
+
+
+class Kept:
+    """A tensor that autograd holds on to; gone when autograd lets go."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_frozen_prefix_keeps_nothing_and_is_never_given_gradients(every: int, is_fused: bool) -> None:
+    base = make_model("llama", num_hidden_layers=4)
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    parts = {name: "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn" for name in names}
+    top = tuple(f"layers.3.{parts[name]}.{name}" for name in names)
+    model = add_adapter(base, Adapter(r=4, target_modules=top), "causal-lm", seed=0).train()
+    if is_fused:
+        assert use_low_rank(model).n_fused == len(names)
+    checkpoint_layers(model, every)
+    layers = model.get_base_model().model.layers
+    need_gradients: list[bool] = []
+    for layer in layers:
+        layer.register_forward_hook(lambda layer, args, output: need_gradients.append(output.requires_grad))
+
+    kept: weakref.WeakSet[Kept] = weakref.WeakSet()
+
+    def keep(tensor: Tensor) -> Kept:
+        one = Kept(tensor)
+        kept.add(one)
+        return one
+
+    n_kept: list[int] = []
+    layers[3].register_forward_pre_hook(lambda layer, args: n_kept.append(len(kept)))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one.tensor):
+        loss = summed_loss(model, make_batch(), "causal-lm")[0]
+    assert n_kept == [0], "nothing is kept below the first trained layer"
+    assert kept
+    assert need_gradients[:4] == [False, False, False, True]
+    loss.backward()
+    assert all(".layers.3." in name for name, p in model.named_parameters() if p.grad is not None)
+
+
+# ---- life with it ----
+
+
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_checkpointing_every_layer_gives_the_same(is_bf16: bool) -> None:
+    model = with_lora()
+    if is_bf16:
+        in_bf16_with_fp32_adapters(model)
+    use_low_rank(model)
+    _, without = outcome(model, is_bf16=is_bf16)
+    for every in (1, 2):
+        checkpoint_layers(model, every)
+        _, gradients = outcome(model, is_bf16=is_bf16)
+        assert all(torch.equal(gradients[name], gradient) for name, gradient in without.items())
+
+
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_repeats_are_equal_to_the_bit(is_bf16: bool) -> None:
+    model = with_lora()
+    use_low_rank(model)
+    logits, gradients = outcome(model, is_bf16=is_bf16)
+    again, other = outcome(model, is_bf16=is_bf16)
+    assert torch.equal(logits, again)
+    assert all(torch.equal(other[name], gradient) for name, gradient in gradients.items())
+
+
+def test_dropout_is_left_to_peft_in_training_and_fused_in_evaluation() -> None:
+    model = with_lora(lora_dropout=0.5)
+    twin = copy.deepcopy(model)
+    replaced = use_low_rank(model)
+    assert replaced.n_fused == 0
+    assert replaced.reasons == {"dropout (fused in evaluation only)": replaced.n_left}
+    outcomes = []
+    for one in (twin, model):
+        torch.manual_seed(5)
+        outcomes.append(outcome(one))
+    assert torch.equal(outcomes[0][0], outcomes[1][0]), "the same masks are drawn"
+    assert_same(outcomes[1][1], outcomes[0][1])
+    calls: list[str] = []
+    layer = next(module for module in model.modules() if isinstance(module, LowRankLinear))
+    plain = type(layer)._as_peft
+    for is_training, expected in ((True, 1), (False, 0), (True, 1)):
+        calls.clear()
+        model.train(is_training)
+        try:
+            LowRankLinear._as_peft = lambda self, x: calls.append("peft") or plain(self, x)  # type: ignore[method-assign]
+            layer(torch.randn(2, 16))
+        finally:
+            LowRankLinear._as_peft = plain  # type: ignore[method-assign]
+        assert len(calls) == expected
+
+
+def test_saving_loading_disabling_and_merging_are_pefts(tmp_path: Path) -> None:
+    base = make_model("llama")
+    model = with_lora(model=copy.deepcopy(base), lora_alpha=4)
+    before, _ = outcome(model)
+    use_low_rank(model)
+    fused, _ = outcome(model)
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter", is_trainable=True)
+    assert torch.equal(outcome(loaded)[0], before)
+    assert use_low_rank(loaded).n_left == 0
+    assert torch.equal(outcome(loaded)[0], fused)
+
+    with model.disable_adapter():
+        disabled = summed_loss(model, make_batch(), "causal-lm")[1]
+    assert error(disabled.detach(), summed_loss(base, make_batch(), "causal-lm")[1].detach()) < CLOSE
+    assert error(disabled.detach(), before) > CLOSE, "the adapter does something"
+    model.merge_adapter()
+    assert error(summed_loss(model, make_batch(), "causal-lm")[1].detach(), before) < 1e-4
+    model.unmerge_adapter()
+    merged = copy.deepcopy(model).merge_and_unload()
+    assert not any(isinstance(module, LoraLayer) for module in merged.modules())
+    assert error(summed_loss(merged, make_batch(), "causal-lm")[1].detach(), before) < 1e-4
+    leave_low_rank(model)
+    assert not any(isinstance(module, LowRankLinear) for module in model.modules())
+
+
+def test_what_is_not_plain_is_left_counted_and_computed_as_before() -> None:
+    for settings, word in (({"use_dora": True}, "Dora"), ({"lora_bias": True}, "bias")):
+        family = "qwen2" if "lora_bias" in settings else "llama"
+        targets = ["q_proj"] if family == "qwen2" else "all-linear"
+        model = with_lora(family, target_modules=targets, **settings)
+        theirs = outcome(model, family)
+        replaced = use_low_rank(model)
+        assert replaced.n_fused == 0
+        assert word in "".join(replaced.reasons)
+        assert f"{replaced.n_left} left to peft" in str(replaced)
+        assert torch.equal(outcome(model, family)[0], theirs[0])
+    model = with_lora(target_modules=["q_proj", "embed_tokens"])
+    replaced = use_low_rank(model)
+    assert replaced.n_left == 1
+    assert replaced.n_fused == 2
+    assert "Embedding" in "".join(replaced.reasons)
+
+
+def test_quantized_layers_are_left_to_peft() -> None:
+    class Linear4bit(LoraLayer):  # as peft names its layer for bitsandbytes, which is no LoRA `Linear`
+        pass
+
+    model = with_lora(target_modules=["q_proj", "v_proj"])
+    layer = next(module for module in model.modules() if isinstance(module, LoraLayer))
+    layer.__class__ = type("Linear4bit", (nn.Module, Linear4bit), {"forward": type(layer).forward})
+    replaced = use_low_rank(model)
+    assert (replaced.n_fused, replaced.n_left) == (3, 1)
+    assert "Linear4bit" in str(replaced)
+
+
+def test_a_second_adapter_beside_the_first_is_computed_by_peft() -> None:
+    model = with_lora()
+    use_low_rank(model)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model.add_adapter("other", config)
+    model.base_model.set_adapter(["default", "other"])
+    both, _ = outcome(model)
+    assert "2 adapters at once" in use_low_rank(model).reasons
+    leave_low_rank(model)
+    assert torch.equal(outcome(model)[0], both)
+
+
+def test_adapters_that_change_between_passes_are_seen() -> None:
+    """By the optimizer, and by one that writes weights without telling torch."""
+    model = with_lora()
+    use_low_rank(model)
+    first, _ = outcome(model, is_bf16=True)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data.mul_(1.5)
+    second, _ = outcome(model, is_bf16=True)
+    leave_low_rank(model)
+    theirs, _ = outcome(model, is_bf16=True)
+    assert error(second, theirs) < CLOSE_BF16 < error(first, theirs)
+
+
+def test_mixed_precision_without_autocast_is_computed_by_peft() -> None:
+    model = in_bf16_with_fp32_adapters(with_lora())
+    theirs, _ = outcome(model)
+    use_low_rank(model)
+    assert torch.equal(outcome(model)[0], theirs)
