@@ -353,18 +353,22 @@ def test_checkpointed_layers_give_the_same() -> None:
         assert_same(other, results[0])
 
 
-def test_a_flat_batch_of_documents_scores_what_its_rows_score() -> None:
-    """With attention that sees all of the row the states differ, so the same states are scored both ways."""
-    batch = make_batch(share=1.0)
-    lengths = batch["attention_mask"].sum(1).tolist()
-    hidden = torch.randn(len(lengths), 11, 16)
-    weight = torch.randn(N_WORDS, 16)
-    rows = head_loss(hidden, weight, None, find_labelled(batch["labels"], predicts_next=True))
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_a_flat_batch_of_documents_has_the_loss_and_gradients_of_its_rows(family: str) -> None:
+    model, batch = make_model(family), make_batch(share=1.0)
     keep = batch["attention_mask"].bool()
-    position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
-    found = find_labelled(batch["labels"][keep][None], predicts_next=True, position_ids=position_ids)
-    flat = head_loss(hidden[keep][None], weight, None, found)
-    assert float(flat) == pytest.approx(float(rows), rel=1e-6)
+    flat = {
+        "input_ids": batch["input_ids"][keep][None],
+        "labels": batch["labels"][keep][None],
+        "position_ids": torch.cat([torch.arange(n) for n in keep.sum(1).tolist()])[None],
+    }
+    assert (flat["labels"] != IGNORED).all(), "the first of each document has a label, which must not be scored"
+    results = []
+    for one in (batch, flat):
+        loss = language_model_loss(model, one, "causal-lm")
+        results.append((float(loss.detach()), gradients_of(model, loss)))
+    assert results[1][0] == pytest.approx(results[0][0], rel=CLOSE)
+    assert_same(results[1][1], results[0][1])
 
 
 def test_evaluation_needs_no_gradient_and_gives_the_same_sum() -> None:

@@ -189,28 +189,32 @@ def _to_gradients(scores: Tensor, targets: Tensor, how: _How, wants: bool, summe
     n_rows = max(1, block_bytes // (summed.itemsize * n_words))
     if is_cpu:
         n_rows = max(n_rows, torch.get_num_threads())
-    smooth, cap = how.label_smoothing, how.soft_cap
+    smooth, cap, scale = how.label_smoothing, how.soft_cap, how.gradient_scale
+    is_simple = cap is None and not smooth and not isinstance(scale, Tensor) and scale == 1
     total = torch.zeros((), dtype=torch.float64, device=scores.device)
     for start in range(0, len(scores), n_rows):
         block, words = scores[start : start + n_rows], targets[start : start + n_rows].unsqueeze(1)
-        wide, slope = block.to(summed), None
         if cap is not None:
-            bent = torch.tanh(wide / cap)
-            wide = bent * cap
-            slope = bent.square_().neg_().add_(1) if wants else None
-        logs = torch.log_softmax(wide, -1)
-        total -= (1 - smooth) * logs.gather(1, words).sum()
+            bent = torch.tanh(block.to(summed) / cap)
+            logs = torch.log_softmax(bent * cap, -1)
+        else:
+            logs = torch.log_softmax(block, -1, dtype=summed)
+        of_words = logs.gather(1, words)
+        total -= (1 - smooth) * of_words.sum()
         if smooth:
             total -= smooth / n_words * logs.sum()
-        if wants:
+        if wants and is_simple:  # softmax minus one at the word, which is rounded only once
+            torch.exp(logs, out=block)
+            block.scatter_(1, words, torch.expm1(of_words).to(block.dtype))
+        elif wants:
             gradient = logs.exp_()
             if smooth:
                 gradient -= smooth / n_words
             gradient.scatter_add_(1, words, gradient.new_full((1, 1), smooth - 1).expand_as(words))
-            if slope is not None:
-                gradient *= slope
-            if isinstance(how.gradient_scale, Tensor) or how.gradient_scale != 1:
-                gradient *= how.gradient_scale
+            if cap is not None:
+                gradient *= bent.square_().neg_().add_(1)
+            if isinstance(scale, Tensor) or scale != 1:
+                gradient *= scale
             block.copy_(gradient)
     return total
 
