@@ -1,10 +1,10 @@
 """LoRA layers without casts and copies: one product for the frozen weight, two thin ones added to it in place.
 
 `use_low_rank` gives the plain LoRA layers of a `peft` model another forward pass and leaves the layers themselves, their
-weights, names, saving, loading and merging to `peft`. Only the input (one tensor for all layers that read it) and the
-thin product are kept for the backward pass; frozen weights get no gradient, and the input gets one only where something
-below is trained. Refuses variants, quantized weights, adapter biases, dropout at work and several adapters at once: those
-layers compute as `peft` has them compute, and are counted with the reason. Never run on a GPU so far.
+weights, names, saving, loading and merging to `peft`. Only the input (one tensor for all layers that read it), the thin
+product and the cast adapters are kept for the backward pass; frozen weights get no gradient, and the input gets one only
+where something below is trained. Refuses variants, quantized weights, adapter biases, dropout at work and several
+adapters at once: those layers compute as `peft` has them compute, and are counted with the reason. Never run on a GPU.
 
 Shapes: n positions, i inputs, o outputs, r rank. Adapters are cast to the precision of the run in every forward pass: a
 copy kept for a whole step would have to hear of optimizers that write weights behind torch's back (bitsandbytes does).
@@ -22,7 +22,6 @@ import torch
 from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 
@@ -108,19 +107,33 @@ class LowRankLinear(PeftLinear):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """x [..., i] -> [..., o]."""
-        if args or kwargs or self.disable_adapters or self.merged or _why_not_now(self, is_training=self.training):
+        # what `_why_not_now` asks, without the detours of `nn.Module`: on small models they cost as much as the products
+        modules, active = self._modules, self._active_adapter
+        if not isinstance(active, str):
+            active = active[0] if len(active) == 1 else ""
+        lora_a, lora_b = (modules[name]._modules.get(active) for name in ("lora_A", "lora_B"))
+        base = modules["base_layer"]
+        weight, bias = base._parameters["weight"], base._parameters["bias"]
+        is_plain = (
+            type(lora_a) is nn.Linear
+            and type(lora_b) is nn.Linear
+            and not (args or kwargs or self._disable_adapters or self.merged_adapters or active in self.lora_variant)
+            and not (self.training and type(modules["lora_dropout"]._modules[active]) is not nn.Identity)
+            and not (self.lora_bias.get(active) or weight.requires_grad or (bias is not None and bias.requires_grad))
+        )
+        if not is_plain:
             return self._as_peft(x, *args, **kwargs)
-        name = next(name for name in self.active_adapters if name in self.lora_A)
-        lora_a, lora_b, base = self.lora_A[name].weight, self.lora_B[name].weight, self.base_layer
+        a, b = lora_a._parameters["weight"], lora_b._parameters["weight"]
         device = x.device.type
         if torch.is_autocast_enabled(device):
             computed = torch.get_autocast_dtype(device)
-        elif x.dtype == base.weight.dtype == lora_a.dtype == lora_b.dtype:
+        elif x.dtype == weight.dtype == a.dtype == b.dtype:
             computed = x.dtype
         else:  # mixed without autocast: peft multiplies each in its own
             return self._as_peft(x)
-        weight = base.weight.t() if type(base) is Conv1D else base.weight
-        result: Tensor = _LowRank.apply(x, weight, base.bias, lora_a, lora_b, float(self.scaling[name]), computed)
+        if type(base) is Conv1D:
+            weight = weight.t()
+        result: Tensor = _LowRank.apply(x, weight, bias, a, b, float(self.scaling[active]), computed)
         return result
 
     def _as_peft(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,38 +158,40 @@ class _LowRank(torch.autograd.Function):
         """x [..., i] -> [..., o] in `computed`."""
         seen = _LAST_CAST.cast(x, computed)
         rows = seen.reshape(-1, seen.shape[-1])
+        thin_a, thin_b = a.to(computed), b.to(computed)
         y = rows.new_empty((*x.shape[:-1], weight.shape[0]))
         flat = y.view(-1, weight.shape[0])
         if bias is None:
             torch.mm(rows, weight.to(computed).t(), out=flat)
         else:
             torch.addmm(bias.to(computed), rows, weight.to(computed).t(), out=flat)
-        thin = torch.mm(rows, a.to(computed).t()).mul_(scale)  # [n, r]
-        flat.addmm_(thin, b.to(computed).t())
-        ctx.save_for_backward(seen, thin, weight, a, b)
-        ctx.scale, ctx.x_dtype = scale, x.dtype
+        thin = torch.mm(rows, thin_a.t())  # [n, r]
+        flat.addmm_(thin, thin_b.t(), alpha=scale)
+        ctx.save_for_backward(seen, thin, weight, thin_a, thin_b)
+        ctx.scale, ctx.dtypes = scale, (x.dtype, a.dtype, b.dtype)
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x in its dtype, of A and B in theirs."""
-        seen, thin, weight, a, b = ctx.saved_tensors
-        computed = seen.dtype
+        if torch.is_grad_enabled():
+            raise RuntimeError("the fused LoRA layer has no second derivatives: use leave_low_rank first")
+        seen, thin, weight, thin_a, thin_b = ctx.saved_tensors
         rows = seen.reshape(-1, seen.shape[-1])
-        grad = grad_y.reshape(-1, grad_y.shape[-1]).to(computed)
+        grad = grad_y.reshape(-1, grad_y.shape[-1]).to(seen.dtype)
         needs_x, _, _, needs_a, needs_b, _, _ = ctx.needs_input_grad
         of_x = of_a = of_b = None
+        scaled_b = thin_b * ctx.scale  # [o, r]: small, so that nothing of the size of the inputs has to be scaled
         if needs_b:
-            of_b = torch.mm(grad.t(), thin).to(b.dtype)
+            of_b = torch.mm(grad.t(), thin).to(ctx.dtypes[2]).mul_(ctx.scale)
         if needs_x or needs_a:
-            of_thin = torch.mm(grad, b.to(computed)).mul_(ctx.scale)  # [n, r]
+            of_thin = torch.mm(grad, scaled_b)  # [n, r]
             if needs_a:
-                of_a = torch.mm(of_thin.t(), rows).to(a.dtype)
+                of_a = torch.mm(of_thin.t(), rows).to(ctx.dtypes[1])
             if needs_x:
-                of_x = torch.mm(grad, weight.to(computed))
-                of_x.addmm_(of_thin, a.to(computed))
-                of_x = of_x.view(seen.shape).to(ctx.x_dtype)
+                of_x = torch.mm(grad, weight.to(seen.dtype))
+                of_x.addmm_(of_thin, thin_a)
+                of_x = of_x.view(seen.shape).to(ctx.dtypes[0])
         return of_x, None, None, of_a, of_b, None, None
 
 
