@@ -49,9 +49,10 @@ def head(args: argparse.Namespace) -> None:
     n_all, h, n_words = args.tokens, args.hidden, args.words
     picked = torch.randperm(n_all)[: int(SHARE * n_all)].sort()[0]
     labelled = Labelled(picked, torch.randint(0, n_words, (len(picked),)))
-    tiles = [int(tile) for tile in args.tiles.split(",")] if args.tiles else [default_tile_tokens(n_words, "cpu")]
     for is_trained in (True, False):
         for is_bf16 in (False, True):
+            own = default_tile_tokens(n_words, "cpu", h if is_trained else 0)
+            tiles = [int(tile) for tile in args.tiles.split(",")] if args.tiles else [own]
             kept = torch.bfloat16 if is_bf16 and not is_trained else torch.float32
             hidden = torch.randn(n_all, h, requires_grad=True)
             weight = (torch.randn(n_words, h, dtype=kept) / h**0.5).requires_grad_(is_trained)

@@ -250,10 +250,12 @@ def test_no_logits_beyond_a_tile_are_ever_alive(trained: bool) -> None:
     assert alive.peak < 4 * n * n_words, "less than one matrix of logits"
 
 
-def test_a_tile_fits_the_device() -> None:
+def test_a_tile_is_long_enough_to_be_quick_and_no_longer() -> None:
     assert default_tile_tokens(152_000, "cuda") == 2048
     assert default_tile_tokens(100, "cpu") == 1024
-    assert default_tile_tokens(10**9, "cpu") == 32
+    assert default_tile_tokens(50_000, "cpu") == 320
+    assert default_tile_tokens(152_000, "cpu") == 256
+    assert default_tile_tokens(152_000, "cpu", 896) == 896
 
 
 # ---- which positions ----

@@ -32,7 +32,8 @@ SEQ2SEQ_FAMILIES = frozenset({"t5", "mt5"})
 POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
 
 CUDA_TILE_TOKENS = 2048  # from here on a product is as quick as an undivided one; never timed on a GPU by us
-CPU_TILE_BYTES = 32 << 20  # of logits
+CPU_TILE_TOKENS, CPU_MOST_TILE_TOKENS = 256, 1024  # bench/head.py: fewer cost time, more only memory
+CPU_TILE_BYTES = 64 << 20  # of fp32 logits, where they are small enough for more tokens than that
 CPU_BLOCK_BYTES = 1 << 20  # of the fp32 rows at work: they stay in the cache from the softmax to the gradient
 CUDA_BLOCK_BYTES = 256 << 20
 
@@ -63,11 +64,16 @@ def find_labelled(labels: Tensor, *, predicts_next: bool, position_ids: Tensor |
     return Labelled(rows * n_tokens + columns, labels[rows, columns])
 
 
-def default_tile_tokens(n_words: int, device_type: str) -> int:
-    """Labelled positions of a tile: as many as a GPU needs to be busy, or as a CPU can hold without new pages."""
+def default_tile_tokens(n_words: int, device_type: str, trained_width: int = 0) -> int:
+    """Labelled positions of a tile: as many as the products need to be quick.
+
+    Where the head is trained (`trained_width` h) each tile adds to its whole gradient, so a tile has at least h positions:
+    its logits are then no larger than that gradient.
+    """
     if device_type != "cpu":
         return CUDA_TILE_TOKENS
-    return min(1024, max(32, CPU_TILE_BYTES // (4 * n_words) // 32 * 32))
+    fitting = CPU_TILE_BYTES // (4 * n_words) // 32 * 32
+    return min(CPU_MOST_TILE_TOKENS, max(CPU_TILE_TOKENS, fitting, trained_width))
 
 
 def head_loss(
@@ -94,7 +100,8 @@ def head_loss(
     copied: one backward pass, or `keeps_graph`.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
-    tile = tile_tokens or default_tile_tokens(weight.shape[0], hidden.device.type)
+    n_words, width = weight.shape
+    tile = tile_tokens or default_tile_tokens(n_words, hidden.device.type, width if weight.requires_grad else 0)
     how = _How(tile, soft_cap, label_smoothing, gradient_scale, torch.is_grad_enabled(), keeps_graph)
     loss: Tensor = _HeadLoss.apply(rows, weight, bias, labelled.positions, labelled.targets, how)
     return loss
