@@ -355,9 +355,13 @@ def test_checkpointed_layers_give_the_same() -> None:
         assert_same(other, results[0])
 
 
+@pytest.mark.parametrize("is_adapted", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_a_flat_batch_of_documents_has_the_loss_and_gradients_of_its_rows(family: str) -> None:
+def test_a_flat_batch_of_documents_has_the_loss_and_gradients_of_its_rows(family: str, is_adapted: bool) -> None:
     model, batch = make_model(family), make_batch(share=1.0)
+    if is_adapted:  # the plain path
+        model = with_lora(model, target_modules=["v_proj", "lm_head"], task_type="CAUSAL_LM")
+    assert isinstance(find_head(model, "causal-lm"), str) == is_adapted
     keep = batch["attention_mask"].bool()
     flat = {
         "input_ids": batch["input_ids"][keep][None],
@@ -365,12 +369,15 @@ def test_a_flat_batch_of_documents_has_the_loss_and_gradients_of_its_rows(family
         "position_ids": torch.cat([torch.arange(n) for n in keep.sum(1).tolist()])[None],
     }
     assert (flat["labels"] != IGNORED).all(), "the first of each document has a label, which must not be scored"
+    found = find_labelled(flat["labels"], predicts_next=True, position_ids=flat["position_ids"])
+    known = {**flat, POSITIONS: found.positions, TARGETS: found.targets}
     results = []
-    for one in (batch, flat):
-        loss = language_model_loss(model, one, "causal-lm")
+    for one in (batch, flat, known):
+        loss = language_model_loss(model, one, "causal-lm", 0.1)
         results.append((float(loss.detach()), gradients_of(model, loss)))
-    assert results[1][0] == pytest.approx(results[0][0], rel=CLOSE)
-    assert_same(results[1][1], results[0][1])
+    for loss, gradients in results[1:]:
+        assert loss == pytest.approx(results[0][0], rel=CLOSE)
+        assert_same(gradients, results[0][1])
 
 
 def test_evaluation_needs_no_gradient_and_gives_the_same_sum() -> None:

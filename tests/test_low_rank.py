@@ -14,6 +14,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.head import language_model_loss
 from farthing.model.loss import summed_loss
 from farthing.model.low_rank import LowRankLinear, leave_low_rank, use_low_rank
 from farthing.model.memory import checkpoint_layers, saved_bytes
@@ -298,6 +299,16 @@ def test_checkpointing_every_layer_gives_the_same(is_bf16: bool) -> None:
         checkpoint_layers(model, every)
         _, gradients = outcome(model, is_bf16=is_bf16)
         assert all(torch.equal(gradients[name], gradient) for name, gradient in without.items())
+
+
+def test_with_the_tiled_head_and_checkpointing_the_gradients_are_still_those_of_peft_and_whole_logits() -> None:
+    model = with_lora()
+    theirs = gradients_of(model, summed_loss(model, make_batch(), "causal-lm")[0])
+    use_low_rank(model)
+    for every in (0, 1):
+        checkpoint_layers(model, every)
+        ours = gradients_of(model, language_model_loss(model, make_batch(), "causal-lm", tile_tokens=4))
+        assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("is_bf16", [False, True])

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -294,23 +295,32 @@ def language_model_loss(
     """
     head = find_head(model, task)
     if isinstance(head, str):
-        return summed_loss(model, batch, task, label_smoothing)[0]
-    if POSITIONS in batch:
-        labelled = Labelled(batch[POSITIONS], batch[TARGETS])
-    else:
-        labelled = find_labelled(
-            batch["labels"], predicts_next=task == "causal-lm", position_ids=batch.get("position_ids")
-        )
+        return _plain_loss(model, batch, task, label_smoothing)
     return head_loss(
         head.hidden_states(batch),
         head.linear.weight,
         head.linear.bias,
-        labelled,
+        _labelled_of(batch, task),
         tile_tokens=tile_tokens,
         soft_cap=head.soft_cap,
         label_smoothing=label_smoothing,
         gradient_scale=gradient_scale,
     )
+
+
+def _labelled_of(batch: dict[str, Tensor], task: str) -> Labelled:
+    if POSITIONS in batch:
+        return Labelled(batch[POSITIONS], batch[TARGETS])
+    return find_labelled(batch["labels"], predicts_next=task == "causal-lm", position_ids=batch.get("position_ids"))
+
+
+def _plain_loss(model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float) -> Tensor:
+    """By whole logits; of documents in a flat batch too, which `summed_loss` knows nothing of."""
+    if task != "causal-lm" or "position_ids" not in batch:
+        return summed_loss(model, batch, task, label_smoothing)[0]
+    labelled = _labelled_of(batch, task)
+    scores = model(**_inputs(batch), use_cache=False).logits.flatten(0, 1)[labelled.positions]
+    return F.cross_entropy(scores.float(), labelled.targets, reduction="sum", label_smoothing=label_smoothing)
 
 
 def _inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
