@@ -1,0 +1,676 @@
+"""Documents laid end to end against the same documents one by one and padded: losses, gradients, and what leaks."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from farthing.data.batches import IGNORED
+from farthing.model import attention
+from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.attention import (
+    DECODERS,
+    ENCODERS,
+    NAME,
+    Documents,
+    attend,
+    can_go_flat,
+    choose_kernel,
+    first_position,
+    flat_logits,
+    go_flat,
+)
+from farthing.model.memory import checkpoint_layers
+
+CLOSE = 1e-5
+WINDOW = 5
+MAIN = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt_neox", "gpt2"]
+SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+OWN: dict[str, dict[str, Any]] = {
+    "cohere2": SLIDING,
+    "exaone4": SLIDING,
+    "gemma2": {**SLIDING, "attn_logit_softcapping": 2.0},
+    "gemma3_text": SLIDING,
+    "ministral": SLIDING,
+    "mistral": {"sliding_window": WINDOW},
+    "mixtral": {"sliding_window": WINDOW},
+    "olmo3": SLIDING,
+    "phi3": {"sliding_window": WINDOW},
+    "qwen2": {**SLIDING, "use_sliding_window": True},
+    "qwen3": {**SLIDING, "use_sliding_window": True},
+    "starcoder2": {"sliding_window": WINDOW},
+}
+COMMON = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 48,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "embedding_size": 32,
+}
+GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 48}
+NO_DROPOUT = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+    "dropout": 0.0,
+    "embedding_dropout": 0.0,
+    "residual_dropout": 0.0,
+}
+
+
+def model_of(family: str, task: str = "causal-lm", seed: int = 0, **keys: Any) -> Any:
+    """A tiny random model of a family, in training mode, with its library's own attention."""
+    own = {**(GPT2 if family in ("gpt2", "gpt_bigcode") else {}), **OWN.get(family, {})}
+    config = AutoConfig.for_model(family, **{**COMMON, **NO_DROPOUT, **own, "num_labels": 3, **keys})
+    auto = AutoModelForCausalLM if task == "causal-lm" else AutoModelForSequenceClassification
+    torch.manual_seed(seed)
+    model = auto.from_config(config, attn_implementation="eager" if family == "gemma2" else "sdpa")
+    for parameter in model.parameters():  # norms and biases too, and steep enough that attention is not an average
+        parameter.data += torch.randn_like(parameter) * 0.1
+    return model.train()
+
+
+def documents_of(lengths: list[int], seed: int = 0) -> list[Tensor]:
+    """Random token ids, one row a document."""
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 99, (length,), generator=draw) for length in lengths]
+
+
+def some_lengths(seed: int) -> list[int]:
+    """Random lengths with ones, repeats and neighbours of equal length."""
+    draw = random.Random(seed)
+    lengths = [
+        draw.choice([1, 2, WINDOW, draw.randint(1, 12), draw.randint(10, 30)]) for _ in range(draw.randint(2, 6))
+    ]
+    return lengths + draw.choices(lengths, k=2) + [lengths[-1]] * draw.randint(0, 2)
+
+
+def flat(model: Any, documents: list[Tensor]) -> dict[str, Any]:
+    """A flat batch of documents, made without farthing's collation."""
+    begin = first_position(model.config)
+    return {
+        "input_ids": torch.cat(documents)[None],
+        "position_ids": torch.cat([torch.arange(len(ids)) + begin for ids in documents])[None],
+        "documents": Documents.of([len(ids) for ids in documents]),
+    }
+
+
+def flat_losses(model: Any, documents: list[Tensor]) -> list[Tensor]:
+    """Losses of every predicted token, by document."""
+    logits = flat_logits(model, flat(model, documents), "causal-lm")[0].split([len(ids) for ids in documents])
+    return [
+        F.cross_entropy(rows[:-1].float(), ids[1:], reduction="none")
+        for rows, ids in zip(logits, documents, strict=True)
+    ]
+
+
+def padded_losses(model: Any, documents: list[Tensor]) -> list[Tensor]:
+    """The same through one padded batch and transformers' attention."""
+    rows = torch.nn.utils.rnn.pad_sequence(documents, batch_first=True, padding_value=1)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in documents], batch_first=True)
+    logits = model(input_ids=rows, attention_mask=mask, use_cache=False).logits
+    return [
+        F.cross_entropy(row[: len(ids) - 1].float(), ids[1:], reduction="none")
+        for row, ids in zip(logits, documents, strict=True)
+    ]
+
+
+def single_losses(model: Any, documents: list[Tensor]) -> list[Tensor]:
+    """The same, one document at a time."""
+    return [padded_losses(model, [ids])[0] for ids in documents]
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    """Gradients by name; the model's own stay empty."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: g for name, g in zip(named, found, strict=True) if g is not None}
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], close: float = CLOSE) -> None:
+    """Relative to each tensor's size; what is rounding noise (a key's bias), to the whole's."""
+    assert ours.keys() == theirs.keys()
+    floor = 1e-3 * float(torch.stack([g.norm() for g in theirs.values()]).norm())
+    assert floor > 0
+    for name, gradient in theirs.items():
+        assert float((ours[name] - gradient).norm()) / max(float(gradient.norm()), floor) < close, name
+
+
+def together(losses: list[Tensor]) -> Tensor:
+    return torch.cat(losses).sum()
+
+
+# ---- equality ----
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", MAIN)
+def test_flat_losses_and_gradients_are_those_of_documents_alone_and_padded(family: str, seed: int) -> None:
+    model, documents = model_of(family, seed=seed), documents_of(some_lengths(seed), seed)
+    assert can_go_flat(model, "causal-lm") is None
+    alone, padded = single_losses(model, documents), padded_losses(model, documents)
+    theirs = gradients(model, together(alone))
+    go_flat(model)
+    ours = flat_losses(model, documents)
+    for one, other, third in zip(ours, alone, padded, strict=True):
+        torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
+        torch.testing.assert_close(one, third, rtol=CLOSE, atol=CLOSE)
+    assert_same(gradients(model, together(ours)), theirs)
+
+
+@pytest.mark.parametrize("family", sorted(DECODERS - set(MAIN)))
+def test_every_other_family_that_goes_flat_is_right(family: str) -> None:
+    model, documents = model_of(family), documents_of([7, 1, 12, 12, 3, 1, 20])
+    assert can_go_flat(model, "causal-lm") is None
+    alone = single_losses(model, documents)
+    theirs = gradients(model, together(alone))
+    go_flat(model)
+    ours = flat_losses(model, documents)
+    torch.testing.assert_close(torch.cat(ours), torch.cat(alone), rtol=CLOSE, atol=CLOSE)
+    assert_same(gradients(model, together(ours)), theirs, 3 * CLOSE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", [*sorted(ENCODERS), "llama", "gpt2", "gemma2"])
+def test_classification_reads_each_document_where_its_head_does(family: str, seed: int) -> None:
+    model, lengths = model_of(family, "classification", seed), some_lengths(seed)
+    documents = documents_of([*lengths, 40, 40], seed)  # longer together than the model has positions
+    labels = torch.arange(len(documents)) % 3
+    assert can_go_flat(model, "classification") is None
+    alone = torch.cat([model(input_ids=ids[None]).logits for ids in documents])
+    theirs = gradients(model, F.cross_entropy(alone, labels, reduction="sum"))
+    go_flat(model)
+    ours = flat_logits(model, flat(model, documents), "classification")
+    torch.testing.assert_close(ours, alone, rtol=CLOSE, atol=CLOSE)
+    assert_same(gradients(model, F.cross_entropy(ours, labels, reduction="sum")), theirs)
+
+
+def test_a_head_that_reads_the_last_token_passes_over_padding_in_the_text() -> None:
+    model = model_of("llama", "classification")
+    documents = documents_of([5, 6, 1])
+    documents[0][-2:] = 1  # the padding token, as where it is the end-of-text token too
+    alone = torch.cat([model(input_ids=ids[None]).logits for ids in documents])
+    go_flat(model)
+    torch.testing.assert_close(
+        flat_logits(model, flat(model, documents), "classification"), alone, rtol=CLOSE, atol=CLOSE
+    )
+
+
+def test_positions_begin_after_the_padding_index_where_the_family_does_so() -> None:
+    assert [first_position(model_of(family, "classification").config) for family in ("bert", "roberta", "llama")] == [
+        0,
+        2,
+        0,
+    ]
+
+
+# ---- leakage ----
+
+
+@pytest.mark.parametrize("family", MAIN)
+def test_nothing_leaks_from_one_document_into_another(family: str) -> None:
+    model, documents = model_of(family), documents_of([9, 9, 4, 14])
+    go_flat(model)
+    before = [loss.detach() for loss in flat_losses(model, documents)]
+    for changed in range(len(documents)):
+        other = [ids.clone() for ids in documents]
+        other[changed] = (other[changed] + 11) % 90 + 3
+        after = flat_losses(model, other)
+        for index, loss in enumerate(after):
+            if index != changed:
+                torch.testing.assert_close(loss, before[index], rtol=0, atol=1e-6)
+            else:
+                assert (loss - before[index]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_nothing_leaks_between_classified_documents(family: str) -> None:
+    model, documents = model_of(family, "classification"), documents_of([9, 9, 4, 14])
+    go_flat(model)
+    before = flat_logits(model, flat(model, documents), "classification")
+    documents[1] = (documents[1] + 11) % 90 + 3
+    after = flat_logits(model, flat(model, documents), "classification")
+    torch.testing.assert_close(after[[0, 2, 3]], before[[0, 2, 3]], rtol=0, atol=1e-6)
+    assert (after[1] - before[1]).abs().max() > 1e-4
+
+
+# ---- with what else a run switches on ----
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox"])
+def test_recomputed_layers_see_the_documents_of_their_own_batch(family: str, every: int) -> None:
+    model = model_of(family)
+    first, second = documents_of([7, 1, 12, 12]), documents_of([3, 20, 9], seed=1)
+    theirs = gradients(model, together(single_losses(model, [*first, *second])))
+    go_flat(model)
+    checkpoint_layers(model, every)
+    loss = together(flat_losses(model, first)) + together(
+        flat_losses(model, second)
+    )  # both forward, then both backward
+    assert_same(gradients(model, loss), theirs)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_adapters_train_alike(family: str, every: int) -> None:
+    model = add_adapter(model_of(family), Adapter(r=4), "causal-lm", seed=0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    documents = documents_of([7, 1, 12, 12])
+    theirs = gradients(model, together(single_losses(model, documents)))
+    assert can_go_flat(model, "causal-lm") is None
+    go_flat(model)
+    checkpoint_layers(model, every)
+    ours = gradients(model, together(flat_losses(model, documents)))
+    assert all("lora_" in name for name in ours)
+    assert_same(ours, theirs)
+
+
+def test_an_adapter_and_its_new_head_train_alike_on_an_encoder() -> None:
+    model = add_adapter(model_of("roberta", "classification"), Adapter(r=4), "classification", seed=0)
+    documents, labels = documents_of([7, 1, 12, 12]), torch.tensor([0, 1, 2, 0])
+    alone = torch.cat([model(input_ids=ids[None]).logits for ids in documents])
+    theirs = gradients(model, F.cross_entropy(alone, labels, reduction="sum"))
+    go_flat(model)
+    ours = flat_logits(model, flat(model, documents), "classification")
+    assert_same(gradients(model, F.cross_entropy(ours, labels, reduction="sum")), theirs)
+    assert any("classifier" in name for name in theirs)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
+def test_bf16_autocast_is_as_close_as_bf16_is(family: str) -> None:
+    model, documents = model_of(family), documents_of([7, 1, 12, 12, 25])
+    exact = gradients(model, together(single_losses(model, documents)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        padded = together(padded_losses(model, documents))
+        theirs = gradients(model, padded)
+        go_flat(model)
+        ours = together(flat_losses(model, documents))
+        found = gradients(model, ours)
+    assert float(ours) == pytest.approx(float(padded), rel=1e-2)
+
+    def error(these: dict[str, Tensor]) -> float:
+        return float(torch.stack([(these[name] - g).norm() for name, g in exact.items()]).norm())
+
+    assert error(found) < 1.5 * error(theirs)
+
+
+def test_evaluation_without_gradients_gives_the_same_losses() -> None:
+    model, documents = model_of("llama"), documents_of([7, 1, 12, 12])
+    go_flat(model)
+    trained = torch.cat(flat_losses(model, documents))
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(torch.cat(flat_losses(model, documents)), trained)
+
+
+def test_boundaries_and_masks_are_made_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, documents = model_of("mistral", num_hidden_layers=4), documents_of([7, 12, 12, 7])
+    go_flat(model)
+    batch = flat(model, documents)
+    seen: list[Any] = []
+    made: list[Any] = []
+    real, mask = attention._per_document, attention._seen
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        seen.append(args[3])
+        return real(*args, **kwargs)
+
+    def counted(*args: Any) -> Tensor:
+        made.append(args[:2])
+        return mask(*args)
+
+    monkeypatch.setitem(attention.KERNELS, "documents", watched)
+    monkeypatch.setattr(attention, "_seen", counted)
+    monkeypatch.setattr(Documents, "of", lambda *args: pytest.fail("boundaries are computed again"))
+    flat_logits(model, batch, "causal-lm")
+    assert len(seen) == 4
+    assert all(one is batch["documents"] for one in seen)
+    assert sorted(made) == [(7, WINDOW), (12, WINDOW)]
+
+
+# ---- windows, caps and dropout, against the formula ----
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], *, causal: bool, window: int | None, cap: float | None
+) -> Tensor:
+    """Attention with one dense mask over the whole batch: [1, T, H, D]."""
+    owner = torch.cat([torch.full((length,), index) for index, length in enumerate(lengths)])
+    at = torch.arange(len(owner))
+    seen = owner[:, None] == owner[None]
+    if causal:
+        seen &= at[:, None] >= at[None]
+    if window is not None:
+        seen &= at[:, None] - at[None] < window
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+class Layer:
+    """As much of an attention module as is looked at."""
+
+    is_causal = True
+    num_key_value_groups = 2
+    training = True
+
+
+def heads(n_tokens: int, seed: int = 0, n_batch: int = 1) -> list[Tensor]:
+    """query [B, 4, T, 16], key and value [B, 2, T, 16], that want gradients."""
+    torch.manual_seed(seed)
+    return [torch.randn(n_batch, n, n_tokens, 16, requires_grad=True) for n in (4, 2, 2)]
+
+
+WAYS = [(True, None, None), (False, None, None), (True, 3, None), (True, 1, None), (True, 100, None), (True, None, 1.5)]
+WAYS += [(True, 3, 1.5), (False, None, 1.5)]
+
+
+@pytest.mark.parametrize(("causal", "window", "cap"), WAYS)
+@pytest.mark.parametrize("kernel", ["documents", "flex"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_kernels_follow_the_formula(
+    kernel: str, causal: bool, window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(attention, "choose_kernel", lambda *args: kernel)
+    monkeypatch.setattr(attention, "_flex", lambda: flex_attention)  # not compiled, as it runs on a CPU
+    for lengths in ([1, 4, 4, 2, 1, 9], [6], [1, 1, 1]):
+        q, k, v = heads(sum(lengths))
+        documents = Documents.of(lengths)
+        theirs = formula(q, k, v, lengths, causal=causal, window=window, cap=cap)
+        inputs = (
+            (q, k, v) if kernel == "documents" else (q.detach(), k.detach(), v.detach())
+        )  # flex: forward only on a CPU
+        ours, weights = attend(
+            Layer(), *inputs, None, sliding_window=window, softcap=cap, is_causal=causal, documents=documents
+        )
+        assert weights is None
+        torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
+        if ours.requires_grad:
+            weight = torch.randn_like(theirs)
+            found = torch.autograd.grad((ours * weight).sum(), (q, k, v))
+            for one, other in zip(found, torch.autograd.grad((theirs * weight).sum(), (q, k, v)), strict=True):
+                torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
+
+
+def test_a_window_wider_than_every_document_needs_no_mask() -> None:
+    documents = Documents.of([4, 9])
+    attend(Layer(), *heads(13), None, sliding_window=9, documents=documents)
+    assert documents._made == {}
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_dropped_weights_are_the_same_in_expectation(cap: float | None) -> None:
+    q, k, v = (tensor.detach() for tensor in heads(7))
+    documents = Documents.of([4, 3])
+    exact = attend(Layer(), q, k, v, None, softcap=cap, documents=documents)[0]
+    torch.manual_seed(0)
+    draws = [attend(Layer(), q, k, v, None, dropout=0.5, softcap=cap, documents=documents)[0] for _ in range(1000)]
+    assert not torch.equal(draws[0], draws[1])
+    torch.testing.assert_close(torch.stack(draws).mean(0), exact, rtol=0, atol=0.25)
+
+
+@pytest.mark.parametrize(("family", "task"), [("gpt2", "causal-lm"), ("bert", "classification")])
+def test_a_model_that_drops_is_repeatable_in_training_and_exact_in_evaluation(family: str, task: str) -> None:
+    drops = {"attn_pdrop": 0.2, "attention_probs_dropout_prob": 0.2}
+    model, documents = model_of(family, task, **drops), documents_of([7, 1, 12, 12])
+    model.eval()
+    alone = [model(input_ids=ids[None]).logits.flatten(0, -2) for ids in documents]
+    go_flat(model)
+    batch = flat(model, documents)
+    ours = flat_logits(model, batch, task).flatten(0, -2)
+    torch.testing.assert_close(ours, torch.cat(alone), rtol=CLOSE, atol=CLOSE)
+    model.train()
+    draws = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        draws.append(flat_logits(model, batch, task))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+# ---- kernels this machine lacks ----
+
+
+def test_kernels_are_chosen_by_what_they_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def varlen(query: Any, key: Any, value: Any, *, window_size: Any = (-1, -1)) -> None: ...
+    def flash(query: Any, key: Any, value: Any, window_size: Any = None, softcap: float = 0.0) -> None: ...
+
+    here: dict[str, Any] = {"varlen": varlen, "flash": flash, "flex": object(), "compute": (9, 0)}
+    for name in ("varlen", "flash", "flex"):
+        monkeypatch.setattr(attention, f"_{name}", lambda name=name: here[name])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: here["compute"])
+
+    def chosen(
+        device: str = "cuda", dtype: Any = torch.bfloat16, size: int = 64, window: int | None = None, **has: bool
+    ) -> str:
+        choose_kernel.cache_clear()
+        return choose_kernel(
+            torch.device(device), dtype, size, has.get("dropout", False), has.get("softcap", False), window
+        )
+
+    assert chosen("cpu") == "documents"
+    assert chosen() == chosen(window=8) == "varlen"
+    assert chosen(dropout=True) == chosen(softcap=True) == "flash"
+    assert chosen(dtype=torch.float32) == chosen(size=512) == "flex"
+    assert chosen(dtype=torch.float32, dropout=True) == "documents"
+    here["flash"] = None
+    assert chosen(softcap=True) == "flex"
+    assert chosen(dropout=True) == "documents"
+    here["compute"] = (7, 5)
+    assert chosen() == "documents"
+    here.update(compute=(8, 0), varlen=lambda query, key, value, is_causal=False: None)
+    assert chosen() == "varlen"
+    assert chosen(window=8) == "flex"
+    here["varlen"] = here["flex"] = None
+    assert chosen() == "documents"
+    choose_kernel.cache_clear()
+
+
+def fake_varlen(new: bool, said: dict[str, Any]) -> Callable[..., Tensor]:
+    """A stand-in with the parameters of a newer or an older torch, which answers by the formula."""
+
+    def answer(
+        q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, causal: bool, window: tuple[int, int]
+    ) -> Tensor:
+        assert bounds.dtype == torch.int32
+        q = q * scale * q.shape[-1] ** 0.5
+        reach = None if window[0] < 0 else window[0] + 1
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        return formula(q, k, v, bounds.diff().tolist(), causal=causal, window=reach, cap=None)[0]
+
+    if new:
+
+        def varlen(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            cu_seq_q: Tensor,
+            cu_seq_k: Tensor | None,
+            max_q: int,
+            max_k: int,
+            *,
+            scale: float | None = None,
+            window_size: tuple[int, int] = (-1, -1),
+            enable_gqa: bool = False,
+        ) -> Tensor:
+            said.update(window_size=window_size, enable_gqa=enable_gqa, max=(max_q, max_k), heads=key.shape[1])
+            assert cu_seq_k is cu_seq_q
+            assert scale is not None
+            return answer(query, key, value, cu_seq_q, scale, window_size[1] == 0, window_size)
+
+        return varlen
+
+    def older(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        is_causal: bool = False,
+        return_aux: Any = None,
+    ) -> Tensor:
+        said.update(is_causal=is_causal, max=(max_q, max_k), heads=key.shape[1])
+        return answer(query, key, value, cu_seq_q, query.shape[-1] ** -0.5, is_causal, (-1, -1))
+
+    return older
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("new", [True, False])
+def test_varlen_is_called_as_its_version_wants(
+    new: bool, window: int | None, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if window is not None and not (new and causal):
+        pytest.skip("chosen for no such window")
+    said: dict[str, Any] = {}
+    fake = fake_varlen(new, said)
+    monkeypatch.setattr(attention, "_varlen", lambda: fake)
+    monkeypatch.setattr(attention, "choose_kernel", lambda *args: "varlen")
+    lengths = [1, 4, 4, 9]
+    q, k, v = heads(sum(lengths))
+    ours = attend(
+        Layer(), q, k, v, None, scaling=0.3, sliding_window=window, is_causal=causal, documents=Documents.of(lengths)
+    )[0]
+    theirs = formula(q * 0.3 * 4, k, v, lengths, causal=causal, window=window, cap=None)
+    torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
+    assert said["max"] == (9, 9)
+    if new:
+        assert said["window_size"] == ((-1 if window is None else window - 1, 0) if causal else (-1, -1))
+        assert said["enable_gqa"]
+        assert said["heads"] == 2
+    else:
+        assert said["is_causal"] == causal
+        assert said["heads"] == 4
+
+
+def test_flash_attention_is_told_of_windows_caps_and_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: dict[str, Any] = {}
+
+    def fake(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> Tensor:
+        said.update(options, bounds=bounds)
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(attention, "_flash", lambda: fake)
+    monkeypatch.setattr(attention, "choose_kernel", lambda *args: "flash")
+    documents = Documents.of([1, 4, 9])
+    out, _ = attend(Layer(), *heads(14), None, 0.1, 0.3, sliding_window=3, softcap=1.5, documents=documents)
+    assert out.shape == (1, 14, 4, 16)
+    assert said.pop("bounds") == (documents.bounds, documents.bounds, 9, 9)
+    assert said == {"dropout_p": 0.1, "softmax_scale": 0.3, "causal": True, "window_size": (2, 0), "softcap": 1.5}
+
+
+def test_the_varlen_of_this_torch_has_parameters_we_know() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    assert {"window_size", "is_causal"} & set(known)
+    assert list(known)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+
+
+# ---- batches without documents, and models that stay padded ----
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
+def test_padded_batches_and_generation_stay_what_they_were(family: str) -> None:
+    model, documents = model_of(family).eval(), documents_of([7, 2, 12])
+    prompt = documents[2][None]
+
+    def written() -> list[int]:
+        mask = torch.ones_like(prompt)
+        return model.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False).tolist()[0]  # type: ignore[no-any-return]
+
+    before, text = torch.cat(padded_losses(model, documents)), written()
+    go_flat(model)
+    torch.testing.assert_close(torch.cat(padded_losses(model, documents)), before, rtol=CLOSE, atol=CLOSE)
+    assert written() == text
+
+
+def test_padded_encoders_stay_what_they_were() -> None:
+    model = model_of("bert", "classification").eval()
+    ids = torch.stack(documents_of([9, 9]))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    before = model(input_ids=ids, attention_mask=mask).logits
+    go_flat(model)
+    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits, before, rtol=CLOSE, atol=CLOSE)
+
+
+def test_a_saved_model_knows_nothing_of_the_entry(tmp_path: Path) -> None:
+    model = model_of("llama")
+    go_flat(model)
+    assert model.config._attn_implementation == NAME
+    model.save_pretrained(tmp_path)
+    assert NAME not in (tmp_path / "config.json").read_text()
+
+
+def test_models_that_must_stay_padded_say_why() -> None:
+    t5 = AutoConfig.for_model("t5", d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=20)
+    from transformers import AutoModelForSeq2SeqLM, BloomForCausalLM, StableLmForCausalLM
+
+    assert "biased by the distance" in str(can_go_flat(AutoModelForSeq2SeqLM.from_config(t5), "seq2seq"))
+    bloom = BloomForCausalLM(AutoConfig.for_model("bloom", hidden_size=16, n_layer=1, n_head=2, vocab_size=20))
+    assert "ALiBi" in str(can_go_flat(bloom, "causal-lm"))
+    stable = StableLmForCausalLM(AutoConfig.for_model("stablelm", **{**COMMON, "num_key_value_heads": 4}))
+    assert "not among" in str(can_go_flat(stable, "causal-lm"))
+    llama = model_of("llama")
+    assert "padded apart" in str(can_go_flat(llama, "seq2seq"))
+    assert "head is not known" in str(can_go_flat(llama, "classification"))
+    llama.config.layer_types = ["full_attention", "linear_attention"]
+    assert "linear_attention" in str(can_go_flat(llama, "causal-lm"))
+    mixtral = model_of("mixtral", output_router_logits=True)
+    assert "experts" in str(can_go_flat(mixtral, "causal-lm"))
+    assert "not among" in str(can_go_flat(model_of("bert", "classification"), "causal-lm"))
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0]])
+def test_documents_have_tokens(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        Documents.of(lengths)
+
+
+def test_attention_with_what_is_not_known_is_refused() -> None:
+    documents = Documents.of([4])
+    with pytest.raises(ValueError, match="s_aux"):
+        attend(Layer(), *heads(4), None, s_aux=torch.zeros(4), documents=documents)
+    with pytest.raises(ValueError, match="looks ahead"):
+        attend(Layer(), *heads(4), None, sliding_window=2, is_causal=False, documents=documents)
+
+
+def test_ignored_is_the_label_torch_ignores() -> None:
+    assert inspect.signature(F.cross_entropy).parameters["ignore_index"].default == IGNORED
