@@ -1,0 +1,174 @@
+"""How the examples of a step are cut by tokens, and laid end to end without padding: pure functions of lengths.
+
+The global batch stays what `batches` says it is. Here it is cut into pieces of a token budget, so that a piece takes
+about the same memory and time whatever the lengths are: flat pieces for models that can take documents end to end,
+and padded pieces of similar lengths for the others. Refuses to know the model, and to import torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.data.batches import IGNORED
+from farthing.data.tokens import TokenSet
+
+LEAST_SHARE = 0.97  # of the computed tokens are useful, where they are padded
+
+
+def cut_by_tokens(
+    examples: NDArray[np.int64], lengths: NDArray[np.int64], most_tokens: int, most_examples: int | None = None
+) -> list[NDArray[np.int64]]:
+    """The step's examples in few flat pieces of nearly equal tokens, each at most `most_tokens`.
+
+    `lengths` [n_examples of the set] are tokens of each example. An example that is longer than the budget is a piece
+    of its own. Longest first onto the lightest piece (Graham 1969), one piece more until all fit: the same examples in
+    the same order give the same pieces everywhere. The largest piece comes first, and within a piece the longest
+    example, so that memory that is short is missed at once and equal lengths stand side by side.
+    """
+    sizes = lengths[examples]
+    order = np.argsort(-sizes, kind="stable")
+    n_alone = int((sizes >= most_tokens).sum())
+    alone = [[int(place)] for place in order[:n_alone]]
+    rest, n_tokens = order[n_alone:], int(sizes[order[n_alone:]].sum())
+    n_pieces = max(-(-n_tokens // most_tokens), -(-len(rest) // (most_examples or max(1, len(rest)))))
+    while (spread := _spread(rest, sizes, n_pieces, most_tokens, most_examples or len(rest))) is None:
+        n_pieces += 1
+    pieces = sorted([*alone, *spread], key=lambda places: -int(sizes[places].sum()))
+    return [examples[places] for places in pieces]
+
+
+def _spread(
+    order: NDArray[np.int64], sizes: NDArray[np.int64], n_pieces: int, most_tokens: int, most_examples: int
+) -> list[list[int]] | None:
+    """`order` over `n_pieces`, each example onto the lightest; None where one does not fit."""
+    lightest = [(0, number) for number in range(n_pieces)]
+    pieces: list[list[int]] = [[] for _ in range(n_pieces)]
+    for place in order:
+        if not lightest or lightest[0][0] + sizes[place] > most_tokens:
+            return None
+        n_tokens, number = heapq.heappop(lightest)
+        pieces[number].append(int(place))
+        if len(pieces[number]) < most_examples:
+            heapq.heappush(lightest, (n_tokens + int(sizes[place]), number))
+    return [piece for piece in pieces if piece]
+
+
+def cut_padded(
+    examples: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    most_tokens: int,
+    *,
+    target_lengths: NDArray[np.int64] | None = None,
+    most_examples: int | None = None,
+    least_share: float = LEAST_SHARE,
+    piece_costs_tokens: int = 0,
+) -> list[NDArray[np.int64]]:
+    """The step's examples in padded pieces of similar lengths, each at most `most_tokens` with its padding.
+
+    `lengths` [n_examples of the set] are tokens of each input and `target_lengths`, for seq2seq, of each target, which
+    is padded apart. An example that is longer than the budget is a piece of its own. Sorted and filled to the budget;
+    then the piece whose best split saves most padding is split, by input or by target, until `least_share` of all
+    computed tokens is useful, or a split would save no more than `piece_costs_tokens`: as many tokens as are computed
+    in the time that one micro-batch more takes by itself. The largest piece comes first.
+    """
+    sides = [lengths[examples]] if target_lengths is None else [lengths[examples], target_lengths[examples]]
+    sizes = np.stack(sides, axis=1)  # [n, sides]
+    useful = int(sizes.sum())
+    pieces = _filled(np.lexsort((-sizes[:, -1], -sizes.sum(1))), sizes, most_tokens, most_examples or len(examples))
+    splits = [_best_split(piece, sizes, number) for number, piece in enumerate(pieces)]
+    heapq.heapify(splits)
+    computed = sum(padded_tokens(sizes[piece]) for piece in pieces)
+    while splits and useful < least_share * computed:
+        change, number, *parts = heapq.heappop(splits)
+        if -change <= piece_costs_tokens:
+            break
+        computed += change
+        pieces[number] = parts[0]
+        pieces.append(parts[1])
+        for at in (number, len(pieces) - 1):
+            heapq.heappush(splits, _best_split(pieces[at], sizes, at))
+    pieces.sort(key=lambda places: (-padded_tokens(sizes[places]), int(places[0])))
+    return [examples[places] for places in pieces]
+
+
+def padded_tokens(sizes: NDArray[np.int64]) -> int:
+    """Computed tokens of a padded piece, its lengths [n, sides]: as many rows as the longest of each side is wide."""
+    return int(len(sizes) * sizes.max(axis=0).sum())
+
+
+def _filled(
+    order: NDArray[np.int64], sizes: NDArray[np.int64], most_tokens: int, most_examples: int
+) -> list[NDArray[np.int64]]:
+    """Neighbours in `order` as long as the budget holds."""
+    pieces, start, width = [], 0, sizes[order[0]] if len(order) else sizes.sum(0)
+    for at in range(len(order)):
+        wider = np.maximum(width, sizes[order[at]])
+        n = at - start + 1
+        if n > 1 and (n > most_examples or n * int(wider.sum()) > most_tokens):
+            pieces.append(order[start:at])
+            start, wider = at, sizes[order[at]]
+        width = wider
+    return [*pieces, order[start:]] if len(order) else []
+
+
+def _best_split(
+    piece: NDArray[np.int64], sizes: NDArray[np.int64], number: int
+) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
+    """(change in computed tokens, `number`, one part, the other) of the split in two that computes least."""
+    best = 0, number, piece, piece[:0]
+    whole = padded_tokens(sizes[piece])
+    for side in range(sizes.shape[1]):
+        order = piece[np.argsort(-sizes[piece, side], kind="stable")]
+        ordered = sizes[order]
+        n = len(order)
+        left = np.maximum.accumulate(ordered, axis=0).sum(1)[:-1] * np.arange(1, n)
+        right = np.maximum.accumulate(ordered[::-1], axis=0)[::-1].sum(1)[1:] * np.arange(n - 1, 0, -1)
+        if n > 1 and int((left + right).min()) - whole < best[0]:
+            at = int((left + right).argmin())
+            best = int(left[at] + right[at]) - whole, number, order[: at + 1], order[at + 1 :]
+    return best
+
+
+def target_lengths_of(tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Target tokens of each of `examples` [n]; the rest of a seq2seq example is its input."""
+    return np.array([int(tokens.example(int(index))[1].sum()) for index in examples], dtype=np.int64)
+
+
+def collate_flat(
+    tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], task: str, first_position: int = 0
+) -> dict[str, Any]:
+    """Arrays of one micro-batch, its examples end to end: T tokens of N documents and nothing else.
+
+    input_ids, position_ids int64 [1, T]; lengths int64 [N], tokens of each document, in order
+    causal-lm:      labels int64 [1, T] aligned with input_ids; the first of each document is ignored, so that nothing
+                    is predicted across a boundary
+    classification: labels int64 [N]
+
+    Positions begin again at `first_position` in each document. Empty examples are refused.
+    """
+    if task not in ("causal-lm", "classification"):
+        raise ValueError(f"{task} can't be laid flat: pad it")
+    rows = [tokens.example(int(index)) for index in examples]
+    lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int64)
+    if not len(lengths) or not lengths.all():
+        raise ValueError("a flat batch needs documents of at least one token")
+    starts = np.cumsum(lengths) - lengths
+    ids = np.concatenate([ids for ids, _ in rows]).astype(np.int64)
+    batch = {
+        "input_ids": ids[None],
+        "position_ids": (np.arange(len(ids)) - np.repeat(starts, lengths) + first_position)[None],
+        "lengths": lengths,
+    }
+    if task == "classification":
+        assert tokens.labels is not None
+        batch["labels"] = tokens.labels[np.asarray(examples)].astype(np.int64)
+    else:
+        labels = np.where(np.concatenate([is_target for _, is_target in rows]), ids, IGNORED)
+        labels[starts] = IGNORED
+        batch["labels"] = labels[None]
+    return batch

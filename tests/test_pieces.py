@@ -1,0 +1,287 @@
+"""Pieces of a token budget: whole, balanced, within the budget, and together what one padded batch is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from farthing.data.batches import IGNORED, collate, permutation
+from farthing.data.pieces import (
+    LEAST_SHARE,
+    collate_flat,
+    cut_by_tokens,
+    cut_padded,
+    padded_tokens,
+    target_lengths_of,
+)
+from farthing.data.tokens import TokenSet
+from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.attention import first_position, flat_batch, flat_logits, go_flat
+from farthing.model.loss import summed_loss
+
+CLOSE = 1e-5
+
+
+def some_lengths(seed: int) -> NDArray[np.int64]:
+    """Lengths as chats have them, as instructions have them, all equal, or two sorts; now and then one giant."""
+    draw = np.random.default_rng(seed)
+    n = int(draw.integers(1, 200))
+    kinds: list[Callable[[], Any]] = [
+        lambda: draw.lognormal(5.5, 1.0, n),
+        lambda: draw.integers(1, 60, n),
+        lambda: np.full(n, 37),
+        lambda: draw.choice([3, 800], n),
+    ]
+    return np.clip(kinds[seed % 4](), 1, 2048).astype(np.int64)
+
+
+def token_set(lengths: NDArray[np.int64], seed: int = 0, n_labels: int = 0, **sizes: Any) -> TokenSet:
+    """Random examples of these lengths; the last two thirds of each is its target."""
+    draw = np.random.default_rng(seed)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    at = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    n_inputs = np.maximum(1, lengths // 3)
+    return TokenSet(
+        folder=Path(),
+        facts={"label_names": [str(label) for label in range(n_labels)], "sources": []},
+        ids=draw.integers(3, 99, offsets[-1]).astype(np.int32),
+        targets=(at >= np.repeat(n_inputs, lengths)).astype(np.uint8),
+        offsets=offsets,
+        lines=np.arange(len(lengths)),
+        groups=np.arange(len(lengths), dtype=np.uint64),
+        labels=draw.integers(0, n_labels, len(lengths)).astype(np.int32) if n_labels else None,
+    )
+
+
+# ---- flat cuts ----
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_flat_pieces_hold_every_example_once_within_the_budget(seed: int) -> None:
+    lengths = some_lengths(seed)
+    examples = permutation(len(lengths), seed, 0)
+    budget = int(np.random.default_rng(seed).integers(64, 4096))
+    pieces = cut_by_tokens(examples, lengths, budget)
+    assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
+    loads = [int(lengths[piece].sum()) for piece in pieces]
+    assert all(load <= budget or len(piece) == 1 for load, piece in zip(loads, pieces, strict=True))
+    assert loads == sorted(loads, reverse=True)
+    for piece in pieces:
+        assert (np.diff(lengths[piece]) <= 0).all()
+    shared = [load for load, piece in zip(loads, pieces, strict=True) if load < budget]
+    if len(shared) > 1:  # nearly equal: by less than the longest of them
+        longest = max(int(lengths[piece].max()) for piece in pieces if lengths[piece].sum() < budget)
+        assert max(shared) - min(shared) <= longest
+    rest = [load for load in loads if load < budget]
+    assert len(rest) <= 2 * -(-sum(rest) // budget) + 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_limit_of_examples_is_kept_too(seed: int) -> None:
+    lengths = some_lengths(seed)
+    pieces = cut_by_tokens(np.arange(len(lengths)), lengths, 1024, most_examples=5)
+    assert max(len(piece) for piece in pieces) <= 5
+    assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
+
+
+def test_flat_cuts_are_few_balanced_and_the_same_everywhere() -> None:
+    lengths = np.array([900, 30, 30, 500, 400, 30, 100, 700, 5000, 300])
+    pieces = cut_by_tokens(np.arange(10), lengths, 1600)
+    assert [piece.tolist() for piece in pieces] == [[8], [7, 3, 9], [0, 4, 6, 1, 2, 5]]
+    assert [int(lengths[piece].sum()) for piece in pieces] == [5000, 1500, 1490]
+
+
+def test_a_step_that_fits_is_one_piece() -> None:
+    assert len(cut_by_tokens(np.arange(4), np.array([3, 4, 5, 6]), 18)) == 1
+    assert len(cut_by_tokens(np.arange(4), np.array([3, 4, 5, 6]), 17)) == 2
+    assert len(cut_by_tokens(np.arange(1), np.array([9]), 4)) == 1
+    assert cut_by_tokens(np.arange(0), np.array([3]), 4) == []
+
+
+# ---- padded cuts ----
+
+
+@pytest.mark.parametrize("two_sides", [False, True])
+@pytest.mark.parametrize("seed", range(16))
+def test_padded_pieces_hold_every_example_once_within_budget_and_share(seed: int, two_sides: bool) -> None:
+    lengths = some_lengths(seed)
+    targets = np.random.default_rng(seed).integers(1, 50, len(lengths)) if two_sides else None
+    examples = permutation(len(lengths), seed, 0)
+    pieces = cut_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64)
+    assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
+    sizes = lengths[:, None] if targets is None else np.stack([lengths, targets], 1)
+    computed = [padded_tokens(sizes[piece]) for piece in pieces]
+    assert all(n <= 2048 or len(piece) == 1 for n, piece in zip(computed, pieces, strict=True))
+    assert max(len(piece) for piece in pieces) <= 64
+    assert computed == sorted(computed, reverse=True)
+    assert sizes.sum() >= LEAST_SHARE * sum(computed)
+    again = cut_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64)
+    assert [piece.tolist() for piece in again] == [piece.tolist() for piece in pieces]
+
+
+def test_equal_lengths_are_not_split_further_than_the_budget_asks() -> None:
+    pieces = cut_padded(np.arange(64), np.full(64, 32), 1024)
+    assert [len(piece) for piece in pieces] == [32, 32]
+
+
+def test_no_piece_is_split_for_less_than_a_piece_costs() -> None:
+    lengths = np.array([100, 100, 60, 60, 20, 19])
+    assert [piece.tolist() for piece in cut_padded(np.arange(6), lengths, 1000)] == [[0, 1], [2, 3], [4, 5]]
+    assert [len(piece) for piece in cut_padded(np.arange(6), lengths, 1000, piece_costs_tokens=100)] == [4, 2]
+    assert len(cut_padded(np.arange(6), lengths, 1000, piece_costs_tokens=300)) == 1
+
+
+def test_padded_tokens_are_those_of_the_collation() -> None:
+    tokens = token_set(np.array([9, 3, 6]))
+    batch = collate(tokens, [0, 1, 2], "seq2seq", 0)
+    targets = target_lengths_of(tokens, np.arange(3))
+    sizes = np.stack([tokens.lengths - targets, targets], 1)
+    assert padded_tokens(sizes) == batch["input_ids"].size + batch["labels"].size
+
+
+# ---- flat collation ----
+
+
+def test_a_flat_batch_is_its_examples_end_to_end() -> None:
+    tokens = token_set(np.array([5, 1, 3, 4]))
+    batch = collate_flat(tokens, [2, 0, 1], "causal-lm", first_position=2)
+    rows = [tokens.example(index) for index in (2, 0, 1)]
+    assert batch["lengths"].tolist() == [3, 5, 1]
+    assert batch["input_ids"].tolist() == [[int(i) for ids, _ in rows for i in ids]]
+    assert batch["position_ids"].tolist() == [[2, 3, 4, 2, 3, 4, 5, 6, 2]]
+    expected = [
+        int(i) if target and place else IGNORED
+        for ids, is_target in rows
+        for place, (i, target) in enumerate(zip(ids, is_target, strict=True))
+    ]
+    assert batch["labels"].tolist() == [expected]
+    assert all(array.dtype == np.int64 for array in batch.values())
+
+
+def test_the_first_token_of_a_document_is_never_predicted() -> None:
+    tokens = token_set(np.array([4, 4]))
+    tokens.targets[:] = 1
+    labels = collate_flat(tokens, [0, 1], "causal-lm")["labels"][0]
+    assert (labels == IGNORED).tolist() == [True, False, False, False] * 2
+
+
+def test_what_can_not_be_laid_flat_is_refused() -> None:
+    tokens = token_set(np.array([4, 4]))
+    with pytest.raises(ValueError, match="pad it"):
+        collate_flat(tokens, [0], "seq2seq")
+    with pytest.raises(ValueError, match="at least one token"):
+        collate_flat(tokens, [], "causal-lm")
+
+
+# ---- the sum over pieces is the padded batch ----
+
+SIZE = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 1,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
+def model_of(task: str, method: str) -> Any:
+    family = "llama" if task == "causal-lm" else "roberta"
+    auto = AutoModelForCausalLM if task == "causal-lm" else AutoModelForSequenceClassification
+    torch.manual_seed(0)
+    model = auto.from_config(AutoConfig.for_model(family, **SIZE, num_labels=3))
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.05
+    if method == "lora":
+        model = add_adapter(model, Adapter(r=4), task, seed=0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.1)
+    return model.train()
+
+
+def flat_loss(model: Any, batch: dict[str, Any], task: str) -> torch.Tensor:
+    scores, labels = flat_logits(model, batch, task), batch["labels"]
+    if task == "causal-lm":
+        scores, labels = scores[0, :-1], labels[0, 1:]
+    return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum")
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("task", ["causal-lm", "classification"])
+def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(task: str, method: str, budget: int) -> None:
+    tokens = token_set(np.array([7, 1, 12, 12, 3, 1, 20, 33, 5, 5]), n_labels=3 if task == "classification" else 0)
+    examples, model = np.arange(len(tokens)), model_of(task, method)
+    n_targets = tokens.n_targets(examples)
+    padded = {name: torch.from_numpy(array) for name, array in collate(tokens, examples, task, 1).items()}
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+        found = torch.autograd.grad(loss / n_targets, list(named.values()), allow_unused=True, materialize_grads=True)
+        return list(found)
+
+    loss = summed_loss(model, padded, task)[0]
+    theirs, total = gradients(loss), 0.0
+    ours = [torch.zeros_like(gradient) for gradient in theirs]
+    go_flat(model)
+    begin = first_position(model.config)
+    pieces = cut_by_tokens(examples, tokens.lengths, budget)
+    assert len(pieces) == {1: 10, 40: 3, 10_000: 1}[budget]
+    for piece in pieces:
+        part = flat_loss(model, flat_batch(collate_flat(tokens, piece, task, begin)), task)
+        total += float(part)
+        ours = [one + other for one, other in zip(ours, gradients(part), strict=True)]
+    assert total == pytest.approx(float(loss), rel=CLOSE)
+    floor = 1e-3 * float(torch.stack([gradient.norm() for gradient in theirs]).norm())
+    for name, one, other in zip(named, ours, theirs, strict=True):
+        assert float((one - other).norm()) / max(float(other.norm()), floor) < CLOSE, name
+
+
+def test_the_loss_of_the_loop_takes_flat_logits_as_they_are() -> None:
+    tokens = token_set(np.array([7, 1, 12, 12]))
+    model = model_of("causal-lm", "full")
+    padded = {name: torch.from_numpy(array) for name, array in collate(tokens, range(4), "causal-lm", 1).items()}
+    whole = summed_loss(model, padded, "causal-lm")[0]
+    go_flat(model)
+    batch = flat_batch(collate_flat(tokens, range(4), "causal-lm"))
+    assert float(flat_loss(model, batch, "causal-lm")) == pytest.approx(float(whole), rel=CLOSE)
+
+
+# ---- real lengths ----
+
+
+def real_lengths(data_dir: Path, file: str, tokenizer: str, *columns: str) -> list[NDArray[np.int64]]:
+    """Tokens of each column of the first 1,500 rows."""
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / tokenizer)
+    with open(data_dir / file, encoding="utf-8") as lines:
+        rows = [json.loads(line) for line, _ in zip(lines, range(1500), strict=False)]
+    return [np.array([len(ids) for ids in encode([row[column] for row in rows])["input_ids"]]) for column in columns]
+
+
+@pytest.mark.parametrize("batch", [32, 128])
+def test_almost_all_computed_tokens_of_real_sets_are_useful(batch: int, data_dir: Path) -> None:
+    reviews, sentences = real_lengths(data_dir, "e2e_nlg_dev_test.jsonl", "t5", "input", "target")
+    texts = np.minimum(real_lengths(data_dir, "complaints_narratives.jsonl", "bert-base-uncased", "text")[0], 512)
+    for lengths, targets in ((reviews, sentences), (texts, None)):
+        sizes = lengths[:, None] if targets is None else np.stack([lengths, targets], 1)
+        useful = computed = 0
+        order = permutation(len(lengths), 0, 0)
+        for start in range(0, len(order) - batch, batch):
+            pieces = cut_padded(order[start : start + batch], lengths, 8192, target_lengths=targets)
+            useful += int(sum(sizes[piece].sum() for piece in pieces))
+            computed += sum(padded_tokens(sizes[piece]) for piece in pieces)
+        assert useful >= LEAST_SHARE * computed
