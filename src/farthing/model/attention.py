@@ -145,33 +145,34 @@ def first_position(config: Any) -> int:
     return int(config.pad_token_id) + 1 if config.model_type in PADDING_FIRST else 0
 
 
-def flat_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
-    """Logits of a flat batch: causal-lm [1, T, V], classification [N, C], one row a document."""
+def flat_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    """What a model, or its body alone, is called with for a flat batch."""
     documents: Documents = batch["documents"]
-    inputs = {
+    return {
         "input_ids": batch["input_ids"],
         "position_ids": batch["position_ids"],
         "attention_mask": documents.no_mask,
         "documents": documents,
+        "use_cache": False,
     }
-    inner = _inner(model)
-    if inner.config.model_type not in ENCODERS:
-        inputs["use_cache"] = False
+
+
+def flat_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
+    """Logits of a flat batch: causal-lm [1, T, V], classification [N, C], one row a document."""
+    documents, inputs = batch["documents"], flat_inputs(batch)
     logits: Tensor
     if task != "classification":
         logits = model(**inputs).logits
         return logits
-    hidden = getattr(inner, inner.base_model_prefix)(**inputs).last_hidden_state[0]  # [T, H]
+    inner = _inner(model)
+    body = getattr(inner, inner.base_model_prefix)
+    hidden = body(**inputs).last_hidden_state[0]  # [T, H]
     kind = _head_kind(inner)
     if kind == "last":
         logits = inner.score(hidden[_last_tokens(batch["input_ids"][0], documents, inner.config)])
         return logits
     first = hidden[documents.bounds[:-1].long()][:, None]  # [N, 1, H]: N documents of their first token
-    if kind == "first":
-        logits = inner.classifier(first)
-        return logits
-    pooled = getattr(inner, inner.base_model_prefix).pooler(first)
-    logits = inner.classifier(inner.dropout(pooled))
+    logits = inner.classifier(first if kind == "first" else inner.dropout(body.pooler(first)))
     return logits
 
 
@@ -317,9 +318,9 @@ def _per_document(
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float, dropout: float
 ) -> Tensor:
-    """Grouped heads as they are where a quick kernel takes them so, else repeated."""
+    """Grouped heads as they are on a CPU, whose quick kernel takes them so; else repeated."""
     groups = query.shape[1] // key.shape[1]
-    as_is = query.device.type == "cpu" or (mask is None and query.dtype != torch.float32)
+    as_is = query.device.type == "cpu"
     if groups > 1 and not as_is:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     out: Tensor = F.scaled_dot_product_attention(
@@ -434,9 +435,10 @@ def _flex_kernel(
         assert softcap is not None
         return torch.tanh(score / softcap) * softcap
 
-    blocks = documents.once(
-        ("blocks", causal, window), lambda: create_block_mask(sees, None, None, n_tokens, n_tokens, device=device)
-    )
+    def find_blocks() -> Any:  # compiled it makes no mask of T by T on the way
+        return create_block_mask(sees, None, None, n_tokens, n_tokens, device, _compile=device.type == "cuda")
+
+    blocks = documents.once(("blocks", causal, window), find_blocks)
     out: Tensor = _flex()(  # type: ignore[misc]
         *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
         score_mod=None if softcap is None else capped,
