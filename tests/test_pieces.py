@@ -25,6 +25,7 @@ from farthing.data.pieces import (
 from farthing.data.tokens import TokenSet
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import first_position, flat_batch, flat_logits, go_flat
+from farthing.model.head import language_model_loss
 from farthing.model.loss import summed_loss
 
 CLOSE = 1e-5
@@ -247,6 +248,20 @@ def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(task: st
     floor = 1e-3 * float(torch.stack([gradient.norm() for gradient in theirs]).norm())
     for name, one, other in zip(named, ours, theirs, strict=True):
         assert float((one - other).norm()) / max(float(other.norm()), floor) < CLOSE, name
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_head_that_pays_for_labelled_positions_takes_flat_batches(method: str) -> None:
+    tokens, model = token_set(np.array([7, 1, 12, 12])), model_of("causal-lm", method)
+    padded = {name: torch.from_numpy(array) for name, array in collate(tokens, range(4), "causal-lm", 1).items()}
+    named = [p for p in model.parameters() if p.requires_grad]
+    whole = summed_loss(model, padded, "causal-lm")[0]
+    theirs = torch.autograd.grad(whole, named)
+    go_flat(model)
+    ours = language_model_loss(model, flat_batch(collate_flat(tokens, range(4), "causal-lm")), "causal-lm")
+    assert float(ours.detach()) == pytest.approx(float(whole.detach()), rel=CLOSE)
+    for one, other in zip(torch.autograd.grad(ours, named), theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 # ---- real lengths ----

@@ -87,14 +87,17 @@ class Documents:
 
 
 def flat_batch(arrays: dict[str, NDArray[np.int64]], device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The arrays of `collate_flat` as tensors on `device`, their `lengths` as `documents`."""
+    """The arrays of `collate_flat`, and any others beside them, as tensors on `device`; their `lengths` as `documents`.
+
+    But for the labels it is what a model takes.
+    """
     batch: dict[str, Any] = {
         name: torch.from_numpy(array).to(device, non_blocking=True)
         for name, array in arrays.items()
         if name != "lengths"
     }
-    batch["documents"] = Documents.of(arrays["lengths"], device)
-    return batch
+    documents = Documents.of(arrays["lengths"], device)
+    return {**batch, "attention_mask": documents.no_mask, "documents": documents}
 
 
 # ---- the model ----
