@@ -253,9 +253,13 @@ def _make_plan(arguments: argparse.Namespace) -> int:
     if pair:
         view["comparison"] = compare_plans(*pair)
     if html is not None:
+        from farthing.files import write_text
         from farthing.report.plan_page import plan_page
 
-        _write_whole(html, plan_page(view))
+        try:
+            write_text(html, plan_page(view))
+        except OSError as error:
+            raise UserMistake(f"can't be written: {error.strerror}", where=str(html), to_do="check the path") from None
     if arguments.json:
         if arguments.limit:
             view["plans"] = view["plans"][: arguments.limit]
@@ -323,21 +327,6 @@ def _page_path(path: Path) -> Path:
     if not path.parent.is_dir():
         raise UserMistake("no such folder", where=f"--html {path.parent}", to_do="make it first")
     return path
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """A file that is whole or as it was."""
-    import tempfile
-
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as draft:
-            draft.write(text)
-        os.chmod(draft.name, 0o644)
-        os.replace(draft.name, path)
-    except OSError as error:
-        raise UserMistake(f"can't be written: {error.strerror}", where=str(path), to_do="check the path") from None
 
 
 def _train(arguments: argparse.Namespace) -> int:

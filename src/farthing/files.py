@@ -54,11 +54,16 @@ def make_private(folder: Path) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file in one step: readers see the old content or the new, never a part."""
+    """`write_text` of a value as JSON."""
+    write_text(path, _as_text(value))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file in one step: readers see the old content or the new, never a part. Raises `OSError`."""
     draft = path.with_name(f"{path.name}{_DRAFT}{uuid.uuid4().hex[:8]}")
     try:
-        with open(draft, "w", encoding="utf-8") as file:
-            file.write(_as_text(value))
+        with open(draft, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)

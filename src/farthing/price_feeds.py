@@ -17,7 +17,6 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-import uuid
 import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 from farthing.addresses import without_secrets
 from farthing.catalog import COLUMNS, FACTS, Offer, read_feed, read_refreshed
 from farthing.errors import FarthingError, UserMistake
-from farthing.files import fsync_path
+from farthing.files import write_text
 from farthing.units import plural
 
 MAX_FEED_BYTES = 96 << 20
@@ -289,22 +288,14 @@ def _earlier(path: Path, today: date) -> tuple[Offer, ...]:
 
 
 def _write(path: Path, offers: Sequence[Offer]) -> None:
-    """Replace the file in one step: readers see the old prices or the new, never a part."""
+    """Replace the file in one step."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(COLUMNS)
+    rows.writerows(_row(offer) for offer in offers)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.draft-{uuid.uuid4().hex[:8]}")
-        try:
-            with open(draft, "w", encoding="utf-8", newline="") as file:
-                rows = csv.writer(file, lineterminator="\n")
-                rows.writerow(COLUMNS)
-                rows.writerows(_row(offer) for offer in offers)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, path)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
-        fsync_path(path.parent)
+        write_text(path, text.getvalue())
     except OSError as error:
         what = f"the prices can't be written: {error.strerror or error}"
         raise UserMistake(what, where=str(path), to_do="free space there, or set XDG_CACHE_HOME") from None
