@@ -79,9 +79,9 @@ def test_a_frozen_weight_saves_a_third() -> None:
 @pytest.mark.parametrize(("recipe", "factor"), [(FULL, 4 / 3), (LORA, 3 / 2)])
 def test_recomputing_every_layer_is_one_more_forward_pass(recipe: Recipe, factor: float) -> None:
     # the head is no layer, so it is not computed again: it is a fiftieth of this model
-    ratio = work(recipe.with_checkpointing(1)).matmul_flops / work(recipe).matmul_flops
+    ratio = work(replace(recipe, every_n_layers=1)).matmul_flops / work(recipe).matmul_flops
     assert ratio == pytest.approx(factor, rel=0.02)
-    halfway = work(recipe.with_checkpointing(2)).matmul_flops / work(recipe).matmul_flops
+    halfway = work(replace(recipe, every_n_layers=2)).matmul_flops / work(recipe).matmul_flops
     assert halfway - 1 == pytest.approx((ratio - 1) / 2)
 
 
@@ -93,7 +93,7 @@ def test_long_examples_attend_more_than_their_mean_says() -> None:
     assert (found[0].n_tokens, found[0].n_padded_tokens) == (8 * 900.0, 8 * 1000.0)
 
 
-@pytest.mark.parametrize("recipe", [FULL, LORA, replace(LORA, method="qlora"), FULL.with_checkpointing(1)])
+@pytest.mark.parametrize("recipe", [FULL, LORA, replace(LORA, method="qlora"), replace(FULL, every_n_layers=1)])
 def test_more_tokens_never_take_less(recipe: Recipe) -> None:
     gpu = device_of(find_gpu("A100-80GB"), "bf16")
     assert gpu is not None
@@ -170,7 +170,7 @@ def test_shards_gather_weights_for_every_pass_and_scatter_gradients() -> None:
     n = LLAMA.n_parameters
     assert shards.n_micro_batches == 2
     assert work(shards).sent_bytes == pytest.approx(3 / 4 * (2 * 2 * 2 * n + 4 * n))
-    assert work(shards.with_checkpointing(1)).sent_bytes == pytest.approx(3 / 4 * (2 * 3 * 2 * n + 4 * n))
+    assert work(replace(shards, every_n_layers=1)).sent_bytes == pytest.approx(3 / 4 * (2 * 3 * 2 * n + 4 * n))
 
 
 def test_what_can_not_be_hidden_behind_computing_is_waited_for() -> None:
@@ -231,7 +231,7 @@ def test_calibration_multiplies_what_it_was_measured_on() -> None:
     assert both.parts["matmul"] == known["matmul"]
 
 
-@pytest.mark.parametrize(("recipe", "share"), [(FULL, 1 / 3), (LORA, 1 / 2), (FULL.with_checkpointing(1), 1 / 4)])
+@pytest.mark.parametrize(("recipe", "share"), [(FULL, 1 / 3), (LORA, 1 / 2), (replace(FULL, every_n_layers=1), 1 / 4)])
 def test_an_evaluation_is_forward_passes_only(recipe: Recipe, share: float) -> None:
     asked = work(recipe)
     alone = forward_work(asked, 3.0)

@@ -90,6 +90,7 @@ def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Large
     mean, target = m.lengths["mean"], m.lengths["mean_target"] if m.task == "seq2seq" else 0.0
     tokens = m.n_padded_tokens / n_examples * mean / (mean + target)
     targets = m.n_padded_tokens / n_examples * target / (mean + target)
+    # a run keeps no squares of its lengths: a tenth more than the mean squared, by assumption
     padded = Padded(tokens, targets, tokens**2 * 1.1, targets**2 * 1.1, tokens * targets * 1.1)
     longest = m.largest_padded_tokens / max(1, m.largest_rows)
     largest = Largest(m.largest_rows, round(longest * tokens / (tokens + targets)), 0)

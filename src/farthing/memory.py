@@ -25,9 +25,8 @@ from farthing.shapes import Adapters, Shape, Weight
 
 SLACK = 0.05  # of what torch has allocated: blocks that the allocator can't use
 CUDA_CONTEXT_BYTES = int(0.6 * 2**30)
-NF4_BYTES = (
-    0.5 + 1 / 64 + 4 / (64 * 256)
-)  # QLoRA, double quantization (Dettmers et al. 2023, arXiv 2305.14314, section 3)
+# of a weight in QLoRA, double quantization (Dettmers et al. 2023, arXiv 2305.14314, section 3)
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 STATE_BYTES = {
     "sgd": 0.0,
     "adamw_8bit": 2.03,
@@ -64,7 +63,6 @@ BLOCKS = {
     "gpt2": Block(2, 4, False, 1, 1, 2, False),
     "gpt_bigcode": Block(2, 1, False, 1, 1, 2, False),
     "gpt_neox": Block(1, 1, False, 1, 1, 0, False, is_sliced=True),  # two norms of one input
-    "mpt": Block(2, 1, False, 1, 1, 0, False),
     "t5": Block(2, 7, True, 3, 2, 2, True),
     "mt5": Block(2, 7, True, 3, 2, 2, True),
     "bert": Block(2, 1, False, 3, 1, 2, False),
@@ -135,10 +133,7 @@ def estimate_memory(
     if stack.frees_gradients:
         gradients = max(gradients / max(1, shape.n_layers), head_gradients)
     held = gradients if recipe.n_micro_batches > 1 and not stack.frees_gradients else 0.0
-    casts = 0.0
-    if adapters is None and stack.has_autocast and recipe.trained_bytes > recipe.compute_bytes:
-        # autocast keeps a copy of every weight it has cast until the forward pass is over, and autograd longer
-        casts = (shape.n_matmul + shape.n_head_matmul) * recipe.compute_bytes / shards
+    casts = _casts_bytes(shape, recipe, adapters) / shards
 
     layers = _layers(shape, recipe, largest, adapters, is_cuda)
     saved, boundaries, top, working = layers
@@ -189,15 +184,12 @@ def evaluation_memory(
     """Peak of an evaluation whose largest batch is `largest`: the optimizer's state stays, and no layer keeps anything."""
     shards = recipe.n_gpus if recipe.sharding == "fsdp" else 1
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
-    casts = 0.0
-    if adapters is None and recipe.stack.has_autocast and recipe.trained_bytes > recipe.compute_bytes:
-        casts = (shape.n_matmul + shape.n_head_matmul) * recipe.compute_bytes / shards
     _, _, layer, _ = _layers(shape, recipe, largest, adapters, is_cuda)
     logits = logits_bytes(shape, recipe, largest, labelled_share)
     base = {
         "weights": _weights_bytes(shape, recipe, adapters) / shards,
         "optimizer": n_trained * optimizer_bytes(recipe) / shards,
-        "casts": casts,
+        "casts": _casts_bytes(shape, recipe, adapters) / shards,
     }
     found = base | ({"logits": logits} if logits > layer else {"activations": layer})
     return Memory({name: int(value) for name, value in found.items() if value >= 1}, "evaluation", is_cuda)
@@ -209,6 +201,13 @@ def optimizer_bytes(recipe: Recipe) -> float:
     Paged state leaves the GPU when room is needed, so it does not count.
     """
     return STATE_BYTES.get(recipe.optim, 2.0 * recipe.trained_bytes)
+
+
+def _casts_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
+    """Autocast's copies of the weights it has cast: kept until the forward pass is over, by autograd longer."""
+    if adapters is not None or not recipe.stack.has_autocast or recipe.trained_bytes <= recipe.compute_bytes:
+        return 0.0
+    return float((shape.n_matmul + shape.n_head_matmul) * recipe.compute_bytes)
 
 
 def _weights_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:

@@ -56,7 +56,8 @@ SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 1800.0
 GENERATED_S_PER_LAYER = 0.4e-3  # host time of one layer for one generated token
 
 # Relative error of tokens/s without calibration, by GPU: the 90th percentile that `bench/plan_accuracy.py` shows for
-# published runs; where there are none, by assumption as wide as the widest times 1.5.
+# published runs (L40S 25 %, RTX 4090 20 %; A100-80GB 9 %, more because its share was fitted there; the 40 GB card is the same
+# chip); where there are none, by assumption.
 SPEED_ERROR = {"A100-40GB": 0.15, "A100-80GB": 0.15, "L40S": 0.25, "RTX 4090": 0.20}
 SPEED_ERROR_UNKNOWN = 0.40
 MEMORY_ERROR = 0.09
@@ -704,7 +705,7 @@ class _Study:
             alone = next(way for way in choice.ways if way.kind == "spot")
             if alone.chance >= self.wanted.sure:
                 kept.append(replace(plan, chance=alone.chance))
-            elif choice.best.kind == "mixture" and choice.best.chance >= self.wanted.sure:
+            elif own is not None and choice.best.kind == "mixture" and choice.best.chance >= self.wanted.sure:
                 kept.append(_mixed(plan, choice, before_s))
             else:
                 late.append(_late(plan, alone.chance, deadline_s, self.wanted.sure))

@@ -42,7 +42,7 @@ def promised(
     """The promise of this run: the first attempt's, or a new one; empty where the planner can say nothing."""
     try:
         kept = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        if isinstance(kept, dict):
+        if isinstance(kept, dict) and "wall_range_s" in kept:  # another's file, or a cut one, is made anew
             return kept
     except (OSError, ValueError):
         pass

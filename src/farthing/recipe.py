@@ -8,9 +8,9 @@ Refuses to choose: `plan` does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 # what the loss keeps of the logits, see memory.logits_bytes
 LABELLED, WHOLE, FUSED, CHUNKED, SAVED, TILED = "labelled", "whole", "fused", "chunked", "saved", "tiled"
@@ -39,7 +39,6 @@ class Stack:
     frees_gradients: bool = False
     """The optimizer steps within the backward pass: one layer's gradients at a time."""
     offloads_activations: bool = False
-    drops_quantized_head: bool = False
     host_s_per_layer: float = 1.5e-3
     """Seconds of the host for the kernels of one layer, forward and backward: a GPU can't be faster than that."""
     host_s_per_adapted_layer: float = 1.0e-3
@@ -100,10 +99,6 @@ class Recipe:
     def residual_bytes(self) -> int:
         """Of a number in the residual stream: that of the embedding it begins with."""
         return self.trained_bytes if self.method == "full" else self.frozen_bytes
-
-    def with_checkpointing(self, every_n_layers: int) -> Recipe:
-        """The same with other checkpointing."""
-        return replace(self, every_n_layers=every_n_layers)
 
     def in_words(self) -> str:
         """`lora, bf16, 8 x 2 examples, every layer checkpointed`."""

@@ -5,13 +5,15 @@ casts, activations, the loss); or the time the host needs to launch its kernels,
 optimizer and what the GPUs tell each other.
 
 Physics: FLOPs (Kaplan et al. 2020), with 3 products for a trained weight, 2 for a frozen one and one more where a layer is
-recomputed; bytes that are moved, operation by operation. Fitted: the shares of a GPU's peak that are reached.
-`MATMUL_SHARE` is from published runs of Hugging Face's Trainer on A100-80GB (foundation-model-stack/fms-acceleration) and,
-for GPUs of other makes, from the bounds named beside them; `ATTENTION_SHARE` from the FlashAttention-2 paper (Dao 2023,
-arXiv 2307.08691, figures 4 to 6); `BANDWIDTH_SHARE` from copies measured on an H200 (4.3 of 4.8 TB/s) less what kernels
-with several operands lose; `DEQUANTIZATION_SHARE` from fixed costs of LitGPT's tables (10 to 15 ms for 1e9 weights).
+recomputed; bytes that are moved, operation by operation.
 
-Refuses to import torch and to measure: `calibrated` takes measurements as plain values.
+Fitted, with published runs in view: the shares of the peak of Ampere (Hugging Face's Trainer on A100-80GB,
+foundation-model-stack/fms-acceleration), L40S (PEFT's method comparison) and RTX 4090 (torchtune). By assumption: the shares
+of all other GPUs, of attention, of links and of CPUs, `HALF_TOKENS`, and what communication can hide. `BANDWIDTH_SHARE` is a
+tenth less than copies on an H200 reached (4.3 of 4.8 TB/s); `DEQUANTIZATION_SHARE` makes 8 ms of 1e9 weights on an A100,
+where LitGPT's tables have 10 to 15. Ranges of GPUs without published runs are wide for that reason.
+
+Refuses to import torch and to measure: `calibrate` makes factors of measurements.
 """
 
 from __future__ import annotations
@@ -21,21 +23,20 @@ from typing import NamedTuple
 
 from farthing.catalog import Gpu
 from farthing.lengths import Padded
-from farthing.memory import _GATED, BLOCKS
+from farthing.memory import NF4_BYTES, block_of
 from farthing.recipe import CHUNKED, FUSED, TILED, Recipe
 from farthing.shapes import Adapters, Shape
 
-MATMUL_SHARE = {  # of the dense peak that products of a training step reach, by architecture
+MATMUL_SHARE = {  # of the dense peak that products of a training step reach
     "Pascal": 0.80,
     "Volta": 0.62,
-    "Turing": 0.50,  # T4: 70 W hold the clock at half of what the peak supposes
+    "Turing": 0.50,
     "Ampere": 0.76,
     "Ada": 0.78,
     "Hopper": 0.60,  # 0.80 for one large product alone
     "Blackwell": 0.55,
 }
 GPU_SHARE = {"RTX 4090": 0.84, "L40S": 0.55, "L4": 0.45, "L40": 0.60, "RTX 6000 Ada": 0.50, "A10": 0.50, "A10G": 0.76}
-# the first clocks higher than its data sheet supposes, the others are held back by power
 ATTENTION_SHARE = 0.45
 BANDWIDTH_SHARE = 0.80
 _MEAN_SHARE = 0.68
@@ -56,7 +57,6 @@ class Device(NamedTuple):
     bandwidth_bytes_per_s: float  # that is reached
     link_bytes_per_s: float  # of one GPU, one direction; 0 alone
     is_cuda: bool
-    calibration: str = ""  # where the figures are from, if they were measured
 
 
 def device_of(gpu: Gpu, precision: str) -> Device | None:
@@ -162,7 +162,7 @@ def work_of(
         attention_flops=n_each * flops.attention,
         read_bytes=n_micro * passes * c * (shape.n_matmul + shape.n_head_matmul),
         traffic_bytes=n_each * _traffic(shape, recipe, padded, adapters, recompute, labelled_share),
-        dequantization_bytes=n_micro * shape.n_matmul * passes * (0.516 + c) if recipe.method == "qlora" else 0.0,
+        dequantization_bytes=n_micro * shape.n_matmul * passes * (NF4_BYTES + c) if recipe.method == "qlora" else 0.0,
         optimizer_bytes=_optimizer_bytes(shape, recipe, adapters),
         sent_bytes=_sent_bytes(shape, recipe, adapters),
         host_s=n_micro * n_layers * host_s * (1 + recompute / 3),
@@ -278,7 +278,7 @@ def _traffic(
     fused, 8 where they are), two residual sums, rotations of queries and keys, and the activation; a backward pass twice
     as much. The loss passes over the logits about eight times in fp32.
     """
-    block, stack, c = BLOCKS.get(shape.model_type, _GATED), recipe.stack, recipe.compute_bytes
+    block, stack, c = block_of(shape), recipe.stack, recipe.compute_bytes
     h, f, r = shape.hidden, shape.ffn, recipe.residual_bytes
     q, k = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     is_fused = stack.fused_norms or stack.is_compiled
@@ -336,5 +336,5 @@ def _sent_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> floa
     if recipe.sharding != "fsdp":
         return 2 * share * gradients
     passes = 2 + (1 if recipe.every_n_layers else 0)
-    of_weight = 0.52 if recipe.method == "qlora" else float(recipe.compute_bytes)
+    of_weight = NF4_BYTES if recipe.method == "qlora" else float(recipe.compute_bytes)
     return share * (recipe.n_micro_batches * passes * shape.n_parameters * of_weight + gradients)

@@ -275,7 +275,7 @@ def _sure(plan: Plan) -> str:
     if not plan.place.is_cuda:
         return f"nothing was measured on this processor: {error:.0%} either way is supposed"
     if plan.place.device.name in SPEED_ERROR:
-        return f"not measured by you; published runs on this GPU were predicted within {error:.0%}, 9 of 10"
+        return f"not measured by you; published runs on this GPU's chip were predicted within {error:.0%}, 9 of 10"
     return f"not measured by you, and no published run on this GPU is known: {error:.0%} either way is supposed"
 
 
