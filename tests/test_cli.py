@@ -239,7 +239,7 @@ def test_the_scaling_rule_is_offered_when_the_batch_changes(tmp_path: Path, caps
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Make the loss of these steps (from 1) not a number."""
-    honest, take = farthing.train.summed_loss, farthing.train.Run.take_step
+    honest, take = farthing.model.forward.Forward.loss, farthing.train.Run.take_step
     now = {"step": 0}
 
     def take_step(run: Any) -> None:
@@ -248,11 +248,11 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
         now["step"] = 0
 
     def spoilt(*args: Any) -> Any:
-        loss, logits = honest(*args)
-        return (loss * torch.nan if now["step"] in steps else loss), logits
+        loss = honest(*args)
+        return loss * torch.nan if now["step"] in steps else loss
 
     monkeypatch.setattr(farthing.train.Run, "take_step", take_step)
-    monkeypatch.setattr(farthing.train, "summed_loss", spoilt)
+    monkeypatch.setattr(farthing.model.forward.Forward, "loss", spoilt)
 
 
 def test_a_loss_that_is_not_a_number_is_skipped_and_its_samples_named(

@@ -13,9 +13,10 @@ import transformers
 from safetensors.torch import load_file
 
 import workshop
-from farthing.evaluate import _pieces, evaluate
+from farthing.evaluate import evaluate
 from farthing.hardware import choose_numerics
 from farthing.metrics import GREATER_IS_BETTER, OF_TASK, classification_metrics, perplexity, text_metrics
+from farthing.model.forward import Forward
 from farthing.prepare import open_examples, open_inputs
 from workshop import Heard, Watched, log_of, make_job
 
@@ -259,23 +260,29 @@ def test_a_model_that_computes_no_numbers_is_measured_as_none(tmp_path: Path, mo
     with torch.no_grad():
         watched.model.classifier.weight.fill_(torch.nan)
     found = evaluate(
-        watched.model,
+        Forward(watched.model, "classification", inputs.pad_id, choose_numerics("cpu", None, None)),
         examples.tokens,
         examples.indices,
-        task="classification",
         tokenizer=inputs.tokenizer,
-        pad_id=inputs.pad_id,
-        batch_size=4,
-        numerics=choose_numerics("cpu", None, None),
+        most_tokens=100,
     )
     assert found["loss"] is None
     assert "accuracy" not in found  # the class that argmax names for such scores means nothing
 
 
-def test_an_evaluation_batch_has_no_more_tokens_than_training_had() -> None:
-    lengths = np.array([10, 500, 3, 100, 90, 80, 7, 6])
-    pieces = list(_pieces(np.arange(8), lengths, 4, 200))
-    assert sorted(index for piece in pieces for index in piece) == list(range(8))
-    assert all(len(piece) == 1 or len(piece) * lengths[piece].max() <= 200 for piece in pieces)
-    assert max(len(piece) for piece in pieces) == 4
-    assert [len(piece) for piece in _pieces(np.arange(8), lengths, 4, None)] == [4, 4]
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_an_evaluation_batch_has_no_more_tokens_than_training_had(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    honest = Forward.place
+
+    def place(forward: Forward, arrays: Any) -> Any:
+        if not torch.is_grad_enabled():
+            asked.append(forward.n_computed(arrays))
+        return honest(forward, arrays)
+
+    monkeypatch.setattr(Forward, "place", place)
+    workshop.train(make_job(tmp_path, family, max_steps=1, eval_rows=workshop.rows_of(family, 12, 9), micro_batch_tokens=70))
+    assert len(asked) > 2
+    assert max(asked) <= 70

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import farthing.step
 import farthing.train
+import workshop
 from farthing.cli import main
 from farthing.track import with_trackers
 from farthing.train import train
@@ -41,7 +43,7 @@ def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path: Path) ->
 
 
 def fail_at(step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = farthing.train.seed_everything, []
+    real, calls = farthing.step.seed_everything, []
 
     def seed(*numbers: int) -> None:
         calls.append(numbers)
@@ -49,21 +51,80 @@ def fail_at(step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> Non
             raise error
         real(*numbers)
 
-    monkeypatch.setattr(farthing.train, "seed_everything", seed)
+    monkeypatch.setattr(farthing.step, "seed_everything", seed)
 
 
-def test_memory_that_ends_is_said_with_its_remedy(
+def room_for(most_tokens: int, monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[int]:
+    """A device with room for so many tokens at once; returns what it was asked to compute."""
+    honest, asked = farthing.model.forward.Forward.loss, []
+
+    def loss(forward: Any, batch: dict[str, Any], *scale: Any) -> Any:
+        n_tokens = batch["input_ids"].numel() + (batch["labels"].numel() if forward.task == "seq2seq" else 0)
+        if torch.is_grad_enabled():
+            asked.append(n_tokens)
+            if n_tokens > most_tokens:
+                raise error
+        return honest(forward, batch, *scale)
+
+    monkeypatch.setattr(farthing.model.forward.Forward, "loss", loss)
+    return asked
+
+
+OUT = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+@pytest.mark.parametrize("error", OUT, ids=["gpu", "cpu"])
+def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(
+    family: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"max_steps": 6, "n_rows": 64, "global_batch_size": 16}
+    plain = workshop.make_job(tmp_path / "plain", family, **keys)
+    workshop.train(plain)
+    heard = workshop.Heard()
+    job = workshop.make_job(tmp_path / "short", family, **keys)
+    longest = max(len(e) for e in _token_rows(job))
+    asked = room_for(2 * longest, monkeypatch, error)
+    outcome = farthing.train.train(job, heard)
+    assert outcome.state == "finished"
+    assert max(asked[-3:]) <= 2 * longest < max(asked)
+    ours, theirs = workshop.log_of(job), workshop.log_of(plain)
+    assert [row["examples"] for row in ours if "loss" in row] == [row["examples"] for row in theirs if "loss" in row]
+    assert [row["loss"] for row in ours if "loss" in row] == pytest.approx(
+        [row["loss"] for row in theirs if "loss" in row], rel=1e-4
+    )
+    events = outcome.receipt["out_of_memory"]
+    assert events
+    assert [event["step"] for event in events] == [1] * len(events)
+    assert "out of memory; it goes on" in heard.warnings
+    # a later attempt does not try again what had no room
+    steps = [event["most_tokens"] for event in events]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_one_example_without_room_is_computed_again_in_parts_and_then_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job_in(tmp_path, "run")
-    fail_at(6, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), monkeypatch)
+    room_for(1, monkeypatch, OUT[0])
     assert main(["train", str(tmp_path / "run.yaml")]) == 1
-    words = capsys.readouterr().err
-    assert "per_device_train_batch_size" in words
-    assert "Traceback" not in words
+    words = capsys.readouterr()
+    assert "data.max_length" in words.err
+    assert "Traceback" not in words.err
+    events = farthing.train.build_receipt(tmp_path / "run")["out_of_memory"]
+    assert [event["every_n_layers"] for event in events][-2:] == [2, 1]
     monkeypatch.undo()
-    assert main(["train", str(tmp_path / "run.yaml"), "--set", "train.per_device_train_batch_size=1"]) == 0
-    assert "resumed" in capsys.readouterr().out
+    assert main(["train", str(tmp_path / "run.yaml")]) == 0
+
+
+def _token_rows(job: Any) -> list[Any]:
+    from farthing.prepare import open_examples, open_inputs
+
+    train, _ = open_examples(job, open_inputs(job), lambda kind, facts: None, lambda: False)
+    return [train.tokens.example(int(index))[0] for index in train.indices]
 
 
 def test_a_crash_keeps_what_was_saved_and_says_how_to_go_on(

@@ -12,7 +12,7 @@ import yaml
 from torch.nn.functional import cross_entropy
 from transformers import get_linear_schedule_with_warmup
 
-from farthing.data.batches import cut
+from farthing.data.feed import micro_batches
 from farthing.hardware import choose_numerics
 from farthing.job import Job
 from farthing.job_file import load_job
@@ -20,6 +20,7 @@ from farthing.meter import Ledger, Meter
 from farthing.model.load import ModelChoice, load_config, load_model, load_tokenizer
 from farthing.notice import Notice
 from farthing.prepare import build_model, open_examples, open_inputs
+from farthing.step import Sums
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train import Run, train
 
@@ -85,6 +86,17 @@ def open_run(job: Job) -> Run:
     model = build_model(job, inputs, numerics, train_examples)
     ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
     return Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, Notice(), quiet)
+
+
+def cut_by_rows(examples: Any, most: int) -> list[Any]:
+    return [examples[start : start + most] for start in range(0, len(examples), most)]
+
+
+def accumulate(run: Run, pieces: list[Any]) -> Sums:
+    """Gradients of the first step, cut like this."""
+    tokens = run.train_examples.tokens
+    ready = micro_batches(0, 1, run.batches.examples_of, lambda _: pieces, lambda e: run.forward.collate(tokens, e))
+    return run.steps.accumulate(ready)
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
@@ -171,9 +183,7 @@ def test_the_first_twenty_losses_and_gradients_are_those_of_plain_transformers(t
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=10 * CLOSE)
 
     run = open_run(job_for(task, tmp_path, "again"))
-    examples = run.batches.examples_of(0)
-    pieces = cut(examples, run.train_examples.tokens.lengths, 5)
-    run.accumulate_gradients(pieces, run.train_examples.tokens.n_targets(examples))
+    accumulate(run, cut_by_rows(run.batches.examples_of(0), 5))
     theirs = {name: gradient for (name, _), gradient in zip(reference.named_parameters(), first, strict=True)}
     assert_close({name: p.grad for name, p in run.model.named_parameters()}, theirs)
 
@@ -182,19 +192,17 @@ def test_the_first_twenty_losses_and_gradients_are_those_of_plain_transformers(t
 @pytest.mark.parametrize("task", TASKS)
 def test_every_way_of_cutting_the_batch_gives_the_same_gradients(task: str, method: str, tmp_path: Path) -> None:
     run = open_run(job_for(task, tmp_path, method=method))
-    tokens = run.train_examples.tokens
     examples = run.batches.examples_of(0)
-    n_targets = tokens.n_targets(examples)
 
     def gradients(pieces: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
         run.optimizer.zero_grad(set_to_none=True)
-        losses, _ = run.accumulate_gradients(pieces, n_targets)
+        sums = accumulate(run, pieces)
         grads = {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
-        return float(torch.stack(losses).sum()), grads
+        return float(torch.stack(sums.losses).sum()), grads
 
-    loss, whole = gradients(cut(examples, tokens.lengths, 16))
+    loss, whole = gradients(cut_by_rows(examples, 16))
     uneven = [examples[:1], examples[1:8], examples[8:10], examples[10:]]
-    ways = {"16x1": cut(examples, tokens.lengths, 1), "4x4": cut(examples, tokens.lengths, 4), "uneven": uneven}
+    ways = {"16x1": cut_by_rows(examples, 1), "4x4": cut_by_rows(examples, 4), "uneven": uneven}
     for way, pieces in ways.items():
         other_loss, other = gradients(pieces)
         assert other_loss == pytest.approx(loss, rel=CLOSE), way

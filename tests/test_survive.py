@@ -186,7 +186,7 @@ def test_a_resume_late_in_a_large_index_takes_no_time(tmp_path: Path) -> None:
 
 
 def test_dropout_is_a_function_of_seed_and_step() -> None:
-    from farthing.train import seed_everything
+    from farthing.step import seed_everything
 
     seed_everything(1, 5)
     first = torch.rand(4)

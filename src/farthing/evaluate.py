@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from farthing.data.batches import collate, cut
 from farthing.data.tokens import TokenSet
 from farthing.errors import Interrupted
-from farthing.hardware import Numerics
 from farthing.metrics import classification_metrics, perplexity, text_metrics
-from farthing.model.loss import summed_loss
+from farthing.model.forward import Forward
 
 
 @torch.no_grad()
 def evaluate(
-    model: Any,
+    forward: Forward,
     tokens: TokenSet,
     examples: NDArray[np.int64],
     *,
-    task: str,
     tokenizer: Any,
-    pad_id: int,
-    batch_size: int,
-    numerics: Numerics,
-    most_tokens: int | None = None,
+    most_tokens: int,
     generate: bool = False,
     max_new_tokens: int = 128,
     should_stop: Callable[[], bool] = lambda: False,
@@ -36,35 +31,40 @@ def evaluate(
 ) -> dict[str, Any]:
     """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is not a number.
 
-    A batch has at most `batch_size` examples and, where that is more than one, at most `most_tokens` padded tokens: as many
-    as training was seen to have room for. Raises `Interrupted` when asked to stop in between.
+    A batch has at most `most_tokens` computed tokens, or one example. Raises `Interrupted` when asked to stop in between.
     """
+    model, task = forward.model, forward.task
     was_training = model.training
     model.eval()
-    total, n_targets, done = 0.0, 0, 0
-    n_labels = len(tokens.label_names)
-    confusion = np.zeros((n_labels, n_labels), dtype=np.int64)
+    n_targets, done = 0, 0
+    losses: list[Tensor] = []
+    labels: list[Tensor] = []
+    chosen: list[Tensor] = []
     predictions: list[str] = []
     references: list[str] = []
     try:
-        for piece in _pieces(examples, tokens.lengths, batch_size, most_tokens):
+        for piece in forward.cut(tokens, examples, most_tokens):
             if should_stop():
                 raise Interrupted("stopped while evaluating")
-            arrays = collate(tokens, piece, task, pad_id)
-            batch = {name: torch.from_numpy(array).to(numerics.device) for name, array in arrays.items()}
-            with numerics.autocasting():
-                loss, logits = summed_loss(model, batch, task)
-                total += float(loss)
-                if task == "classification":
-                    np.add.at(confusion, (arrays["labels"], logits.float().argmax(-1).cpu().numpy()), 1)
-                elif task == "seq2seq" and generate:
+            arrays = forward.collate(tokens, piece)
+            batch = forward.place(arrays)
+            if task == "classification":
+                loss, scores = forward.loss_and_scores(batch)
+                chosen.append(scores.argmax(-1))
+                labels.append(batch["labels"])
+            else:
+                loss = forward.loss(batch)
+            losses.append(loss.double())
+            if task == "seq2seq" and generate:
+                with forward.numerics.autocasting():
                     written = _generate(model, batch, max_new_tokens)
-                    predictions += tokenizer.batch_decode(written, skip_special_tokens=True)
-                    labels = np.where(arrays["labels"] >= 0, arrays["labels"], pad_id)
-                    references += tokenizer.batch_decode(labels, skip_special_tokens=True)
+                predictions += tokenizer.batch_decode(written, skip_special_tokens=True)
+                targets = np.where(arrays["labels"] >= 0, arrays["labels"], forward.pad_id)
+                references += tokenizer.batch_decode(targets, skip_special_tokens=True)
             n_targets += tokens.n_targets(piece)
             done += len(piece)
             progress(done, len(examples))
+        total = float(torch.stack(losses).sum()) if losses else 0.0  # the device is waited for once, here
     finally:
         model.train(was_training)
     mean = total / max(1, n_targets)
@@ -74,20 +74,12 @@ def evaluate(
     if task == "causal-lm":
         metrics["perplexity"] = perplexity(mean)
     if task == "classification":
+        confusion = np.zeros((len(tokens.label_names),) * 2, dtype=np.int64)
+        np.add.at(confusion, (torch.cat(labels).cpu().numpy(), torch.cat(chosen).cpu().numpy()), 1)
         metrics |= classification_metrics(confusion, tokens.label_names)
     if predictions:
         metrics |= text_metrics(predictions, references)
     return metrics
-
-
-def _pieces(
-    examples: NDArray[np.int64], lengths: NDArray[np.int64], batch_size: int, most_tokens: int | None
-) -> Iterator[NDArray[np.int64]]:
-    """Similar lengths together, the longest first in each piece."""
-    for piece in cut(examples, lengths, batch_size):
-        n_rows = len(piece) if most_tokens is None else max(1, most_tokens // max(1, int(lengths[piece[0]])))
-        for start in range(0, len(piece), n_rows):
-            yield piece[start : start + n_rows]
 
 
 def _generate(model: Any, batch: dict[str, Any], max_new_tokens: int) -> Any:

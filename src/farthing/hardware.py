@@ -101,6 +101,13 @@ def hardware_key(device: torch.device) -> str:
     return hardware_name(device.type, name, torch.get_num_threads())
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the host, had no room for a tensor. On a CPU torch has no error of its own for it."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory that can still be taken."""
     if device.type == "cuda":

@@ -124,8 +124,12 @@ class TrainSection(Section):
     global_batch_size: Positive | None = None
     """Examples per optimizer step. Default 16, or the product of the two keys below."""
     per_device_train_batch_size: Positive | None = None
-    """Most examples in one forward pass: an execution detail that does not change the result."""
+    """As many of the longest examples in one forward pass, and more of shorter ones: an execution detail that does not
+    change the result."""
     gradient_accumulation_steps: Positive | None = None
+    micro_batch_tokens: Positive | None = None
+    """Most tokens in one forward pass; a longer example goes alone. Overrides per_device_train_batch_size as the limit
+    of what is computed at once, and like it changes no result. Default: planned."""
     per_device_eval_batch_size: Positive = 16
     learning_rate: Annotated[Number, Field(gt=0)] | None = None
     """Default: 2e-4 for lora and qlora, 2e-5 for full."""
@@ -270,7 +274,7 @@ class Job(Section):
 
     @property
     def micro_batch_size(self) -> int:
-        """Most examples in one forward pass."""
+        """How many of the longest examples fit in one forward pass."""
         train, batch = self.train, self.global_batch_size
         if train.per_device_train_batch_size is not None:
             return min(train.per_device_train_batch_size, batch)
@@ -306,6 +310,7 @@ class Job(Section):
         train = self.train.model_dump(
             exclude={
                 "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
+                "micro_batch_tokens",
                 "learning_rate_batch_size", "per_device_eval_batch_size", "gradient_checkpointing", "bf16", "fp16",
                 "eval_strategy", "load_best_model_at_end", "save_steps", "save_minutes", "save_total_limit",
                 "logging_steps", "max_skipped_steps", "report_to",

@@ -64,6 +64,12 @@ class Meter:
         """From now on time belongs to `name`, until another span begins."""
         self._switch(name)
 
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Give time that was waited for under one name to the work that was waited for; the sum stays."""
+        moved = min(seconds, self.spans.get(source, 0.0))
+        self.spans[source] = self.spans.get(source, 0.0) - moved
+        self.spans[target] = self.spans.get(target, 0.0) + moved
+
     @property
     def wall_s(self) -> float:
         """Seconds since the process began."""
@@ -125,6 +131,7 @@ class Ledger:
         self._facts: dict[str, Any] = {}
         rows = list(self._lines.rows())
         self.committed_step = max((row.get("committed", -1) for row in rows), default=-1)
+        self.out_of_memory: list[dict[str, Any]] = [row["out_of_memory"] for row in rows if "out_of_memory" in row]
         self.forecast: dict[str, Any] | None = next((row["forecast"] for row in rows if "forecast" in row), None)
 
     @property

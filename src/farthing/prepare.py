@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from farthing.data.batches import collate, split_by_input
+from farthing.data.batches import split_by_input
 from farthing.data.read import Source, open_sources
 from farthing.data.tokens import Recipe, TokenSet, tokenize, tokenizer_sha256
 from farthing.errors import DataError
@@ -23,6 +23,7 @@ from farthing.hardware import Numerics, free_bytes
 from farthing.job import Job
 from farthing.lengths import note_token_set
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
+from farthing.model.forward import Forward
 from farthing.model.load import (
     ModelChoice,
     check_fits,
@@ -33,7 +34,6 @@ from farthing.model.load import (
     model_sha256,
     need_bitsandbytes,
 )
-from farthing.model.loss import summed_loss
 from farthing.model.memory import MemoryNeed, choose_checkpointing
 from farthing.optim import bytes_per_weight, make_optimizer
 
@@ -235,34 +235,25 @@ def build_optimizer(job: Job, model: Any) -> torch.optim.Optimizer:
     )
 
 
-def settle_checkpointing(
-    job: Job, model: Any, numerics: Numerics, train: Examples, pad_id: int, planned: int = 0
-) -> MemoryNeed:
+def settle_checkpointing(job: Job, forward: Forward, train: Examples, most_tokens: int, planned: int = 0) -> MemoryNeed:
     """Measure a small forward pass and switch on as much activation checkpointing as the largest micro-batch needs.
 
     `planned` is what the plan has chosen: with `auto` no less is tried.
     """
     lengths = train.tokens.lengths[train.indices]
     sample = train.indices[[int(np.argsort(lengths)[len(lengths) // 2])]]
-    batch = {
-        name: torch.from_numpy(array).to(numerics.device)
-        for name, array in collate(train.tokens, sample, job.task, pad_id).items()
-    }
-
-    def forward() -> torch.Tensor:
-        with numerics.autocasting():
-            return summed_loss(model, batch, job.task)[0]
-
-    largest_tokens = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
-    wanted = job.train.gradient_checkpointing
+    arrays = forward.collate(train.tokens, sample)
+    batch = forward.place(arrays)
+    wanted, device = job.train.gradient_checkpointing, forward.numerics.device
     return choose_checkpointing(
-        model,
-        forward=forward,
-        sample_tokens=int(train.tokens.lengths[sample[0]]),
-        largest_tokens=largest_tokens,
-        n_trained=count_parameters(model)["trainable"],
+        forward.model,
+        forward=lambda: forward.before_head(batch),
+        sample_tokens=forward.n_computed(arrays),
+        largest_tokens=most_tokens,
+        n_trained=count_parameters(forward.model)["trainable"],
         optimizer_bytes_per_weight=bytes_per_weight(job.train.optim),
-        free_bytes=free_bytes(numerics.device),
+        free_bytes=free_bytes(device),
         wanted=wanted if wanted == "auto" else int(wanted),
         planned=planned,
+        head_bytes=forward.head_bytes(most_tokens),
     )

@@ -10,23 +10,22 @@ and the learning rate are functions, not state. Refuses to print: it tells `tell
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import gc
 import math
-import random
 import shutil
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
-from torch import Tensor
 
 import farthing
 from farthing.checkpoint import Checkpoints, Part, SaveResult, n_bytes_of
-from farthing.data.batches import Batches, collate, cut
+from farthing.data.batches import Batches
 from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
@@ -50,8 +49,9 @@ from farthing.meter import Ledger, Meter, seconds_since_process_start
 from farthing.metrics import GREATER_IS_BETTER
 from farthing.model.adapters import count_parameters, put_back
 from farthing.model.flops import flops_per_token
+from farthing.model.forward import Forward
 from farthing.model.load import quiet_libraries
-from farthing.model.loss import summed_loss
+from farthing.model.low_rank import use_low_rank
 from farthing.notice import Notice
 from farthing.optim import schedule
 from farthing.pace import Pace
@@ -70,11 +70,13 @@ from farthing.prepare import (
 from farthing.promise import as_planned, promised
 from farthing.report.receipt import build_receipt
 from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RECEIPT, RUN, claim
+from farthing.step import Steps, Taken
 from farthing.track import with_trackers
 from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 FORECAST_AFTER_STEPS = 5
 SAVE_EVERY_S = 300.0  # where there is no plan
+COLLECT_EVERY_STEPS = 200  # cycles of references, each of which may hold on to tensors
 # a guess of what exporting takes until it is measured: files beside the weights, and a slow disk
 EXPORT_S, WRITE_BYTES_PER_S = 0.5, 100e6
 
@@ -127,7 +129,8 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
             raise OutOfMemory(
                 f"the device has no memory left: {str(error).splitlines()[0][:200]}",
                 where=str(folder),
-                to_do="lower train.per_device_train_batch_size (the result stays the same) and run the command again",
+                to_do="even one example at a time, every layer computed again, is too much: lower data.max_length, or use"
+                " method: qlora or a larger GPU",
             ) from error
         finally:
             with contextlib.suppress(OSError):  # a full disk must not hide the error that is on its way
@@ -221,7 +224,6 @@ class Run:
             n_steps=self.n_steps,
             learning_rate=job.learning_rate,
         )
-        self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.parameters = count_parameters(self.model)
         self.parts: dict[str, Part] = {
             "model": ModelPart(self.model),
@@ -229,18 +231,38 @@ class Run:
             "scaler": ScalerPart(self.scaler),
             "progress": self.progress,
         }
-        lengths = self.train_examples.tokens.lengths[self.train_examples.indices]
-        self.most_tokens = int(lengths.max()) * min(job.micro_batch_size, len(lengths))  # padded, in a micro-batch
-        before_bytes = taken_bytes(self.numerics.device)
-        self.memory = settle_checkpointing(
-            job,
+        self.fused = use_low_rank(self.model) if job.method.name != "full" else None
+        self.forward = Forward(
             self.model,
-            self.numerics,
-            self.train_examples,
+            job.task,
             self.inputs.pad_id,
-            self.promise.get("every_n_layers", 0),
+            self.numerics,
+            label_smoothing=train.label_smoothing_factor,
+            may_go_flat=job.model.attn_implementation is None,
         )
+        most_tokens, every_n_layers = self.most_tokens(), self.promise.get("every_n_layers", 0)
+        if self.ledger.out_of_memory:
+            every_n_layers = self.ledger.out_of_memory[-1]["every_n_layers"] or every_n_layers
+        before_bytes = taken_bytes(self.numerics.device)
+        self.memory = settle_checkpointing(job, self.forward, self.train_examples, most_tokens, every_n_layers)
         self.promised_bytes = before_bytes + self.memory.total_bytes
+        self.steps = Steps(
+            self.forward,
+            self.batches,
+            self.train_examples.tokens,
+            self.optimizer,
+            self.scaler,
+            self.n_steps,
+            lambda step: job.learning_rate * self.lr_factor(step),
+            train.max_grad_norm,
+            train.seed,
+            most_tokens,
+            self.memory.every_n_layers,
+            self.meter,
+            lambda: bool(self.notice),
+            self.ran_out_of_memory,
+        )
+        self.in_flight: deque[Taken] = deque()
         self.record = Record(loaded_bytes=before_bytes)
         self.log = JsonLines(self.folder / LOG)
         self.metric = (train.metric_for_best_model or "loss").removeprefix("eval_")  # known: the job was checked
@@ -251,7 +273,14 @@ class Run:
         self._saved_mark = self._mark()
         self._save_now = False
         self._last_evaluation_s = 0.0
-        self._save_s = 0.0
+        self._save_s = self._settled_s = 0.0
+
+    def most_tokens(self) -> int:
+        """Computed tokens of a micro-batch: as the job says, as an earlier attempt had room for, or as planned."""
+        lengths = self.train_examples.tokens.lengths[self.train_examples.indices]
+        longest = int(lengths.max()) * min(self.job.micro_batch_size, len(lengths))
+        most = self.job.train.micro_batch_tokens or self.promise.get("micro_batch_tokens") or longest
+        return min([int(most), *(event["most_tokens"] for event in self.ledger.out_of_memory)])
 
     # ---- before the loop ----
 
@@ -300,7 +329,7 @@ class Run:
 
     def say_what_was_decided(self) -> None:
         """One table of everything the job left open."""
-        job, batch, micro = self.job, self.job.global_batch_size, self.job.micro_batch_size
+        job, batch = self.job, self.job.global_batch_size
         every = self.memory.every_n_layers
         checkpointing = {0: "off", 1: "every layer"}.get(
             every, f"every {every}nd layer" if every == 2 else f"every {every}th layer"
@@ -314,11 +343,12 @@ class Run:
                 "examples": len(self.train_examples),
                 "eval_examples": len(self.eval_examples) if self.eval_examples else 0,
                 "steps": self.n_steps,
-                "batch": f"{batch} examples a step, up to {micro} at a time",
+                "batch": f"{batch} examples a step, up to {self.steps.most_tokens:,} tokens at a time",
                 "learning_rate": f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, {self.n_warmup_steps} warm-up steps",
                 "max_length": self.inputs.recipe.max_length,
                 "precision": self.numerics.name,
                 "device": device_name(self.numerics.device),
+                "attention": self.forward.why_padded or "documents end to end, no padding",
                 "gradient_checkpointing": checkpointing,
                 "memory": f"{say_bytes(self.promised_bytes)} expected, {say_bytes(self.memory.free_bytes)} free",
                 "checkpoints": self._interval_in_words(),
@@ -342,126 +372,113 @@ class Run:
     def loop(self) -> tuple[str, str]:
         """Steps until done, stopped early, interrupted or over a limit; returns (state, reason)."""
         state = reason = ""
-        try:
-            while not state:
-                if self.evaluation_is_due():
-                    self.evaluate()
-                if self.progress.step >= self.n_steps or self.progress.stopped_early:
-                    state, reason = "finished", "stopped early" if self.progress.stopped_early else "all steps done"
-                elif self.notice:
-                    state, reason = "interrupted", str(self.notice.reason)
-                elif limit := over_limit(self.job, self.ledger, self.seconds_to_reserve()):
-                    state, reason = "limit", limit
-                else:
-                    if self.save_is_due():
-                        self.save()
-                    self.take_step()
-        except Interrupted:
-            state, reason = "interrupted", str(self.notice.reason)
-        self.save_last()
+        with contextlib.closing(self.steps), rare_collections():
+            try:
+                while not state:
+                    if self.evaluation_is_due():
+                        self.evaluate()
+                    if self.progress.step >= self.n_steps or self.progress.stopped_early:
+                        state, reason = "finished", "stopped early" if self.progress.stopped_early else "all steps done"
+                    elif self.notice:
+                        state, reason = "interrupted", str(self.notice.reason)
+                    elif limit := over_limit(self.job, self.ledger, self.seconds_to_reserve()):
+                        state, reason = "limit", limit
+                    else:
+                        if self.save_is_due():
+                            self.save()
+                        self.take_step()
+            except Interrupted:
+                state, reason = "interrupted", str(self.notice.reason)
+            self.save_last()
         if state != "interrupted":
             with self.meter.span("export"):
                 self.export()
         return state, reason
 
     def take_step(self) -> None:
-        """One optimizer step over the global batch; nothing changes when it is interrupted or not finite."""
-        step, started_s = self.progress.step, self.meter.wall_s
-        with self.meter.span("data_wait"):
-            examples = self.batches.examples_of(step)
-            n_targets = self.train_examples.tokens.n_targets(examples)
-            pieces = cut(examples, self.train_examples.tokens.lengths, self.job.micro_batch_size)
-        seed_everything(self.job.train.seed, step)
-        losses, n_padded = self.accumulate_gradients(pieces, n_targets)
-        with self.meter.span("compute"):  # a GPU is waited for here, so that its time is not taken for the optimizer's
-            loss = float(torch.stack(losses).sum()) / n_targets
-        with self.meter.span("optimizer"):
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.job.learning_rate * self.lr_factor(step)
-            self.scaler.unscale_(self.optimizer)
-            norm = torch.nn.utils.clip_grad_norm_(self.trained, self.job.train.max_grad_norm or math.inf)
-            norm_value = float(norm)
-            is_finite = math.isfinite(loss) and math.isfinite(norm_value)
-            if is_finite:
-                self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
-        at = self.progress
+        """One optimizer step over the global batch; nothing changes when it is interrupted."""
+        taken = self.steps.take(self.progress.step)
+        at, sums = self.progress, taken.sums
         at.step += 1
-        n_tokens = int(self.train_examples.tokens.lengths[examples].sum())
-        at.n_tokens, at.n_padded_tokens, at.n_targets = (
-            at.n_tokens + n_tokens, at.n_padded_tokens + n_padded, at.n_targets + n_targets,
-        )  # fmt: skip
+        at.n_tokens += int(self.train_examples.tokens.lengths[sums.examples].sum())
+        at.n_padded_tokens, at.n_targets = at.n_padded_tokens + sums.n_computed, at.n_targets + sums.n_targets
+        self.record.micro_batch(*sums.largest)
+        self.in_flight.append(taken)
+        self.settle(self.steps.n_ahead)
+        self.note_finished_save(self.checkpoints.finished_save())
+        if at.step % COLLECT_EVERY_STEPS == 0:
+            gc.collect()
+
+    def settle(self, most_in_flight: int = 0) -> None:
+        """Read the figures of steps that were taken, but for the last `most_in_flight`. Raises `NotFinite`."""
+        while len(self.in_flight) > most_in_flight:
+            taken = self.in_flight.popleft()
+            losses, norm = self.note(taken)
+            self.judge_finite(taken, losses, norm)
+
+    def note(self, taken: Taken) -> tuple[list[float], float]:
+        """Put a step in the log, on the meter and before the user. Returns its losses and gradient norm."""
+        with self.meter.span("compute"):  # a GPU is waited for here
+            losses, norm = taken.read()
+        self.meter.move("compute", "optimizer", taken.update_s())
+        step, sums, loss = taken.step + 1, taken.sums, math.fsum(losses)
+        n_tokens = int(self.train_examples.tokens.lengths[sums.examples].sum())
         row = {
-            "step": at.step,
+            "step": step,
             "loss": loss if math.isfinite(loss) else None,
-            "grad_norm": norm_value if math.isfinite(norm_value) else None,
-            "lr": self.job.learning_rate * self.lr_factor(step),
-            "n_targets": n_targets,
+            "grad_norm": norm if math.isfinite(norm) else None,
+            "lr": taken.learning_rate,
+            "n_targets": sums.n_targets,
             "n_tokens": n_tokens,
-            "examples": examples.tolist(),
+            "examples": sums.examples.tolist(),
         }
         self.log.append(row)
-        self.judge_finite(is_finite, loss, losses, pieces)
-        seconds, peak = self.meter.wall_s - started_s, peak_bytes(self.numerics.device)
-        self.pace.step_done(n_tokens, n_padded, seconds)
-        self.record.step_done(n_tokens, n_padded, n_targets, seconds, self.meter.spans, peak)
+        now_s = self.meter.wall_s
+        seconds, peak = now_s - max(taken.started_s, self._settled_s), peak_bytes(self.numerics.device)
+        self._settled_s = now_s
+        self.pace.step_done(n_tokens, sums.n_computed, seconds)
+        self.record.step_done(n_tokens, sums.n_computed, sums.n_targets, seconds, self.meter.spans, peak)
         self.report_step(row)
-        self.note_finished_save(self.checkpoints.finished_save())
+        return losses, norm
 
-    def accumulate_gradients(self, pieces: list[Any], n_targets: int) -> tuple[list[Tensor], int]:
-        """Forward and backward of every micro-batch, each divided by the targets of the whole step.
-
-        Returns the summed loss of each piece and how many padded tokens were computed. Raises `Interrupted`.
-        """
-        losses, n_padded = [], 0
-        for piece in pieces:
-            with self.meter.span("data_wait"):
-                arrays = collate(self.train_examples.tokens, piece, self.job.task, self.inputs.pad_id)
-            with self.meter.span("host_to_device"):
-                batch = {name: torch.from_numpy(array).to(self.numerics.device) for name, array in arrays.items()}
-            with self.meter.span("compute"):
-                with self.numerics.autocasting():  # [0]: holding on to the logits would cost their memory
-                    loss = summed_loss(self.model, batch, self.job.task, self.job.train.label_smoothing_factor)[0]
-                self.scaler.scale(loss / n_targets).backward()
-            losses.append(loss.detach())
-            n_in_piece = arrays["input_ids"].size + (arrays["labels"].size if self.job.task == "seq2seq" else 0)
-            self.record.micro_batch(len(piece), n_in_piece)
-            n_padded += n_in_piece
-            if self.notice:
-                self.optimizer.zero_grad(set_to_none=True)
-                raise Interrupted("stopped within a step; it is taken again")
-        return losses, n_padded
-
-    def judge_finite(self, is_finite: bool, loss: float, losses: list[Tensor], pieces: list[Any]) -> None:
+    def judge_finite(self, taken: Taken, losses: list[float], norm: float) -> None:
         """Count a skipped step and name its samples; too many in a row end the run. Raises `NotFinite`."""
-        at = self.progress
-        if is_finite:
+        at, loss, step = self.progress, math.fsum(losses), taken.step + 1
+        if math.isfinite(loss) and math.isfinite(norm):
             at.skipped_in_a_row = 0
             return
         at.skipped_steps += 1
         if math.isfinite(loss) and self.scaler.is_enabled() and self.scaler.get_scale() >= 1:
-            self.log.append({"step": at.step, "skipped": "the gradients overflowed fp16"})
-            self._warn(
-                f"step {at.step}: gradients overflowed fp16, scale now {self.scaler.get_scale():g}; step skipped"
-            )
+            self.log.append({"step": step, "skipped": "the gradients overflowed fp16"})
+            self._warn(f"step {step}: gradients overflowed fp16, scale now {self.scaler.get_scale():g}; step skipped")
             return
         at.skipped_in_a_row += 1
-        guilty = [
-            piece for piece, value in zip(pieces, losses, strict=True) if not math.isfinite(float(value))
-        ] or pieces
+        pieces = taken.sums.pieces
+        guilty = [piece for piece, value in zip(pieces, losses, strict=True) if not math.isfinite(value)] or pieces
         places = [self.train_examples.tokens.place(int(index)) for piece in guilty for index in piece]
         named = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
         what = "the gradient is" if math.isfinite(loss) else "the loss is"
-        self.log.append({"step": at.step, "skipped": what, "samples": places})
-        self._warn(f"step {at.step}: {what} not a number, step skipped; among {named}")
+        self.log.append({"step": step, "skipped": what, "samples": places})
+        self._warn(f"step {step}: {what} not a number, step skipped; among {named}")
         if at.skipped_in_a_row >= self.job.train.max_skipped_steps:
+            while self.in_flight:
+                self.note(self.in_flight.popleft())
             self.save_last()
             raise NotFinite(
                 f"{at.skipped_in_a_row} steps in a row had a loss or gradient that is not a number (last: {named})",
                 where=str(self.folder),
                 to_do="lower learning_rate, look at these rows, or use bf16/fp32 instead of fp16",
             )
+
+    def ran_out_of_memory(self, step: int, why: str) -> None:
+        """Put on the receipt that a step is taken again with less at once."""
+        steps = self.steps
+        event = {"step": step + 1, "most_tokens": steps.most_tokens, "every_n_layers": steps.every_n_layers, "why": why}
+        self.ledger.write("running", out_of_memory=event)
+        self._warn(
+            f"step {step + 1}: out of memory; it goes on with {steps.most_tokens:,} tokens at a time"
+            f"{', more layers computed again' if steps.every_n_layers else ''}: the same examples a step, the same result"
+        )
 
     def _interval_in_words(self) -> str:
         if self.job.train.save_steps is not None:
@@ -493,18 +510,17 @@ class Run:
     def evaluate(self) -> None:
         """Measure, and judge whether this is the best so far. Raises `Interrupted`."""
         assert self.eval_examples is not None
+        self.settle()
         at, train, started_s = self.progress, self.job.train, self.meter.wall_s
+        longest = int(self.eval_examples.tokens.lengths[self.eval_examples.indices].max())
         with self.meter.span("evaluation"):
             metrics = evaluate(
-                self.model,
+                self.forward,
                 self.eval_examples.tokens,
                 self.eval_examples.indices,
-                task=self.job.task,
                 tokenizer=self.inputs.tokenizer,
-                pad_id=self.inputs.pad_id,
-                batch_size=train.per_device_eval_batch_size,
-                numerics=self.numerics,
-                most_tokens=self.most_tokens,
+                # as much at once as training was seen to have room for
+                most_tokens=min(self.steps.most_tokens, train.per_device_eval_batch_size * longest),
                 generate=train.predict_with_generate,
                 max_new_tokens=self.job.data.max_target_length,
                 should_stop=lambda: bool(self.notice),
@@ -541,6 +557,7 @@ class Run:
 
     def save(self) -> None:
         """Snapshot now, write in the background."""
+        self.settle()
         with self.meter.span("checkpoint"):
             started_s = self.meter.wall_s
             self.log.sync()
@@ -554,6 +571,7 @@ class Run:
 
     def save_last(self) -> None:
         """Commit where the run is, and wait until it is on the disk."""
+        self.settle()
         if self.progress.step > 0 and self._saved_mark != self._mark():
             self.save()
         with self.meter.span("checkpoint"):
@@ -706,13 +724,17 @@ class Run:
         )
 
 
-def seed_everything(seed: int, step: int) -> None:
-    """Every generator as a function of (seed, step): dropout after a resume is what it would have been."""
-    digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()
-    number = int.from_bytes(digest, "little") >> 1
-    torch.manual_seed(number)
-    np.random.seed(number % 2**32)
-    random.seed(number)
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Look for reference cycles only when told to: what was there before is never looked through again."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def _promise_in_words(promise: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 SHARE_OF_FREE = 0.9  # the rest is for the allocator's slack
 
@@ -85,11 +86,13 @@ def choose_checkpointing(
     free_bytes: int,
     wanted: bool | int | str,
     planned: int = 0,
+    head_bytes: int = 0,
 ) -> MemoryNeed:
     """Set and return the checkpointing of a run.
 
-    `forward` runs a sample of `sample_tokens` padded tokens; `largest_tokens` is the padded size of the largest
-    micro-batch. `wanted` is true, false, k, or "auto" for the least that fits in `free_bytes`, beginning at `planned`.
+    `forward` runs a sample of `sample_tokens` computed tokens through the body; `largest_tokens` is the size of the
+    largest micro-batch, for which the head takes `head_bytes` more. `wanted` is true, false, k, or "auto" for the least
+    that fits in `free_bytes`, beginning at `planned`.
     """
     scale = largest_tokens / max(1, sample_tokens)
     layers = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
@@ -101,7 +104,7 @@ def choose_checkpointing(
         checkpoint_layers(model, every) if layers or every else None
         # a recomputed layer's input is kept by the recomputation itself, out of sight of the hooks
         inputs = _layer_inputs_bytes(model, sample_tokens) if every else 0
-        activations = int((saved_bytes(model, forward) + inputs) * scale)
+        activations = int((saved_bytes(model, forward) + inputs) * scale) + head_bytes
         need = MemoryNeed(4 * n_trained, int(optimizer_bytes_per_weight * n_trained), activations, free_bytes, every)
         if need.fits:
             break
@@ -110,7 +113,21 @@ def choose_checkpointing(
 
 
 def _layer_inputs_bytes(model: Any, n_tokens: int) -> int:
+    """Inputs of the layers that the backward pass reaches: nothing is kept below the first trained weight."""
     config = model.config.get_text_config()
     hidden = getattr(config, "hidden_size", None) or getattr(config, "d_model", 0)
-    n_layers = getattr(config, "num_hidden_layers", None) or getattr(config, "num_layers", 0)
-    return int((n_layers or 0) * (hidden or 0) * n_tokens * 4)
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    in_layers = {id(p) for layer in layers for p in layer.parameters()}
+    reached = any(p.requires_grad and id(p) not in in_layers for p in _below(model, layers))
+    n_reached = 0
+    for layer in layers:
+        reached = reached or any(p.requires_grad for p in layer.parameters())
+        n_reached += reached
+    return int(n_reached * (hidden or 0) * n_tokens * 4)
+
+
+def _below(model: Any, layers: list[Any]) -> list[Tensor]:
+    """Weights that stand before the layers: the embeddings'."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    embeddings = inner.get_input_embeddings()
+    return [] if embeddings is None else list(embeddings.parameters())

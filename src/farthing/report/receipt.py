@@ -55,6 +55,7 @@ def build_receipt(folder: Path) -> dict[str, Any]:
         "target_tokens": sum(row["n_targets"] for row in steps),
         "final_loss": steps[-1]["loss"] if steps else None,
         "skipped_steps": sum(1 for row in log if "skipped" in row),
+        "out_of_memory": [row["out_of_memory"] for row in rows if "out_of_memory" in row],
         "best_step": best["step"] if best else None,
         "exported_step": exported_step,
         "metrics": of_model["metrics"] if of_model else None,

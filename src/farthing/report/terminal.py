@@ -152,7 +152,7 @@ class Terminal:
             parts.append(f"{cost}{say_seconds(facts['s_to_go'])} to go")
         if facts["tokens_per_s"]:
             parts.append(
-                f"{say_count(facts['tokens_per_s'])} useful tok/s ({say_count(facts['padded_tokens_per_s'])} padded)"
+                f"{say_count(facts['tokens_per_s'])} useful tok/s ({say_count(facts['padded_tokens_per_s'])} computed)"
             )
         if facts["mfu"]:
             parts.append(f"MFU {facts['mfu']:.0%}")
@@ -224,6 +224,13 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
             "[dim]interruptions[/]",
             f"{receipt['interruptions']}; restarting took {_time_and_price(receipt, 'restart')}, "
             f"work done twice {_time_and_price(receipt, 'redone')}",
+        )
+    if events := receipt["out_of_memory"]:
+        now = events[-1]
+        more = f", every {now['every_n_layers']} layers computed again" if now["every_n_layers"] else ""
+        facts.add_row(
+            "[dim]out of memory[/]",
+            f"{plural(len(events), 'time')}; went on with {now['most_tokens']:,} tokens at a time{more}",
         )
     if receipt["skipped_steps"]:
         facts.add_row(

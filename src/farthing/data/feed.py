@@ -1,0 +1,93 @@
+"""Micro-batches made ready ahead of the loop, by one thread.
+
+The examples of a step follow from its number, so the thread needs nothing from the loop and leaves nothing to save: a
+new feed may begin at any step. Refuses to know the device and the model.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+AHEAD = 3  # micro-batches that wait ready: enough to bridge an uneven one, and little memory
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A micro-batch of a step."""
+
+    step: int
+    step_examples: NDArray[np.int64]
+    """All examples of the step."""
+    examples: NDArray[np.int64]
+    """Those of this micro-batch."""
+    arrays: dict[str, Any]
+    is_last: bool
+    """Of the step."""
+
+
+def micro_batches(
+    first_step: int,
+    n_steps: int,
+    examples_of: Callable[[int], NDArray[np.int64]],
+    cut: Callable[[NDArray[np.int64]], list[NDArray[np.int64]]],
+    collate: Callable[[NDArray[np.int64]], dict[str, Any]],
+) -> Iterator[Ready]:
+    """The micro-batches of all steps from `first_step` to the end, in order."""
+    for step in range(first_step, n_steps):
+        examples = examples_of(step)
+        pieces = cut(examples)
+        for number, piece in enumerate(pieces, start=1):
+            yield Ready(step, examples, piece, collate(piece), number == len(pieces))
+
+
+class Feed:
+    """An iterator that a thread runs ahead of. An error in it is raised where the next micro-batch is taken."""
+
+    def __init__(self, items: Iterator[Ready], ahead: int = AHEAD) -> None:
+        self._queue: queue.Queue[Ready | BaseException | None] = queue.Queue(ahead)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(items,), name="farthing-feed", daemon=True)
+        self._thread.start()
+
+    def next(self) -> Ready:
+        """The next micro-batch, waited for. Raises `StopIteration` after the last."""
+        item = self._queue.get()
+        if item is None:
+            raise StopIteration
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        """Stop the thread; what was ready is dropped."""
+        self._is_closed.set()
+        while self._thread.is_alive():
+            try:
+                self._queue.get(timeout=0.05)
+            except queue.Empty:
+                continue
+
+    def _run(self, items: Iterator[Ready]) -> None:
+        try:
+            for item in items:
+                if not self._put(item):
+                    return
+            self._put(None)
+        except BaseException as error:
+            self._put(error)
+
+    def _put(self, item: Ready | BaseException | None) -> bool:
+        while not self._is_closed.is_set():
+            try:
+                self._queue.put(item, timeout=0.05)
+                return True
+            except queue.Full:
+                continue
+        return False

@@ -1,0 +1,151 @@
+"""How a micro-batch goes through the model: documents end to end or padded, and the loss only where there is a label.
+
+One object that training, evaluation, the memory check and the probe share, so that they compute the same thing. It
+says which examples go together (`cut`), makes them ready on the host (`collate`, which any thread may call), brings
+them to the device (`place`) and takes the summed loss (`loss`).
+
+Refuses to step an optimizer and to know what a run is. Shapes: T tokens of N documents, or B x T padded ones; h hidden
+size, V words, C classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from farthing.data.batches import collate
+from farthing.data.pieces import collate_flat, cut_by_tokens, cut_padded, target_lengths_of
+from farthing.data.tokens import TokenSet
+from farthing.hardware import Numerics
+from farthing.model.attention import can_go_flat, first_position, flat_batch, flat_logits, go_flat
+from farthing.model.head import POSITIONS, TARGETS, default_tile_tokens, find_head, find_labelled, language_model_loss
+from farthing.model.loss import summed_loss
+
+Host = dict[str, NDArray[np.int64]]
+
+
+class Forward:
+    """The forward pass of a model for a task.
+
+    A model that can take documents end to end is set to do so, unless `may_go_flat` says no. `why_padded` and
+    `why_all_scored` say in words what keeps a model from computing useful tokens and labelled positions only.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        task: str,
+        pad_id: int,
+        numerics: Numerics,
+        *,
+        label_smoothing: float = 0.0,
+        may_go_flat: bool = True,
+        tile_tokens: int | None = None,
+    ) -> None:
+        self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
+        self.label_smoothing, self.tile_tokens = label_smoothing, tile_tokens
+        self.why_padded = can_go_flat(model, task) if may_go_flat else "the job names another attention"
+        if self.why_padded is None:
+            go_flat(model)
+        head = find_head(model, task) if task != "classification" else "a classification head scores each example once"
+        self.head = None if isinstance(head, str) else head
+        self.why_all_scored = head if isinstance(head, str) and task != "classification" else None
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._first_position = first_position(inner.config)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether documents are laid end to end, without padding."""
+        return self.why_padded is None
+
+    # ---- on the host ----
+
+    def cut(self, tokens: TokenSet, examples: NDArray[np.int64], most_tokens: int) -> list[NDArray[np.int64]]:
+        """`examples` in micro-batches of at most `most_tokens` computed tokens; a longer example goes alone."""
+        if self.is_flat:
+            return cut_by_tokens(examples, tokens.lengths, most_tokens)
+        lengths, targets, places = tokens.lengths[examples], None, np.arange(len(examples))
+        if self.task == "seq2seq":
+            targets = target_lengths_of(tokens, examples)
+            lengths = lengths - targets
+        return [examples[piece] for piece in cut_padded(places, lengths, most_tokens, target_lengths=targets)]
+
+    def collate(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Host:
+        """Arrays of one micro-batch, the labelled positions among them."""
+        if self.is_flat:
+            arrays = collate_flat(tokens, examples, self.task, self._first_position)
+        else:
+            arrays = collate(tokens, examples, self.task, self.pad_id)
+        if self.task != "classification":
+            labelled = find_labelled(torch.from_numpy(arrays["labels"]), predicts_next=self.task == "causal-lm")
+            arrays |= {POSITIONS: labelled.positions.numpy(), TARGETS: labelled.targets.numpy()}
+        return arrays
+
+    def n_computed(self, arrays: Host) -> int:
+        """Tokens that a micro-batch makes the model compute; seq2seq: of both sides."""
+        return arrays["input_ids"].size + (arrays["labels"].size if self.task == "seq2seq" else 0)
+
+    # ---- on the device ----
+
+    def place(self, arrays: Host) -> dict[str, Any]:
+        """The arrays as what the model takes, on its device; nothing is waited for."""
+        if self.is_flat:
+            return flat_batch(arrays, self.numerics.device)
+        return {
+            name: torch.from_numpy(array).to(self.numerics.device, non_blocking=True) for name, array in arrays.items()
+        }
+
+    def loss(self, batch: dict[str, Any], gradient_scale: float | Tensor = 1.0) -> Tensor:
+        """Sum of the cross-entropies of a micro-batch, a scalar.
+
+        `gradient_scale` is what its gradient is expected to be: it changes no result, see `head.head_loss`.
+        """
+        if self.task == "classification":
+            return self.loss_and_scores(batch)[0]
+        with self.numerics.autocasting():
+            return language_model_loss(
+                self.model,
+                batch,
+                self.task,
+                self.label_smoothing,
+                gradient_scale=gradient_scale,
+                tile_tokens=self.tile_tokens,
+            )
+
+    def loss_and_scores(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Classification: (sum of the cross-entropies, logits [N, C])."""
+        with self.numerics.autocasting():
+            if not self.is_flat:
+                return summed_loss(self.model, batch, self.task, self.label_smoothing)
+            scores = flat_logits(self.model, batch, self.task)
+            loss = F.cross_entropy(
+                scores.float(), batch["labels"], reduction="sum", label_smoothing=self.label_smoothing
+            )
+            return loss, scores
+
+    # ---- for those who count memory ----
+
+    def before_head(self, batch: dict[str, Any]) -> Tensor:
+        """A scalar that depends on all that the body computes: autograd keeps for it what it keeps of the body.
+
+        Where the head is not known, or small, it is the loss itself.
+        """
+        if self.head is None:
+            return self.loss(batch)
+        with self.numerics.autocasting():
+            return self.head.hidden_states(batch).float().sum()
+
+    def head_bytes(self, n_tokens: int) -> int:
+        """What the head takes besides, when it is known: a tile of logits, and gradients of the hidden states [T, h]."""
+        if self.head is None:
+            return 0
+        weight, device = self.head.linear.weight, self.numerics.device.type
+        n_words, width = weight.shape
+        tile = self.tile_tokens or default_tile_tokens(n_words, device, width if weight.requires_grad else 0)
+        casts = 2 * n_words * width if weight.requires_grad and self.numerics.base_dtype.itemsize < 4 else 0
+        return self.numerics.base_dtype.itemsize * (min(tile, n_tokens) * n_words + n_tokens * width + casts)
