@@ -286,7 +286,7 @@ def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monk
     job = make_job(tmp_path)
     assert job.cache_dir is not None
     if breaks == "write":
-        monkeypatch.setattr("farthing.measurements.os.write", lambda *_: 3)
+        monkeypatch.setattr("farthing.files.os.write", lambda *_: 3)
     elif breaks == "fsync":
         monkeypatch.setattr("farthing.measurements.append_measurement", no_space)
     elif breaks == "line":

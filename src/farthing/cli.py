@@ -108,6 +108,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--json", action="store_true", help="print the receipt as JSON; progress goes to stderr")
 
+    sub = verb("probe", _probe, "a minute of real steps to find the cheapest way to compute a job here")
+    _job_arguments(sub)
+    sub.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time to spend (default: 60)")
+    sub.add_argument("--json", action="store_true", help="print every trial as JSON; progress goes to stderr")
+
     sub = verb("report", _report, "print the receipt of a run, or compare two")
     sub.add_argument("folder", help="run folder (output_dir)")
     sub.add_argument("baseline", nargs="?", help="run folder to compare with")
@@ -362,6 +367,33 @@ def _train(arguments: argparse.Namespace) -> int:
     }
     console.print(words[outcome.state], highlight=False, soft_wrap=True)
     return outcome.exit_code
+
+
+def _probe(arguments: argparse.Namespace) -> int:
+    from farthing.job_file import load_job
+
+    if not 5 <= arguments.seconds <= 3600:
+        raise UserMistake(f"{arguments.seconds:g} seconds", where="--seconds", to_do="give 5 to 3600")
+    job = load_job(arguments.job, arguments.set)
+
+    from farthing.report.terminal import Terminal, draw_probe
+
+    console = _console(stderr=arguments.json)
+    terminal = Terminal(console, job.train.logging_steps)
+    terminal("starting", {"text": "loading torch and transformers"})
+    before = signal.signal(signal.SIGTERM, _leave_before_the_start)
+    try:
+        from farthing.probe import probe
+
+        found = probe(job, terminal, arguments.seconds)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        terminal.close()
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    else:
+        draw_probe(console, found)
+    return EXIT_FINISHED
 
 
 def _leave_before_the_start(number: int, frame: Any) -> None:

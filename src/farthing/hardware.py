@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -120,6 +121,32 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak_bytes(device: torch.device) -> None:
+    """Begin a window for `window_peak_bytes`. On Linux the kernel forgets the process's own peak, where it allows that."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def window_peak_bytes(device: torch.device) -> int:
+    """Most memory taken since `reset_peak_bytes`; 0 where nobody can say."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def wait_for(device: torch.device) -> None:
+    """Until a GPU has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def taken_bytes(device: torch.device) -> int:

@@ -130,6 +130,9 @@ class TrainSection(Section):
     micro_batch_tokens: Positive | None = None
     """Most tokens in one forward pass; a longer example goes alone. Overrides per_device_train_batch_size as the limit
     of what is computed at once, and like it changes no result. Default: planned."""
+    probe: bool | Literal["auto"] = "auto"
+    """Try other sizes of the forward pass for a minute before the first step: auto where that is expected to save more
+    than it takes; false: not even what an earlier `farthing probe` has found is used."""
     per_device_eval_batch_size: Positive = 16
     learning_rate: Annotated[Number, Field(gt=0)] | None = None
     """Default: 2e-4 for lora and qlora, 2e-5 for full."""
@@ -310,7 +313,7 @@ class Job(Section):
         train = self.train.model_dump(
             exclude={
                 "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
-                "micro_batch_tokens",
+                "micro_batch_tokens", "probe",
                 "learning_rate_batch_size", "per_device_eval_batch_size", "gradient_checkpointing", "bf16", "fp16",
                 "eval_strategy", "load_best_model_at_end", "save_steps", "save_minutes", "save_total_limit",
                 "logging_steps", "max_skipped_steps", "report_to",

@@ -7,7 +7,6 @@ families and of settings; no path, no name of a model or of data, and no secret.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from farthing.files import write_json
+from farthing.files import append_line, write_json
 
 MEASUREMENTS = "measurements.jsonl"  # in the cache
 OF_RUN = "measurements.json"  # in a run's folder
@@ -184,18 +183,7 @@ def append_measurement(path: Path, measurement: Measurement) -> None:
 
     Raises `OSError`.
     """
-    line = json.dumps(dataclasses.asdict(measurement), allow_nan=False, ensure_ascii=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        data = (("\n" if is_torn else "") + line).encode()
-        if os.write(descriptor, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    append_line(path, dataclasses.asdict(measurement))
 
 
 def read_measurements(path: Path) -> Measurements:

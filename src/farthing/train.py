@@ -67,6 +67,8 @@ from farthing.prepare import (
     open_inputs,
     settle_checkpointing,
 )
+from farthing.probe import as_probed, is_worth_it, keep_setting, probe_run, subject_of
+from farthing.probes import Subject
 from farthing.promise import as_planned, promised
 from farthing.report.receipt import build_receipt
 from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RECEIPT, RUN, claim
@@ -143,17 +145,12 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
 def _train(
     job: Job, folder: Path, meter: Meter, ledger: Ledger, notice: Notice, tell: Tell, allow_restart: bool
 ) -> tuple[str, str]:
-    numerics = choose_numerics(
-        job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
-    )
-    check_extras(job)
+    numerics, inputs = _identify(job, meter)
     tell = with_trackers(tell, job.train.report_to, folder)
-    meter.enter("tokenize")
-    inputs = open_inputs(job)
     machine = {
         "device": device_name(numerics.device),
         "precision": numerics.name,
-        "micro-batch": str(job.micro_batch_size),
+        "micro-batch": str(job.train.micro_batch_tokens or job.micro_batch_size),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -163,20 +160,13 @@ def _train(
         return "finished", "it was finished already; nothing was trained"
     if reason := over_limit(job, ledger, reserve_s=0.0):
         return "limit", reason
-    train_examples, eval_examples = open_examples(job, inputs, tell, lambda: bool(notice))
-    promise = promised(job, folder, inputs, numerics, train_examples, eval_examples, tell)
-    job = as_planned(job, promise)
-    ledger.write("starting")
-    meter.enter("load_model")
-    tell("working", {"on": "loading the model"})
-    before_model_bytes = taken_bytes(numerics.device)
-    model = build_model(job, inputs, numerics, train_examples)
-    run = Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, notice, tell, promise)
-    run.record.before_model_bytes = before_model_bytes
-    ledger.write("starting")
+    run = _open(job, folder, inputs, numerics, meter, ledger, notice, tell)
     meter.enter("restore")
     tell("working", {"on": "looking for a checkpoint"})
     run.restore(run_facts["run_id"], allow_restart)
+    if run.progress.step == 0 and is_worth_it(job, run.promise, is_deterministic=job.train.full_determinism):
+        with meter.span("probe"):
+            run.probe()
     run.say_what_was_decided()
     meter.enter("idle")
     state, reason = run.loop()
@@ -184,6 +174,61 @@ def _train(
         write_json(folder / RUN, {**run_facts, "finished": True})
     run.leave_measurement()
     return state, reason
+
+
+def _identify(job: Job, meter: Meter) -> tuple[Numerics, Inputs]:
+    """What a run computes in and starts from; cheap, and what is wrong is found here."""
+    numerics = choose_numerics(
+        job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
+    )
+    check_extras(job)
+    meter.enter("tokenize")
+    return numerics, open_inputs(job)
+
+
+def _open(
+    job: Job,
+    folder: Path,
+    inputs: Inputs,
+    numerics: Numerics,
+    meter: Meter,
+    ledger: Ledger,
+    notice: Notice,
+    tell: Tell,
+) -> Run:
+    """The run at step 0: tokenized, planned, with its model on the device."""
+    train_examples, eval_examples = open_examples(job, inputs, tell, lambda: bool(notice))
+    promise = promised(job, folder, inputs, numerics, train_examples, eval_examples, tell)
+    lengths = from_token_set(train_examples.tokens, train_examples.indices, job.task, source="")
+    subject = subject_of(job, inputs.config, lengths, numerics.name, hardware_key(numerics.device))
+    promise = as_probed(job, folder, promise, subject)
+    ledger.write("starting")
+    meter.enter("load_model")
+    tell("working", {"on": "loading the model"})
+    before_bytes = taken_bytes(numerics.device)
+    model = build_model(job, inputs, numerics, train_examples)
+    job = as_planned(job, promise)
+    run = Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, notice, tell, promise)
+    run.subject = subject
+    run.record.before_model_bytes = before_bytes
+    ledger.write("starting")
+    return run
+
+
+@contextlib.contextmanager
+def opened_run(job: Job, tell: Tell) -> Iterator[tuple[Run, Subject]]:
+    """A run at step 0 in a folder of its own, to be probed and thrown away."""
+    meter, folder = Meter(already_s=seconds_since_process_start()), Path(job.output_dir)
+    quiet_libraries()
+    with only_writer(folder), Notice() as notice:
+        ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
+        numerics, inputs = _identify(job, meter)
+        run = _open(job, folder, inputs, numerics, meter, ledger, notice, tell)
+        run.restore("probe", allow_restart=False)
+        assert run.subject is not None
+        with contextlib.closing(run.steps):
+            yield run, run.subject
+        ledger.close("finished")
 
 
 # ---- the run ----
@@ -207,6 +252,8 @@ class Run:
     promise: dict[str, Any] = field(default_factory=dict)
     """What the plan said of this run before it began; empty where it could say nothing."""
     progress: Progress = field(default_factory=Progress)
+    subject: Subject | None = None
+    """What a probe of this run is of."""
 
     def __post_init__(self) -> None:
         job, train = self.job, self.job.train
@@ -239,6 +286,7 @@ class Run:
             self.numerics,
             label_smoothing=train.label_smoothing_factor,
             may_go_flat=job.model.attn_implementation is None,
+            tile_tokens=self.promise.get("tile_tokens"),
         )
         most_tokens, every_n_layers = self.most_tokens(), self.promise.get("every_n_layers", 0)
         if self.ledger.out_of_memory:
@@ -327,10 +375,17 @@ class Run:
                 to_do="make room, or set output_dir to a disk that has it",
             )
 
+    def probe(self) -> None:
+        """Spend a minute to find a cheaper way to compute the same steps. Raises `Interrupted`."""
+        assert self.subject is not None
+        self.tell("note", {"text": "trying a few sizes of the forward pass before the first step"})
+        best = probe_run(self, self.subject)[0]
+        self.promise = keep_setting(self.folder, self.promise, best.setting)
+
     def say_what_was_decided(self) -> None:
         """One table of everything the job left open."""
         job, batch = self.job, self.job.global_batch_size
-        every = self.memory.every_n_layers
+        every = self.steps.every_n_layers
         checkpointing = {0: "off", 1: "every layer"}.get(
             every, f"every {every}nd layer" if every == 2 else f"every {every}th layer"
         )
@@ -645,7 +700,7 @@ class Run:
             optim=job.train.optim,
             micro_batch_size=job.micro_batch_size,
             global_batch_size=job.global_batch_size,
-            every_n_layers=self.memory.every_n_layers,
+            every_n_layers=self.steps.every_n_layers,
             lengths={
                 "n_examples": lengths.n_examples,
                 "mean": lengths.mean,

@@ -144,7 +144,7 @@ def _start_up_s(attempt: Attempt) -> float:
 
 # what a plan promises seconds for, and the spans that they go to
 PROMISED_SPANS = {
-    "start-up": ("start_up", "load_model", "restore"),
+    "start-up": ("start_up", "load_model", "restore", "probe"),
     "tokenizing": ("tokenize",),
     "training": ("data_wait", "host_to_device", "compute", "optimizer", "idle"),
     "evaluation": ("evaluation",),

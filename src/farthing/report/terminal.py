@@ -101,6 +101,9 @@ class Terminal:
         self._clear()
         self.console.print(table)
 
+    def _on_probed(self, facts: dict[str, Any]) -> None:
+        self._alive(f"probing: {setting_in_words(facts)}: {say_count(facts['tokens_per_s'])} useful tok/s")
+
     def _on_restored(self, facts: dict[str, Any]) -> None:
         self._say(
             f"[green]resumed[/] at step {facts['step']:,} of {facts['n_steps']:,} (attempt {facts['attempt']}); "
@@ -179,6 +182,40 @@ class Terminal:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def setting_in_words(facts: dict[str, Any]) -> str:
+    """How micro-batches were computed."""
+    words = [f"{facts['most_tokens']:,} tokens at a time"]
+    if facts["every_n_layers"]:
+        words.append("every layer computed again" if facts["every_n_layers"] == 1 else "every 2nd layer computed again")
+    if facts["tile_tokens"]:
+        words.append(f"head in tiles of {facts['tile_tokens']:,}")
+    return ", ".join(words)
+
+
+def draw_probe(console: Console, found: dict[str, Any]) -> None:
+    """What a probe has tried, the best first."""
+    has_price = any(trial["usd_per_million_tokens"] for trial in found["trials"] if trial["fits"])
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    table.add_column("setting")
+    for name in ("useful tok/s", "useful", "peak", *(["$ a million"] if has_price else [])):
+        table.add_column(name, justify="right")
+    for number, trial in enumerate(found["trials"]):
+        words = escape(setting_in_words(trial))
+        speed = f"{trial['tokens_per_s']:,.0f}" if trial["fits"] else "out of memory"
+        cells = [f"[bold]{words}[/]" if number == 0 else words, speed, f"{trial['useful_share']:.1%}"]
+        cells.append(say_bytes(trial["peak_bytes"]) if trial["peak_bytes"] else "not known")
+        if has_price:
+            cells.append(say_usd(trial["usd_per_million_tokens"]) if trial["fits"] else "")
+        table.add_row(*cells)
+    console.print(table)
+    words = f"chosen: {setting_in_words(found['setting'])}"
+    if found["tokens_per_s"]:
+        words += f"; {found['steps']} whole steps went at {found['tokens_per_s']:,.0f} useful tokens/s"
+    if found["usd_per_million_tokens"]:
+        words += f", {say_usd(found['usd_per_million_tokens'])} a million"
+    console.print(f"{words}\n`farthing plan` and `farthing train` use it from now on", soft_wrap=True)
 
 
 def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
