@@ -286,5 +286,5 @@ def test_an_evaluation_batch_has_no_more_tokens_than_training_had(
     workshop.train(
         make_job(tmp_path, family, max_steps=1, eval_rows=workshop.rows_of(family, 12, 9), micro_batch_tokens=70)
     )
-    assert len(asked) > 2
+    assert len(asked) > 1
     assert max(asked) <= 70

@@ -145,7 +145,7 @@ class Prober:
         spent_s, examples = 0.0, 1
         all_examples = [self.steps.batches.examples_of(step) for step in range(min(self.run.n_steps, 64))]
         flat = np.concatenate(all_examples)
-        while spent_s < self._budget_s / TRIALS / 2 and examples < len(flat):
+        while spent_s < self._budget_s / TRIALS / 2 and examples < len(flat) and self._clock() < self._deadline:
             examples = min(len(flat), 2 * examples)
             self._sample = _in_steps(flat[:examples], len(all_examples[0]))
             started = self._clock()

@@ -1,0 +1,235 @@
+"""The probe: it finds the cheapest setting, moves no weight, leaves what plans and runs use, and knows when to keep out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import farthing.probe
+import farthing.train
+from farthing.cli import main
+from farthing.errors import Interrupted
+from farthing.measurements import MEASUREMENTS, read_measurements
+from farthing.probe import Prober, Trial, is_worth_it
+from farthing.probes import PROBES, Setting, Subject, known_setting, leave_probe
+from farthing.run_folder import PLAN
+from farthing.train import opened_run
+from workshop import Heard, Watched, job_file, log_of, make_job
+
+SUBJECT = Subject("H100", "llama", 64, 4, 1000, "causal-lm", "lora", 16, "bf16", "adamw_torch", 16, 100.0, 500)
+
+
+class Bench(Prober):
+    """A prober on a machine whose seconds and bytes are given by a formula."""
+
+    def __init__(self, run: Any, seconds_of: Any, bytes_of: Any = lambda setting: 0) -> None:
+        super().__init__(run, 60.0, clock=self._now)
+        self._seconds_of, self._bytes_of, self.now_s, self.measured = seconds_of, bytes_of, 0.0, []
+
+    def _now(self) -> float:
+        return getattr(self, "now_s", 0.0)
+
+    def _measure(self, setting: Setting) -> Trial:
+        self._apply(setting)
+        self.measured.append(setting)
+        self.now_s += 1.0
+        seconds = self._seconds_of(setting)
+        return Trial(setting, seconds, 1.0, self._bytes_of(setting))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    job = make_job(tmp_path, n_rows=200, global_batch_size=128, max_steps=2, micro_batch_tokens=256)
+    Path(job.output_dir).mkdir(parents=True)
+    with opened_run(job, Heard()) as (run, _):
+        yield run
+
+
+def test_it_climbs_to_the_best_size_and_tile(run: Any) -> None:
+    def seconds(setting: Setting) -> float:
+        return abs(setting.most_tokens - 1024) / 1024 + abs((setting.tile_tokens or 4000) - 500) / 1000 + 1.0
+
+    found = Bench(run, seconds).find()
+    assert found.setting.most_tokens == 1024
+    assert found.setting.tile_tokens is not None
+    assert found.setting.tile_tokens <= 1024
+    assert (run.steps.most_tokens, run.forward.tile_tokens) == (1024, found.setting.tile_tokens)
+
+
+def test_smaller_is_found_too_and_noise_is_not_believed(run: Any) -> None:
+    assert Bench(run, lambda setting: setting.most_tokens).find().setting.most_tokens < 256
+    run.steps.most_tokens = 256
+    waves = iter(range(1000))
+    noisy = Bench(run, lambda setting: 1.0 + 0.015 * (next(waves) % 2))
+    assert noisy.find().setting.most_tokens == 256
+
+
+def test_what_does_not_fit_is_not_tried_and_what_ran_out_is_not_chosen(run: Any) -> None:
+    bench = Bench(run, lambda setting: 1000 / setting.most_tokens, lambda setting: setting.most_tokens << 30)
+    bench._cap_bytes = 600 << 30
+    assert bench.find().setting.most_tokens == 512
+    assert max(setting.most_tokens for setting in bench.measured) == 512
+
+    def short(setting: Setting) -> float:
+        return float("inf") if setting.most_tokens > 512 else 1000 / setting.most_tokens
+
+    assert Bench(run, short).find().setting.most_tokens == 512
+    assert run.steps.most_tokens == 512
+
+
+def test_less_checkpointing_is_tried_where_there_is_some(run: Any) -> None:
+    run.steps.every_n_layers = 1
+    assert Bench(run, lambda setting: 1.0 + 0.1 * bool(setting.every_n_layers)).find().setting.every_n_layers == 0
+    assert run.steps.every_n_layers == 0
+
+
+def test_it_keeps_to_its_time(run: Any) -> None:
+    bench = Bench(run, lambda setting: 1000 / setting.most_tokens)
+    bench._deadline = 5.0
+    bench.find()
+    assert bench.now_s <= 8
+
+
+def test_real_trials_move_no_weight_and_leave_no_gradient(run: Any) -> None:
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    prober = Prober(run, 4.0)
+    best = prober.find()
+    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+    assert all(p.grad is None for p in run.model.parameters())
+    assert not run.optimizer.state
+    assert best.seconds_per_token <= 1.1 * min(trial.seconds_per_token for trial in prober.trials)
+    assert best.computed_share == 1.0
+
+
+def test_memory_that_runs_out_in_a_trial_is_an_answer(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = run.forward.loss
+
+    def loss(batch: Any, *scale: Any) -> Any:
+        if batch["input_ids"].numel() > 300:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return honest(batch, *scale)
+
+    monkeypatch.setattr(run.forward, "loss", loss)
+    prober = Prober(run, 4.0)
+    found = prober._measure(Setting(100_000)), prober._measure(Setting(128))
+    assert [one.seconds_per_token == float("inf") for one in found] == [len(prober._sample[0]) > 9, False]
+    prober._sample = [run.batches.examples_of(0)]
+    assert prober._measure(Setting(100_000)).seconds_per_token == float("inf")
+
+
+def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:
+    run.notice.reason = "SIGTERM"
+    with pytest.raises(Interrupted):
+        Prober(run, 4.0).find()
+    assert (run.steps.most_tokens, run.forward.tile_tokens) == (256, None)
+
+
+# ---- what it leaves ----
+
+
+def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / PROBES
+    assert known_setting(path, SUBJECT) is None
+    leave_probe(path, SUBJECT, Setting(4096, 2, None), "then", [])
+    leave_probe(path, replace(SUBJECT, hardware="A100"), Setting(1024), "later", [])
+    assert known_setting(path, SUBJECT) == Setting(4096, 2, None)
+    assert known_setting(path, replace(SUBJECT, mean_tokens=115.0, longest=450)) == Setting(4096, 2, None)
+    for name, value in (("mean_tokens", 150.0), ("longest", 900), ("method", "full"), ("precision", "fp32")):
+        assert known_setting(path, replace(SUBJECT, **{name: value})) is None
+    leave_probe(path, SUBJECT, Setting(8192), "last", [])
+    assert known_setting(path, SUBJECT) == Setting(8192)
+    with open(path, "ab") as file:
+        file.write(b'{"torn": ')
+    assert known_setting(path, SUBJECT) == Setting(8192)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"most_tokens": 0}, {"most_tokens": "many"}, {"every_n_layers": -1}, {"tile_tokens": -2}]
+)
+def test_a_setting_that_no_probe_writes_is_not_used(bad: dict[str, Any], tmp_path: Path) -> None:
+    leave_probe(tmp_path / PROBES, SUBJECT, Setting(100), "then", [])
+    row = json.loads((tmp_path / PROBES).read_text())
+    row["setting"] |= bad
+    (tmp_path / PROBES).write_text(json.dumps(row) + "\n")
+    assert known_setting(tmp_path / PROBES, SUBJECT) is None
+
+
+def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = job_file(tmp_path, n_rows=96, max_steps=3)
+    assert main(["probe", str(path), "--seconds", "5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not (tmp_path / "run").exists()
+    assert found["trials"][0] | found["setting"] == found["trials"][0]
+    assert found["tokens_per_s"] > 0
+    assert found["usd_per_million_tokens"] == pytest.approx(1e6 / found["tokens_per_s"] / 3600 * 3.6)
+    (measured,) = read_measurements(tmp_path / "cache" / MEASUREMENTS)
+    assert measured.n_steps >= 5
+    assert measured.n_tokens > 0
+
+    job = make_job(tmp_path, n_rows=96, max_steps=3)
+    # what is used is what was found, whatever that is
+    row = json.loads((tmp_path / "cache" / PROBES).read_text())
+    row["setting"]["most_tokens"] = 77
+    (tmp_path / "cache" / PROBES).write_text(json.dumps(row) + "\n")
+    heard = Heard()
+    farthing.train.train(job, heard)
+    assert "up to 77 tokens at a time" in heard.of("decided")[0]["batch"]
+    kept = json.loads((Path(job.output_dir) / PLAN).read_text())
+    assert (kept["micro_batch_tokens"], kept["probed"]) == (77, True)
+    assert main(["probe", str(path), "--seconds", "5"]) == 0
+    assert "chosen:" in capsys.readouterr().out
+
+
+def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path: Path) -> None:
+    assert main(["probe", str(job_file(tmp_path, max_steps=3)), "--seconds", "5"]) == 0
+    for key, value in (("micro_batch_tokens", 99), ("probe", False)):
+        heard = Heard()
+        farthing.train.train(make_job(tmp_path, max_steps=3, output_dir=f"./{key}", **{key: value}), heard)
+        assert "probed" not in json.loads((tmp_path / key / PLAN).read_text())
+        assert ("up to 99 tokens" in heard.of("decided")[0]["batch"]) == (key == "micro_batch_tokens")
+
+
+# ---- when a run probes by itself ----
+
+
+def test_a_run_probes_only_where_that_pays(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    long, short = {"seconds": {"training": 7200.0}}, {"seconds": {"training": 300.0}}
+    assert is_worth_it(job, long, is_deterministic=False)
+    assert not is_worth_it(job, short, is_deterministic=False)
+    assert not is_worth_it(job, long, is_deterministic=True)
+    assert not is_worth_it(job, long | {"probed": True}, is_deterministic=False)
+    assert not is_worth_it(job, {}, is_deterministic=False)
+    assert is_worth_it(make_job(tmp_path, probe=True), short, is_deterministic=False)
+    assert not is_worth_it(make_job(tmp_path, probe=False), long, is_deterministic=False)
+    assert not is_worth_it(make_job(tmp_path, micro_batch_tokens=100), long, is_deterministic=False)
+
+
+def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(farthing.probe, "PROBE_S", 3.0)
+    monkeypatch.setattr(farthing.probe.probe_run, "__defaults__", (3.0,))
+    watched = Watched(monkeypatch)
+    plain = make_job(tmp_path / "plain", max_steps=4)
+    farthing.train.train(plain, Heard())
+    weights = {name: p.detach().clone() for name, p in watched.model.named_parameters()}
+    job, heard = make_job(tmp_path / "probing", max_steps=4, probe=True), Heard()
+    outcome = farthing.train.train(job, heard)
+    assert heard.of("probed")
+    assert next(span for span in outcome.receipt["spans"] if span["name"] == "probe")["seconds"] > 0
+    assert [row["examples"] for row in log_of(job) if "examples" in row] == [
+        row["examples"] for row in log_of(plain) if "examples" in row
+    ]
+    for name, parameter in watched.model.named_parameters():
+        assert torch.allclose(parameter, weights[name], atol=1e-4), name
+    again = Heard()
+    farthing.train.train(job, again)
+    assert not again.of("probed")

@@ -1,0 +1,187 @@
+"""The step: micro-batches made ready ahead, figures that stay on the device, and what happens when a thread fails."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import farthing.train
+import workshop
+from farthing.data.feed import Feed, Ready, micro_batches
+from farthing.errors import NotFinite
+from farthing.model.forward import Forward
+from farthing.step import Steps
+from workshop import Heard, Watched, log_of, make_job
+
+# ---- the feed ----
+
+
+def items(n: int) -> Iterator[Ready]:
+    return micro_batches(
+        0,
+        n,
+        lambda step: np.arange(4) + 4 * step,
+        lambda examples: [examples[:3], examples[3:]],
+        lambda examples: {"input_ids": examples},
+    )
+
+
+def test_a_feed_gives_every_micro_batch_once_and_in_order() -> None:
+    feed = Feed(items(5))
+    found = [feed.next() for _ in range(10)]
+    assert [int(i) for ready in found for i in ready.examples] == list(range(20))
+    assert [ready.step for ready in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert [ready.is_last for ready in found] == [False, True] * 5
+    with pytest.raises(StopIteration):
+        feed.next()
+    feed.close()
+
+
+def test_a_feed_runs_ahead_but_not_away() -> None:
+    made: list[int] = []
+
+    def noting() -> Iterator[Ready]:
+        for ready in items(100):
+            made.append(ready.step)
+            yield ready
+
+    feed = Feed(noting(), ahead=2)
+    deadline = time.monotonic() + 5
+    while len(made) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert len(made) == 3  # two wait, one is in the thread's hand
+    feed.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "farthing-feed" and thread.is_alive()]
+
+
+def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken() -> None:
+    def broken() -> Iterator[Ready]:
+        yield next(items(1))
+        raise ZeroDivisionError("of the collation")
+
+    feed = Feed(broken())
+    feed.next()
+    with pytest.raises(ZeroDivisionError, match="of the collation"):
+        feed.next()
+    feed.close()
+
+
+def test_an_error_of_collating_ends_the_run_and_switches_all_on_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, max_steps=6)
+    honest, calls = Forward.collate, []
+
+    def failing(forward: Forward, tokens: Any, examples: Any) -> Any:
+        calls.append(examples)
+        if len(calls) == 4:
+            raise ValueError("no such row")
+        return honest(forward, tokens, examples)
+
+    monkeypatch.setattr(Forward, "collate", failing)
+    with pytest.raises(ValueError, match="no such row"):
+        farthing.train.train(job, Heard())
+    assert gc.isenabled()
+
+
+# ---- running ahead ----
+
+
+def ends_of(job: Any, patch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, torch.Tensor], Any]:
+    watched = Watched(patch)
+    outcome = farthing.train.train(job, Heard())
+    rows = [{k: v for k, v in row.items() if k != "samples"} for row in log_of(job)]
+    return rows, {name: p.detach().clone() for name, p in watched.model.named_parameters()}, outcome.receipt
+
+
+@pytest.mark.parametrize("spoilt", [(), (2, 3, 7)], ids=["plain", "with steps that are not finite"])
+def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(
+    spoilt: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the host is a step ahead when it reads a loss; the same order of things is played on the CPU here."""
+    keys: dict[str, Any] = {
+        "max_steps": 8, "n_rows": 40, "global_batch_size": 8, "save_steps": 3, "eval_rows": workshop.rows_of("llama", 6, 5),
+        "eval_strategy": "steps", "eval_steps": 4, "max_skipped_steps": 3,
+    }  # fmt: skip
+    take = Steps.take
+
+    def spoil(steps: Steps, step: int) -> Any:
+        honest = steps.forward.loss
+        if step + 1 in spoilt:
+            steps.forward.loss = lambda *a: honest(*a) * torch.nan  # type: ignore[method-assign]
+        try:
+            return take(steps, step)
+        finally:
+            steps.forward.__dict__.pop("loss", None)
+
+    monkeypatch.setattr(Steps, "take", spoil)
+    rows, weights, receipt = ends_of(make_job(tmp_path / "a", **keys), monkeypatch)
+    monkeypatch.setattr(Steps, "n_ahead", property(lambda _: 1))
+    ahead_rows, ahead_weights, ahead_receipt = ends_of(make_job(tmp_path / "b", **keys), monkeypatch)
+    assert [row for row in ahead_rows if "loss" in row] == [row for row in rows if "loss" in row]
+    assert [row for row in ahead_rows if "metrics" in row] == [row for row in rows if "metrics" in row]
+    assert all(torch.equal(weights[name], ahead_weights[name]) for name in weights)
+    assert ahead_receipt["skipped_steps"] == receipt["skipped_steps"] == len(spoilt)
+    assert ahead_receipt["steps"] == 8
+
+
+def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Forward.loss
+    monkeypatch.setattr(Forward, "loss", lambda *a: honest(*a) * torch.nan)
+    monkeypatch.setattr(Steps, "n_ahead", property(lambda _: 1))
+    job = make_job(tmp_path, max_steps=9, max_skipped_steps=2)
+    with pytest.raises(NotFinite):
+        farthing.train.train(job, Heard())
+    rows = [row for row in log_of(job) if "examples" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]  # the third was under way
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd"])
+def test_no_optimizer_moves_a_weight_when_the_gradient_is_not_finite(
+    optim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Forward.loss
+    monkeypatch.setattr(Forward, "loss", lambda *a: honest(*a) * torch.inf)
+    watched = Watched(monkeypatch)
+    workshop.train(make_job(tmp_path, max_steps=2, optim=optim))
+    assert watched.changed() == set()
+
+
+# ---- what is computed ----
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_a_run_computes_useful_tokens_only(family: str, tmp_path: Path) -> None:
+    job = make_job(tmp_path, family, max_steps=4, n_rows=120, global_batch_size=32)
+    heard = Heard()
+    farthing.train.train(job, heard)
+    facts = heard.of("step")[-1]
+    least = 0.97 if family == "t5" else 1.0
+    assert facts["tokens"] >= least * facts["padded_tokens"]
+
+
+def test_another_attention_of_the_job_is_left_alone(tmp_path: Path) -> None:
+    path = workshop.job_file(tmp_path, max_steps=2)
+    from farthing.job_file import load_job
+
+    heard = Heard()
+    farthing.train.train(load_job(path, ["model.attn_implementation=eager"]), heard)
+    assert heard.of("step")[-1]["tokens"] < heard.of("step")[-1]["padded_tokens"]
+
+
+def test_what_is_exported_knows_nothing_of_how_it_was_computed(tmp_path: Path) -> None:
+    job = make_job(tmp_path, max_steps=2, method="full")
+    farthing.train.train(job, Heard())
+    config = (Path(job.output_dir) / "model/config.json").read_text()
+    assert "farthing_varlen" not in config
