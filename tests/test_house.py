@@ -63,7 +63,7 @@ def test_one_place_goes_backward() -> None:
         *("spells", "spot"),
         *("catalog", "price_feeds", "money"),
         *("lengths", "machine", "model_config", "measurements"),
-        *("plan", "study", "recipe", "memory", "speed", "calibrate"),
+        *("plan", "study", "recipe", "memory", "speed", "calibrate", "reuse"),
     ],
 )
 def test_rooms_without_torch(name: str) -> None:
@@ -92,7 +92,7 @@ def test_reports_and_exports_never_import_the_loop() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("catalog", "money", "shapes", "plan", "recipe", "memory", "speed", "study"),
+        *("catalog", "money", "shapes", "plan", "recipe", "memory", "speed", "study", "reuse"),
         *("report/plan_view", "report/plan_table", "report/plan_page"),
     ],
 )

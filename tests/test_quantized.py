@@ -16,10 +16,18 @@ import transformers
 import farthing.train
 import workshop
 from farthing.cli import main
+from farthing.data.pieces import collate_flat
 from farthing.errors import ModelError
 from farthing.export import export_run
-from farthing.model.adapters import count_parameters
-from workshop import Heard, Watched, losses_of, make_job
+from farthing.hardware import Numerics
+from farthing.model.adapters import Adapter, add_adapter, count_parameters
+from farthing.model.attention import flat_batch, go_flat
+from farthing.model.head import language_model_loss
+from farthing.model.load import ModelChoice, load_config, load_model
+from farthing.model.prefix import find_prefix
+from farthing.model.prefix_cache import open_prefix_cache
+from test_pieces import token_set
+from workshop import Heard, Watched, losses_of, make_folder, make_job
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
@@ -179,3 +187,24 @@ def test_doctor_finds_bitsandbytes_where_it_works(tmp_path: Path, capsys: pytest
     path = workshop.job_file(tmp_path, pretrained=True, method="qlora")
     assert main(["doctor", str(path)]) == 0
     assert f"bitsandbytes works: version {bitsandbytes.__version__}" in capsys.readouterr().out
+
+
+def test_frozen_layers_in_four_bits_are_computed_once_and_told_apart_by_their_scales(tmp_path: Path) -> None:
+    choice = ModelChoice(str(make_folder(tmp_path / "base", "llama", pretrained=True, layers=2)))
+    cpu = torch.device("cpu")
+    base = load_model(choice, load_config(choice), "causal-lm", dtype=torch.float32, seed=0, quantize_on=cpu, pad_id=0)
+    model = add_adapter(base, Adapter(r=4, target_modules=("layers.1.mlp.up_proj",)), "causal-lm", 0).train()
+    go_flat(model)
+    prefix = find_prefix(model, "causal-lm")
+    assert not isinstance(prefix, str), prefix
+    tokens, examples = token_set(np.array([5, 9, 1, 20])), np.arange(4)
+    cache = open_prefix_cache(prefix, tokens, examples, tmp_path, numerics=Numerics(cpu, None), most_tokens=100)
+    assert not isinstance(cache, str), cache
+    batch = flat_batch(collate_flat(tokens, examples, "causal-lm"))
+    theirs = language_model_loss(model, batch, "causal-lm")
+    with prefix.resume(cache.rows(examples)):
+        ours = language_model_loss(model, batch, "causal-lm")
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-5)
+    before = prefix.sha256()
+    prefix.layers[0].mlp.up_proj.weight.quant_state.state2.absmax[0] *= 1.01
+    assert prefix.sha256() != before
