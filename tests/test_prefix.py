@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import itertools
+import json
 import os
 import random
 import shutil
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
+import workshop
 from farthing.data.pieces import collate_flat
 from farthing.data.tokens import TokenSet
 from farthing.errors import Interrupted
@@ -36,6 +38,7 @@ from farthing.model.memory import checkpoint_layers
 from farthing.model.prefix import Prefix, find_prefix
 from farthing.model.prefix_cache import PrefixCache, open_prefix_cache
 from farthing.reuse import DISK_SHARE, prefix_cache_bytes, prefix_cache_saves_s, why_no_prefix_cache
+from farthing.step import Steps
 from test_attention import MAIN, OWN, assert_same, gradients, model_of
 from test_pieces import token_set
 
@@ -929,3 +932,91 @@ def test_what_it_saves_is_the_difference_of_two_runs(seed: int) -> None:
         )
     )
     assert (found is None) == (saved > 0 and epochs > 1)
+
+
+# ---- in a run ----
+
+
+def upper(folder: Path, name: str, **keys: Any) -> Any:
+    """A job that adapts the uppermost of three layers, over several epochs."""
+    targets = [f"model.layers.2.{part}" for part in ("self_attn.q_proj", "mlp.down_proj")]
+    method = {"name": "lora", "lora_r": 4, "target_modules": targets}
+    keys = {"n_rows": 24, "max_steps": 9, "eval_rows": workshop.rows_of("llama", 6, 5)} | keys
+    if not (folder / "base").exists():
+        keys["size"] = {"layers": 3}
+    return workshop.make_job(folder, "llama", method=method, output_dir=f"./{name}", **keys)
+
+
+def test_a_run_computes_frozen_layers_once_and_ends_as_one_that_computes_them_always(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = workshop.Watched(monkeypatch)
+    kept = upper(tmp_path, "kept")
+    workshop.train(kept)
+    frozen_calls = _calls_of_the_first_layer(monkeypatch)
+    ends = {name: p.detach().clone() for name, p in watched.model.named_parameters()}
+    assert json.loads((tmp_path / "kept/run.json").read_text())["keeps_frozen_output"] is True
+    again = upper(tmp_path, "again")
+    workshop.train(again)  # the cache is there: the first layer is asked once, for what a forward pass keeps
+    assert len(frozen_calls) == 1
+    assert all(torch.equal(p, ends[name]) for name, p in watched.model.named_parameters())
+    monkeypatch.setattr("farthing.train.why_no_prefix_cache", lambda **_: "not today")
+    heard = workshop.Heard()
+    plain = upper(tmp_path, "plain")
+    workshop.train(plain, heard)
+    assert len(frozen_calls) > 9
+    assert "is not kept: not today" in str(heard.of("note"))
+    assert workshop.losses_of(kept) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
+    metrics = [[row["metrics"]["loss"] for row in workshop.log_of(job) if "metrics" in row] for job in (kept, plain)]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)
+
+
+def _calls_of_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    calls: list[int] = []
+    honest = LlamaDecoderLayer.forward
+
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if layer.self_attn.layer_idx == 0:
+            calls.append(1)
+        return honest(layer, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
+    return calls
+
+
+def test_one_epoch_keeps_nothing_and_a_divided_set_is_one_cache(tmp_path: Path) -> None:
+    workshop.train(upper(tmp_path / "one", "run", max_steps=2))
+    assert json.loads((tmp_path / "one/run/run.json").read_text())["keeps_frozen_output"] is False
+    assert not (tmp_path / "one/cache/prefix").exists()
+    job = workshop.make_job(
+        tmp_path / "two",
+        "llama",
+        method={"name": "lora", "target_modules": ["model.layers.2.mlp.down_proj"]},
+        size={"layers": 3},
+        n_rows=40,
+        max_steps=12,
+        data={"eval_fraction": 0.2},
+    )
+    workshop.train(job)
+    assert len(list((tmp_path / "two/cache/prefix").iterdir())) == 1
+
+
+def test_a_run_that_had_a_cache_goes_on_without_it_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = upper(tmp_path, "run", max_steps=12)
+    take = Steps.take
+
+    def stop(steps: Steps, step: int) -> Any:
+        if step == 6:
+            raise Interrupted("here")
+        return take(steps, step)
+
+    monkeypatch.setattr(Steps, "take", stop)
+    assert workshop.train(job).state == "interrupted"
+    monkeypatch.setattr(Steps, "take", take)
+    monkeypatch.setattr("farthing.train.open_prefix_cache", lambda *_, **__: "the disk is gone")
+    heard = workshop.Heard()
+    assert workshop.train(job, heard).state == "finished"
+    assert "the disk is gone" in heard.warnings
+    assert "equal to rounding, not to the bit" in heard.warnings

@@ -24,6 +24,7 @@ SPANS = {
     "tokenize": "reading and tokenizing data",
     "load_model": "loading the model",
     "restore": "restoring a checkpoint",
+    "prefix": "computing frozen layers once",
     "probe": "probing settings",
     "data_wait": "waiting for batches",
     "host_to_device": "copying batches to the device",

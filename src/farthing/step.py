@@ -210,18 +210,13 @@ class Steps:
         self._fed_step = step + 1
 
     def _ready_from(self, step: int) -> Iterator[Ready]:
-        most, pins = self.most_tokens, self.forward.numerics.device.type == "cuda"
-
-        def collate(examples: NDArray[np.int64]) -> Host:
-            arrays = self.forward.collate(self.tokens, examples)
-            return {n: torch.from_numpy(a).pin_memory().numpy() for n, a in arrays.items()} if pins else arrays
-
+        most = self.most_tokens
         return micro_batches(
             step,
             self.n_steps,
             self.batches.examples_of,
             lambda examples: self.forward.cut(self.tokens, examples, most),
-            collate,
+            lambda examples: self.forward.collate(self.tokens, examples),
         )
 
     # ---- memory that runs out ----

@@ -20,12 +20,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 
 import farthing
 from farthing.checkpoint import Checkpoints, Part, SaveResult, n_bytes_of
 from farthing.data.batches import Batches
+from farthing.data.tokens import TokenSet
 from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
@@ -52,6 +55,8 @@ from farthing.model.flops import flops_per_token
 from farthing.model.forward import Forward
 from farthing.model.load import quiet_libraries
 from farthing.model.low_rank import use_low_rank
+from farthing.model.prefix import Prefix, find_prefix
+from farthing.model.prefix_cache import open_prefix_cache
 from farthing.notice import Notice
 from farthing.optim import schedule
 from farthing.pace import Pace
@@ -71,6 +76,7 @@ from farthing.probe import as_probed, is_worth_it, keep_setting, probe_run, subj
 from farthing.probes import Subject
 from farthing.promise import as_planned, promised
 from farthing.report.receipt import build_receipt
+from farthing.reuse import why_no_prefix_cache
 from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RECEIPT, RUN, claim
 from farthing.step import Steps, Taken
 from farthing.track import with_trackers
@@ -80,6 +86,8 @@ FORECAST_AFTER_STEPS = 5
 SAVE_EVERY_S = 300.0  # where there is no plan
 COLLECT_EVERY_STEPS = 200  # cycles of references, each of which may hold on to tensors
 # a guess of what exporting takes until it is measured: files beside the weights, and a slow disk
+PREFIX_TOKENS = 4096  # computed at once for what frozen layers give: part of what makes it the same to the bit
+DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 1e9, 0.4e9  # assumed of a cloud's disk
 EXPORT_S, WRITE_BYTES_PER_S = 0.5, 100e6
 
 
@@ -164,6 +172,11 @@ def _train(
     meter.enter("restore")
     tell("working", {"on": "looking for a checkpoint"})
     run.restore(run_facts["run_id"], allow_restart)
+    with meter.span("prefix"):
+        keeps = run.begin_behind_frozen_layers(run_facts.get("keeps_frozen_output"))
+    if keeps != run_facts.get("keeps_frozen_output"):
+        run_facts["keeps_frozen_output"] = keeps
+        write_json(folder / RUN, run_facts)
     if run.progress.step == 0 and is_worth_it(job, run.promise, is_deterministic=job.train.full_determinism):
         with meter.span("probe"):
             run.probe()
@@ -374,6 +387,69 @@ class Run:
                 where=str(self.folder),
                 to_do="make room, or set output_dir to a disk that has it",
             )
+
+    def begin_behind_frozen_layers(self, decided: bool | None) -> bool:
+        """Compute what frozen layers below the trained ones give once, where that pays; returns whether it is so.
+
+        Decided by the first attempt, as it changes rounding. Raises `Interrupted`.
+        """
+        prefix = (
+            find_prefix(self.model, self.job.task) if self.forward.is_flat and decided is not False else "not asked"
+        )
+        if isinstance(prefix, str):
+            return False
+        sets = [(self.train_examples.tokens, self.train_examples.indices)]
+        if self.eval_examples is not None:
+            sets.append((self.eval_examples.tokens, self.eval_examples.indices))
+            if sets[0][0] is sets[1][0]:  # one set, divided
+                sets = [(sets[0][0], np.concatenate([indices for _, indices in sets]))]
+        if decided is None and (reason := self._why_not_keep(prefix, sets)):
+            self.tell(
+                "note", {"text": f"the output of {plural(prefix.n_layers, 'frozen layer')} is not kept: {reason}"}
+            )
+            return False
+        caches = []
+        for tokens, indices in sets:
+            self.tell("working", {"on": f"computing {plural(prefix.n_layers, 'frozen layer')} for every epoch"})
+            cache = open_prefix_cache(
+                prefix,
+                tokens,
+                indices,
+                Path(self.job.cache_dir or "."),
+                numerics=self.numerics,
+                most_tokens=PREFIX_TOKENS,
+                progress=lambda done, total: self.tell("keeping", {"done": done, "total": total}),
+                should_stop=lambda: bool(self.notice),
+            )
+            if isinstance(cache, str):
+                self._warn(f"the output of frozen layers is not kept: {cache}")
+                if decided:
+                    self._warn("earlier attempts had it: equal to rounding, not to the bit")
+                return bool(decided)
+            caches.append((tokens, cache))
+        self.forward.begin_at(prefix, caches)
+        return True
+
+    def _why_not_keep(self, prefix: Prefix, sets: list[tuple[TokenSet, NDArray[np.int64]]]) -> str | None:
+        """Why the output of frozen layers had better be computed every time; None where keeping it pays."""
+        n_layers, k = self.inputs.config.get_text_config().num_hidden_layers, prefix.n_layers
+        n_tokens = sum(int(tokens.lengths[indices].sum()) for tokens, indices in sets)
+        tokens_a_step = max(1, n_tokens // max(1, self.batches.steps_per_epoch))
+        step_s = float(self.promise.get("step_s", tokens_a_step * 1e-3))
+        # a forward pass of all layers, and a backward pass of the upper ones that takes twice as long
+        layers_s = step_s / tokens_a_step * n_layers / (n_layers + 2 * (n_layers - k))
+        return why_no_prefix_cache(
+            n_epochs=self.n_steps / self.batches.steps_per_epoch,
+            n_frozen=k,
+            n_layers=n_layers,
+            layers_s_per_token=layers_s,
+            rest_s_per_token=step_s / tokens_a_step - layers_s * k / n_layers,
+            n_tokens=n_tokens,
+            bytes_per_token=prefix.width * 4,
+            free_bytes=shutil.disk_usage(self.job.cache_dir or ".").free,
+            read_bytes_per_s=DISK_READ_BYTES_PER_S,
+            write_bytes_per_s=DISK_WRITE_BYTES_PER_S,
+        )
 
     def probe(self) -> None:
         """Spend a minute to find a cheaper way to compute the same steps. Raises `Interrupted`."""

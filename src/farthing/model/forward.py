@@ -10,6 +10,8 @@ size, V words, C classes.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,8 +27,12 @@ from farthing.hardware import Numerics
 from farthing.model.attention import can_go_flat, first_position, flat_batch, flat_logits, go_flat
 from farthing.model.head import POSITIONS, TARGETS, default_tile_tokens, find_head, find_labelled, language_model_loss
 from farthing.model.loss import summed_loss
+from farthing.model.prefix import Prefix
+from farthing.model.prefix_cache import PrefixCache
 
-Host = dict[str, NDArray[np.int64]]
+Host = dict[str, Any]
+"""Arrays of a micro-batch by name, int64; hidden states of a frozen prefix are a tensor among them."""
+PREFIX = "prefix"
 
 
 class Forward:
@@ -57,11 +63,17 @@ class Forward:
         self.why_all_scored = head if isinstance(head, str) and task != "classification" else None
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._first_position = first_position(inner.config)
+        self.prefix: Prefix | None = None
+        self._caches: list[tuple[TokenSet, PrefixCache]] = []
 
     @property
     def is_flat(self) -> bool:
         """Whether documents are laid end to end, without padding."""
         return self.why_padded is None
+
+    def begin_at(self, prefix: Prefix, caches: list[tuple[TokenSet, PrefixCache]]) -> None:
+        """From now on batches of these token sets begin behind the frozen `prefix`, with its hidden states as they are kept."""
+        self.prefix, self._caches = prefix, caches
 
     # ---- on the host ----
 
@@ -76,7 +88,7 @@ class Forward:
         return [examples[piece] for piece in cut_padded(places, lengths, most_tokens, target_lengths=targets)]
 
     def collate(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Host:
-        """Arrays of one micro-batch, the labelled positions among them."""
+        """Arrays of one micro-batch, the labelled positions among them; pinned for a GPU."""
         if self.is_flat:
             arrays = collate_flat(tokens, examples, self.task, self._first_position)
         else:
@@ -84,6 +96,12 @@ class Forward:
         if self.task != "classification":
             labelled = find_labelled(torch.from_numpy(arrays["labels"]), predicts_next=self.task == "causal-lm")
             arrays |= {POSITIONS: labelled.positions.numpy(), TARGETS: labelled.targets.numpy()}
+        is_cuda = self.numerics.device.type == "cuda"
+        if is_cuda:
+            arrays = {name: torch.from_numpy(array).pin_memory().numpy() for name, array in arrays.items()}
+        for known, cache in self._caches:
+            if known is tokens:
+                arrays[PREFIX] = cache.rows(examples, pin=is_cuda)
         return arrays
 
     def n_computed(self, arrays: Host) -> int:
@@ -94,11 +112,13 @@ class Forward:
 
     def place(self, arrays: Host) -> dict[str, Any]:
         """The arrays as what the model takes, on its device; nothing is waited for."""
-        if self.is_flat:
-            return flat_batch(arrays, self.numerics.device)
-        return {
-            name: torch.from_numpy(array).to(self.numerics.device, non_blocking=True) for name, array in arrays.items()
-        }
+        device = self.numerics.device
+        if not self.is_flat:
+            return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+        batch = flat_batch({name: array for name, array in arrays.items() if name != PREFIX}, device)
+        if PREFIX in arrays:
+            batch[PREFIX] = arrays[PREFIX].to(device, non_blocking=True)
+        return batch
 
     def loss(self, batch: dict[str, Any], gradient_scale: float | Tensor = 1.0) -> Tensor:
         """Sum of the cross-entropies of a micro-batch, a scalar.
@@ -107,10 +127,10 @@ class Forward:
         """
         if self.task == "classification":
             return self.loss_and_scores(batch)[0]
-        with self.numerics.autocasting():
+        with self._resumed(batch) as rest, self.numerics.autocasting():
             return language_model_loss(
                 self.model,
-                batch,
+                rest,
                 self.task,
                 self.label_smoothing,
                 gradient_scale=gradient_scale,
@@ -119,14 +139,23 @@ class Forward:
 
     def loss_and_scores(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Classification: (sum of the cross-entropies, logits [N, C])."""
-        with self.numerics.autocasting():
+        with self._resumed(batch) as rest, self.numerics.autocasting():
             if not self.is_flat:
-                return summed_loss(self.model, batch, self.task, self.label_smoothing)
-            scores = flat_logits(self.model, batch, self.task)
+                return summed_loss(self.model, rest, self.task, self.label_smoothing)
+            scores = flat_logits(self.model, rest, self.task)
             loss = F.cross_entropy(
-                scores.float(), batch["labels"], reduction="sum", label_smoothing=self.label_smoothing
+                scores.float(), rest["labels"], reduction="sum", label_smoothing=self.label_smoothing
             )
             return loss, scores
+
+    @contextlib.contextmanager
+    def _resumed(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The batch without the hidden states of the prefix, behind which the forward pass then begins."""
+        if self.prefix is None or PREFIX not in batch:
+            yield batch
+            return
+        with self.prefix.resume(batch[PREFIX]):
+            yield {name: value for name, value in batch.items() if name != PREFIX}
 
     # ---- for those who count memory ----
 

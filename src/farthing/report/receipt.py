@@ -146,7 +146,7 @@ def _start_up_s(attempt: Attempt) -> float:
 PROMISED_SPANS = {
     "start-up": ("start_up", "load_model", "restore", "probe"),
     "tokenizing": ("tokenize",),
-    "training": ("data_wait", "host_to_device", "compute", "optimizer", "idle"),
+    "training": ("prefix", "data_wait", "host_to_device", "compute", "optimizer", "idle"),
     "evaluation": ("evaluation",),
     "checkpoints": ("checkpoint",),
     "export": ("export",),

@@ -101,6 +101,9 @@ class Terminal:
         self._clear()
         self.console.print(table)
 
+    def _on_keeping(self, facts: dict[str, Any]) -> None:
+        self._alive(f"computing frozen layers once: {say_count(facts['done'])} of {say_count(facts['total'])} tokens")
+
     def _on_probed(self, facts: dict[str, Any]) -> None:
         self._alive(f"probing: {setting_in_words(facts)}: {say_count(facts['tokens_per_s'])} useful tok/s")
 
