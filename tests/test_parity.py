@@ -83,7 +83,7 @@ def open_run(job: Job) -> Run:
     numerics = choose_numerics("cpu", None, None)
     inputs = open_inputs(job)
     train_examples, eval_examples = open_examples(job, inputs, quiet, lambda: False)
-    model = build_model(job, inputs, numerics, train_examples)
+    model = build_model(job, inputs, numerics, train_examples.tokens.label_names)
     ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
     return Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, Notice(), quiet)
 

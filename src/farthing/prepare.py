@@ -6,10 +6,11 @@ Cheap checks come before dear ones: a wrong name or a changed file is found befo
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from farthing.model.load import (
 from farthing.model.memory import MemoryNeed, choose_checkpointing
 from farthing.optim import bytes_per_weight, make_optimizer
 
+T = TypeVar("T")
 Tell = Callable[[str, dict[str, Any]], None]
 
 
@@ -190,8 +192,44 @@ def _say_unseen_labels(train: Examples, held_out: Examples, tell: Tell) -> None:
         tell("warning", {"text": text})
 
 
-def build_model(job: Job, inputs: Inputs, numerics: Numerics, train: Examples) -> Any:
-    """The model on its device with what the method trains, in training mode."""
+LEAVING_S = 5.0
+
+
+class Meanwhile(Generic[T]):
+    """Something that another thread computes; an error in it is raised by `result`.
+
+    Who leaves the block without a result waits a few seconds at most.
+    """
+
+    def __init__(self, compute: Callable[[], T]) -> None:
+        self._compute = compute
+        self._found: T | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="farthing-meanwhile", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Meanwhile[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(LEAVING_S)
+
+    def result(self) -> T:
+        """What was computed, waited for."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._found)
+
+    def _run(self) -> None:
+        try:
+            self._found = self._compute()
+        except BaseException as error:
+            self._error = error
+
+
+def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple[str, ...]) -> Any:
+    """The model on its device with what the method trains, in training mode. `label_names` are those of classification."""
     method = job.method
     quantize = method.name == "qlora"
     model: Any = load_model(
@@ -200,7 +238,7 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, train: Examples) -
         job.task,
         dtype=torch.float32 if method.name == "full" else numerics.base_dtype,
         seed=job.train.seed,
-        label_names=train.tokens.label_names,
+        label_names=label_names,
         pad_id=inputs.pad_id,
         quantize_on=numerics.device if quantize else None,
         unquantized=method.modules_to_save,

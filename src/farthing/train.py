@@ -64,6 +64,7 @@ from farthing.parts import ModelPart, OptimizerPart, Progress, ScalerPart
 from farthing.prepare import (
     Examples,
     Inputs,
+    Meanwhile,
     Tell,
     build_model,
     build_optimizer,
@@ -210,16 +211,20 @@ def _open(
     tell: Tell,
 ) -> Run:
     """The run at step 0: tokenized, planned, with its model on the device."""
-    train_examples, eval_examples = open_examples(job, inputs, tell, lambda: bool(notice))
-    promise = promised(job, folder, inputs, numerics, train_examples, eval_examples, tell)
-    lengths = from_token_set(train_examples.tokens, train_examples.indices, job.task, source="")
-    subject = subject_of(job, inputs.config, lengths, numerics.name, hardware_key(numerics.device))
-    promise = as_probed(job, folder, promise, subject)
-    ledger.write("starting")
-    meter.enter("load_model")
-    tell("working", {"on": "loading the model"})
     before_bytes = taken_bytes(numerics.device)
-    model = build_model(job, inputs, numerics, train_examples)
+    with contextlib.ExitStack() as stack:
+        loading = None
+        if job.task != "classification":  # whose head waits for the labels; else the model is read meanwhile
+            loading = stack.enter_context(Meanwhile(lambda: build_model(job, inputs, numerics, ())))
+        train_examples, eval_examples = open_examples(job, inputs, tell, lambda: bool(notice))
+        promise = promised(job, folder, inputs, numerics, train_examples, eval_examples, tell)
+        lengths = from_token_set(train_examples.tokens, train_examples.indices, job.task, source="")
+        subject = subject_of(job, inputs.config, lengths, numerics.name, hardware_key(numerics.device))
+        promise = as_probed(job, folder, promise, subject)
+        ledger.write("starting")
+        meter.enter("load_model")
+        tell("working", {"on": "loading the model"})
+        model = loading.result() if loading else build_model(job, inputs, numerics, train_examples.tokens.label_names)
     job = as_planned(job, promise)
     run = Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, notice, tell, promise)
     run.subject = subject
@@ -334,6 +339,7 @@ class Run:
         self._saved_mark = self._mark()
         self._save_now = False
         self._last_evaluation_s = 0.0
+        self._n_evaluated = 0  # tokens of an evaluation, as computed
         self._save_s = self._settled_s = 0.0
 
     def most_tokens(self) -> int:
@@ -644,6 +650,7 @@ class Run:
         self.settle()
         at, train, started_s = self.progress, self.job.train, self.meter.wall_s
         longest = int(self.eval_examples.tokens.lengths[self.eval_examples.indices].max())
+        n_before = self.forward.n_placed
         with self.meter.span("evaluation"):
             metrics = evaluate(
                 self.forward,
@@ -658,6 +665,7 @@ class Run:
                 progress=lambda done, total: self.tell("evaluating", {"done": done, "total": total}),
             )
         at.evaluated_step = at.step
+        self._n_evaluated = self.forward.n_placed - n_before
         value = metrics.get(self.metric)
         greater = train.greater_is_better
         better = GREATER_IS_BETTER[self.metric] if greater is None else greater
@@ -749,12 +757,6 @@ class Run:
         if measured is None:
             return None
         job, spans, config = self.job, self.meter.spans, self.inputs.config.get_text_config()
-        n_eval, n_eval_padded = 0, 0
-        if self.eval_examples is not None:
-            n_eval = len(self.eval_examples)
-            held_out = from_token_set(self.eval_examples.tokens, self.eval_examples.indices, job.task, source="")
-            each = held_out.padded_when_sorted(job.train.per_device_eval_batch_size)
-            n_eval_padded = round(n_eval * (each.tokens + each.targets))
         lengths = from_token_set(self.train_examples.tokens, self.train_examples.indices, job.task, source="")
         return Measurement(
             when=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -785,8 +787,8 @@ class Run:
                 "longest_target": lengths.longest_target,
             },
             spans={name: round(seconds, 4) for name, seconds in spans.items()},
-            n_eval_examples=n_eval,
-            n_eval_padded_tokens=n_eval_padded,
+            n_eval_examples=0 if self.eval_examples is None else len(self.eval_examples),
+            n_eval_padded_tokens=self._n_evaluated,
             has_generated=job.task == "seq2seq" and job.train.predict_with_generate,
             save_s=spans.get("checkpoint", 0.0),
             export_s=spans.get("export", 0.0),

@@ -63,6 +63,7 @@ class Forward:
         self.why_all_scored = head if isinstance(head, str) and task != "classification" else None
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._first_position = first_position(inner.config)
+        self.n_placed = 0  # computed tokens of everything that was brought to the device
         self.prefix: Prefix | None = None
         self._caches: list[tuple[TokenSet, PrefixCache]] = []
 
@@ -113,6 +114,7 @@ class Forward:
     def place(self, arrays: Host) -> dict[str, Any]:
         """The arrays as what the model takes, on its device; nothing is waited for."""
         device = self.numerics.device
+        self.n_placed += self.n_computed(arrays)
         if not self.is_flat:
             return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
         batch = flat_batch({name: array for name, array in arrays.items() if name != PREFIX}, device)
