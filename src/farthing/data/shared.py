@@ -23,10 +23,12 @@ from farthing.data.pieces import collate_flat
 from farthing.data.tokens import TokenSet
 
 LEAST_TOKENS = 32  # to take over: for fewer it is not worth copying keys and values
+WORTH = (
+    0.05  # of all tokens, saved: here the copies and the masks took the time that was saved (6 layers of 256, a CPU)
+)
 # what the copy of a token's keys and values takes, in computed tokens: between 1/50 and 1/25 of all that is kept of one
 # with grouped heads, about 1/9 without (worked out from the shapes of models, not measured)
 COPY_SHARE = 1 / 16
-WORTH = 0.05  # of all tokens, saved: the copies and the smaller calls of attention cost time too
 SAMPLED = 4096  # examples, at least, from which that is judged
 
 
