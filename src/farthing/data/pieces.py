@@ -140,7 +140,11 @@ def target_lengths_of(tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[
 
 
 def collate_flat(
-    tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], task: str, first_position: int = 0
+    tokens: TokenSet,
+    examples: Sequence[int] | NDArray[np.int64],
+    task: str,
+    first_position: int = 0,
+    skipped: NDArray[np.int64] | None = None,
 ) -> dict[str, Any]:
     """Arrays of one micro-batch, its examples end to end: T tokens of N documents and nothing else.
 
@@ -149,11 +153,14 @@ def collate_flat(
                     is predicted across a boundary
     classification: labels int64 [N]
 
-    Positions begin again at `first_position` in each document. Empty examples are refused.
+    Positions begin again at `first_position` in each document. Empty examples are refused. The first `skipped` [N]
+    tokens of each example are left out; the others keep their positions.
     """
     if task not in ("causal-lm", "classification"):
         raise ValueError(f"{task} can't be laid flat: pad it")
+    n_skipped = np.zeros(len(examples), dtype=np.int64) if skipped is None else skipped
     rows = [tokens.example(int(index)) for index in examples]
+    rows = [(ids[n:], is_target[n:]) for (ids, is_target), n in zip(rows, n_skipped, strict=True)]
     lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int64)
     if not len(lengths) or not lengths.all():
         raise ValueError("a flat batch needs documents of at least one token")
@@ -161,7 +168,7 @@ def collate_flat(
     ids = np.concatenate([ids for ids, _ in rows]).astype(np.int64)
     batch = {
         "input_ids": ids[None],
-        "position_ids": (np.arange(len(ids)) - np.repeat(starts, lengths) + first_position)[None],
+        "position_ids": (np.arange(len(ids)) - np.repeat(starts - n_skipped, lengths) + first_position)[None],
         "lengths": lengths,
     }
     if task == "classification":

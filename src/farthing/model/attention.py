@@ -5,12 +5,17 @@ once, on the CPU, and goes through the model as the keyword `documents`, which e
 when a checkpointed layer is computed again. A batch that comes without `documents` is treated as `sdpa` would, padding
 and all, so that a model set to this entry still evaluates and generates.
 
+A document may go on from the beginning of another, whose tokens it sees before its own: what many documents begin with
+is computed once. A layer that looks back only can't tell the difference, so losses and gradients are the same. Keys and
+values are copied for each document that sees them, in every layer; nothing else is.
+
 On a CPU each run of equally long documents is one call of `scaled_dot_product_attention`. On CUDA one kernel takes all
 documents: `torch.nn.attention.varlen`, else flash-attn, else flex attention, else the same calls as on a CPU. The three
 kernels were never run on a GPU: what they are called with is tested, not what they answer.
 
 Attention dropout draws its masks in the shape of what is computed, so a flat batch and a padded one drop other weights,
-as two micro-batch sizes do; in expectation they are the same. Dropout elsewhere in a model is not touched.
+as two micro-batch sizes do; in expectation they are the same. So it is where documents share a beginning: what any
+dropout of the model drops there, it drops for all of them. Dropout elsewhere in a model is not touched.
 
 Refuses to choose pieces, and models whose flat batches were not shown to be right: `can_go_flat` says why.
 """
@@ -63,21 +68,53 @@ class Documents:
     bounds: Tensor
     """int32 [N + 1] on the batch's device: 0, then where each ends."""
     longest: int
-    runs: tuple[tuple[int, int], ...]
-    """(how many documents, tokens of each) of neighbours of equal length, in order."""
+    runs: tuple[tuple[int, int, int], ...]
+    """(how many documents, tokens of each, keys of each) of neighbours alike in both, in order."""
     no_mask: Tensor
     """[1, 1, 1, 1]: transformers takes a mask of four dimensions as made, so it looks for no boundaries by itself."""
+    key_bounds: Tensor
+    """int32 [N + 1], as `bounds`, of the keys that each document sees; its own tokens are the last of them."""
+    key_lengths: tuple[int, ...]
+    key_rows: Tensor | None = None
+    """int64 [K]: the token of each key, where a document goes on from another; else keys and tokens are the same."""
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, lengths: Sequence[int] | NDArray[np.int64], device: torch.device | str = "cpu") -> Documents:
-        """From the tokens of each document; nothing waits for the device."""
+    def of(
+        cls,
+        lengths: Sequence[int] | NDArray[np.int64],
+        device: torch.device | str = "cpu",
+        key_lengths: Sequence[int] | NDArray[np.int64] | None = None,
+        key_rows: NDArray[np.int64] | None = None,
+    ) -> Documents:
+        """From the tokens of each document; nothing waits for the device.
+
+        Where documents go on from others, `key_lengths` [N] are the tokens that each sees, its own among them, and
+        `key_rows` [K], document by document, which those are.
+        """
         sizes = tuple(int(length) for length in lengths)
         if not sizes or min(sizes) < 1:
             raise ValueError("a flat batch needs documents of at least one token")
-        bounds = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32).to(device, non_blocking=True)
-        runs = tuple((len(list(group)), length) for length, group in itertools.groupby(sizes))
-        return cls(sizes, bounds, max(sizes), runs, torch.ones(1, 1, 1, 1, device=device))
+        keys = sizes if key_lengths is None else tuple(int(length) for length in key_lengths)
+        n_keys = sum(sizes) if key_rows is None else len(key_rows)
+        if sum(keys) != n_keys or any(seen < own for own, seen in zip(sizes, keys, strict=True)):
+            raise ValueError("a document sees its own tokens at least, and each of its keys is a token's")
+        bounds = _ends(sizes, device)
+        return cls(
+            sizes,
+            bounds,
+            max(sizes),
+            tuple((len(list(alike)), *each) for each, alike in itertools.groupby(zip(sizes, keys, strict=True))),
+            torch.ones(1, 1, 1, 1, device=device),
+            bounds if key_rows is None else _ends(keys, device),
+            keys,
+            None if key_rows is None else torch.from_numpy(key_rows).to(device, non_blocking=True),
+        )
+
+    @property
+    def most_keys(self) -> int:
+        """Keys of the document that sees most."""
+        return max(self.key_lengths)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What `make` returns, made at the first call with this key: masks that several layers share."""
@@ -86,17 +123,22 @@ class Documents:
         return self._made[key]
 
 
-def flat_batch(arrays: dict[str, NDArray[np.int64]], device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The arrays of `collate_flat`, and any others beside them, as tensors on `device`; their `lengths` as `documents`.
+def _ends(sizes: Sequence[int], device: torch.device | str) -> Tensor:
+    """int32 [N + 1]: 0, then where each ends."""
+    return torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32).to(device, non_blocking=True)
 
-    But for the labels it is what a model takes.
+
+def flat_batch(arrays: dict[str, NDArray[np.int64]], device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The arrays of `collate_flat` or `collate_shared`, and others beside them, as tensors on `device`.
+
+    Those that say where documents are become `documents`. But for the labels it is what a model takes.
     """
     batch: dict[str, Any] = {
         name: torch.from_numpy(array).to(device, non_blocking=True)
         for name, array in arrays.items()
-        if name != "lengths"
+        if name not in ("lengths", "key_lengths", "key_rows")
     }
-    documents = Documents.of(arrays["lengths"], device)
+    documents = Documents.of(arrays["lengths"], device, arrays.get("key_lengths"), arrays.get("key_rows"))
     return {**batch, "attention_mask": documents.no_mask, "documents": documents}
 
 
@@ -131,6 +173,12 @@ def can_go_flat(model: Any, task: str) -> str | None:
     if task == "classification" and _head_kind(inner) is None:
         return f"{kind}: its classification head is not known"
     return None
+
+
+def can_share(model: Any, task: str) -> str | None:
+    """Why documents can't go on from others in this model, in words; None if they can."""
+    kind = _inner(model).config.model_type
+    return f"{kind}: a token's meaning depends on what follows it" if kind in ENCODERS else can_go_flat(model, task)
 
 
 def go_flat(model: Any) -> None:
@@ -196,20 +244,21 @@ def _head_kind(inner: Any) -> str | None:
 
 def _last_tokens(ids: Tensor, documents: Documents, config: Any) -> Tensor:
     """[N]: where each document's last token is that is not padding, as transformers looks for it; else its first."""
-    starts = documents.bounds[:-1].long()
     pad_id = config.get_text_config().pad_token_id
     if pad_id is None:
         return documents.bounds[1:].long() - 1
-    owner = _owners(documents, ids.device)
-    places = (torch.arange(len(ids), device=ids.device) - starts[owner]) * (ids != pad_id)
-    return starts + torch.zeros_like(starts).scatter_reduce(0, owner, places, "amax")
+    rows, starts, owner = documents.key_rows, documents.key_bounds[:-1].long(), _owners(documents, ids.device)
+    text = ids if rows is None else ids[rows]
+    places = (torch.arange(len(text), device=ids.device) - starts[owner]) * (text != pad_id)
+    last = starts + torch.zeros_like(starts).scatter_reduce(0, owner, places, "amax")
+    return last if rows is None else rows[last]
 
 
 def _owners(documents: Documents, device: Any) -> Tensor:
-    """[T]: the number of each token's document."""
+    """[K]: the number of each key's document; of each token's, where no document goes on from another."""
 
     def make() -> Tensor:
-        owners = np.repeat(np.arange(len(documents.lengths)), documents.lengths)
+        owners = np.repeat(np.arange(len(documents.lengths)), documents.key_lengths)
         return torch.from_numpy(owners).to(device, non_blocking=True)
 
     owners: Tensor = documents.once(("owners", str(device)), make)
@@ -248,7 +297,9 @@ def attend(
     unknown = [name for name in ("s_aux", "position_bias", "cache") if others.get(name) is not None]
     if unknown:
         raise ValueError(f"attention with {', '.join(unknown)} is not known here")
-    window = sliding_window if sliding_window is not None and documents.longest > sliding_window else None
+    if not causal and documents.key_rows is not None:
+        raise ValueError("documents that look ahead can't go on from others")
+    window = sliding_window if sliding_window is not None and documents.most_keys > sliding_window else None
     if torch.is_autocast_enabled(query.device.type):  # the kernels are no operations autocast knows
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -257,9 +308,23 @@ def attend(
         choose_kernel(query.device, query.dtype, query.shape[-1], dropout > 0, softcap is not None, window)
     ]
     # [T, H, D] with tokens outermost: how every kernel and the projections around it lay them out
-    flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out = kernel(*flat, documents, causal=causal, scale=scale, window=window, dropout=dropout, softcap=softcap)
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    keys, values = _as_seen(keys, documents), _as_seen(values, documents)
+    out = kernel(
+        queries, keys, values, documents, causal=causal, scale=scale, window=window, dropout=dropout, softcap=softcap
+    )
     return out[None], None
+
+
+def _as_seen(tokens: Tensor, documents: Documents) -> Tensor:
+    """Keys or values [T, H, D] as the documents see them, one after another: [K, H, D].
+
+    By way of fp32, so that the gradients of the many copies of a token are added up in it.
+    """
+    if documents.key_rows is None:
+        return tokens
+    wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+    return wide.index_select(0, documents.key_rows).to(tokens.dtype)
 
 
 @functools.lru_cache(maxsize=256)
@@ -283,7 +348,7 @@ def choose_kernel(
     return "documents"
 
 
-# ---- the kernels: query [T, Hq, D], key and value [T, Hk, D] -> [T, Hq, D] ----
+# ---- the kernels: query [T, Hq, D], key and value [K, Hk, D] -> [T, Hq, D]; the last query is at the last key ----
 
 
 def _per_document(
@@ -302,14 +367,16 @@ def _per_document(
 
     `split` and not slices: the gradient of a slice is as long as the whole, and there would be one for every run.
     """
-    sizes = [n * length for n, length in documents.runs]
-    parts = zip(documents.runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
+    sizes, key_sizes = [n * length for n, length, _ in documents.runs], [n * keys for n, _, keys in documents.runs]
+    parts = zip(documents.runs, query.split(sizes), key.split(key_sizes), value.split(key_sizes), strict=True)
     outputs = []
-    for (n, length), *part in parts:
-        q, k, v = (tensor.unflatten(0, (n, length)).transpose(1, 2) for tensor in part)  # [n, H, length, D]
+    for (n, length, keys), q, k, v in parts:
+        q = q.unflatten(0, (n, length)).transpose(1, 2)  # [n, H, length, D]
+        k, v = (tensor.unflatten(0, (n, keys)).transpose(1, 2) for tensor in (k, v))
         mask = None
-        if causal and ((window is not None and length > window) or (softcap is not None and length > 1)):
-            mask = documents.once((length, window), functools.partial(_seen, length, window, q.device))
+        is_plain = keys == length and softcap is None  # sdpa's own causal mask begins at the first key
+        if causal and ((window is not None and keys > window) or (length > 1 and not is_plain)):
+            mask = documents.once((length, keys, window), functools.partial(_seen, keys, window, q.device, length))
         if softcap is not None:
             out = _soft_capped(q, k, v, mask, scale, softcap, dropout)
         else:
@@ -348,10 +415,11 @@ def _soft_capped(
     return out
 
 
-def _seen(length: int, window: int | None, device: Any) -> Tensor:
-    """bool [length, length]: which keys (columns) a query (row) sees."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return seen if window is None else seen.triu(1 - window)
+def _seen(n_keys: int, window: int | None, device: Any, n_queries: int) -> Tensor:
+    """bool [queries, keys]: which keys (columns) a query (row) sees; the last query is at the last key."""
+    before = n_keys - n_queries
+    seen = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(before)
+    return seen if window is None else seen.triu(before + 1 - window)
 
 
 def _varlen_kernel(
@@ -366,7 +434,10 @@ def _varlen_kernel(
     dropout: float,
     softcap: float | None,
 ) -> Tensor:
-    """`torch.nn.attention.varlen.varlen_attn`, whose parameters differ from version to version. Never run on a GPU."""
+    """`torch.nn.attention.varlen.varlen_attn`, whose parameters differ from version to version. Never run on a GPU.
+
+    More keys than queries: its causal mask ends at the lower right, as flash-attn's (pytorch/pytorch#193630 says so).
+    """
     parameters = _parameters_of(_varlen())
     options: dict[str, Any] = {}
     if "scale" in parameters:
@@ -382,8 +453,8 @@ def _varlen_kernel(
         options["enable_gqa"] = True
     elif groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    bounds, longest = documents.bounds, documents.longest
-    out: Tensor = _varlen()(query, key, value, bounds, bounds, longest, longest, **options)  # type: ignore[misc]
+    bounds = documents.bounds, documents.key_bounds, documents.longest, documents.most_keys
+    out: Tensor = _varlen()(query, key, value, *bounds, **options)  # type: ignore[misc]
     return out
 
 
@@ -399,14 +470,17 @@ def _flash_kernel(
     dropout: float,
     softcap: float | None,
 ) -> Tensor:
-    """`flash_attn.flash_attn_varlen_func`, which also drops and caps. Never run on a GPU."""
+    """`flash_attn.flash_attn_varlen_func`, which also drops and caps. Never run on a GPU.
+
+    More keys than queries: its causal mask ends at the lower right, from version 2.1 on (its documentation).
+    """
     options: dict[str, Any] = {"dropout_p": dropout, "softmax_scale": scale, "causal": causal}
     if window is not None:
         options["window_size"] = (window - 1, 0)
     if softcap is not None:
         options["softcap"] = softcap
-    bounds, longest = documents.bounds, documents.longest
-    out: Tensor = _flash()(query, key, value, bounds, bounds, longest, longest, **options)  # type: ignore[misc]
+    bounds = documents.bounds, documents.key_bounds, documents.longest, documents.most_keys
+    out: Tensor = _flash()(query, key, value, *bounds, **options)  # type: ignore[misc]
     return out
 
 
@@ -425,21 +499,28 @@ def _flex_kernel(
     """`flex_attention`, compiled; its blocks are found once per batch and window. Never run on a GPU."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    n_tokens, device = query.shape[0], query.device
-    owners = _owners(documents, device)
-
-    def sees(batch: Tensor, head: Tensor, at: Tensor, other: Tensor) -> Tensor:
-        seen = owners[at] == owners[other]
-        if causal:
-            seen = seen & (at >= other)
-        return seen if window is None else seen & (at - other < window)
+    n_tokens, n_keys, device = len(query), len(key), query.device
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, at: Tensor, other: Tensor) -> Tensor:
         assert softcap is not None
         return torch.tanh(score / softcap) * softcap
 
-    def find_blocks() -> Any:  # compiled it makes no mask of T by T on the way
-        return create_block_mask(sees, None, None, n_tokens, n_tokens, device, _compile=device.type == "cuda")
+    def find_blocks() -> Any:
+        owners = _owners(documents, device)
+        own = torch.arange(n_tokens, device=device)  # where each token is among the keys
+        if documents.key_rows is not None:
+            gaps = documents.key_bounds[1:] - documents.bounds[1:]
+            own = own + gaps.repeat_interleave(documents.bounds.diff(), output_size=n_tokens)
+
+        def sees(batch: Tensor, head: Tensor, at: Tensor, other: Tensor) -> Tensor:
+            at = own[at]
+            seen = owners[at] == owners[other]
+            if causal:
+                seen = seen & (at >= other)
+            return seen if window is None else seen & (at - other < window)
+
+        # compiled it makes no mask of T by K on the way
+        return create_block_mask(sees, None, None, n_tokens, n_keys, device, _compile=device.type == "cuda")
 
     blocks = documents.once(("blocks", causal, window), find_blocks)
     out: Tensor = _flex()(  # type: ignore[misc]
@@ -523,6 +604,6 @@ def _without_documents(
         return out
     n_queries, n_keys = query.shape[2], key.shape[2]
     if mask is None and causal and n_queries > 1:  # sdpa_mask leaves a causal mask out where it can be implied
-        mask = _seen(n_keys, window, query.device)[n_keys - n_queries :]
+        mask = _seen(n_keys, window, query.device, n_queries)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return _soft_capped(query, key, value, mask, scale, softcap, dropout).transpose(1, 2).contiguous()

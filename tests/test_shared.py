@@ -1,0 +1,698 @@
+"""What examples begin with in common, computed once: the same losses and gradients, pieces that fit, nothing that leaks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from farthing.data import shared
+from farthing.data.batches import IGNORED, Batches, collate, permutation
+from farthing.data.pieces import collate_flat, cut_by_tokens
+from farthing.data.shared import (
+    COPY_SHARE,
+    LEAST_TOKENS,
+    WORTH,
+    collate_shared,
+    cut_shared,
+    in_common,
+    saved_by_sharing,
+)
+from farthing.data.tokens import Recipe, TokenSet, tokenize
+from farthing.model import attention
+from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.attention import (
+    DECODERS,
+    ENCODERS,
+    Documents,
+    attend,
+    can_share,
+    flat_batch,
+    flat_logits,
+    go_flat,
+)
+from farthing.model.head import find_labelled, language_model_loss
+from farthing.model.loss import summed_loss
+from farthing.model.memory import checkpoint_layers
+from farthing.tiny import write_jsonl
+from test_attention import MAIN, Layer, Waits, assert_same, gradients, heads, model_of
+from test_data import opened, real_tokenizer
+
+CLOSE = 1e-5
+
+
+def token_set(texts: list[list[int]], n_inputs: list[int], labels: list[int] | None = None) -> TokenSet:
+    """Examples of these tokens, of which all but the first `n_inputs` are targets."""
+    rows = [np.array(text, dtype=np.int32) for text in texts]
+    targets = [np.arange(len(row)) >= n for row, n in zip(rows, n_inputs, strict=True)]
+    return TokenSet(
+        folder=Path(),
+        facts={"label_names": ["a", "b", "c"], "sources": []},
+        ids=np.concatenate(rows),
+        targets=np.concatenate(targets).astype(np.uint8),
+        offsets=np.concatenate([[0], np.cumsum([len(row) for row in rows])]),
+        lines=np.arange(len(rows)),
+        groups=np.arange(len(rows), dtype=np.uint64),
+        labels=None if labels is None else np.array(labels, dtype=np.int32),
+    )
+
+
+def some_tree(seed: int, n: int = 8, longest: int = 9) -> TokenSet:
+    """Texts that go on from one another anywhere, some the same, some beginning another; targets from anywhere on."""
+    draw = np.random.default_rng(seed)
+    texts = [draw.integers(3, 99, longest).tolist()]
+    while len(texts) < n:
+        before = texts[draw.integers(len(texts))]
+        kept = int(draw.integers(len(before) // 2, len(before) + 1)) if draw.random() < 0.8 else 0
+        texts.append((before[:kept] + draw.integers(3, 99, draw.integers(kept == 0, longest)).tolist())[:40])
+    return token_set(texts, [int(draw.integers(1 + len(text) // 3, len(text) + 1)) for text in texts])
+
+
+def nodes_of(texts: list[list[int]]) -> int:
+    """How many different beginnings, of one token or more, texts have: the nodes of their tree."""
+    return len({tuple(text[:n]) for text in texts for n in range(1, len(text) + 1)})
+
+
+@pytest.fixture
+def _takes_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens are enough to be taken over."""
+    monkeypatch.setattr(shared, "LEAST_TOKENS", 2)
+
+
+# ---- what is in common ----
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize("seed", range(20))
+def test_each_takes_over_the_most_it_may_from_those_before_it(seed: int) -> None:
+    tokens = some_tree(seed, n=12)
+    examples = permutation(len(tokens), seed, 0)[:10]
+    order, taken = in_common(tokens, examples)
+    assert sorted(order.tolist()) == list(range(10))
+    texts = [tokens.example(index)[0].tolist() for index in examples[order]]
+    for at, text in enumerate(texts):
+        is_target = tokens.example(int(examples[order[at]]))[1]
+        may = int(is_target.argmax()) - 1 if is_target.any() else len(text) - 1
+        most = max((n for n in range(len(text) + 1) for other in texts[:at] if other[:n] == text[:n]), default=0)
+        assert taken[at] == (min(may, most) if min(may, most) >= 2 else 0)
+
+
+def test_all_that_scores_nothing_makes_a_tree() -> None:
+    texts = [[5] * 40 + [index % 3] * 40 + [index] * 9 for index in range(3, 12)]
+    tokens = token_set(texts, [len(text) - 1 for text in texts])
+    taken = in_common(tokens, np.arange(9))[1]
+    assert sum(map(len, texts)) - taken.sum() == nodes_of(texts)
+    tokens = token_set(texts, [60] * 9)  # what scores from there on is not left to others
+    assert sorted(in_common(tokens, np.arange(9))[1].tolist()) == [0, 40, 40, *[59] * 6]
+    tokens = token_set(texts, [33] * 9)
+    assert in_common(tokens, np.arange(9))[1].tolist() == [0, *[32] * 8]
+    tokens = token_set(texts, [32] * 9)  # too little
+    assert in_common(tokens, np.arange(9))[1].tolist() == [0] * 9
+
+
+def test_a_label_of_the_whole_example_leaves_one_token() -> None:
+    tokens = token_set([[5] * 50, [5] * 50, [5] * 60], [50, 50, 60], labels=[0, 1, 2])
+    assert in_common(tokens, np.arange(3))[1].tolist() == [0, 49, 50]
+
+
+# ---- collation ----
+
+
+def test_a_shared_batch_leaves_out_what_was_there_before() -> None:
+    texts = [[7] * 32 + [8, 9, 10], [6, 5, 4], [7] * 33 + [1, 2], [7] * 32 + [8, 9, 11, 12]]
+    tokens = token_set(texts, [34, 2, 34, 35])
+    batch = collate_shared(tokens, np.array([3, 1, 0, 2]), "causal-lm")
+    assert batch["input_ids"].tolist() == [[11, 12, 6, 5, 4, 8, 9, 10, *[7] * 33, 1, 2]]
+    assert batch["position_ids"].tolist() == [[34, 35, 0, 1, 2, 32, 33, 34, *range(35)]]
+    assert batch["lengths"].tolist() == [2, 3, 3, 35]
+    assert batch["key_lengths"].tolist() == [36, 3, 35, 35]
+    seen = np.split(batch["input_ids"][0][batch["key_rows"]], np.cumsum(batch["key_lengths"])[:-1])
+    assert [row.tolist() for row in seen] == [texts[index] for index in (3, 1, 0, 2)]
+    labelled = find_labelled(torch.from_numpy(batch["labels"]), predicts_next=True)
+    assert labelled.targets.tolist() == [12, 4, 10, 2]
+    assert batch["input_ids"][0][labelled.positions].tolist() == [11, 5, 9, 1]
+    assert all(array.dtype == np.int64 for array in batch.values())
+
+
+def test_where_nothing_is_in_common_the_batch_is_the_flat_one() -> None:
+    tokens = token_set([[5] * 31 + [index, 9] for index in range(3)], [32] * 3)
+    flat, ours = (lay(tokens, np.arange(3), "causal-lm") for lay in (collate_flat, collate_shared))
+    assert flat.keys() == ours.keys()
+    assert all((flat[name] == ours[name]).all() for name in flat)
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize("seed", range(20))
+def test_a_shared_batch_asks_for_the_same_predictions_from_the_same_texts(seed: int) -> None:
+    tokens = some_tree(seed, n=10)
+    examples = permutation(10, seed, 0)
+    ours, flat = (lay(tokens, examples, "causal-lm") for lay in (collate_shared, collate_flat))
+    found = find_labelled(torch.from_numpy(ours["labels"]), predicts_next=True)
+    asked = find_labelled(torch.from_numpy(flat["labels"]), predicts_next=True)
+    assert found.targets.tolist() == asked.targets.tolist()
+    places, expected = (batch["position_ids"][0][where.positions] for batch, where in ((ours, found), (flat, asked)))
+    assert places.tolist() == expected.tolist()
+    assert ours["input_ids"][0][found.positions].tolist() == flat["input_ids"][0][asked.positions].tolist()
+
+
+# ---- pieces ----
+
+
+def cost_of(tokens: TokenSet, piece: NDArray[np.int64]) -> int:
+    """What a piece computes, and its copies."""
+    taken = in_common(tokens, piece)[1]
+    return int(tokens.lengths[piece].sum() - taken.sum() + np.ceil(taken * COPY_SHARE).sum())
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_hold_every_example_once_within_the_budget(seed: int) -> None:
+    tokens, draw = some_tree(seed, n=60, longest=20), np.random.default_rng(seed)
+    examples, budget = permutation(60, seed, 0)[:50], int(draw.integers(20, 200))
+    pieces = cut_shared(tokens, examples, budget)
+    assert sorted(np.concatenate(pieces).tolist()) == sorted(examples.tolist())
+    costs = [cost_of(tokens, piece) for piece in pieces]
+    assert all(cost <= budget or len(piece) == 1 for cost, piece in zip(costs, pieces, strict=True))
+    assert costs == sorted(costs, reverse=True)
+    assert max(len(piece) for piece in cut_shared(tokens, examples, budget, most_examples=3)) <= 3
+    assert [piece.tolist() for piece in cut_shared(tokens, examples, budget)] == [piece.tolist() for piece in pieces]
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize("seed", range(10))
+def test_pieces_are_as_few_as_can_be_and_the_largest_as_small(seed: int) -> None:
+    tokens, budget = some_tree(seed, n=8, longest=20), 60
+    order = np.arange(8)[in_common(tokens, np.arange(8))[0]]
+    best = (99, 0)
+    for cuts in range(2**7):
+        ends = [0, *(at + 1 for at in range(7) if cuts >> at & 1), 8]
+        stretches = [order[start:stop] for start, stop in itertools.pairwise(ends)]
+        costs = [cost_of(tokens, stretch) for stretch in stretches]
+        if all(cost <= budget or len(stretch) == 1 for cost, stretch in zip(costs, stretches, strict=True)):
+            best = min(best, (len(costs), max(costs)))
+    pieces = cut_shared(tokens, np.arange(8), budget)
+    assert (len(pieces), max(cost_of(tokens, piece) for piece in pieces)) == best
+
+
+def test_what_begins_alike_is_kept_together() -> None:
+    systems = [[group] * 100 for group in range(4)]
+    texts = [[*systems[index % 4], index, 1, 2, 3] for index in range(40)]
+    tokens = token_set(texts, [102] * 40)
+    pieces = cut_shared(tokens, permutation(40, 0, 0), 450)
+    assert [sorted({int(index) % 4 for index in piece}) for piece in pieces] == [[0, 1], [2, 3]]
+    assert all(collate_shared(tokens, piece, "causal-lm")["input_ids"].size == 2 * 100 + 20 * 4 for piece in pieces)
+    assert len(cut_by_tokens(np.arange(40), tokens.lengths, 450)) == 10
+    assert cut_shared(tokens, np.arange(0), 450) == []
+
+
+def test_the_example_with_most_of_its_own_comes_first_in_a_piece() -> None:
+    tokens = token_set([[5] * 40 + [index] * n for index, n in ((6, 3), (7, 9), (8, 9), (9, 2))], [41] * 4)
+    assert [piece.tolist() for piece in cut_shared(tokens, np.arange(4), 1000)] == [[0, 1, 2, 3]]
+    assert collate_shared(tokens, np.arange(4), "causal-lm")["lengths"].tolist() == [43, 9, 9, 2]
+
+
+# ---- whether it is worth it ----
+
+
+def test_what_is_saved_is_what_the_steps_leave_out() -> None:
+    draw = np.random.default_rng(0)
+    system = draw.integers(3, 99, 1000).tolist()
+    texts = [system + draw.integers(3, 99, n).tolist() for n in draw.integers(20, 400, 200)]
+    tokens = token_set(texts, [1010] * 200)
+    batches = Batches(np.arange(200), 20, seed=0)
+    pieces = [piece for step in range(10) for piece in cut_shared(tokens, batches.examples_of(step), 4096)]
+    computed = sum(collate_shared(tokens, piece, "causal-lm")["input_ids"].size for piece in pieces)
+    saved = saved_by_sharing(tokens, batches, 4096)
+    assert saved == pytest.approx(1 - computed / tokens.lengths.sum())
+    assert 0.5 < saved < 1000 / 1210
+    assert saved_by_sharing(tokens, Batches(np.arange(200), 20, seed=0), 4096) == saved
+    assert saved_by_sharing(tokens, batches, 1500) < saved  # two or three in a piece
+    assert saved_by_sharing(tokens, Batches(np.arange(200), 1, seed=0), 4096) == 0
+
+
+def test_nothing_is_saved_where_little_is_shared() -> None:
+    draw = np.random.default_rng(0)
+    alone = token_set([draw.integers(3, 99, n).tolist() for n in draw.integers(50, 400, 100)], [40] * 100)
+    assert saved_by_sharing(alone, Batches(np.arange(100), 50, seed=0), 8192) == 0
+    learned = token_set([[5] * 300 + [index] for index in range(100)], [1] * 100)  # train_on_prompt
+    assert saved_by_sharing(learned, Batches(np.arange(100), 50, seed=0), 8192) == 0
+
+
+@pytest.mark.parametrize("same_system", [False, True])
+def test_real_chats_pay_with_one_system_prompt_and_not_without(
+    same_system: bool, data_dir: Path, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in (data_dir / "chat_messages.jsonl").read_text(encoding="utf-8").splitlines()]
+    with open(data_dir / "complaints_narratives.jsonl", encoding="utf-8") as file:
+        system = " ".join(json.loads(line)["text"] for line, _ in zip(file, range(20), strict=False))[:3000]
+    if same_system:  # and no tools, which stand before it
+        said = [[turn for turn in row["messages"] if turn["role"] != "system"] for row in rows]
+        rows = [{"messages": [{"role": "system", "content": system}, *turns]} for turns in said]
+    path = write_jsonl(tmp_path / "chats.jsonl", rows[:150])
+    tokenizer = real_tokenizer(data_dir, "gpt2")
+    tokens = tokenize([opened(path, tmp_path)], tokenizer, Recipe("causal-lm", 100_000), tmp_path)
+    n_system, mean = len(tokenizer(system)["input_ids"]), tokens.lengths.mean()
+    saved = saved_by_sharing(tokens, Batches(np.arange(len(tokens)), 32, seed=0), 16_384)
+    if same_system:
+        assert WORTH < 0.8 * n_system / mean < saved < (n_system + 40) / mean
+    else:
+        assert 0 <= saved < WORTH
+
+
+# ---- the same losses and gradients ----
+
+
+def losses_of(model: Any, tokens: TokenSet, *, is_shared: bool) -> Tensor:
+    """The summed loss of all examples as one flat micro-batch."""
+    lay = collate_shared if is_shared else collate_flat
+    return language_model_loss(model, flat_batch(lay(tokens, np.arange(len(tokens)), "causal-lm")), "causal-lm")
+
+
+def padded_loss(model: Any, tokens: TokenSet) -> Tensor:
+    """The same from a padded batch, by way of transformers' attention."""
+    arrays = collate(tokens, np.arange(len(tokens)), "causal-lm", 1)
+    return summed_loss(model, {name: torch.from_numpy(array) for name, array in arrays.items()}, "causal-lm")[0]
+
+
+def n_left_out(tokens: TokenSet) -> int:
+    return int(in_common(tokens, np.arange(len(tokens)))[1].sum())
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", MAIN)
+def test_losses_and_gradients_are_those_of_whole_padded_examples(family: str, seed: int) -> None:
+    model, tokens = model_of(family, seed=seed), some_tree(seed)
+    assert can_share(model, "causal-lm") is None
+    assert n_left_out(tokens) > 10
+    padded = padded_loss(model, tokens)
+    theirs = gradients(model, padded)
+    go_flat(model)
+    ours = losses_of(model, tokens, is_shared=True)
+    assert float(ours.detach()) == pytest.approx(float(padded.detach()), rel=CLOSE)
+    assert_same(gradients(model, ours), theirs)
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize("family", sorted(DECODERS - set(MAIN)))
+def test_every_other_family_that_shares_is_right(family: str) -> None:
+    model, tokens = model_of(family), some_tree(0)
+    padded = padded_loss(model, tokens)
+    theirs = gradients(model, padded)
+    assert can_share(model, "causal-lm") is None
+    go_flat(model)
+    ours = losses_of(model, tokens, is_shared=True)
+    assert float(ours.detach()) == pytest.approx(float(padded.detach()), rel=CLOSE)
+    assert_same(gradients(model, ours), theirs, 3 * CLOSE)
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "starcoder2"])
+def test_in_double_precision_the_difference_is_rounding(family: str, seed: int) -> None:
+    model, tokens = model_of(family, seed=seed).double(), some_tree(seed)
+    go_flat(model)
+    found = []
+    for lay in (collate_flat, collate_shared):
+        batch = flat_batch(lay(tokens, np.arange(len(tokens)), "causal-lm"))
+        labelled = find_labelled(batch["labels"], predicts_next=True)
+        scores = flat_logits(model, batch, "causal-lm")[0, labelled.positions]
+        loss = F.cross_entropy(scores, labelled.targets, reduction="sum")
+        found.append((float(loss.detach()), gradients(model, loss)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-10)
+    assert_same(found[1][1], found[0][1], 1e-10)
+
+
+def test_a_long_prefix_under_many_heads_a_group() -> None:
+    model = model_of("llama", num_attention_heads=8, num_key_value_heads=1, max_position_embeddings=600)
+    draw = np.random.default_rng(0)
+    system = draw.integers(3, 99, 400).tolist()
+    tokens = token_set([system + draw.integers(3, 99, n).tolist() for n in (9, 20, 20, 20, 41)], [405] * 5)
+    go_flat(model)
+    flat, ours = (losses_of(model, tokens, is_shared=is_shared) for is_shared in (False, True))
+    assert float(ours.detach()) == pytest.approx(float(flat.detach()), rel=CLOSE)
+    assert_same(gradients(model, ours), gradients(model, flat))
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_recomputed_layers_and_adapters_share_alike(family: str, method: str) -> None:
+    model, tokens = model_of(family), some_tree(1)
+    if method == "lora":
+        model = add_adapter(model, Adapter(r=4), "causal-lm", seed=0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.1)
+    theirs = gradients(model, padded_loss(model, tokens))
+    go_flat(model)
+    checkpoint_layers(model, 1)
+    assert_same(gradients(model, losses_of(model, tokens, is_shared=True)), theirs)
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_gradients_over_pieces_add_up_to_those_of_one_padded_batch(budget: int) -> None:
+    model, tokens = model_of("llama"), some_tree(2, n=20)
+    padded = padded_loss(model, tokens)
+    theirs = gradients(model, padded)
+    go_flat(model)
+    pieces = cut_shared(tokens, np.arange(20), budget)
+    assert len(pieces) == 20 if budget == 1 else len(pieces) == 1 if budget == 10_000 else 2 < len(pieces) < 20
+    total = torch.stack(
+        [
+            language_model_loss(model, flat_batch(collate_shared(tokens, piece, "causal-lm")), "causal-lm")
+            for piece in pieces
+        ]
+    ).sum()
+    assert float(total.detach()) == pytest.approx(float(padded.detach()), rel=CLOSE)
+    assert_same(gradients(model, total), theirs)
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_bf16_autocast_is_as_close_as_without_sharing(family: str) -> None:
+    model, tokens = model_of(family), some_tree(3, n=16)
+    exact = gradients(model, padded_loss(model, tokens))
+    go_flat(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        flat, ours = (gradients(model, losses_of(model, tokens, is_shared=way)) for way in (False, True))
+
+    def error(these: dict[str, Tensor]) -> float:
+        return float(torch.stack([(these[name] - g).norm() for name, g in exact.items()]).norm())
+
+    assert error(ours) < 1.3 * error(flat)
+
+
+class Adds(TorchDispatchMode):
+    """Remembers the dtypes in which rows are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run it, and look at what it adds to."""
+        if "index_add" in str(func):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_of_many_copies_are_added_up_in_fp32() -> None:
+    n = 600  # on a GPU a sum in bf16 would stop at 256
+    lengths, rows = [1] * n, np.concatenate([[0], np.stack([np.zeros(n - 1), np.arange(1, n)], 1).flatten()])
+    documents = Documents.of(lengths, "cpu", [1] + [2] * (n - 1), rows.astype(np.int64))
+    keys = torch.zeros(n, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    with Adds() as adds:
+        (found,) = torch.autograd.grad(attention._as_seen(keys, documents).sum(), keys)
+    assert found.dtype == torch.bfloat16
+    assert found.flatten().tolist() == [n, *[1] * (n - 1)]
+    assert adds.dtypes == [torch.float32]
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_classification_reads_the_last_token_of_the_whole_text(family: str) -> None:
+    model = model_of(family, "classification")
+    texts = [*[[5, 6, 7, 8, index] for index in (9, 10, 11, 9)], [5, 6, 7, 8, 9, 12], [5, 6, 1], [20]]
+    texts += [[5, 6, 7, 8], [5, 6, 7, 8, 1, 1]]  # 1 is the padding token: nothing of the last one's own is read
+    tokens = token_set(texts, [len(text) for text in texts], labels=[0, 1, 2, 0, 1, 2, 0, 1, 2])
+    assert can_share(model, "classification") is None
+    assert n_left_out(tokens) == 2 + 5 * 4 + 5
+    alone = torch.cat([model(input_ids=torch.tensor([text])).logits for text in texts])
+    labels = torch.tensor(tokens.labels, dtype=torch.int64)
+    theirs = gradients(model, F.cross_entropy(alone, labels, reduction="sum"))
+    go_flat(model)
+    batch = flat_batch(collate_shared(tokens, np.arange(9), "classification"))
+    assert batch["input_ids"][0, -2:].tolist() == [1, 1]
+    ours = flat_logits(model, batch, "classification")
+    torch.testing.assert_close(ours, alone, rtol=CLOSE, atol=CLOSE)
+    assert batch["labels"].tolist() == labels.tolist()
+    assert_same(gradients(model, F.cross_entropy(ours, batch["labels"], reduction="sum")), theirs)
+
+
+# ---- leakage ----
+
+
+@pytest.mark.parametrize("family", MAIN)
+def test_only_what_is_shared_moves_others(family: str) -> None:
+    draw = np.random.default_rng(0)
+    model, prefix = model_of(family, max_position_embeddings=128, n_positions=128), draw.integers(3, 99, 40).tolist()
+    go_flat(model)
+    owns = [draw.integers(3, 99, n).tolist() for n in (9, 9, 4, 14)]
+    places = [range(40 + 2, 40 + len(own)) for own in owns]
+
+    def losses(prefix: list[int], owns: list[list[int]]) -> list[Tensor]:
+        tokens = token_set([prefix + own for own in owns], [42] * 4)
+        batch = flat_batch(collate_shared(tokens, np.arange(4), "causal-lm"))
+        assert batch["input_ids"].numel() == 40 + sum(map(len, owns))
+        labelled = find_labelled(batch["labels"], predicts_next=True)
+        scores = flat_logits(model, batch, "causal-lm")[0, labelled.positions]
+        each = F.cross_entropy(scores, labelled.targets, reduction="none")
+        return list(each.detach().split([len(place) for place in places]))
+
+    before = losses(prefix, owns)
+    for changed in range(4):
+        other = [list(own) for own in owns]
+        other[changed][0] = (other[changed][0] + 11) % 90 + 3  # so that the order of the texts may change too
+        for index, loss in enumerate(losses(prefix, other)):
+            if index == changed:
+                assert (loss - before[index]).abs().max() > 1e-4
+            else:
+                torch.testing.assert_close(loss, before[index], rtol=0, atol=1e-5)
+    moved = losses([*prefix[:-1], (prefix[-1] + 11) % 90 + 3], owns)
+    assert all((loss - old).abs().max() > 1e-4 for loss, old in zip(moved, before, strict=True))
+
+
+# ---- the kernels ----
+
+
+def a_batch(seed: int = 1) -> tuple[Documents, Tensor]:
+    """Documents that go on from each other, and bool [T, T]: what each token sees without a window."""
+    tokens = some_tree(seed, n=8)
+    arrays = collate_shared(tokens, np.arange(8), "causal-lm")
+    documents = flat_batch(arrays)["documents"]
+    seen = torch.zeros(arrays["input_ids"].size, arrays["input_ids"].size, dtype=torch.bool)
+    rows = np.split(arrays["key_rows"], np.cumsum(arrays["key_lengths"])[:-1])
+    for row, own in zip(rows, arrays["lengths"], strict=True):
+        for at in range(len(row) - own, len(row)):
+            seen[row[at], torch.from_numpy(row[: at + 1])] = True
+    return documents, seen
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, distance: Tensor, window: int | None, cap: float | None
+) -> Tensor:
+    """Attention with one dense mask over the whole batch: [1, T, H, D]."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    if window is not None:
+        seen = seen & (distance < window)
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+def distances(documents: Documents) -> Tensor:
+    """int64 [T, T]: how far apart tokens stand in their texts."""
+    gaps = documents.key_bounds[1:].diff(prepend=documents.key_bounds[:1]) - documents.bounds.diff()
+    places = torch.cat([torch.arange(n) + gap for n, gap in zip(documents.lengths, gaps.tolist(), strict=True)])
+    return places[:, None] - places[None]
+
+
+WAYS = [(None, None), (3, None), (1, None), (100, None), (None, 1.5), (3, 1.5)]
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize(("window", "cap"), WAYS)
+@pytest.mark.parametrize("kernel", ["documents", "flex"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_kernels_follow_the_formula(
+    kernel: str, window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(attention, "choose_kernel", lambda *args: kernel)
+    monkeypatch.setattr(attention, "_flex", lambda: flex_attention)  # not compiled, as it runs on a CPU
+    for seed in range(3):
+        documents, seen = a_batch(seed)
+        q, k, v = heads(len(seen))
+        theirs = formula(q, k, v, seen, distances(documents), window, cap)
+        inputs = (q, k, v) if kernel == "documents" else (q.detach(), k.detach(), v.detach())
+        ours = attend(Layer(), *inputs, None, sliding_window=window, softcap=cap, documents=documents)[0]
+        torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
+        if ours.requires_grad:
+            weight = torch.randn_like(theirs)
+            found = torch.autograd.grad((ours * weight).sum(), (q, k, v))
+            for one, other in zip(found, torch.autograd.grad((theirs * weight).sum(), (q, k, v)), strict=True):
+                torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
+
+
+def lower_right(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, key_bounds: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """What flash-attn says it does with more keys than queries, document by document: [T, H, D]."""
+    outputs = []
+    for at in range(len(bounds) - 1):
+        one = q[bounds[at] : bounds[at + 1]].transpose(0, 1)
+        groups = q.shape[1] // k.shape[1]
+        key, value = (
+            tensor[key_bounds[at] : key_bounds[at + 1]].transpose(0, 1).repeat_interleave(groups, 0)
+            for tensor in (k, v)
+        )
+        n, m = one.shape[1], key.shape[1]
+        ahead = torch.arange(m)[None] - (torch.arange(n)[:, None] + m - n)
+        seen = (ahead <= 0) & (ahead > -(window or m))
+        scores = (one @ key.mT * scale).masked_fill(~seen, -torch.inf)
+        outputs.append((scores.softmax(-1) @ value).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kernel", ["varlen", "flash"])
+def test_kernels_of_a_gpu_are_told_which_keys_are_seen(
+    kernel: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: dict[str, Any] = {}
+
+    def varlen(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        assert scale is not None
+        assert enable_gqa
+        return flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, scale, window_size[1] == 0, window_size)
+
+    def flash(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
+        said.update(longest=(max_seqlen_q, max_seqlen_k), causal=causal)
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        reach = None if window_size[0] < 0 else window_size[0] + 1
+        return lower_right(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, reach)
+
+    fakes = {"varlen": varlen, "flash": flash}
+    monkeypatch.setattr(attention, f"_{kernel}", lambda: fakes[kernel])
+    monkeypatch.setattr(attention, "choose_kernel", lambda *args: kernel)
+    documents, seen = a_batch()
+    q, k, v = heads(len(seen))
+    ours = attend(Layer(), q, k, v, None, sliding_window=window, documents=documents)[0]
+    theirs = formula(q, k, v, seen, distances(documents), window, None)
+    torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
+    assert said == {"longest": (max(documents.lengths), max(documents.key_lengths)), "causal": True}
+    assert said["longest"][0] < said["longest"][1]
+    wanted = torch.autograd.grad(theirs.square().sum(), (q, k, v))
+    for one, other in zip(torch.autograd.grad(ours.square().sum(), (q, k, v)), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.usefixtures("_takes_little")
+@pytest.mark.parametrize("task", ["causal-lm", "classification"])
+def test_a_shared_forward_pass_never_waits_for_the_device(task: str) -> None:
+    model = model_of("llama", task)
+    go_flat(model)
+    tokens = some_tree(1)
+    tokens = token_set([tokens.example(index)[0].tolist() for index in range(8)], [40] * 8, labels=[0] * 8)
+    batch = flat_batch(collate_shared(tokens, np.arange(8), task))
+    with Waits() as waits:
+        flat_logits(model, batch, task)
+    assert waits.n == 0
+
+
+@pytest.mark.usefixtures("_takes_little")
+def test_masks_are_made_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+    mask = attention._seen
+
+    def counted(n_keys: int, window: Any, device: Any, n_queries: int) -> Tensor:
+        made.append((n_queries, n_keys))
+        return mask(n_keys, window, device, n_queries)
+
+    monkeypatch.setattr(attention, "_seen", counted)
+    model, tokens = model_of("llama", num_hidden_layers=4), some_tree(1)
+    go_flat(model)
+    batch = flat_batch(collate_shared(tokens, np.arange(8), "causal-lm"))
+    flat_logits(model, batch, "causal-lm")
+    documents = batch["documents"]
+    both = set(zip(documents.lengths, documents.key_lengths, strict=True))
+    assert sorted(made) == sorted((n, keys) for n, keys in both if 1 < n < keys)
+
+
+@pytest.mark.usefixtures("_takes_little")
+def test_a_model_that_drops_is_exact_in_evaluation_and_repeatable_in_training() -> None:
+    model, tokens = model_of("gpt2", attn_pdrop=0.2, resid_pdrop=0.2), some_tree(1)
+    model.eval()
+    padded = padded_loss(model, tokens)
+    go_flat(model)
+    assert float(losses_of(model, tokens, is_shared=True).detach()) == pytest.approx(float(padded.detach()), rel=CLOSE)
+    model.train()
+    draws = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        draws.append(float(losses_of(model, tokens, is_shared=True).detach()))
+    assert draws[0] == draws[1] != draws[2]
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize("family", sorted(ENCODERS))
+def test_models_that_look_ahead_do_not_share(family: str) -> None:
+    assert "what follows" in str(can_share(model_of(family, "classification"), "classification"))
+
+
+def test_models_that_stay_padded_do_not_share() -> None:
+    assert "padded apart" in str(can_share(model_of("llama"), "seq2seq"))
+    documents = Documents.of([2, 1], "cpu", [2, 2], np.array([0, 1, 0, 2]))
+    with pytest.raises(ValueError, match="look ahead"):
+        attend(Layer(), *heads(3), None, is_causal=False, documents=documents)
+
+
+@pytest.mark.parametrize(("key_lengths", "rows"), [([2, 3], [0, 1, 0, 2]), ([1, 3], [0, 0, 1, 2]), (None, [0, 1])])
+def test_documents_see_their_own_tokens_and_each_key_is_a_token(key_lengths: Any, rows: list[int]) -> None:
+    with pytest.raises(ValueError, match="own tokens"):
+        Documents.of([2, 1], "cpu", key_lengths, np.array(rows))
+
+
+def test_a_task_with_two_sides_is_refused() -> None:
+    tokens = token_set([[5] * 40, [5] * 40], [39, 39])
+    with pytest.raises(ValueError, match="pad it"):
+        collate_shared(tokens, np.arange(2), "seq2seq")
+
+
+def test_the_least_is_more_than_a_few_tokens() -> None:
+    tokens = token_set([[5] * (LEAST_TOKENS - 1) + [index] * 9 for index in (6, 7)], [LEAST_TOKENS + 3] * 2)
+    assert n_left_out(tokens) == 0
+    tokens = token_set([[5] * LEAST_TOKENS + [index] * 9 for index in (6, 7)], [LEAST_TOKENS + 3] * 2)
+    assert n_left_out(tokens) == LEAST_TOKENS
+    assert (collate_shared(tokens, np.arange(2), "causal-lm")["labels"] == IGNORED).sum() == LEAST_TOKENS + 6
