@@ -16,7 +16,7 @@ import torch
 import farthing.train
 import workshop
 from farthing.data.feed import Feed, Ready, micro_batches
-from farthing.errors import NotFinite
+from farthing.errors import Interrupted, NotFinite
 from farthing.model.forward import Forward
 from farthing.step import Steps
 from workshop import Heard, Watched, log_of, make_job
@@ -185,3 +185,50 @@ def test_what_is_exported_knows_nothing_of_how_it_was_computed(tmp_path: Path) -
     farthing.train.train(job, Heard())
     config = (Path(job.output_dir) / "model/config.json").read_text()
     assert "farthing_varlen" not in config
+
+
+def with_system_prompt(n: int) -> list[dict[str, Any]]:
+    """Chats that begin alike, long enough to be worth it."""
+    system = " ".join(f"rule {i} says bread and soup" for i in range(30))
+    return [
+        {"prompt": f"{system} question {i}: {'rain ' * (i % 7)}", "completion": f" answer {i % 5} goal"}
+        for i in range(n)
+    ]
+
+
+def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {"max_steps": 4, "rows": with_system_prompt(48), "global_batch_size": 16}
+    heard = Heard()
+    job = make_job(tmp_path / "shared", **keys)
+    farthing.train.train(job, heard)
+    step = heard.of("step")[-1]
+    assert step["padded_tokens"] < 0.6 * step["tokens"]
+    assert "computed once in a micro-batch" in str(heard.of("note"))
+    monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)
+    plain = make_job(tmp_path / "plain", **keys)
+    heard = Heard()
+    farthing.train.train(plain, heard)
+    assert heard.of("step")[-1]["padded_tokens"] == heard.of("step")[-1]["tokens"] == step["tokens"]
+    assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
+
+
+def test_what_was_decided_for_a_run_holds_when_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: dict[str, Any] = {"max_steps": 6, "rows": with_system_prompt(48), "global_batch_size": 16, "save_steps": 2}
+    job = make_job(tmp_path / "whole", **keys)
+    farthing.train.train(job, Heard())
+    cut = make_job(tmp_path / "cut", **keys)
+    take = Steps.take
+
+    def stop(steps: Steps, step: int) -> Any:
+        if step == 3:
+            raise Interrupted("here")
+        return take(steps, step)
+
+    monkeypatch.setattr(Steps, "take", stop)
+    assert farthing.train.train(cut, Heard()).state == "interrupted"
+    monkeypatch.setattr(Steps, "take", take)
+    monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)  # another version might judge otherwise
+    assert farthing.train.train(cut, Heard()).state == "finished"
+    assert workshop.losses_of(cut) == workshop.losses_of(job)

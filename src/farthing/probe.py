@@ -279,7 +279,7 @@ def is_worth_it(job: Job, promise: dict[str, Any], *, is_deterministic: bool) ->
         return False
     if job.train.probe != "auto":
         return bool(job.train.probe)
-    return EXPECTED_SAVING * float(promise["seconds"].get("training", 0.0)) > PROBE_S
+    return EXPECTED_SAVING * float(promise.get("seconds", {}).get("training", 0.0)) > PROBE_S
 
 
 def probe_run(run: Any, subject: Subject, budget_s: float = PROBE_S) -> list[Trial]:

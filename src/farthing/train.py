@@ -175,8 +175,10 @@ def _train(
     run.restore(run_facts["run_id"], allow_restart)
     with meter.span("prefix"):
         keeps = run.begin_behind_frozen_layers(run_facts.get("keeps_frozen_output"))
-    if keeps != run_facts.get("keeps_frozen_output"):
-        run_facts["keeps_frozen_output"] = keeps
+    shares = run.share_beginnings(run_facts.get("shares_beginnings"))
+    decided = {"keeps_frozen_output": keeps, "shares_beginnings": shares}
+    if run_facts | decided != run_facts:
+        run_facts |= decided
         write_json(folder / RUN, run_facts)
     if run.progress.step == 0 and is_worth_it(job, run.promise, is_deterministic=job.train.full_determinism):
         with meter.span("probe"):
@@ -435,6 +437,21 @@ class Run:
             caches.append((tokens, cache))
         self.forward.begin_at(prefix, caches)
         return True
+
+    def share_beginnings(self, decided: bool | None) -> bool:
+        """Compute once in a micro-batch what its examples begin with, where the data has enough of that.
+
+        Decided by the first attempt, as it changes rounding.
+        """
+        if decided is None:
+            saved = self.forward.share(self.train_examples.tokens, self.batches, self.steps.most_tokens)
+            if self.forward.shares:
+                self.tell(
+                    "note", {"text": f"{saved:.0%} of the tokens begin others too: computed once in a micro-batch"}
+                )
+        else:
+            self.forward.shares = decided
+        return self.forward.shares
 
     def _why_not_keep(self, prefix: Prefix, sets: list[tuple[TokenSet, NDArray[np.int64]]]) -> str | None:
         """Why the output of frozen layers had better be computed every time; None where keeping it pays."""

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farthing.data.batches import collate
+from farthing.data.batches import Batches, collate
 from farthing.data.pieces import collate_flat, cut_by_tokens, cut_padded, target_lengths_of
+from farthing.data.shared import WORTH, collate_shared, cut_shared, saved_by_sharing
 from farthing.data.tokens import TokenSet
 from farthing.hardware import Numerics
-from farthing.model.attention import can_go_flat, first_position, flat_batch, flat_logits, go_flat
+from farthing.model.attention import can_go_flat, can_share, first_position, flat_batch, flat_logits, go_flat
 from farthing.model.head import POSITIONS, TARGETS, default_tile_tokens, find_head, find_labelled, language_model_loss
 from farthing.model.loss import summed_loss
 from farthing.model.prefix import Prefix
@@ -63,6 +64,7 @@ class Forward:
         self.why_all_scored = head if isinstance(head, str) and task != "classification" else None
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._first_position = first_position(inner.config)
+        self.shares = False
         self.n_placed = 0  # computed tokens of everything that was brought to the device
         self.prefix: Prefix | None = None
         self._caches: list[tuple[TokenSet, PrefixCache]] = []
@@ -72,14 +74,27 @@ class Forward:
         """Whether documents are laid end to end, without padding."""
         return self.why_padded is None
 
+    def share(self, tokens: TokenSet, batches: Batches, most_tokens: int) -> float:
+        """From now on compute once what examples of a micro-batch begin with, if that saves enough of their tokens.
+
+        Returns the share that it saves.
+        """
+        if not self.is_flat or self.prefix is not None or can_share(self.model, self.task):
+            return 0.0
+        saved = saved_by_sharing(tokens, batches, most_tokens)
+        self.shares = saved >= WORTH
+        return saved
+
     def begin_at(self, prefix: Prefix, caches: list[tuple[TokenSet, PrefixCache]]) -> None:
         """From now on batches of these token sets begin behind the frozen `prefix`, with its hidden states as they are kept."""
-        self.prefix, self._caches = prefix, caches
+        self.prefix, self._caches, self.shares = prefix, caches, False
 
     # ---- on the host ----
 
     def cut(self, tokens: TokenSet, examples: NDArray[np.int64], most_tokens: int) -> list[NDArray[np.int64]]:
         """`examples` in micro-batches of at most `most_tokens` computed tokens; a longer example goes alone."""
+        if self.shares:
+            return cut_shared(tokens, examples, most_tokens)
         if self.is_flat:
             return cut_by_tokens(examples, tokens.lengths, most_tokens)
         lengths, targets, places = tokens.lengths[examples], None, np.arange(len(examples))
@@ -90,7 +105,9 @@ class Forward:
 
     def collate(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Host:
         """Arrays of one micro-batch, the labelled positions among them; pinned for a GPU."""
-        if self.is_flat:
+        if self.shares:
+            arrays = collate_shared(tokens, examples, self.task, self._first_position)
+        elif self.is_flat:
             arrays = collate_flat(tokens, examples, self.task, self._first_position)
         else:
             arrays = collate(tokens, examples, self.task, self.pad_id)
