@@ -374,11 +374,12 @@ def _per_document(
         q = q.unflatten(0, (n, length)).transpose(1, 2)  # [n, H, length, D]
         k, v = (tensor.unflatten(0, (n, keys)).transpose(1, 2) for tensor in (k, v))
         mask = None
-        is_plain = keys == length and softcap is None  # sdpa's own causal mask begins at the first key
+        in_steps = softcap is not None or _is_quicker_in_steps(q, keys)
+        is_plain = keys == length and not in_steps  # sdpa's own causal mask begins at the first key
         if causal and ((window is not None and keys > window) or (length > 1 and not is_plain)):
             mask = documents.once((length, keys, window), functools.partial(_seen, keys, window, q.device, length))
-        if softcap is not None:
-            out = _soft_capped(q, k, v, mask, scale, softcap, dropout)
+        if in_steps:
+            out = _in_steps(q, k, v, mask, scale, softcap, dropout)
         else:
             out = _sdpa(q, k, v, mask, causal and mask is None and length > 1, scale, dropout)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
@@ -399,14 +400,25 @@ def _sdpa(
     return out
 
 
-def _soft_capped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float, dropout: float
+def _is_quicker_in_steps(query: Tensor, n_keys: int) -> bool:
+    """torch's fused kernel for CPUs is slow for short documents in bf16: 1.3 to 2.3 times at 128 tokens (docs/log.md)."""
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and n_keys <= 128
+
+
+def _in_steps(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None, dropout: float
 ) -> Tensor:
-    """Scores squeezed by tanh into (-softcap, softcap) (Gemma 2, arXiv 2408.00118, section 2), in plain operations."""
+    """Attention in plain operations; with `softcap` scores are squeezed by tanh into (-softcap, softcap).
+
+    (Gemma 2, arXiv 2408.00118, section 2.)
+    """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap)) * softcap
+    if softcap is None:
+        scores = (query * scale) @ key.transpose(-1, -2)
+    else:
+        scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap)) * softcap
     if mask is not None:
         lowest = torch.finfo(scores.dtype).min  # and not -inf: a row of padding may see nothing at all
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
@@ -606,4 +618,4 @@ def _without_documents(
     if mask is None and causal and n_queries > 1:  # sdpa_mask leaves a causal mask out where it can be implied
         mask = _seen(n_keys, window, query.device, n_queries)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return _soft_capped(query, key, value, mask, scale, softcap, dropout).transpose(1, 2).contiguous()
+    return _in_steps(query, key, value, mask, scale, softcap, dropout).transpose(1, 2).contiguous()
