@@ -57,7 +57,8 @@ def compare(asked: argparse.Namespace, race: Race) -> dict[str, Any]:
                 tables.append(table)
             if len(by_precision) > 1:
                 found = against_best(by_precision, name, method, shape.task)
-                tables.append({"workload": name, "method": method, "precision": "best", "targets": found})
+                if found:
+                    tables.append({"workload": name, "method": method, "precision": "best", "targets": found})
     found_leaks = {}
     if asked.leaks:
         found_leaks = {name: leaks.check(race, name) for name in asked.contestants}

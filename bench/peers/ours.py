@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from peers.assignment import ADAM, MAX_GRAD_NORM, Assignment
 from peers.clock import Clock
@@ -76,28 +77,34 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
     path = write_job(Path(assignment.out), job_values(assignment))
     job = load_job(path, [f"{key}={json.dumps(value)}" for key, value in assignment.settings.items()])
     lengths = assignment.examples("train").lengths
-    first_losses: list[float] = []
+    losses: list[float] = []
     said: dict[str, Any] = {}
 
     with embedded() as computed:
 
+        def step_taken(*_: Any) -> None:
+            clock.count(int(lengths[assignment.order[clock.n_steps]].sum()), sum(computed))
+            computed.clear()
+            clock.step_done()
+
         def tell(kind: str, facts: dict[str, Any]) -> None:
-            if kind == "decided":
+            if kind == "decided":  # the last that is said before the first step
                 said.update({key: value for key, value in facts.items() if isinstance(value, str | int | float)})
                 computed.clear()
                 clock.begin()
             elif kind == "step":
-                first_losses.append(facts["loss"])
-                done = assignment.order[clock.n_steps]
-                clock.count(int(lengths[done].sum()), sum(computed))
-                computed.clear()
-                clock.step_done()
+                losses.append(facts["loss"])
 
-        outcome = farthing.train.train(job, tell)
+        # not when a step is told of: on a GPU that is some steps later
+        hook = register_optimizer_step_post_hook(step_taken)
+        try:
+            outcome = farthing.train.train(job, tell)
+        finally:
+            hook.remove()
     if outcome.state != "finished":
         raise SystemExit(f"farthing stopped: {outcome.reason}")
     _same_examples(assignment)
-    return {"model": f"{assignment.out}/run/model", "first_loss": first_losses[0], "said": said}
+    return {"model": f"{assignment.out}/run/model", "first_loss": losses[0], "said": said}
 
 
 def _same_examples(assignment: Assignment) -> None:
