@@ -75,11 +75,12 @@ def table_of(asked: argparse.Namespace, race: Race, piece: Piece, workload: str)
     """Tune, then take turns, a round for each seed; then judge."""
     task = piece.facts["workload"]["task"]
     names = [one for one in asked.contestants if task == "causal-lm" or not one.startswith("trl")]
-    settings: dict[str, Any] = {name: {} for name in names} | {"farthing": keys_of(asked.set)}
+    settings: dict[str, Any] = {name: keys_of(asked.peer_set, f"{name}.") for name in names}
+    settings["farthing"] = keys_of(asked.set)
     swept: set[str] = set()
     is_whole = True
     for name in names if asked.tune else []:
-        if name in TUNABLE:
+        if name in TUNABLE and not settings[name]:
             best = race.tuned(piece.entry(name, seed=0), asked.tune_steps, compiles=asked.tune == "all")
             is_whole = is_whole and best is not None
             settings[name] = best
@@ -100,7 +101,10 @@ def table_of(asked: argparse.Namespace, race: Race, piece: Piece, workload: str)
     rows: figures.Table = {name: figures.summary(records[name]) for name in names if records[name]}
     reference = rows.get("naive", {}).get("losses", {})
     for name, row in rows.items():
-        said = judge.Verdict("reference") if name == "naive" else judge.verdict(reference, row["losses"])
+        has_more_steps = row["examples_per_step"] < piece.batch
+        said = judge.verdict(reference, row["losses"], has_more_steps=has_more_steps)
+        if name == "naive":
+            said = judge.Verdict("reference")
         if not all(record["saw_all"] for record in records[name]):
             said = judge.Verdict("other tokens")
         row |= {"verdict": said.as_dict(), "void": said.is_void, "swept": name in swept, "records": records[name]}
@@ -119,11 +123,13 @@ def table_of(asked: argparse.Namespace, race: Race, piece: Piece, workload: str)
     }
 
 
-def keys_of(pairs: list[str]) -> dict[str, Any]:
-    """`key=value` strings as job keys; values are JSON where they can be."""
+def keys_of(pairs: list[str], prefix: str = "") -> dict[str, Any]:
+    """`key=value` strings that begin with `prefix`, without it; values are JSON where they can be."""
     found: dict[str, Any] = {}
     for pair in pairs:
-        key, _, value = pair.partition("=")
+        if not pair.startswith(prefix):
+            continue
+        key, _, value = pair.removeprefix(prefix).partition("=")
         try:
             found[key] = json.loads(value)
         except ValueError:
@@ -156,7 +162,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     add("--contestants", nargs="+", choices=tuple(CONTESTANTS), default=list(CONTESTANTS))
     add("--precision", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
     add("--seeds", type=int, default=1, metavar="N", help="rounds; the loss is judged from three on")
-    add("--steps", type=int, default=20, metavar="N", help="optimizer steps of all epochs")
+    add("--steps", type=int, default=12, metavar="N", help="optimizer steps of all epochs")
     add("--epochs", type=int, metavar="N", help="default: 3 for lora-top, else 1")
     add("--batch", type=int, default=8, metavar="N", help="examples of an optimizer step")
     add("--threads", type=int, default=1)
@@ -177,6 +183,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         "quick: without torch.compile")  # fmt: skip
     add("--tune-steps", type=int, default=6, metavar="N")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of farthing's job (repeatable)")
+    add("--peer-set", action="append", default=[], metavar="NAME.KEY=VALUE", help="a peer's setting, as a sweep found it "
+        "elsewhere: hf-tuned.micro_batch=2 (repeatable)")  # fmt: skip
     add("--usd-per-hour", type=float, default=0.10)
     add("--no-leaks", dest="leaks", action="store_false", help="leave out the test for leaks")
     add("--plain-malloc", dest="malloc", action="store_false", help="glibc's own thresholds, for all")

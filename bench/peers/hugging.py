@@ -43,7 +43,8 @@ def _trainer(assignment: Assignment, clock: Clock) -> Any:
     micro = min(settings.get("micro_batch", DEFAULT_MICRO_BATCH), assignment.batch)
     own: dict[str, Any] = {"train_sampling_strategy": "sequential"}  # the given order: as dear as a random one
     if is_tuned:
-        own = _tuned(assignment) | {"train_sampling_strategy": "group_by_length", "use_liger_kernel": _has_liger()}
+        sampling = settings.get("sampling", "group_by_length")
+        own = _tuned(assignment) | {"train_sampling_strategy": sampling, "use_liger_kernel": _has_liger()}
     arguments = transformers.TrainingArguments(
         **_common(assignment, epochs=assignment.epochs if is_tuned else 1),
         per_device_train_batch_size=micro,
@@ -158,6 +159,16 @@ def _dataset(assignment: Assignment, *, once: bool) -> Any:
 def _metered(base: Any, clock: Clock, task: str) -> Any:
     """The trainer class with the harness's clock in it."""
     import transformers
+    from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
+
+    class Grouped(LengthGroupedSampler):  # type: ignore[misc]
+        """Groups among fifty batches, as on a large data set: among few examples the library groups hardly at all."""
+
+        def __iter__(self) -> Any:
+            indices = get_length_grouped_indices(
+                self.lengths, self.batch_size, mega_batch_mult=50, generator=self.generator
+            )
+            return iter(indices)
 
     class Marks(transformers.TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -171,6 +182,12 @@ def _metered(base: Any, clock: Clock, task: str) -> Any:
             self.first_losses: list[Any] = []
             super().__init__(*args, **kwargs)
             self.add_callback(Marks())
+
+        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+            sampler = super()._get_train_sampler(*args, **kwargs)
+            if isinstance(sampler, LengthGroupedSampler):
+                sampler.__class__ = Grouped
+            return sampler
 
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             clock.count(*tokens_of(inputs, task))

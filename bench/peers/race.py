@@ -256,6 +256,8 @@ def others(assignment: Assignment, best: dict[str, Any], compiles: bool) -> list
         return []
     more = [{**best, "workers": 2}, {**best, "checkpointing": True}]
     more += [{**best, "compile": True}] if compiles else []
+    if assignment.contestant == "hf-tuned":
+        more += [{"micro_batch": n, "sampling": "batch_rebalance"} for n in (2, 4) if assignment.batch % n == 0]
     if assignment.contestant == "trl-tuned":
         more += [{"packing": False, "rows": n} for n in (1, 2, 4, 8) if assignment.batch % n == 0]
     return more
