@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from peers import figures, judge, leaks, workloads
+from peers import figures, judge, leaks, models, workloads
 from peers.contestant import CONTESTANTS, versions
 from peers.race import MALLOC, TUNABLE, WARM_UP, Piece, Race, shuffled
 from peers.table import draw, draw_leaks
@@ -40,7 +40,8 @@ def compare(asked: argparse.Namespace, race: Race) -> dict[str, Any]:
     """Every table asked for, as far as there was time."""
     tables: list[dict[str, Any]] = []
     for name in asked.workload:
-        shape = workloads.WORKLOADS[name].scaled(asked.scale or workloads.SCALES.get(name, 1.0))
+        usual = workloads.SCALES.get(name, 1.0) if models.device().type == "cpu" else 1.0
+        shape = workloads.WORKLOADS[name].scaled(asked.scale or usual)
         for method in asked.methods:
             epochs = asked.epochs or EPOCHS.get(method, 1)
             n_train = max(1, round(asked.steps / epochs)) * asked.batch
@@ -176,7 +177,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--scale",
         type=float,
         metavar="X",
-        help="multiplies the lengths (default: chat 1/3, full 1/4, shared 0.4, else 1)",
+        help="multiplies the lengths (default on a CPU: chat 1/3, full 1/4, shared 0.4)",
     )
     add("--eval-examples", type=int, default=24, metavar="N")
     add("--tune", nargs="?", const="all", choices=("quick", "all"), help="find the peers' best settings first; "

@@ -152,7 +152,7 @@ def test_a_packer_that_leaks_is_caught_and_one_that_does_not_passes(pair: list[t
     assert (before.offsets == after.offsets).all()
     changed = [i for i in range(leaks.N) if before.row(i)["input_ids"] != after.row(i)["input_ids"]]
     assert changed == leaks.TOUCHED
-    model = models.auto_class("causal-lm").from_pretrained(both[0].model).eval()
+    model = models.load_trained(both[0].model, both[0].model, "causal-lm")
     step = both[0].order[0]
     n_all = before.n_targets(step)
     apart = tuple(judge.mean_loss(model, examples, step, "causal-lm") for examples in (before, after))

@@ -27,7 +27,7 @@ def mean_loss(model: Any, examples: Examples, indices: list[int], task: str) -> 
 
 def document_loss(model: Any, row: dict[str, Any], task: str) -> Tensor:
     """Summed cross-entropy of one document alone."""
-    ids, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+    ids, labels = (torch.tensor([row[name]], device=model.device) for name in ("input_ids", "labels"))
     if task == "causal-lm":
         return summed(model(input_ids=ids, use_cache=False).logits[:, :-1], labels[:, 1:])
     if task == "seq2seq":
@@ -140,5 +140,5 @@ def flat_loss(model: Any, examples: Examples, step: list[int], counted: list[int
         row = examples.row(index)
         ids += row["input_ids"]
         labels += row["labels"] if index in counted else [IGNORED] * len(row["labels"])
-    logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
-    return float(summed(logits[:, :-1], torch.tensor([labels])[:, 1:]))
+    logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits
+    return float(summed(logits[:, :-1], torch.tensor([labels], device=model.device)[:, 1:]))

@@ -60,7 +60,7 @@ def check(race: Race, contestant: str) -> dict[str, Any] | None:
     except Failed as error:
         return {"failed": str(error), "passes": False}
     race.took_s["leaks"] = time.monotonic() - started
-    initial = models.auto_class("causal-lm").from_pretrained(both[0].model).eval()
+    initial = models.load_trained(both[0].model, both[0].model, "causal-lm")
     before, after = (one.examples("train") for one in both)
     losses = (results[0]["first_loss"], results[1]["first_loss"])
     found = judge.leak(initial, before, after, both[0].order[0], TOUCHED, losses).as_dict()

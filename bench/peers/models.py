@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,12 @@ def load(assignment: Assignment) -> Any:
 
 def load_trained(initial: Path, trained: Path, task: str) -> Any:
     """A trained model in fp32 for evaluation: a whole one, or the initial one with the adapter in `trained`."""
-    if not (trained / "adapter_config.json").exists():
-        model = auto_class(task).from_pretrained(trained, dtype=torch.float32)
-    else:
+    is_adapter = (trained / "adapter_config.json").exists()
+    model = auto_class(task).from_pretrained(initial if is_adapter else trained, dtype=torch.float32)
+    if is_adapter:
         import peft
 
-        model = auto_class(task).from_pretrained(initial, dtype=torch.float32)
-        model = peft.PeftModel.from_pretrained(model, trained)
-    return model.eval()
+        with warnings.catch_warnings():  # of names that will change, between versions of the libraries
+            warnings.simplefilter("ignore", FutureWarning)
+            model = peft.PeftModel.from_pretrained(model, trained)
+    return model.to(device()).eval()

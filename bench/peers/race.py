@@ -107,10 +107,13 @@ class Race:
 
     # ---- one run, kept ----
 
-    def run(self, assignment: Assignment) -> dict[str, Any] | None:
-        """The record of this run: kept from before, or run and judged now; None when there is no time left."""
+    def run(self, assignment: Assignment, *, is_trial: bool = False) -> dict[str, Any] | None:
+        """The record of this run: kept from before, or run and judged now; None when there is no time left.
+
+        The loss of a trial is not judged.
+        """
         key = self.key(assignment)
-        path = self.root / "records" / f"{key}.json"
+        path = self.root / "records" / f"{'trial-' * is_trial}{key}.json"
         if path.exists():
             return dict(json.loads(path.read_text(encoding="utf-8")))
         kind = f"{assignment.contestant}{' compiled' * bool(assignment.settings.get('compile'))}"
@@ -124,6 +127,9 @@ class Race:
             record: dict[str, Any] = {"failed": str(error)}
         else:
             record = self._record(assignment, result)
+            if not is_trial:
+                held_out, trained = assignment.examples("eval"), Path(result["model"])
+                record["eval_loss"] = judge.loss_of_folder(assignment.model, trained, held_out, assignment.task)
             shutil.rmtree(folder, ignore_errors=True)
             path.write_text(json.dumps(record), encoding="utf-8")
         self.took_s[kind] = time.monotonic() - started
@@ -136,7 +142,6 @@ class Race:
         n_steps, n_examples = len(result["useful"]), assignment.n_steps * assignment.batch
         per_epoch = n_steps // assignment.epochs
         of = figures.windows(n_steps, assignment.epochs, WARM_UP)
-        held_out = assignment.examples("eval")
         due = int(assignment.examples("train").lengths.sum()) * assignment.epochs
         record = {
             "contestant": assignment.contestant,
@@ -151,7 +156,6 @@ class Race:
             "examples_per_step": n_examples / n_steps,
             "first_loss": result["first_loss"],
             "said": result.get("said", {}),
-            "eval_loss": judge.loss_of_folder(assignment.model, Path(result["model"]), held_out, assignment.task),
             "epoch": figures.rates(result, 0, per_epoch),
             "saw_all": sum(result["useful"]) == due,
             "marks": {name: result[name] for name in ("wall", "cpu", "useful", "computed")},
@@ -185,7 +189,7 @@ class Race:
         best, of_best = {}, 0.0
         for stage in (micro_batches(assignment), None):
             for settings in stage or others(assignment, best, compiles):
-                record = self.run(replace(short, settings=settings))
+                record = self.run(replace(short, settings=settings), is_trial=True)
                 if record is None:
                     return None
                 speed = record.get("steady", {}).get("tokens_per_device_s", 0.0)

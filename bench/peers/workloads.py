@@ -71,7 +71,7 @@ WORKLOADS = {
     "seq2seq": Workload("seq2seq", "seq2seq", mean=60, spread=0.5, max_length=128),
 }
 SCALES = {"chat": 1 / 3, "full": 0.25, "shared": 0.4}
-"""What the lengths are multiplied with on a CPU, so that a run takes about a minute."""
+"""What the lengths are multiplied with on a CPU, so that a run takes less than a minute."""
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}
 
 
