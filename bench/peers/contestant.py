@@ -1,0 +1,65 @@
+"""One contestant in its own process: `python -m peers.contestant ASSIGNMENT.json ...` (several: one after the other).
+
+Beside each assignment comes a file `.result.json`: the marks of the clock, where the model is, what was installed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from peers.assignment import Assignment
+from peers.clock import Clock
+
+CONTESTANTS = {
+    "naive": "B0 naive loop",
+    "hf": "B1 HF Trainer, defaults",
+    "hf-tuned": "B2 HF Trainer, tuned",
+    "trl": "B3a TRL, defaults and packing",
+    "trl-tuned": "B3b TRL, tuned",
+    "farthing": "farthing",
+}
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "liger-kernel", "farthing")
+
+
+def run(assignment: Assignment) -> dict[str, Any]:
+    """Train; returns what the clock saw and what the contestant left."""
+    import torch
+
+    torch.set_num_threads(assignment.threads)
+    clock = Clock(torch.cuda.is_available())
+    if assignment.contestant == "farthing":
+        from peers import ours as runner
+    elif assignment.contestant == "naive":
+        from peers import naive as runner  # type: ignore[no-redef]
+    else:
+        from peers import hugging as runner  # type: ignore[no-redef]
+    started = time.perf_counter()
+    trained = runner.train(assignment, clock)
+    return {**trained, **clock.facts(), "train_s": time.perf_counter() - started, "versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    """What is installed here, of what matters."""
+    found = {"python": sys.version.split()[0]}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def main(paths: list[str]) -> None:
+    """Run each assignment."""
+    for path in paths:
+        result = run(Assignment.read(Path(path)))
+        Path(path).with_suffix(".result.json").write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,144 @@
+"""The one judge of all contestants: the final loss, whether it is as good as the reference's, and whether documents leak.
+
+Everything is computed in fp32, one document at a time and without padding, by plain transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from peers import models
+from peers.assignment import IGNORED, Examples
+
+
+@torch.no_grad()
+def mean_loss(model: Any, examples: Examples, indices: list[int], task: str) -> float:
+    """Cross-entropy a target (classification: an example) over these examples."""
+    total = sum(float(document_loss(model, examples.row(index), task)) for index in indices)
+    return total / examples.n_targets(indices)
+
+
+def document_loss(model: Any, row: dict[str, Any], task: str) -> Tensor:
+    """Summed cross-entropy of one document alone."""
+    ids, labels = (torch.tensor([row[name]], device=model.device) for name in ("input_ids", "labels"))
+    if task == "causal-lm":
+        return summed(model(input_ids=ids, use_cache=False).logits[:, :-1], labels[:, 1:])
+    if task == "seq2seq":
+        return summed(model(input_ids=ids, labels=labels, use_cache=False).logits, labels)
+    return summed(model(input_ids=ids).logits, labels)
+
+
+def summed(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of logits [..., classes] and labels [...]."""
+    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+def loss_of_folder(initial: Path, trained: Path, examples: Examples, task: str) -> float:
+    """The mean loss of a trained model (whole, or an adapter for `initial`) over all examples."""
+    model = models.load_trained(initial, trained, task)
+    return mean_loss(model, examples, list(range(len(examples))), task)
+
+
+# ---- as good as the reference ----
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the mean final loss differs from the reference's by no more than the reference's own seeds do."""
+
+    word: str
+    """equal, lower, higher, "lower, in more steps", not a number, reference, or why nothing can be said."""
+    difference: float | None = None
+    spread: float | None = None
+
+    @property
+    def is_void(self) -> bool:
+        """The row's speed means nothing."""
+        return self.word in ("lower", "higher", "not a number", "other tokens")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"is_void": self.is_void}
+
+
+def verdict(
+    reference: dict[int, float], losses: dict[int, float], *, has_more_steps: bool = False, fewest: int = 3
+) -> Verdict:
+    """By final losses of each seed. The spread is the largest less the smallest loss of the reference's seeds.
+
+    Seeds draw the order (and an adapter's first weights), the same for the same seed, so that losses are compared seed by
+    seed and the differences averaged; with fewer than `fewest` of the reference nothing is said. A packer whose rows make
+    more steps of the same examples may end lower, and has paid for its steps; in as many steps lower is as odd as higher.
+    """
+    if any(not math.isfinite(loss) for loss in losses.values()):
+        return Verdict("not a number")
+    common = sorted(set(reference) & set(losses))
+    if len(reference) < fewest or not common:
+        return Verdict(f"not judged: {len(reference)} of {fewest} seeds of B0")
+    spread = max(reference.values()) - min(reference.values())
+    difference = sum(losses[seed] - reference[seed] for seed in common) / len(common)
+    word = "equal"
+    if abs(difference) > spread:
+        word = "higher" if difference > 0 else "lower, in more steps" if has_more_steps else "lower"
+    return Verdict(word, difference, spread)
+
+
+# ---- leaks ----
+
+LEAK_LIMIT = 1e-4
+"""Of the mean loss of documents that nobody touched, in fp32."""
+
+
+@dataclass(frozen=True)
+class Leak:
+    """What other documents' content did to the loss of documents that stayed as they were."""
+
+    moved: float
+    """By a contestant that should keep them apart."""
+    would_move: float
+    """The same without any boundary: what the test can see."""
+
+    @property
+    def passes(self) -> bool:
+        """Documents are apart, and the test would have seen it if they were not."""
+        return abs(self.moved) <= LEAK_LIMIT and abs(self.would_move) > 10 * LEAK_LIMIT
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"passes": self.passes}
+
+
+def leak(
+    model: Any, before: Examples, after: Examples, step: list[int], touched: list[int], losses: tuple[float, float]
+) -> Leak:
+    """Judge a first step over the examples `step`, taken once on `before` and once on `after`.
+
+    `after` has other content in the documents `touched`, nothing else. `losses` are the contestant's mean losses of that
+    step, of the initial weights `model`. What the loss of the touched documents alone does not explain has leaked.
+    """
+    n_all, others = before.n_targets(step), [index for index in step if index not in touched]
+    of_touched = [mean_loss(model, examples, touched, "causal-lm") for examples in (before, after)]
+    explained = (of_touched[1] - of_touched[0]) * before.n_targets(touched)
+    moved = ((losses[1] - losses[0]) * n_all - explained) / before.n_targets(others)
+    flat = [flat_loss(model, examples, step, others) for examples in (before, after)]
+    return Leak(moved, (flat[1] - flat[0]) / before.n_targets(others))
+
+
+@torch.no_grad()
+def flat_loss(model: Any, examples: Examples, step: list[int], counted: list[int]) -> float:
+    """Summed loss of the documents `counted`, with all of `step` end to end as if they were one: a packer that leaks."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for index in step:
+        row = examples.row(index)
+        ids += row["input_ids"]
+        labels += row["labels"] if index in counted else [IGNORED] * len(row["labels"])
+    logits = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits
+    return float(summed(logits[:, :-1], torch.tensor([labels], device=model.device)[:, 1:]))

@@ -1,0 +1,100 @@
+"""The tables as text: one of contestants, with farthing's ratio to each, and one of what was aimed at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peers.contestant import CONTESTANTS
+
+HEAD = ("", "tok/s", "tok/dev-s", "x", "dev-s/Mtok", "useful", "MiB", "$/run", "ex/step", "loss", "")
+
+
+def draw(table: dict[str, Any]) -> str:
+    """A table of `compare`, in text."""
+    title = f"\n{table['workload']}, {table['method']}, {table['precision']}"
+    lines = [title]
+    rows = table.get("rows", {})
+    if rows:
+        train = table["facts"]["train"]
+        lines[0] += (
+            f": {train['examples']} examples of {train['mean']:.0f} tokens ({train['longest']} at most), "
+            f"{table['epochs']} epoch{'s' * (table['epochs'] > 1)}, {table['facts']['parameters'] / 1e6:.1f} M parameters"
+        )
+        lines += _columns([HEAD, *(_row(name, rows) for name in CONTESTANTS if name in rows)])
+        lines += [_epochs(name, rows) for name in CONTESTANTS if "later epochs" in rows.get(name, {})]
+        lines += [f"  {name}: {_settings(row)}" for name, row in rows.items() if _settings(row)]
+    for target in table["targets"]:
+        value = "" if target["measured"] is None else f"{target['measured']:.2f}"
+        lines.append(f"  {target['state']:12} {target['target']}: {value} (aim {target['bound']:g})")
+    return "\n".join(lines)
+
+
+def _row(name: str, rows: dict[str, Any]) -> tuple[str, ...]:
+    row = rows[name]
+    if "failed" in row:
+        return (CONTESTANTS[name], "failed: " + row["failed"].splitlines()[-1][:60])
+    ours = rows.get("farthing", {}).get("speed")
+    return (
+        CONTESTANTS[name],
+        f"{row['per_s']:.0f}",
+        f"{row['speed']:.0f}",
+        f"{ours / row['speed']:.2f}" if ours and name != "farthing" else "",
+        f"{row['device_s_per_million']:.0f}",
+        f"{row['useful_share']:.1%}",
+        f"{row['peak_bytes'] / 2**20:.0f}",
+        f"{row['usd']:.5f}",
+        f"{row['examples_per_step']:.1f}",
+        f"{row['eval_loss']:.4f}",
+        _verdict(row),
+    )
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    said = row["verdict"]
+    words = said["word"]
+    if said["difference"] is not None:
+        words += f" ({said['difference']:+.4f}, spread {said['spread']:.4f})"
+    return f"VOID: {words}" if row["void"] else words
+
+
+def _epochs(name: str, rows: dict[str, Any]) -> str:
+    row, ours = rows[name], rows.get("farthing", {})
+    words = f"  {name}: first epoch {row['first epoch']:.0f}, later epochs {row['later epochs']:.0f} tok/dev-s"
+    if name != "farthing" and "later epochs" in ours:
+        words += f", farthing's ratio {ours['first epoch'] / row['first epoch']:.2f} and "
+        words += f"{ours['later epochs'] / row['later epochs']:.2f}"
+    return words
+
+
+def _settings(row: dict[str, Any]) -> str:
+    if not row.get("settings") and not row.get("swept"):
+        return ""
+    words = ", ".join(f"{key} {value}" for key, value in row["settings"].items())
+    return f"{words or 'as they are'}{' (the best of a sweep)' if row.get('swept') else ''}"
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows if len(row) == len(HEAD)) for i in range(len(HEAD))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(widths[i]) if i in (0, len(HEAD) - 1) else cell.rjust(widths[i]) for i, cell in enumerate(row)
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
+
+
+def draw_leaks(found: dict[str, Any]) -> str:
+    """What the test for leaks found, a line each."""
+    lines = ["\nleaks: what other documents' content moves the loss of a document by (fp32)"] if found else []
+    for name, leak in found.items():
+        if leak is None:
+            lines.append(f"  {CONTESTANTS[name]:30} not tested: no time left")
+        elif "failed" in leak:
+            lines.append(f"  {CONTESTANTS[name]:30} failed: {leak['failed'].splitlines()[-1][:80]}")
+        else:
+            words = "apart" if leak["passes"] else "LEAKS"
+            lines.append(
+                f"  {CONTESTANTS[name]:30} {words}: {leak['moved']:+.1e} (without boundaries {leak['would_move']:+.1e})"
+            )
+    return "\n".join(lines)

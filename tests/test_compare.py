@@ -1,0 +1,417 @@
+"""The side-by-side bench: its judge, its accounting, its verdicts, and the naive loop against farthing from end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import compare
+from peers import figures, judge, leaks, models, naive, ours, workloads
+from peers.assignment import IGNORED, Assignment
+from peers.clock import Clock
+from peers.race import Piece, Race
+from peers.table import draw, draw_leaks
+
+ROOT = Path(__file__).parent.parent
+PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
+SIZE = workloads.Size(hidden=32, layers=4, words=300, spread=0.1)
+SHAPES = {
+    "causal-lm": workloads.Workload("short", "causal-lm", mean=20, spread=0.6, max_length=48),
+    "seq2seq": workloads.Workload("seq2seq", "seq2seq", mean=16, spread=0.5, max_length=32, max_target_length=16),
+    "classification": workloads.Workload("classes", "classification", mean=16, spread=0.6, max_length=32),
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """A workload folder for each task: six steps of four examples."""
+    root = tmp_path_factory.mktemp("workloads")
+    sizes = {task: SIZE if task == "causal-lm" else replace(SIZE, spread=0.02) for task in SHAPES}
+    return {task: workloads.prepare(root, shape, sizes[task], 24, 6) for task, shape in SHAPES.items()}
+
+
+def entry(place: tuple[Path, dict[str, Any]], contestant: str, out: Path, **more: Any) -> Assignment:
+    """A run over the folder in two epochs, in fp32."""
+    keys = {"method": "full", "precision": "fp32", "epochs": 2} | more
+    return Piece(*place, **keys, batch=4, threads=1, usd_per_hour=0.1, out=out).entry(contestant, seed=3)
+
+
+# ---- the workload ----
+
+
+def test_drawn_examples_have_the_lengths_of_their_law(places: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    shape = SHAPES["causal-lm"]
+    wanted = workloads.drawn_lengths(shape, 24, np.random.Generator(np.random.PCG64(1)))
+    examples = Assignment.examples(entry(places["causal-lm"], "naive", Path("-")), "train")
+    assert examples.lengths.tolist() == np.maximum(wanted, 3).tolist()
+    assert 0.3 < examples.n_targets(list(range(24))) / examples.lengths.sum() < 0.5
+    row = examples.row(0)
+    assert row["labels"][0] == IGNORED
+    assert [label for label in row["labels"] if label != IGNORED] == row["input_ids"][-examples.n_targets([0]) :]
+
+
+def test_full_length_rows_have_nothing_to_pad(tmp_path: Path) -> None:
+    shape = workloads.WORKLOADS["full"].scaled(0.02)
+    facts = workloads.prepare(tmp_path, shape, SIZE, 4, 2)[1]
+    assert facts["train"]["mean"] == facts["train"]["longest"] == shape.max_length
+
+
+def test_a_shared_prefix_is_shared(tmp_path: Path) -> None:
+    shape = workloads.WORKLOADS["shared"].scaled(0.03)
+    folder, _ = workloads.prepare(tmp_path, shape, SIZE, 4, 2)
+    rows = [json.loads(line)["prompt"].split() for line in (folder / "train.jsonl").read_text().splitlines()]
+    assert len({tuple(words[: shape.prefix]) for words in rows}) == 1
+    assert len({tuple(words) for words in rows}) == 4
+
+
+def test_the_top_quarter_is_the_last_of_four_layers(places: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    of_llama = places["causal-lm"][1]["targets"]
+    assert of_llama["lora"] == sorted(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+    assert len(of_llama["lora-top"]) == 7
+    assert all(".layers.3." in name for name in of_llama["lora-top"])
+    of_t5 = places["seq2seq"][1]["targets"]
+    assert "lm_head" not in of_t5["lora"]
+    assert all(name.startswith("decoder.block.3.") for name in of_t5["lora-top"])
+    of_bert = places["classification"][1]["targets"]
+    assert "classifier" not in of_bert["lora"]
+    assert all(".layer.3." in name for name in of_bert["lora-top"])
+
+
+def test_rows_of_a_file_are_drawn_without_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"input": f"question {i}", "target": f"answer {i}"} for i in range(40)]
+    path.write_text("\n".join(json.dumps(row) for row in [*rows, *rows]))
+    given = workloads.Given(data=str(path))
+    folder, facts = workloads.prepare(tmp_path / "w", SHAPES["causal-lm"], replace(SIZE, words=400), 16, 4, given)
+    train, held_out = (set((folder / f"{split}.jsonl").read_text().splitlines()) for split in ("train", "eval"))
+    assert not train & held_out
+    assert (facts["train"]["examples"], facts["eval"]["examples"]) == (16, 4)
+    with pytest.raises(SystemExit, match="40 different rows, 50 are needed"):
+        workloads.prepare(tmp_path / "w", SHAPES["causal-lm"], SIZE, 40, 10, given)
+
+
+# ---- the judge ----
+
+
+@pytest.mark.parametrize("task", list(SHAPES))
+def test_the_judge_agrees_with_the_library_on_padded_rows(
+    task: str, places: dict[str, tuple[Path, dict[str, Any]]]
+) -> None:
+    assignment = entry(places[task], "naive", Path("-"))
+    examples = assignment.examples("eval")
+    model = models.load(assignment).eval()
+    batch = naive.padded(examples.rows(list(range(6))), assignment, model.config.pad_token_id)
+    with torch.no_grad():
+        padded = float(model(**batch).loss)
+    alone = judge.loss_of_folder(assignment.model, assignment.model, examples, task)
+    assert alone == pytest.approx(padded, abs=2e-5)
+
+
+def test_a_row_counts_when_it_differs_by_less_than_seeds_do() -> None:
+    reference = {0: 4.00, 1: 4.02, 2: 4.01}
+    assert judge.verdict(reference, {0: 4.01, 1: 4.03, 2: 4.02}).word == "equal"
+    worse = judge.verdict(reference, {0: 4.03, 1: 4.05, 2: 4.04})
+    assert (worse.word, worse.is_void) == ("higher", True)
+    assert worse.difference == pytest.approx(0.03)
+    assert worse.spread == pytest.approx(0.02)
+    better = judge.verdict(reference, {0: 3.9, 1: 3.9, 2: 3.9})  # not the same training either
+    assert (better.word, better.is_void) == ("lower", True)
+    packer = judge.verdict(reference, {0: 3.9, 1: 3.9, 2: 3.9}, has_more_steps=True)
+    assert (packer.word, packer.is_void) == ("lower, in more steps", False)
+    assert judge.verdict(reference, {0: 4.2}, has_more_steps=True).is_void
+    assert judge.verdict(reference, {0: float("nan")}).is_void
+    few = judge.verdict({0: 4.0, 1: 4.1}, {0: 9.0})
+    assert few.word.startswith("not judged")
+    assert not few.is_void
+
+
+def test_seeds_are_held_against_the_same_seed_of_the_reference() -> None:
+    reference = {0: 4.0, 1: 5.0, 2: 6.0}
+    assert judge.verdict(reference, {0: 4.1}).difference == pytest.approx(0.1)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, dict[str, Any]]]:
+    """The two folders of the test for leaks."""
+    return leaks.folders(tmp_path_factory.mktemp("leaks"))
+
+
+def test_a_packer_that_leaks_is_caught_and_one_that_does_not_passes(pair: list[tuple[Path, dict[str, Any]]]) -> None:
+    both = [Piece(*place, "full", "fp32", 1, leaks.N, 1, 0.0, Path("-")).entry("naive", 0) for place in pair]
+    before, after = (one.examples("train") for one in both)
+    assert (before.offsets == after.offsets).all()
+    changed = [i for i in range(leaks.N) if before.row(i)["input_ids"] != after.row(i)["input_ids"]]
+    assert changed == leaks.TOUCHED
+    model = models.load_trained(both[0].model, both[0].model, "causal-lm")
+    step = both[0].order[0]
+    n_all = before.n_targets(step)
+    apart = tuple(judge.mean_loss(model, examples, step, "causal-lm") for examples in (before, after))
+    assert judge.leak(model, before, after, step, leaks.TOUCHED, apart).passes  # type: ignore[arg-type]
+    mixed = tuple(judge.flat_loss(model, examples, step, step) / n_all for examples in (before, after))
+    found = judge.leak(model, before, after, step, leaks.TOUCHED, mixed)  # type: ignore[arg-type]
+    assert not found.passes
+    assert abs(found.moved) > 100 * judge.LEAK_LIMIT
+
+
+def test_a_test_that_could_not_see_a_leak_does_not_pass() -> None:
+    assert not judge.Leak(moved=0.0, would_move=0.0).passes
+
+
+# ---- accounting ----
+
+
+def test_figures_of_a_window() -> None:
+    run = {
+        "wall": [0.0, 5.0, 6.0, 8.0],
+        "cpu": [0.0, 10.0, 12.0, 15.0],
+        "useful": [100, 100, 300],
+        "computed": [1000, 200, 300],
+    }
+    steady = figures.rates(run, 1, 3)
+    assert steady is not None
+    assert (steady["useful_tokens"], steady["wall_s"], steady["device_s"]) == (400, 3.0, 5.0)
+    assert steady["tokens_per_device_s"] == 80
+    assert steady["device_s_per_million"] == pytest.approx(12_500)
+    assert steady["useful_share"] == pytest.approx(0.8)
+    of_gpu = figures.rates({**run, "on_gpu": True}, 1, 3)
+    assert of_gpu is not None
+    assert of_gpu["device_s"] == 3.0
+    assert figures.rates(run, 2, 2) is None
+    cached = figures.rates({**run, "computed": [1000, 0, 0]}, 1, 3)
+    assert cached is not None
+    assert cached["useful_share"] != cached["useful_share"]
+
+
+def test_epochs_are_told_apart() -> None:
+    assert figures.windows(12, 1, 2) == {"steady": (2, 12)}
+    assert figures.windows(12, 3, 2) == {"steady": (2, 12), "first epoch": (2, 4), "later epochs": (4, 12)}
+    assert figures.windows(1, 1, 2) == {"steady": (0, 1)}
+
+
+def test_the_clock_counts_the_cpu_of_this_process_and_of_its_children() -> None:
+    clock = Clock()
+    clock.begin()
+    _burn(0.05)
+    clock.count(torch.tensor(3), 5)
+    clock.count(1, 5)
+    clock.step_done()
+    subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.2: pass"], check=True)
+    clock.step_done()
+    facts = clock.facts()
+    assert (facts["useful"], facts["computed"]) == ([4, 0], [10, 0])
+    assert 0.05 <= facts["cpu"][1] < 0.5
+    assert facts["cpu"][2] - facts["cpu"][1] >= 0.2
+
+
+def _burn(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
+def test_the_peak_is_of_the_process_and_not_of_who_began_it() -> None:
+    from peers.clock import peak_bytes
+
+    code = "from peers.clock import peak_bytes; print(peak_bytes())"
+    where = {"PYTHONPATH": str(ROOT / "bench"), "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=where, capture_output=True, text=True, check=True)
+    assert 0 < int(done.stdout) < 100 * 2**20 < peak_bytes()  # this process has torch
+
+
+# ---- from end to end ----
+
+
+@pytest.mark.parametrize(
+    ("task", "method"),
+    [("causal-lm", "full"), ("causal-lm", "lora"), ("causal-lm", "lora-top"), ("seq2seq", "full"), ("classification", "full")],
+)  # fmt: skip
+def test_farthing_ends_where_the_naive_loop_ends(
+    task: str, method: str, places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    losses, firsts, counted = {}, {}, {}
+    for name, runner in (("naive", naive), ("farthing", ours)):
+        assignment = entry(places[task], name, tmp_path, method=method)
+        clock = Clock()
+        trained = runner.train(assignment, clock)  # type: ignore[attr-defined]
+        counted[name] = clock.facts()
+        firsts[name] = trained["first_loss"]
+        losses[name] = judge.loss_of_folder(assignment.model, Path(trained["model"]), assignment.examples("eval"), task)
+    before = judge.loss_of_folder(assignment.model, assignment.model, assignment.examples("eval"), task)
+    assert abs(losses["naive"] - before) > 1e-3  # they learned something, ten times what they may differ by
+    assert firsts["farthing"] == pytest.approx(firsts["naive"], abs=1e-5)
+    assert losses["farthing"] == pytest.approx(losses["naive"], abs=1e-4)
+    due = 2 * int(assignment.examples("train").lengths.sum())
+    assert sum(counted["farthing"]["useful"]) == sum(counted["naive"]["useful"]) == due
+    assert len(counted["farthing"]["wall"]) == len(counted["naive"]["wall"]) == 13
+    rows = 48 * (assignment.max_length + (assignment.max_target_length if task == "seq2seq" else 0))
+    assert sum(counted["naive"]["computed"]) == rows
+    assert all(counted["farthing"]["computed"][:6])  # of the first epoch: later ones may come from a cache
+
+
+def test_other_examples_than_the_order_says_are_no_comparison(
+    places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    assignment = entry(places["causal-lm"], "farthing", tmp_path)
+    with pytest.raises(SystemExit, match="other examples"):
+        ours.train(replace(assignment, order=assignment.order[::-1]), Clock())
+
+
+def test_the_command_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--workload", "short", "--scale", "0.1", "--contestants", "naive", "--steps", "3", "--eval-examples", "2"]
+    words += ["--hidden", "32", "--layers", "1", "--words", "300", "--no-leaks", "--folder", str(tmp_path / "race")]
+    assert compare.main([*words, "--minutes", "0"]) == 1
+    assert "give the same command again" in capsys.readouterr().out
+    assert compare.main([*words, "--json", str(tmp_path / "out.json")]) == 0
+    assert "B0 naive loop" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out.json").read_text())
+    row = found["tables"][0]["rows"]["naive"]
+    record = row["records"][0]
+    assert record["process_wall_s"] * 0.10 / 3600 == pytest.approx(record["usd"])
+    assert record["process_cpu_s"] > record["marks"]["cpu"][-1] > 0
+    assert 0 < record["epoch"]["useful_share"] < 0.6
+    assert found["machine"]["versions"]["torch"] == row["records"][0]["versions"]["torch"]
+    started = time.monotonic()
+    assert compare.main([*words, "--minutes", "0"]) == 0  # from what was kept
+    assert time.monotonic() - started < 5
+
+
+def test_a_contestant_that_fails_says_why(places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    said: list[str] = []
+    race = Race(tmp_path, Path(sys.executable), say=said.append)
+    record = race.run(replace(entry(places["causal-lm"], "naive", tmp_path / "out"), folder=str(tmp_path / "nowhere")))
+    assert record is not None
+    assert set(record) == {"failed"}
+    assert "naive ended with 1" in record["failed"]
+    assert "No such file or directory" in record["failed"]
+    assert "FAILED" in said[0]
+    assert not list((tmp_path / "records").iterdir())  # it may be tried again
+
+
+def test_a_record_is_of_what_was_assigned(places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    race = Race(tmp_path, Path(sys.executable))
+    one = entry(places["causal-lm"], "naive", tmp_path)
+    assert race.key(one) == race.key(replace(one, out="elsewhere"))
+    others = [
+        replace(one, seed=4),
+        replace(one, precision="bf16"),
+        replace(one, threads=2),
+        replace(one, contestant="hf"),
+    ]
+    assert len({race.key(other) for other in [one, *others]}) == 5
+
+
+# ---- ratios and targets ----
+
+
+def row_of(speed: float, **more: Any) -> dict[str, Any]:
+    """A row of a table, made up."""
+    return {"speed": speed, "useful_share": 1.0, "peak_bytes": 100, "void": False} | more
+
+
+def states(table: figures.Table, workload: str, method: str, precision: str = "fp32") -> dict[str, str]:
+    """What became of each target."""
+    found = figures.against_targets(table, workload, method, precision, "causal-lm")
+    return {one["target"]: one["state"] for one in found}
+
+
+def test_targets_are_met_missed_or_not_measured() -> None:
+    table = {
+        "farthing": row_of(300),
+        "naive": row_of(100),
+        "hf-tuned": row_of(250),
+        "trl-tuned": row_of(100, void=True),
+    }
+    found = states(table, "chat", "full")
+    assert found["against B0 in fp32"] == "met"
+    assert found["against B2 on chat lengths"] == "missed"
+    assert found["against B3b"] == "not measured"  # a void row proves nothing
+    assert found["peak memory over the least of the others"] == "met"
+    assert "against B2 on full-length rows" not in found
+    assert states({**table, "naive": row_of(100, peak_bytes=90)}, "chat", "full")[
+        "peak memory over the least of the others"
+    ] == "missed"  # fmt: skip
+    assert (
+        states({"farthing": row_of(1, useful_share=0.9)}, "chat", "full")["useful share of computed tokens"] == "missed"
+    )
+
+
+def test_the_later_epochs_count_for_the_top_quarter() -> None:
+    table = {"farthing": row_of(10, **{"later epochs": 310}), "trl": row_of(100, **{"later epochs": 100})}
+    words = "LoRA on the top quarter against TRL's defaults, from the second epoch"
+    assert states(table, "chat", "lora-top")[words] == "met"
+
+
+def test_each_may_use_its_best_precision() -> None:
+    tables = {
+        "fp32": {"farthing": row_of(400), "naive": row_of(100)},
+        "bf16": {"farthing": row_of(700), "naive": row_of(120)},
+    }
+    found = states(figures.best_precision(tables), "chat", "full", "best")
+    assert found == {
+        "against B0, each in its best precision": "missed",  # 700 / 120
+        "against B0 in fp32, farthing in its best": "met",  # 700 / 100
+    }
+
+
+def test_tables_are_drawn_with_rows_that_failed() -> None:
+    summary = {"per_s": 1.0, "device_s_per_million": 1.0, "usd": 0.1, "examples_per_step": 8.0, "eval_loss": 4.0}
+    verdict = judge.verdict({0: 4.0, 1: 4.1, 2: 4.2}, {0: 5.0}).as_dict()
+    table = {
+        "workload": "chat", "method": "full", "precision": "fp32", "epochs": 1,
+        "facts": {"train": {"examples": 8, "mean": 5.0, "longest": 9}, "parameters": 1000},
+        "rows": {"farthing": row_of(200, **summary, verdict=verdict, settings={}), "trl": {"failed": "first\nlast words"},
+                 "naive": row_of(100, **summary, verdict=judge.Verdict("reference").as_dict(), settings={})},
+        "targets": [],
+    }  # fmt: skip
+    table["rows"]["farthing"]["void"] = True
+    text = draw(table)
+    assert re.search(r"B0 naive loop .* 2\.00 ", text)
+    assert "failed: last words" in text
+    assert "VOID: higher (+1.0000, spread 0.2000)" in text
+    assert "LEAKS" in draw_leaks({"trl": judge.Leak(0.1, 0.2).as_dict()})
+
+
+def test_keys_of_the_job_are_values() -> None:
+    assert compare.keys_of(["train.probe=false", "train.micro_batch_tokens=512", "where.device=cpu"]) == {
+        "train.probe": False, "train.micro_batch_tokens": 512, "where.device": "cpu",
+    }  # fmt: skip
+    assert compare.keys_of(["trl.rows=2", "trl-tuned.rows=1"], "trl.") == {"rows": 2}
+
+
+# ---- the peers ----
+
+
+def test_peers_have_the_versions_that_farthing_is_tested_with() -> None:
+    def pins(path: Path) -> dict[str, str]:
+        lines = (line for line in path.read_text().splitlines() if "==" in line and not line.startswith("#"))
+        return dict(line.split("==") for line in lines)  # type: ignore[misc]
+
+    ours_, theirs = pins(ROOT / "constraints.txt"), pins(ROOT / "bench" / "peers.txt")
+    assert set(theirs) - set(ours_) == {"trl"}
+    assert all(ours_[name] == version for name, version in theirs.items() if name in ours_)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PEERS.exists(), reason="no .venv/peers: `make peers`")
+@pytest.mark.parametrize("name", ["hf", "hf-tuned", "trl", "trl-tuned"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_peers_run_and_keep_documents_apart(
+    name: str, precision: str, places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    race = Race(tmp_path, PEERS)
+    record = race.run(entry(places["causal-lm"], name, tmp_path / "out", precision=precision, method="lora"))
+    assert record is not None
+    assert record["saw_all"], record
+    found = leaks.check(race, name) if precision == "fp32" else None
+    assert found is None or found["passes"], found
