@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.data.encode import sums_of
 from farthing.data.tokens import TokenSet
 
 IGNORED = -100  # label of a position the loss does not count, as in transformers
@@ -95,30 +96,31 @@ def collate(tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], task:
     seq2seq:        input_ids, attention_mask [batch, source], labels [batch, target]
     classification: input_ids, attention_mask [batch, length], labels [batch]
     """
-    rows = [tokens.example(int(index)) for index in examples]
-    if task == "seq2seq":
-        first_target = [int(np.argmax(is_target)) for _, is_target in rows]
-        sources = [ids[:start] for (ids, _), start in zip(rows, first_target, strict=True)]
-        targets = [ids[start:] for (ids, _), start in zip(rows, first_target, strict=True)]
-        batch = _padded(sources, pad_id)
-        batch["labels"] = _fill(targets, IGNORED)
-        return batch
-    batch = _padded([ids for ids, _ in rows], pad_id)
+    places, lengths = tokens.places_of(examples)
+    ids = tokens.ids[places]
     if task == "classification":
         assert tokens.labels is not None
-        batch["labels"] = tokens.labels[np.asarray(examples)].astype(np.int64)
-    else:
-        batch["labels"] = _fill([np.where(is_target, ids, IGNORED) for ids, is_target in rows], IGNORED)
-    return batch
+        return {**_padded(ids, lengths, pad_id), "labels": tokens.labels[np.asarray(examples)].astype(np.int64)}
+    is_target = tokens.targets[places].astype(bool)
+    if task == "seq2seq":  # inputs before targets in each example
+        n_targets = sums_of(is_target, lengths)
+        batch = _padded(ids[~is_target], lengths - n_targets, pad_id)
+        return {**batch, "labels": _filled(ids[is_target], _rows(n_targets), IGNORED)}
+    batch = _padded(ids, lengths, pad_id)
+    return {**batch, "labels": _filled(np.where(is_target, ids, IGNORED), batch["attention_mask"] > 0, IGNORED)}
 
 
-def _fill(rows: list[Any], value: int) -> NDArray[np.int64]:
-    array = np.full((len(rows), max(len(row) for row in rows)), value, dtype=np.int64)
-    for index, row in enumerate(rows):
-        array[index, : len(row)] = row
+def _rows(lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[n, longest]: where a padded batch holds something."""
+    return np.arange(lengths.max()) < lengths[:, None]
+
+
+def _filled(values: NDArray[Any], where: NDArray[np.bool_], otherwise: int) -> NDArray[np.int64]:
+    array = np.full(where.shape, otherwise, dtype=np.int64)
+    array[where] = values
     return array
 
 
-def _padded(rows: list[Any], pad_id: int) -> dict[str, Any]:
-    mask = _fill([np.ones(len(row), np.int64) for row in rows], 0)
-    return {"input_ids": _fill(rows, pad_id), "attention_mask": mask}
+def _padded(ids: NDArray[np.int32], lengths: NDArray[np.int64], pad_id: int) -> dict[str, Any]:
+    where = _rows(lengths)
+    return {"input_ids": _filled(ids, where, pad_id), "attention_mask": where.astype(np.int64)}

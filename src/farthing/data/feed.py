@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,17 +47,26 @@ def micro_batches(
             yield Ready(step, examples, piece, collate(piece), number == len(pieces))
 
 
-class Feed:
-    """An iterator that a thread runs ahead of. An error in it is raised where the next micro-batch is taken."""
+Item = TypeVar("Item")
 
-    def __init__(self, items: Iterator[Ready], ahead: int = AHEAD) -> None:
-        self._queue: queue.Queue[Ready | BaseException | None] = queue.Queue(ahead)
+
+class Ahead(Generic[Item]):
+    """An iterator that a thread runs ahead of. An error in it is raised where the next item is taken."""
+
+    def __init__(self, items: Iterator[Item], ahead: int = AHEAD) -> None:
+        self._queue: queue.Queue[Item | BaseException | None] = queue.Queue(ahead)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(items,), name="farthing-feed", daemon=True)
         self._thread.start()
 
-    def next(self) -> Ready:
-        """The next micro-batch, waited for. Raises `StopIteration` after the last."""
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        return self.next()
+
+    def next(self) -> Item:
+        """The next item, waited for. Raises `StopIteration` after the last."""
         item = self._queue.get()
         if item is None:
             raise StopIteration
@@ -74,7 +83,7 @@ class Feed:
             except queue.Empty:
                 continue
 
-    def _run(self, items: Iterator[Ready]) -> None:
+    def _run(self, items: Iterator[Item]) -> None:
         try:
             for item in items:
                 if not self._put(item):
@@ -83,7 +92,7 @@ class Feed:
         except BaseException as error:
             self._put(error)
 
-    def _put(self, item: Ready | BaseException | None) -> bool:
+    def _put(self, item: Item | BaseException | None) -> bool:
         while not self._is_closed.is_set():
             try:
                 self._queue.put(item, timeout=0.05)
@@ -91,3 +100,7 @@ class Feed:
             except queue.Full:
                 continue
         return False
+
+
+class Feed(Ahead[Ready]):
+    """Micro-batches that a thread makes ready."""

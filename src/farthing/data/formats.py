@@ -114,7 +114,9 @@ def converter(
             }
         text = one(row)
         try:
-            "".join(part for part, _ in text.segments).encode()
+            for part, _ in text.segments:
+                if not part.isascii():
+                    part.encode()
         except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, no text can hold it
             raise Unusable(f"not text: half a surrogate pair (\\u{ord(error.object[error.start]):04x})") from error
         return text

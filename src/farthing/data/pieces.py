@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.batches import IGNORED
+from farthing.data.encode import sums_of
 from farthing.data.tokens import TokenSet
 
 LEAST_SHARE = 0.97  # of the computed tokens are useful, where they are padded
@@ -136,7 +137,8 @@ def _best_split(
 
 def target_lengths_of(tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[np.int64]:
     """Target tokens of each of `examples` [n]; the rest of a seq2seq example is its input."""
-    return np.array([int(tokens.example(int(index))[1].sum()) for index in examples], dtype=np.int64)
+    places, lengths = tokens.places_of(examples)
+    return sums_of(tokens.targets[places], lengths)
 
 
 def collate_flat(
@@ -159,13 +161,11 @@ def collate_flat(
     if task not in ("causal-lm", "classification"):
         raise ValueError(f"{task} can't be laid flat: pad it")
     n_skipped = np.zeros(len(examples), dtype=np.int64) if skipped is None else skipped
-    rows = [tokens.example(int(index)) for index in examples]
-    rows = [(ids[n:], is_target[n:]) for (ids, is_target), n in zip(rows, n_skipped, strict=True)]
-    lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int64)
+    places, lengths = tokens.places_of(examples, n_skipped)
     if not len(lengths) or not lengths.all():
         raise ValueError("a flat batch needs documents of at least one token")
     starts = np.cumsum(lengths) - lengths
-    ids = np.concatenate([ids for ids, _ in rows]).astype(np.int64)
+    ids = tokens.ids[places].astype(np.int64)
     batch = {
         "input_ids": ids[None],
         "position_ids": (np.arange(len(ids)) - np.repeat(starts - n_skipped, lengths) + first_position)[None],
@@ -175,7 +175,7 @@ def collate_flat(
         assert tokens.labels is not None
         batch["labels"] = tokens.labels[np.asarray(examples)].astype(np.int64)
     else:
-        labels = np.where(np.concatenate([is_target for _, is_target in rows]), ids, IGNORED)
+        labels = np.where(tokens.targets[places], ids, IGNORED)
         labels[starts] = IGNORED
         batch["labels"] = labels[None]
     return batch

@@ -253,7 +253,7 @@ def _jsonl(path: Path, name: str) -> Iterator[Row | BadRow]:
 def json_row(raw: bytes, line: int) -> Row | BadRow:
     """The row that one line of a JSONL file holds."""
     try:
-        value = json.loads(raw.rstrip(b"\r\n").decode("utf-8"), object_pairs_hook=_object)
+        value = _DECODER.decode(raw.rstrip(b"\r\n").decode("utf-8"))
     except UnicodeDecodeError as error:
         return BadRow(line, f"invalid UTF-8 at byte {error.start} of the line")
     except (ValueError, RecursionError) as error:
@@ -270,6 +270,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` stands twice in one object")
     return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)  # made once: `json.loads` would make one for each row
 
 
 def _json(path: Path, name: str) -> Iterator[Row | BadRow]:

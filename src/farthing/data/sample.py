@@ -14,7 +14,7 @@ import gzip
 import json
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -22,9 +22,10 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.data.encode import Encoder, Encoding
 from farthing.data.formats import DEFAULT_CHAT_TEMPLATE, Text, Unusable, converter, recognise
 from farthing.data.read import BadRow, Row, Source, json_row
-from farthing.data.tokens import Encoder, Recipe, Tally
+from farthing.data.tokens import Recipe
 from farthing.errors import DataError
 
 MOST_ROWS = 2000
@@ -176,10 +177,11 @@ def _of_texts(texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe) 
         characters = np.column_stack([characters[:, 0] * 0, characters.sum(axis=1)])
     picked, stands_for = _strata(characters.sum(axis=1).astype(np.int64), n_wanted)
     found = np.zeros((len(texts), 3))
-    without_limits = Recipe(recipe.task, _NO_LIMIT, _NO_LIMIT, train_on_prompt=recipe.train_on_prompt)
-    chunk = [("", int(index), texts[index]) for index in picked]
-    for _, index, _, ids, mask in Encoder(tokenizer, without_limits)(chunk, Tally()):
+    encode = Encoder(tokenizer, recipe.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt)
+    for index, (ids, mask) in zip(picked, encode([texts[index] for index in picked]).examples(), strict=True):
         n_targets = int(mask.sum())
+        if n_targets == 0 and recipe.task != "classification":
+            continue
         found[index] = len(ids) - (n_targets if recipe.task == "seq2seq" else 0), n_targets, n_targets
         if recipe.task == "causal-lm":
             found[index, 2] = mask[: recipe.max_length].sum()
@@ -353,41 +355,33 @@ def _parquet(path: Path, source: Source) -> _Population:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """What a tokenizer of transformers answers, as far as tokenization for training asks."""
+    """The tokens of a text, and at which character each begins."""
 
-    ids: list[list[int]]
-    starts: list[Any]
+    ids: list[int]
+    starts: list[int]
+    overflowing: tuple[()] = ()
 
-    def __getitem__(self, name: str) -> list[list[int]]:
-        return self.ids
-
-    def char_to_token(self, index: int, position: int) -> int | None:
+    def char_to_token(self, char_pos: int, /) -> int | None:
         """The token that holds a character."""
-        of_text = self.starts[index]
-        if not isinstance(of_text, list):
-            token = of_text.char_to_token(position)
-            return None if token is None else int(token)
-        return max(0, bisect_right(of_text, position) - 1) if of_text else None
+        return max(0, bisect_right(self.starts, char_pos) - 1) if self.starts else None
 
 
 @dataclass(frozen=True)
 class LightTokenizer:
-    """A tokenizer with the few answers that `formats` and `tokens.Encoder` ask for."""
+    """A tokenizer with the few answers that `formats` and `encode.Encoder` ask for."""
 
     words: str
     """What it is, for people."""
     bos_token_id: int | None
     eos_token_id: int | None
-    encode: Callable[[list[str], bool], _Encoded]
+    encode: Callable[[list[str], bool], Sequence[Encoding]]
     special_tokens_map: dict[str, str]
     chat_template: str
     is_exact: bool = True
 
-    def __call__(self, texts: Any, *, add_special_tokens: bool = True, **options: Any) -> Any:
-        """Token ids of texts."""
-        if isinstance(texts, str):
-            return {"input_ids": self.encode([texts], add_special_tokens)["input_ids"][0]}
-        return self.encode(list(texts), add_special_tokens)
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        """Token ids of a text."""
+        return {"input_ids": self.encode([text], True)[0].ids}
 
     def apply_chat_template(self, messages: Any, *, tools: Any, tokenize: bool, add_generation_prompt: bool) -> str:
         """The text of a chat, by the tokenizer's template."""
@@ -429,8 +423,8 @@ def light_tokenizer(folder: Path | None, chat_template: str | None) -> LightToke
     if model is not None:
         return _from_sentencepiece(model, specials, template)
 
-    def encode(texts: list[str], special: bool) -> _Encoded:
-        return _Encoded([[1] * -(-len(text) // 4) for text in texts], [list(range(0, len(text), 4)) for text in texts])
+    def encode(texts: list[str], special: bool) -> Sequence[Encoding]:
+        return [_Encoded([1] * -(-len(text) // 4), list(range(0, len(text), 4))) for text in texts]
 
     return LightTokenizer("4 characters a token", None, 0, encode, specials, template, is_exact=False)
 
@@ -467,9 +461,8 @@ def _from_json(folder: Path, specials: dict[str, str], template: str) -> LightTo
     own.no_truncation()
     own.no_padding()
 
-    def encode(texts: list[str], special: bool) -> _Encoded:
-        encodings = own.encode_batch(texts, add_special_tokens=special)
-        return _Encoded([encoding.ids for encoding in encodings], encodings)
+    def encode(texts: list[str], special: bool) -> Sequence[Encoding]:
+        return own.encode_batch(texts, add_special_tokens=special)
 
     bos, eos = (own.token_to_id(specials.get(name, "")) for name in ("bos_token", "eos_token"))
     return LightTokenizer("tokenizer.json", bos, eos, encode, specials, template)
@@ -481,18 +474,17 @@ def _from_sentencepiece(path: Path, specials: dict[str, str], template: str) -> 
     own = sentencepiece.SentencePieceProcessor(model_file=str(path))
     is_t5 = path.name == "spiece.model"
 
-    def encode(texts: list[str], special: bool) -> _Encoded:
+    def encode(texts: list[str], special: bool) -> Sequence[Encoding]:
         before = [own.bos_id()] if special and not is_t5 and own.bos_id() >= 0 else []
         after = [own.eos_id()] if special and is_t5 else []
-        ids, starts = [], []
+        found = []
         for of_text in own.encode(texts):
             at, begins = -1, [0 for _ in before]  # a space is put before the text
             for piece in own.id_to_piece(of_text):
                 begins.append(max(0, at))
                 at += 1 if piece.startswith("<0x") else len(piece)
-            ids.append([*before, *of_text, *after])
-            starts.append(begins)
-        return _Encoded(ids, starts)
+            found.append(_Encoded([*before, *of_text, *after], begins))
+        return found
 
     bos, eos = (None if i < 0 else i for i in (own.bos_id(), own.eos_id()))
     names = {"bos_token": own.id_to_piece(bos) if bos else "", "eos_token": own.id_to_piece(eos) if eos else ""}

@@ -15,27 +15,33 @@ A seq2seq example is its input followed by its target. Refuses to batch and to k
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.data.encode import Encoded, Encoder
+from farthing.data.feed import Ahead
 from farthing.data.formats import Text, Unusable, converter, recognise
 from farthing.data.read import BadRow, Row, Source
 from farthing.errors import DataError, Interrupted
 from farthing.files import Damaged, commit_folder, discard, make_private, read_manifest, sweep_drafts, verify_folder
 
 CACHE_VERSION = 1
-CHUNK_ROWS = 1024
+CHUNK_ROWS = 1024  # that are read together
+CHUNK_CHARACTERS = 1 << 18  # that are encoded together: enough for the threads of many cores, and few for their caches
+CHUNKS_AHEAD = 2  # that are read and rendered while one is encoded
 LINE_BITS = 40
+Indices = Sequence[int] | NDArray[np.int64]
 _DTYPES: dict[str, Any] = {
     "ids": np.int32, "targets": np.uint8, "offsets": np.int64, "lines": np.int64, "groups": np.uint64, "labels": np.int32,
 }  # fmt: skip
@@ -88,11 +94,24 @@ class TokenSet:
         span = slice(self.offsets[index], self.offsets[index + 1])
         return self.ids[span], self.targets[span]
 
-    def n_targets(self, indices: Iterable[int]) -> int:
+    def places_of(
+        self, indices: Indices, skipped: NDArray[np.int64] | int = 0
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the tokens of these examples stand, end to end [n_tokens], and how many each has [n].
+
+        Without the first `skipped` [n] of each.
+        """
+        chosen = np.asarray(indices, dtype=np.int64)
+        starts = self.offsets[chosen] + skipped
+        lengths = self.offsets[chosen + 1] - starts
+        stops = np.cumsum(lengths)
+        return np.arange(lengths.sum()) + np.repeat(starts - stops + lengths, lengths), lengths
+
+    def n_targets(self, indices: Indices) -> int:
         """How many predictions these examples ask for: target tokens, or samples for classification."""
         if self.labels is not None:
-            return len(list(indices))
-        return int(sum(int(self.targets[self.offsets[i] : self.offsets[i + 1]].sum()) for i in indices))
+            return len(indices)
+        return int(self.targets[self.places_of(indices)[0]].sum())
 
     def place(self, index: int) -> str:
         """`file:line` of one example."""
@@ -102,15 +121,19 @@ class TokenSet:
 
 def tokenizer_sha256(tokenizer: Any) -> str:
     """Identity of a tokenizer: its whole definition, its special tokens and its chat template."""
-    parts = [
-        json.loads(tokenizer.backend_tokenizer.to_str()),
-        {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-        tokenizer.chat_template,
-        tokenizer.truncation_side,
-    ]
-    for part in parts[:1]:  # set by the last call that truncated or padded, not by the tokenizer's files
-        part["truncation"] = part["padding"] = None
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    others = json.dumps([special_tokens, tokenizer.chat_template, tokenizer.truncation_side], sort_keys=True)
+    return _definition_sha256(tokenizer.backend_tokenizer.to_str(), others)
+
+
+@functools.lru_cache(maxsize=2)
+def _definition_sha256(definition: str, others: str) -> str:
+    """Remembered, as it takes a tenth of a second and a job asks several times."""
+    content = json.loads(definition)
+    content["truncation"] = content["padding"] = (
+        None  # by the last call that asked for it, not by the tokenizer's files
+    )
+    return hashlib.sha256(json.dumps([content, *json.loads(others)], sort_keys=True).encode()).hexdigest()
 
 
 def set_key(sources: list[Source], tokenizer_hash: str, recipe: Recipe) -> str:
@@ -170,7 +193,8 @@ def open_token_set(folder: Path, *, check_bytes: bool = True) -> TokenSet:
         path = folder / f"{name}.bin"
         if path.exists():
             empty = path.stat().st_size == 0
-            arrays[name] = np.zeros(0, dtype) if empty else np.memmap(path, dtype=dtype, mode="r")
+            # as plain arrays: each slice of a memmap would be one, which takes longer than a short example
+            arrays[name] = np.zeros(0, dtype) if empty else np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
     arrays.setdefault("labels", None)
     return TokenSet(folder, facts, **arrays)
 
@@ -205,6 +229,24 @@ class Tally:
             self.bad.append((place, reason))
 
 
+@dataclass
+class _Chunk:
+    """Neighbouring rows of one source, as texts; `lines` and `groups` are of these."""
+
+    source: str
+    source_number: int
+    n_rows: int = 0
+    n_characters: int = 0
+    texts: list[Text] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    rejected: list[tuple[int, str]] = field(default_factory=list)
+
+    def place(self, line: int) -> str:
+        """`file:line`."""
+        return f"{self.source}:{line}"
+
+
 def _write(
     draft: Path,
     sources: list[Source],
@@ -214,66 +256,116 @@ def _write(
     should_stop: Callable[[], bool],
 ) -> dict[str, Any]:
     """Fill `draft`; returns the facts of the set for its manifest."""
-    tally, encode = Tally(), Encoder(tokenizer, recipe)
-    offset, n_targets = 0, 0
-    label_ids: dict[str, int] = {}
-    labels: list[int] = []
+    tally, labels = Tally(), _Labels(recipe.label_names)
+    encode = Encoder(tokenizer, recipe.task, recipe.max_length, recipe.max_target_length, recipe.train_on_prompt)
+    n_tokens, n_targets = 0, 0
     formats: list[str] = []
-    for name in recipe.label_names:
-        label_ids[name] = len(label_ids)
+    all_groups = [np.zeros(0, np.uint64)]
     names = [name for name in _DTYPES if name != "labels"]
-    files: dict[str, IO[bytes]] = {name: open(draft / f"{name}.bin", "wb") for name in names}  # noqa: SIM115
-    groups_seen: Counter[int] = Counter()
-    try:
+    with contextlib.ExitStack() as stack:
+        files = {name: stack.enter_context(open(draft / f"{name}.bin", "wb")) for name in names}
         files["offsets"].write(np.int64(0).tobytes())
-        for number, source in enumerate(sources):
-            for chunk in _converted_chunks(number, source, tokenizer, recipe, tally, formats):
-                if should_stop():
-                    raise Interrupted("stopped while tokenizing", to_do="run the same command again")
-                for place, line, text, ids, is_target in encode(chunk, tally):
-                    if text.label is not None:
-                        if recipe.label_names and text.label not in label_ids:
-                            tally.reject(place, f"label {text.label!r} is never seen in training")
-                            continue
-                        labels.append(label_ids.setdefault(text.label, len(label_ids)))
-                    offset += len(ids)
-                    n_targets += int(is_target.sum())
-                    source_text = "\0".join(part for part, target in text.segments if not target)
-                    source_text = source_text or "\0".join(part for part, _ in text.segments)
-                    group = int.from_bytes(hashlib.blake2b(source_text.encode(), digest_size=8).digest(), "little")
-                    groups_seen[group] += 1
-                    files["ids"].write(ids.tobytes())
-                    files["targets"].write(is_target.tobytes())
-                    files["offsets"].write(np.int64(offset).tobytes())
-                    files["lines"].write(np.int64((number << LINE_BITS) + line).tobytes())
-                    files["groups"].write(np.uint64(group).tobytes())
-                progress(tally.n_rows, offset)
-    finally:
-        for file in files.values():
-            file.close()
-    names_sorted = list(recipe.label_names) or sorted(label_ids)
+        chunks = stack.enter_context(
+            contextlib.closing(Ahead(_chunks(sources, tokenizer, recipe, formats), CHUNKS_AHEAD))
+        )
+        for chunk in chunks:
+            if should_stop():
+                raise Interrupted("stopped while tokenizing", to_do="run the same command again")
+            tally.n_rows += chunk.n_rows
+            for line, reason in chunk.rejected:
+                tally.reject(chunk.place(line), reason)
+            if chunk.texts:
+                encoded = encode(chunk.texts)
+                kept = _usable(encoded, chunk, recipe, tally)
+                labels.take(chunk, kept, tally)
+                encoded = encoded.only(kept)
+                groups = np.array(chunk.groups, np.uint64)[kept]
+                columns: dict[str, NDArray[Any]] = {
+                    "ids": encoded.ids,
+                    "targets": encoded.is_target,
+                    "offsets": n_tokens + np.cumsum(encoded.lengths),
+                    "lines": (chunk.source_number << LINE_BITS) + np.array(chunk.lines, np.int64)[kept],
+                    "groups": groups,
+                }
+                for name, column in columns.items():
+                    files[name].write(column.tobytes())
+                all_groups.append(groups)
+                n_tokens += len(encoded.ids)
+                n_targets += int(encoded.is_target.sum())
+            progress(tally.n_rows, n_tokens)
+    groups = np.concatenate(all_groups)
     if recipe.task == "classification":
-        renumbered = {label_ids[name]: index for index, name in enumerate(names_sorted)}
-        np.array([renumbered[label] for label in labels], dtype=np.int32).tofile(draft / "labels.bin")
+        labels.numbered().tofile(draft / "labels.bin")
     facts = {
         "kind": "farthing token set",
         "version": CACHE_VERSION,
         "sources": [{"name": source.name, "sha256": source.sha256} for source in sources],
         "formats": formats,
         "n_rows": tally.n_rows,
-        "n_examples": sum(groups_seen.values()),
-        "n_distinct_inputs": len(groups_seen),
-        "n_tokens": offset,
-        "n_targets": len(labels) if recipe.task == "classification" else n_targets,
+        "n_examples": len(groups),
+        "n_distinct_inputs": len(np.unique(groups)),
+        "n_tokens": n_tokens,
+        "n_targets": len(labels.seen) if recipe.task == "classification" else n_targets,
         "n_bad": tally.n_bad,
         "n_too_long": tally.n_too_long,
         "n_skipped_long": tally.n_skipped_long,
         "n_without_target": tally.n_without_target,
         "bad_rows": tally.bad,
-        "label_names": names_sorted,
+        "label_names": labels.names,
     }
     _refuse_unusable(facts, recipe)
     return facts
+
+
+def _usable(encoded: Encoded, chunk: _Chunk, recipe: Recipe, tally: Tally) -> NDArray[np.bool_]:
+    """Which examples of a chunk become some of the set [n]; the others are counted. Raises `DataError`."""
+    long_ones = np.flatnonzero(encoded.was_cut)
+    tally.n_too_long += len(long_ones)
+    if len(long_ones) and recipe.too_long == "error":
+        limits = f"max_length {recipe.max_length}"
+        if recipe.task == "seq2seq":
+            limits += f" or max_target_length {recipe.max_target_length}"
+        raise DataError(
+            f"longer than {limits}",
+            where=chunk.place(chunk.lines[int(long_ones[0])]),
+            to_do="raise data.max_length, or set data.too_long to truncate or skip",
+        )
+    kept = ~encoded.was_cut if recipe.too_long == "skip" else np.ones(len(chunk.texts), bool)
+    tally.n_skipped_long += len(kept) - int(kept.sum())
+    if recipe.task != "classification":
+        has_target = encoded.n_targets() > 0
+        tally.n_without_target += int((kept & ~has_target).sum())
+        kept &= has_target
+    return kept
+
+
+class _Labels:
+    """The labels of a classification set, numbered once all have been seen."""
+
+    def __init__(self, known: tuple[str, ...]) -> None:
+        self.known, self.seen = dict.fromkeys(known), list[str]()
+
+    @property
+    def names(self) -> list[str]:
+        """The known labels in their order, else the data's own, sorted."""
+        return list(self.known) or sorted(set(self.seen))
+
+    def take(self, chunk: _Chunk, kept: NDArray[np.bool_], tally: Tally) -> None:
+        """Note the labels of the kept examples of a chunk; one that is not known is a bad row, and not kept."""
+        for index in np.flatnonzero(kept).tolist():
+            label = chunk.texts[index].label
+            if label is None:
+                return
+            if self.known and label not in self.known:
+                tally.reject(chunk.place(chunk.lines[index]), f"label {label!r} is never seen in training")
+                kept[index] = False
+            else:
+                self.seen.append(label)
+
+    def numbered(self) -> NDArray[np.int32]:
+        """The number of each label that was noted."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        return np.array([numbers[label] for label in self.seen], np.int32)
 
 
 def _refuse_unusable(facts: dict[str, Any], recipe: Recipe) -> None:
@@ -303,29 +395,36 @@ def _refuse_unusable(facts: dict[str, Any], recipe: Recipe) -> None:
         )
 
 
-def _converted_chunks(
-    number: int, source: Source, tokenizer: Any, recipe: Recipe, tally: Tally, formats: list[str]
-) -> Iterator[list[tuple[str, int, Text]]]:
-    """Rows of one source as texts, in chunks; bad rows go to the tally."""
-    convert: Callable[[dict[str, Any]], Text] | None = None
-    for chunk in _batched(source.rows()):
-        if convert is None:
-            columns: set[str] = set().union(*(row.value.keys() for row in chunk if isinstance(row, Row)))
-            if any(isinstance(row, Row) for row in chunk):
-                formats.append(recognise(columns, recipe.task, recipe.columns, source.name))
-                convert = converter(formats[-1], recipe.columns, recipe.label_map, tokenizer, recipe.task)
-        texts = []
-        for row in chunk:
-            tally.n_rows += 1
-            place = f"{source.name}:{row.line}"
-            if isinstance(row, BadRow) or convert is None:
-                tally.reject(place, row.reason if isinstance(row, BadRow) else "no usable row before it")
-                continue
-            try:
-                texts.append((place, row.line, convert(row.value)))
-            except Unusable as error:
-                tally.reject(place, str(error))
-        yield texts
+def _chunks(sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list[str]) -> Iterator[_Chunk]:
+    """The rows of all sources as texts, in order; the format of each source goes to `formats`."""
+    for number, source in enumerate(sources):
+        convert: Callable[[dict[str, Any]], Text] | None = None
+        for rows in _batched(source.rows()):
+            if convert is None:
+                columns: set[str] = set().union(*(row.value.keys() for row in rows if isinstance(row, Row)))
+                if any(isinstance(row, Row) for row in rows):
+                    formats.append(recognise(columns, recipe.task, recipe.columns, source.name))
+                    convert = converter(formats[-1], recipe.columns, recipe.label_map, tokenizer, recipe.task)
+            chunk = _Chunk(source.name, number)
+            for row in rows:
+                if chunk.n_characters > CHUNK_CHARACTERS:
+                    yield chunk
+                    chunk = _Chunk(source.name, number)
+                chunk.n_rows += 1
+                if isinstance(row, BadRow) or convert is None:
+                    reason = row.reason if isinstance(row, BadRow) else "no usable row before it"
+                    chunk.rejected.append((row.line, reason))
+                    continue
+                try:
+                    text = convert(row.value)
+                except Unusable as error:
+                    chunk.rejected.append((row.line, str(error)))
+                    continue
+                chunk.texts.append(text)
+                chunk.lines.append(row.line)
+                chunk.groups.append(_group(text))
+                chunk.n_characters += sum([len(part) for part, _ in text.segments])
+            yield chunk
 
 
 def _batched(rows: Iterator[Row | BadRow]) -> Iterator[tuple[Row | BadRow, ...]]:
@@ -333,98 +432,8 @@ def _batched(rows: Iterator[Row | BadRow]) -> Iterator[tuple[Row | BadRow, ...]]
         yield chunk
 
 
-class Encoder:
-    """Texts to (ids, target mask), a chunk at a time so that the tokenizer uses every core.
-
-    Causal-lm: the segments are joined and encoded as one text, as `tokenizer(text)` would; a token belongs to the
-    segment of its last character, so that one which spans prompt and completion is learned, not given.
-    """
-
-    def __init__(self, tokenizer: Any, recipe: Recipe) -> None:
-        self.tokenizer, self.recipe = tokenizer, recipe
-        empty = list(tokenizer("")["input_ids"])
-        self.bos = empty[:1] if empty and empty[0] == tokenizer.bos_token_id else []
-        self.eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-    def __call__(
-        self, chunk: list[tuple[str, int, Text]], tally: Tally
-    ) -> Iterator[tuple[str, int, Text, NDArray[np.int32], NDArray[np.uint8]]]:
-        if not chunk:
-            return
-        encode = {"causal-lm": self._causal, "seq2seq": self._seq2seq, "classification": self._labelled}
-        for (place, line, text), (ids, is_target, too_long) in zip(chunk, encode[self.recipe.task](chunk), strict=True):
-            tally.n_too_long += too_long
-            if too_long and self.recipe.too_long == "error":
-                limits = f"max_length {self.recipe.max_length}"
-                if self.recipe.task == "seq2seq":
-                    limits += f" or max_target_length {self.recipe.max_target_length}"
-                raise DataError(
-                    f"longer than {limits}",
-                    where=place,
-                    to_do="raise data.max_length, or set data.too_long to truncate or skip",
-                )
-            if too_long and self.recipe.too_long == "skip":
-                tally.n_skipped_long += 1
-            elif text.label is None and not is_target.any():
-                tally.n_without_target += 1
-            else:
-                yield place, line, text, ids, is_target
-
-    def _encode(self, texts: list[str], **options: Any) -> Any:
-        return self.tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False, **options)
-
-    def _causal(self, chunk: list[tuple[str, int, Text]]) -> Iterator[tuple[Any, Any, bool]]:
-        joined = ["".join(part for part, _ in text.segments) for _, _, text in chunk]
-        encoded = self._encode(joined, add_special_tokens=False)
-        for index, (_, _, text) in enumerate(chunk):
-            ids = list(encoded["input_ids"][index])
-            is_target = np.zeros(len(ids), np.uint8)
-            at = 0
-            for part, target in text.segments:
-                if (target or self.recipe.train_on_prompt) and part:
-                    start = self._token_at(encoded, index, at, at + len(part))
-                    stop = self._token_at(encoded, index, at + len(part), len(joined[index]))
-                    is_target[len(ids) if start is None else start : len(ids) if stop is None else stop] = 1
-                at += len(part)
-            head = self.bos if ids[:1] != self.bos else []
-            tail = self.eos if text.is_raw and text.segments[-1][1] and ids[-1:] != self.eos else []
-            ids = [*head, *ids, *tail]
-            is_target = np.concatenate([np.zeros(len(head), np.uint8), is_target, np.ones(len(tail), np.uint8)])
-            is_target[:1] = 0  # nothing comes before the first token, so nothing can predict it
-            limit = self.recipe.max_length
-            yield np.array(ids[:limit], np.int32), is_target[:limit], len(ids) > limit
-
-    @staticmethod
-    def _token_at(encoded: Any, index: int, start: int, stop: int) -> int | None:
-        """The first token that holds a character of [start, stop); None when there is none."""
-        for position in range(start, stop):
-            token = encoded.char_to_token(index, position)
-            if token is not None:
-                return int(token)
-        return None
-
-    def _whole(self, texts: list[str], limit: int) -> tuple[list[list[int]], list[bool]]:
-        """Encode with the tokenizer's special tokens; those over the limit again, truncated by the tokenizer."""
-        ids = [list(row) for row in self._encode(texts)["input_ids"]]
-        too_long = [len(row) > limit for row in ids]
-        long_ones = [index for index, is_long in enumerate(too_long) if is_long]
-        if long_ones:
-            again = self._encode([texts[i] for i in long_ones], truncation=True, max_length=limit)["input_ids"]
-            for index, row in zip(long_ones, again, strict=True):
-                ids[index] = list(row)
-        return ids, too_long
-
-    def _seq2seq(self, chunk: list[tuple[str, int, Text]]) -> Iterator[tuple[Any, Any, bool]]:
-        def side(is_target: bool) -> list[str]:
-            return ["".join(part for part, target in text.segments if target == is_target) for _, _, text in chunk]
-
-        sources, long_sources = self._whole(side(False), self.recipe.max_length)
-        targets, long_targets = self._whole(side(True), self.recipe.max_target_length)
-        for source, target, long_source, long_target in zip(sources, targets, long_sources, long_targets, strict=True):
-            is_target = np.concatenate([np.zeros(len(source), np.uint8), np.ones(len(target), np.uint8)])
-            yield np.array([*source, *target], np.int32), is_target, long_source or long_target
-
-    def _labelled(self, chunk: list[tuple[str, int, Text]]) -> Iterator[tuple[Any, Any, bool]]:
-        ids, too_long = self._whole([text.segments[0][0] for _, _, text in chunk], self.recipe.max_length)
-        for row, is_long in zip(ids, too_long, strict=True):
-            yield np.array(row, np.int32), np.zeros(len(row), np.uint8), is_long
+def _group(text: Text) -> int:
+    """A hash of what is given in a text; of all of it where all is learned."""
+    given = "\0".join([part for part, is_target in text.segments if not is_target])
+    given = given or "\0".join([part for part, _ in text.segments])
+    return int.from_bytes(hashlib.blake2b(given.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,277 @@
+"""Texts to token ids and target masks, many at a time and end to end: no step of Python for each token.
+
+The Rust tokenizer within that of transformers is asked directly, for the ids that `tokenizer(text)` would give. Refuses
+to read rows, to render chats and to write anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.data.formats import Text
+
+
+class Encoding(Protocol):
+    """What a tokenizer says of one text."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Its tokens, in a new list."""
+
+    @property
+    def overflowing(self) -> Sequence[Any]:
+        """What was cut off."""
+
+    def char_to_token(self, char_pos: int, /) -> int | None:
+        """The first token that holds a character."""
+
+
+class Encoded(NamedTuple):
+    """Examples end to end: ids and is_target [n_tokens], lengths and was_cut [n_examples]."""
+
+    ids: NDArray[np.int32]
+    is_target: NDArray[np.uint8]
+    lengths: NDArray[np.int64]
+    was_cut: NDArray[np.bool_]
+    """Which were longer than the limits."""
+
+    def examples(self) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
+        """(ids, is_target) of each."""
+        stops = np.cumsum(self.lengths)
+        for start, stop in zip(stops - self.lengths, stops, strict=True):
+            yield self.ids[start:stop], self.is_target[start:stop]
+
+    def n_targets(self) -> NDArray[np.int64]:
+        """Target tokens of each [n_examples]."""
+        return sums_of(self.is_target, self.lengths)
+
+    def only(self, kept: NDArray[np.bool_]) -> Encoded:
+        """The examples where `kept` [n_examples]."""
+        if kept.all():
+            return self
+        of_token = np.repeat(kept, self.lengths)
+        return Encoded(self.ids[of_token], self.is_target[of_token], self.lengths[kept], self.was_cut[kept])
+
+
+class Encoder:
+    """Texts to examples. Each call is one batch for the tokenizer, which spreads it over its threads.
+
+    Causal-lm: the segments are joined and encoded as one text, as `tokenizer(text)` would; a token belongs to the
+    segment of its last character, so that one which spans prompt and completion is learned, not given. Where tokens are
+    the bytes of the text, segments are found by counting these; elsewhere by the tokenizer's map of characters, which
+    costs it a fifth of its time.
+    """
+
+    def __init__(
+        self, tokenizer: Any, task: str, max_length: int, max_target_length: int, train_on_prompt: bool = False
+    ) -> None:
+        self.tokenizer, self.max_length, self.max_target_length = tokenizer, max_length, max_target_length
+        self.train_on_prompt = train_on_prompt
+        empty = list(tokenizer("")["input_ids"])
+        self.bos = empty[:1] if empty and empty[0] == tokenizer.bos_token_id else []
+        self.eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self._rust = getattr(tokenizer, "backend_tokenizer", None)
+        self._sizes = None if self._rust is None or task != "causal-lm" else bytes_of_tokens(self._rust)
+        self._make: Callable[[Sequence[Text]], Encoded] = {
+            "causal-lm": self._causal, "seq2seq": self._seq2seq, "classification": self._labelled
+        }[task]  # fmt: skip
+        if self._rust is not None:
+            self._rust.no_padding()
+
+    def __call__(self, texts: Sequence[Text]) -> Encoded:
+        """The examples of `texts`, in order, cut to the limits."""
+        return self._make(texts)
+
+    def _encode(
+        self, texts: list[str], *, special: bool, limit: int | None = None, with_map: bool = False
+    ) -> list[Encoding]:
+        if self._rust is None:  # the planner's, which does without transformers
+            return list(self.tokenizer.encode(texts, special))
+        if limit is None:
+            self._rust.no_truncation()
+        else:
+            self._rust.enable_truncation(limit, direction=self.tokenizer.truncation_side)
+        run: Callable[..., list[Encoding]] = self._rust.encode_batch if with_map else self._rust.encode_batch_fast
+        return run(texts, add_special_tokens=special)
+
+    # ---- one text with targets in it ----
+
+    def _causal(self, texts: Sequence[Text]) -> Encoded:
+        joined = ["".join([part for part, _ in text.segments]) for text in texts]
+        encodings = self._encode(joined, special=False, with_map=self._sizes is None)
+        rows = [encoding.ids for encoding in encodings]
+        has_head, has_tail = np.zeros((2, len(rows)), bool)
+        for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
+            has_head[index] = bool(self.bos) and row[:1] != self.bos
+            if self.eos and text.is_raw and text.segments[-1][1] and row[-1:] != self.eos:
+                has_tail[index] = True
+                row += self.eos
+            if has_head[index]:
+                row[:0] = self.bos
+        ids, lengths = _end_to_end(rows)
+        stops = np.cumsum(lengths)
+        starts = stops - lengths
+        own = starts + has_head, stops - has_tail  # from where to where the tokens are of the text
+        is_target = np.zeros(len(ids), np.uint8)
+        if self._sizes is None:
+            spans = self._by_map(texts, encodings, range(len(texts)), own)
+        else:
+            sizes = self._sizes[ids]
+            sizes[starts[has_head]] = sizes[(stops - 1)[has_tail]] = 0
+            spans = self._by_bytes(texts, joined, _upto(sizes), own)
+        for start, stop in spans:
+            is_target[start:stop] = 1
+        is_target[(stops - 1)[has_tail]] = 1
+        is_target[starts[lengths > 0]] = 0  # nothing comes before the first token, so nothing can predict it
+        was_cut = lengths > self.max_length
+        if was_cut.any():
+            is_within = np.arange(len(ids)) - np.repeat(starts, lengths) < self.max_length
+            ids, is_target, lengths = ids[is_within], is_target[is_within], np.minimum(lengths, self.max_length)
+        return Encoded(ids, is_target, lengths, was_cut)
+
+    def _learned(self, text: Text, size: Callable[[str], int]) -> Iterator[tuple[int, int]]:
+        """From where to where `text` is learned, counted by `size`."""
+        at = 0
+        for part, is_target in text.segments:
+            stop = at + size(part)
+            if (is_target or self.train_on_prompt) and part:
+                yield at, stop
+            at = stop
+
+    def _by_map(
+        self, texts: Sequence[Text], encodings: list[Encoding], indices: Sequence[int], own: tuple[Any, Any]
+    ) -> Iterator[tuple[int, int]]:
+        """Spans of tokens that are learned: of each, the first token that has a character of it or of what follows."""
+        for index, encoding in zip(indices, encodings, strict=True):
+            text, first, end = texts[index], int(own[0][index]), int(own[1][index])
+            n_characters = sum(len(part) for part, _ in text.segments)
+            for start, stop in self._learned(text, len):
+                token, after = _token_at(encoding, start, stop), _token_at(encoding, stop, n_characters)
+                yield end if token is None else first + token, end if after is None else first + after
+
+    def _by_bytes(
+        self, texts: Sequence[Text], joined: list[str], upto: NDArray[np.int64], own: tuple[Any, Any]
+    ) -> Iterator[tuple[int, int]]:
+        """The same spans from `upto` [n_tokens + 1], the bytes before each token; by the map where the bytes don't add up.
+
+        They don't where a token swallows white space beside it, or the tokenizer normalizes.
+        """
+        firsts, ends = own
+        is_whole = upto[ends] - upto[firsts] == np.fromiter(map(_n_bytes, joined), np.int64, len(joined))
+        is_whole &= np.fromiter(map(_is_normal, joined), bool, len(joined))
+        spans = [
+            (index, start, stop)
+            for index in np.flatnonzero(is_whole).tolist()
+            for start, stop in self._learned(texts[index], _n_bytes)
+        ]
+        which, *edges = np.array(spans, np.int64).reshape(-1, 3).T
+        tokens = [np.searchsorted(upto[1:], upto[firsts[which]] + edge, side="right") for edge in edges]
+        yield from zip(tokens[0].tolist(), np.minimum(tokens[1], ends[which]).tolist(), strict=True)
+        others = np.flatnonzero(~is_whole).tolist()
+        if others:
+            again = self._encode([joined[index] for index in others], special=False, with_map=True)
+            yield from self._by_map(texts, again, others, own)
+
+    # ---- texts that are wholly input or wholly target ----
+
+    def _seq2seq(self, texts: Sequence[Text]) -> Encoded:
+        sides = [
+            self._whole(
+                ["".join([part for part, target in text.segments if target == is_target]) for text in texts], limit
+            )
+            for is_target, limit in ((False, self.max_length), (True, self.max_target_length))
+        ]
+        (sources, long_sources), (targets, long_targets) = sides
+        ids, lengths = _end_to_end(list(itertools.chain.from_iterable(zip(sources, targets, strict=True))))
+        is_target = np.repeat(np.tile(np.array([0, 1], np.uint8), len(texts)), lengths)
+        return Encoded(ids, is_target, lengths.reshape(-1, 2).sum(1), long_sources | long_targets)
+
+    def _labelled(self, texts: Sequence[Text]) -> Encoded:
+        rows, was_cut = self._whole([text.segments[0][0] for text in texts], self.max_length)
+        ids, lengths = _end_to_end(rows)
+        return Encoded(ids, np.zeros(len(ids), np.uint8), lengths, was_cut)
+
+    def _whole(self, texts: list[str], limit: int) -> tuple[list[list[int]], NDArray[np.bool_]]:
+        """Tokens of each with the tokenizer's special ones, truncated by it; equal texts are encoded once."""
+        distinct = list(dict.fromkeys(texts))
+        found = {}
+        for text, encoding in zip(distinct, self._encode(distinct, special=True, limit=limit), strict=True):
+            ids = encoding.ids
+            found[text] = ids, len(ids) > limit or (len(ids) == limit and bool(encoding.overflowing))
+        return [found[text][0] for text in texts], np.array([found[text][1] for text in texts], bool)
+
+
+def _end_to_end(rows: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """(all tokens, the length of each row)."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    return np.fromiter(itertools.chain.from_iterable(rows), np.int32, int(lengths.sum())), lengths
+
+
+def _upto(counts: NDArray[Any]) -> NDArray[np.int64]:
+    """[n + 1]: the sum of all before each, and of all."""
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+
+def sums_of(values: NDArray[Any], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sum over each example of `values` [n_tokens], which stand end to end; `lengths` [n]."""
+    upto, stops = _upto(values), np.cumsum(lengths)
+    return upto[stops] - upto[stops - lengths]
+
+
+def _token_at(encoding: Encoding, start: int, stop: int) -> int | None:
+    """The first token that holds a character of [start, stop); None when there is none."""
+    for position in range(start, stop):
+        token = encoding.char_to_token(position)
+        if token is not None:
+            return token
+    return None
+
+
+def _n_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _is_normal(text: str) -> bool:
+    return text.isascii() or unicodedata.is_normalized("NFC", text)
+
+
+def bytes_of_tokens(rust: Any) -> NDArray[np.int32] | None:
+    """UTF-8 bytes of the text that each token stands for [n_words]; None where tokens are not just pieces of the text.
+
+    They are in byte-level BPE (GPT-2 and after) that adds no space, trims no offsets and normalizes to NFC at most.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    def steps(part: Any, within: str) -> list[dict[str, Any]]:
+        """The steps that a part of the tokenizer is made of."""
+        state: dict[str, Any] = json.loads(part.__getstate__()) if part is not None else {within: []}
+        steps: list[dict[str, Any]] = state.get(within, [state])
+        return steps
+
+    model, vocabulary = rust.model, rust.get_vocab(with_added_tokens=False)
+    before, after = steps(rust.pre_tokenizer, "pretokenizers"), steps(rust.post_processor, "processors")
+    is_plain = (
+        type(model).__name__ == "BPE"
+        and not (model.byte_fallback or model.continuing_subword_prefix or model.end_of_word_suffix or model.dropout)
+        and vocabulary.keys() >= set(ByteLevel.alphabet())
+        and all(step["type"] == "NFC" for step in steps(rust.normalizer, "normalizers"))
+        and all(step["type"] in ("ByteLevel", "Split", "Digits") for step in before)
+        and any(step["type"] == "ByteLevel" for step in before)
+        and not any(step.get("add_prefix_space") for step in before)
+        and not any(step.get("trim_offsets") for step in after)
+    )
+    if not is_plain:
+        return None
+    added = rust.get_added_tokens_decoder()
+    sizes = np.zeros(1 + max([*vocabulary.values(), *added]), np.int32)
+    sizes[np.fromiter(vocabulary.values(), np.int64)] = np.fromiter(map(len, vocabulary), np.int32)
+    for index, token in added.items():
+        sizes[index] = _n_bytes(token.content)
+    return sizes
