@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import figures, judge, leaks, models, workloads
-from peers.contestant import CONTESTANTS, versions
+from peers.contestant import CONTESTANTS, IN_ORDER, versions
 from peers.race import MALLOC, TUNABLE, WARM_UP, Piece, Race, shuffled
 from peers.table import draw, draw_leaks
 
@@ -102,8 +102,7 @@ def table_of(asked: argparse.Namespace, race: Race, piece: Piece, workload: str)
     rows: figures.Table = {name: figures.summary(records[name]) for name in names if records[name]}
     reference = rows.get("naive", {}).get("losses", {})
     for name, row in rows.items():
-        has_more_steps = row["examples_per_step"] < piece.batch
-        said = judge.verdict(reference, row["losses"], has_more_steps=has_more_steps)
+        said = judge.verdict(reference, row["losses"], is_in_order=name in IN_ORDER)
         if name == "naive":
             said = judge.Verdict("reference")
         if not all(record["saw_all"] for record in records[name]):

@@ -126,9 +126,9 @@ def test_a_row_counts_when_it_differs_by_less_than_seeds_do() -> None:
     assert worse.spread == pytest.approx(0.02)
     better = judge.verdict(reference, {0: 3.9, 1: 3.9, 2: 3.9})  # not the same training either
     assert (better.word, better.is_void) == ("lower", True)
-    packer = judge.verdict(reference, {0: 3.9, 1: 3.9, 2: 3.9}, has_more_steps=True)
-    assert (packer.word, packer.is_void) == ("lower, in more steps", False)
-    assert judge.verdict(reference, {0: 4.2}, has_more_steps=True).is_void
+    packer = judge.verdict(reference, {0: 3.9, 1: 3.9, 2: 3.9}, is_in_order=False)
+    assert (packer.word, packer.is_void) == ("lower, in its own order", False)
+    assert judge.verdict(reference, {0: 4.2}, is_in_order=False).is_void
     assert judge.verdict(reference, {0: float("nan")}).is_void
     few = judge.verdict({0: 4.0, 1: 4.1}, {0: 9.0})
     assert few.word.startswith("not judged")

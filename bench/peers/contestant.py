@@ -23,6 +23,8 @@ CONTESTANTS = {
     "trl-tuned": "B3b TRL, tuned",
     "farthing": "farthing",
 }
+IN_ORDER = ("naive", "hf", "farthing")
+"""Those that take the steps they are given; the others order or pack for themselves."""
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "liger-kernel", "farthing")
 
 

@@ -54,7 +54,7 @@ class Verdict:
     """Whether the mean final loss differs from the reference's by no more than the reference's own seeds do."""
 
     word: str
-    """equal, lower, higher, "lower, in more steps", not a number, reference, or why nothing can be said."""
+    """equal, lower, higher, "lower, in its own order", not a number, reference, or why nothing can be said."""
     difference: float | None = None
     spread: float | None = None
 
@@ -69,13 +69,13 @@ class Verdict:
 
 
 def verdict(
-    reference: dict[int, float], losses: dict[int, float], *, has_more_steps: bool = False, fewest: int = 3
+    reference: dict[int, float], losses: dict[int, float], *, is_in_order: bool = True, fewest: int = 3
 ) -> Verdict:
     """By final losses of each seed. The spread is the largest less the smallest loss of the reference's seeds.
 
     Seeds draw the order (and an adapter's first weights), the same for the same seed, so that losses are compared seed by
-    seed and the differences averaged; with fewer than `fewest` of the reference nothing is said. A packer whose rows make
-    more steps of the same examples may end lower, and has paid for its steps; in as many steps lower is as odd as higher.
+    seed and the differences averaged; with fewer than `fewest` of the reference nothing is said. Who takes the steps of the
+    reference must end where it ends; who orders or packs for itself (not `is_in_order`) may also end lower.
     """
     if any(not math.isfinite(loss) for loss in losses.values()):
         return Verdict("not a number")
@@ -86,7 +86,7 @@ def verdict(
     difference = sum(losses[seed] - reference[seed] for seed in common) / len(common)
     word = "equal"
     if abs(difference) > spread:
-        word = "higher" if difference > 0 else "lower, in more steps" if has_more_steps else "lower"
+        word = "higher" if difference > 0 else "lower" if is_in_order else "lower, in its own order"
     return Verdict(word, difference, spread)
 
 
