@@ -21,13 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from farthing.data.batches import IGNORED
+from farthing.families import KNOWN_HEADS
 from farthing.model.loss import shifted_right, summed_loss
-
-# families whose forward pass ends in: hidden states, one matrix, perhaps a soft cap; held against the plain path in tests
-CAUSAL_FAMILIES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"}
-)
-SEQ2SEQ_FAMILIES = frozenset({"t5", "mt5"})
 
 # keys of a batch that only the loss reads
 POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
@@ -261,7 +256,7 @@ def find_head(model: Any, task: str) -> Head | str:
     """The head of a causal or sequence-to-sequence model of `transformers`, wrapped by `peft` or not; or why not."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     family = getattr(getattr(inner, "config", None), "model_type", "")
-    known = {"causal-lm": CAUSAL_FAMILIES, "seq2seq": SEQ2SEQ_FAMILIES}.get(task, frozenset())
+    known = KNOWN_HEADS.get(task, frozenset())
     if family not in known or not type(inner).__module__.startswith("transformers.models."):
         return f"all positions are scored: the head of a {family or type(inner).__name__} for {task} is not known"
     linear = inner.get_output_embeddings()
