@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from farthing.data.batches import IGNORED
+from farthing.families import DECODERS, ENCODERS
 from farthing.model import attention
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import (
-    DECODERS,
-    ENCODERS,
     NAME,
     Documents,
     attend,

@@ -11,13 +11,14 @@ from farthing.calibrate import N_NEWEST, SPREAD_OTHER, SPREAD_SAME, as_run, cali
 from farthing.measurements import Measurement
 from farthing.memory import estimate_memory
 from farthing.model_config import known_config
-from farthing.recipe import Recipe
+from farthing.recipe import Recipe, stack_for
 from farthing.shapes import Shape, read_shape
 from farthing.speed import Calibration, cpu_device, step_time, work_of
 
 HERE = "a processor, 2 threads"
 DEVICE = cpu_device("a processor", 1e11, 2)
-RECIPE = Recipe("full", "fp32", "adamw_torch_fused", 16, 8)
+STACK = stack_for("llama", "causal-lm", "fp32", "full")
+RECIPE = Recipe("full", "fp32", "adamw_torch_fused", 16, micro_tokens=512, stack=STACK)
 
 
 def shape_of(name: str = "HuggingFaceTB/SmolLM2-135M") -> Shape:
@@ -35,9 +36,10 @@ def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any)
         **{"when": "2026-11-21T10:00:00+00:00", "hardware": HERE, "device": "cpu", "precision": "fp32"},
         **{"model_type": shape.model_type, "hidden": shape.hidden, "n_layers": shape.n_layers, "vocab": shape.vocab},
         **{"task": "causal-lm", "method": "full", "optim": "adamw_torch_fused"},
-        **{"micro_batch_size": 8, "global_batch_size": 16, "n_steps": 10, "n_tokens": 10 * 16 * 50},
-        **{"n_padded_tokens": 10 * 16 * 60, "lengths": {"mean": 50.0, "mean_target": 50.0}},
-        **{"largest_rows": 8, "largest_padded_tokens": 8 * 100, "start_up_s": 4.0, "load_model_s": 1.0},
+        **{"micro_batch_tokens": 512, "is_flat": True, "global_batch_size": 16, "n_steps": 10, "n_micro_batches": 25},
+        **{"n_tokens": 10 * 16 * 50, "n_padded_tokens": 10 * 16 * 50},
+        **{"lengths": {"mean": 50.0, "mean_of_squares": 3200.0, "mean_target": 50.0}},
+        **{"largest_examples": 8, "largest_tokens": 500, "start_up_s": 4.0, "load_model_s": 1.0},
         **{"n_saves": 4, "save_s": 2.0, "data_wait_s": 0.3, "host_to_device_s": 0.2},
     }
     run = Measurement(**{**blank, **known, **changes})
@@ -63,6 +65,25 @@ def test_runs_of_the_same_model_give_their_factors_back() -> None:
     assert found.extra_bytes == 100 << 20
     assert (found.spread, found.n_runs) == (SPREAD_SAME, 1)
     assert found.source == "1 run of this model here, the last on 2026-11-21"
+
+
+def test_a_run_is_taken_as_it_was_cut() -> None:
+    run = run_of(shape_of(), 1.0)
+    flat, padded, mean, largest = as_run(run, RECIPE)
+    assert (flat.micro_tokens, flat.n_micro_batches, flat.stack.is_flat) == (512, 2.5, True)
+    assert (padded.tokens, padded.token_pairs, mean) == (50.0, 3200.0, 50.0)
+    assert largest == (1, 500, 0, 500 * 64)
+    rows = replace(run, is_flat=False, n_padded_tokens=10 * 16 * 60, largest_examples=5)
+    ran, padded, mean, largest = as_run(rows, RECIPE)
+    assert not ran.stack.is_flat
+    assert not ran.stack.is_flash
+    assert (padded.tokens, mean, largest) == (60.0, 50.0, (5, 100, 0, 0))
+
+
+def test_runs_of_other_layers_are_others() -> None:
+    shape = shape_of()
+    run = run_of(shape, 2.0, first_layer=15)
+    assert calibrate([run], HERE, shape, RECIPE, DEVICE, None) == Calibration()
 
 
 def test_the_median_of_the_newest_counts_and_many_runs_narrow_it() -> None:

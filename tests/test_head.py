@@ -14,10 +14,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from farthing.data.batches import IGNORED
+from farthing.families import CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES
 from farthing.model.head import (
-    CAUSAL_FAMILIES,
     POSITIONS,
-    SEQ2SEQ_FAMILIES,
     TARGETS,
     Head,
     Labelled,

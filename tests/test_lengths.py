@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from farthing.data.batches import Batches, collate, cut
+from farthing.data.batches import Batches, cut
+from farthing.data.pieces import cut_by_tokens, cut_padded
 from farthing.data.read import open_sources
 from farthing.data.tokens import Recipe, TokenSet, tokenize
 from farthing.errors import DataError, ModelError, UserMistake
 from farthing.job import Job
 from farthing.lengths import INDEX, Lengths, from_arrays, from_mean, from_token_set, read_lengths
+from farthing.measurements import MEASUREMENTS, read_measurements
 from farthing.tiny import demo_rows, write_jsonl
 from workshop import Heard, job_file, make_job, rows_of, train
 
@@ -34,68 +36,121 @@ def drawn(n: int, mean: float = 5.0, spread: float = 0.8, most: int = 1024, seed
     return np.minimum(np.exp(draws).astype(np.int64) + 1, most)
 
 
-def counted(
-    tokens: NDArray[np.int64], targets: NDArray[np.int64] | None, micro: int, batch: int, n_epochs: int
-) -> tuple[float, float]:
-    """(padded tokens of an epoch, padded length squared of an example) as batches are really cut."""
-    both = tokens if targets is None else tokens + targets
-    batches = Batches(np.arange(len(tokens)), batch, seed=7)
-    total = pairs = 0.0
-    for step in range(n_epochs * batches.steps_per_epoch):
-        for piece in cut(batches.examples_of(step), both, micro):
-            longest = int(tokens[piece].max())
-            total += len(piece) * (longest + (0 if targets is None else int(targets[piece].max())))
-            pairs += len(piece) * longest**2
-    return total / n_epochs, pairs / n_epochs / len(tokens)
-
-
 @pytest.mark.parametrize(
-    ("n", "batch", "micro"),
-    [
-        (1000, 16, 8),
-        (1000, 64, 8),
-        (50, 16, 4),
-        (33, 64, 8),
-        (300, 128, 10),
-        (20_000, 64, 16),
-        (700, 8, 1),
-        (96, 32, 32),
-    ],
+    ("n", "batch", "micro"), [(1000, 16, 8), (1000, 64, 8), (300, 128, 10), (700, 8, 1), (96, 32, 32)]
 )
-def test_expected_padding_is_what_batches_have(n: int, batch: int, micro: int) -> None:
-    tokens, targets = drawn(n), drawn(n, mean=3.0, spread=0.5, seed=1)
-    n_epochs = max(3, 60_000 // n)
-    alone, pairs = counted(tokens, None, micro, batch, n_epochs)
-    lengths = from_arrays(tokens, source="drawn")
-    assert lengths.padded_per_epoch(micro, batch) == pytest.approx(alone, rel=0.01)
-    if n % min(batch, n) == 0:  # the mean of full steps is then that of the epoch
-        assert lengths.attention_pairs(micro, batch) == pytest.approx(pairs, rel=0.02)
-    both, _ = counted(tokens, targets, micro, batch, n_epochs)
-    assert from_arrays(tokens, targets, source="drawn").padded_per_epoch(micro, batch) == pytest.approx(both, rel=0.015)
+def test_padding_of_sorted_rows_is_what_batches_have(n: int, batch: int, micro: int) -> None:
+    tokens = drawn(n)
+    batches = Batches(np.arange(n), batch, seed=7)
+    total = pairs = n_taken = 0.0
+    for step in range(max(3, 60_000 // n) * batches.steps_per_epoch):
+        examples = batches.examples_of(step)
+        if len(examples) == batch:
+            n_taken += batch
+            for piece in cut(examples, tokens, micro):
+                total += len(piece) * int(tokens[piece].max())
+                pairs += len(piece) * int(tokens[piece].max()) ** 2
+    found = from_arrays(tokens, source="drawn").padded(micro, batch)
+    assert found.tokens == pytest.approx(total / n_taken, rel=0.01)
+    assert found.token_pairs == pytest.approx(pairs / n_taken, rel=0.02)
 
 
-def test_padding_at_its_ends() -> None:
+def test_padding_of_sorted_rows_at_its_ends() -> None:
     tokens = drawn(500)
     lengths = from_arrays(tokens, source="drawn")
-    assert lengths.padded_per_micro_batch(1, 16) == pytest.approx(lengths.mean), "one row has no padding"
-    assert lengths.attention_pairs(1, 16) == pytest.approx(lengths.mean_of_squares)
-    assert lengths.padded_per_micro_batch(500, 500) == pytest.approx(500 * int(tokens.max()))
-    assert lengths.padded_per_micro_batch(9999, 9999) == pytest.approx(500 * int(tokens.max()))
+    assert lengths.padded(1, 16).tokens == pytest.approx(lengths.mean), "one row has no padding"
+    assert lengths.padded(1, 16).token_pairs == pytest.approx(lengths.mean_of_squares)
+    assert lengths.padded(9999, 9999).tokens == pytest.approx(int(tokens.max()))
     wide = [lengths.padded(8, batch).tokens for batch in (8, 16, 32, 64, 128)]
     assert wide == sorted(wide, reverse=True), "more to sort, less to pad"
+
+
+# ---- cut by tokens ----
+
+
+def steps_of(n: int, batch: int) -> list[NDArray[np.int64]]:
+    """The full steps of a few epochs, in the trainer's order."""
+    batches = Batches(np.arange(n), batch, seed=7)
+    n_steps = min(300, max(3, 8_000 // n) * batches.steps_per_epoch)
+    return [examples for step in range(n_steps) if len(examples := batches.examples_of(step)) == batch]
+
+
+@pytest.mark.parametrize(("n", "batch"), [(1000, 16), (3000, 64), (300, 128), (700, 8), (50, 16)])
+@pytest.mark.parametrize("most", [512, 2048, 8192])
+def test_flat_pieces_are_as_many_and_as_large_as_the_trainer_makes(n: int, batch: int, most: int) -> None:
+    tokens = drawn(n)
+    found = from_arrays(tokens, source="drawn").cut(most, batch, is_flat=True)
+    pieces = [cut_by_tokens(step, tokens, most) for step in steps_of(n, batch)]
+    assert found.n_micro_batches == pytest.approx(np.mean([len(step) for step in pieces]), rel=0.02)
+    largest = max((piece for step in pieces for piece in step), key=lambda piece: tokens[piece].sum())
+    assert tokens[largest].sum() <= found.largest.tokens * 1.02
+    assert found.largest.tokens <= max(most, tokens.max())
+    assert (found.largest.n_rows, found.largest.targets) == (1, 0)
+    assert (tokens[largest] ** 2).sum() <= found.largest.pairs * 1.2, "what attention is made of"
+    assert found.example.tokens == pytest.approx(tokens.mean()), "no padding"
+    assert found.example.token_pairs == pytest.approx((tokens**2).mean())
+
+
+@pytest.mark.parametrize(("n", "batch"), [(1000, 16), (3000, 64), (50, 16)])
+@pytest.mark.parametrize("most", [512, 8192])
+@pytest.mark.parametrize("has_targets", [False, True])
+def test_padded_pieces_are_those_of_the_trainer(n: int, batch: int, most: int, has_targets: bool) -> None:
+    tokens, targets = drawn(n), drawn(n, mean=3.0, spread=0.5, seed=1) if has_targets else None
+    found = from_arrays(tokens, targets, source="drawn").cut(most, batch, is_flat=False)
+    steps = steps_of(n, batch)[:80]
+    pieces = [cut_padded(step, tokens, most, target_lengths=targets) for step in steps]
+    assert found.n_micro_batches == pytest.approx(np.mean([len(step) for step in pieces]), rel=0.05)
+    of_targets = np.zeros(n, np.int64) if targets is None else targets
+    sides = [(len(p), int(tokens[p].max()), int(of_targets[p].max())) for step in pieces for p in step]
+    computed = sum(rows * (source + target) for rows, source, target in sides) / sum(map(len, steps))
+    assert found.example.tokens + found.example.targets == pytest.approx(computed, rel=0.03)
+    assert found.example.tokens + found.example.targets < (tokens + of_targets).mean() / 0.97 * 1.03
+    squares = sum(rows * source**2 for rows, source, _ in sides) / sum(map(len, steps))
+    assert found.example.token_pairs == pytest.approx(squares, rel=0.05)
+    most_seen = max(rows * (source + target) for rows, source, target in sides)
+    assert most_seen <= found.largest.n_tokens * 1.15
+    assert found.largest.n_tokens < max(most, int((tokens + of_targets).max())) * 1.1
+
+
+def test_cutting_at_its_ends() -> None:
+    tokens = drawn(500)
+    lengths = from_arrays(tokens, source="drawn")
+    for is_flat in (True, False):
+        one = lengths.cut(10**9, 16, is_flat=is_flat)
+        assert (one.n_micro_batches == 1.0) == is_flat, "padding is kept out of large pieces too"
+        alone = lengths.cut(1, 16, is_flat=is_flat)
+        assert (alone.n_micro_batches, alone.largest.n_tokens) == (16, int(tokens.max()))
+        assert alone.example.tokens == pytest.approx(lengths.mean)
+    assert lengths.cut(10**9, 9999, is_flat=True).largest.tokens == tokens.sum() == lengths.largest_step(9999)
+    assert lengths.largest_step(1) == tokens.max()
     same = from_arrays(np.full(40, 77), source="equal")
-    assert same.padded(8, 16).tokens == pytest.approx(77)
-    assert same.padded_per_micro_batch(8, 12) == pytest.approx(6 * 77), "two pieces, of eight and four"
+    for is_flat in (True, False):
+        assert same.cut(4 * 77, 12, is_flat=is_flat).n_micro_batches == 3
+        assert same.cut(4 * 77 - 1, 12, is_flat=is_flat).n_micro_batches == 4
+        assert same.cut(4 * 77, 12, is_flat=is_flat).largest.n_tokens == 4 * 77
+
+
+def test_inputs_that_are_cut_off() -> None:
+    tokens, targets = drawn(300), drawn(300, mean=3.0, seed=1)
+    for short, both in (
+        (from_arrays(tokens, source="drawn").truncated(100), np.minimum(tokens, 100)),
+        (from_arrays(tokens, targets, source="drawn").truncated(100), np.minimum(tokens, 100) + targets),
+    ):
+        assert short.longest == 100
+        assert short.mean == pytest.approx(np.minimum(tokens, 100).mean())
+        assert short.longest_example == both.max()
+        assert short.cut(10**6, 300, is_flat=True).largest.tokens >= both.max()
 
 
 def test_the_same_lengths_give_the_same_bytes() -> None:
     tokens, targets = drawn(3000), drawn(3000, seed=2)
-    twice = [from_arrays(tokens, targets, source="x").padded(8, 48) for _ in range(2)]
+    twice = [from_arrays(tokens, targets, source="x").cut(900, 48, is_flat=False) for _ in range(2)]
     assert twice[0] == twice[1]
     code = (
         "import numpy as np\nfrom farthing.lengths import *\n"
         "t = (np.arange(3000) * 37 % 900 + 1)\n"
-        "print(from_arrays(t, source='').padded(8, 48), from_arrays(t, t[::-1], source='').padded(8, 48))"
+        "print(from_arrays(t, source='').cut(900, 48, is_flat=True))\n"
+        "print(from_arrays(t, t[::-1], source='').cut(900, 48, is_flat=False))"
     )
     said = {
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -104,43 +159,16 @@ def test_the_same_lengths_give_the_same_bytes() -> None:
     assert len(said) == 1
 
 
-def test_padding_is_quick() -> None:
+def test_cutting_is_quick() -> None:
     lengths = from_arrays(drawn(50_000), source="drawn")
     pairs = from_arrays(drawn(50_000), drawn(50_000, seed=1), source="drawn")
-    started_s = time.perf_counter()
-    for batch in (8, 16, 32, 64, 128, 256):
-        for micro in (1, 2, 4, 8, 16):
-            lengths.padded(micro, batch)
-            pairs.padded(micro, batch)
-    assert time.perf_counter() - started_s < 3
-
-
-def test_the_largest_micro_batch_and_its_bound() -> None:
-    tokens = drawn(200)
-    lengths = from_arrays(tokens, source="drawn")
-    largest = lengths.largest_micro_batch(8)
-    assert largest.n_tokens == 8 * int(tokens.max())
-    seen = 0
-    batches = Batches(np.arange(200), 16, seed=1)
-    for step in range(batches.steps_per_epoch):
-        seen = max(
-            seen, *(len(piece) * int(tokens[piece].max()) for piece in cut(batches.examples_of(step), tokens, 8))
-        )
-    assert seen == largest.n_tokens, "an epoch meets its longest example"
-    assert lengths.largest_micro_batch(999).n_rows == 200
-
-
-def test_a_set_that_is_sorted_once_as_for_evaluation() -> None:
-    for n in (50, 4096, 9000):
-        tokens, targets = drawn(n), drawn(n, mean=3, seed=3)
-        for pair in (None, targets):
-            both = tokens if pair is None else tokens + pair
-            pieces = cut(np.arange(n), both, 16)
-            real = sum(len(p) * (tokens[p].max() + (0 if pair is None else pair[p].max())) for p in pieces)
-            each = from_arrays(tokens, pair, source="x").padded_when_sorted(16)
-            assert n * (each.tokens + each.targets) == pytest.approx(
-                real, rel=1e-9 if n <= 4096 and pair is None else 0.01
-            )
+    started_s = time.process_time()
+    for batch in (8, 16, 64, 256):
+        for most in (1024, 2048, 4096, 8192, 16_384, 65_536):
+            lengths.cut(most, batch, is_flat=True)
+            lengths.padded(8, batch)
+        pairs.cut(4096, batch, is_flat=False)
+    assert time.process_time() - started_s < 3, "half a second on an idle machine"
 
 
 def test_a_large_set_is_kept_as_a_sample_with_its_ends() -> None:
@@ -223,26 +251,24 @@ def guess_of_all(job: Job) -> Lengths:
     return read_lengths(job.model_copy(update={"data": data}), cache_dir=Path("nowhere"))[0]
 
 
-def test_every_padded_token_of_a_run_is_foreseen(tmp_path: Path) -> None:
+def test_every_token_that_a_run_computes_is_foreseen(tmp_path: Path) -> None:
     for family in ("llama", "t5"):
         rows = rows_of(family, 96) if family == "t5" else demo_rows(96)
         job = make_job(
             tmp_path / family, family, rows=rows, num_train_epochs=3, max_steps=None, global_batch_size=16,
-            per_device_train_batch_size=4,
+            micro_batch_tokens=100,
         )  # fmt: skip
         heard = Heard()
         train(job, heard)
         lengths, _ = read_lengths(job, cache_dir=cache_of(job))
-        really = heard.of("step")[-1]["padded_tokens"]
-        assert 3 * lengths.padded_per_epoch(4, 16) == pytest.approx(really, rel=0.02)
-        # and the arrays themselves are as long as the largest micro-batch may be
-        tokens = token_set(job)
-        largest = lengths.largest_micro_batch(4)
-        for piece in cut(np.arange(len(tokens)), tokens.lengths, 4):
-            arrays = collate(tokens, piece, job.task, 0)
-            assert arrays["input_ids"].shape[1] <= largest.tokens
-            if family == "t5":
-                assert arrays["labels"].shape[1] <= largest.targets
+        steps = heard.of("step")
+        found = lengths.cut(100, 16, is_flat=family == "llama")
+        computed = len(steps) * 16 * (found.example.tokens + found.example.targets)
+        assert computed == pytest.approx(steps[-1]["padded_tokens"], rel=1e-6 if family == "llama" else 0.02)
+        (measured,) = read_measurements(cache_of(job) / MEASUREMENTS)
+        n_pieces = measured.n_micro_batches / measured.n_steps
+        assert found.n_micro_batches == pytest.approx(n_pieces, rel=0.05)
+        assert measured.largest_tokens <= found.largest.n_tokens * 1.05
 
 
 def test_limits_on_the_samples_are_honoured(tmp_path: Path) -> None:
@@ -527,8 +553,9 @@ def test_samples_of_real_sets(
     assert found.percentile(99) == pytest.approx(exact.percentile(99), rel=0.10)
     assert found.longest == pytest.approx(exact.longest, rel=0.10)
     assert found.mean_target == pytest.approx(exact.mean_target, rel=0.15)
-    for micro, batch in ((4, 16), (8, 64)):
-        assert found.padded(micro, batch).tokens == pytest.approx(exact.padded(micro, batch).tokens, rel=0.05)
+    for batch in (16, 64):
+        mine, its = (one.cut(2048, batch, is_flat=False).example for one in (found, exact))
+        assert mine.tokens == pytest.approx(its.tokens, rel=0.05)
 
 
 def test_the_room_works_without_torch_and_transformers(data_dir: Path) -> None:

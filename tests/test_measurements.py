@@ -136,9 +136,10 @@ def test_a_record_leaves_the_first_step_out() -> None:
     for step in range(6):
         assert record.measured() is None, "too few steps say nothing"
         spans = {"compute": 10.0 + step, "optimizer": 0.5 * step, "idle": 99.0}
-        record.step_done(10, 12, 3, 1.5, spans, peak_bytes=100 + step)
+        record.step_done(2, 10, 12, 3, 1.5, spans, peak_bytes=100 + step)
     measured = record.measured()
     assert measured is not None
+    assert measured["n_micro_batches"] == 10
     assert (measured["n_steps"], measured["n_tokens"], measured["n_padded_tokens"], measured["n_target_tokens"]) == (
         5, 50, 60, 15,
     )  # fmt: skip
@@ -170,7 +171,10 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert (found.vocab, found.model_type) == (shape.vocab, shape.model_type)
     assert found.n_trainable == decided["parameters"]["trainable"]
     assert (found.task, found.method, found.lora_r, found.optim) == (TASK[family], "lora", 16, "adamw_torch_fused")
-    assert (found.micro_batch_size, found.global_batch_size, found.every_n_layers) == (4, 8, 0)
+    longest = found.lengths["longest"] + found.lengths["longest_target"]
+    assert (found.global_batch_size, found.every_n_layers, found.first_layer) == (8, 0, 0)
+    assert 0 < found.micro_batch_tokens <= 4 * longest, "four of the longest, as the job says"
+    assert found.is_flat == (family != "t5")
     assert found.lengths["n_examples"] == 40
 
     rows = [json.loads(line) for line in (Path(job.output_dir) / "log.jsonl").read_text().splitlines()]
@@ -179,8 +183,10 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert found.n_tokens == sum(row["n_tokens"] for row in rows[1:])
     assert found.n_target_tokens == sum(row["n_targets"] for row in rows[1:])
     assert found.n_padded_tokens == steps[-1]["padded_tokens"] - steps[0]["padded_tokens"]
-    assert found.largest_rows == 4
-    assert 0 < found.largest_padded_tokens <= 4 * (found.lengths["longest"] + found.lengths["longest_target"])
+    assert found.n_steps <= found.n_micro_batches <= 8 * found.n_steps
+    assert found.largest_examples >= 1
+    assert longest / 2 < found.largest_tokens <= found.micro_batch_tokens
+    assert (found.n_padded_tokens == found.n_tokens) == found.is_flat
 
     assert set(found.spans) <= set(SPANS)
     assert sum(found.spans.values()) <= receipt["wall_s"] + 0.01

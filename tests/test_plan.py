@@ -28,6 +28,7 @@ from farthing.plan import (
     place_of,
     up_front,
 )
+from farthing.recipe import Recipe
 from farthing.shapes import Shape, read_shape
 from farthing.speed import Calibration, cpu_device
 from farthing.spells import Weibull
@@ -92,6 +93,12 @@ MARKET = [
 ]
 
 
+def tokens_of(recipe: Recipe) -> float:
+    """The most that the micro-batches of a mean step may compute."""
+    assert recipe.micro_tokens is not None
+    return recipe.micro_tokens * recipe.n_micro_batches * recipe.n_gpus
+
+
 def only(answer: Answer) -> Plan:
     """The one plan of an answer."""
     assert len(answer.plans) == 1, answer.rejected
@@ -120,7 +127,7 @@ def test_parts_add_up_and_ranges_hold_what_is_likely() -> None:
             assert 0 <= known.low < known.likely < known.high
             assert known.likely == pytest.approx(likely)
         assert plan.memory_range.likely <= plan.place.memory_bytes
-        assert plan.recipe.micro_batch * plan.recipe.n_micro_batches * plan.recipe.n_gpus >= 32
+        assert tokens_of(plan.recipe) >= 32 * wanted_of().lengths.mean
         waited_s = plan.seconds.get("waiting", 0.0)
         assert plan.usd["compute"] == pytest.approx((plan.wall_s - waited_s) / H * (plan.offer.usd_per_hour or 0))
 
@@ -282,7 +289,7 @@ def test_a_step_that_does_not_divide_evenly_still_holds_all_its_examples() -> No
         plan = only(decide(wanted_of(global_batch=batch), [place("A100-80GB", 2.0, n_gpus)]))
         recipe = plan.recipe
         assert recipe.n_gpus == n_gpus
-        assert recipe.micro_batch * recipe.n_micro_batches * n_gpus >= batch
+        assert tokens_of(recipe) >= batch * wanted_of().lengths.mean
         assert plan.step.n_tokens == pytest.approx(batch * wanted_of().lengths.mean)
 
 
@@ -328,7 +335,7 @@ def follow(wanted: Wanted, change: str, *, last: bool = False) -> Wanted:
         else:
             field = {
                 "train.global_batch_size": ("global_batch", int),
-                "train.per_device_train_batch_size": ("micro_batch", int),
+                "train.micro_batch_tokens": ("micro_tokens", int),
                 "train.gradient_checkpointing": ("every_n_layers", lambda _: 1),
                 "train.optim": ("optim", str),
                 "train.max_steps": ("max_steps", lambda text: int(text.split()[0])),
@@ -353,7 +360,7 @@ def random_job(drawn: random.Random) -> Wanted:
         lengths=lengths_of(2000, longest),
         eval_lengths=drawn.choice([None, lengths_of(200, longest)]),
         global_batch=drawn.choice([1, 6, 32]),
-        micro_batch=drawn.choice([None, None, 8]),
+        micro_tokens=drawn.choice([None, None, 8 * longest]),
         every_n_layers=drawn.choice([None, None, 0, 2]),
         optim=drawn.choice(["adamw_torch_fused", "adamw_torch"]),
         max_usd=drawn.choice([None, None, 1.0, 5.0]),
@@ -433,7 +440,7 @@ def test_the_nearest_are_three_different_ways() -> None:
 def test_evaluation_takes_as_many_tokens_at_once_as_training_but_one_row_has_to_fit() -> None:
     asked = wanted_of(lengths=lengths_of(2000, 128), eval_lengths=lengths_of(200, 2048), eval_batch=64)
     assert decide(asked, [place("RTX 4090", 0.5)]).plans
-    long = replace(asked, eval_lengths=lengths_of(200, 65_536))
+    long = replace(asked, eval_lengths=lengths_of(200, 1 << 20))
     assert "needs" in refused(decide(long, [place("RTX 4090", 0.5)])).reason
 
 

@@ -89,8 +89,11 @@ def test_the_parts_of_every_plan_add_up(view: dict[str, Any]) -> None:
         assert row["hours"] == pytest.approx(row["hours_range"][1])
         assert (row["spot"] is None) == (row["kind"] != "spot")
         recipe = row["recipe"]
-        assert recipe["micro_batch"] * recipe["accumulation"] * row["n_gpus"] >= recipe["global_batch"] == 16
-        assert recipe["micro_batch_tokens"] > 0
+        assert recipe["global_batch"] == 16
+        assert recipe["is_flat"]
+        assert recipe["n_micro_batches"] >= 1
+        assert 0 < recipe["mean_tokens_at_once"] <= recipe["micro_batch_tokens"]
+        assert f"up to {recipe['micro_batch_tokens']:,} tokens at a time" in recipe["words"]
         assert row["is_runnable"] == (row["n_gpus"] == 1) == (not row["not_runnable"])
         for words in (row["why"], row["sure"], row["price_source"], row["price_date"], row["name"]):
             assert words
@@ -139,16 +142,21 @@ def test_every_rejection_is_counted_with_its_reason_and_its_change(view: dict[st
 
 
 @pytest.mark.parametrize(
-    ("job", "wishes", "words"),
+    ("job", "wishes", "words", "n_ways"),
     [
-        ({}, {"budget_usd": 0.01}, "limits.max_usd: "),
-        ({}, {"deadline_s": 500.0}, "a deadline "),
-        ({"method": "full", "model": "meta-llama/Llama-3.1-70B"}, {"max_gpus": 1}, "method: lora"),
-        ({"train": {"per_device_train_batch_size": 512}}, {"gpu": ["A10G"]}, "train.per_device_train_batch_size: 1"),
+        ({}, {"budget_usd": 0.01}, "limits.max_usd: ", 3),
+        ({}, {"deadline_s": 500.0}, "a deadline ", 3),
+        ({"method": "full", "model": "meta-llama/Llama-3.1-70B"}, {"max_gpus": 1}, "method: lora", 3),
+        (
+            {"train": {"global_batch_size": 4096, "micro_batch_tokens": 1_000_000}},
+            {"gpu": ["A10G"], "max_gpus": 1},
+            "train.micro_batch_tokens: ",
+            1,
+        ),
     ],
 )
 def test_nothing_fits_and_the_three_nearest_ways_are_named(
-    tmp_path: Path, job: dict[str, Any], wishes: dict[str, Any], words: str
+    tmp_path: Path, job: dict[str, Any], wishes: dict[str, Any], words: str, n_ways: int
 ) -> None:
     found = plan_view(ask(tmp_path, job, **wishes))
     assert found["plans"] == []
@@ -156,7 +164,7 @@ def test_nothing_fits_and_the_three_nearest_ways_are_named(
     assert found["answer"].startswith("Nothing can do this job as it is: none of ")
     ways = ways_out(found)
     assert words in "\n".join(ways)
-    assert len(set(ways)) == len(ways) == min(3, len(found["rejected"]))
+    assert len(set(ways)) == len(ways) == min(n_ways, len(found["rejected"]))
     json.dumps(found, allow_nan=False)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,13 @@ import peft
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
+from farthing.model.attention import Documents, flat_logits, go_flat
+from farthing.model.head import POSITIONS, TARGETS, language_model_loss
+from farthing.model.low_rank import use_low_rank
 from farthing.model.memory import checkpoint_layers
 
 CLASSES: dict[str, Any] = {
@@ -32,21 +35,24 @@ class Alive(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = 0
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = self._now = 0
+        self._known: dict[int, int] = {}
 
     def add(self, tensor: Any) -> None:
         """Follow the storage of a tensor."""
         if isinstance(tensor, Tensor):
             storage = tensor.untyped_storage()
-            known = self._storages.get(storage._cdata)
-            if known is None or known[0].expired():
-                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            if storage._cdata not in self._known:
+                self._known[storage._cdata] = storage.nbytes()
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage._cdata)
+
+    def _gone(self, key: int) -> None:
+        self._now -= self._known.pop(key)
 
     def now(self) -> int:
         """Bytes alive."""
-        self._storages = {key: value for key, value in self._storages.items() if not value[0].expired()}
-        return sum(n_bytes for _, n_bytes in self._storages.values())
+        return self._now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -76,6 +82,24 @@ def library_loss(model: Any, ids: Tensor, task: str, n_targets: int) -> Any:
     return model(input_ids=ids, labels=ids)
 
 
+def own_loss(model: Any, ids: Tensor, task: str, n_targets: int, documents: tuple[int, ...] = ()) -> Tensor:
+    """What the trainer does: `Forward.loss` of documents end to end, or of a padded batch, `n_targets` labelled."""
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if documents:
+        of = Documents.of(documents)
+        ids = torch.zeros(1, sum(documents), dtype=torch.long)
+        batch = {"input_ids": ids, "position_ids": torch.zeros_like(ids), "attention_mask": of.no_mask, "documents": of}
+    if task == "classification":
+        labels = torch.zeros(len(documents) or len(ids), dtype=torch.long)
+        scores = flat_logits(model, batch, task) if documents else model(**batch).logits
+        return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum")
+    labels = ids[:, :n_targets] if task == "seq2seq" else ids
+    n_scored = len(ids) * n_targets
+    batch |= {"labels": labels, POSITIONS: torch.zeros(n_scored, dtype=torch.long)}
+    batch[TARGETS] = torch.zeros_like(batch[POSITIONS])
+    return language_model_loss(model, batch, task)
+
+
 def traced_peak(
     config: Any,
     task: str,
@@ -84,15 +108,19 @@ def traced_peak(
     weights: str,
     autocast: bool,
     every_n_layers: int,
-    n_rows: int,
-    n_tokens: int,
-    n_targets: int,
+    n_rows: int = 0,
+    n_tokens: int = 0,
+    n_targets: int = 0,
+    documents: tuple[int, ...] = (),
     lora: dict[str, Any] | None = None,
     adapters_fp32: bool = True,
     accumulates: bool = False,
     loss: Callable[[Any, Tensor, str, int], Any] = labelled_loss,
 ) -> int:
-    """Peak bytes of the second step with fused AdamW; the first has no optimizer state yet."""
+    """Peak bytes of the second step with fused AdamW; the first has no optimizer state yet.
+
+    A padded batch of `n_rows`, or `documents` of so many tokens laid end to end.
+    """
     config.use_cache = False
     with torch.device("meta"):
         model: Any = CLASSES[task].from_config(config, dtype=DTYPES[weights])
@@ -115,6 +143,10 @@ def traced_peak(
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
         model.train()
         checkpoint_layers(model, every_n_layers)
+        if loss is own_loss:
+            use_low_rank(model)
+            if documents:
+                go_flat(model)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
         ids = torch.zeros(n_rows, n_tokens, dtype=torch.long)
@@ -126,7 +158,11 @@ def traced_peak(
                 alive.peak = 0
                 for _ in range(2 if accumulates else 1):
                     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                        result = loss(model, ids, task, n_targets)
+                        result = (
+                            own_loss(model, ids, task, n_targets, documents)
+                            if loss is own_loss
+                            else loss(model, ids, task, n_targets)
+                        )
                     value = result if isinstance(result, Tensor) else result.loss
                     value.backward()
                     del result, value

@@ -35,7 +35,8 @@ def calibrate(
 ) -> Calibration:
     """The medians of the newest runs of this model and method on `hardware`; else of any run there; else nothing."""
     of_device = matching(measurements, hardware=hardware, precision=recipe.precision)
-    same = [m for m in of_device if _is_same(m, shape, recipe)][:N_NEWEST]
+    first_layer = adapters.first_layer if adapters is not None else 0
+    same = [m for m in of_device if _is_same(m, shape, recipe) and m.first_layer == first_layer][:N_NEWEST]
     if not same:
         return _from_others(of_device[:N_NEWEST])
     found = [_compare(m, shape, recipe, device, adapters, labelled_share) for m in same]
@@ -82,18 +83,22 @@ def _is_same(m: Measurement, shape: Shape, recipe: Recipe) -> bool:
 
 def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Largest]:
     """A measured run in the formulas' terms: recipe, padding, mean tokens, and its largest micro-batch."""
+    stack = replace(recipe.stack, is_flat=m.is_flat, is_flash=m.is_flat and m.precision != "fp16")
     ran = replace(
-        recipe, optim=m.optim, global_batch=m.global_batch_size, micro_batch=m.micro_batch_size,
-        every_n_layers=m.every_n_layers, lora_r=m.lora_r,
+        recipe, optim=m.optim, global_batch=m.global_batch_size, micro_batch=None, micro_tokens=m.micro_batch_tokens,
+        mean_passes=m.n_micro_batches / m.n_steps, every_n_layers=m.every_n_layers, lora_r=m.lora_r, stack=stack,
     )  # fmt: skip
     n_examples = m.n_steps * m.global_batch_size
     mean, target = m.lengths["mean"], m.lengths["mean_target"] if m.task == "seq2seq" else 0.0
     tokens = m.n_padded_tokens / n_examples * mean / (mean + target)
     targets = m.n_padded_tokens / n_examples * target / (mean + target)
-    # a run keeps no squares of its lengths: a tenth more than the mean squared, by assumption
-    padded = Padded(tokens, targets, tokens**2 * 1.1, targets**2 * 1.1, tokens * targets * 1.1)
-    longest = m.largest_padded_tokens / max(1, m.largest_rows)
-    largest = Largest(m.largest_rows, round(longest * tokens / (tokens + targets)), 0)
+    spread = m.lengths["mean_of_squares"] / mean**2  # that of targets is not kept, and taken to be the same
+    padded = Padded(tokens, targets, tokens**2 * spread, targets**2 * spread, tokens * targets * spread)
+    if m.is_flat:
+        largest = Largest(1, m.largest_tokens, 0, round(m.largest_tokens * m.lengths["mean_of_squares"] / mean))
+        return ran, padded, m.n_tokens / n_examples, largest
+    longest = m.largest_tokens / max(1, m.largest_examples)
+    largest = Largest(m.largest_examples, round(longest * tokens / (tokens + targets)), 0)
     if targets:
         largest = largest._replace(targets=round(longest * targets / (tokens + targets)))
     return ran, padded, m.n_tokens / n_examples, largest

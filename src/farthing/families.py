@@ -1,10 +1,10 @@
-"""The families of models: the names and sizes of their weights, as tables.
+"""The families of models: the names and sizes of their weights, and how they can be computed, as tables.
 
 The names and sizes are those that the model classes of transformers 5.17 give (github.com/huggingface/transformers,
 src/transformers/models/*/modeling_*.py), the defaults those of its configuration classes; the tests build every family
 on the meta device and compare name by name.
 
-Refuses to compute: `shapes` reads the tables.
+Refuses to compute and to import torch: `shapes` reads the tables of sizes, the planner and `model` those at the end.
 """
 
 from __future__ import annotations
@@ -274,3 +274,30 @@ FAMILIES: dict[str, Family] = {
         keys=_DISTILBERT_KEYS,
     ),
 }
+
+# ---- how they can be computed, by transformers' `model_type` ----
+
+# whose documents can be laid end to end: held against single documents in the tests of attention
+DECODERS = frozenset(
+    {
+        *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2"),
+        *("gpt_bigcode", "gpt_neox", "granite", "helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2"),
+        *("olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
+    }
+)
+ENCODERS = frozenset({"bert", "camembert", "electra", "roberta", "xlm-roberta"})
+FLAT = {"causal-lm": DECODERS, "classification": DECODERS | ENCODERS}  # by task; other tasks are padded
+WHY_NOT_FLAT = {
+    "bloom": "its scores are biased by the distance of tokens (ALiBi)",
+    "mpt": "its scores are biased by the distance of tokens (ALiBi)",
+    "falcon": "its attention takes no other implementation",
+    "t5": "its scores are biased by the distance of tokens",
+    "mt5": "its scores are biased by the distance of tokens",
+}
+
+# whose forward pass ends in: hidden states, one matrix, perhaps a soft cap; held against the plain path in the tests
+CAUSAL_FAMILIES = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"}
+)
+SEQ2SEQ_FAMILIES = frozenset({"t5", "mt5"})
+KNOWN_HEADS = {"causal-lm": CAUSAL_FAMILIES, "seq2seq": SEQ2SEQ_FAMILIES}  # by task

@@ -19,7 +19,7 @@ from farthing.files import append_line, write_json
 
 MEASUREMENTS = "measurements.jsonl"  # in the cache
 OF_RUN = "measurements.json"  # in a run's folder
-VERSION = 1
+VERSION = 2  # 1: micro-batches were a number of padded rows
 STEP_SPANS = ("compute", "optimizer", "data_wait", "host_to_device")
 FEWEST_STEPS = 5  # fewer measured steps say nothing
 _MOST_BYTES = 8 << 20  # of the newest lines that are read: thousands of runs
@@ -46,17 +46,22 @@ class Measurement:
     task: str
     method: str
     lora_r: int  # 0 without an adapter
+    first_layer: int  # the lowest with anything trained in or below it
     precision: str  # bf16, fp16 or fp32
     optim: str
-    micro_batch_size: int
+    micro_batch_tokens: int  # most computed tokens of a micro-batch; a longer example went alone
+    is_flat: bool  # documents end to end, without padding
     global_batch_size: int
     every_n_layers: int  # activation checkpointing: 0 none, 1 every layer, 2 every second
-    lengths: dict[str, float]  # of the training examples: n_examples, mean, longest, mean_target, longest_target
+    lengths: dict[
+        str, float
+    ]  # of the examples: n_examples, mean, mean_of_squares, longest, mean_target, longest_target
 
     # the steps after the first, which warms up
     n_steps: int
+    n_micro_batches: int
     n_tokens: int  # without padding; seq2seq: sources and targets
-    n_padded_tokens: int
+    n_padded_tokens: int  # as computed
     n_target_tokens: int
     compute_s: float
     optimizer_s: float
@@ -87,8 +92,8 @@ class Measurement:
     first_step_peak_bytes: int
     peak_bytes: int
     peak_bytes_by_step: list[list[int]]  # [step of the attempt, peak so far]: 1, 2, 4, 8 ...
-    largest_rows: int  # of the micro-batch with most padded tokens
-    largest_padded_tokens: int
+    largest_examples: int  # of the micro-batch with most computed tokens
+    largest_tokens: int  # computed ones
 
     promised: dict[str, Any] = field(default_factory=dict)  # what a plan had said of this run, as it said it
     version: int = VERSION
@@ -107,27 +112,35 @@ class Record:
         self.n_steps = 0  # of the attempt, the first included
         self.first_step_s = 0.0
         self.peak_bytes_by_step: list[list[int]] = []
-        self.largest_rows = self.largest_padded_tokens = 0
+        self.largest_examples = self.largest_tokens = 0
         self.evaluations_s: list[float] = []
         self.saves_bytes: list[int] = []
-        self._counts = [0, 0, 0]
+        self._counts = [0, 0, 0, 0]
         self._first_spans: dict[str, float] = {}
         self._last_spans: dict[str, float] = {}
 
-    def micro_batch(self, n_rows: int, n_padded: int) -> None:
-        """A micro-batch went through."""
-        if n_padded > self.largest_padded_tokens:
-            self.largest_rows, self.largest_padded_tokens = n_rows, n_padded
+    def micro_batch(self, n_examples: int, n_tokens: int) -> None:
+        """A micro-batch of so many computed tokens went through."""
+        if n_tokens > self.largest_tokens:
+            self.largest_examples, self.largest_tokens = n_examples, n_tokens
 
     def step_done(
-        self, n_tokens: int, n_padded: int, n_targets: int, seconds: float, spans: dict[str, float], peak_bytes: int
+        self,
+        n_micro_batches: int,
+        n_tokens: int,
+        n_padded: int,
+        n_targets: int,
+        seconds: float,
+        spans: dict[str, float],
+        peak_bytes: int,
     ) -> None:
         """A step is done; `spans` is the meter's so far."""
         self.n_steps += 1
         if self.n_steps == 1:
             self.first_step_s, self._first_spans = seconds, dict(spans)
         else:
-            self._counts = [a + b for a, b in zip(self._counts, (n_tokens, n_padded, n_targets), strict=True)]
+            more = n_micro_batches, n_tokens, n_padded, n_targets
+            self._counts = [a + b for a, b in zip(self._counts, more, strict=True)]
         self._last_spans = dict(spans)
         if self.n_steps & (self.n_steps - 1) == 0:
             self.peak_bytes_by_step.append([self.n_steps, peak_bytes])
@@ -136,10 +149,11 @@ class Record:
         """The fields of a `Measurement` that come from the steps; None after too few."""
         if self.n_steps - 1 < FEWEST_STEPS:
             return None
-        n_tokens, n_padded, n_targets = self._counts
+        n_micro_batches, n_tokens, n_padded, n_targets = self._counts
         evaluations = self.evaluations_s
         return {
             "n_steps": self.n_steps - 1,
+            "n_micro_batches": n_micro_batches,
             "n_tokens": n_tokens,
             "n_padded_tokens": n_padded,
             "n_target_tokens": n_targets,
@@ -153,8 +167,8 @@ class Record:
             "loaded_bytes": self.loaded_bytes,
             "first_step_peak_bytes": self.peak_bytes_by_step[0][1],
             "peak_bytes_by_step": self.peak_bytes_by_step,
-            "largest_rows": self.largest_rows,
-            "largest_padded_tokens": self.largest_padded_tokens,
+            "largest_examples": self.largest_examples,
+            "largest_tokens": self.largest_tokens,
         }
 
 

@@ -16,12 +16,14 @@ Refuses to import torch and to look at the machine.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from farthing.lengths import Largest
-from farthing.recipe import CHUNKED, FUSED, LABELLED, SAVED, TILED, WHOLE, Recipe
+from farthing.recipe import CHUNKED, FUSED, LABELLED, POSITIONS, SAVED, TILED, WHOLE, Recipe
 from farthing.shapes import Adapters, Shape, Weight
+from farthing.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
 
 SLACK = 0.05  # of what torch has allocated: blocks that the allocator can't use
 CUDA_CONTEXT_BYTES = int(0.6 * 2**30)
@@ -133,11 +135,15 @@ def estimate_memory(
     if stack.frees_gradients:
         gradients = max(gradients / max(1, shape.n_layers), head_gradients)
     held = gradients if recipe.n_micro_batches > 1 and not stack.frees_gradients else 0.0
+    by_positions = stack.loss == POSITIONS and shape.task in ("causal-lm", "seq2seq")
+    # made in the forward pass; where the embeddings share its weight it waits for theirs, beside what is held
+    in_loss = head_gradients if by_positions else 0.0
+    in_backward = in_loss if shape.is_tied and held else 0.0
     casts = _casts_bytes(shape, recipe, adapters) / shards
 
     layers = _layers(shape, recipe, largest, adapters, is_cuda)
     saved, boundaries, top, working = layers
-    logits = logits_bytes(shape, recipe, largest, labelled_share)
+    logits = logits_bytes(shape, recipe, largest, labelled_share, is_cuda=is_cuda, is_trained=adapters is None)
     last = largest.n_rows * (largest.targets or largest.tokens) * shape.hidden * (4 + recipe.residual_bytes)
     if stack.offloads_activations:
         saved, boundaries = 0.0, 0.0
@@ -155,15 +161,15 @@ def estimate_memory(
         before_last = gradients
     moments = {
         "forward": base | {"gradients": held, "casts": casts, "activations": saved, "working": dora},
-        "loss": base | {"gradients": held, "casts": casts, "activations": saved + last, "logits": logits},
+        "loss": base | {"gradients": held + in_loss, "casts": casts, "activations": saved + last, "logits": logits},
         "backward": base
         | {
-            "gradients": held or head_gradients,
+            "gradients": (held or head_gradients) + in_backward,
             "casts": 0.0 if recipe.every_n_layers == 1 else casts,
             "activations": (saved if recipe.every_n_layers != 1 else boundaries + top),
             "working": max(working, dora if recipe.every_n_layers else 0.0),
         },
-        "last layer": base | {"gradients": held or before_last, "activations": top, "working": working},
+        "last layer": base | {"gradients": (held or before_last) + in_backward, "activations": top, "working": working},
         "embeddings": base | {"gradients": gradients, "working": more / shards},
         "optimizer": base | {"gradients": gradients, "working": step},
     }
@@ -185,7 +191,7 @@ def evaluation_memory(
     shards = recipe.n_gpus if recipe.sharding == "fsdp" else 1
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
     _, _, layer, _ = _layers(shape, recipe, largest, adapters, is_cuda)
-    logits = logits_bytes(shape, recipe, largest, labelled_share)
+    logits = logits_bytes(shape, recipe, largest, labelled_share, is_cuda=is_cuda)
     base = {
         "weights": _weights_bytes(shape, recipe, adapters) / shards,
         "optimizer": n_trained * optimizer_bytes(recipe) / shards,
@@ -205,9 +211,13 @@ def optimizer_bytes(recipe: Recipe) -> float:
 
 def _casts_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
     """Autocast's copies of the weights it has cast: kept until the forward pass is over, by autograd longer."""
-    if adapters is not None or not recipe.stack.has_autocast or recipe.trained_bytes <= recipe.compute_bytes:
+    if not recipe.stack.has_autocast or recipe.trained_bytes <= recipe.compute_bytes:
         return 0.0
-    return float((shape.n_matmul + shape.n_head_matmul) * recipe.compute_bytes)
+    if adapters is not None:  # fused layers keep the casts of their thin matrices, unless they are computed again
+        kept = 1 - (1 / recipe.every_n_layers if recipe.every_n_layers else 0)
+        return adapters.n_adapter * recipe.compute_bytes * kept if recipe.stack.fuses_adapters else 0.0
+    of_head = 0 if recipe.stack.loss == POSITIONS else shape.n_head_matmul  # cast for the time of its tiles only
+    return float((shape.n_matmul + of_head) * recipe.compute_bytes)
 
 
 def _weights_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
@@ -222,14 +232,23 @@ def _weights_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> f
     return shape.n_matmul * NF4_BYTES + (frozen - shape.n_matmul) * recipe.frozen_bytes + trained
 
 
-def logits_bytes(shape: Shape, recipe: Recipe, largest: Largest, labelled_share: float) -> float:
+def logits_bytes(
+    shape: Shape,
+    recipe: Recipe,
+    largest: Largest,
+    labelled_share: float,
+    *,
+    is_cuda: bool = True,
+    is_trained: bool | None = None,
+) -> float:
     """What the loss has at its worst, in bytes for each word of the vocabulary and token.
 
     Logits in the precision of the run, their fp32 copy, its log-softmax, and two gradients of that size: 14 bytes in
     bf16 (`whole`). With only the labelled positions copied, 2 and 10 for each of those; in fp32, where nothing has to be
     cast, the gradient of all positions comes on top of what is left. A fused cross-entropy has the logits, one fp32 copy
     and the gradient (8); one that is chunked has the logits of all tokens and small copies (2), and their log-softmax too
-    where that is not recomputed (`saved`, 4).
+    where that is not recomputed (`saved`, 4). The trainer's own (`positions`) has a tile of logits: `_tiles_bytes`, where
+    `is_trained` says whether the head is, and None that nothing is (evaluation).
     """
     n_tokens = largest.n_rows * (largest.targets or largest.tokens)
     c = recipe.compute_bytes
@@ -237,6 +256,8 @@ def logits_bytes(shape: Shape, recipe: Recipe, largest: Largest, labelled_share:
         return 0.0
     if recipe.stack.loss == TILED:
         return float(TILE_BYTES)
+    if recipe.stack.loss == POSITIONS:
+        return _tiles_bytes(shape, recipe, math.ceil(n_tokens * labelled_share), is_cuda, is_trained)
     of_each = {
         WHOLE: c + 12.0,
         LABELLED: 8.0 + 4.0 * labelled_share if c == 4 else c + (c + 8.0) * labelled_share,
@@ -248,6 +269,24 @@ def logits_bytes(shape: Shape, recipe: Recipe, largest: Largest, labelled_share:
     return (of_each + caps) * shape.vocab * n_tokens
 
 
+def _tiles_bytes(shape: Shape, recipe: Recipe, n_scored: int, is_cuda: bool, is_trained: bool | None) -> float:
+    """What `head_loss` takes besides the gradient of a trained head: a tile, fp32 rows, gradients of the positions, casts."""
+    n_words, h, c = shape.vocab, shape.hidden, recipe.compute_bytes
+    tile = min(n_scored, default_tile_tokens(n_words, "cuda" if is_cuda else "cpu", h if is_trained else 0))
+    rows = min(tile, max(1, (CUDA_BLOCK_BYTES if is_cuda else CPU_BLOCK_BYTES) // (4 * n_words)))
+    n_blocks = 2 if rows < tile else 1  # the last ones are there while the next are made
+    if shape.model_type in _CAPS_LOGITS:
+        n_blocks += 2
+    elif c == 2 and not is_cuda:
+        n_blocks += 1
+    found = c * tile * (n_words + h) + 4.0 * n_blocks * rows * n_words
+    if is_trained is not None:
+        found += c * n_scored * h
+    if is_trained and recipe.trained_bytes > c:  # the matrix in the precision of the run, and the product of a tile
+        found += c * n_words * h * (2 if n_scored > tile else 1)
+    return found
+
+
 def _layers(
     shape: Shape, recipe: Recipe, largest: Largest, adapters: Adapters | None, is_cuda: bool
 ) -> tuple[float, float, float, float]:
@@ -256,7 +295,7 @@ def _layers(
     squares = scores_per_pair(shape, recipe, is_cuda)
     source, target = largest.n_rows * largest.tokens, largest.n_rows * largest.targets
     own, of_decoder, across = _adapter_inputs(shape, recipe, adapters, is_cuda)
-    layer = (attention + feed_forward + own) * source + squares * source * largest.tokens
+    layer = (attention + feed_forward + own) * source + squares * (largest.pairs or source * largest.tokens)
     decoder = 0.0
     if shape.n_decoder_layers:  # attends twice: to its own tokens, and to the source's
         decoder = (2 * attention + feed_forward + of_decoder) * target + across * source
@@ -264,9 +303,10 @@ def _layers(
         of_number = 4 if _is_math(shape, is_cuda) else recipe.compute_bytes
         decoder += 2 * of_number * shape.n_kv_heads * shape.head_dim * (source - target)
     every = recipe.every_n_layers
-    n_kept = [n - n // every if every else n for n in (shape.n_layers, shape.n_decoder_layers)]
+    reached = shape.n_above(0 if adapters is None else adapters.first_layer)  # nothing is kept below
+    n_kept = [n - n // every if every else n for n in reached]
     edge = shape.hidden * (4 if recipe.stack.upcasts_frozen and recipe.method == "qlora" else recipe.residual_bytes)
-    boundaries = edge * ((shape.n_layers - n_kept[0]) * source + (shape.n_decoder_layers - n_kept[1]) * target)
+    boundaries = edge * ((reached[0] - n_kept[0]) * source + (reached[1] - n_kept[1]) * target)
     saved = n_kept[0] * layer + n_kept[1] * decoder + boundaries
     top = max(layer, decoder)
     works = WORKING_MLP * shape.ffn + WORKING_STREAM * shape.hidden
@@ -302,6 +342,8 @@ def saved_per_token(
 
     # queries, keys, values and what comes out; keys and values are repeated for their groups but in flash attention
     attention = 4 * c * q if not stack.is_flash and shape.n_kv_heads > 1 else 2 * c * q + 2 * c * k
+    if stack.is_flat and not is_cuda and _keeps_outputs(shape, adapters):
+        attention += c * q  # what comes out of each document, and all of them in one
     if shape.model_type in _EAGER and not is_full:
         attention -= c * q
     if _is_math(shape, is_cuda):
@@ -340,7 +382,8 @@ def scores_per_pair(shape: Shape, recipe: Recipe, is_cuda: bool) -> float:
     if _is_math(shape, is_cuda):
         return shape.n_heads * 12.0
     stack = recipe.stack
-    if shape.attention == "causal" and stack.masks_padding and not stack.is_flash:  # kept as numbers, layer by layer
+    if shape.attention == "causal" and stack.masks_padding and not (stack.is_flash or stack.is_flat):
+        # kept as numbers, layer by layer
         return float(recipe.compute_bytes)
     return 0.0
 
@@ -371,9 +414,9 @@ def _adapter_input(weight: Weight, shape: Shape, recipe: Recipe, is_cuda: bool, 
     kept = 0.0
     if recipe.trained_bytes == 4 and c == 2 and not stack.has_autocast:
         kept = 4.0 * width  # the adapter casts its input, and keeps the copy
-    elif recipe.trained_bytes == 4 and c == 2:
+    elif recipe.trained_bytes == 4 and c == 2 and not stack.fuses_adapters:
         kept = 0.0 if is_down else float(c * width)  # a down projection's is counted with the feed-forward
-    elif not is_down:  # the dtypes agree: products of one input share it, and so does attention with what it gave
+    elif not is_down:  # products of one input share it where dtypes agree, and so does attention with what it gave
         is_output = weight.part == "attention" and weight.name.rsplit(".", 1)[-1] in _ATTENTION_OUTPUTS
         is_there = is_output and not (
             shape.model_type in _EAGER or (not is_cuda and (block_of(shape).is_sliced or _is_math(shape, is_cuda)))
@@ -398,6 +441,13 @@ def _dora_working(recipe: Recipe, adapters: Adapters | None) -> float:
     of_unit = a + (c if a > c else 0)
     return max(
         (of_unit * w.n_in**2 + 3.0 * c * w.n_weights for w, _ in adapters.adapted if w.kind == "linear"), default=0.0
+    )
+
+
+def _keeps_outputs(shape: Shape, adapters: Adapters | None) -> bool:
+    """Whether the product that reads attention's output keeps it: where it is trained, or adapted."""
+    return adapters is None or any(
+        w.part == "attention" and w.name.rsplit(".", 1)[-1] in _ATTENTION_OUTPUTS for w, _ in adapters.adapted
     )
 
 

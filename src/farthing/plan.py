@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from farthing.catalog import Gpu, Offer, bill, gpus, up_front_usd
 from farthing.errors import UserMistake
-from farthing.lengths import Lengths, Padded
+from farthing.lengths import Cut, Lengths, Padded
 from farthing.memory import Memory, estimate_memory, evaluation_memory
-from farthing.recipe import FARTHING, Recipe
+from farthing.recipe import Recipe, Stack, stack_for
 from farthing.shapes import Adapters, Shape
 from farthing.speed import (
     Calibration,
@@ -46,7 +46,11 @@ from farthing.spot import (
 )
 from farthing.units import say_bytes, say_seconds, say_usd
 
-MICRO_BATCHES = (64, 32, 16, 8, 4, 2, 1)
+FEWEST_TOKENS, MOST_TOKENS = (
+    1024,
+    65536,
+)  # of a micro-batch on a GPU, but for longer examples: smaller ones leave it idle
+CPU_TOKENS = 2048  # of a micro-batch on a CPU, which more does not make quicker
 TIE = 0.05  # dollars closer than this are not told apart by estimates that share their error
 _80_PERCENT = NormalDist().inv_cdf(0.9)  # standard deviations on either side that hold 80 % of cases
 WORST = 10.0  # of what is likely: the upper end of a range that has none
@@ -97,8 +101,10 @@ class Wanted:
     lengths: Lengths
     n_epochs: float = 1.0
     max_steps: int | None = None
-    micro_batch: int | None = None
-    """None: the planner's choice."""
+    micro_tokens: int | None = None
+    """Most computed tokens of a micro-batch; None: the planner's choice."""
+    may_go_flat: bool = True
+    """Whether documents may be laid end to end: not where the job names an attention of its own."""
     every_n_layers: int | None = None
     """Activation checkpointing; None: as little as memory needs."""
     precision: str | None = None
@@ -134,6 +140,34 @@ class Wanted:
     def n_trainable(self) -> int:
         """Trained weights."""
         return self.shape.n_parameters if self.adapters is None else self.adapters.n_trainable
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the trainer lays documents end to end."""
+        return self.stack("fp32").is_flat
+
+    def stack(self, precision: str) -> Stack:
+        """How the trainer computes it."""
+        changed = () if self.adapters is None else (*self.adapters.adapted, *self.adapters.saved)
+        return stack_for(
+            self.shape.model_type,
+            self.shape.task,
+            precision,
+            self.method,
+            may_go_flat=self.may_go_flat,
+            has_plain_head=not any(weight.part == "head" for weight, _ in changed),
+            has_plain_adapters=self.lora_dropout == 0 and not self.use_dora,
+        )
+
+    def cut(self, most_tokens: int, n_gpus: int = 1) -> Cut:
+        """The part of a step that one GPU takes, in micro-batches of at most so many tokens."""
+        return self.lengths.cut(most_tokens, -(-self.global_batch // n_gpus), is_flat=self.is_flat)
+
+    def eval_cut(self, most_tokens: int) -> Cut:
+        """The evaluation examples as they are cut where training takes so many tokens at once."""
+        assert self.eval_lengths is not None
+        most = min(most_tokens, self.eval_batch * self.eval_lengths.longest_example)
+        return self.eval_lengths.cut(most, self.eval_lengths.n_examples, is_flat=self.is_flat)
 
     @property
     def n_steps(self) -> int:
@@ -193,8 +227,6 @@ class Place:
     is_local: bool = False
     """This machine: nothing is set up or downloaded, and nobody takes it away."""
     is_cuda: bool = True
-    micro_batch: int | None = None
-    """How batches are cut there, where that is not the planner's choice."""
 
 
 @dataclass(frozen=True)
@@ -357,7 +389,7 @@ class _Study:
         self.wanted = wanted
         self.assumptions = assumptions
         self.hazard = hazard
-        self._candidates: dict[tuple[str, int, bool, int | None], list[tuple[Recipe, Memory, Work]]] = {}
+        self._candidates: dict[tuple[str, int, bool], list[tuple[Recipe, Memory, Work]]] = {}
         self._chosen: dict[Any, _Chosen | Rejected] = {}
         self._spot: dict[Any, _OnSpot] = {}
         self._intervals: dict[tuple[float, float, Interruptions], float] = {}
@@ -374,7 +406,6 @@ class _Study:
             place.is_local,
             place.is_cuda,
             place.memory_bytes,
-            place.micro_batch,
             place.calibration,
         )
         if key not in self._chosen:
@@ -387,46 +418,34 @@ class _Study:
 
     # ---- recipes ----
 
-    def candidates(
-        self, precision: str, n_gpus: int, is_cuda: bool, micro: int | None = None
-    ) -> list[tuple[Recipe, Memory, Work]]:
+    def candidates(self, precision: str, n_gpus: int, is_cuda: bool) -> list[tuple[Recipe, Memory, Work]]:
         """Every recipe that is worth a look, with its memory and its work."""
-        key = precision, n_gpus, is_cuda, micro or self.wanted.micro_batch
+        key = precision, n_gpus, is_cuda
         if key not in self._candidates:
             self._candidates[key] = list(self._make_candidates(*key))
         return self._candidates[key]
 
-    def _make_candidates(
-        self, precision: str, n_gpus: int, is_cuda: bool, micro: int | None
-    ) -> Iterable[tuple[Recipe, Memory, Work]]:
+    def _make_candidates(self, precision: str, n_gpus: int, is_cuda: bool) -> Iterable[tuple[Recipe, Memory, Work]]:
         wanted = self.wanted
-        per_gpu = -(-wanted.global_batch // n_gpus)
         if n_gpus > wanted.global_batch:
             return
-        micros = [micro] if micro else [m for m in MICRO_BATCHES if m <= per_gpu]
         everies = [wanted.every_n_layers] if wanted.every_n_layers is not None else [0, 2, 1]
         shardings = ["none"] if n_gpus == 1 else ["ddp", "fsdp"]
-        for most in micros:
-            size = min(most, per_gpu)
-            padded = wanted.lengths.padded(size, per_gpu)
+        for most in budgets(wanted, n_gpus, is_cuda):
+            example = wanted.cut(most, n_gpus).example
             for every in everies:
                 for sharding in shardings:
-                    recipe = recipe_of(wanted, precision, size, every, n_gpus, sharding)
-                    memory = self.memory_of(wanted, recipe, is_cuda)
-                    yield recipe, memory, self.work_of(recipe, padded)
+                    recipe = recipe_of(wanted, precision, most, every, n_gpus, sharding)
+                    yield recipe, self.memory_of(wanted, recipe, is_cuda), self.work_of(recipe, example)
 
-    def memory_of(self, wanted: Wanted, recipe: Recipe, is_cuda: bool, share: float = 1.0) -> Memory:
-        """Peak memory of a recipe, in training or evaluation; `share` of the longest length where that is to be cut."""
+    def memory_of(self, wanted: Wanted, recipe: Recipe, is_cuda: bool) -> Memory:
+        """Peak memory of a recipe, in training or evaluation."""
+        assert recipe.micro_tokens is not None
         how: dict[str, Any] = {"labelled_share": wanted.labelled_share, "is_cuda": is_cuda}
-        largest = wanted.lengths.largest_micro_batch(recipe.micro_batch)
-        largest = largest._replace(tokens=math.ceil(largest.tokens * share))
+        largest = wanted.cut(recipe.micro_tokens, recipe.n_gpus).largest
         memory = estimate_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
-        if wanted.eval_lengths is not None:
-            room = largest.n_tokens  # an evaluation takes as many tokens at once as training does
-            largest = wanted.eval_lengths.largest_micro_batch(wanted.eval_batch)
-            largest = largest._replace(tokens=math.ceil(largest.tokens * share))
-            n_rows = min(largest.n_rows, room // max(1, largest.tokens + largest.targets))
-            largest = largest._replace(n_rows=max(1, n_rows))
+        if wanted.eval_lengths is not None:  # an evaluation takes as many tokens at once as training does
+            largest = wanted.eval_cut(recipe.micro_tokens).largest
             other = evaluation_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
             memory = max(memory, other, key=lambda one: one.allocated_bytes)
         return memory
@@ -452,7 +471,7 @@ class _Study:
 
     def _choose(self, place: Place) -> _Chosen | Rejected:
         n_gpus = max(1, place.offer.n_gpus)
-        found = self.candidates(place.precision, n_gpus, place.is_cuda, place.micro_batch)
+        found = self.candidates(place.precision, n_gpus, place.is_cuda)
         if not found:
             what = f"a step of {self.wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
             return Rejected(place.offer, what, f"train.global_batch_size: {n_gpus}", n_gpus / self.wanted.global_batch)
@@ -469,12 +488,12 @@ class _Study:
             sure = [min(fitting, key=lambda one: self.needed_bytes(place, one[1]))]
         if fitting:
             recipe, memory, step, work = min(
-                sure, key=lambda one: (one[2].seconds, one[0].every_n_layers, one[0].micro_batch)
+                sure, key=lambda one: (one[2].seconds, one[0].every_n_layers, one[0].micro_tokens)
             )
             save_s = place.calibration.save_s
             if save_s is None:
                 save_s = 0.05 + self.wanted.save_bytes / self.assumptions.snapshot_bytes_per_s
-            return _Chosen(recipe, memory, step, self._seconds(place, step, work), save_s)
+            return _Chosen(recipe, memory, step, self._seconds(place, recipe, step, work), save_s)
         least = min((self.needed_bytes(place, memory), recipe.in_words()) for recipe, memory, _ in found)
         reason = f"needs {say_bytes(least[0])} at least, has {say_bytes(place.memory_bytes)} ({least[1]})"
         distance = least[0] / place.memory_bytes
@@ -488,15 +507,13 @@ class _Study:
         key = precision, n_gpus, is_cuda
         if key not in self._changes:
             self._changes[key] = found = []
-            for changed, share in _memory_savers(self.wanted, is_cuda):
+            for changed in _memory_savers(self.wanted, is_cuda):
                 other = replace(self.wanted, **changed)
-                micro = other.micro_batch or 1
+                most = min(budgets(other, n_gpus, is_cuda))
                 every = other.every_n_layers if other.every_n_layers is not None else 1
                 sharding = "none" if n_gpus == 1 else "fsdp"
-                memory = self.memory_of(
-                    other, recipe_of(other, precision, micro, every, n_gpus, sharding), is_cuda, share
-                )
-                found.append((_in_words(changed, other, share), memory.reserved_bytes))
+                memory = self.memory_of(other, recipe_of(other, precision, most, every, n_gpus, sharding), is_cuda)
+                found.append((_in_words(changed), memory.reserved_bytes))
         return self._changes[key]
 
     # ---- price ----
@@ -564,7 +581,7 @@ class _Study:
             spot=expected,
         )
 
-    def _seconds(self, place: Place, step: StepTime, work: Work) -> dict[str, float]:
+    def _seconds(self, place: Place, recipe: Recipe, step: StepTime, work: Work) -> dict[str, float]:
         wanted, a, known = self.wanted, self.assumptions, place.calibration
         shape = wanted.shape
         weights_bytes = shape.n_parameters * 2.0
@@ -584,15 +601,15 @@ class _Study:
             "export": export_s,
         }
         if wanted.eval_lengths is not None:
-            n = wanted.eval_lengths.n_examples
-            padded = wanted.eval_lengths.padded_when_sorted(wanted.eval_batch)
-            n_steps = n * (padded.tokens + padded.targets) / max(1.0, work.n_padded_tokens)
+            assert recipe.micro_tokens is not None
+            cut, n = wanted.eval_cut(recipe.micro_tokens), wanted.eval_lengths.n_examples
+            n_steps = n * (cut.example.tokens + cut.example.targets) / max(1.0, work.n_padded_tokens)
             once = step_time(forward_work(work, n_steps), place.device).seconds * known.compute * known.evaluation
             if wanted.max_new_tokens:
                 n_words = min(wanted.max_new_tokens, max(1.0, wanted.eval_lengths.longest_target))
                 of_word = 2.0 * shape.n_parameters / place.device.bandwidth_bytes_per_s
                 host = GENERATED_S_PER_LAYER * (shape.n_decoder_layers or shape.n_layers)
-                once += math.ceil(n / wanted.eval_batch) * n_words * max(of_word, host)
+                once += cut.n_micro_batches * n_words * max(of_word, host)
             seconds["evaluation"] = wanted.n_evaluations * once
         return seconds
 
@@ -712,41 +729,68 @@ class _Study:
         return kept, late
 
 
-def _memory_savers(wanted: Wanted, is_cuda: bool) -> list[tuple[dict[str, Any], float]]:
-    """Settings to change, and the share of the longest length to cut to: the mildest first, each with those before."""
+def budgets(wanted: Wanted, n_gpus: int, is_cuda: bool) -> list[int]:
+    """Tokens of a micro-batch that are worth a look: the job's own, or as few as can be and powers of two above that."""
+    if wanted.micro_tokens is not None:
+        return [wanted.micro_tokens]
+    longest = wanted.lengths.longest_example
+    if not is_cuda:
+        return sorted({longest, max(longest, CPU_TOKENS)})
+    found, most = [longest], FEWEST_TOKENS
+    of_step = wanted.lengths.largest_step(-(-wanted.global_batch // n_gpus))
+    while most <= MOST_TOKENS and found[-1] < of_step:
+        if most > longest:
+            found.append(most)
+        most *= 2
+    return found
+
+
+def _memory_savers(wanted: Wanted, is_cuda: bool) -> list[dict[str, Any]]:
+    """Settings to change: the mildest first, each with those before."""
+    lengths = wanted.lengths
     milder: dict[str, Any] = {}
-    ways: list[tuple[dict[str, Any], float]] = []
-    for name in ("micro_batch", "every_n_layers"):
-        if getattr(wanted, name) not in (None, 1):
-            milder[name] = 1
-            ways.append((dict(milder), 1.0))
+    ways: list[dict[str, Any]] = []
+    if wanted.micro_tokens is not None and wanted.micro_tokens > lengths.longest_example:
+        milder["micro_tokens"] = lengths.longest_example
+        ways.append(dict(milder))
+    if wanted.every_n_layers not in (None, 1):
+        milder["every_n_layers"] = 1
+        ways.append(dict(milder))
     if wanted.method == "full" and is_cuda and "8bit" not in wanted.optim:
-        ways.append((milder | {"optim": "adamw_8bit"}, 1.0))
+        ways.append(milder | {"optim": "adamw_8bit"})
     methods = [name for name in (["lora", "qlora"] if is_cuda else ["lora"]) if name != wanted.method]
     if wanted.method == "qlora":
         methods = []
-    ways += [(milder | {"method": name}, 1.0) for name in methods]
-    ways += [(dict(milder), share) for share in (0.5, 0.25)]
-    ways += [(milder | {"method": name}, 0.25) for name in methods[-1:]]
-    return [(changed, share) for changed, share in ways if share == 1.0 or wanted.lengths.longest * share >= 64]
+    ways += [milder | {"method": name} for name in methods]
+    shorter = [_shortened(wanted, milder, int(lengths.longest * share)) for share in (0.5, 0.25)]
+    ways += [one for one in shorter if one["lengths"].longest >= 64]
+    ways += [shorter[1] | {"method": name} for name in methods[-1:] if shorter[1]["lengths"].longest >= 64]
+    return ways
 
 
-def _in_words(changed: dict[str, Any], other: Wanted, share: float) -> str:
+def _shortened(wanted: Wanted, milder: dict[str, Any], longest: int) -> dict[str, Any]:
+    """Changes with inputs of at most `longest` tokens besides."""
+    held_out = wanted.eval_lengths
+    found = milder | {"lengths": wanted.lengths.truncated(max(1, longest))}
+    if wanted.micro_tokens is not None:
+        found["micro_tokens"] = min(wanted.micro_tokens, found["lengths"].longest_example)
+    return found | {"eval_lengths": None if held_out is None else held_out.truncated(max(1, longest))}
+
+
+def _in_words(changed: dict[str, Any]) -> str:
     """The settings as a job file has them."""
-    names = {
-        "micro_batch": "train.per_device_train_batch_size: 1",
-        "every_n_layers": "train.gradient_checkpointing: true",
-        "optim": f"train.optim: {other.optim}",
-        "method": f"method: {other.method}",
+    says: dict[str, Callable[[Any], str]] = {
+        "method": lambda name: f"method: {name}",
+        "optim": lambda name: f"train.optim: {name}",
+        "every_n_layers": lambda _: "train.gradient_checkpointing: true",
+        "micro_tokens": lambda n: f"train.micro_batch_tokens: {n}",
+        "lengths": lambda lengths: f"data.max_length: {lengths.longest}",
     }
-    words = [names[name] for name in sorted(changed, key=list(names).index, reverse=True)]
-    if share < 1:
-        words.append(f"data.max_length: {int(other.lengths.longest * share)}")
-    return " with ".join(words)
+    return " with ".join(say(changed[name]) for name, say in says.items() if name in changed)
 
 
 def recipe_of(
-    wanted: Wanted, precision: str, micro: int, every: int, n_gpus: int = 1, sharding: str = "none"
+    wanted: Wanted, precision: str, most_tokens: int, every: int, n_gpus: int = 1, sharding: str = "none"
 ) -> Recipe:
     """The recipe that the trainer would run with these choices."""
     is_full = wanted.method == "full"
@@ -755,7 +799,6 @@ def recipe_of(
         precision=precision,
         optim=wanted.optim,
         global_batch=wanted.global_batch,
-        micro_batch=micro,
         every_n_layers=every,
         lora_r=0 if is_full else wanted.lora_r,
         lora_dropout=0.0 if is_full else wanted.lora_dropout,
@@ -764,7 +807,9 @@ def recipe_of(
         use_dora=not is_full and wanted.use_dora,
         n_gpus=n_gpus,
         sharding=sharding,
-        stack=replace(FARTHING, has_autocast=precision != "fp32"),
+        stack=wanted.stack(precision),
+        micro_tokens=most_tokens,
+        mean_passes=wanted.cut(most_tokens, n_gpus).n_micro_batches,
     )
 
 

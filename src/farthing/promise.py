@@ -60,17 +60,10 @@ def promised(
 
 def as_planned(job: Job, promise: dict[str, Any]) -> Job:
     """The job with the plan's micro-batch; what a step is made of stays the same."""
-    micro = promise.get("micro_batch")
-    if not isinstance(micro, int) or micro < 1:
+    most = promise.get("micro_batch_tokens")
+    if not isinstance(most, int) or most < 1:
         return job
-    train = job.train.model_copy(
-        update={
-            "global_batch_size": job.global_batch_size,
-            "per_device_train_batch_size": micro,
-            "gradient_accumulation_steps": None,
-        }
-    )
-    return job.model_copy(update={"train": train})
+    return job.model_copy(update={"train": job.train.model_copy(update={"micro_batch_tokens": most})})
 
 
 def _make(

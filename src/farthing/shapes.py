@@ -84,6 +84,9 @@ class Adapters(NamedTuple):
     n_adapter: int  # parameters of A and B, and with DoRA of the magnitudes
     n_saved: int
     n_total: int  # of model and adapters; a module trained whole counts once, its frozen original not at all
+    first_layer: int = (
+        0  # the lowest with anything trained in or below it, counted from 0, a decoder's after its encoder's
+    )
 
     @property
     def n_trainable(self) -> int:
@@ -164,7 +167,7 @@ class Shape(NamedTuple):
             [w.name.split(".")[0] for w in self.weights if w.part == "head"] if self.task == "classification" else []
         )
         saved_names = sorted({*heads, *modules_to_save})
-        saved = self._matched(lambda name: _is_saved(name, saved_names))
+        saved_copies = self._matched(lambda name: _is_saved(name, saved_names))
         for wanted in modules_to_save:
             if not any(_is_saved(name, [wanted]) for w in self.weights for name in w.names()):
                 raise self._no_module(wanted, "modules_to_save")
@@ -172,22 +175,37 @@ class Shape(NamedTuple):
         kept_out = re.compile("|".join(rf"(?:^|.*\.)(?:{name})(?:$|\..*)" for name in saved_names) or r"(?!)")
         if tuple(target_modules) == ("all-linear",) or (not target_modules and self.task != "classification"):
             linear = {w.name for w in self.linear_layers if w.part != "head"}
-            adapted = tuple((w, n) for w, n in self._matched(lambda name: not kept_out.match(name)) if w.name in linear)
+            adapted_copies = {
+                w: n for w, n in self._matched(lambda x: not kept_out.match(x)).items() if w.name in linear
+            }
         else:
             targets = tuple(target_modules) or self.query_and_value
             self._must_take_adapters(targets, kept_out)
-            adapted = self._matched(lambda name: any(_ends(name, t) for t in targets) and not kept_out.match(name))
-            if not adapted:
+            adapted_copies = self._matched(
+                lambda name: any(_ends(name, t) for t in targets) and not kept_out.match(name)
+            )
+            if not adapted_copies:
                 raise self._no_module(targets[0], "target_modules")
+        adapted = tuple((weight, len(copies)) for weight, copies in adapted_copies.items())
+        saved = tuple((weight, len(copies)) for weight, copies in saved_copies.items())
         n_adapter = sum(n * (r * (w.n_in + w.n_out) + (w.n_out if use_dora else 0)) for w, n in adapted)
         n_saved = sum(n * (w.n_weights + w.n_bias) for w, n in saved)
         n_originals = sum(n * w.n_parameters // w.copies for w, n in saved)
-        return Adapters(r, adapted, saved, n_adapter, n_saved, self.n_parameters + n_adapter + n_saved - n_originals)
+        n_total = self.n_parameters + n_adapter + n_saved - n_originals
+        trained = [*adapted_copies.items(), *saved_copies.items()]
+        first = min((self._layer_of(weight, copies[0]) for weight, copies in trained), default=0)
+        return Adapters(r, adapted, saved, n_adapter, n_saved, n_total, first)
 
-    def _matched(self, wanted: Callable[[str], bool]) -> tuple[tuple[Weight, int], ...]:
-        """The weights with a name that is wanted, and how many of their copies."""
-        counted = ((weight, sum(1 for name in weight.names() if wanted(name))) for weight in self.weights)
-        return tuple((weight, n) for weight, n in counted if n)
+    def _matched(self, wanted: Callable[[str], bool]) -> dict[Weight, list[int]]:
+        """The weights with a name that is wanted, and which of their copies have one."""
+        found = {weight: [i for i, name in enumerate(weight.names()) if wanted(name)] for weight in self.weights}
+        return {weight: copies for weight, copies in found.items() if copies}
+
+    def _layer_of(self, weight: Weight, copy: int) -> int:
+        """The layer, as `Adapters` counts, that a copy of `weight` is in, or the first that stands on it."""
+        if "*" in weight.name or weight.part in ("embeddings", "positions"):
+            return copy + (self.n_layers if weight.name.startswith("decoder.") else 0)
+        return self.n_layers + (0 if weight.name.startswith("encoder.") else self.n_decoder_layers)
 
     def _must_take_adapters(self, targets: Sequence[str], kept_out: re.Pattern[str]) -> None:
         """Refuse targets that are norms, or modules with others in them. Names that nothing has are passed over."""
@@ -217,16 +235,28 @@ class Shape(NamedTuple):
 
     # ---- FLOPs and cache ----
 
-    def forward_flops(self, n_tokens: int, n_targets: int = 0, n_head_tokens: int | None = None) -> Flops:
+    def n_above(self, first_layer: int) -> tuple[int, int]:
+        """Layers from number `first_layer` up, a decoder's counted after its encoder's: of the encoder or only stack, of it."""
+        of_all = self.n_layers + self.n_decoder_layers
+        return max(0, self.n_layers - first_layer), max(0, min(self.n_decoder_layers, of_all - first_layer))
+
+    def forward_flops(
+        self, n_tokens: int, n_targets: int = 0, n_head_tokens: int | None = None, first_layer: int = 0
+    ) -> Flops:
         """FLOPs of one forward pass over a sequence of `n_tokens` (the source, and `n_targets` tokens of a seq2seq).
 
         `n_head_tokens` go through the head: all of them unless said. Attention counts the pairs that the mask lets
-        through: half the square where it is causal, fewer in a window.
+        through: half the square where it is causal, fewer in a window. Layers below `first_layer` are left out.
         """
-        every = [(weight, weight.copies) for weight in self.linear_layers]
+        n_above = self.n_above(first_layer)
+        of_stack = {True: n_above[1], False: n_above[0]}
+        every = [
+            (weight, of_stack[weight.name.startswith("decoder.")] if "*" in weight.name else weight.copies)
+            for weight in self.linear_layers
+        ]
         body, head, _ = self._products(every, n_tokens, n_targets, n_head_tokens)
         pairs = 4.0 * self.n_heads * self.head_dim  # queries with keys, and scores with values
-        return Flops(body, pairs * self._n_pairs(n_tokens, n_targets), head, 0.0, n_tokens + n_targets)
+        return Flops(body, pairs * self._n_pairs(n_tokens, n_targets, n_above), head, 0.0, n_tokens + n_targets)
 
     def training_flops(
         self, n_tokens: int, n_targets: int = 0, n_head_tokens: int | None = None, adapters: Adapters | None = None
@@ -234,7 +264,7 @@ class Shape(NamedTuple):
         """FLOPs of forward and backward for one sequence, without recomputation; without `adapters` all is trained.
 
         A trained weight costs three products (forward, its input's gradient, its own), a frozen one two, attention
-        three times its forward. The input's gradient is counted down to the embeddings.
+        three times its forward. The input's gradient is counted down to the first layer with anything trained.
         """
         lengths = n_tokens, n_targets, n_head_tokens
         once = self.forward_flops(*lengths)
@@ -242,8 +272,13 @@ class Shape(NamedTuple):
             return Flops(3 * once.body, 3 * once.attention, 3 * once.head, 0.0, once.n_tokens)
         body, head, _ = self._products([(w, n) for w, n in adapters.saved if w.kind == "linear"], *lengths)
         low_rank = self._products([(w, n) for w, n in adapters.adapted if w.kind == "linear"], *lengths)[2]
+        back = self.forward_flops(*lengths, first_layer=adapters.first_layer)
         return Flops(
-            2 * once.body + body, 3 * once.attention, 2 * once.head + head, 3 * adapters.r * low_rank, once.n_tokens
+            once.body + back.body + body,
+            once.attention + 2 * back.attention,
+            2 * once.head + head,
+            3 * adapters.r * low_rank,
+            once.n_tokens,
         )
 
     def kv_cache_bytes(self, n_tokens: int, n_source_tokens: int = 0, value_bytes: int = 2) -> int:
@@ -272,14 +307,15 @@ class Shape(NamedTuple):
             body, head = (body, head + product) if weight.part == "head" else (body + product, head)
         return body, head, low_rank
 
-    def _n_pairs(self, n_tokens: int, n_targets: int) -> int:
-        """Pairs of tokens that attend to one another, summed over the layers."""
+    def _n_pairs(self, n_tokens: int, n_targets: int, n_above: tuple[int, int]) -> int:
+        """Pairs of tokens that attend to one another, summed over the upper layers of each stack."""
+        n_layers, n_decoder_layers = n_above
         if self.attention == "bidirectional":
-            return self.n_layers * n_tokens**2
+            return n_layers * n_tokens**2
         if self.attention == "encoder-decoder":
             own = n_targets * (n_targets + 1) // 2
-            return self.n_layers * n_tokens**2 + self.n_decoder_layers * (own + n_tokens * n_targets)
-        return sum(_causal_pairs(n_tokens, window) for window in self.windows)
+            return n_layers * n_tokens**2 + n_decoder_layers * (own + n_tokens * n_targets)
+        return sum(_causal_pairs(n_tokens, window) for window in self.windows[self.n_layers - n_layers :])
 
 
 def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int = 0) -> Shape:

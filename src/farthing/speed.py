@@ -4,8 +4,8 @@ A micro-batch takes the time of its matrix products, of its attention, and of ev
 casts, activations, the loss); or the time the host needs to launch its kernels, if that is longer. A step adds the
 optimizer and what the GPUs tell each other.
 
-Physics: FLOPs (Kaplan et al. 2020), with 3 products for a trained weight, 2 for a frozen one and one more where a layer is
-recomputed; bytes that are moved, operation by operation.
+Physics: FLOPs (Kaplan et al. 2020), with 3 products for a trained weight, 2 for a frozen one, 1 below the first trained
+layer and one more where a layer is recomputed; bytes that are moved, operation by operation.
 
 Fitted, with published runs in view: the shares of the peak of Ampere (Hugging Face's Trainer on A100-80GB,
 foundation-model-stack/fms-acceleration), L40S (PEFT's method comparison) and RTX 4090 (torchtune). By assumption: the shares
@@ -18,13 +18,13 @@ Refuses to import torch and to measure: `calibrate` makes factors of measurement
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from farthing.catalog import Gpu
 from farthing.lengths import Padded
 from farthing.memory import NF4_BYTES, block_of
-from farthing.recipe import CHUNKED, FUSED, TILED, Recipe
+from farthing.recipe import CHUNKED, FUSED, POSITIONS, TILED, Recipe
 from farthing.shapes import Adapters, Shape
 
 MATMUL_SHARE = {  # of the dense peak that products of a training step reach
@@ -149,13 +149,18 @@ def work_of(
     *,
     labelled_share: float = 1.0,
 ) -> Work:
-    """A step of `recipe.global_batch` examples, each `padded` as `Lengths.padded` has it, `mean_tokens` without padding."""
+    """A step of `recipe.global_batch` examples, each `padded` as it is computed, `mean_tokens` without padding.
+
+    `padded` is what `Lengths.cut` has for the trainer, and `Lengths.padded` for others.
+    """
     n_each, n_micro = recipe.global_batch / recipe.n_gpus, recipe.n_micro_batches
     all_tokens = recipe.global_batch * (padded.tokens + padded.targets)
     recompute = 1.0 / recipe.every_n_layers if recipe.every_n_layers else 0.0
-    flops, c = _flops(shape, padded, adapters, recompute), recipe.compute_bytes
-    passes = 2 + recompute
+    flops, c = _flops(shape, recipe, padded, adapters, recompute, labelled_share), recipe.compute_bytes
     n_layers = shape.n_layers + shape.n_decoder_layers
+    below = _share_below(shape, padded, adapters)
+    ahead = 1 - below if recipe.caches_prefix else 1.0  # of the layers go through a forward pass
+    passes = ahead + (1 - below) * (1 + recompute)
     host_s = recipe.stack.host_s_per_layer + (recipe.stack.host_s_per_adapted_layer if adapters is not None else 0.0)
     return Work(
         matmul_flops=n_each * (flops.body + flops.head + flops.adapters),
@@ -165,13 +170,37 @@ def work_of(
         dequantization_bytes=n_micro * shape.n_matmul * passes * (NF4_BYTES + c) if recipe.method == "qlora" else 0.0,
         optimizer_bytes=_optimizer_bytes(shape, recipe, adapters),
         sent_bytes=_sent_bytes(shape, recipe, adapters),
-        host_s=n_micro * n_layers * host_s * (1 + recompute / 3),
+        host_s=n_micro * n_layers * host_s * (1 + recompute / 3 - below * (2 + recompute) / 3 - (1 - ahead) / 3),
         tokens_per_micro_batch=max(1.0, all_tokens / recipe.n_gpus / n_micro),
         n_tokens=recipe.global_batch * mean_tokens,
         n_padded_tokens=all_tokens,
         flops=recipe.n_gpus * n_each * flops.total,
         forward_share=flops.forward / flops.total,
     )
+
+
+def prefix_work(
+    shape: Shape, recipe: Recipe, padded: Padded, adapters: Adapters, n_examples: int, mean_tokens: float
+) -> Work:
+    """The forward pass of the layers below the first trained one over `n_examples`: what fills a cache of it, once."""
+    every, above = (
+        work_of(shape, replace(recipe, caches_prefix=caches), padded, mean_tokens, adapters, labelled_share=0.0)
+        for caches in (False, True)
+    )
+    n_steps = n_examples / recipe.global_batch
+    names = (
+        "matmul_flops",
+        "attention_flops",
+        "read_bytes",
+        "traffic_bytes",
+        "dequantization_bytes",
+        "host_s",
+        "flops",
+    )
+    saved = {name: n_steps * (getattr(every, name) - getattr(above, name)) for name in names}
+    alone = {"optimizer_bytes": 0.0, "sent_bytes": 0.0, "forward_share": 1.0}
+    tokens = {"n_tokens": n_steps * every.n_tokens, "n_padded_tokens": n_steps * every.n_padded_tokens}
+    return every._replace(**saved, **alone, **tokens)
 
 
 def step_time(work: Work, device: Device, calibration: Calibration | None = None) -> StepTime:
@@ -252,21 +281,48 @@ class _Flops(NamedTuple):
         return self.body + self.attention + self.head + self.adapters
 
 
-def _flops(shape: Shape, padded: Padded, adapters: Adapters | None, recompute: float) -> _Flops:
-    """FLOPs of one padded example, forward, backward and recomputed."""
+def _flops(
+    shape: Shape,
+    recipe: Recipe,
+    padded: Padded,
+    adapters: Adapters | None,
+    recompute: float,
+    labelled_share: float,
+) -> _Flops:
+    """FLOPs of one padded example, forward, backward and recomputed. The forward pass is that without a cache."""
     tokens, targets = max(1, round(padded.tokens)), round(padded.targets)
     scale = padded.tokens / tokens
     once = shape.forward_flops(tokens, targets)
     both = shape.training_flops(tokens, targets, adapters=adapters)
+    first = 0 if adapters is None else adapters.first_layer
+    above = shape.forward_flops(tokens, targets, first_layer=first) if first else once
+    below = once.body - above.body, once.attention - above.attention
+    is_read = 1.0 if recipe.caches_prefix else 0.0  # from the disk, what is below
     spread = padded.token_pairs / max(1.0, padded.tokens**2)  # long examples attend more than the mean squared
     low_rank = both.adapters / 3 * recompute
+    scored = labelled_share if recipe.stack.loss == POSITIONS and shape.task != "classification" else 1.0
     return _Flops(
-        scale * (both.body + recompute * once.body),
-        scale * spread * (both.attention + recompute * once.attention) * 3.5 / 3,  # flash recomputes the scores
-        scale * both.head,
+        scale * (both.body + recompute * above.body - is_read * below[0]),
+        # flash recomputes the scores in the backward pass
+        scale * spread * ((both.attention + recompute * above.attention) * 3.5 / 3 - (1 / 6 + is_read) * below[1]),
+        scale * both.head * scored,
         scale * (both.adapters + low_rank),
-        scale * (once.body + spread * once.attention + once.head + both.adapters / 3),
+        scale * (once.body + spread * once.attention + scored * once.head + both.adapters / 3),
     )
+
+
+def _share_below(shape: Shape, padded: Padded, adapters: Adapters | None) -> float:
+    """Share of the work in layers that stands below the first trained one, and has no backward pass."""
+    if adapters is None or not adapters.first_layer:
+        return 0.0
+    above = shape.n_above(adapters.first_layer)
+    of_all = _layer_tokens(padded, (shape.n_layers, shape.n_decoder_layers))
+    return 1 - _layer_tokens(padded, above) / max(1.0, of_all)
+
+
+def _layer_tokens(padded: Padded, n_layers: tuple[int, int]) -> float:
+    """Tokens times layers; a decoder's attend twice."""
+    return padded.tokens * n_layers[0] + 1.4 * padded.targets * n_layers[1]
 
 
 def _traffic(
@@ -293,15 +349,24 @@ def _traffic(
         width_in = sum(n / n_layers * w.n_in for w, n in adapters.adapted if w.kind == "linear")
         width_out = sum(n / n_layers * w.n_out for w, n in adapters.adapted if w.kind == "linear")
         casts = 4.0 + (2.0 if recipe.trained_bytes > c and not stack.has_autocast else 0.0)
-        layer += (casts + c) * width_in + 4.0 * c * width_out
+        if stack.fuses_adapters:  # the thin product reads the input once more, and what comes of it is added in place
+            layer += c * width_in + 2.0 * c * width_out
+        else:
+            layer += (casts + c) * width_in + 4.0 * c * width_out
         if recipe.lora_dropout > 0:
             layer += 10.0 * width_in
         if recipe.use_dora:
             layer += 6.0 * c * (width_in + width_out)
-    tokens = padded.tokens * shape.n_layers + 1.4 * padded.targets * shape.n_decoder_layers
-    body = tokens * layer * (3.0 + recompute)
+    below = _share_below(shape, padded, adapters)
+    ahead = 1 - below if recipe.caches_prefix else 1.0
+    tokens = _layer_tokens(padded, (shape.n_layers, shape.n_decoder_layers))
+    body = tokens * layer * (ahead + (1 - below) * (2.0 + recompute))
     n_scored = (padded.targets or padded.tokens) if shape.task in ("causal-lm", "seq2seq") else 0.0
     passes = {TILED: 8.0, FUSED: 16.0, CHUNKED: 24.0}.get(stack.loss, c + 32.0 * labelled_share)
+    if (
+        stack.loss == POSITIONS
+    ):  # written, read by the softmax and by both products, written as gradients; fp32 in between
+        passes = (8.0 + 5.0 * c) * labelled_share
     return body + n_scored * shape.vocab * passes
 
 

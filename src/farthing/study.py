@@ -23,7 +23,7 @@ from farthing.machine import Machine, free_memory_bytes, local_machine
 from farthing.measurements import MEASUREMENTS, Measurement, read_measurements
 from farthing.model_config import find_config
 from farthing.money import Owned
-from farthing.plan import Answer, Assumptions, Place, Plan, Rejected, Wanted, decide, place_of, recipe_of
+from farthing.plan import CPU_TOKENS, Answer, Assumptions, Place, Plan, Rejected, Wanted, decide, place_of, recipe_of
 from farthing.shapes import Shape, read_shape
 from farthing.speed import Calibration, Device, cpu_device, device_of, step_time, work_of
 from farthing.traces import hazards, read_traces
@@ -155,7 +155,9 @@ def wanted_of(job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None
     train, method = job.train, job.method
     precision = "bf16" if train.bf16 else "fp16" if train.fp16 else "fp32" if train.bf16 is False else None
     checkpointing = train.gradient_checkpointing
-    is_cut = train.per_device_train_batch_size is not None or train.gradient_accumulation_steps is not None
+    micro_tokens = train.micro_batch_tokens
+    if micro_tokens is None and (train.per_device_train_batch_size or train.gradient_accumulation_steps):
+        micro_tokens = job.micro_batch_size * lengths.longest_example  # as the trainer takes it
     deadline_s = None
     if job.limits.deadline is not None:
         deadline_s = job.limits.deadline.timestamp() - now.timestamp()
@@ -168,7 +170,8 @@ def wanted_of(job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None
         lengths=lengths,
         n_epochs=train.num_train_epochs,
         max_steps=train.max_steps,
-        micro_batch=job.micro_batch_size if is_cut else None,
+        micro_tokens=micro_tokens,
+        may_go_flat=job.model.attn_implementation is None,
         every_n_layers=None if checkpointing == "auto" else int(checkpointing),
         precision=precision,
         lora_r=method.lora_r,
@@ -210,7 +213,7 @@ def place_here(
 ) -> Place | None:
     """This machine as the trainer would use it; None for a GPU that is not known.
 
-    A CPU computes in fp32 unless asked for bf16, and cuts its batches as the job says.
+    A CPU computes in fp32 unless asked for bf16.
     """
     is_cuda = machine.kind == "cuda" and job.where.device != "cpu"
     offer = Offer(
@@ -234,8 +237,7 @@ def place_here(
         return None
     known = _calibration(wanted, measurements, hardware, precision, device)
     memory_bytes -= memory_bytes % 2**30 if memory_bytes > 2**30 else 0  # what is free moves; a plan should not
-    micro = wanted.micro_batch if is_cuda else job.micro_batch_size
-    return Place(offer, device, precision, memory_bytes, known, is_local=True, is_cuda=is_cuda, micro_batch=micro)
+    return Place(offer, device, precision, memory_bytes, known, is_local=True, is_cuda=is_cuda)
 
 
 def plan_here(
@@ -255,7 +257,8 @@ def promise_of(plan: Plan, wanted: Wanted) -> dict[str, Any]:
 
     `formula` is what would have been said without any measurement, for the plans of other models on the same device.
     """
-    padded = wanted.lengths.padded(plan.recipe.micro_batch, wanted.global_batch)
+    assert plan.recipe.micro_tokens is not None
+    padded = wanted.cut(plan.recipe.micro_tokens, plan.recipe.n_gpus).example
     work = work_of(
         wanted.shape,
         plan.recipe,
@@ -277,8 +280,9 @@ def promise_of(plan: Plan, wanted: Wanted) -> dict[str, Any]:
         "step_s": plan.step.seconds,
         "tokens_per_s": plan.step.tokens_per_s,
         "interval_s": plan.interval_s,
-        "micro_batch": plan.recipe.micro_batch,
+        "micro_batch_tokens": plan.recipe.micro_tokens,
         "every_n_layers": plan.recipe.every_n_layers,
+        "first_layer": wanted.adapters.first_layer if wanted.adapters is not None else 0,
         "calibration": plan.place.calibration.source or "formulas only",
         "formula": {
             "compute_s": sum(seconds for name, seconds in bare.items() if name != "optimizer"),
@@ -335,7 +339,7 @@ def _calibration(
 ) -> Calibration:
     if not measurements:
         return Calibration()
-    recipe = recipe_of(wanted, precision, wanted.micro_batch or 1, wanted.every_n_layers or 0)
+    recipe = recipe_of(wanted, precision, wanted.micro_tokens or CPU_TOKENS, wanted.every_n_layers or 0)
     return calibrate(
         measurements, hardware, wanted.shape, recipe, device, wanted.adapters, labelled_share=wanted.labelled_share
     )

@@ -591,7 +591,8 @@ class Run:
         seconds, peak = now_s - max(taken.started_s, self._settled_s), peak_bytes(self.numerics.device)
         self._settled_s = now_s
         self.pace.step_done(n_tokens, sums.n_computed, seconds)
-        self.record.step_done(n_tokens, sums.n_computed, sums.n_targets, seconds, self.meter.spans, peak)
+        n_pieces = len(sums.pieces)
+        self.record.step_done(n_pieces, n_tokens, sums.n_computed, sums.n_targets, seconds, self.meter.spans, peak)
         self.report_step(row)
         return losses, norm
 
@@ -791,14 +792,17 @@ class Run:
             task=job.task,
             method=job.method.name,
             lora_r=0 if job.method.name == "full" else job.method.lora_r,
+            first_layer=self.promise.get("first_layer", 0),
             precision=self.numerics.name,
             optim=job.train.optim,
-            micro_batch_size=job.micro_batch_size,
+            micro_batch_tokens=self.steps.most_tokens,
+            is_flat=self.forward.is_flat,
             global_batch_size=job.global_batch_size,
             every_n_layers=self.steps.every_n_layers,
             lengths={
                 "n_examples": lengths.n_examples,
                 "mean": lengths.mean,
+                "mean_of_squares": lengths.mean_of_squares,
                 "longest": lengths.longest,
                 "mean_target": lengths.mean_target,
                 "longest_target": lengths.longest_target,

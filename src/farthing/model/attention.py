@@ -35,25 +35,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from farthing.families import DECODERS, ENCODERS, FLAT, WHY_NOT_FLAT
+
 NAME = "farthing_varlen"
 
-# families whose flat batches are held against single documents in the tests, by transformers' `model_type`
-DECODERS = frozenset(
-    {
-        *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2"),
-        *("gpt_bigcode", "gpt_neox", "granite", "helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2"),
-        *("olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
-    }
-)
-ENCODERS = frozenset({"bert", "camembert", "electra", "roberta", "xlm-roberta"})
 PADDING_FIRST = frozenset({"camembert", "roberta", "xlm-roberta"})  # their positions begin after the padding index
-WHY_NOT = {
-    "bloom": "its scores are biased by the distance of tokens (ALiBi)",
-    "mpt": "its scores are biased by the distance of tokens (ALiBi)",
-    "falcon": "its attention takes no other implementation",
-    "t5": "its scores are biased by the distance of tokens",
-    "mt5": "its scores are biased by the distance of tokens",
-}
 
 
 # ---- the documents of a batch ----
@@ -150,9 +136,9 @@ def can_go_flat(model: Any, task: str) -> str | None:
     inner = _inner(model)
     config = inner.config
     kind = config.model_type
-    known = {"causal-lm": DECODERS, "classification": DECODERS | ENCODERS}.get(task)
-    if kind in WHY_NOT:
-        return f"{kind}: {WHY_NOT[kind]}"
+    known = FLAT.get(task)
+    if kind in WHY_NOT_FLAT:
+        return f"{kind}: {WHY_NOT_FLAT[kind]}"
     if known is None:
         return f"{task}: inputs and targets are padded apart"
     if kind not in known:

@@ -21,22 +21,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from farthing.data.batches import IGNORED
+from farthing.families import KNOWN_HEADS
 from farthing.model.loss import shifted_right, summed_loss
-
-# families whose forward pass ends in: hidden states, one matrix, perhaps a soft cap; held against the plain path in tests
-CAUSAL_FAMILIES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"}
-)
-SEQ2SEQ_FAMILIES = frozenset({"t5", "mt5"})
+from farthing.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
 
 # keys of a batch that only the loss reads
 POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
-
-CUDA_TILE_TOKENS = 2048  # from here on a product is as quick as an undivided one; never timed on a GPU by us
-CPU_TILE_TOKENS, CPU_MOST_TILE_TOKENS = 256, 1024  # bench/head.py: fewer cost time, more only memory
-CPU_TILE_BYTES = 64 << 20  # of fp32 logits, where they are small enough for more tokens than that
-CPU_BLOCK_BYTES = 1 << 20  # of the fp32 rows at work: they stay in the cache from the softmax to the gradient
-CUDA_BLOCK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -63,18 +53,6 @@ def find_labelled(labels: Tensor, *, predicts_next: bool, position_ids: Tensor |
         return Labelled(rows * n_tokens + columns, labels[rows, columns + 1])
     rows, columns = (labels != IGNORED).nonzero(as_tuple=True)
     return Labelled(rows * n_tokens + columns, labels[rows, columns])
-
-
-def default_tile_tokens(n_words: int, device_type: str, trained_width: int = 0) -> int:
-    """Labelled positions of a tile: as many as the products need to be quick.
-
-    Where the head is trained (`trained_width` h) each tile adds to its whole gradient, so a tile has at least h positions:
-    its logits are then no larger than that gradient.
-    """
-    if device_type != "cpu":
-        return CUDA_TILE_TOKENS
-    fitting = CPU_TILE_BYTES // (4 * n_words) // 32 * 32
-    return min(CPU_MOST_TILE_TOKENS, max(CPU_TILE_TOKENS, fitting, trained_width))
 
 
 def head_loss(
@@ -261,7 +239,7 @@ def find_head(model: Any, task: str) -> Head | str:
     """The head of a causal or sequence-to-sequence model of `transformers`, wrapped by `peft` or not; or why not."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     family = getattr(getattr(inner, "config", None), "model_type", "")
-    known = {"causal-lm": CAUSAL_FAMILIES, "seq2seq": SEQ2SEQ_FAMILIES}.get(task, frozenset())
+    known = KNOWN_HEADS.get(task, frozenset())
     if family not in known or not type(inner).__module__.startswith("transformers.models."):
         return f"all positions are scored: the head of a {family or type(inner).__name__} for {task} is not known"
     linear = inner.get_output_embeddings()

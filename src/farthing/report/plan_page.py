@@ -16,6 +16,7 @@ from farthing.report.plan_view import (
     break_even_words,
     has_price,
     limits_in_words,
+    micro_batches_in_words,
     say_cost,
     summary,
     ways_out,
@@ -436,7 +437,7 @@ def _memory(rows: Sequence[Row]) -> str:
         capacity = memory["capacity_bytes"]
         low, needed, high = memory["range_bytes"]
         several = f"{row['n_gpus']}x " if row["n_gpus"] > 1 else ""
-        recipe = f"{row['recipe']['micro_batch']} x {row['recipe']['accumulation']}, {row['recipe']['checkpointing']}"
+        recipe = f"{row['recipe']['micro_batch_tokens']:,} tokens, {row['recipe']['checkpointing']}"
         figures = (say_bytes(needed), f"{say_bytes(low)} to {say_bytes(high)}", say_bytes(capacity))
         bar = f'<td class="bar">{_stack(memory["parts"], capacity)}</td>'
         name = f'<th scope="row" class="k">{escape(several + row["gpu"])}</th>'
@@ -474,7 +475,7 @@ def _components(best: Row) -> str:
         cells.append(_wide(title, f"<table><caption>{escape(words)}</caption>{head}{_body(body)}</table>"))
     recipe = best["recipe"]
     words = (
-        f"{recipe['words']}; {recipe['optimizer']}; {say_count(recipe['micro_batch_tokens'])} tokens at once; a checkpoint "
+        f"{recipe['words']}; {recipe['optimizer']}; a step is {micro_batches_in_words(recipe)}; a checkpoint "
         f"every {say_seconds(best['save_every_s'])}. {best['sure'][:1].upper()}{best['sure'][1:]}."
     )
     return (

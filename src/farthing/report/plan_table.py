@@ -10,7 +10,15 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from farthing.report.plan_view import break_even_words, has_price, limits_in_words, say_cost, summary, ways_out
+from farthing.report.plan_view import (
+    break_even_words,
+    has_price,
+    limits_in_words,
+    micro_batches_in_words,
+    say_cost,
+    summary,
+    ways_out,
+)
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 _N_SHOWN, _N_SEVERAL, _N_WHY_NOT = 10, 3, 6
@@ -74,8 +82,7 @@ def draw_components(console: Console, row: Row) -> None:
     each = f" on each of {row['n_gpus']} GPUs" if row["n_gpus"] > 1 else ""
     facts = {
         "recipe": f"{recipe['method']}, {recipe['precision']}, {recipe['optimizer']}",
-        "step": f"{recipe['global_batch']} examples: {recipe['accumulation']} x {recipe['micro_batch']}{each}, "
-        f"{say_count(recipe['micro_batch_tokens'])} tokens at once",
+        "step": f"{recipe['global_batch']} examples: {micro_batches_in_words(recipe)}{each}",
         "checkpointing": f"activations of {recipe['checkpointing']}" if recipe["every_n_layers"] else "none",
         "sharding": recipe["sharding"],
         "speed": f"{say_count(step['tokens_per_s'])} useful tokens/s, {step['useful_share']:.0%} of what is computed; "
@@ -144,7 +151,7 @@ def draw_compared(console: Console, comparison: Row, a: Row, b: Row) -> None:
     words_of: dict[str, Callable[[Row], str]] = {
         "dollar range": lambda row: "{} to {}".format(*(say_cost(row["usd_range"][i]) for i in (0, 2))),
         "time range": lambda row: "{} to {}".format(*(say_seconds(row["hours_range"][i] * 3600) for i in (0, 2))),
-        "recipe": lambda row: f"{row['recipe']['micro_batch']} x {row['recipe']['accumulation']} examples",
+        "at a time": lambda row: f"{row['recipe']['micro_batch_tokens']:,} tokens",
         "checkpointing": lambda row: row["recipe"]["checkpointing"],
         "precision": lambda row: row["recipe"]["precision"],
         "sharding": lambda row: row["recipe"]["sharding"],

@@ -153,9 +153,10 @@ def _plan(rank: int, group: Sequence[Plan], law: str) -> dict[str, Any]:
             "words": recipe.in_words(),
             "method": recipe.method,
             "precision": recipe.precision,
-            "micro_batch": recipe.micro_batch,
-            "micro_batch_tokens": step.n_padded_tokens / recipe.n_gpus / recipe.n_micro_batches,
-            "accumulation": recipe.n_micro_batches,
+            "micro_batch_tokens": recipe.micro_tokens,
+            "mean_tokens_at_once": step.n_padded_tokens / recipe.n_gpus / recipe.n_micro_batches,
+            "n_micro_batches": recipe.n_micro_batches,
+            "is_flat": recipe.stack.is_flat,
             "global_batch": recipe.global_batch,
             "checkpointing": _checkpointing(recipe.every_n_layers),
             "every_n_layers": recipe.every_n_layers,
@@ -236,6 +237,15 @@ def _name(plan: Plan) -> str:
         if kind == "own"
         else f"{what} {kind.replace('-', ' ')} at {plan.offer.provider}"
     )
+
+
+def micro_batches_in_words(recipe: Mapping[str, Any]) -> str:
+    """`3.7 micro-batches of up to 8,192 tokens, end to end`."""
+    n = recipe["n_micro_batches"]
+    number = f"{n:.0f}" if n == round(n) else f"{n:.1f}"
+    one_or_more = "micro-batch" if n == 1 else "micro-batches"
+    laid = "end to end" if recipe["is_flat"] else "padded"
+    return f"{number} {one_or_more} of up to {recipe['micro_batch_tokens']:,} tokens, {laid}"
 
 
 def _checkpointing(every_n_layers: int) -> str:
