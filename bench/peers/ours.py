@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from peers.assignment import ADAM, MAX_GRAD_NORM, Assignment
-from peers.clock import Clock
+from peers.clock import Clock, cpu_seconds
 
 
 def job_values(assignment: Assignment, **more: Any) -> dict[str, Any]:
@@ -80,6 +81,8 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
     losses: list[float] = []
     said: dict[str, Any] = {}
 
+    keeping = Keeping(clock)
+
     with embedded() as computed:
 
         def step_taken(*_: Any) -> None:
@@ -88,6 +91,7 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
             clock.step_done()
 
         def tell(kind: str, facts: dict[str, Any]) -> None:
+            keeping.heard(kind, computed)
             if kind == "decided":  # the last that is said before the first step
                 said.update({key: value for key, value in facts.items() if isinstance(value, str | int | float)})
                 computed.clear()
@@ -105,6 +109,30 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
         raise SystemExit(f"farthing stopped: {outcome.reason}")
     _same_examples(assignment)
     return {"model": f"{assignment.out}/run/model", "first_loss": losses[0], "said": said}
+
+
+class Keeping:
+    """What the output of frozen layers takes where it is computed before the first step: a part of the first epoch.
+
+    farthing says `keeping` as it goes; the work lies between what was said before the first of these and after the last.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._began = clock, (0.0, 0.0)
+        self._is_at_it = False
+
+    def heard(self, kind: str, computed: list[int]) -> None:
+        """Something was said; `computed` are the tokens the model was given since the last but `keeping`."""
+        now = (time.perf_counter(), cpu_seconds())
+        if kind == "keeping":
+            self._is_at_it = True
+            return
+        if self._is_at_it:
+            self._clock.worked_ahead(now[0] - self._began[0], now[1] - self._began[1], sum(computed))
+            self._is_at_it = False
+        self._began = now
+        if not self._clock.n_steps:
+            computed.clear()
 
 
 def _same_examples(assignment: Assignment) -> None:

@@ -156,11 +156,11 @@ class Race:
             "examples_per_step": n_examples / n_steps,
             "first_loss": result["first_loss"],
             "said": result.get("said", {}),
-            "epoch": figures.rates(result, 0, per_epoch),
+            "epoch": figures.rates(result, 0, per_epoch, per_epoch),
             "saw_all": sum(result["useful"]) == due,
-            "marks": {name: result[name] for name in ("wall", "cpu", "useful", "computed")},
+            "marks": {name: result[name] for name in ("wall", "cpu", "useful", "computed", "ahead")},
         }
-        return record | {name: figures.rates(result, first, last) for name, (first, last) in of.items()}
+        return record | {name: figures.rates(result, first, last, per_epoch) for name, (first, last) in of.items()}
 
     def has_time(self, kind: str) -> bool:
         """Whether another run of this kind would end in time: as long as its last, else as the longest of all."""
