@@ -120,7 +120,9 @@ def peak_bytes(device: torch.device) -> int:
     """Most memory taken so far: by torch on a GPU, by the whole process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    # Linux keeps the parent's peak in ru_maxrss when a process begins another
+    own = window_peak_bytes(device)
+    return own or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def reset_peak_bytes(device: torch.device) -> None:
