@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import farthing
-from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_MISTAKE, FarthingError, UserMistake
+from farthing.errors import (
+    EXIT_CRASH,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_LIMIT,
+    EXIT_MISTAKE,
+    FarthingError,
+    UserMistake,
+)
 
 DESCRIPTION = "Fine-tune a language model for the fewest dollars: resumable to the bit, with its bill."
 EPILOG = "exit codes: 0 finished, 1 crash, 2 mistake in the input, 3 stopped by a limit, 75 interrupted (run it again)"
@@ -340,9 +348,12 @@ def _train(arguments: argparse.Namespace) -> int:
     job = load_job(arguments.job, arguments.set)
     offer = _scaling_offer(arguments, job)
 
-    from farthing.report.terminal import Terminal, draw_receipt
+    from farthing.limits import stopped_before_start
+    from farthing.report.terminal import Terminal
 
     console = _console(stderr=arguments.json)
+    if stopped := stopped_before_start(job):
+        return _show_end(arguments, console, "limit", *stopped, EXIT_LIMIT)
     terminal = Terminal(console, job.train.logging_steps)
     if offer:
         terminal("note", {"text": offer})
@@ -355,18 +366,27 @@ def _train(arguments: argparse.Namespace) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
         terminal.close()
+    return _show_end(arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code)
+
+
+def _show_end(
+    arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: dict[str, Any], code: int
+) -> int:
+    """The receipt, and how it ended."""
+    from farthing.report.terminal import draw_receipt
+
     if arguments.json:
-        print(json.dumps(outcome.receipt, indent=1))
+        print(json.dumps(receipt, indent=1))
     else:
-        draw_receipt(console, outcome.receipt)
+        draw_receipt(console, receipt)
         console.print()
     words = {
-        "finished": f"[green]finished[/]: {outcome.reason}",
-        "limit": f"[yellow]stopped[/] by {outcome.reason}; raise the limit and run the same command to go on",
-        "interrupted": f"[yellow]interrupted[/] ({outcome.reason}); run the same command to go on",
+        "finished": f"[green]finished[/]: {reason}",
+        "limit": f"[yellow]stopped[/] by {reason}; raise the limit and run the same command to go on",
+        "interrupted": f"[yellow]interrupted[/] ({reason}); run the same command to go on",
     }
-    console.print(words[outcome.state], highlight=False, soft_wrap=True)
-    return outcome.exit_code
+    console.print(words[state], highlight=False, soft_wrap=True)
+    return code
 
 
 def _probe(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from farthing.errors import UserMistake
 from farthing.files import JsonLines
 from farthing.meter import SPANS, Attempt, read_attempts
-from farthing.run_folder import JOB, LEDGER, LOG, PLAN, RUN
+from farthing.run_folder import JOB, LEDGER, LOG, PLAN, RUN, SCHEDULE
 
 N_CURVE_POINTS = 60
 
@@ -50,6 +50,7 @@ def build_receipt(folder: Path) -> dict[str, Any]:
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "job": _read_json(folder / JOB),
         "machine": (_read_json(folder / RUN) or {}).get("machine"),
+        "schedule": _read_json(folder / SCHEDULE),
         "steps": steps[-1]["step"] if steps else 0,
         "tokens": sum(row["n_tokens"] for row in steps),
         "target_tokens": sum(row["n_targets"] for row in steps),

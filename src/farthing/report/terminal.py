@@ -87,7 +87,8 @@ class Terminal:
             "data": f"{facts['examples']:,} examples"
             + (f", {facts['eval_examples']:,} for evaluation" if facts["eval_examples"] else ", none for evaluation")
             + f", up to {facts['max_length']} tokens",
-            "steps": f"{facts['steps']:,} of {facts['batch']}",
+            "steps": f"{facts['steps']:,} of {facts['batch']}"
+            + (f"; {facts['fitted']}" if facts.get("fitted") else ""),
             "learning rate": facts["learning_rate"],
             "computes on": f"{facts['device']} in {facts['precision']}",
             "memory": f"{facts['memory']}; activation checkpointing {facts['gradient_checkpointing']}",
@@ -271,6 +272,12 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
         facts.add_row(
             "[dim]out of memory[/]",
             f"{plural(len(events), 'time')}; went on with {now['most_tokens']:,} tokens at a time{more}",
+        )
+    if fit := receipt.get("schedule"):
+        facts.add_row(
+            "[dim]schedule[/]",
+            f"fitted to the budget: {fit['n_steps']:,} of {fit['asked_steps']:,} steps"
+            + ("" if fit["settled"] else ", not settled yet"),
         )
     if receipt["skipped_steps"]:
         facts.add_row(
