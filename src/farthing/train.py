@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 import farthing
 from farthing.checkpoint import Checkpoints, Part, SaveResult, n_bytes_of
+from farthing.cloud_notice import Sign, Watch, services_for
 from farthing.data.batches import Batches
 from farthing.data.tokens import TokenSet
 from farthing.errors import (
@@ -58,7 +59,7 @@ from farthing.model.load import quiet_libraries
 from farthing.model.low_rank import use_low_rank
 from farthing.model.prefix import Prefix, find_prefix
 from farthing.model.prefix_cache import open_prefix_cache
-from farthing.notice import Notice
+from farthing.notice import Heard, Notice
 from farthing.optim import fitted_schedule, schedule
 from farthing.pace import Pace
 from farthing.parts import ModelPart, OptimizerPart, Progress, ScalerPart
@@ -125,7 +126,7 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
         raise UserMistake(
             f"the run folder can't be made: {error.strerror}", where=str(folder), to_do="choose another output_dir"
         ) from error
-    with only_writer(folder), Notice() as notice:
+    with only_writer(folder), Notice() as notice, watched(job, notice):
         try:
             ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
             ledger.write("starting")
@@ -148,6 +149,7 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
             ) from error
         finally:
             with contextlib.suppress(OSError):  # a full disk must not hide the error that is on its way
+                note_news(notice, ledger)
                 ledger.close(state)
         receipt = build_receipt(folder)
         write_json(folder / RECEIPT, receipt)
@@ -199,6 +201,29 @@ def _train(
         write_json(folder / RUN, {**run_facts, "finished": True})
     run.leave_measurement()
     return state, reason
+
+
+@contextlib.contextmanager
+def watched(job: Job, notice: Notice) -> Iterator[None]:
+    """Within the block the cloud's metadata service is asked for notices, where the job or the machine gives reason to."""
+
+    def hears(cloud: str, sign: Sign) -> None:
+        notice.say(sign.what, cloud, sign.leaves_at, is_certain=sign.is_certain)
+
+    watch = Watch(services_for(job.where.notices, is_spot=job.where.spot), hears, notice.warnings.append)
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.stop()
+
+
+def note_news(notice: Notice, ledger: Ledger) -> list[Heard]:
+    """Put on the ledger what was heard since the last time; returns it."""
+    news = notice.news()
+    for heard in news:
+        ledger.write("running", notice=heard.as_dict())
+    return news
 
 
 def _identify(job: Job, meter: Meter) -> tuple[Numerics, Inputs]:
@@ -596,6 +621,7 @@ class Run:
         with contextlib.closing(self.steps), rare_collections():
             try:
                 while not state:
+                    self.hear()
                     limit = over_limit(self.job, self.ledger, self.seconds_to_reserve())
                     if self.evaluation_is_due() and not limit:
                         self.evaluate()
@@ -620,6 +646,15 @@ class Run:
             with self.meter.span("export"):
                 self.export()
         return state, reason
+
+    def hear(self) -> None:
+        """Take note of what clouds and signals have said: where the machine may go, save sooner."""
+        for heard in note_news(self.notice, self.ledger):
+            if not heard.is_certain:
+                self._save_now = True
+                self._warn(f"{heard.what}: saving now, and going on")
+        while self.notice.warnings:
+            self._warn(self.notice.warnings.pop(0))
 
     def is_done(self) -> bool:
         """Whether nothing is left to be trained or evaluated."""
@@ -932,8 +967,8 @@ class Run:
         return 2 * save_s + EXPORT_S + n_bytes / WRITE_BYTES_PER_S
 
     def seconds_to_insure(self) -> float:
-        """As long as so much is left, a killed run can be started again, and leave its model."""
-        return self.seconds_to_reserve() + self.seconds_to_leave() + self._start_s
+        """As long as so much is left, a run that is killed, and once more at its start, can still leave its model."""
+        return self.seconds_to_reserve() + self.seconds_to_leave() + 2 * self._start_s
 
     def takes(self) -> dict[str, float]:
         """What parts of this attempt took, for a later one."""

@@ -266,6 +266,12 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
             f"{receipt['interruptions']}; restarting took {_time_and_price(receipt, 'restart')}, "
             f"work done twice {_time_and_price(receipt, 'redone')}",
         )
+    if told := [notice for notice in receipt.get("notices", []) if notice["is_certain"]]:
+        grace = "" if told[-1]["grace_s"] is None else f" of {say_seconds(max(0.0, told[-1]['grace_s']))}"
+        facts.add_row(
+            "[dim]last notice[/]",
+            f"{escape(told[-1]['what'])}; saved and left after {say_seconds(told[-1]['left_after_s'])}{grace}",
+        )
     if events := receipt["out_of_memory"]:
         now = events[-1]
         more = f", every {now['every_n_layers']} layers computed again" if now["every_n_layers"] else ""
