@@ -29,6 +29,7 @@ from farthing.meter import Ledger, Meter
 from farthing.notice import Notice
 from farthing.optim import fitted_schedule, schedule
 from farthing.parts import Progress
+from farthing.report.receipt import build_receipt
 from farthing.run_folder import LEDGER, MODEL
 from farthing.train import Run
 
@@ -249,6 +250,13 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(seed: int, p
     assert ledger._past_s == pytest.approx(machine.alive_s, abs=slack_s)
     assert (folder / MODEL).is_dir()
     assert disk["model"] > 0
+    receipt = build_receipt(folder)  # every second has a name and a price, over all attempts
+    assert receipt["wall_s"] == pytest.approx(ledger._past_s, abs=0.1)
+    assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"], rel=0.01)
+    assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"] / 3600 * 7.2, rel=0.01)
+    started_again = [attempt for attempt in receipt["attempts"][1:] if attempt["began"]]
+    assert receipt["restart_s"] >= 0.99 * len(started_again) * costs.start_s
+    assert receipt["restart_usd"] == pytest.approx(receipt["restart_s"] / 3600 * 7.2)
 
 
 def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again(plain: Job, tmp_path: Path) -> None:

@@ -114,6 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--allow-restart", action="store_true", help="start from zero when no checkpoint of an earlier attempt is whole"
     )
+    sub.add_argument(
+        "--retry",
+        nargs="?",
+        type=int,
+        const=3,
+        metavar="N",
+        help="begin again after interruptions, crashes and kills, until N attempts in a row saved nothing (default: 3)",
+    )
     sub.add_argument("--json", action="store_true", help="print the receipt as JSON; progress goes to stderr")
 
     sub = verb("probe", _probe, "a minute of real steps to find the cheapest way to compute a job here")
@@ -354,6 +362,8 @@ def _train(arguments: argparse.Namespace) -> int:
     console = _console(stderr=arguments.json)
     if stopped := stopped_before_start(job):
         return _show_end(arguments, console, "limit", *stopped, EXIT_LIMIT)
+    if arguments.retry is not None:
+        return _train_until_it_ends(arguments, Path(job.output_dir))
     terminal = Terminal(console, job.train.logging_steps)
     if offer:
         terminal("note", {"text": offer})
@@ -367,6 +377,34 @@ def _train(arguments: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, before)
         terminal.close()
     return _show_end(arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code)
+
+
+def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:
+    """Attempts as children; with --json the receipt of the last one is printed."""
+    import tempfile
+
+    from farthing.retry import Child, Supervisor, begin
+
+    if arguments.retry < 1:
+        raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
+    words = ["train", arguments.job, *(word for value in arguments.set for word in ("--set", value))]
+    with tempfile.TemporaryFile() as printed:
+
+        def start(number: int) -> Child:
+            once = ["--allow-restart"] if arguments.allow_restart and number == 0 else []
+            if not arguments.json:
+                return begin([*words, *once])
+            printed.seek(0)
+            printed.truncate()
+            return begin([*words, *once, "--json"], stdout=printed)
+
+        supervisor = Supervisor(
+            folder, start, lambda text: print(f"farthing: {text}", file=sys.stderr, flush=True), tries=arguments.retry
+        )
+        code = supervisor.run()
+        printed.seek(0)
+        sys.stdout.write(printed.read().decode())
+    return code
 
 
 def _show_end(
