@@ -60,6 +60,7 @@ def test_one_place_goes_backward() -> None:
     [
         *("errors", "units", "job", "files", "meter", "run_folder", "limits", "metrics", "starter", "data", "report"),
         *("families", "shapes"),
+        *("notice", "cloud_notice", "retry", "fit"),
         *("spells", "spot"),
         *("catalog", "price_feeds", "money"),
         *("lengths", "machine", "model_config", "measurements"),
@@ -75,6 +76,7 @@ def test_rooms_without_torch(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        *("cloud_notice", "retry", "fit"),
         *("checkpoint", "meter", "notice", "model", "data", "files", "optim", "evaluate", "parts"),
         *("machine", "model_config", "measurements"),
     ],

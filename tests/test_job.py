@@ -64,7 +64,7 @@ def test_the_names_are_those_of_the_hugging_face_training_arguments() -> None:
     ours = set(yaml_keys(Job)["train"])
     own_names = {
         "global_batch_size", "learning_rate_batch_size", "early_stopping_patience", "early_stopping_threshold",
-        "save_minutes", "max_skipped_steps",
+        "save_minutes", "max_skipped_steps", "fit_schedule_to_budget", "micro_batch_tokens", "probe",
         "warmup_ratio",  # a Hugging Face name that its latest versions fold into warmup_steps
     }  # fmt: skip
     theirs = set(Seq2SeqTrainingArguments.__dataclass_fields__)

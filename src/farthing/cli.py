@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import farthing
-from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_MISTAKE, FarthingError, UserMistake
+from farthing.errors import (
+    EXIT_CRASH,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_LIMIT,
+    EXIT_MISTAKE,
+    FarthingError,
+    UserMistake,
+)
 
 DESCRIPTION = "Fine-tune a language model for the fewest dollars: resumable to the bit, with its bill."
 EPILOG = "exit codes: 0 finished, 1 crash, 2 mistake in the input, 3 stopped by a limit, 75 interrupted (run it again)"
@@ -105,6 +113,14 @@ def _parser() -> argparse.ArgumentParser:
     _job_arguments(sub)
     sub.add_argument(
         "--allow-restart", action="store_true", help="start from zero when no checkpoint of an earlier attempt is whole"
+    )
+    sub.add_argument(
+        "--retry",
+        nargs="?",
+        type=int,
+        const=3,
+        metavar="N",
+        help="begin again after interruptions, crashes and kills, until N attempts in a row saved nothing (default: 3)",
     )
     sub.add_argument("--json", action="store_true", help="print the receipt as JSON; progress goes to stderr")
 
@@ -340,9 +356,14 @@ def _train(arguments: argparse.Namespace) -> int:
     job = load_job(arguments.job, arguments.set)
     offer = _scaling_offer(arguments, job)
 
-    from farthing.report.terminal import Terminal, draw_receipt
+    from farthing.limits import stopped_before_start
+    from farthing.report.terminal import Terminal
 
     console = _console(stderr=arguments.json)
+    if stopped := stopped_before_start(job):
+        return _show_end(arguments, console, "limit", *stopped, EXIT_LIMIT)
+    if arguments.retry is not None:
+        return _train_until_it_ends(arguments, Path(job.output_dir))
     terminal = Terminal(console, job.train.logging_steps)
     if offer:
         terminal("note", {"text": offer})
@@ -355,18 +376,55 @@ def _train(arguments: argparse.Namespace) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
         terminal.close()
+    return _show_end(arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code)
+
+
+def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:
+    """Attempts as children; with --json the receipt of the last one is printed."""
+    import tempfile
+
+    from farthing.retry import Child, Supervisor, begin
+
+    if arguments.retry < 1:
+        raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
+    words = ["train", arguments.job, *(word for value in arguments.set for word in ("--set", value))]
+    with tempfile.TemporaryFile() as printed:
+
+        def start(number: int) -> Child:
+            once = ["--allow-restart"] if arguments.allow_restart and number == 0 else []
+            if not arguments.json:
+                return begin([*words, *once])
+            printed.seek(0)
+            printed.truncate()
+            return begin([*words, *once, "--json"], stdout=printed)
+
+        supervisor = Supervisor(
+            folder, start, lambda text: print(f"farthing: {text}", file=sys.stderr, flush=True), tries=arguments.retry
+        )
+        code = supervisor.run()
+        printed.seek(0)
+        sys.stdout.write(printed.read().decode())
+    return code
+
+
+def _show_end(
+    arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: dict[str, Any], code: int
+) -> int:
+    """The receipt, and how it ended."""
+    from farthing.report.terminal import draw_receipt
+
     if arguments.json:
-        print(json.dumps(outcome.receipt, indent=1))
+        print(json.dumps(receipt, indent=1))
     else:
-        draw_receipt(console, outcome.receipt)
+        draw_receipt(console, receipt)
         console.print()
     words = {
-        "finished": f"[green]finished[/]: {outcome.reason}",
-        "limit": f"[yellow]stopped[/] by {outcome.reason}; raise the limit and run the same command to go on",
-        "interrupted": f"[yellow]interrupted[/] ({outcome.reason}); run the same command to go on",
+        "finished": f"[green]finished[/]: {reason}",
+        "limit": f"[yellow]stopped[/] by {reason}; raise the limit and run the same command to go on",
+        "interrupted": f"[yellow]interrupted[/] ({reason}); run the same command to go on",
     }
-    console.print(words[outcome.state], highlight=False, soft_wrap=True)
-    return outcome.exit_code
+    console.print(words[state], highlight=False, soft_wrap=True)
+    return code
 
 
 def _probe(arguments: argparse.Namespace) -> int:

@@ -144,6 +144,9 @@ class TrainSection(Section):
     warmup_ratio: Share = 0.03
     warmup_steps: Annotated[Whole, Field(ge=0)] | None = None
     """Overrides warmup_ratio."""
+    fit_schedule_to_budget: bool = False
+    """The learning rate comes down to its end when the limits are reached: as many steps as they buy, never more than
+    asked. Needs one of the limits."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[Number, Field(ge=0)] = 1.0
     """0 switches clipping off."""
@@ -242,6 +245,9 @@ class WhereSection(Section):
     """Only one kind of offer."""
     spot: bool = False
     """The machine may be taken away: checkpoints are taken as often as that asks for."""
+    notices: Literal["auto", "aws", "gcp", "azure", "off"] = "auto"
+    """Whose metadata service is asked whether the machine is about to be taken. auto: the one whose machine this is seen
+    to be; where it can't be seen, all of them, with spot: true; else none."""
 
 
 def _short(key: str) -> BeforeValidator:
@@ -262,6 +268,13 @@ class Job(Section):
     """The run folder: checkpoints, logs, the receipt and the trained model."""
     cache_dir: str | None = None
     """Where tokenized data is kept. Default: ~/.cache/farthing."""
+
+    @model_validator(mode="after")
+    def _a_fitted_schedule_has_a_budget(self) -> Job:
+        limits = self.limits
+        if self.train.fit_schedule_to_budget and (limits.max_usd, limits.max_hours, limits.deadline) == (None,) * 3:
+            raise ValueError("train.fit_schedule_to_budget fits to a limit; set limits.max_usd, max_hours or deadline")
+        return self
 
     # ---- what follows from the keys ----
 
@@ -320,6 +333,8 @@ class Job(Section):
             }
         )  # fmt: skip
         train |= {"global_batch_size": self.global_batch_size, "learning_rate": self.learning_rate}
+        if not train["fit_schedule_to_budget"]:  # as runs have it that began before there was such a key
+            del train["fit_schedule_to_budget"]
         data = self.data.model_dump(include={"eval_fraction", "max_train_samples", "max_eval_samples"})
         parts: dict[str, Any] = {"train": train, "data": data, "method": self.method.model_dump()}
         flat: dict[str, Any] = {

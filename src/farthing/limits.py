@@ -1,12 +1,24 @@
-"""The caps of a run: dollars, hours and a deadline that hold across attempts."""
+"""The caps of a run: dollars, hours and a deadline that hold across attempts.
+
+What was spent is the ledger's: seconds of a monotonic clock, added up over attempts, so that setting the machine's clock
+neither ends a run nor lets it go on. A deadline is a time of day: the clock is asked once, when an attempt begins, and
+seconds are counted from there. Refuses to look at a clock itself.
+"""
 
 from __future__ import annotations
 
-import time
+import math
+from pathlib import Path
+from typing import Any
 
+from farthing.files import only_writer, write_json
 from farthing.job import Job
-from farthing.meter import Ledger
+from farthing.meter import Ledger, Meter
+from farthing.report.receipt import build_receipt
+from farthing.run_folder import LEDGER, MODEL, RECEIPT, is_finished
 from farthing.units import say_seconds, say_usd
+
+LONGEST_START_S = 600.0  # what took longer was a download or a wait; another start is not expected to take it again
 
 
 def over_limit(job: Job, ledger: Ledger, reserve_s: float) -> str | None:
@@ -18,6 +30,48 @@ def over_limit(job: Job, ledger: Ledger, reserve_s: float) -> str | None:
             return f"the cap of {say_usd(limits.max_usd)}: {say_usd(ledger.spent_usd)} are spent"
     if limits.max_hours is not None and ledger.spent_s + reserve_s > limits.max_hours * 3600:
         return f"the cap of {say_seconds(limits.max_hours * 3600)}: {say_seconds(ledger.spent_s)} are spent"
-    if limits.deadline is not None and time.time() + reserve_s > limits.deadline.timestamp():
+    if limits.deadline is not None and ledger.now + reserve_s > limits.deadline.timestamp():
         return f"the deadline {limits.deadline.isoformat(sep=' ', timespec='minutes')}"
     return None
+
+
+def seconds_left(job: Job, ledger: Ledger) -> float:
+    """Seconds until the first limit; infinite where none binds."""
+    limits, left = job.limits, [math.inf]
+    if limits.max_usd is not None and job.usd_per_hour > 0:
+        left.append((limits.max_usd - ledger.spent_usd) / job.usd_per_hour * 3600)
+    if limits.max_hours is not None:
+        left.append(limits.max_hours * 3600 - ledger.spent_s)
+    if limits.deadline is not None:
+        left.append(limits.deadline.timestamp() - ledger.now)
+    return max(0.0, min(left))
+
+
+def why_not_start(job: Job, folder: Path, ledger: Ledger) -> str | None:
+    """Why another attempt is not worth its start; None where it is, or where it has yet to write a model.
+
+    A run that has a model starts again only where what is left pays for the start. One that has a checkpoint and no
+    model is let in even at its cap: it writes the model and leaves.
+    """
+    if (folder / MODEL).is_dir():
+        return over_limit(job, ledger, ledger.takes.get("start_s", 0.0))
+    return over_limit(job, ledger, 0.0) if ledger.committed_step <= 0 else None
+
+
+def stopped_before_start(job: Job) -> tuple[str, dict[str, Any]] | None:
+    """(why, receipt) where the run's limits leave no room for an attempt; found in no time, and at no cost.
+
+    Raises `RunBusy`.
+    """
+    folder = Path(job.output_dir)
+    if not (folder / LEDGER).exists() or is_finished(folder):
+        return None
+    with only_writer(folder):
+        ledger = Ledger(folder / LEDGER, Meter(), job.usd_per_hour)
+        reason = why_not_start(job, folder, ledger)
+        if reason is None:
+            return None
+        ledger.close("limit")
+        receipt = build_receipt(folder)
+        write_json(folder / RECEIPT, receipt)
+        return reason, receipt

@@ -8,6 +8,8 @@ bill even when its work was lost. Refuses to know what is being measured: it get
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -38,17 +40,39 @@ SPANS = {
 WORK = ("data_wait", "host_to_device", "compute", "optimizer")
 
 
+def seconds_since_boot() -> float:
+    """Seconds that no change of the clock moves, and that go on while the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
 def seconds_since_process_start() -> float:
     """Age of this process in seconds: what imports and start-up have cost before the meter existed."""
-    age = time.time() - psutil.Process().create_time()
+    try:  # the kernel counts from the boot, as a clock that jumps does not
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = seconds_since_boot() - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        age = time.time() - psutil.Process().create_time()
     return age if 0 <= age < 3600 else 0.0
 
 
 class Meter:
-    """A stopwatch that is always in one named span. `clock` gives monotonic seconds."""
+    """A stopwatch that is always in one named span. `clock` gives monotonic seconds.
 
-    def __init__(self, *, already_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    What time it is is asked of the `wall` clock once, when the meter begins; from then on `since_boot` is added. A clock
+    that is set while a run goes on ends nothing and buys nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        already_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        since_boot: Callable[[], float] = seconds_since_boot,
+    ) -> None:
+        self._clock, self._since_boot = clock, since_boot
+        self.lock = threading.RLock()  # the ledger looks on from a thread of its own
+        self._boot_at = wall() - since_boot()
         self._since = clock()
         self._name = "start_up"
         self.spans: dict[str, float] = {"start_up": already_s}
@@ -68,24 +92,32 @@ class Meter:
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Give time that was waited for under one name to the work that was waited for; the sum stays."""
-        moved = min(seconds, self.spans.get(source, 0.0))
-        self.spans[source] = self.spans.get(source, 0.0) - moved
-        self.spans[target] = self.spans.get(target, 0.0) + moved
+        with self.lock:
+            moved = min(seconds, self.spans.get(source, 0.0))
+            self.spans[source] = self.spans.get(source, 0.0) - moved
+            self.spans[target] = self.spans.get(target, 0.0) + moved
+
+    @property
+    def now(self) -> float:
+        """The time of day as seconds since 1970, by the clock as it was when the meter began."""
+        return self._boot_at + self._since_boot()
 
     @property
     def wall_s(self) -> float:
         """Seconds since the process began."""
-        self._switch(self._name)
-        return sum(self.spans.values())
+        with self.lock:
+            self._switch(self._name)
+            return sum(self.spans.values())
 
     def _switch(self, name: str) -> str:
         if name not in SPANS:
             raise KeyError(f"no such span: {name}")
-        now = self._clock()
-        before = self._name
-        self.spans[before] = self.spans.get(before, 0.0) + now - self._since
-        self._name, self._since = name, now
-        return before
+        with self.lock:
+            now = self._clock()
+            before = self._name
+            self.spans[before] = self.spans.get(before, 0.0) + now - self._since
+            self._name, self._since = name, now
+            return before
 
 
 @dataclass
@@ -116,8 +148,8 @@ class Attempt:
 class Ledger:
     """The attempts of a run, in `ledger.jsonl`: one line a step or so, the last line of each attempt counts.
 
-    What a process spends between its last line and a kill is the only time that is not on the bill; it is less than
-    a step or a second, whichever is longer.
+    What a process spends between its last line and a kill is the only time that is not on the bill; it is less than two
+    seconds.
     """
 
     def __init__(self, path: Path, meter: Meter, usd_per_hour: float) -> None:
@@ -130,11 +162,18 @@ class Ledger:
         self._past_usd = sum(attempt.usd for attempt in self.past)
         self._first_step = self._step = 0
         self._last_line_at = -1e9
+        self._began = False
+        self._beats: threading.Thread | None = None
+        self._closed = threading.Event()
         self._facts: dict[str, Any] = {}
         rows = list(self._lines.rows())
         self.committed_step = max((row.get("committed", -1) for row in rows), default=-1)
         self.out_of_memory: list[dict[str, Any]] = [row["out_of_memory"] for row in rows if "out_of_memory" in row]
         self.forecast: dict[str, Any] | None = next((row["forecast"] for row in rows if "forecast" in row), None)
+        self.takes: dict[str, float] = next((row["takes"] for row in reversed(rows) if "takes" in row), {})
+        """Seconds that parts of an attempt took in earlier ones: start_s, step_s, save_s, evaluation_s."""
+        self.clock_back_s = max(0.0, max((row["at"] for row in rows if "at" in row), default=0.0) - meter.now)
+        """By how much the clock stands before the last moment of an earlier attempt."""
 
     @property
     def spent_usd(self) -> float:
@@ -146,9 +185,15 @@ class Ledger:
         """Seconds of the whole run so far, all attempts."""
         return self._past_s + self._meter.wall_s
 
+    @property
+    def now(self) -> float:
+        """The time of day, see `Meter`."""
+        return self._meter.now
+
     def begin_at(self, step: int) -> None:
         """This attempt continues after `step`."""
         self._first_step = self._step = step
+        self._began = True
         self.write("started")
 
     def at_step(self, step: int, facts: dict[str, Any], forecast: dict[str, Any] | None = None) -> None:
@@ -161,6 +206,22 @@ class Ledger:
         elif self._meter.wall_s - self._last_line_at >= 1.0:
             self.write("running")
 
+    def beat(self) -> None:
+        """Say that time goes on, if nothing was said for a second."""
+        if self._meter.wall_s - self._last_line_at >= 1.0:
+            self.write("running" if self._began else "starting")
+
+    def keep_beating(self) -> None:
+        """`beat` every second from a thread until `close`: a kill in a long step or evaluation is on the bill."""
+
+        def beats() -> None:
+            while not self._closed.wait(1.0):
+                with contextlib.suppress(OSError):  # a full disk is the loop's to judge
+                    self.beat()
+
+        self._beats = threading.Thread(target=beats, name="ledger", daemon=True)
+        self._beats.start()
+
     def committed(self, step: int) -> None:
         """Note that the checkpoint of `step` is safe on disk."""
         self.committed_step = max(self.committed_step, step)
@@ -168,24 +229,28 @@ class Ledger:
 
     def write(self, state: str, **facts: Any) -> None:
         """Write a line now. `state` is what the attempt is if this stays its last line."""
-        wall_s = self._meter.wall_s
-        self._last_line_at = wall_s
-        self._lines.append(
-            {
-                "attempt": self.number,
-                "state": state,
-                "at": time.time(),
-                "usd_per_hour": self._usd_per_hour,
-                "first_step": self._first_step,
-                "step": self._step,
-                "spans": {name: round(seconds, 4) for name, seconds in self._meter.spans.items()},
-                **self._facts,
-                **facts,
-            }
-        )
+        with self._meter.lock:
+            wall_s = self._meter.wall_s
+            self._last_line_at = wall_s
+            self._lines.append(
+                {
+                    "attempt": self.number,
+                    "state": state,
+                    "at": self._meter.now,
+                    "usd_per_hour": self._usd_per_hour,
+                    "first_step": self._first_step,
+                    "step": self._step,
+                    "spans": {name: round(seconds, 4) for name, seconds in self._meter.spans.items()},
+                    **self._facts,
+                    **facts,
+                }
+            )
 
     def close(self, state: str) -> None:
         """The attempt's last word, forced to the disk."""
+        self._closed.set()
+        if self._beats is not None:
+            self._beats.join()
         self.write(state)
         self._lines.sync()
         self._lines.close()

@@ -1,6 +1,8 @@
-"""Has someone asked us to leave? A signal only sets a flag; the loop looks at it after every micro-batch.
+"""Has someone asked us to leave? A signal, or a cloud's notice, only sets a flag; the loop looks at it after every
+micro-batch.
 
-A second signal ends the process at once: whatever was committed before stays valid.
+A second signal ends the process at once: whatever was committed before stays valid. A signal after a cloud's notice is
+not a second one: the operating system's shutdown follows the notice.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from dataclasses import asdict, dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -16,17 +20,42 @@ from farthing.errors import EXIT_INTERRUPTED
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
+@dataclass(frozen=True)
+class Heard:
+    """One thing that was said: a signal's name or a cloud's words."""
+
+    what: str
+    source: str
+    """signal, aws, gcp, azure"""
+    at: float
+    """Seconds since 1970."""
+    leaves_at: float | None = None
+    """When the machine goes, where that was announced."""
+    is_certain: bool = True
+    """False: it may be taken; saved sooner, the run goes on."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the ledger; `grace_s` is what was left when it was heard."""
+        grace_s = None if self.leaves_at is None else round(self.leaves_at - self.at, 1)
+        return {**asdict(self), "grace_s": grace_s}
+
+
 class Notice:
     """Context that watches for signals. `reason` is None until one has come."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.heard: list[Heard] = []
+        """Everything that was said, in order."""
+        self.warnings: list[str] = []
+        """Words for the user from threads that have no one to tell."""
+        self._n_signals = self._n_taken = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Notice:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._before[number] = signal.signal(number, self._heard)
+                self._before[number] = signal.signal(number, self._signal)
         return self
 
     def __exit__(
@@ -38,8 +67,21 @@ class Notice:
     def __bool__(self) -> bool:
         return self.reason is not None
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
-        if self.reason is not None:
+    def say(self, what: str, source: str, leaves_at: float | None = None, *, is_certain: bool = True) -> None:
+        """Take note of a cloud's words, from any thread: of a certain end as of a signal, of a risk only for `news`."""
+        self.heard.append(Heard(what, source, time.time(), leaves_at, is_certain))
+        if is_certain and self.reason is None:
+            self.reason = what
+
+    def news(self) -> list[Heard]:
+        """What was said since this was last asked."""
+        new = self.heard[self._n_taken :]
+        self._n_taken += len(new)
+        return new
+
+    def _signal(self, number: int, frame: FrameType | None) -> None:
+        self._n_signals += 1
+        if self._n_signals > 1:
             os.write(2, b"\nsecond signal: leaving at once; the last committed checkpoint is whole\n")
             os._exit(EXIT_INTERRUPTED)
-        self.reason = signal.Signals(number).name
+        self.say(signal.Signals(number).name, "signal")

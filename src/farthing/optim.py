@@ -71,6 +71,20 @@ def schedule(name: str, *, n_warmup_steps: int, n_steps: int, learning_rate: flo
     return factor
 
 
+def fitted_schedule(
+    name: str, *, n_warmup_steps: int, holds_until: int, n_steps: int, learning_rate: float = 1.0
+) -> Callable[[int], float]:
+    """Like `schedule`, but the rate stays up after the warm-up until step `holds_until`, and comes down from there.
+
+    What it is before `holds_until` does not depend on `n_steps`, so that the number can be settled there.
+    """
+    rise = schedule(
+        name, n_warmup_steps=n_warmup_steps, n_steps=max(n_steps, n_warmup_steps + 1), learning_rate=learning_rate
+    )
+    fall = schedule(name, n_warmup_steps=holds_until, n_steps=n_steps, learning_rate=learning_rate)
+    return lambda step: rise(min(step, n_warmup_steps)) if step < holds_until else fall(step)
+
+
 def state_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors, plain values) of the optimizer's state as flat `weight|key` dicts. `names` is by id() of the weight."""
     tensors: dict[str, Tensor] = {}

@@ -270,16 +270,16 @@ def keep_setting(folder: Path, promise: dict[str, Any], setting: Setting) -> dic
     return promise
 
 
-def is_worth_it(job: Job, promise: dict[str, Any], *, is_deterministic: bool) -> bool:
-    """Whether a probe at the beginning of a run is expected to save more than it takes.
+def is_worth_it(job: Job, promise: dict[str, Any], *, is_deterministic: bool, left_s: float = float("inf")) -> bool:
+    """Whether a probe at the beginning of a run is expected to save more than it takes; `left_s` until a limit.
 
     Only where the job leaves the cut open, and a run with the same settings need not be the same to the bit.
     """
     if not promise or "probed" in promise or job.train.micro_batch_tokens or is_deterministic:
         return False
     if job.train.probe != "auto":
-        return bool(job.train.probe)
-    return EXPECTED_SAVING * float(promise.get("seconds", {}).get("training", 0.0)) > PROBE_S
+        return bool(job.train.probe) and left_s > 2 * PROBE_S
+    return EXPECTED_SAVING * min(left_s, float(promise.get("seconds", {}).get("training", 0.0))) > PROBE_S
 
 
 def probe_run(run: Any, subject: Subject, budget_s: float = PROBE_S) -> list[Trial]:

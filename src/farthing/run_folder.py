@@ -9,6 +9,7 @@ model/            the trained model for others
 receipt.json      written when an attempt ends
 measurements.json what each attempt took, see measurements.py
 plan.json         what the planner promised before the first attempt, and how it would have it run
+schedule.json     how many steps the budget buys, where the schedule is fitted to it
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import farthing
 from farthing.errors import RunChanged, RunDamaged
 from farthing.files import write_json
 
-JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT = (
+JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
     "job.json",
     "run.json",
     "plan.json",
@@ -33,6 +34,7 @@ JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT = (
     "checkpoints",
     "model",
     "receipt.json",
+    "schedule.json",
 )
 
 
@@ -76,6 +78,16 @@ def claim(
     if moved and not facts.get("finished"):
         warn(f"resumed under other conditions ({'; '.join(moved)}): equal to rounding, not to the bit")
     return dict(facts)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in `folder` has come to its end, and its model is there."""
+    try:
+        return (
+            bool(json.loads((folder / RUN).read_text(encoding="utf-8")).get("finished")) and (folder / MODEL).is_dir()
+        )
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _brief(value: Any) -> str:

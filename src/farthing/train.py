@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 import farthing
 from farthing.checkpoint import Checkpoints, Part, SaveResult, n_bytes_of
+from farthing.cloud_notice import Sign, Watch, services_for
 from farthing.data.batches import Batches
 from farthing.data.tokens import TokenSet
 from farthing.errors import (
@@ -43,22 +44,23 @@ from farthing.errors import (
 from farthing.evaluate import evaluate
 from farthing.export import export_model
 from farthing.files import Damaged, JsonLines, make_private, only_writer, write_json
+from farthing.fit import Fit, first_fit, keep_fit, kept_fit, settled_fit
 from farthing.hardware import Numerics, choose_numerics, device_name, hardware_key, peak_bytes, taken_bytes
 from farthing.job import Job
 from farthing.lengths import from_token_set
-from farthing.limits import over_limit
+from farthing.limits import LONGEST_START_S, over_limit, seconds_left, why_not_start
 from farthing.measurements import Measurement, Record, leave_measurement
 from farthing.meter import Ledger, Meter, seconds_since_process_start
 from farthing.metrics import GREATER_IS_BETTER
-from farthing.model.adapters import count_parameters, put_back
+from farthing.model.adapters import count_parameters, put_back, trained_tensors
 from farthing.model.flops import flops_per_token
 from farthing.model.forward import Forward
 from farthing.model.load import quiet_libraries
 from farthing.model.low_rank import use_low_rank
 from farthing.model.prefix import Prefix, find_prefix
 from farthing.model.prefix_cache import open_prefix_cache
-from farthing.notice import Notice
-from farthing.optim import schedule
+from farthing.notice import Heard, Notice
+from farthing.optim import fitted_schedule, schedule
 from farthing.pace import Pace
 from farthing.parts import ModelPart, OptimizerPart, Progress, ScalerPart
 from farthing.prepare import (
@@ -78,7 +80,7 @@ from farthing.probes import Subject
 from farthing.promise import as_planned, promised
 from farthing.report.receipt import build_receipt
 from farthing.reuse import why_no_prefix_cache
-from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RECEIPT, RUN, claim
+from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RECEIPT, RUN, SCHEDULE, claim, is_finished
 from farthing.step import Steps, Taken
 from farthing.track import with_trackers
 from farthing.units import plural, say_bytes, say_seconds, say_usd
@@ -89,6 +91,7 @@ COLLECT_EVERY_STEPS = 200  # cycles of references, each of which may hold on to 
 # a guess of what exporting takes until it is measured: files beside the weights, and a slow disk
 PREFIX_TOKENS = 4096  # computed at once for what frozen layers give: part of what makes it the same to the bit
 DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 1e9, 0.4e9  # assumed of a cloud's disk
+STARTING = ("start_up", "load_model", "restore")  # what a start takes when data is tokenized
 EXPORT_S, WRITE_BYTES_PER_S = 0.5, 100e6
 
 
@@ -123,10 +126,11 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
         raise UserMistake(
             f"the run folder can't be made: {error.strerror}", where=str(folder), to_do="choose another output_dir"
         ) from error
-    with only_writer(folder), Notice() as notice:
+    with only_writer(folder), Notice() as notice, watched(job, notice):
         try:
             ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
             ledger.write("starting")
+            ledger.keep_beating()
         except OSError as error:
             raise NoSpace(
                 f"the run folder can't be written: {error.strerror}", where=str(folder), to_do="make room there"
@@ -145,6 +149,7 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
             ) from error
         finally:
             with contextlib.suppress(OSError):  # a full disk must not hide the error that is on its way
+                note_news(notice, ledger)
                 ledger.close(state)
         receipt = build_receipt(folder)
         write_json(folder / RECEIPT, receipt)
@@ -165,14 +170,19 @@ def _train(
     }
     run_facts = claim(folder, inputs.identity, machine, lambda text: tell("warning", {"text": text}))
     write_json(folder / JOB, job.model_dump(mode="json"))
-    if run_facts.get("finished") and (folder / MODEL).is_dir():
+    if is_finished(folder):
         return "finished", "it was finished already; nothing was trained"
-    if reason := over_limit(job, ledger, reserve_s=0.0):
+    if reason := why_not_start(job, folder, ledger):
         return "limit", reason
+    if ledger.clock_back_s > 60 and job.limits.deadline is not None:
+        tell("warning", {"text": f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
+                         " the deadline is where this clock has it"})  # fmt: skip
     run = _open(job, folder, inputs, numerics, meter, ledger, notice, tell)
     meter.enter("restore")
     tell("working", {"on": "looking for a checkpoint"})
     run.restore(run_facts["run_id"], allow_restart)
+    if over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
+        return run.loop()
     with meter.span("prefix"):
         keeps = run.begin_behind_frozen_layers(run_facts.get("keeps_frozen_output"))
     shares = run.share_beginnings(run_facts.get("shares_beginnings"))
@@ -180,7 +190,8 @@ def _train(
     if run_facts | decided != run_facts:
         run_facts |= decided
         write_json(folder / RUN, run_facts)
-    if run.progress.step == 0 and is_worth_it(job, run.promise, is_deterministic=job.train.full_determinism):
+    left_s, exact = seconds_left(job, ledger), job.train.full_determinism
+    if run.progress.step == 0 and is_worth_it(job, run.promise, is_deterministic=exact, left_s=left_s):
         with meter.span("probe"):
             run.probe()
     run.say_what_was_decided()
@@ -190,6 +201,29 @@ def _train(
         write_json(folder / RUN, {**run_facts, "finished": True})
     run.leave_measurement()
     return state, reason
+
+
+@contextlib.contextmanager
+def watched(job: Job, notice: Notice) -> Iterator[None]:
+    """Within the block the cloud's metadata service is asked for notices, where the job or the machine gives reason to."""
+
+    def hears(cloud: str, sign: Sign) -> None:
+        notice.say(sign.what, cloud, sign.leaves_at, is_certain=sign.is_certain)
+
+    watch = Watch(services_for(job.where.notices, is_spot=job.where.spot), hears, notice.warnings.append)
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.stop()
+
+
+def note_news(notice: Notice, ledger: Ledger) -> list[Heard]:
+    """Put on the ledger what was heard since the last time; returns it."""
+    news = notice.news()
+    for heard in news:
+        ledger.write("running", notice=heard.as_dict())
+    return news
 
 
 def _identify(job: Job, meter: Meter) -> tuple[Numerics, Inputs]:
@@ -281,16 +315,10 @@ class Run:
         self.n_steps = math.ceil(train.num_train_epochs * self.batches.steps_per_epoch)
         if train.max_steps is not None:
             self.n_steps = train.max_steps
+        self.fit = self.fitted() if train.fit_schedule_to_budget else None
         self.optimizer = build_optimizer(job, self.model)
         self.scaler = torch.amp.GradScaler(self.numerics.device.type, enabled=self.numerics.needs_scaler)
-        warmup = train.warmup_steps
-        self.n_warmup_steps = math.ceil(train.warmup_ratio * self.n_steps) if warmup is None else warmup
-        self.lr_factor = schedule(
-            train.lr_scheduler_type,
-            n_warmup_steps=self.n_warmup_steps,
-            n_steps=self.n_steps,
-            learning_rate=job.learning_rate,
-        )
+        self.set_schedule()
         self.parameters = count_parameters(self.model)
         self.parts: dict[str, Part] = {
             "model": ModelPart(self.model),
@@ -342,7 +370,63 @@ class Run:
         self._save_now = False
         self._last_evaluation_s = 0.0
         self._n_evaluated = 0  # tokens of an evaluation, as computed
-        self._save_s = self._settled_s = 0.0
+        self._save_s = self._settled_s = self._start_s = 0.0
+        self._insured = False
+
+    def set_schedule(self) -> None:
+        """The learning rate as a function of the step, by the job or as it was fitted to the budget."""
+        train, rate = self.job.train, self.job.learning_rate
+        if self.fit is None:
+            self.n_warmup_steps = self.warmup_of(self.n_steps)
+            self.lr_factor = schedule(
+                train.lr_scheduler_type,
+                n_warmup_steps=self.n_warmup_steps,
+                n_steps=self.n_steps,
+                learning_rate=rate,
+            )
+            return
+        self.n_steps, self.n_warmup_steps = self.fit.n_steps, self.fit.n_warmup_steps
+        self.lr_factor = fitted_schedule(
+            train.lr_scheduler_type,
+            n_warmup_steps=self.n_warmup_steps,
+            holds_until=self.fit.settles_at,
+            n_steps=self.n_steps,
+            learning_rate=rate,
+        )
+
+    def warmup_of(self, n_steps: int) -> int:
+        """Steps of warm-up in a run of `n_steps`."""
+        train = self.job.train
+        return math.ceil(train.warmup_ratio * n_steps) if train.warmup_steps is None else train.warmup_steps
+
+    def fitted(self) -> Fit:
+        """The steps that the limits buy: as an earlier attempt kept it, else by what the plan promises."""
+        if kept := kept_fit(self.folder / SCHEDULE):
+            return kept
+        step_s, seconds = self.promise.get("step_s"), self.promise.get("seconds", {})
+        if step_s is not None:
+            step_s += (seconds.get("evaluation", 0.0) + seconds.get("checkpoints", 0.0)) / self.n_steps
+        left_s, end_s = seconds_left(self.job, self.ledger), seconds.get("export", EXPORT_S)
+        return keep_fit(self.folder / SCHEDULE, first_fit(self.n_steps, self.warmup_of, left_s, step_s, end_s))
+
+    def settle_schedule(self) -> None:
+        """Settle for good how many steps the limits buy, by the measured pace, before the rate comes down."""
+        assert self.fit is not None
+        self.settle()
+        step_s = self.pace.step_s or self.ledger.takes.get("step_s")
+        if step_s is not None:
+            train = self.job.train
+            if self.eval_examples is not None and train.eval_strategy != "no":
+                step_s += self.evaluation_s() / (train.eval_steps or self.batches.steps_per_epoch)
+            step_s += self._save_s / (train.save_steps or max(1.0, self.save_every_s / step_s))
+        self.fit = settled_fit(self.fit, seconds_left(self.job, self.ledger), step_s, self.seconds_to_leave())
+        keep_fit(self.folder / SCHEDULE, self.fit)
+        self.set_schedule()
+        self.steps.n_steps = self.n_steps
+        self.steps.close()  # what was made ready knew the number
+        self.tell(
+            "note", {"text": f"the schedule is settled: {plural(self.n_steps, 'step')} of {self.fit.asked_steps:,}"}
+        )
 
     def most_tokens(self) -> int:
         """Computed tokens of a micro-batch: as the job says, as an earlier attempt had room for, or as planned."""
@@ -497,6 +581,7 @@ class Run:
                 "examples": len(self.train_examples),
                 "eval_examples": len(self.eval_examples) if self.eval_examples else 0,
                 "steps": self.n_steps,
+                "fitted": self._fit_in_words(),
                 "batch": f"{batch} examples a step, up to {self.steps.most_tokens:,} tokens at a time",
                 "learning_rate": f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, {self.n_warmup_steps} warm-up steps",
                 "max_length": self.inputs.recipe.max_length,
@@ -518,6 +603,12 @@ class Run:
         if job.limits.max_usd is not None and job.usd_per_hour == 0:
             self._warn("limits.max_usd can't bind at $0 an hour: set where.usd_per_hour")
 
+    def _fit_in_words(self) -> str:
+        if self.fit is None:
+            return ""
+        when = "settled" if self.fit.settled else f"settled after step {self.fit.settles_at}"
+        return f"what the limits buy of {self.fit.asked_steps:,}, {when}"
+
     def _warn(self, text: str) -> None:
         self.tell("warning", {"text": text})
 
@@ -526,18 +617,25 @@ class Run:
     def loop(self) -> tuple[str, str]:
         """Steps until done, stopped early, interrupted or over a limit; returns (state, reason)."""
         state = reason = ""
+        self._start_s = min(LONGEST_START_S, sum(self.meter.spans.get(name, 0.0) for name in STARTING))
         with contextlib.closing(self.steps), rare_collections():
             try:
                 while not state:
-                    if self.evaluation_is_due():
+                    self.hear()
+                    limit = over_limit(self.job, self.ledger, self.seconds_to_reserve())
+                    if self.evaluation_is_due() and not limit:
                         self.evaluate()
-                    if self.progress.step >= self.n_steps or self.progress.stopped_early:
+                    elif self.is_done():
                         state, reason = "finished", "stopped early" if self.progress.stopped_early else "all steps done"
                     elif self.notice:
                         state, reason = "interrupted", str(self.notice.reason)
-                    elif limit := over_limit(self.job, self.ledger, self.seconds_to_reserve()):
+                    elif limit:
                         state, reason = "limit", limit
                     else:
+                        if self.fit and not self.fit.settled and self.progress.step >= self.fit.settles_at:
+                            self.settle_schedule()
+                        if not self._insured and over_limit(self.job, self.ledger, self.seconds_to_insure()):
+                            self.insure()
                         if self.save_is_due():
                             self.save()
                         self.take_step()
@@ -548,6 +646,31 @@ class Run:
             with self.meter.span("export"):
                 self.export()
         return state, reason
+
+    def hear(self) -> None:
+        """Take note of what clouds and signals have said: where the machine may go, save sooner."""
+        for heard in note_news(self.notice, self.ledger):
+            if not heard.is_certain:
+                self._save_now = True
+                self._warn(f"{heard.what}: saving now, and going on")
+        while self.notice.warnings:
+            self._warn(self.notice.warnings.pop(0))
+
+    def is_done(self) -> bool:
+        """Whether nothing is left to be trained or evaluated."""
+        at = self.progress
+        return (at.step >= self.n_steps or at.stopped_early) and not self.evaluation_is_due()
+
+    def insure(self) -> None:
+        """Write the model while what is left still pays for a start: killed from here on, the run has no need of one."""
+        if self.progress.step == 0:
+            return
+        self._insured = True
+        self.save_last()
+        with self.meter.span("export"):
+            now = {name: tensor.to("cpu", copy=True) for name, tensor in trained_tensors(self.model).items()}
+            self.export()
+            put_back(self.model, now)  # the best may have been written, which is another
 
     def take_step(self) -> None:
         """One optimizer step over the global batch; nothing changes when it is interrupted."""
@@ -660,6 +783,8 @@ class Run:
         """Seconds of an evaluation: of the last one, or as if a forward pass took a third of a step."""
         if self._last_evaluation_s or self.eval_examples is None:
             return self._last_evaluation_s
+        if before_s := self.ledger.takes.get("evaluation_s"):
+            return before_s
         return (self.pace.step_s or 0.0) * len(self.eval_examples) / self.job.global_batch_size / 3
 
     def evaluate(self) -> None:
@@ -826,11 +951,37 @@ class Run:
     # ---- words ----
 
     def seconds_to_reserve(self) -> float:
-        """What the next step, and leaving after it with everything saved and exported, may still take."""
+        """What comes next, an evaluation or a step, and leaving after it may still take."""
+        if self.is_done():
+            return 0.0
+        return self.seconds_of_next() + self.seconds_to_leave()
+
+    def seconds_of_next(self) -> float:
+        """An evaluation that is due; else a step and the evaluation after it. Before the first, as in earlier attempts."""
+        if self.evaluation_is_due():
+            return self.evaluation_s()
         next_step = self.progress.step + 1
-        evaluation_s = self.evaluation_s() if self.evaluation_is_at(next_step) else 0.0
+        step_s = self.pace.longest_step_s or self.ledger.takes.get("step_s", 0.0)
+        return step_s + (self.evaluation_s() if self.evaluation_is_at(next_step) else 0.0)
+
+    def seconds_to_leave(self) -> float:
+        """Saving and exporting."""
         n_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-        return self.pace.longest_step_s + evaluation_s + 2 * self._save_s + EXPORT_S + n_bytes / WRITE_BYTES_PER_S
+        save_s = self._save_s or self.ledger.takes.get("save_s", 0.0)
+        return 2 * save_s + EXPORT_S + n_bytes / WRITE_BYTES_PER_S
+
+    def seconds_to_insure(self) -> float:
+        """As long as so much is left, a run that is killed, and once more at its start, can still leave its model."""
+        return self.seconds_to_reserve() + self.seconds_to_leave() + 2 * self._start_s
+
+    def takes(self) -> dict[str, float]:
+        """What parts of this attempt took, for a later one."""
+        return {
+            "start_s": round(self._start_s, 3),
+            "step_s": round(self.pace.longest_step_s, 4),
+            "save_s": round(self._save_s, 4),
+            "evaluation_s": round(self.evaluation_s(), 4),
+        }
 
     def remaining_s(self) -> float | None:
         """Seconds until the end at the present pace; None before a pace is known."""
@@ -862,6 +1013,7 @@ class Run:
             "tokens": self.progress.n_tokens,
             "padded_tokens": self.progress.n_padded_tokens,
             **self.pace.figures(),
+            "takes": self.takes(),
         }
         self.ledger.at_step(row["step"], facts, forecast)
         self.tell(

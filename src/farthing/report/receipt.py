@@ -17,7 +17,7 @@ from typing import Any
 from farthing.errors import UserMistake
 from farthing.files import JsonLines
 from farthing.meter import SPANS, Attempt, read_attempts
-from farthing.run_folder import JOB, LEDGER, LOG, PLAN, RUN
+from farthing.run_folder import JOB, LEDGER, LOG, PLAN, RUN, SCHEDULE
 
 N_CURVE_POINTS = 60
 
@@ -50,6 +50,7 @@ def build_receipt(folder: Path) -> dict[str, Any]:
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "job": _read_json(folder / JOB),
         "machine": (_read_json(folder / RUN) or {}).get("machine"),
+        "schedule": _read_json(folder / SCHEDULE),
         "steps": steps[-1]["step"] if steps else 0,
         "tokens": sum(row["n_tokens"] for row in steps),
         "target_tokens": sum(row["n_targets"] for row in steps),
@@ -74,6 +75,7 @@ def build_receipt(folder: Path) -> dict[str, Any]:
             for name, what in SPANS.items()
         ],
         "attempts": [_attempt(a) for a in attempts],
+        "notices": [_notice(row, rows) for row in rows if "notice" in row],
         "interruptions": max(0, len([a for a in attempts if a.began]) - 1),
         "redone_s": sum(a.redone_s for a in attempts),
         "redone_usd": sum(a.redone_s / 3600 * a.usd_per_hour for a in attempts),
@@ -135,6 +137,13 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
     values = asdict(attempt)
     values["started_at"] = datetime.fromtimestamp(attempt.started_at, UTC).isoformat(timespec="seconds")
     return {**values, "wall_s": attempt.wall_s, "usd": attempt.usd}
+
+
+def _notice(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was heard, in which attempt, and how long after it the process had left."""
+    last_at = max(other["at"] for other in rows if other.get("attempt") == row["attempt"])
+    left_after_s = max(0.0, last_at - row["notice"]["at"]) if row["notice"]["is_certain"] else None
+    return {"attempt": row["attempt"], "step": row["step"], **row["notice"], "left_after_s": left_after_s}
 
 
 def _start_up_s(attempt: Attempt) -> float:

@@ -87,7 +87,8 @@ class Terminal:
             "data": f"{facts['examples']:,} examples"
             + (f", {facts['eval_examples']:,} for evaluation" if facts["eval_examples"] else ", none for evaluation")
             + f", up to {facts['max_length']} tokens",
-            "steps": f"{facts['steps']:,} of {facts['batch']}",
+            "steps": f"{facts['steps']:,} of {facts['batch']}"
+            + (f"; {facts['fitted']}" if facts.get("fitted") else ""),
             "learning rate": facts["learning_rate"],
             "computes on": f"{facts['device']} in {facts['precision']}",
             "memory": f"{facts['memory']}; activation checkpointing {facts['gradient_checkpointing']}",
@@ -265,12 +266,24 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
             f"{receipt['interruptions']}; restarting took {_time_and_price(receipt, 'restart')}, "
             f"work done twice {_time_and_price(receipt, 'redone')}",
         )
+    if told := [notice for notice in receipt.get("notices", []) if notice["is_certain"]]:
+        grace = "" if told[-1]["grace_s"] is None else f" of {say_seconds(max(0.0, told[-1]['grace_s']))}"
+        facts.add_row(
+            "[dim]last notice[/]",
+            f"{escape(told[-1]['what'])}; saved and left after {say_seconds(told[-1]['left_after_s'])}{grace}",
+        )
     if events := receipt["out_of_memory"]:
         now = events[-1]
         more = f", every {now['every_n_layers']} layers computed again" if now["every_n_layers"] else ""
         facts.add_row(
             "[dim]out of memory[/]",
             f"{plural(len(events), 'time')}; went on with {now['most_tokens']:,} tokens at a time{more}",
+        )
+    if fit := receipt.get("schedule"):
+        facts.add_row(
+            "[dim]schedule[/]",
+            f"fitted to the budget: {fit['n_steps']:,} of {fit['asked_steps']:,} steps"
+            + ("" if fit["settled"] else ", not settled yet"),
         )
     if receipt["skipped_steps"]:
         facts.add_row(

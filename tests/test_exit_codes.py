@@ -1,0 +1,167 @@
+"""Exit codes, one table for all verbs: 0 finished, 1 crash, 2 mistake, 3 stopped by a limit, 75 interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import farthing.cli
+import farthing.train
+import workshop
+from farthing.cli import main
+from farthing.errors import (
+    DataError,
+    FarthingError,
+    HardwareError,
+    Interrupted,
+    JobError,
+    ModelError,
+    NoSpace,
+    NotFinite,
+    OutOfMemory,
+    RunBusy,
+    RunChanged,
+    RunDamaged,
+    SaveFailing,
+    UserMistake,
+)
+from test_mishaps import fail_at
+
+VERBS: dict[str, list[str]] = {
+    "init": ["init", "x.yaml"],
+    "plan": ["plan", "job.yaml"],
+    "train": ["train", "job.yaml"],
+    "probe": ["probe", "job.yaml"],
+    "report": ["report", "run"],
+    "export": ["export", "run", "--output", "x"],
+    "prices": ["prices"],
+    "doctor": ["doctor"],
+}
+
+
+def raises(error: BaseException) -> Callable[[Any], int]:
+    def run(arguments: Any) -> int:
+        raise error
+
+    return run
+
+
+def test_the_table_has_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    shown = {
+        line.split()[0] for line in said.split("VERB")[-1].splitlines() if line.startswith("    ") and line[4] != " "
+    }
+    assert shown == set(VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ZeroDivisionError("of our own"), 1), (OutOfMemory("full"), 1), (NotFinite("nan"), 1), (SaveFailing("disk"), 1),
+        (FarthingError("other"), 1), (UserMistake("wrong"), 2), (JobError([UserMistake("wrong")]), 2),
+        (DataError("rows"), 2), (ModelError("weights"), 2), (HardwareError("none"), 2), (RunChanged("other"), 2),
+        (RunDamaged("torn"), 2), (RunBusy("held"), 2), (NoSpace("full"), 2), (Interrupted("asked"), 75),
+        (KeyboardInterrupt(), 75), (BrokenPipeError(), 0),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),
+)  # fmt: skip
+def test_what_a_verb_raises_is_its_exit_code(
+    verb: str, error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(farthing.cli, f"_{verb}", raises(error))
+    if isinstance(error, BrokenPipeError):
+        monkeypatch.setattr("sys.stderr", open(os.devnull, "w"))  # noqa: SIM115 - the verb closes it
+    assert main(VERBS[verb]) == code
+    words = capsys.readouterr().err
+    assert ("Traceback" in words) == isinstance(error, ZeroDivisionError)
+    if isinstance(error, FarthingError):
+        assert error.what in words
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("wrong", [["--no-such-option"], ["a", "b", "c", "d"]])
+def test_a_wrong_command_line_is_a_mistake(verb: str, wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([*VERBS[verb], *wrong])
+    assert left.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a job that has run: job.yaml, run/."""
+    folder = tmp_path_factory.mktemp("bench")
+    path = workshop.job_file(folder, max_steps=2)
+    assert main(["train", str(path), "--json"]) == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        ("init {new}/job.yaml", 0), ("init {folder}/job.yaml", 2), ("init {folder}/nowhere/job.yaml", 2),
+        ("init --schema", 0),
+        ("plan {job}", 0), ("plan {folder}/none.yaml", 2), ("plan {job} --deadline yesterday", 2),
+        ("plan {job} --gpu no-such-gpu", 2), ("plan {job} --max-gpus 0", 2),
+        ("train {job}", 0), ("train {folder}/none.yaml", 2), ("train {job} --set train.max_steps=0", 2),
+        ("train {job} --retry 0", 2), ("train {job} --set train.seed=9", 2),
+        ("probe {job} --seconds 1", 2), ("probe {folder}/none.yaml", 2),
+        ("report {folder}/run", 0), ("report {folder}", 2), ("report {folder}/run {folder}/nowhere", 2),
+        ("export {folder}/run --output {new}/model", 0), ("export {folder}/run --output {folder}", 2),
+        ("export {folder}/nowhere --output {new}/model", 2), ("export {folder}/run --output {new} --format adapter", 2),
+        ("prices --gpu h100", 0), ("prices --region nowhere-at-all", 2), ("prices --limit -1", 2),
+        ("doctor {job}", 0), ("doctor {folder}/none.yaml", 2), ("doctor --set a=b", 2),
+    ],
+)  # fmt: skip
+def test_the_verbs_exit_as_they_say(
+    argv: str, code: int, bench: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.format(job=bench / "job.yaml", folder=bench, new=tmp_path) for word in argv.split()]
+    assert main(words) == code, capsys.readouterr()
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_train_has_every_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workshop.job_file(tmp_path, max_steps=6, save_steps=2)
+    values = yaml.safe_load(path.read_text())
+    notified: list[int] = []
+
+    def told(real: Any) -> Any:
+        def take(steps: Any, step: int) -> Any:
+            if step == 2 and not notified:
+                notified.append(step)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return real(steps, step)
+
+        return take
+
+    with monkeypatch.context() as patch:
+        patch.setattr("farthing.step.Steps.take", told(farthing.step.Steps.take))
+        assert main(["train", str(path)]) == 75
+    with monkeypatch.context() as patch:
+        fail_at(2, ZeroDivisionError("of our own"), patch)
+        assert main(["train", str(path)]) == 1
+    assert main(["train", str(path), "--set", "limits.max_hours=0.001s"]) == 3
+    assert main(["train", str(path), "--set", "limits.max_hours=0.001s"]) == 3
+    assert main(["train", str(path), "--set", "train.max_steps=7"]) == 2
+    assert main(["train", str(path)]) == 0
+    assert main(["train", str(path), "--set", "limits.max_hours=0.001s"]) == 0, "it was finished already"
+    capsys.readouterr()
+    assert main(["report", str(tmp_path / "run"), "--json"]) == 0
+    receipt = json.loads(capsys.readouterr().out)
+    ended = [attempt["ended"] for attempt in receipt["attempts"]]
+    assert [ended[0], ended[1], *ended[-2:]] == ["interrupted", "failed", "finished", "finished"]
+    assert set(ended[2:-2]) == {"limit", "failed"}
+    assert values["train"]["max_steps"] == 6

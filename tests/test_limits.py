@@ -1,0 +1,447 @@
+"""Caps that hold: dollars, hours and deadlines over kills, restarts and clocks that jump; a model is always left.
+
+Most of it runs the real loop over a simulated machine: steps, saves and exports only pass time, kills come at any moment.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import farthing.train
+import workshop
+from farthing.fit import Fit, first_fit, keep_fit, kept_fit, settled_fit
+from farthing.job import Job
+from farthing.limits import over_limit, seconds_left, why_not_start
+from farthing.meter import Ledger, Meter
+from farthing.notice import Notice
+from farthing.optim import fitted_schedule, schedule
+from farthing.parts import Progress
+from farthing.report.receipt import build_receipt
+from farthing.run_folder import LEDGER, MODEL
+from farthing.train import Run
+
+STARTED_AT = 1_800_000_000.0  # a moment of the year 2027
+
+
+class Killed(BaseException):
+    """SIGKILL: nothing runs after it but the simulation."""
+
+
+class Machine:
+    """Time that passes as it is told to, until a kill; a wall clock that others may set."""
+
+    def __init__(self) -> None:
+        self.now = self.alive_s = self.clock_error_s = 0.0
+        self.kill_at = float("inf")
+        self.ledger: Ledger | None = None
+
+    def passes(self, seconds: float) -> None:
+        """Pass time in pieces of a second, after each of which the ledger may be written."""
+        while seconds > 0:
+            piece = min(seconds, 1.0)
+            if self.now + piece >= self.kill_at:
+                self.alive_s += self.kill_at - self.now
+                self.now = self.kill_at
+                raise Killed
+            self.now, self.alive_s, seconds = self.now + piece, self.alive_s + piece, seconds - piece
+            if self.ledger is not None:
+                self.ledger.beat()
+
+    def wall(self) -> float:
+        """The time of day as this machine has it."""
+        return STARTED_AT + self.now + self.clock_error_s
+
+
+class Simulated(Run):
+    """The loop, its limits and its order, over a machine on which work is only time."""
+
+    machine: Machine
+    costs: Any
+    disk: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.batches = SimpleNamespace(steps_per_epoch=7)
+        self.n_steps = self.job.train.max_steps or 0
+        self.pace = SimpleNamespace(longest_step_s=0.0, step_s=None, n_steps=0)
+        self.steps = SimpleNamespace(close=lambda: None, n_steps=self.n_steps)
+        self.save_every_s, self._saved_at_s = self.costs.save_every_s, self.meter.wall_s
+        self._save_s = self._last_evaluation_s = self._start_s = 0.0
+        self._saved_mark, self._save_now, self._insured = self._mark(), False, False
+        self._n_evaluated = 0
+        self.fit = self.fitted() if self.job.train.fit_schedule_to_budget else None
+        if self.fit:
+            self.n_steps = self.fit.n_steps
+
+    def set_schedule(self) -> None:
+        assert self.fit is not None
+        self.n_steps = self.fit.n_steps
+
+    def settle(self, most_in_flight: int = 0) -> None:
+        pass
+
+    def take_step(self) -> None:
+        seconds = self.costs.step_s()
+        with self.meter.span("compute"):
+            self.machine.passes(seconds)
+        self.progress.step += 1
+        self.pace.longest_step_s = max(self.pace.longest_step_s, seconds)
+        self.pace.n_steps += 1
+        self.pace.step_s = self.costs.mean_step_s if self.pace.n_steps > 1 else None
+        self.ledger.at_step(self.progress.step, {"takes": self.takes()})
+
+    def evaluate(self) -> None:
+        with self.meter.span("evaluation"):
+            self.machine.passes(self.costs.evaluation_s)
+        self.progress.evaluated_step = self.progress.step
+        self._last_evaluation_s = self.costs.evaluation_s
+
+    def save(self) -> None:
+        with self.meter.span("checkpoint"):
+            self.machine.passes(self.costs.save_s)
+        self._save_s, self._saved_at_s, self._saved_mark = self.costs.save_s, self.meter.wall_s, self._mark()
+        self.disk["progress"] = self.progress.state()[1]
+        self.ledger.committed(self.progress.step)
+
+    def save_last(self) -> None:
+        if self.progress.step > 0 and self._saved_mark != self._mark():
+            self.save()
+
+    def export(self) -> None:
+        self.ledger.write("running", exported=self.progress.step)
+        self.machine.passes(self.costs.export_s)
+        (self.folder / MODEL).mkdir(exist_ok=True)
+        self.disk["model"] = self.progress.step
+
+
+class Costs:
+    """What things take on a machine, drawn once; steps differ from one to the next by a little."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+        self.mean_step_s = dice.choice([0.05, 1.0, 9.0])
+        self.evaluation_s = dice.choice([0.0, 0.3, 6.0]) * self.mean_step_s
+        self.save_s = dice.uniform(0.0, 0.5)
+        self.export_s = dice.uniform(0.1, 0.45)
+        self.start_s = dice.uniform(1.0, 60.0)
+        self.save_every_s = dice.uniform(5, 60)
+
+    def step_s(self) -> float:
+        """A step."""
+        return self.mean_step_s * self.dice.uniform(0.9, 1.1)
+
+    @property
+    def longest_step_s(self) -> float:
+        """The longest step that there is."""
+        return self.mean_step_s * 1.1
+
+
+@pytest.fixture(autouse=True)
+def no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for garbage in a process of many tests takes longer than a simulated run."""
+    monkeypatch.setattr(farthing.train, "rare_collections", nullcontext)
+
+
+def attempt(job: Job, folder: Path, machine: Machine, costs: Costs, disk: dict[str, Any], promise: Any = None) -> str:
+    """One process, as `train` does it: the state it ends in. Raises `Killed`."""
+    clock = lambda: machine.now  # noqa: E731
+    meter = Meter(clock=clock, wall=machine.wall, since_boot=clock)
+    machine.ledger = None
+    if why_not_start(job, folder, Ledger(folder / LEDGER, meter, job.usd_per_hour)):
+        return "limit"
+    ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
+    ledger.write("starting")
+    machine.ledger = ledger
+    machine.passes(costs.start_s * 0.4)
+    if why_not_start(job, folder, ledger):
+        ledger.close("limit")
+        return "limit"
+    meter.enter("load_model")
+    machine.passes(costs.start_s * 0.6)
+    run = Simulated.__new__(Simulated)
+    run.machine, run.costs, run.disk = machine, costs, disk
+    model: Any = torch.nn.Linear(1, 1)
+    parts: Any = [None, model, [1], [1] if costs.evaluation_s else None, meter, ledger, Notice(), lambda *_: None]
+    inputs, model, train_examples, eval_examples, meter, ledger, notice, tell = parts
+    Run.__init__(
+        run, job, folder, inputs, SimpleNamespace(), model, train_examples, eval_examples, meter, ledger, notice, tell,
+        promise or {}, Progress(),
+    )  # fmt: skip
+    if "progress" in disk:
+        run.progress.restore({}, disk["progress"])
+        run._saved_mark = run._mark()
+    ledger.begin_at(run.progress.step)
+    meter.enter("idle")
+    state, _ = run.loop()
+    ledger.close(state)
+    return state
+
+
+def job_with(folder: Path, limits: dict[str, Any], **train_keys: Any) -> Job:
+    keys: Any = {"max_steps": 400, "eval_steps": 7, "eval_strategy": "steps"} | train_keys
+    return workshop.make_job(folder, limits=limits, where={"usd_per_hour": 7.2}, **keys)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return job_with(tmp_path_factory.mktemp("job"), {})
+
+
+def limited(plain: Job, dice: random.Random, budget_s: float, **train_keys: Any) -> Job:
+    """The job with one or more limits, of which the first to bind buys `budget_s`."""
+    limits: dict[str, Any] = {"max_usd": budget_s / 3600 * 7.2}
+    kind = dice.choice(["dollars", "hours", "both"])
+    if kind == "hours":
+        limits = {"max_hours": budget_s / 3600}
+    elif kind == "both":
+        limits["max_hours"] = budget_s / 3600 * 1.2
+    section = plain.limits.model_copy(update=limits)
+    train = plain.train.model_copy(update=train_keys)
+    return plain.model_copy(update={"limits": section, "train": train})
+
+
+def play(job: Job, folder: Path, dice: random.Random, costs: Costs, budget_s: float) -> tuple[Machine, Any, int]:
+    """Attempts until one ends by itself, each killed after a random spell, often when hardly anything is left of the
+    budget; the clock is set now and then."""
+    machine, disk, n_kills = Machine(), {}, 0
+    folder.mkdir()
+    for _ in range(60):
+        spell_s = dice.expovariate(3 / budget_s)
+        if dice.random() < 0.5:
+            spell_s = max(0.1, budget_s - machine.alive_s - dice.uniform(0, costs.start_s + 5))
+        machine.kill_at = machine.now + spell_s
+        if n_kills >= 8:
+            machine.kill_at = float("inf")
+        machine.clock_error_s = dice.choice([0, 0, -172800, 172800])
+        try:
+            return machine, (attempt(job, folder, machine, costs, disk), disk), n_kills
+        except Killed:
+            n_kills += 1
+            machine.now += dice.uniform(0, 5000)  # away: another machine's time
+    raise AssertionError("it never ended")
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(seed: int, plain: Job, tmp_path: Path) -> None:
+    dice = random.Random(seed)
+    costs = Costs(dice)
+    # enough for a start and the first save: below that there is nothing to be lost
+    budget_s = 2 * costs.start_s + 8 * costs.longest_step_s + costs.evaluation_s + 60 + dice.uniform(0, 600)
+    job = limited(plain, dice, budget_s, fit_schedule_to_budget=dice.random() < 0.5)
+    folder = tmp_path / "run"
+    machine, (state, disk), n_kills = play(job, folder, dice, costs, budget_s)
+    assert state in ("limit", "finished")
+    slack_s = 2.0 * (n_kills + 1)  # what the ledger had not yet written
+    assert machine.alive_s <= budget_s + costs.longest_step_s + slack_s
+    ledger = Ledger(folder / LEDGER, Meter(), 0)
+    assert ledger._past_s <= budget_s + costs.longest_step_s
+    assert ledger._past_s == pytest.approx(machine.alive_s, abs=slack_s)
+    assert (folder / MODEL).is_dir()
+    assert disk["model"] > 0
+    receipt = build_receipt(folder)  # every second has a name and a price, over all attempts
+    assert receipt["wall_s"] == pytest.approx(ledger._past_s, abs=0.1)
+    assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"], rel=0.01)
+    assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"] / 3600 * 7.2, rel=0.01)
+    started_again = [attempt for attempt in receipt["attempts"][1:] if attempt["began"]]
+    assert receipt["restart_s"] >= 0.99 * len(started_again) * costs.start_s
+    assert receipt["restart_usd"] == pytest.approx(receipt["restart_s"] / 3600 * 7.2)
+
+
+def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again(plain: Job, tmp_path: Path) -> None:
+    dice = random.Random(1)
+    costs = Costs(dice)
+    costs.start_s, costs.mean_step_s, costs.evaluation_s = 20.0, 1.0, 0.0
+    job = plain.model_copy(update={"limits": plain.limits.model_copy(update={"max_hours": 100 / 3600})})
+    machine, disk = Machine(), {}
+    machine.kill_at = 97.0
+    with pytest.raises(Killed):
+        attempt(job, tmp_path, machine, costs, disk)
+    assert disk["model"] > 30, "written while what was left paid for a start"
+    assert attempt(job, tmp_path, machine, costs, disk) == "limit"
+    assert machine.alive_s == 97.0, "asking costs nothing"
+
+
+def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(plain: Job, tmp_path: Path) -> None:
+    deadline = datetime.fromtimestamp(STARTED_AT + 300).astimezone()
+    job = plain.model_copy(update={"limits": plain.limits.model_copy(update={"deadline": deadline})})
+    ends = []
+    for error_s in (0, 172800, -172800):
+        costs = Costs(random.Random(3))
+        costs.mean_step_s = 1.0
+        machine, folder, disk = Machine(), tmp_path / str(error_s), {}
+        folder.mkdir()
+        take = costs.step_s
+
+        def step_s(machine: Machine = machine, error_s: float = error_s, take: Callable[[], float] = take) -> float:
+            machine.clock_error_s = error_s
+            return take()
+
+        costs.step_s = step_s  # type: ignore[method-assign]
+        assert attempt(job, folder, machine, costs, disk) == "limit"
+        ends.append(machine.now)
+    assert ends[0] == ends[1] == ends[2]
+    assert 280 <= ends[0] <= 300
+
+
+def test_the_age_of_the_process_does_not_follow_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = farthing.train.seconds_since_process_start()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 172800)
+    assert farthing.train.seconds_since_process_start() == pytest.approx(honest, abs=5)
+
+
+def test_what_is_left_is_left_until_the_first_limit(plain: Job, tmp_path: Path) -> None:
+    machine = Machine()
+    meter = Meter(clock=lambda: machine.now, wall=machine.wall, since_boot=lambda: machine.now)
+    ledger = Ledger(tmp_path / "l", meter, plain.usd_per_hour)
+    assert seconds_left(plain, ledger) == float("inf")
+    section = plain.limits.model_copy(update={"max_usd": 0.2, "max_hours": 1.0})
+    job = plain.model_copy(update={"limits": section})
+    machine.now = 40.0
+    assert seconds_left(job, ledger) == pytest.approx(60)
+    assert over_limit(job, ledger, 59) is None
+    assert over_limit(job, ledger, 61) is not None
+
+
+# ---- a schedule that fits ----
+
+
+def test_the_first_fit_buys_what_is_promised_and_never_more_than_asked() -> None:
+    warmup = lambda n: n // 20  # noqa: E731
+    fit = first_fit(1000, warmup, 500.0, 1.0, 10.0)
+    assert (fit.n_steps, fit.settles_at, fit.settled) == (475, 23, False)
+    assert first_fit(100, warmup, 500.0, 1.0, 10.0).n_steps == 100
+    unknown = first_fit(1000, warmup, 500.0, None, 10.0)
+    assert (unknown.n_steps, unknown.settles_at, unknown.n_warmup_steps) == (1000, 10, 10)
+
+
+def test_the_number_is_settled_once_by_the_pace() -> None:
+    fit = first_fit(1000, lambda n: 20, 500.0, 1.0, 0.0)
+    slower = settled_fit(fit, 400.0, 4.0, 12.0)
+    assert slower.n_steps == 20 + 94
+    assert slower.settled
+    assert settled_fit(fit, 400.0, 0.001, 0.0).n_steps == 1000
+    assert settled_fit(fit, 0.0, 1.0, 10.0).n_steps == 21
+    assert settled_fit(fit, 400.0, None, 0.0).n_steps == fit.n_steps
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "cosine_with_restarts", "constant", "inverse_sqrt"])
+def test_the_rate_before_it_is_settled_does_not_depend_on_the_number(name: str) -> None:
+    few = fitted_schedule(name, n_warmup_steps=4, holds_until=10, n_steps=40)
+    many = fitted_schedule(name, n_warmup_steps=4, holds_until=10, n_steps=400)
+    assert [few(step) for step in range(11)] == [many(step) for step in range(11)]
+    assert few(9) == few(10) == 1
+    assert [few(step) for step in (30, 5, 30)] == [few(30), few(5), few(30)], "a function of the step alone"
+    if name in ("linear", "cosine", "polynomial"):
+        assert few(39) < 0.05
+        assert all(few(step) >= few(step + 1) for step in range(10, 39))
+        assert [few(step) for step in range(4)] == [schedule(name, n_warmup_steps=4, n_steps=40)(s) for s in range(4)]
+
+
+def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path: Path) -> None:
+    from farthing.errors import RunDamaged
+
+    fit = Fit(100, 50, 3, 10, True, 0.25)
+    assert kept_fit(tmp_path / "s") is None
+    keep_fit(tmp_path / "s", fit)
+    assert kept_fit(tmp_path / "s") == fit
+    (tmp_path / "s").write_text("{")
+    with pytest.raises(RunDamaged, match="schedule"):
+        kept_fit(tmp_path / "s")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_fitted_run_uses_its_budget_and_ends_annealed(seed: int, plain: Job, tmp_path: Path) -> None:
+    dice = random.Random(seed)
+    costs = Costs(dice)
+    costs.mean_step_s = 1.0
+    costs.evaluation_s = 3.0
+    job = limited(plain, dice, 320.0, fit_schedule_to_budget=True)
+    promise = {"step_s": dice.choice([0.3, 1.0, 3.0]), "seconds": {}}
+    machine, disk = Machine(), {}
+    assert attempt(job, tmp_path, machine, costs, disk, promise) == "finished"
+    fit = kept_fit(tmp_path / "schedule.json")
+    assert fit is not None
+    assert fit.settled
+    assert disk["model"] == fit.n_steps < 400
+    assert 0.85 * 320 <= machine.alive_s <= 320
+
+
+def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: Path) -> None:
+    from test_survive import terminate, when
+
+    def make(name: str) -> Job:
+        return workshop.make_job(
+            tmp_path / name, max_steps=5000, limits={"max_hours": "4s"}, lr_scheduler_type="linear",
+            fit_schedule_to_budget=True, save_steps=5,
+        )  # fmt: skip
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farthing.train.seconds_since_process_start", lambda: 0.0)
+        job = make("a")
+        stopped = farthing.train.train(job, when("step", 14, terminate))
+        assert stopped.state == "interrupted"
+        before = json.loads(Path(job.output_dir, "schedule.json").read_text())
+        heard = workshop.Heard()
+        done = farthing.train.train(job, heard)
+    fit = done.receipt["schedule"]
+    assert fit == before
+    assert fit["settled"]
+    assert fit["n_steps"] < 5000
+    assert done.receipt["state"] in ("finished", "limit")
+    rates = [row["lr"] for row in workshop.log_of(job) if "examples" in row]
+    factor = fitted_schedule(
+        "linear", n_warmup_steps=fit["n_warmup_steps"], holds_until=fit["settles_at"], n_steps=fit["n_steps"]
+    )
+    assert rates == pytest.approx([job.learning_rate * factor(step) for step in range(len(rates))])
+    assert "what the limits buy of 5,000, settled" in heard.of("decided")[-1]["fitted"]
+
+
+def test_a_schedule_can_be_fitted_to_a_limit_only(tmp_path: Path) -> None:
+    from farthing.errors import JobError
+
+    with pytest.raises(JobError, match="fits to a limit"):
+        workshop.make_job(tmp_path, fit_schedule_to_budget=True)
+
+
+# ---- with real processes ----
+
+
+@pytest.mark.slow
+def test_real_processes_that_are_killed_stay_within_their_hours(tmp_path: Path) -> None:
+    path = workshop.job_file(tmp_path, max_steps=100_000, limits={"max_hours": 1}, save_steps=20, probe=False)
+    command = [sys.executable, "-m", "farthing", "train", str(path)]
+    log, ledger = tmp_path / "run" / "log.jsonl", tmp_path / "run" / "ledger.jsonl"
+
+    def kill_after(n_rows: int) -> None:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") > n_rows):
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+
+    kill_after(50)
+    so_far_s = sum(json.loads(ledger.read_text().splitlines()[-1])["spans"].values())
+    cap_s = 3 * so_far_s + 5  # two more starts, if they are no slower than the first, and a little
+    command += ["--set", f"limits.max_hours={cap_s}s"]
+    kill_after(200)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 3, ended.stderr
+    receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    assert receipt["wall_s"] <= cap_s + 0.5
+    assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"], rel=0.01)
+    assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"], rel=0.01)
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert receipt["exported_step"] >= 20

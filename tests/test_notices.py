@@ -1,0 +1,470 @@
+"""Notices of clouds, played by a scripted server on this machine, and of signals: each stops a run that can go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import farthing.cloud_notice
+import survive
+import workshop
+from farthing.cloud_notice import ADDRESS, AZURE_TAG, FAILURES_UNTIL_GIVEN_UP, Aws, Sign, Watch, services_for
+from farthing.errors import UserMistake
+from farthing.job import Job
+from farthing.notice import Notice
+from farthing.train import train
+from test_survive import job_in, quiet
+
+ACTION, REBALANCE, TOKEN = (
+    "/latest/meta-data/spot/instance-action",
+    "/latest/meta-data/events/recommendations/rebalance",
+    "/latest/api/token",
+)
+PREEMPTED = "/computeMetadata/v1/instance/preempted"
+EVENTS = "/metadata/scheduledevents"
+NAME = "/metadata/instance/compute/name"
+
+Answer = tuple[int, str]
+
+
+class Metadata:
+    """A metadata service that answers as it is told to: `says[path]` is an answer, or a function of the request."""
+
+    def __init__(self) -> None:
+        self.says: dict[str, Answer | Callable[[Any], Answer]] = {}
+        self.asked: list[str] = []
+        self.headers: dict[str, str] = {}
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                path = self.path.split("?")[0]
+                outer.asked.append(f"{self.command} {path}")
+                answer = outer.says.get(path, (404, ""))
+                status, body = answer(self) if callable(answer) else answer
+                self.send_response(status)
+                for name, value in outer.headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            do_PUT = do_GET
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.server.handle_error = lambda *_: None  # type: ignore[method-assign]
+        self.base = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def count(self, path: str) -> int:
+        """How often a path was asked for."""
+        return sum(line.endswith(f" {path}") for line in self.asked)
+
+
+@pytest.fixture
+def metadata() -> Iterator[Metadata]:
+    service = Metadata()
+    yield service
+    service.server.shutdown()
+    service.server.server_close()
+
+
+class Ears:
+    """What a watch passes on."""
+
+    def __init__(self) -> None:
+        self.signs: list[tuple[str, Sign]] = []
+        self.warnings: list[str] = []
+
+    def watch(self, metadata: Metadata, *names: str) -> Watch:
+        """A watch that is quick."""
+        return Watch(
+            list(names), lambda cloud, sign: self.signs.append((cloud, sign)), self.warnings.append,
+            base=metadata.base, pause_s=0.01,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def ears() -> Ears:
+    return Ears()
+
+
+def until(happened: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Wait for it."""
+    give_up_at = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < give_up_at, "it never happened"
+        time.sleep(0.005)
+
+
+def moment(seconds_from_now: float) -> str:
+    return datetime.fromtimestamp(time.time() + seconds_from_now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def aws_token(request: Any) -> Answer:
+    ttl = request.headers.get("X-aws-ec2-metadata-token-ttl-seconds")
+    return (200, "token-1") if request.command == "PUT" and ttl == "21600" else (400, "")
+
+
+def with_token(body: str, token: str = "token-1") -> Callable[[Any], Answer]:
+    return lambda request: (200, body) if request.headers.get("X-aws-ec2-metadata-token") == token else (401, "")
+
+
+# ---- AWS ----
+
+
+def test_aws_says_nothing_until_it_interrupts(metadata: Metadata, ears: Ears) -> None:
+    metadata.says[TOKEN] = aws_token
+    watch = ears.watch(metadata, "aws")
+    watch.start()
+    until(lambda: metadata.count(ACTION) > 3)
+    assert ears.signs == []
+    metadata.says[ACTION] = with_token(json.dumps({"action": "terminate", "time": moment(115)}))
+    until(lambda: ears.signs)
+    watch.stop()
+    (cloud, sign) = ears.signs[0]
+    assert (cloud, sign.what, sign.is_certain) == ("aws", "AWS spot: terminate", True)
+    assert sign.leaves_at == pytest.approx(time.time() + 115, abs=10)
+    assert metadata.count(TOKEN) == 1, "a token is kept"
+
+
+def test_aws_rebalance_is_a_risk_and_is_told_once(metadata: Metadata, ears: Ears) -> None:
+    metadata.says |= {TOKEN: aws_token, REBALANCE: with_token(json.dumps({"noticeTime": moment(0)}))}
+    watch = ears.watch(metadata, "aws")
+    watch.start()
+    until(lambda: metadata.count(REBALANCE) > 3)
+    watch.stop()
+    assert [(sign.what, sign.is_certain) for _, sign in ears.signs] == [("AWS rebalance recommendation", False)]
+
+
+def test_a_token_that_is_refused_is_renewed_at_once(metadata: Metadata, ears: Ears) -> None:
+    tokens = iter(["old", "new", "newer"])
+    metadata.says |= {
+        TOKEN: lambda request: (200, next(tokens)),
+        ACTION: with_token(json.dumps({"action": "stop", "time": moment(60)}), "new"),
+        REBALANCE: (500, ""),
+    }
+    watch = ears.watch(metadata, "aws")
+    watch.start()
+    until(lambda: ears.signs)
+    watch.stop()
+    assert ears.signs[0][1].what == "AWS spot: stop"
+    assert ears.signs[0][1].is_certain
+
+
+def test_a_token_is_renewed_before_it_expires() -> None:
+    now, asked = [0.0], []
+
+    def ask(method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes, dict[str, str]]:
+        asked.append(method)
+        return (200, b"token", {}) if method == "PUT" else (404, b"", {})
+
+    aws = Aws(clock=lambda: now[0])
+    for now[0] in (0.0, 10000.0, 11000.0):
+        assert list(aws.look(ask)) == []
+    assert asked == ["PUT", "GET", "GET", "GET", "GET", "PUT", "GET", "GET"]
+
+
+def test_an_interruption_is_heard_though_the_rest_fails(metadata: Metadata, ears: Ears) -> None:
+    metadata.says |= {TOKEN: aws_token, REBALANCE: (500, "")}
+    metadata.says[ACTION] = with_token(json.dumps({"action": "hibernate", "time": "at once"}))
+    watch = ears.watch(metadata, "aws")
+    watch.start()
+    until(lambda: ears.signs)
+    watch.stop()
+    assert ears.signs == [("aws", Sign("AWS spot: hibernate"))]
+
+
+# ---- Google Cloud and Azure ----
+
+
+def test_google_cloud_is_believed_when_it_says_that_it_is_google(metadata: Metadata, ears: Ears) -> None:
+    metadata.says[PREEMPTED] = lambda request: (
+        (200, "TRUE") if request.headers.get("Metadata-Flavor") == "Google" else (403, "")
+    )
+    watch = ears.watch(metadata, "gcp")
+    watch.start()
+    until(lambda: metadata.count(PREEMPTED) >= 2)
+    assert ears.signs == [], "an answer without its mark is another's"
+    metadata.headers["Metadata-Flavor"] = "Google"
+    until(lambda: ears.signs)
+    watch.stop()
+    assert ears.signs == [("gcp", Sign("Google Cloud preemption"))]
+
+
+def azure_event(kind: str, resources: Any, not_before: str = "") -> dict[str, Any]:
+    return {
+        "EventId": "x",
+        "EventType": kind,
+        "Resources": resources,
+        "EventStatus": "Scheduled",
+        "NotBefore": not_before,
+    }
+
+
+def test_azure_names_the_machines_and_others_are_not_ours(metadata: Metadata, ears: Ears) -> None:
+    soon = datetime.fromtimestamp(time.time() + 30, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    events = [
+        azure_event("Preempt", ["vm_2"]),
+        azure_event("Freeze", ["vm_1"]),
+        "no event",
+        azure_event("Terminate", ["vm_2"]),
+    ]
+    metadata.says |= {NAME: (200, "vm_1"), EVENTS: (200, json.dumps({"DocumentIncarnation": 1, "Events": events}))}
+    watch = ears.watch(metadata, "azure")
+    watch.start()
+    until(lambda: metadata.count(EVENTS) > 2)
+    assert ears.signs == []
+    metadata.says[EVENTS] = (200, json.dumps({"Events": [azure_event("Preempt", ["vm_1", "vm_2"], soon)]}))
+    until(lambda: ears.signs)
+    watch.stop()
+    (cloud, sign) = ears.signs[0]
+    assert (cloud, sign.what, sign.is_certain) == ("azure", "Azure Preempt", True)
+    assert sign.leaves_at == pytest.approx(time.time() + 30, abs=10)
+
+
+def test_what_is_announced_for_later_is_a_warning_now_and_a_notice_then(
+    metadata: Metadata, ears: Ears, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = datetime.fromtimestamp(time.time() + 900, UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
+    metadata.says |= {NAME: (200, "vm"), EVENTS: (200, json.dumps({"Events": [azure_event("Reboot", ["vm"], later)]}))}
+    watch = ears.watch(metadata, "azure")
+    watch.start()
+    until(lambda: ears.signs)
+    assert [sign.is_certain for _, sign in ears.signs] == [False]
+    monkeypatch.setattr(farthing.cloud_notice, "LEAVE_BEFORE_S", 1000.0)
+    until(lambda: len(ears.signs) == 2)
+    watch.stop()
+    assert ears.signs[1][1].is_certain
+
+
+# ---- services that are not there, or not themselves ----
+
+
+GARBAGE: list[Answer] = [
+    (200, "<html>log in</html>"), (200, "[1, 2]"), (200, "{" * 50_000), (200, "x" * 200_000), (500, "{}"), (302, ""),
+    (200, '{"Events": 3}'), (200, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_is_no_notice(answer: Answer, metadata: Metadata, ears: Ears) -> None:
+    metadata.says = dict.fromkeys((ACTION, REBALANCE, PREEMPTED, EVENTS), answer) | {TOKEN: aws_token}
+    metadata.headers["Location"] = "http://127.0.0.1:1/elsewhere"
+    metadata.headers["Metadata-Flavor"] = "Google"
+    watch = ears.watch(metadata, "aws", "gcp", "azure")
+    watch.start()
+    watch._thread.join(20)
+    assert not watch._thread.is_alive(), "given up"
+    assert (ears.signs, ears.warnings) == ([], [])
+
+
+def test_without_a_service_it_is_given_up_and_nobody_waits(
+    metadata: Metadata, ears: Ears, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(farthing.cloud_notice, "TIMEOUT_S", 0.05)
+    hang = threading.Event()
+    metadata.says = dict.fromkeys((TOKEN, PREEMPTED, NAME), lambda request: (200, str(hang.wait(5))))
+    watch = ears.watch(metadata, "aws", "gcp", "azure")
+    began = time.monotonic()
+    watch.start()
+    assert time.monotonic() - began < 0.5
+    watch._thread.join(20)
+    hang.set()
+    assert not watch._thread.is_alive()
+    assert metadata.count(PREEMPTED) == FAILURES_UNTIL_GIVEN_UP
+    assert (ears.signs, ears.warnings) == ([], [])
+
+
+def test_a_service_that_was_there_and_falls_silent_is_said_and_asked_on(metadata: Metadata, ears: Ears) -> None:
+    metadata.headers["Metadata-Flavor"] = "Google"
+    metadata.says[PREEMPTED] = (200, "FALSE")
+    watch = ears.watch(metadata, "aws", "gcp", "azure")
+    watch.start()
+    until(lambda: metadata.count(PREEMPTED) > 2)
+    assert metadata.count(TOKEN) == 1, "who answered is the only one asked"
+    metadata.says[PREEMPTED] = (503, "")
+    until(lambda: ears.warnings)
+    assert "does not answer" in ears.warnings[0]
+    metadata.says[PREEMPTED] = (200, "TRUE")
+    until(lambda: ears.signs)
+    watch.stop()
+    assert len(ears.warnings) == 1
+
+
+def test_proxies_are_passed_by(metadata: Metadata, ears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    metadata.headers["Metadata-Flavor"] = "Google"
+    metadata.says[PREEMPTED] = (200, "TRUE")
+    watch = ears.watch(metadata, "gcp")
+    watch.start()
+    until(lambda: ears.signs)
+    watch.stop()
+
+
+def test_a_watch_that_fails_says_so(metadata: Metadata, ears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = ears.watch(metadata, "gcp")
+    monkeypatch.setattr(watch, "_look", lambda service: 1 / 0)
+    watch.start()
+    until(lambda: ears.warnings)
+    assert "no longer watched: ZeroDivisionError" in ears.warnings[0]
+
+
+def test_only_this_machine_stands_in_for_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FARTHING_METADATA")
+    assert Watch([], lambda *_: None, print)._address == ADDRESS
+    for base in ("http://example.org:80", "https://127.0.0.1:80", "http://127.0.0.1", "127.0.0.1:80"):
+        with pytest.raises(UserMistake, match="port of this machine"):
+            Watch([], lambda *_: None, print, base=base)
+
+
+@pytest.mark.parametrize(
+    ("files", "cloud"),
+    [
+        ({"sys_vendor": "Amazon EC2"}, "aws"),
+        ({"product_name": "Google Compute Engine", "sys_vendor": "Google"}, "gcp"),
+        ({"sys_vendor": "Microsoft Corporation", "chassis_asset_tag": AZURE_TAG}, "azure"),
+        ({"sys_vendor": "Microsoft Corporation", "chassis_asset_tag": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_whose_machine_it_is_stands_in_its_firmware(files: dict[str, str], cloud: str | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    every = ["aws", "gcp", "azure"]
+    assert services_for("auto", is_spot=False, firmware=tmp_path) == ([cloud] if cloud else [])
+    assert services_for("auto", is_spot=True, firmware=tmp_path) == ([cloud] if cloud else every)
+    assert services_for("off", is_spot=True, firmware=tmp_path) == []
+    assert services_for("gcp", is_spot=False, firmware=tmp_path) == ["gcp"]
+
+
+# ---- signals ----
+
+
+def test_a_signal_after_a_clouds_notice_is_not_a_second_one() -> None:
+    with Notice() as notice:
+        notice.say("Google Cloud preemption", "gcp")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert [heard.what for heard in notice.news()] == ["Google Cloud preemption", "SIGTERM"]
+        assert notice.reason == "Google Cloud preemption"
+        assert notice.news() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_the_first_signal_is_noted_and_the_second_leaves_at_once(number: signal.Signals) -> None:
+    code = (
+        "import os, sys\nfrom farthing.notice import Notice\n"
+        "with Notice() as notice:\n"
+        f"    os.kill(os.getpid(), {number.value})\n"
+        "    print(notice.reason, flush=True)\n"
+        f"    os.kill(os.getpid(), {number.value})\n"
+        "    print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (75, number.name)
+    assert "second signal" in done.stderr
+
+
+def test_a_risk_sets_no_flag() -> None:
+    notice = Notice()
+    notice.say("AWS rebalance recommendation", "aws", is_certain=False)
+    assert not notice
+    assert [heard.is_certain for heard in notice.news()] == [False]
+
+
+# ---- whole runs ----
+
+
+def of_cloud(job: Job, cloud: str) -> Job:
+    return job.model_copy(update={"where": job.where.model_copy(update={"notices": cloud})})
+
+
+@pytest.fixture
+def quick(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> Metadata:
+    """The service that runs ask, often."""
+    monkeypatch.setenv("FARTHING_METADATA", metadata.base)
+    for service in (farthing.cloud_notice.Aws, farthing.cloud_notice.Gcp, farthing.cloud_notice.Azure):
+        monkeypatch.setattr(service, "every_s", 0.005)
+    metadata.says[TOKEN] = aws_token
+    metadata.headers["Metadata-Flavor"] = "Google"
+    return metadata
+
+
+def noticed(cloud: str, metadata: Metadata) -> None:
+    """From now on the service says that the machine is taken."""
+    metadata.says |= {
+        "aws": {ACTION: with_token(json.dumps({"action": "terminate", "time": moment(110)}))},
+        "gcp": {PREEMPTED: (200, "TRUE")},
+        "azure": {EVENTS: (200, json.dumps({"Events": [azure_event("Preempt", ["vm"])]}))},
+    }[cloud]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("cloud", "kind"), [("aws", "step"), ("gcp", "evaluating"), ("azure", "tokenizing")])
+def test_a_run_that_is_noticed_leaves_with_75_and_goes_on_to_the_bit(
+    cloud: str, kind: str, quick: Metadata, tmp_path: Path
+) -> None:
+    alone = job_in(tmp_path, "alone")
+    assert train(alone, quiet).exit_code == 0
+    for file in (tmp_path / "cache").rglob("*"):
+        file.unlink() if file.is_file() else None
+    job = of_cloud(job_in(tmp_path, "noticed"), cloud)
+    done: list[bool] = []
+
+    def tell(event: str, facts: dict[str, Any]) -> None:
+        if event == kind and not done:
+            done.append(True)
+            noticed(cloud, quick)
+            time.sleep(0.3)  # the service has said it before the next micro-batch, row or batch
+
+    outcome = train(job, tell)
+    assert outcome.exit_code == 75
+    (notice,) = outcome.receipt["notices"]
+    assert (notice["source"], notice["attempt"], notice["is_certain"]) == (cloud, 1, True)
+    assert 0 <= notice["left_after_s"] < 10
+    assert (notice["grace_s"] is not None) == (cloud == "aws")
+    assert outcome.reason == notice["what"]
+    quick.says = {TOKEN: aws_token}
+    assert train(of_cloud(job, "off"), quiet).exit_code == 0
+    assert survive.differences(survive.result_of(tmp_path / "alone"), survive.result_of(tmp_path / "noticed")) == []
+
+
+def test_a_rebalance_recommendation_saves_now_and_goes_on(quick: Metadata, tmp_path: Path) -> None:
+    job = of_cloud(workshop.make_job(tmp_path, save_steps=1000), "aws")
+    heard = workshop.Heard()
+
+    def tell(kind: str, facts: dict[str, Any]) -> None:
+        heard(kind, facts)
+        if kind == "step" and facts["step"] == 2:
+            quick.says[REBALANCE] = with_token(json.dumps({"noticeTime": moment(0)}))
+            time.sleep(0.3)
+
+    outcome = train(job, tell)
+    assert outcome.exit_code == 0
+    assert heard.of("saved")[0]["step"] == 2
+    assert "AWS rebalance recommendation: saving now" in heard.warnings
+    assert [notice["is_certain"] for notice in outcome.receipt["notices"]] == [False]
+
+
+def test_nobody_is_asked_without_a_reason(quick: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = tmp_path / "firmware"
+    honest = farthing.cloud_notice.cloud_here
+    monkeypatch.setattr(farthing.cloud_notice, "cloud_here", lambda firmware: honest(nowhere))
+    assert train(workshop.make_job(tmp_path, max_steps=2), quiet).exit_code == 0
+    assert quick.asked == []

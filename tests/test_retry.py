@@ -1,0 +1,205 @@
+"""Attempts until one ends: what is begun again, what is not, and that it comes to an end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workshop
+from farthing.retry import Standing, Supervisor, standing
+
+
+class Run:
+    """A run folder whose attempts are told how to end: (exit code, step, newest committed step)."""
+
+    def __init__(self, folder: Path, *ends: tuple[int, int, int], notice: dict[str, Any] | None = None) -> None:
+        self.folder, self.ends, self.notice = folder, list(ends), notice
+        self.n_started = 0
+        self.said: list[str] = []
+        self.slept_s = 0.0
+        self.got: list[int] = []
+        self.while_running: Callable[[], None] = lambda: None
+
+    def start(self, number: int) -> Run:
+        """Begin an attempt."""
+        assert number == self.n_started
+        self.n_started += 1
+        assert self.n_started <= len(self.ends), "begun again once too often"
+        return self
+
+    def wait(self) -> int:
+        """Let it end."""
+        code, step, committed = self.ends[self.n_started - 1]
+        self.while_running()
+        row: dict[str, Any] = {"attempt": self.n_started, "step": step, "committed": committed}
+        if self.notice:
+            row["notice"] = self.notice
+        with open(self.folder / "ledger.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+        return code
+
+    def send_signal(self, number: int, /) -> None:
+        """Get a signal."""
+        self.got.append(number)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait between attempts."""
+        self.slept_s += seconds
+
+    def supervised(self, tries: int = 3) -> int:
+        """The exit code of it all."""
+        code = Supervisor(self.folder, self.start, self.said.append, tries=tries, sleep=self.sleep).run()
+        assert not self.ends[self.n_started :] or self.got, "it ended too soon"
+        return code
+
+
+@pytest.mark.parametrize("code", [0, 2, 3])
+def test_what_is_final_is_not_begun_again(code: int, tmp_path: Path) -> None:
+    run = Run(tmp_path, (code, 5, 5))
+    assert run.supervised() == code
+    assert run.said == []
+
+
+def test_interruptions_crashes_and_kills_are_followed_by_another_attempt(tmp_path: Path) -> None:
+    run = Run(tmp_path, (75, 3, 3), (1, 8, 6), (-9, 12, 12), (75, 20, 20), (0, 30, 30))
+    assert run.supervised(tries=1) == 0
+    assert run.n_started == 5
+    assert [text.split(";")[0] for text in run.said] == [
+        "interrupted after step 3", "ended with 1 after step 8", "killed by SIGKILL after step 12",
+        "interrupted after step 20",
+    ]  # fmt: skip
+
+
+def test_attempts_that_save_nothing_new_are_counted_and_come_to_an_end(tmp_path: Path) -> None:
+    run = Run(tmp_path, (75, 4, 4), (-9, 6, 4), (75, 4, 4), (-9, 5, 4))
+    assert run.supervised(tries=3) == 1
+    assert "3 attempts in a row saved nothing new; stopped after killed by SIGKILL" in run.said[-1]
+
+
+def test_progress_begins_the_count_anew_and_pauses_grow_without_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, (-9, 0, 0), (-9, 3, 2), (-9, 3, 2), (-9, 3, 2))
+    assert run.supervised(tries=2) == 1
+    assert run.slept_s == pytest.approx(2 + 1 + 2, abs=0.3)
+
+
+@pytest.mark.parametrize("step", [0, 7])
+def test_a_crash_at_the_same_step_is_not_tried_a_third_time(step: int, tmp_path: Path) -> None:
+    run = Run(tmp_path, (1, step, step), (1, step, step))
+    assert run.supervised(tries=9) == 1
+    assert "crashed twice in a row" in run.said[-1]
+
+
+def test_crashes_at_other_steps_are_not_the_same_crash(tmp_path: Path) -> None:
+    run = Run(tmp_path, (1, 7, 4), (1, 9, 8), (-9, 9, 8), (1, 9, 8), (0, 12, 12))
+    assert run.supervised(tries=9) == 0
+
+
+def test_nothing_is_begun_on_a_machine_that_goes(tmp_path: Path) -> None:
+    said = {"what": "AWS spot: terminate", "source": "aws", "is_certain": True}
+    run = Run(tmp_path, (75, 7, 7), notice=said)
+    assert run.supervised() == 75
+    assert "AWS spot: terminate" in run.said[-1]
+    (tmp_path / "other").mkdir()
+    risk = Run(tmp_path / "other", (75, 8, 8), (0, 9, 9), notice={**said, "is_certain": False})
+    assert risk.supervised() == 0
+
+
+def test_a_signal_is_handed_on_and_nothing_is_begun_after_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, (75, 7, 7), (0, 9, 9))
+    run.while_running = lambda: os.kill(os.getpid(), signal.SIGUSR1)
+    assert run.supervised() == 75
+    assert run.got == [signal.SIGUSR1]
+    assert run.n_started == 1
+
+
+def test_a_signal_between_two_attempts_ends_the_pause(tmp_path: Path) -> None:
+    run = Run(tmp_path, (-9, 7, 7), (0, 9, 9))
+
+    def sleep(seconds: float) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    run.sleep = sleep  # type: ignore[method-assign]
+    run.got.append(0)
+    assert run.supervised() == 75
+    assert run.n_started == 1
+
+
+def test_handlers_are_put_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    Run(tmp_path, (0, 1, 1)).supervised()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_where_a_run_stands_is_read_from_its_ledger(tmp_path: Path) -> None:
+    assert standing(tmp_path) == Standing()
+    rows = [{"attempt": 1, "step": 9, "committed": 8}, {"attempt": 2, "step": 8}, {"attempt": 2, "step": 10}]
+    (tmp_path / "ledger.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + '\n{"attempt": 3, "st')
+    assert standing(tmp_path) == Standing(step=10, committed=8)
+
+
+# ---- with real processes ----
+
+
+def test_a_run_that_is_killed_is_begun_again_and_finishes(tmp_path: Path) -> None:
+    path = workshop.job_file(tmp_path, max_steps=60, save_steps=5)
+    log, ledger = tmp_path / "run" / "log.jsonl", tmp_path / "run" / "ledger.jsonl"
+    command = [sys.executable, "-m", "farthing", "train", str(path), "--retry", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def kill_once() -> None:
+        while process.poll() is None and not (log.exists() and log.read_bytes().count(b"\n") > 12):
+            time.sleep(0.01)
+        for child in children_of(process.pid):
+            os.kill(child, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_once)
+    thread.start()
+    out, words = process.communicate(timeout=300)
+    thread.join()
+    assert process.returncode == 0, words
+    receipt = json.loads(out)
+    assert [attempt["ended"] for attempt in receipt["attempts"]] == ["killed", "finished"]
+    assert receipt["steps"] == 60
+    assert receipt["restart_s"] > 0
+    assert "killed by SIGKILL" in words
+    assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"], rel=0.01)
+    assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"], rel=0.01)
+    assert ledger.exists()
+
+
+@pytest.mark.slow
+def test_when_the_supervisor_dies_its_child_saves_and_leaves(tmp_path: Path) -> None:
+    path = workshop.job_file(tmp_path, max_steps=100_000, save_steps=1000, probe=False)
+    log = tmp_path / "run" / "log.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "farthing", "train", str(path), "--retry"], stdout=subprocess.DEVNULL
+    )
+    while not (log.exists() and log.read_bytes().count(b"\n") > 5):
+        time.sleep(0.02)
+    (child,) = children_of(process.pid)
+    process.kill()
+    process.wait()
+    give_up_at = time.monotonic() + 60
+    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.05)
+    receipt = json.loads((tmp_path / "run" / "receipt.json").read_text())
+    assert receipt["state"] == "interrupted"
+    assert receipt["notices"][-1]["what"] == "SIGTERM"
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent this is."""
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children()] if psutil.pid_exists(pid) else []
