@@ -23,7 +23,15 @@ from farthing.store import BucketStore, Entry, LocalStore, NoSuchObject, Retryin
 from workshop import Heard, job_file, losses_of, make_job, train
 
 QUICK = Pace(
-    renew_s=0.05, lease_s=0.4, answer_s=1.0, deliver_s=2.0, pause_s=0.01, again_s=0.05, finish_s=5.0, leave_s=2.0
+    renew_s=0.05,
+    lease_s=0.4,
+    answer_s=1.0,
+    deliver_s=0.3,
+    pause_s=0.01,
+    again_s=0.05,
+    finish_s=5.0,
+    give_up_s=1.0,
+    leave_s=2.0,
 )
 STILL = Pace(renew_s=60.0, lease_s=0.3, answer_s=0.5, deliver_s=1.0, pause_s=0.001, again_s=0.02)
 
@@ -292,7 +300,9 @@ def test_a_kill_at_any_operation_leaves_the_copy_before_or_the_new_one(after: bo
             break
         again = mirror_of(store, run)
         again.bring_back()
-        assert delivered(again, 3, step_done(run, 3, attempt=2)), "and the next attempt is not in the way of what is left"
+        assert delivered(again, 3, step_done(run, 3, attempt=2)), (
+            "and the next attempt is not in the way of what is left"
+        )
         again.close(1)
         assert taken(store, tmp_path / f"again-{k}") == 3
     assert outcomes[-1] == 2
@@ -361,7 +371,8 @@ def test_a_machine_that_comes_back_takes_what_the_other_did(tmp_path: Path) -> N
     third = mirror_of(store, a, said)
     assert third.bring_back() == 4
     third.close(1)
-    assert sorted(path.name[:13] for path in (a / "checkpoints").glob("step-*-????")) == ["step-00000002", "step-00000004"]
+    here = sorted(path.name for path in (a / "checkpoints").iterdir() if "elsewhere" not in path.name)
+    assert here == ["step-00000002-0001", "step-00000004-0002"]
     assert "step-00000006-0001 here is not what the run went on from elsewhere" in said[0]
     rows = [json.loads(line) for line in (a / "ledger.jsonl").read_text().splitlines()]
     last = {row["attempt"]: row["spans"]["compute"] for row in rows}
@@ -407,7 +418,10 @@ def test_any_damage_to_any_object_is_detected_and_the_copy_before_used(two_copie
         size = len(whole[name])
         flips = [(chance.randrange(size), chance.randrange(8)) for _ in range(12)]
         damaged = [whole[name][:at] + bytes([whole[name][at] ^ 1 << bit]) + whole[name][at + 1 :] for at, bit in flips]
-        damaged += [whole[name][: int(size * share)] for share in (0, 0.01, 0.5)] + [whole[name][:-1], whole[name] + b"\0"]
+        damaged += [whole[name][: int(size * share)] for share in (0, 0.01, 0.5)] + [
+            whole[name][:-1],
+            whole[name] + b"\0",
+        ]
         for n, content in enumerate([*damaged, None]):
             two_copies.objects = {**whole, name: content} if content is not None else dict(whole)
             if content is None:
@@ -446,7 +460,16 @@ def test_swapped_objects_are_detected(two_copies: Model, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     "path",
-    ["../evil", "/etc/evil", "checkpoints/../../evil", "checkpoints/step-1/x", "other.txt", "model/../x", "model\\x", ""],
+    [
+        "../evil",
+        "/etc/evil",
+        "checkpoints/../../evil",
+        "checkpoints/step-1/x",
+        "other.txt",
+        "model/../x",
+        "model\\x",
+        "",
+    ],
 )
 def test_a_commit_writes_nothing_outside_the_run(path: str, two_copies: Model, tmp_path: Path) -> None:
     from farthing.files import seal
@@ -464,3 +487,176 @@ def test_a_store_that_holds_another_run_is_refused(two_copies: Model, tmp_path: 
     other = folder_of_run(tmp_path / "other", run_id="run-2")
     with pytest.raises(RunChanged, match="holds another run"):
         mirror_of(two_copies, other).bring_back()
+
+
+# ---- whole runs ----
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_module, "PACE", QUICK)
+
+
+def machine(folder: Path, name: str, store: str | Path | None, **keys: Any) -> Any:
+    """The job as a machine with an empty disk would run it: its own output_dir, the same data and model."""
+    settings = {
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "max_steps": 8,
+        "lr_scheduler_type": "linear",
+    }
+    job = make_job(folder, output_dir=f"./{name}", data={"eval_fraction": 0.2}, **settings, **keys)
+    return job.model_copy(update={"output_store": store and str(store)})
+
+
+def stop_after(step: int) -> Heard:
+    """Asks the run to leave once `step` is done."""
+    import os
+    import signal
+
+    class Stopping(Heard):
+        def __call__(self, kind: str, facts: dict[str, Any]) -> None:
+            super().__call__(kind, facts)
+            if kind == "step" and facts["step"] == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    return Stopping()
+
+
+def same_result(left: Path, right: Path) -> list[str]:
+    import survive
+
+    return survive.differences(survive.result_of(left), survive.result_of(right))
+
+
+@pytest.mark.parametrize("scheme", ["folder", "memory"])
+def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(
+    scheme: str, quick: None, tmp_path: Path
+) -> None:
+    store = f"memory://{tmp_path.name}/run" if scheme == "memory" else tmp_path / "store"
+    assert train(machine(tmp_path, "alone", None)).exit_code == 0
+    first = train(machine(tmp_path, "first", store), stop_after(3))
+    assert first.exit_code == 75
+    (tmp_path / "first").rename(tmp_path / "gone")
+    second = train(machine(tmp_path, "second", store), stop_after(5))
+    assert second.exit_code == 75
+    heard = Heard()
+    third = train(machine(tmp_path, "third", store), heard)
+    assert third.exit_code == 0
+    assert heard.warnings == ""
+    assert [facts["step"] for facts in heard.of("restored")] == [5]
+    assert same_result(tmp_path / "alone", tmp_path / "third") == []
+    ended = [attempt["ended"] for attempt in third.receipt["attempts"]]
+    assert ended == ["interrupted", "interrupted", "finished"]
+    assert [a["usd"] for a in third.receipt["attempts"]][:2] == [a["usd"] for a in second.receipt["attempts"]]
+    fourth = train(machine(tmp_path, "fourth", store), heard := Heard())
+    assert fourth.reason.startswith("it was finished already"), "the model came along"
+    assert heard.of("step") == []
+    assert same_result(tmp_path / "alone", tmp_path / "fourth") == []
+
+
+def test_a_run_that_another_machine_takes_over_stops_in_words(
+    monkeypatch: pytest.MonkeyPatch, quick: None, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+
+    def take_over(kind: str, facts: dict[str, Any]) -> None:
+        if kind == "step" and facts["step"] == 4:
+            links = sorted(store.list("writers/"))
+            number = int(links[-1][-13:-5]) + 1
+            while not store.create(
+                f"writers/{number:08d}.json", json.dumps({"host": "other", "folder": "/x"}).encode()
+            ):
+                number += 1
+            time.sleep(0.3)
+
+    with pytest.raises(RunBusy, match="other is training this run"):
+        train(machine(tmp_path, "run", tmp_path / "store", num_train_epochs=50), take_over)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fault", ["fails", "hangs", "slow", "refuses"])
+def test_a_store_that_goes_away_holds_nothing_up_and_gets_its_backlog(
+    fault: str, quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    is_away = False
+    real = open_store(str(tmp_path / "store"))
+
+    def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
+        if is_away and fault == "hangs":
+            time.sleep(0.5)
+            raise StoreFault("no answer")
+        if is_away and fault != "slow":
+            raise StoreFault("503") if fault == "fails" else store_module.StoreRefuses("403")
+        if is_away:
+            time.sleep(0.1)
+        return operation()
+
+    monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
+    heard = Heard()
+
+    def tell(kind: str, facts: dict[str, Any]) -> None:
+        nonlocal is_away
+        heard(kind, facts)
+        if kind == "step" and facts["step"] == 3:
+            is_away = True
+        if kind == "step" and is_away:
+            time.sleep(0.2)
+        if kind == "step" and facts["step"] == 7:
+            is_away = False
+
+    assert train(machine(tmp_path, "run", tmp_path / "store"), tell).exit_code == 0  # type: ignore[arg-type]
+    assert fault in ("slow", "hangs") or "has not reached the store" in heard.warnings
+    assert taken_run(tmp_path) == 8
+
+
+def taken_run(tmp_path: Path) -> int | None:
+    mirror = mirror_of(LocalStore(tmp_path / "store"), tmp_path / "taken")
+    step = mirror.bring_back()
+    mirror.close(1)
+    return step
+
+
+def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real, heard = open_store(str(tmp_path / "store")), Heard()
+
+    def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
+        if heard.of("step"):
+            raise StoreFault("503 for ever")
+        return operation()
+
+    monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
+    outcome = train(machine(tmp_path, "run", tmp_path / "store"), heard)
+    assert outcome.exit_code == 0
+    assert "could not be brought to" in heard.warnings
+    assert not (tmp_path / "run" / "outbox").exists()
+    assert (tmp_path / "run" / "model").is_dir()
+
+
+def test_a_store_that_is_down_at_the_start(quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real, is_down = open_store(str(tmp_path / "store")), True
+
+    def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
+        if is_down:
+            raise StoreFault("503")
+        return operation()
+
+    monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
+    with pytest.raises(StoreDown, match="does not answer") as error:
+        train(machine(tmp_path, "run", tmp_path / "store"))
+    assert error.value.exit_code == 75, "an empty folder never begins anew in silence"
+    is_down = False
+    train(machine(tmp_path, "run", tmp_path / "store"), stop_after(3))
+    is_down = True
+    heard = Heard()
+
+    def tell(kind: str, facts: dict[str, Any]) -> None:
+        nonlocal is_down
+        heard(kind, facts)
+        is_down = is_down and not heard.of("step")
+
+    assert train(machine(tmp_path, "run", tmp_path / "store"), tell).exit_code == 0  # type: ignore[arg-type]
+    assert "the run goes on from this folder" in heard.warnings
+    assert taken_run(tmp_path) == 8

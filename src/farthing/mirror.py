@@ -78,7 +78,9 @@ class Pace:
     again_s: float = 30.0
     """Before a commit that failed is tried anew."""
     finish_s: float = 600.0
-    """At the end of a run, for the last commit."""
+    """At the end of a run, for the last commit ..."""
+    give_up_s: float = 60.0
+    """... or so long, when the store only fails."""
     leave_s: float = 20.0
     """When the machine is about to be taken away."""
 
@@ -280,7 +282,7 @@ class Mirror:
         store = self._patient(self.pace.deliver_s)
         commits = self._commits(store)
         seen = self._seen_epoch()
-        has_checkpoint = any((self.folder / CHECKPOINTS).glob("step-*"))
+        has_checkpoint = any(_CHECKPOINT.fullmatch(path.name) for path in (self.folder / CHECKPOINTS).glob("*"))
         is_ahead = bool(commits) and (
             not (self.folder / RUN).exists() or commits[0][0] > seen or (commits[0][2] > 0 and not has_checkpoint)
         )
@@ -628,13 +630,13 @@ class Mirror:
 
     def wait(self, seconds: float) -> bool:
         """Wait until everything that was offered is in the store; False when time, or the store's chance, has run out."""
-        until = time.monotonic() + seconds
+        began = time.monotonic()
         with self._wake:
             self._wake.notify_all()
             while self._pending is not None or self._sending is not None:
-                failing = self._failing_since
-                has_no_chance = failing is not None and time.monotonic() - failing > 2 * self.pace.again_s
-                left = until - time.monotonic()
+                now = time.monotonic()
+                has_no_chance = self._failing_since is not None and now - began > self.pace.give_up_s
+                left = began + seconds - now
                 if left <= 0 or has_no_chance or self._lost is not None:
                     return False
                 self._wake.wait(min(left, 0.5))
