@@ -18,9 +18,9 @@ from farthing import store as store_module
 from farthing.errors import JobError, RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
 from farthing.files import commit_folder, unseal, verify_folder, write_json
 from farthing.job_file import load_job
-from farthing.mirror import Lost, Mirror, Pace
-from farthing.store import BucketStore, Entry, LocalStore, NoSuchObject, Retrying, Store, StoreFault, open_store
-from workshop import Heard, job_file, losses_of, make_job, train
+from farthing.mirror import Mirror, Pace
+from farthing.store import Entry, LocalStore, NoSuchObject, Store, StoreFault, open_store
+from workshop import Heard, job_file, make_job, train
 
 QUICK = Pace(
     renew_s=0.05,
@@ -433,7 +433,7 @@ def test_any_damage_to_any_object_is_detected_and_the_copy_before_used(two_copie
                     mirror_of(two_copies, empty, said).bring_back()
             else:
                 assert taken(two_copies, empty, said) == 1
-                assert content is None and name.startswith("commits/") or "step 2 in the store is damaged" in said[0]
+                assert (content is None and name.startswith("commits/")) or "step 2 in the store is damaged" in said[0]
             shutil.rmtree(empty)
             tried += 1
     assert tried > 100
