@@ -16,24 +16,12 @@ import pytest
 from farthing import mirror as mirror_module
 from farthing import store as store_module
 from farthing.errors import JobError, RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
-from farthing.files import commit_folder, unseal, verify_folder, write_json
+from farthing.files import unseal, verify_folder
 from farthing.job_file import load_job
-from farthing.mirror import Mirror, Pace
+from farthing.mirror import Pace
 from farthing.store import Entry, LocalStore, NoSuchObject, Store, StoreFault, open_store
+from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from workshop import Heard, job_file, make_job, train
-
-QUICK = Pace(
-    renew_s=0.05,
-    lease_s=0.4,
-    answer_s=1.0,
-    deliver_s=0.3,
-    pause_s=0.01,
-    again_s=0.05,
-    finish_s=5.0,
-    give_up_s=1.0,
-    leave_s=2.0,
-)
-STILL = Pace(renew_s=60.0, lease_s=0.3, answer_s=0.5, deliver_s=1.0, pause_s=0.001, again_s=0.02)
 
 
 class Model:
@@ -98,41 +86,7 @@ class Killed(BaseException):
     """The process is gone."""
 
 
-# ---- a run folder without a run ----
-
-
-def folder_of_run(folder: Path, run_id: str = "run-1") -> Path:
-    """What a run leaves before its first step."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "run.json", {"run_id": run_id, "identity": {}})
-    write_json(folder / "plan.json", {"promise": 1})
-    return folder
-
-
-def step_done(folder: Path, step: int, attempt: int = 1) -> Path:
-    """A step's line in log and ledger, and its checkpoint."""
-    with open(folder / "log.jsonl", "a") as log, open(folder / "ledger.jsonl", "a") as ledger:
-        log.write(json.dumps({"step": step}) + "\n")
-        row = {"attempt": attempt, "at": 1000.0 * attempt + step, "spans": {"compute": float(step)}, "step": step}
-        ledger.write(json.dumps({**row, "state": "running", "usd_per_hour": 1.0, "first_step": 0}) + "\n")
-
-    def fill(draft: Path) -> None:
-        (draft / "model.safetensors").write_bytes(random.Random(step).randbytes(5000))
-        (draft / "state.json").write_text(json.dumps({"step": step}))
-
-    final = folder / "checkpoints" / f"step-{step:08d}-{attempt:04d}"
-    commit_folder(final, fill, {"kind": "farthing checkpoint", "step": step, "run_id": "run-1"})
-    return final
-
-
-def mirror_of(store: Store, folder: Path, said: list[str] | None = None, pace: Pace = STILL, keep: int = 2) -> Mirror:
-    folder.mkdir(parents=True, exist_ok=True)
-    return Mirror(store, folder, keep, (said if said is not None else []).append, pace)
-
-
-def delivered(mirror: Mirror, step: int, *checkpoints: Path, seconds: float = 5.0) -> bool:
-    mirror.offer(step, checkpoints)
-    return mirror.wait(seconds)
+# ---- what an empty machine gets ----
 
 
 def taken(store: Store, folder: Path, said: list[str] | None = None) -> int | None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import http.client
 import multiprocessing
+import os
+import sys
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,23 +20,12 @@ from farthing.errors import RunBusy, UserMistake
 from farthing.mirror import Pace
 from farthing.store import Retrying, StoreFault, StoreRefuses, open_store
 from fault_proxy import FaultProxy
-from test_store import (
-    behaves_like_a_store,
-    delivered,
-    folder_of_run,
-    machine,
-    mirror_of,
-    newest_objects,
-    same_result,
-    step_done,
-    stop_after,
-)
+from mirrored import PATIENT, delivered, folder_of_run, mirror_of, step_done, upload
+from test_store import behaves_like_a_store, machine, newest_objects, same_result, stop_after
 from workshop import Heard, train
 
 pytest.importorskip("s3fs", reason="s3fs is not installed: nothing is tried against S3")
 moto_server = pytest.importorskip("moto.server", reason="moto[s3], flask and flask-cors are not installed: no S3 here")
-
-PATIENT = Pace(renew_s=60, lease_s=2, answer_s=5, deliver_s=10, pause_s=0.05, again_s=0.2, give_up_s=5)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +48,18 @@ def proxy(backend: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]
         }.items():
             monkeypatch.setenv(name, value)
         yield proxy
+
+
+@pytest.fixture(scope="module")
+def processes() -> Any:
+    """Where processes are forked from that have the libraries already."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["s3fs", "aiobotocore.session", "botocore.endpoint", "mirrored"])
+    context.Process(target=time.time).start()
+    os.environ["PYTHONPATH"] = before or ""
+    return context
 
 
 @pytest.fixture
@@ -203,23 +207,12 @@ def test_a_flipped_object_in_the_bucket_is_detected(proxy: FaultProxy, address: 
 # ---- killed at every request of an upload ----
 
 
-def upload(address: str, folder: str) -> None:
-    """In a process of its own: take the run and bring two checkpoints to the store."""
-    store_module.TRY_S = 5.0
-    run = Path(folder)
-    mirror = mirror_of(open_store(address), run, pace=PATIENT)
-    mirror.bring_back()
-    assert delivered(mirror, 1, step_done(run, 1), seconds=20)
-    assert delivered(mirror, 2, step_done(run, 2), seconds=20)
-    mirror.close(2)
-
-
-def killed_in_upload(proxy: FaultProxy, address: str, folder: Path, k: int, fault: str) -> tuple[bool, int | None]:
+def killed_in_upload(
+    context: Any, proxy: FaultProxy, address: str, folder: Path, k: int, fault: str
+) -> tuple[bool, int | None]:
     """Whether the kill at request `k` struck, and the step that an empty machine then goes on from."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["s3fs", "aiobotocore.session", "botocore.endpoint", "test_store_s3"])
     run = folder_of_run(folder / f"run-{k}")
-    process = context.Process(target=upload, args=(address, str(run)))
+    process = context.Process(target=upload, args=(address, str(run), dict(os.environ)))
     process.start()
     proxy.pid = process.pid or 0
     proxy.begin(lambda number, method, path: fault if number == k else None)
@@ -233,10 +226,10 @@ def killed_in_upload(proxy: FaultProxy, address: str, folder: Path, k: int, faul
     return was_killed, step
 
 
-def kills(proxy: FaultProxy, address: str, folder: Path, ks: range, fault: str) -> list[int | None]:
+def kills(context: Any, proxy: FaultProxy, address: str, folder: Path, ks: range, fault: str) -> list[int | None]:
     outcomes = []
     for k in ks:
-        was_killed, step = killed_in_upload(proxy, f"{address}-{k}", folder, k, fault)
+        was_killed, step = killed_in_upload(context, proxy, f"{address}-{k}", folder, k, fault)
         outcomes.append(step)
         if not was_killed:
             assert step == 2
@@ -246,9 +239,9 @@ def kills(proxy: FaultProxy, address: str, folder: Path, ks: range, fault: str) 
 
 @pytest.mark.parametrize("fault", ["kill", "kill after"])
 def test_a_kill_at_some_requests_of_an_upload_leaves_a_whole_copy(
-    fault: str, proxy: FaultProxy, address: str, tmp_path: Path
+    fault: str, processes: Any, proxy: FaultProxy, address: str, tmp_path: Path
 ) -> None:
-    outcomes = kills(proxy, address, tmp_path, range(4, 60, 8), fault)
+    outcomes = kills(processes, proxy, address, tmp_path, range(4, 60, 8), fault)
     assert set(outcomes) == {None, 1, 2}
     assert outcomes == sorted(outcomes, key=lambda step: step or 0)
 
@@ -256,9 +249,9 @@ def test_a_kill_at_some_requests_of_an_upload_leaves_a_whole_copy(
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill", "kill after"])
 def test_a_kill_at_any_request_of_an_upload_leaves_a_whole_copy(
-    fault: str, proxy: FaultProxy, address: str, tmp_path: Path
+    fault: str, processes: Any, proxy: FaultProxy, address: str, tmp_path: Path
 ) -> None:
-    outcomes = kills(proxy, address, tmp_path, range(1, 100), fault)
+    outcomes = kills(processes, proxy, address, tmp_path, range(1, 100), fault)
     assert set(outcomes) == {None, 1, 2}
     assert outcomes == sorted(outcomes, key=lambda step: step or 0)
     assert len(outcomes) > 20
