@@ -61,9 +61,11 @@ class Checkpoints:
         *,
         warn: Callable[[str], None],
         facts: Mapping[str, Any] | None = None,
+        copy: Callable[[int, list[Path]], None] | None = None,
     ) -> None:
         self.folder = make_private(folder)
         self._run_id, self._keep, self._warn, self._facts = run_id, keep, warn, dict(facts or {})
+        self._copy = copy  # gets a step and the folders to go on from there, in the writing thread; must not raise
         self._thread: threading.Thread | None = None
         self._result: SaveResult | None = None
         self._n_failed = 0
@@ -126,6 +128,8 @@ class Checkpoints:
             serial = 1 + max((serial for _, serial in self._saves()), default=0)
             manifest = commit_folder(self._folder(step, serial), fill, facts)
             result.n_bytes = sum(entry["size"] for entry in manifest["files"])
+            if self._copy is not None:
+                self._copy(step, self.to_go_on(step, best_step))
             self._rotate(best_step)
         except (OSError, safetensors.SafetensorError, ValueError) as error:
             result.error = error
@@ -197,6 +201,11 @@ class Checkpoints:
         """Set every checkpoint aside: the run starts from zero on purpose."""
         for step, serial in self._saves():
             self._set_aside(self._folder(step, serial))
+
+    def to_go_on(self, step: int, best_step: int | None) -> list[Path]:
+        """The folders that a run needs to go on from `step`: its checkpoint and the best one, where there are any."""
+        newest = {saved: self._folder(saved, serial) for saved, serial in reversed(self._saves())}
+        return [newest[wanted] for wanted in sorted({step, best_step or step}) if wanted in newest]
 
     def _saves(self) -> list[tuple[int, int]]:
         """(step, serial) of every committed checkpoint, newest first."""

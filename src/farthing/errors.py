@@ -83,6 +83,12 @@ class NoSpace(UserMistake):
     """The disk can't hold what the run will write."""
 
 
+class StoreDown(FarthingError):
+    """The store that holds the run does not answer, and nothing here can stand in for it: try again later."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
 class SaveFailing(FarthingError):
     """Several checkpoints in a row could not be written."""
 

@@ -84,6 +84,22 @@ def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**content, "sha256": hashlib.sha256(_as_text(content).encode()).hexdigest()}
 
 
+def seal(manifest: dict[str, Any]) -> str:
+    """A manifest as text, with the sha256 of its own content."""
+    return _as_text(_sealed(manifest))
+
+
+def unseal(text: str, name: str) -> dict[str, Any]:
+    """The manifest of a text that `seal` wrote, which is called `name`. Raises `Damaged`."""
+    try:
+        manifest = json.loads(text)
+    except ValueError as error:
+        raise Damaged(f"{name} can't be read: {error}") from error
+    if not isinstance(manifest, dict) or text != seal(manifest):
+        raise Damaged(f"{name} differs from what was written (sha256)")
+    return manifest
+
+
 def commit_folder(final: Path, fill: Callable[[Path], None], facts: dict[str, Any]) -> dict[str, Any]:
     """Write a folder by the protocol above and return its manifest: `facts` and the list of files.
 

@@ -9,7 +9,7 @@ import json
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, field_validator, model_validator
 
 from farthing.addresses import without_secrets
 from farthing.units import parse_hours, parse_usd
@@ -266,6 +266,10 @@ class Job(Section):
     where: WhereSection = WhereSection()
     output_dir: Name
     """The run folder: checkpoints, logs, the receipt and the trained model."""
+    output_store: Name | None = None
+    """A place of this run alone that outlives the machine: s3://bucket/prefix, gs://bucket/prefix, or a folder. What an
+    empty machine needs to go on is copied there in the background. Credentials and endpoints come from the environment
+    (AWS_PROFILE, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS ...), never from the job."""
     cache_dir: str | None = None
     """Where tokenized data is kept. Default: ~/.cache/farthing."""
 
@@ -275,6 +279,15 @@ class Job(Section):
         if self.train.fit_schedule_to_budget and (limits.max_usd, limits.max_hours, limits.deadline) == (None,) * 3:
             raise ValueError("train.fit_schedule_to_budget fits to a limit; set limits.max_usd, max_hours or deadline")
         return self
+
+    @field_validator("output_store")
+    @classmethod
+    def _store_has_no_secrets(cls, name: str | None) -> str | None:
+        if name is not None and name != without_secrets(name):
+            raise ValueError(
+                "an address without user, password and query is wanted: credentials go into the environment"
+            )
+        return name
 
     # ---- what follows from the keys ----
 

@@ -385,12 +385,13 @@ def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set
             "chat_template": template and _absolute(template, base_of("data", "chat_template")),
         }
     )
-    cache = job.cache_dir
+    cache, store = job.cache_dir, job.output_store
     return job.model_copy(
         update={
             "model": model,
             "data": data,
             "output_dir": _absolute(job.output_dir, base_of("output_dir")),
+            "output_store": store if store is None or is_remote(store) else _absolute(store, base_of("output_store")),
             "cache_dir": _absolute(cache, base_of("cache_dir")) if cache else str(Path.home() / ".cache" / "farthing"),
         }
     )

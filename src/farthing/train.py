@@ -52,6 +52,7 @@ from farthing.limits import LONGEST_START_S, over_limit, seconds_left, why_not_s
 from farthing.measurements import Measurement, Record, leave_measurement
 from farthing.meter import Ledger, Meter, seconds_since_process_start
 from farthing.metrics import GREATER_IS_BETTER
+from farthing.mirror import Mirror, open_mirror
 from farthing.model.adapters import count_parameters, put_back, trained_tensors
 from farthing.model.flops import flops_per_token
 from farthing.model.forward import Forward
@@ -127,6 +128,14 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
             f"the run folder can't be made: {error.strerror}", where=str(folder), to_do="choose another output_dir"
         ) from error
     with only_writer(folder), Notice() as notice, watched(job, notice):
+        mirror = open_mirror(
+            job.output_store, folder, job.train.save_total_limit, lambda text: tell("warning", {"text": text})
+        )
+        if mirror is not None:
+            with meter.span("restore"):
+                step = mirror.bring_back(allow_restart, lambda: bool(notice))
+            if step is not None:
+                tell("note", {"text": f"step {step} was brought back from {job.output_store}"})
         try:
             ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
             ledger.write("starting")
@@ -137,7 +146,7 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
             ) from error
         state = "failed"
         try:
-            state, reason = _train(job, folder, meter, ledger, notice, tell, allow_restart)
+            state, reason = _train(job, folder, meter, ledger, notice, tell, allow_restart, mirror)
         except Interrupted as error:
             state, reason = "interrupted", notice.reason or error.what
         except torch.OutOfMemoryError as error:
@@ -151,13 +160,25 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
             with contextlib.suppress(OSError):  # a full disk must not hide the error that is on its way
                 note_news(notice, ledger)
                 ledger.close(state)
+            if mirror is not None and state == "failed":
+                mirror.close(mirror.pace.leave_s)
         receipt = build_receipt(folder)
         write_json(folder / RECEIPT, receipt)
+        if mirror is not None:
+            mirror.offer_last_words()
+            mirror.close(mirror.pace.leave_s)
         return Outcome(state, reason, receipt)
 
 
 def _train(
-    job: Job, folder: Path, meter: Meter, ledger: Ledger, notice: Notice, tell: Tell, allow_restart: bool
+    job: Job,
+    folder: Path,
+    meter: Meter,
+    ledger: Ledger,
+    notice: Notice,
+    tell: Tell,
+    allow_restart: bool,
+    mirror: Mirror | None,
 ) -> tuple[str, str]:
     numerics, inputs = _identify(job, meter)
     tell = with_trackers(tell, job.train.report_to, folder)
@@ -178,6 +199,7 @@ def _train(
         tell("warning", {"text": f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
                          " the deadline is where this clock has it"})  # fmt: skip
     run = _open(job, folder, inputs, numerics, meter, ledger, notice, tell)
+    run.mirror = mirror
     meter.enter("restore")
     tell("working", {"on": "looking for a checkpoint"})
     run.restore(run_facts["run_id"], allow_restart)
@@ -196,9 +218,17 @@ def _train(
             run.probe()
     run.say_what_was_decided()
     meter.enter("idle")
+    if mirror is not None:
+        mirror.offer(run.progress.step, run.checkpoints.to_go_on(run.progress.step, run.progress.best_step))
     state, reason = run.loop()
     if state == "finished":
         write_json(folder / RUN, {**run_facts, "finished": True})
+    if mirror is not None:
+        at = run.progress
+        mirror.offer(at.step, run.checkpoints.to_go_on(at.step, at.best_step), with_model=True)
+        with meter.span("checkpoint"):
+            mirror.wait(mirror.pace.leave_s if state == "interrupted" else mirror.pace.finish_s)
+        mirror.check()
     run.leave_measurement()
     return state, reason
 
@@ -308,6 +338,8 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     subject: Subject | None = None
     """What a probe of this run is of."""
+    mirror: Mirror | None = None
+    """The copy of this run in a store, where the job names one."""
 
     def __post_init__(self) -> None:
         job, train = self.job, self.job.train
@@ -441,7 +473,12 @@ class Run:
         """Go back to the newest whole checkpoint, or to the start when there never was one. Raises `RunDamaged`."""
         facts = {"farthing": farthing.__version__, "attempt": self.ledger.number}
         self.checkpoints = Checkpoints(
-            self.folder / CHECKPOINTS, run_id, self.job.train.save_total_limit, warn=self._warn, facts=facts
+            self.folder / CHECKPOINTS,
+            run_id,
+            self.job.train.save_total_limit,
+            warn=self._warn,
+            facts=facts,
+            copy=self.mirror.offer if self.mirror is not None else None,
         )
         try:
             step = self.checkpoints.newest_valid()
@@ -471,7 +508,8 @@ class Run:
 
     def _refuse_small_disk(self) -> None:
         state_bytes = n_bytes_of(self.parts) * (3 if self.progress.step == 0 else 1)  # the optimizer has no state yet
-        need = state_bytes * (self.job.train.save_total_limit + 2)
+        n_aside = 2 if self.mirror is not None else 0  # one that is being sent, and the next
+        need = state_bytes * (self.job.train.save_total_limit + 2 + n_aside)
         free = shutil.disk_usage(self.folder).free
         if free < need:
             raise NoSpace(
@@ -683,6 +721,8 @@ class Run:
         self.in_flight.append(taken)
         self.settle(self.steps.n_ahead)
         self.note_finished_save(self.checkpoints.finished_save())
+        if self.mirror is not None:
+            self.mirror.check()
         if at.step % COLLECT_EVERY_STEPS == 0:
             gc.collect()
 

@@ -1,0 +1,73 @@
+"""Run folders without a run, and their copies in a store: nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+from farthing import store as store_module
+from farthing.files import commit_folder, write_json
+from farthing.mirror import Mirror, Pace
+from farthing.store import Store, open_store
+
+QUICK = Pace(
+    renew_s=0.05,
+    lease_s=0.4,
+    answer_s=1.0,
+    deliver_s=0.3,
+    pause_s=0.01,
+    again_s=0.05,
+    finish_s=5.0,
+    give_up_s=1.0,
+    leave_s=2.0,
+)
+PATIENT = Pace(renew_s=60, lease_s=0.3, answer_s=5, deliver_s=10, pause_s=0.05, again_s=0.2, give_up_s=5)
+STILL = Pace(renew_s=60.0, lease_s=0.3, answer_s=0.5, deliver_s=1.0, pause_s=0.001, again_s=0.02)
+
+
+def folder_of_run(folder: Path, run_id: str = "run-1") -> Path:
+    """What a run leaves before its first step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "run.json", {"run_id": run_id, "identity": {}})
+    write_json(folder / "plan.json", {"promise": 1})
+    return folder
+
+
+def step_done(folder: Path, step: int, attempt: int = 1) -> Path:
+    """A step's line in log and ledger, and its checkpoint."""
+    with open(folder / "log.jsonl", "a") as log, open(folder / "ledger.jsonl", "a") as ledger:
+        log.write(json.dumps({"step": step}) + "\n")
+        row = {"attempt": attempt, "at": 1000.0 * attempt + step, "spans": {"compute": float(step)}, "step": step}
+        ledger.write(json.dumps({**row, "state": "running", "usd_per_hour": 1.0, "first_step": 0}) + "\n")
+
+    def fill(draft: Path) -> None:
+        (draft / "model.safetensors").write_bytes(random.Random(step).randbytes(5000))
+        (draft / "state.json").write_text(json.dumps({"step": step}))
+
+    final = folder / "checkpoints" / f"step-{step:08d}-{attempt:04d}"
+    commit_folder(final, fill, {"kind": "farthing checkpoint", "step": step, "run_id": "run-1"})
+    return final
+
+
+def mirror_of(store: Store, folder: Path, said: list[str] | None = None, pace: Pace = STILL, keep: int = 2) -> Mirror:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Mirror(store, folder, keep, (said if said is not None else []).append, pace)
+
+
+def delivered(mirror: Mirror, step: int, *checkpoints: Path, seconds: float = 5.0) -> bool:
+    mirror.offer(step, checkpoints)
+    return mirror.wait(seconds)
+
+
+def upload(address: str, folder: str, environment: dict[str, str]) -> None:
+    """In a process of its own: take the run and bring two checkpoints to the store."""
+    os.environ.update(environment)
+    store_module.TRY_S = 5.0
+    run = Path(folder)
+    mirror = mirror_of(open_store(address), run, pace=PATIENT)
+    mirror.bring_back()
+    assert delivered(mirror, 1, step_done(run, 1), seconds=20)
+    assert delivered(mirror, 2, step_done(run, 2), seconds=20)
+    mirror.close(2)

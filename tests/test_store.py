@@ -1,0 +1,616 @@
+"""A run's copy in a store: through every fault of the store, kills at each operation, two machines, damage, empty machines."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from farthing import mirror as mirror_module
+from farthing import store as store_module
+from farthing.errors import JobError, RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
+from farthing.files import unseal, verify_folder
+from farthing.job_file import load_job
+from farthing.mirror import Pace
+from farthing.store import Entry, LocalStore, NoSuchObject, Store, StoreFault, open_store
+from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
+from workshop import Heard, job_file, make_job, train
+
+
+class Model:
+    """A store in a dictionary, with the semantics of S3; the reference for all others."""
+
+    name = "model://store"
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.written_at: dict[str, float] = {}
+
+    def create(self, key: str, data: bytes) -> bool:
+        if key in self.objects:
+            return False
+        self._write(key, data)
+        return True
+
+    def put(self, key: str, path: Path) -> None:
+        self._write(key, path.read_bytes())
+
+    def get(self, key: str) -> bytes:
+        if key not in self.objects:
+            raise NoSuchObject(key)
+        return self.objects[key]
+
+    def fetch(self, key: str, path: Path, n_bytes: int) -> None:
+        path.write_bytes(self.get(key))
+
+    def list(self, prefix: str) -> dict[str, Entry]:
+        return {
+            key: Entry(len(data), self.written_at[key])
+            for key, data in list(self.objects.items())
+            if key.startswith(prefix)
+        }
+
+    def remove(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self.objects.pop(key, None)
+
+    def _write(self, key: str, data: bytes) -> None:
+        self.objects[key] = data
+        self.written_at[key] = time.time()
+
+
+class Faulty:
+    """A store whose operations go through `fault(name, key, operation)`."""
+
+    def __init__(self, store: Store, fault: Callable[[str, str, Callable[[], Any]], Any]) -> None:
+        self.name, self._store, self._fault = store.name, store, fault
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._store, name)
+
+        def run(first: Any, *rest: Any) -> Any:
+            keys = list(first) if name == "remove" else first
+            return self._fault(name, str(keys), lambda: operation(keys, *rest))
+
+        return run
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+# ---- what an empty machine gets ----
+
+
+def taken(store: Store, folder: Path, said: list[str] | None = None) -> int | None:
+    """The step an empty machine goes on from; everything it got is verified."""
+    mirror = mirror_of(store, folder, said)
+    step = mirror.bring_back()
+    for path in (folder / "checkpoints").glob("step-*") if step else ():
+        assert verify_folder(path)["step"] <= step
+    newest = max((verify_folder(path)["step"] for path in (folder / "checkpoints").glob("step-*")), default=0)
+    assert newest == (step or 0)
+    if step is not None:
+        assert json.loads((folder / "run.json").read_text())["run_id"] == "run-1"
+        assert (folder / "plan.json").exists()
+        assert not list(folder.rglob("*.draft-*"))
+    mirror.close(0)
+    return step
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return folder_of_run(tmp_path / "run")
+
+
+# ---- the interface ----
+
+
+@pytest.fixture(params=["model", "folder", "file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "model":
+        yield Model()
+    elif request.param == "memory":
+        yield open_store(f"memory://bucket-{tmp_path.name}/prefix")
+        fsspec.filesystem("memory").store.clear()
+    else:
+        yield open_store(("file://" if request.param == "file" else "") + str(tmp_path / "store"))
+
+
+def behaves_like_a_store(store: Store, folder: Path) -> None:
+    assert store.list("data/") == {}
+    (folder / "some").write_bytes(b"abc")
+    store.put("data/1/a", folder / "some")
+    store.put("data/1/sub/b", folder / "some")
+    assert {key: entry.n_bytes for key, entry in store.list("data/").items()} == {"data/1/a": 3, "data/1/sub/b": 3}
+    assert all(entry.at is None or abs(entry.at - time.time()) < 100 for entry in store.list("data/").values())
+    assert store.list("dat/") == {}
+    store.fetch("data/1/a", folder / "back", 3)
+    assert (folder / "back").read_bytes() == store.get("data/1/sub/b") == b"abc"
+    assert store.create("commits/1", b"first")
+    assert not store.create("commits/1", b"second")
+    assert store.get("commits/1") == b"first"
+    with pytest.raises(NoSuchObject):
+        store.get("data/2")
+    with pytest.raises(NoSuchObject):
+        store.fetch("data/2", folder / "none", 1)
+    store.remove(["data/1/a", "data/never"])
+    assert list(store.list("data/")) == ["data/1/sub/b"]
+
+
+def test_a_store_behaves_like_the_model_of_one(store: Store, tmp_path: Path) -> None:
+    behaves_like_a_store(store, tmp_path)
+
+
+def test_a_copy_goes_through_each_kind_of_store(store: Store, run: Path, tmp_path: Path) -> None:
+    mirror = mirror_of(store, run)
+    assert mirror.bring_back() is None
+    assert delivered(mirror, 2, step_done(run, 2))
+    mirror.close(1.0)
+    assert taken(store, tmp_path / "empty") == 2
+    for name in ("log.jsonl", "ledger.jsonl", "checkpoints/step-00000002-0001/model.safetensors"):
+        assert (tmp_path / "empty" / name).read_bytes() == (run / name).read_bytes()
+
+
+def test_an_address_with_secrets_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="credentials go into the environment"):
+        load_job(job_file(tmp_path), ["output_store=s3://key:secret@bucket/x"])
+    with pytest.raises(UserMistake, match="can't be reached"):
+        open_store("nosuch://bucket/x")
+
+
+def test_where_it_is_kept_does_not_identify_a_run(tmp_path: Path) -> None:
+    job = load_job(job_file(tmp_path), ["output_store=s3://bucket/x"])
+    assert job.identity() == make_job(tmp_path).identity()
+    assert Path(str(load_job(job_file(tmp_path), ["output_store=sub/copy"]).output_store)).is_absolute()
+
+
+# ---- what is kept ----
+
+
+def test_the_newest_and_the_best_are_kept_and_nothing_is_sent_twice(run: Path, tmp_path: Path) -> None:
+    store, puts = Model(), []
+
+    def note(name: str, key: str, operation: Callable[[], Any]) -> Any:
+        puts.extend([key.partition("/checkpoints/")[2]] if name == "put" and "/checkpoints/" in key else [])
+        return operation()
+
+    mirror = mirror_of(Faulty(store, note), run)
+    mirror.bring_back()
+    best = step_done(run, 1)
+    assert delivered(mirror, 1, best)
+    for step in (2, 3, 4):
+        assert delivered(mirror, step, best, step_done(run, step))
+    mirror.offer_last_words()
+    assert mirror.wait(5)
+    mirror.close(1)
+    assert len(puts) == len(set(puts)) == 12
+    assert [int(key[-13:-5]) for key in store.list("commits/")] == [3, 4]
+    steps = {key.split("/checkpoints/step-")[1][:8] for key in store.objects if "/checkpoints/" in key}
+    assert steps == {"00000001", "00000003", "00000004"}
+    assert taken(store, tmp_path / "empty") == 4
+    assert sorted(path.name for path in (tmp_path / "empty" / "checkpoints").iterdir()) == [
+        "step-00000001-0001",
+        "step-00000004-0001",
+    ]
+
+
+def test_what_abandoned_uploads_left_is_removed_when_it_is_old(run: Path) -> None:
+    store = Model()
+    for name, age_s in (("old", 2e5), ("young", 10.0)):
+        store._write(f"data/00000000-{name}/x", b"left")
+        store.written_at[f"data/00000000-{name}/x"] -= age_s
+    mirror = mirror_of(store, run)
+    mirror.bring_back()
+    assert delivered(mirror, 1, step_done(run, 1))
+    mirror.close(1)
+    assert [key for key in store.objects if key.startswith("data/00000000-")] == ["data/00000000-young/x"]
+
+
+# ---- killed at every operation ----
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_kill_at_any_operation_leaves_the_copy_before_or_the_new_one(after: bool, tmp_path: Path) -> None:
+    outcomes = []
+    for k in range(1, 100):
+        store, run, count = Model(), folder_of_run(tmp_path / f"run-{k}"), 0
+        first = mirror_of(store, run)
+        first.bring_back()
+        best = step_done(run, 1)
+        assert delivered(first, 1, best)
+        first.close(1)
+
+        def fault(name: str, key: str, operation: Callable[[], Any], k: int = k) -> Any:
+            nonlocal count
+            count += 1
+            if count == k and not after:
+                raise Killed
+            result = operation() if count <= k else None
+            if count >= k:
+                raise Killed
+            return result
+
+        second = mirror_of(Faulty(store, fault), run)
+        was_killed = False
+        try:  # what its threads would do, here, so that the kill ends it
+            patient = second._patient(1.0)
+            second._claim(patient, lambda: False)
+            second._catch_up(False)
+            second.offer(2, [best, step_done(run, 2)])
+            assert second._pending is not None
+            second._send(second._pending, patient)
+        except Killed:
+            was_killed = True
+        outcomes.append(taken(store, tmp_path / f"empty-{k}"))
+        if not was_killed:
+            break
+        again = mirror_of(store, run)
+        again.bring_back()
+        assert delivered(again, 3, step_done(run, 3, attempt=2)), (
+            "and the next attempt is not in the way of what is left"
+        )
+        again.close(1)
+        assert taken(store, tmp_path / f"again-{k}") == 3
+    assert outcomes[-1] == 2
+    assert set(outcomes) == {1, 2}
+    assert outcomes == sorted(outcomes), "once committed, a copy stays"
+    assert len(outcomes) > 15
+
+
+# ---- two machines ----
+
+
+def test_of_two_machines_that_begin_together_one_holds_the_run(tmp_path: Path) -> None:
+    store = Model()
+    first, second = mirror_of(store, folder_of_run(tmp_path / "a"), pace=QUICK), mirror_of(store, tmp_path / "b")
+    first.bring_back()
+    with pytest.raises(RunBusy, match="is training this run"):
+        second.bring_back()
+    assert delivered(first, 1, step_done(tmp_path / "a", 1))
+    first.check()
+    first.close(1)
+    assert taken(store, tmp_path / "b") == 1, "and when it has given the lease back, the other may"
+
+
+def test_a_machine_that_is_silent_loses_the_run_and_stops_in_words(tmp_path: Path) -> None:
+    store = Model()
+    run, said = folder_of_run(tmp_path / "a"), []  # type: ignore[var-annotated]
+    first = mirror_of(store, run)  # renews once a minute: for the others it is dead
+    first.bring_back()
+    assert delivered(first, 1, step_done(run, 1))
+    second = mirror_of(store, tmp_path / "b", said)
+    assert second.bring_back() == 1
+    assert "waiting up to" in said[0]
+    assert not delivered(first, 2, step_done(run, 2))
+    with pytest.raises(RunBusy, match="is training this run"):
+        first.check()
+    assert delivered(second, 2, step_done(tmp_path / "b", 2, attempt=2))
+    second.check()
+    commits = [json.loads(store.get(key)) for key in sorted(store.list("commits/"))]
+    assert [commit["step"] for commit in commits] == [1, 2]
+    assert commits[0]["epoch"] < commits[1]["epoch"]
+    first.close(0)
+    second.close(1)
+
+
+def test_the_same_folder_goes_on_at_once_after_a_kill(run: Path) -> None:
+    store = Model()
+    killed = mirror_of(store, run, pace=Pace(lease_s=60, renew_s=60))
+    killed.bring_back()
+    began = time.monotonic()
+    mirror_of(store, run).bring_back()
+    assert time.monotonic() - began < 5
+
+
+def test_a_machine_that_comes_back_takes_what_the_other_did(tmp_path: Path) -> None:
+    store, said = Model(), []  # type: ignore[var-annotated]
+    a, b = folder_of_run(tmp_path / "a"), tmp_path / "b"
+    first = mirror_of(store, a)
+    first.bring_back()
+    assert delivered(first, 2, step_done(a, 2))
+    first.close(1)
+    step_done(a, 6)  # never sent
+    second = mirror_of(store, b)
+    assert second.bring_back() == 2
+    assert delivered(second, 4, step_done(b, 4, attempt=2))
+    second.close(1)
+    third = mirror_of(store, a, said)
+    assert third.bring_back() == 4
+    third.close(1)
+    here = sorted(path.name for path in (a / "checkpoints").iterdir() if "elsewhere" not in path.name)
+    assert here == ["step-00000002-0001", "step-00000004-0002"]
+    assert "step-00000006-0001 here is not what the run went on from elsewhere" in said[0]
+    rows = [json.loads(line) for line in (a / "ledger.jsonl").read_text().splitlines()]
+    last = {row["attempt"]: row["spans"]["compute"] for row in rows}
+    assert last == {1: 6.0, 2: 4.0}, "time that was spent here and not sent stays on the bill"
+
+
+def test_a_clock_that_is_two_days_off_costs_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Model()
+    first = mirror_of(store, folder_of_run(tmp_path / "a"), pace=QUICK)
+    monkeypatch.setattr(mirror_module.time, "time", lambda: 1e9)
+    first.bring_back()
+    monkeypatch.undo()
+    monkeypatch.setattr(mirror_module.time, "time", lambda: 1e9 - 2 * 86400)
+    with pytest.raises(RunBusy):
+        mirror_of(store, tmp_path / "b").bring_back()
+    first.close(1)
+
+
+# ---- damaged in the store ----
+
+
+@pytest.fixture
+def two_copies(tmp_path: Path, run: Path) -> Model:
+    store = Model()
+    mirror = mirror_of(store, run)
+    mirror.bring_back()
+    for step in (1, 2):
+        assert delivered(mirror, step, step_done(run, step))
+    mirror.close(1)
+    return store
+
+
+def newest_objects(store: Model) -> list[str]:
+    commit = max(store.list("commits/"))
+    return [commit, *(entry["object"] for entry in unseal(store.get(commit).decode(), "it")["files"])]
+
+
+def test_any_damage_to_any_object_is_detected_and_the_copy_before_used(two_copies: Model, tmp_path: Path) -> None:
+    whole, chance, tried = dict(two_copies.objects), random.Random(1), 0
+    names = newest_objects(two_copies)
+    shared = {e["object"] for e in unseal(whole[min(two_copies.list("commits/"))].decode(), "it")["files"]}
+    for name in names:
+        size = len(whole[name])
+        flips = [(chance.randrange(size), chance.randrange(8)) for _ in range(12)]
+        damaged = [whole[name][:at] + bytes([whole[name][at] ^ 1 << bit]) + whole[name][at + 1 :] for at, bit in flips]
+        damaged += [whole[name][: int(size * share)] for share in (0, 0.01, 0.5)] + [
+            whole[name][:-1],
+            whole[name] + b"\0",
+        ]
+        for n, content in enumerate([*damaged, None]):
+            two_copies.objects = {**whole, name: content} if content is not None else dict(whole)
+            if content is None:
+                del two_copies.objects[name]
+            said: list[str] = []
+            empty = tmp_path / f"empty-{names.index(name)}-{n}"
+            if name in shared:  # what both need, e.g. an unchanged run.json
+                with pytest.raises(RunDamaged):
+                    mirror_of(two_copies, empty, said).bring_back()
+            else:
+                assert taken(two_copies, empty, said) == 1
+                assert (content is None and name.startswith("commits/")) or "step 2 in the store is damaged" in said[0]
+            shutil.rmtree(empty)
+            tried += 1
+    assert tried > 100
+
+
+def test_swapped_objects_are_detected(two_copies: Model, tmp_path: Path) -> None:
+    commits = sorted(two_copies.list("commits/"))
+    objects = two_copies.objects
+    objects[commits[0]], objects[commits[1]] = objects[commits[1]], objects[commits[0]]
+    with pytest.raises(RunDamaged, match="none of the 2 commits"):
+        mirror_of(two_copies, tmp_path / "empty").bring_back()
+    objects[commits[0]], objects[commits[1]] = objects[commits[1]], objects[commits[0]]
+    first, second = (unseal(objects[key].decode(), "it")["files"] for key in commits)
+    model = [next(e["object"] for e in files if "model.safetensors" in e["path"]) for files in (first, second)]
+    objects[model[0]], objects[model[1]] = objects[model[1]], objects[model[0]]
+    with pytest.raises(RunDamaged):
+        mirror_of(two_copies, tmp_path / "empty").bring_back()
+    said: list[str] = []
+    mirror = mirror_of(two_copies, tmp_path / "empty", said)
+    assert mirror.bring_back(allow_restart=True) is None, "unless starting anew is asked for"
+    assert "as asked" in said[-1]
+    mirror.close(1)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../evil",
+        "/etc/evil",
+        "checkpoints/../../evil",
+        "checkpoints/step-1/x",
+        "other.txt",
+        "model/../x",
+        "model\\x",
+        "",
+    ],
+)
+def test_a_commit_writes_nothing_outside_the_run(path: str, two_copies: Model, tmp_path: Path) -> None:
+    from farthing.files import seal
+
+    for key in two_copies.list("commits/"):
+        commit = unseal(two_copies.get(key).decode(), "it")
+        commit["files"][0]["path"] = path
+        two_copies.objects[key] = seal(commit).encode()
+    with pytest.raises(RunDamaged):
+        mirror_of(two_copies, tmp_path / "empty").bring_back()
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_store_that_holds_another_run_is_refused(two_copies: Model, tmp_path: Path) -> None:
+    other = folder_of_run(tmp_path / "other", run_id="run-2")
+    with pytest.raises(RunChanged, match="holds another run"):
+        mirror_of(two_copies, other).bring_back()
+
+
+# ---- whole runs ----
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_module, "PACE", QUICK)
+
+
+def machine(folder: Path, name: str, store: str | Path | None, **keys: Any) -> Any:
+    """The job as a machine with an empty disk would run it: its own output_dir, the same data and model."""
+    settings = {
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "max_steps": 8,
+        "lr_scheduler_type": "linear",
+    }
+    job = make_job(folder, output_dir=f"./{name}", data={"eval_fraction": 0.2}, **settings, **keys)
+    return job.model_copy(update={"output_store": store and str(store)})
+
+
+def stop_after(step: int) -> Heard:
+    """Asks the run to leave once `step` is done."""
+    import os
+    import signal
+
+    class Stopping(Heard):
+        def __call__(self, kind: str, facts: dict[str, Any]) -> None:
+            super().__call__(kind, facts)
+            if kind == "step" and facts["step"] == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    return Stopping()
+
+
+def same_result(left: Path, right: Path) -> list[str]:
+    import survive
+
+    return survive.differences(survive.result_of(left), survive.result_of(right))
+
+
+@pytest.mark.parametrize("scheme", ["folder", "memory"])
+def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(
+    scheme: str, quick: None, tmp_path: Path
+) -> None:
+    store = f"memory://{tmp_path.name}/run" if scheme == "memory" else tmp_path / "store"
+    assert train(machine(tmp_path, "alone", None)).exit_code == 0
+    first = train(machine(tmp_path, "first", store), stop_after(3))
+    assert first.exit_code == 75
+    (tmp_path / "first").rename(tmp_path / "gone")
+    second = train(machine(tmp_path, "second", store), stop_after(5))
+    assert second.exit_code == 75
+    heard = Heard()
+    third = train(machine(tmp_path, "third", store), heard)
+    assert third.exit_code == 0
+    assert heard.warnings == ""
+    assert [facts["step"] for facts in heard.of("restored")] == [5]
+    assert same_result(tmp_path / "alone", tmp_path / "third") == []
+    ended = [attempt["ended"] for attempt in third.receipt["attempts"]]
+    assert ended == ["interrupted", "interrupted", "finished"]
+    assert [a["usd"] for a in third.receipt["attempts"]][:2] == [a["usd"] for a in second.receipt["attempts"]]
+    fourth = train(machine(tmp_path, "fourth", store), heard := Heard())
+    assert fourth.reason.startswith("it was finished already"), "the model came along"
+    assert heard.of("step") == []
+    assert same_result(tmp_path / "alone", tmp_path / "fourth") == []
+
+
+def test_a_run_that_another_machine_takes_over_stops_in_words(
+    monkeypatch: pytest.MonkeyPatch, quick: None, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "store")
+
+    def take_over(kind: str, facts: dict[str, Any]) -> None:
+        if kind == "step" and facts["step"] == 4:
+            links = sorted(store.list("writers/"))
+            number = int(links[-1][-13:-5]) + 1
+            while not store.create(
+                f"writers/{number:08d}.json", json.dumps({"host": "other", "folder": "/x"}).encode()
+            ):
+                number += 1
+            time.sleep(0.3)
+
+    with pytest.raises(RunBusy, match="other is training this run"):
+        train(machine(tmp_path, "run", tmp_path / "store", num_train_epochs=50), take_over)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fault", ["fails", "hangs", "slow", "refuses"])
+def test_a_store_that_goes_away_holds_nothing_up_and_gets_its_backlog(
+    fault: str, quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    is_away = False
+    real = open_store(str(tmp_path / "store"))
+
+    def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
+        if is_away and fault == "hangs":
+            time.sleep(0.5)
+            raise StoreFault("no answer")
+        if is_away and fault != "slow":
+            raise StoreFault("503") if fault == "fails" else store_module.StoreRefuses("403")
+        if is_away:
+            time.sleep(0.1)
+        return operation()
+
+    monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
+    heard = Heard()
+
+    def tell(kind: str, facts: dict[str, Any]) -> None:
+        nonlocal is_away
+        heard(kind, facts)
+        if kind == "step" and facts["step"] == 3:
+            is_away = True
+        if kind == "step" and is_away:
+            time.sleep(0.2)
+        if kind == "step" and facts["step"] == 7:
+            is_away = False
+
+    assert train(machine(tmp_path, "run", tmp_path / "store"), tell).exit_code == 0  # type: ignore[arg-type]
+    assert fault in ("slow", "hangs") or "has not reached the store" in heard.warnings
+    assert taken_run(tmp_path) == 8
+
+
+def taken_run(tmp_path: Path) -> int | None:
+    mirror = mirror_of(LocalStore(tmp_path / "store"), tmp_path / "taken")
+    step = mirror.bring_back()
+    mirror.close(1)
+    return step
+
+
+def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real, heard = open_store(str(tmp_path / "store")), Heard()
+
+    def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
+        if heard.of("step"):
+            raise StoreFault("503 for ever")
+        return operation()
+
+    monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
+    outcome = train(machine(tmp_path, "run", tmp_path / "store"), heard)
+    assert outcome.exit_code == 0
+    assert "could not be brought to" in heard.warnings
+    assert not (tmp_path / "run" / "outbox").exists()
+    assert (tmp_path / "run" / "model").is_dir()
+
+
+def test_a_store_that_is_down_at_the_start(quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real, is_down = open_store(str(tmp_path / "store")), True
+
+    def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
+        if is_down:
+            raise StoreFault("503")
+        return operation()
+
+    monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
+    with pytest.raises(StoreDown, match="does not answer") as error:
+        train(machine(tmp_path, "run", tmp_path / "store"))
+    assert error.value.exit_code == 75, "an empty folder never begins anew in silence"
+    is_down = False
+    train(machine(tmp_path, "run", tmp_path / "store"), stop_after(3))
+    is_down = True
+    heard = Heard()
+
+    def tell(kind: str, facts: dict[str, Any]) -> None:
+        nonlocal is_down
+        heard(kind, facts)
+        is_down = is_down and not heard.of("step")
+
+    assert train(machine(tmp_path, "run", tmp_path / "store"), tell).exit_code == 0  # type: ignore[arg-type]
+    assert "the run goes on from this folder" in heard.warnings
+    assert taken_run(tmp_path) == 8
