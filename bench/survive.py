@@ -1,6 +1,6 @@
 """Kill a training run at random moments, again and again, and hold the result against one that was left alone.
 
-    python bench/survive.py --seeds 50 --first-seed 0 [--data FILE.jsonl] [--json] [--spawn]
+    python bench/survive.py --seeds 50 --first-seed 0 [--data FILE.jsonl] [--json] [--spawn] [--new-machine]
 
 For each seed a small model is trained twice: once uninterrupted, once through a chain of 3 to 5 SIGKILLs at random
 moments (half of them while a checkpoint is being written), then to the end by the same command. Dropout is on. Equal
@@ -8,7 +8,8 @@ means to the bit: every logged (step, example ids, loss, gradient norm, metrics)
 state and the exported model. A last run of the same command must train nothing. Exits with 1 if anything differs.
 
 The attempts are forked from a parent that has the libraries imported, so that a kill costs a second and not ten;
-`--spawn` starts `python -m farthing train` each time instead.
+`--spawn` starts `python -m farthing train` each time instead. With `--new-machine` each kill takes the run folder too: the
+next attempt starts on an empty disk, from a store (a folder beside it) alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,7 +52,9 @@ class Chain:
     differences: list[str] = field(default_factory=list)
 
 
-def survive(seed: int, folder: Path, data: Path | None = None, *, spawn: bool = False) -> Chain:
+def survive(
+    seed: int, folder: Path, data: Path | None = None, *, spawn: bool = False, new_machine: bool = False
+) -> Chain:
     """Run one seed in `folder`; the chain says what differed (nothing, if all is well)."""
     folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(seed)
@@ -65,7 +69,7 @@ def survive(seed: int, folder: Path, data: Path | None = None, *, spawn: bool = 
     chain = Chain(seed, task, method)
     alone, killed = (
         _job(folder, "alone", train_file, task, method, seed),
-        _job(folder, "killed", train_file, task, method, seed),
+        _job(folder, "killed", train_file, task, method, seed, folder / "store" if new_machine else None),
     )
     started = time.monotonic()
     code = _finish(_start(alone, spawn))
@@ -82,6 +86,8 @@ def survive(seed: int, folder: Path, data: Path | None = None, *, spawn: bool = 
         attempt.kill()
         _finish(attempt)
         chain.kills.append(_last_step(folder / "killed"))
+        if new_machine:
+            shutil.rmtree(folder / "killed", ignore_errors=True)
     code = _finish(_start(killed, spawn))
     if code != 0:
         chain.differences.append(f"the last attempt exited with {code}: {_last_words(killed)}")
@@ -130,7 +136,9 @@ def _data(folder: Path, data: Path | None, seed: int) -> tuple[Path, str]:
     return write_jsonl(folder / "data.jsonl", rows), task
 
 
-def _job(folder: Path, name: str, train_file: Path, task: str, method: str, seed: int) -> Path:
+def _job(
+    folder: Path, name: str, train_file: Path, task: str, method: str, seed: int, store: Path | None = None
+) -> Path:
     job = {
         "task": task,
         "model": {"model_name_or_path": str(folder / "model"), "init": "random"},
@@ -154,6 +162,7 @@ def _job(folder: Path, name: str, train_file: Path, task: str, method: str, seed
             "seed": seed,
         },
         "output_dir": str(folder / name),
+        "output_store": store and str(store),
         "cache_dir": str(folder / "cache" / name),
     }
     path = folder / f"{name}.yaml"
@@ -278,13 +287,16 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="train on this JSONL file instead of made-up rows")
     parser.add_argument("--spawn", action="store_true", help="a fresh Python for each attempt")
+    parser.add_argument("--new-machine", action="store_true", help="each kill takes the disk too: only a store is left")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     chains = []
     started = time.monotonic()
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         with tempfile.TemporaryDirectory(prefix="farthing-survive-") as folder:
-            chain = survive(seed, Path(folder), arguments.data, spawn=arguments.spawn)
+            chain = survive(
+                seed, Path(folder), arguments.data, spawn=arguments.spawn, new_machine=arguments.new_machine
+            )
         chains.append(chain)
         if not arguments.json:
             verdict = "identical" if not chain.differences else f"DIFFERS: {'; '.join(chain.differences)}"

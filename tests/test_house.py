@@ -64,6 +64,7 @@ def test_one_place_goes_backward() -> None:
         *("spells", "spot"),
         *("catalog", "price_feeds", "money"),
         *("lengths", "machine", "model_config", "measurements"),
+        *("store", "lease", "commits", "mirror"),
         *("plan", "study", "recipe", "memory", "speed", "calibrate", "reuse"),
     ],
 )
@@ -78,6 +79,7 @@ def test_rooms_without_torch(name: str) -> None:
     [
         *("cloud_notice", "retry", "fit"),
         *("checkpoint", "meter", "notice", "model", "data", "files", "optim", "evaluate", "parts"),
+        *("store", "lease", "commits", "mirror"),
         *("machine", "model_config", "measurements"),
     ],
 )

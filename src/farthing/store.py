@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import random
 import shutil
@@ -20,6 +19,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -259,7 +259,7 @@ class BucketStore:
         """See `Store`."""
         for key in keys:
             with contextlib.suppress(NoSuchObject):
-                self._within(0, functools.partial(self._fs.rm_file, self._path(key)))
+                self._within(0, partial(self._fs.rm_file, self._path(key)))
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
@@ -283,8 +283,7 @@ class BucketStore:
         result, error = outcome[0]
         if error is not None:
             raise _as_fault(error, self.name) from error
-        found: Result = result
-        return found
+        return result
 
 
 class _Exists(StoreFault):
