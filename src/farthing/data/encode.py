@@ -123,9 +123,7 @@ class Encoder:
         if self._sizes is None:
             spans = self._by_map(texts, encodings, range(len(texts)), own)
         else:
-            sizes = self._sizes[ids]
-            sizes[starts[has_head]] = sizes[(stops - 1)[has_tail]] = 0
-            spans = self._by_bytes(texts, joined, _upto(sizes), own)
+            spans = self._by_bytes(texts, joined, _upto(self._sizes[ids]), own)
         for start, stop in spans:
             is_target[start:stop] = 1
         is_target[(stops - 1)[has_tail]] = 1
@@ -171,9 +169,9 @@ class Encoder:
             for index in np.flatnonzero(is_whole).tolist()
             for start, stop in self._learned(texts[index], _n_bytes)
         ]
-        which, *edges = np.array(spans, np.int64).reshape(-1, 3).T
-        tokens = [np.searchsorted(upto[1:], upto[firsts[which]] + edge, side="right") for edge in edges]
-        yield from zip(tokens[0].tolist(), np.minimum(tokens[1], ends[which]).tolist(), strict=True)
+        which, starts, stops = np.array(spans, np.int64).reshape(-1, 3).T
+        edges = upto[firsts[which]] + (starts, stops)
+        yield from np.searchsorted(upto[1:], edges, side="right").T.tolist()
         others = np.flatnonzero(~is_whole).tolist()
         if others:
             again = self._encode([joined[index] for index in others], special=False, with_map=True)

@@ -1,0 +1,364 @@
+"""Ids and target masks: what a plain call of transformers gives row by row, however many rows are encoded at once."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
+
+from farthing.data import tokens as tokens_module
+from farthing.data.batches import IGNORED, collate
+from farthing.data.encode import Encoder, bytes_of_tokens
+from farthing.data.formats import Text
+from farthing.data.read import Source, open_sources
+from farthing.data.tokens import Recipe, TokenSet, tokenize
+from farthing.errors import DataError, Interrupted
+from farthing.tiny import write_jsonl
+
+PIECES = [
+    "hello", " world", "don't", "1234567", "!!!", " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", "é", "e\u0301", "\u212b", "ﬁ",
+    "日本語", "한국어", "🙂", "👩‍👩‍👧", "🇩🇪", "α", "\u200b", "\u00a0", "\ufeff", "\x00", "\x85",
+    "Ġ", "▁", "</s>", "<s>", "<pad>", " <pad>", "<wide>", "  <wide> ",
+]  # fmt: skip
+
+
+def odd_texts(n: int, seed: int = 0) -> list[Text]:
+    """Texts of several segments, cut at all the places where tokens may lie across."""
+    draw = random.Random(seed)
+
+    def part() -> str:
+        return "".join(draw.choices(PIECES, k=draw.randint(0, 6)))
+
+    texts = []
+    for _ in range(n):
+        segments = tuple((part(), draw.random() < 0.5) for _ in range(draw.randint(1, 4)))
+        texts.append(Text((*segments, (part() + "x", True)), is_raw=draw.random() < 0.7))
+    return texts
+
+
+def row_by_row(tokenizer: Any, text: Text, train_on_prompt: bool = False) -> tuple[list[int], list[int]]:
+    """(ids, is_target) of a causal-lm text by one call of transformers and its map of characters."""
+    joined = "".join(part for part, _ in text.segments)
+    encoded = tokenizer(joined, add_special_tokens=False)
+    ids = list(encoded["input_ids"])
+
+    def token_at(start: int, stop: int) -> int:
+        found = (encoded.char_to_token(0, at) for at in range(start, stop))
+        return next((token for token in found if token is not None), len(ids))
+
+    is_target = [0] * len(ids)
+    at = 0
+    for part, learned in text.segments:
+        if (learned or train_on_prompt) and part:
+            for index in range(token_at(at, at + len(part)), token_at(at + len(part), len(joined))):
+                is_target[index] = 1
+        at += len(part)
+    special = tokenizer("")["input_ids"]
+    if special[:1] == [tokenizer.bos_token_id] and ids[:1] != special[:1]:
+        ids, is_target = [*special[:1], *ids], [0, *is_target]
+    if text.is_raw and text.segments[-1][1] and ids[-1:] != [tokenizer.eos_token_id]:
+        ids, is_target = [*ids, tokenizer.eos_token_id], [*is_target, 1]
+    return ids, [0, *is_target[1:]]
+
+
+def change_nothing(rust: Tokenizer) -> None:
+    pass
+
+
+def begin_with_bos(rust: Tokenizer) -> None:
+    """As Llama 3."""
+    rust.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)]),
+        ]
+    )
+
+
+def split_by_an_expression(rust: Tokenizer) -> None:
+    """As Qwen."""
+    rust.normalizer = normalizers.NFC()
+    rust.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\s+|\p{L}+|[^\s\p{L}]+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def swallow_spaces(rust: Tokenizer) -> None:
+    """A word of its own that takes the white space around it."""
+    rust.add_special_tokens([AddedToken("<wide>", lstrip=True, rstrip=True)])
+
+
+def drop_spaces(rust: Tokenizer) -> None:
+    rust.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+
+
+def trim_offsets(rust: Tokenizer) -> None:
+    rust.post_processor = processors.ByteLevel(trim_offsets=True)
+
+
+def put_a_space_before(rust: Tokenizer) -> None:
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+
+def compose_further(rust: Tokenizer) -> None:
+    rust.normalizer = normalizers.NFKC()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, bool]]]:
+    """(texts, with a map of characters?) of each call of the tokenizer."""
+    made: list[tuple[int, bool]] = []
+    encode = Encoder._encode
+
+    def noting(self: Encoder, texts: list[str], **options: Any) -> Any:
+        made.append((len(texts), options.get("with_map", False)))
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(Encoder, "_encode", noting)
+    return made
+
+
+def changed(tiny_folders: dict[str, Path], change: Any, family: str = "llama") -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folders[family])
+    change(tokenizer.backend_tokenizer)
+    return tokenizer
+
+
+@pytest.mark.parametrize("train_on_prompt", [False, True])
+@pytest.mark.parametrize(
+    ("change", "is_counted"),
+    [
+        (change_nothing, True),
+        (begin_with_bos, True),
+        (split_by_an_expression, True),
+        (swallow_spaces, True),
+        (drop_spaces, True),
+        (trim_offsets, False),
+        (put_a_space_before, False),
+        (compose_further, False),
+    ],
+)
+def test_segments_are_found_as_by_the_map_of_characters(
+    tiny_folders: dict[str, Path], calls: list[tuple[int, bool]], change: Any, is_counted: bool, train_on_prompt: bool
+) -> None:
+    tokenizer, texts = changed(tiny_folders, change), odd_texts(200)
+    assert (bytes_of_tokens(tokenizer.backend_tokenizer) is not None) == is_counted
+    expected = [row_by_row(tokenizer, text, train_on_prompt) for text in texts]
+    encoded = Encoder(tokenizer, "causal-lm", 1000, 1000, train_on_prompt)(texts)
+    found = [(ids.tolist(), is_target.tolist()) for ids, is_target in encoded.examples()]
+    assert found == expected
+    assert calls[0] == (len(texts), not is_counted)
+    if change in (change_nothing, begin_with_bos, split_by_an_expression):  # only what NFC would change is looked up
+        joined = ["".join(part for part, _ in text.segments) for text in texts]
+        n_composed = sum(not unicodedata.is_normalized("NFC", text) for text in joined)
+        assert calls[1:] == [(n_composed, True)]
+        assert n_composed < len(texts)
+
+
+@pytest.mark.parametrize("name", ["bert-base-uncased", "t5", "mistral-7b-v0.1", "roberta-base"])
+def test_tokenizers_that_are_not_of_bytes_keep_their_map(data_dir: Path, name: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer, texts = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / name), odd_texts(150)
+    assert bytes_of_tokens(tokenizer.backend_tokenizer) is None
+    tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
+    expected = [row_by_row(tokenizer, text) for text in texts]
+    found = Encoder(tokenizer, "causal-lm", 1000, 1000)(texts).examples()
+    assert [(ids.tolist(), is_target.tolist()) for ids, is_target in found] == expected
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_inputs_and_targets_are_cut_as_transformers_cuts_them(
+    tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch, limit: int, side: str
+) -> None:
+    tokenizer = tokenizers["t5"]
+    monkeypatch.setattr(tokenizer, "truncation_side", side)
+    texts = [Text((("one two three " * n, False), ("four five " * (5 - n), True))) for n in (1, 2, 3, 4, 1)]
+    encoded = Encoder(tokenizer, "seq2seq", limit, limit + 1)(texts)
+    for text, (ids, is_target), was_cut in zip(texts, encoded.examples(), encoded.was_cut, strict=True):
+        sides = [
+            tokenizer(part, truncation=True, max_length=most)["input_ids"]
+            for (part, _), most in zip(text.segments, (limit, limit + 1), strict=True)
+        ]
+        assert [ids[is_target == 0].tolist(), ids[is_target == 1].tolist()] == sides
+        assert was_cut == any(
+            len(tokenizer(part)["input_ids"]) > most
+            for (part, _), most in zip(text.segments, (limit, limit + 1), strict=True)
+        )
+
+
+def test_equal_inputs_are_encoded_once(tokenizers: dict[str, Any], calls: list[tuple[int, bool]]) -> None:
+    texts = [Text((("the same", False), (f"answer {n % 3}", True))) for n in range(30)]
+    encoded = Encoder(tokenizers["t5"], "seq2seq", 64, 64)(texts)
+    assert calls == [(1, False), (3, False)]
+    ids = [ids.tolist() for ids, _ in encoded.examples()]
+    assert ids == [
+        tokenizers["t5"]("the same").input_ids + tokenizers["t5"](f"answer {n % 3}").input_ids for n in range(30)
+    ]
+
+
+# ---- sets of many chunks ----
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """300 rows, every tenth unusable."""
+    rows = [{"prompt": f"{n} " * (n % 7 + 1), "completion": "" if n % 10 == 3 else f"then {n}"} for n in range(300)]
+    return write_jsonl(tmp_path / "rows.jsonl", rows)
+
+
+def made(rows: Path, tokenizer: Any, cache: Path, **options: Any) -> TokenSet:
+    sources = open_sources((str(rows),), cache_dir=cache, split="train")
+    return tokenize(sources, tokenizer, Recipe("causal-lm", 24, max_bad_rows=0.5), cache, **options)
+
+
+def test_a_set_is_the_same_however_many_rows_are_encoded_at_once(
+    rows: Path,
+    tmp_path: Path,
+    tokenizers: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    calls: list[tuple[int, bool]],
+) -> None:
+    whole = made(rows, tokenizers["llama"], tmp_path / "whole")
+    assert [n for n, _ in calls] == [270]
+    for n_rows, n_characters in ((7, 1 << 18), (1024, 1), (1024, 100)):
+        monkeypatch.setattr(tokens_module, "CHUNK_ROWS", n_rows)
+        monkeypatch.setattr(tokens_module, "CHUNK_CHARACTERS", n_characters)
+        calls.clear()
+        parts = made(rows, tokenizers["llama"], tmp_path / f"{n_rows} {n_characters}")
+        assert len(calls) > 20
+        assert parts.facts == whole.facts  # with the sha256 of every file
+    assert whole.facts["n_bad"] == 30
+    assert whole.facts["bad_rows"][0][0].endswith("rows.jsonl:4")
+
+
+def test_a_stop_leaves_neither_a_thread_nor_a_draft(
+    rows: Path, tmp_path: Path, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens_module, "CHUNK_ROWS", 10)
+    n_seen = 0
+
+    def noting(n_rows: int, n_tokens: int) -> None:
+        nonlocal n_seen
+        n_seen = n_rows
+
+    with pytest.raises(Interrupted, match="stopped while tokenizing"):
+        made(rows, tokenizers["llama"], tmp_path / "c", progress=noting, should_stop=lambda: n_seen >= 100)
+    assert n_seen == 100
+    assert not [
+        thread for thread in threading.enumerate() if thread is not threading.main_thread() and thread.is_alive()
+    ]
+    assert list((tmp_path / "c" / "tokens").iterdir()) == []
+    assert made(rows, tokenizers["llama"], tmp_path / "c").facts["n_rows"] == 300
+
+
+def test_the_first_mistake_is_the_one_that_is_told(
+    tmp_path: Path, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens_module, "CHUNK_ROWS", 2)
+
+    class CutShort:
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            yield from ({"text": "long " * (50 if n == 3 else 1)} for n in range(6))
+            raise DataError("the disk fails")
+
+    source = Source("a set", "0", "dataset", dataset=CutShort())
+    with pytest.raises(DataError, match="longer than max_length 12") as caught:
+        tokenize([source], tokenizers["llama"], Recipe("causal-lm", 12, too_long="error"), tmp_path)
+    assert caught.value.where == "a set:4"
+    with pytest.raises(DataError, match="the disk fails"):
+        tokenize([source], tokenizers["llama"], Recipe("causal-lm", 12), tmp_path)
+
+
+# ---- real data: what was made before segments were found by counting bytes ----
+
+CHATML = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + (m['content'] or '') + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer_name", "n_rows", "recipe", "template", "expected"),
+    [
+        ("p3_open_license_sample", "gpt2", 600, Recipe("causal-lm", 512), None, "e62148ff1069dc3dd63b84638c3d29e2"),
+        ("p3_open_license_sample", "gpt-neox-mpt", 600, Recipe("causal-lm", 512), None, "d263e61818e808b70c8fbe26c91cbd27"),
+        ("p3_open_license_sample", "mistral-7b-v0.1", 300, Recipe("causal-lm", 512), None, "3fea49a991fcbfe443e55683a4269575"),
+        ("chat_messages", "gpt2", 200, Recipe("causal-lm", 1024), None, "418979b268da3c5a26e71da9f83c764c"),
+        ("chat_messages", "gpt-neox-mpt", 200, Recipe("causal-lm", 1024), CHATML, "d15947dbb04f7bf47bf1c0332d891edd"),
+        ("e2e_nlg_dev_test", "t5", 1500, Recipe("seq2seq", 40, 40), None, "a8f7fdcebf3920101c7a789650c0da6d"),
+        (
+            "complaints_narratives", "bert-base-uncased", 300, Recipe("classification", 128, columns={"label": "product"}),
+            None, "d6d873baec180fa4d449f4fb8654c42f",
+        ),
+    ],
+)  # fmt: skip
+def test_sets_of_real_data_are_what_they_were(
+    data_dir: Path,
+    tmp_path: Path,
+    name: str,
+    tokenizer_name: str,
+    n_rows: int,
+    recipe: Recipe,
+    template: Any,
+    expected: str,
+) -> None:
+    """Digests of sets that were made row by row, by the tokenizer's map of characters alone."""
+    from farthing.model.load import ModelChoice, load_tokenizer, quiet_libraries
+
+    quiet_libraries()
+    tokenizer = load_tokenizer(ModelChoice(str(data_dir / "tokenizers" / tokenizer_name)), None)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    with open(data_dir / f"{name}.jsonl", encoding="utf-8") as file:
+        lines = [line for line, _ in zip(file, range(n_rows), strict=False)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(lines), encoding="utf-8")
+    sources = open_sources((str(path),), cache_dir=tmp_path, split="train")
+    tokens = tokenize(sources, tokenizer, replace(recipe, max_bad_rows=0.5), tmp_path)
+    columns = [getattr(tokens, each) for each in ("ids", "targets", "offsets", "lines", "groups", "labels")]
+    digest = hashlib.sha256(b"".join(column.tobytes() for column in columns if column is not None))
+    assert digest.hexdigest()[:32] == expected
+
+
+# ---- from a set to batches ----
+
+
+def test_examples_are_gathered_as_they_stand(tmp_path: Path, tokenizers: dict[str, Any]) -> None:
+    draw = np.random.default_rng(0)
+    rows = [
+        {"prompt": "one " * int(draw.integers(1, 9)), "completion": "two " * int(draw.integers(1, 9))}
+        for _ in range(50)
+    ]
+    tokens = made(write_jsonl(tmp_path / "a.jsonl", rows), tokenizers["llama"], tmp_path)
+    chosen = draw.permutation(len(tokens))[:20]
+    skipped = draw.integers(0, 3, 20)
+    examples = [tokens.example(int(index)) for index in chosen]
+    places, lengths = tokens.places_of(chosen, skipped)
+    assert lengths.tolist() == [len(ids) - n for (ids, _), n in zip(examples, skipped, strict=True)]
+    assert tokens.ids[places].tolist() == [i for (ids, _), n in zip(examples, skipped, strict=True) for i in ids[n:]]
+    assert tokens.n_targets(chosen) == sum(int(is_target.sum()) for _, is_target in examples)
+    batch = collate(tokens, chosen, "causal-lm", pad_id=7)
+    for row, (ids, is_target) in enumerate(examples):
+        n = len(ids)
+        assert batch["input_ids"][row].tolist() == [*ids, *[7] * (batch["input_ids"].shape[1] - n)]
+        assert batch["attention_mask"][row].tolist() == [1] * n + [0] * (batch["input_ids"].shape[1] - n)
+        assert batch["labels"][row, :n].tolist() == np.where(is_target, ids, IGNORED).tolist()
+        assert (batch["labels"][row, n:] == IGNORED).all()
+    assert batch["input_ids"].shape[1] == max(len(ids) for ids, _ in examples)
