@@ -625,7 +625,7 @@ class Run:
                 "max_length": self.inputs.recipe.max_length,
                 "precision": self.numerics.name,
                 "device": device_name(self.numerics.device),
-                "attention": self.forward.why_padded or "documents end to end, no padding",
+                "computed": self._computed_in_words(),
                 "gradient_checkpointing": checkpointing,
                 "memory": f"{say_bytes(self.promised_bytes)} expected, {say_bytes(self.memory.free_bytes)} free",
                 "checkpoints": self._interval_in_words(),
@@ -640,6 +640,20 @@ class Run:
             )
         if job.limits.max_usd is not None and job.usd_per_hour == 0:
             self._warn("limits.max_usd can't bind at $0 an hour: set where.usd_per_hour")
+
+    def _computed_in_words(self) -> str:
+        """What is computed of a batch, and why not less."""
+        forward = self.forward
+        words = [f"padded ({forward.why_padded})" if forward.why_padded else "documents end to end, no padding"]
+        if self.job.task != "classification":
+            words.append(forward.why_all_scored or "labelled positions scored")
+        if forward.shares:
+            words.append("common beginnings once")
+        if forward.prefix is not None:
+            words.append(f"{plural(forward.prefix.n_layers, 'frozen layer')} once")
+        if self.fused is not None:
+            words.append(str(self.fused))
+        return "; ".join(words)
 
     def _fit_in_words(self) -> str:
         if self.fit is None:

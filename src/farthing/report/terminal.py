@@ -91,6 +91,7 @@ class Terminal:
             + (f"; {facts['fitted']}" if facts.get("fitted") else ""),
             "learning rate": facts["learning_rate"],
             "computes on": f"{facts['device']} in {facts['precision']}",
+            "computed": facts["computed"],
             "memory": f"{facts['memory']}; activation checkpointing {facts['gradient_checkpointing']}",
             "checkpoints": facts["checkpoints"],
             "price": facts["price"],
