@@ -314,14 +314,15 @@ class Job(Section):
     def identity(self) -> dict[str, Any]:
         """The settings that can change the result, flat: a run can only be continued by a job that agrees on them.
 
-        Left out on purpose: how the batch is cut, evaluation batch size, where and how often things are saved or
-        logged, limits, price, device and paths (data, tokenizer and model are identified by content).
+        Left out on purpose: how the batch is cut, which kernels compute it, evaluation batch size, where and how often
+        things are saved or logged, limits, price, device and paths (data, tokenizer and model are identified by content).
         """
         train = self.train.model_dump(
             exclude={
                 "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
                 "micro_batch_tokens", "probe",
                 "learning_rate_batch_size", "per_device_eval_batch_size", "gradient_checkpointing", "bf16", "fp16",
+                "torch_compile", "use_liger_kernel",
                 "eval_strategy", "load_best_model_at_end", "save_steps", "save_minutes", "save_total_limit",
                 "logging_steps", "max_skipped_steps", "report_to",
             }
