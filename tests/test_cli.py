@@ -484,7 +484,7 @@ def test_doctor_looks_at_the_machine(capsys: pytest.CaptureFixture[str]) -> None
     found = json_of(capsys, "doctor")
     names = [check["name"] for check in found["checks"]]
     assert found["ok"]
-    assert {"python", "torch", "cpu", "memory", "disk"} <= set(names)
+    assert {"python", "torch", "cpu", "memory", "disk", "compiler", "liger_kernel"} <= set(names)
     assert "nothing failed" in out_of(capsys, "doctor")
 
 

@@ -498,6 +498,7 @@ def test_only_settings_that_change_the_result_are_the_runs_identity(read: Any) -
     same = [
         "train.per_device_train_batch_size=2", "train.save_steps=7", "train.logging_steps=1", "limits.max_usd=3",
         "where.usd_per_hour=2", "train.per_device_eval_batch_size=3", "output_dir=x", "train.gradient_checkpointing=true",
+        "train.torch_compile=true", "train.use_liger_kernel=false",
     ]  # fmt: skip
     other = ["train.seed=1", "train.learning_rate=1", "method.lora_r=3", "task=seq2seq", "train.max_steps=9"]
     plain = read("train: {global_batch_size: 8}\n").identity()

@@ -206,7 +206,10 @@ def test_eight_bytes_with_a_fused_optimizer_and_sixteen_with_master_weights() ->
 
 @pytest.mark.parametrize(
     ("optim", "of_each"),
-    [("sgd", 8), ("adamw_8bit", 10.03), ("adamw_bnb_8bit", 10.03), ("paged_adamw_8bit", 8), ("paged_adamw_32bit", 8)],
+    [
+        *(("sgd", 8), ("adamw_8bit", 10.03), ("adamw_bnb_8bit", 10.03)),
+        *(("paged_adamw_8bit", 8), ("paged_adamw_32bit", 8), ("adamw_torch_offload", 8)),
+    ],
 )
 def test_optimizers_by_what_they_keep(optim: str, of_each: float) -> None:
     shape = shape_of("mistral")

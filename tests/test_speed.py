@@ -146,6 +146,20 @@ def test_the_optimizer_moves_weights_gradients_and_state() -> None:
     assert work(sharded).optimizer_bytes == pytest.approx(work(FULL).optimizer_bytes / 4, rel=1e-6)
 
 
+def test_an_off_loaded_optimizer_takes_the_bus_and_leaves_the_device_alone() -> None:
+    n, off = LLAMA.n_parameters, replace(FULL, optim="adamw_torch_offload")
+    asked = work(off)
+    assert asked.bus_bytes == n * 2 * 4  # gradients there, weights back
+    assert asked.optimizer_bytes == n * (2 * 4 + 3 * 4)
+    assert work(FULL).bus_bytes == 0
+    seconds = step_time(asked, DEVICE).parts["optimizer"]
+    assert seconds == pytest.approx(n * (8 / 20e9 + 20 / 1e12))
+    assert seconds > step_time(work(FULL), DEVICE).parts["optimizer"]
+    assert forward_work(asked, 3).bus_bytes == 0
+    sharded = work(replace(off, n_gpus=4, sharding="fsdp"))
+    assert sharded.bus_bytes == pytest.approx(asked.bus_bytes / 4, rel=1e-6)
+
+
 def test_dequantization_is_paid_for_every_micro_batch() -> None:
     qlora = replace(LORA, method="qlora")
     one, four = (work(replace(qlora, micro_batch=8 // n)).dequantization_bytes for n in (1, 4))

@@ -24,6 +24,7 @@ from farthing.units import plural, say_bytes
 
 EXTRAS = {
     "bitsandbytes": ("gpu", "qlora, 8-bit and paged optimizers"),
+    "liger_kernel": ("gpu", "train.use_liger_kernel"),
     "pynvml": ("gpu", "GPU utilisation in the progress line"),
     "s3fs": ("s3", "data on s3://"),
     "gcsfs": ("gcs", "data on gs://"),
@@ -49,6 +50,8 @@ def check_machine(folder: Path) -> Iterator[Check]:
     """Python, torch, device, memory, disk, extras."""
     import psutil
     import torch
+
+    from farthing.model.compiled import find_compiler
 
     version = ".".join(str(part) for part in sys.version_info[:3])
     yield Check("python", "ok" if sys.version_info >= (3, 11) else "failed", version, "use Python 3.11 or later")
@@ -87,6 +90,9 @@ def check_machine(folder: Path) -> Iterator[Check]:
     yield Check(
         "disk", "ok" if enough else "warning", f"{say_bytes(disk.free)} free at {_nearest(folder)}", "make room"
     )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    compiler = find_compiler(device) or f"no {'C' if device == 'cuda' else 'C++'} one; only for train.torch_compile"
+    yield Check("compiler", "ok", compiler)
     for module, (extra, what) in EXTRAS.items():
         there = importlib.util.find_spec(module) is not None
         absent = f"not installed; only for {what}: pip install 'farthing[{extra}]'"

@@ -153,12 +153,15 @@ class TrainSection(Section):
     optim: Literal[
         "adamw_torch_fused",
         "adamw_torch",
+        "adamw_torch_offload",
         "sgd",
         "adamw_8bit",
         "adamw_bnb_8bit",
         "paged_adamw_8bit",
         "paged_adamw_32bit",
     ] = "adamw_torch_fused"
+    """adamw_torch_offload is ours: fused AdamW with its state and arithmetic on the host, 8 bytes less for each trained weight
+    on the GPU, 16 more in the machine. The 8-bit and paged ones need bitsandbytes."""
     adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.999
     adam_epsilon: Annotated[Number, Field(gt=0)] = 1e-8
@@ -171,6 +174,10 @@ class TrainSection(Section):
     tf32: bool = True
     gradient_checkpointing: bool | Positive | Literal["auto"] = "auto"
     """true: every layer; k: every k-th layer; auto: as much as the measured need asks for."""
+    torch_compile: bool | Literal["auto"] = "auto"
+    """Compile each layer. auto: on a GPU where that is expected to save more seconds than it takes; never on a CPU."""
+    use_liger_kernel: bool | Literal["auto"] = "auto"
+    """Liger's kernels for norms, rotations and gated feed-forwards. auto: on a GPU where liger-kernel is installed."""
     full_determinism: bool = False
     """CUDA: only deterministic kernels, so that a resume is bit-identical there too. The CPU always is."""
     eval_strategy: Literal["epoch", "steps", "no"] = "epoch"
@@ -333,14 +340,15 @@ class Job(Section):
     def identity(self) -> dict[str, Any]:
         """The settings that can change the result, flat: a run can only be continued by a job that agrees on them.
 
-        Left out on purpose: how the batch is cut, evaluation batch size, where and how often things are saved or
-        logged, limits, price, device and paths (data, tokenizer and model are identified by content).
+        Left out on purpose: how the batch is cut, which kernels compute it, evaluation batch size, where and how often
+        things are saved or logged, limits, price, device and paths (data, tokenizer and model are identified by content).
         """
         train = self.train.model_dump(
             exclude={
                 "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
                 "micro_batch_tokens", "probe",
                 "learning_rate_batch_size", "per_device_eval_batch_size", "gradient_checkpointing", "bf16", "fp16",
+                "torch_compile", "use_liger_kernel",
                 "eval_strategy", "load_best_model_at_end", "save_steps", "save_minutes", "save_total_limit",
                 "logging_steps", "max_skipped_steps", "report_to",
             }

@@ -31,6 +31,7 @@ CUDA_CONTEXT_BYTES = int(0.6 * 2**30)
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 STATE_BYTES = {
     "sgd": 0.0,
+    "adamw_torch_offload": 0.0,
     "adamw_8bit": 2.03,
     "adamw_bnb_8bit": 2.03,
     "paged_adamw_8bit": 0.0,
@@ -204,7 +205,7 @@ def evaluation_memory(
 def optimizer_bytes(recipe: Recipe) -> float:
     """State for each trained weight: Adam keeps two moments in the dtype of the weight, 8-bit ones two bytes.
 
-    Paged state leaves the GPU when room is needed, so it does not count.
+    Paged state leaves the GPU when room is needed, and off-loaded state was never there, so neither counts.
     """
     return STATE_BYTES.get(recipe.optim, 2.0 * recipe.trained_bytes)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from farthing.errors import ModelError, UserMistake
 from farthing.model.load import need_bitsandbytes
+from farthing.offload import OffloadedAdamW
 
 
 def make_optimizer(
@@ -32,6 +33,8 @@ def make_optimizer(
         return torch.optim.AdamW(groups, fused=True, **adam)
     if name == "adamw_torch":
         return torch.optim.AdamW(groups, fused=False, **adam)
+    if name == "adamw_torch_offload":
+        return OffloadedAdamW(groups, **adam)
     bitsandbytes = need_bitsandbytes(f"optim: {name}")
     kind = {
         "adamw_8bit": bitsandbytes.optim.AdamW8bit,
@@ -44,8 +47,8 @@ def make_optimizer(
 
 
 def bytes_per_weight(name: str) -> float:
-    """Optimizer state in bytes for each trained weight."""
-    if name == "sgd":
+    """Optimizer state on the device in bytes for each trained weight. Off-loaded, it is the host that needs 16."""
+    if name in ("sgd", "adamw_torch_offload"):
         return 0.0
     return 2.0 if "8bit" in name else 8.0
 
@@ -120,12 +123,14 @@ def load_state(
     for name, state in by_name.items():
         parameter = known[name]
         optimizer.state[parameter] = {
-            # the step counter stays where the optimizer keeps it: on the CPU, but beside the weight when fused
+            # the step counter stays where the optimizer keeps it: on the CPU, but beside the weight when fused;
+            # off-loaded state never comes near the weight, whose device has no room for it
             key: _beside(value, parameter, optimizer, key) if isinstance(value, Tensor) else value
             for key, value in state.items()
         }
 
 
 def _beside(value: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer, key: str) -> Tensor:
-    keeps_step_on_cpu = key == "step" and not any(group.get("fused") for group in optimizer.param_groups)
-    return value.clone() if keeps_step_on_cpu else value.to(parameter.device, copy=True)
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    stays_on_cpu = getattr(optimizer, "keeps_state_on_host", False) or (key == "step" and not is_fused)
+    return value.clone() if stays_on_cpu else value.to(parameter.device, copy=True)

@@ -9,9 +9,9 @@ layer and one more where a layer is recomputed; bytes that are moved, operation 
 
 Fitted, with published runs in view: the shares of the peak of Ampere (Hugging Face's Trainer on A100-80GB,
 foundation-model-stack/fms-acceleration), L40S (PEFT's method comparison) and RTX 4090 (torchtune). By assumption: the shares
-of all other GPUs, of attention, of links and of CPUs, `HALF_TOKENS`, and what communication can hide. `BANDWIDTH_SHARE` is a
-tenth less than copies on an H200 reached (4.3 of 4.8 TB/s); `DEQUANTIZATION_SHARE` makes 8 ms of 1e9 weights on an A100,
-where LitGPT's tables have 10 to 15. Ranges of GPUs without published runs are wide for that reason.
+of all other GPUs, of attention, of links and of CPUs, `HALF_TOKENS`, `BUS_BYTES_PER_S`, and what communication can hide.
+`BANDWIDTH_SHARE` is a tenth less than copies on an H200 reached (4.3 of 4.8 TB/s); `DEQUANTIZATION_SHARE` makes 8 ms of 1e9
+weights on an A100, where LitGPT's tables have 10 to 15. Ranges of GPUs without published runs are wide for that reason.
 
 Refuses to import torch and to measure: `calibrate` makes factors of measurements.
 """
@@ -44,6 +44,7 @@ DEQUANTIZATION_SHARE = 0.30
 HALF_TOKENS = 220  # tokens at which products reach half of that share
 LINK_SHARE = 0.7
 HIDDEN_COMMUNICATION = 0.7  # of what could be hidden behind the backward pass
+BUS_BYTES_PER_S = 20e9  # PCIe 4.0 x16 one way; with 5.0 it is twice that, in a small machine half
 CPU_MATMUL_SHARE = 0.35
 CPU_BANDWIDTH_BYTES_PER_S = 10e9  # of a thread
 CPU_LAUNCH_SHARE = 0.5  # of what the host needs to launch a layer's kernels on a GPU: nothing is launched
@@ -138,6 +139,7 @@ class Work(NamedTuple):
     n_padded_tokens: float
     flops: float
     forward_share: float  # of those FLOPs that a forward pass alone takes
+    bus_bytes: float = 0.0  # between each GPU and its host, for the optimizer
 
 
 def work_of(
@@ -176,6 +178,7 @@ def work_of(
         n_padded_tokens=all_tokens,
         flops=recipe.n_gpus * n_each * flops.total,
         forward_share=flops.forward / flops.total,
+        bus_bytes=_bus_bytes(shape, recipe, adapters),
     )
 
 
@@ -224,7 +227,8 @@ def step_time(work: Work, device: Device, calibration: Calibration | None = None
         # a GPU computes while the host launches what comes next; a CPU does one after the other
         "launch": known.compute
         * (max(0.0, work.host_s - busy_s) if device.is_cuda else CPU_LAUNCH_SHARE * work.host_s),
-        "optimizer": known.optimizer * work.optimizer_bytes / bandwidth,
+        "optimizer": known.optimizer
+        * (work.optimizer_bytes / bandwidth + work.bus_bytes / (BUS_BYTES_PER_S if device.is_cuda else bandwidth)),
         "data": known.waiting_s,
         "communication": max(sending_s - HIDDEN_COMMUNICATION * busy_s, 0.1 * sending_s),
     }
@@ -249,6 +253,7 @@ def forward_work(work: Work, n_steps: float) -> Work:
         },
         optimizer_bytes=0.0,
         sent_bytes=0.0,
+        bus_bytes=0.0,
     )
 
 
@@ -374,17 +379,31 @@ def _optimizer_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) ->
     """Clipping and the update: every trained weight, its gradient and its state are read and written.
 
     A fused kernel reads four of them and writes three; the foreach one is nine kernels that move 21 (weight decay 2, first
-    moment 3, second 5, square root 2, division 2, epsilon 2, update 4 and the learning rate's product 1).
+    moment 3, second 5, square root 2, division 2, epsilon 2, update 4 and the learning rate's product 1). Off-loaded, the
+    device only reads the gradient and writes the weight.
     """
-    n = shape.n_parameters if adapters is None else adapters.n_trainable
-    if recipe.sharding == "fsdp":
-        n //= recipe.n_gpus
-    b = recipe.trained_bytes
-    state = {"sgd": 0.0}.get(recipe.optim, 4.0 if "8bit" in recipe.optim else 4.0 * b)
+    n, b = _n_stepped(shape, recipe, adapters), recipe.trained_bytes
+    state = {"sgd": 0.0, "adamw_torch_offload": -b}.get(recipe.optim, 4.0 if "8bit" in recipe.optim else 4.0 * b)
     moved = 21.0 * b if recipe.optim == "adamw_torch" else 3.0 * b + state
     clipping = 3.0 * b
     slow = 4.0 if recipe.optim.startswith("paged") else 1.0  # pages come and go over the bus
     return slow * n * (moved + clipping)
+
+
+def _bus_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
+    """Gradients that go to the host and weights that come back, where the optimizer's state is there.
+
+    Counted one after the other: what the two directions and the host's arithmetic hide of each other is left out.
+    """
+    if recipe.optim != "adamw_torch_offload":
+        return 0.0
+    return 2.0 * recipe.trained_bytes * _n_stepped(shape, recipe, adapters)
+
+
+def _n_stepped(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> int:
+    """Trained weights that one GPU's optimizer has."""
+    n = shape.n_parameters if adapters is None else adapters.n_trainable
+    return n // recipe.n_gpus if recipe.sharding == "fsdp" else n
 
 
 def _sent_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:

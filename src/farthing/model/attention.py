@@ -172,7 +172,8 @@ def go_flat(model: Any) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():  # it may be there as an entry that is never compiled
+        ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     _inner(model).set_attn_implementation(NAME)
 

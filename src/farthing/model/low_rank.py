@@ -156,7 +156,8 @@ class _LowRank(torch.autograd.Function):
         computed: torch.dtype,
     ) -> Tensor:
         """x [..., i] -> [..., o] in `computed`."""
-        seen = _LAST_CAST.cast(x, computed)
+        # a compiler casts once by itself, and can't follow a memory of tensors
+        seen = x.to(computed) if torch.compiler.is_compiling() else _LAST_CAST.cast(x, computed)
         rows = seen.reshape(-1, seen.shape[-1])
         thin_a, thin_b = a.to(computed), b.to(computed)
         y = rows.new_empty((*x.shape[:-1], weight.shape[0]))

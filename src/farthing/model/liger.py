@@ -1,0 +1,127 @@
+"""Liger's kernels for norms, rotations and gated feed-forwards, in one model of a family that Liger knows.
+
+The `liger-kernel` package (BSD-2, from 0.8) patches an instance, but also the family's module, for every model of the process
+to come. `use_liger` lets it, puts the module back as it was, and gives the rotation to the attention of this model alone.
+Its cross-entropies are not used: `model/head.py` makes no logits either, and is quicker. Weights, names and what is saved
+stay as they are.
+
+Families are those whose loss and gradients agreed with the plain model when Liger's own kernels ran in Triton's interpreter
+on a CPU (tests/test_liger.py). Never run on a GPU. Refuses other families, models that are not on CUDA, and feed-forwards
+with an activation that the kernel does not have.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+FAMILIES = frozenset(
+    {
+        *("exaone4", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral", "mistral", "olmo2", "olmo3"),
+        *("phi3", "qwen2", "qwen3", "smollm3"),
+    }
+)
+WANTED = {"rope": True, "rms_norm": True, "swiglu": True, "geglu": True}
+NOT_WANTED = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+ROTATION = "apply_rotary_pos_emb"
+
+
+def why_not_liger(model: Any) -> str | None:
+    """Why this model can't use Liger's kernels here, in words; None if it can."""
+    inner = _inner(model)
+    kind = inner.config.model_type
+    if next(inner.parameters()).device.type != "cuda":
+        return "they are for GPUs"
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed: pip install 'farthing[gpu]'"
+    if kind not in FAMILIES or not type(inner).__module__.startswith("transformers."):
+        return f"{kind}: not among the families that are tested"
+    return None
+
+
+def use_liger(model: Any) -> str:
+    """Replace what can be replaced in `model`; says what that was, or why nothing was."""
+    reason = why_not_liger(model)
+    if reason is None:
+        try:
+            counts = patch(model)
+        except (ImportError, AttributeError, ValueError) as error:  # a version of Liger or Triton that is not ours
+            reason = f"{type(error).__name__}: {error}"
+    if reason is not None:
+        return f"no Liger kernels: {reason}"
+    words = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
+    return f"liger-kernel {importlib.metadata.version('liger-kernel')}: {words}"
+
+
+def patch(model: Any) -> dict[str, int]:
+    """Give the norms, feed-forwards and attentions of `model` Liger's kernels, and no other model; how many of each.
+
+    Raises `ValueError` before anything is changed where an activation is none that Liger has.
+    """
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    inner = _inner(model)
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN[inner.config.model_type]
+    known = inspect.signature(apply).parameters
+    must_have_activation(inner, F.silu if "swiglu" in known else _gelu_tanh)
+    family = sys.modules[type(inner).__module__]
+    before, already = dict(vars(family)), _own_forwards(inner)
+    apply(model=inner, **{name: value for name, value in (WANTED | NOT_WANTED).items() if name in known})
+    changed = {name: vars(family)[name] for name, value in before.items() if vars(family)[name] is not value}
+    for name in changed:
+        setattr(family, name, before[name])
+    patched = _own_forwards(inner) - already
+    n_norms = sum("RMSNorm" in type(module).__name__ for module in patched)
+    n_rotations = _rotate_with(inner, family.__name__, changed[ROTATION]) if ROTATION in changed else 0
+    return {"norms": n_norms, "feed-forwards": len(patched) - n_norms, "rotations": n_rotations}
+
+
+def must_have_activation(inner: Any, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raise `ValueError` unless every gated feed-forward computes `activation`: Liger's do, whatever the configuration."""
+    probe = torch.linspace(-3, 3, 13)
+    for module in inner.modules():
+        own = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+        if own is not None and not torch.allclose(own(probe), activation(probe), atol=1e-5):
+            raise ValueError(f"its feed-forward has another activation ({type(own).__name__})")
+
+
+def _own_forwards(inner: Any) -> set[torch.nn.Module]:
+    """Modules whose forward pass is not that of their class."""
+    return {module for module in inner.modules() if "forward" in vars(module)}
+
+
+def _rotate_with(inner: Any, family: str, rotate: Callable[..., Any]) -> int:
+    """Let the attention of this model find `rotate` where its module has the family's rotation; how many did."""
+    rotating = [
+        module
+        for module in inner.modules()
+        if type(module).__module__ == family and ROTATION in type(module).forward.__code__.co_names
+    ]
+    for module in rotating:
+        module.forward = MethodType(_with_global(type(module).forward, ROTATION, rotate), module)
+    return len(rotating)
+
+
+def _with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
+    """A copy of `function` that finds `value` under the global `name`."""
+    others = function.__globals__ | {name: value}
+    twin = FunctionType(function.__code__, others, function.__name__, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+def _gelu_tanh(values: torch.Tensor) -> torch.Tensor:
+    return F.gelu(values, approximate="tanh")
+
+
+def _inner(model: Any) -> Any:
+    """The model itself, out of its adapter."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -1,0 +1,291 @@
+"""Compiled layers compute what the plain ones do, once for all lengths, and only where that pays.
+
+Most is tried with a backend that traces and generates no code, which is quick; real code for this CPU is in the slow tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
+
+from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.attention import flat_batch, flat_logits, go_flat
+from farthing.model.compiled import (
+    CUDA_S_PER_KIND,
+    CUDA_SAVED_SHARE,
+    compile_blocks,
+    compile_seconds,
+    find_compiler,
+    leave_uncompiled,
+    n_graphs,
+    n_kinds,
+    predicted_saving,
+    why_not_compiled,
+    worth_compiling,
+)
+from farthing.model.low_rank import use_low_rank
+from farthing.model.memory import checkpoint_layers, saved_bytes
+
+SMALL = {
+    **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 256},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def from_scratch() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def causal_model(kind: str = "llama", **more: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | more)).train()
+    model.config.use_cache = False
+    return model
+
+
+def flat(model: Any) -> Any:
+    go_flat(model)
+    return model
+
+
+def with_adapter(model: Any, *targets: str) -> Any:
+    model = add_adapter(model, Adapter(r=4, target_modules=targets), "causal-lm", 0).train()
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    assert use_low_rank(model).n_left == 0
+    return model
+
+
+def flat_loss(model: Any, seed: int) -> Tensor:
+    """Of a flat batch whose number of documents and their lengths are drawn from `seed`."""
+    chance = np.random.default_rng(seed)
+    lengths = chance.integers(1, 30, chance.integers(2, 9))
+    ids = chance.integers(3, 96, (1, lengths.sum()))
+    places = np.concatenate([np.arange(n) for n in lengths])[None]
+    logits = flat_logits(model, flat_batch({"input_ids": ids, "position_ids": places, "lengths": lengths}), "causal-lm")
+    return torch.nn.functional.cross_entropy(logits[0, :-1].float(), torch.from_numpy(ids[0, 1:]))
+
+
+def padded_loss(model: Any, seed: int) -> Tensor:
+    chance = np.random.default_rng(seed)
+    lengths = chance.integers(3, 30, chance.integers(2, 9))
+    mask = torch.from_numpy((np.arange(lengths.max()) < lengths[:, None]).astype(np.int64))
+    ids = torch.from_numpy(chance.integers(3, 96, mask.shape)) * mask
+    return model(input_ids=ids, attention_mask=mask, labels=torch.where(mask > 0, ids, -100)).loss
+
+
+def gradients(model: Any, loss_of: Callable[[Any, int], Tensor], seed: int) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    loss = loss_of(model, seed)
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def must_agree(model: Any, plain: Any, loss_of: Callable[[Any, int], Tensor], seed: int, within: float = 1e-5) -> None:
+    """Losses within `within`, each gradient within five times that of its own length: of a sum, small ones are noisier."""
+    loss, found = gradients(model, loss_of, seed)
+    expected_loss, expected = gradients(plain, loss_of, seed)
+    torch.testing.assert_close(loss, expected_loss, rtol=within, atol=within)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = float((found[name] - gradient).norm() / gradient.norm().clamp_min(1e-6))
+        assert error < 5 * within, (seed, name, error)
+
+
+def must_serve_all_lengths(
+    model: Any, plain: Any, loss_of: Callable[[Any, int], Tensor], n: int = 12, within: float = 1e-5
+) -> int:
+    """Agree on `n` batches of which only the first two may compile; how many programs that took."""
+    before = n_graphs()
+    for seed in range(n):
+        with torch._dynamo.config.patch(error_on_recompile=seed > 1):
+            must_agree(model, plain, loss_of, seed, within)
+        if seed == 1:
+            made = n_graphs() - before
+    assert n_graphs() - before == made
+    return made
+
+
+# ---- the rule ----
+
+
+def test_auto_compiles_where_the_saving_is_more_than_the_price() -> None:
+    known: dict[str, Any] = {"device": "cuda", "n_kinds": 2, "step_s": 0.5}
+    break_even = compile_seconds(2, "cuda") / (CUDA_SAVED_SHARE * 0.5)
+    assert not worth_compiling("auto", n_steps_left=int(break_even), **known)
+    assert worth_compiling("auto", n_steps_left=int(break_even) + 1, **known)
+    assert not worth_compiling("auto", n_steps_left=int(break_even) + 1, **known | {"n_kinds": 3})
+    assert compile_seconds(2, "cuda") == 2 * CUDA_S_PER_KIND
+    assert predicted_saving(2.0, 100, "cuda") == pytest.approx(28.0)
+
+
+def test_auto_never_compiles_on_a_cpu_unknown_seconds_or_where_a_resume_is_exact() -> None:
+    known: dict[str, Any] = {"device": "cuda", "n_kinds": 1, "step_s": 10.0, "n_steps_left": 10**6}
+    assert worth_compiling("auto", **known)
+    for other in ({"device": "cpu"}, {"step_s": None}, {"full_determinism": True}, {"n_steps_left": 0}):
+        assert not worth_compiling("auto", **known | other), other
+        assert worth_compiling(True, **known | other), other
+        assert not worth_compiling(False, **known | other), other
+
+
+def test_kinds_of_layers_are_counted_as_torch_compiles_them() -> None:
+    assert n_kinds(flat(causal_model())) == 1
+    assert n_kinds(causal_model()) == 2  # one row and several
+    assert n_kinds(flat(with_adapter(causal_model()))) == 2  # the first layer's input needs no gradient
+    assert n_kinds(flat(causal_model("gemma2"))) == 2  # sliding windows and full attention
+    assert n_kinds(flat(causal_model(num_hidden_layers=1))) == 1
+    sizes = {"vocab_size": 96, "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 3, "num_heads": 2}
+    t5 = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes))
+    assert n_kinds(t5) == 8  # both sides, their first layers without a bias of positions
+
+
+# ---- what is refused ----
+
+
+def test_without_a_compiler_nothing_is_compiled_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = causal_model()
+    assert why_not_compiled(model) is None
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert find_compiler("cpu") is None
+    assert compile_blocks(model) == "there is no C++ compiler"
+    assert not any(layer._compiled_call_impl for layer in model.model.layers)
+
+
+def test_the_compiler_of_the_environment_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("CXX", "icpx")
+    monkeypatch.delenv("CC", raising=False)
+    assert find_compiler("cpu") == "/usr/bin/icpx"
+    assert find_compiler("cuda") == "/usr/bin/gcc"
+
+
+def test_a_model_without_known_layers_is_left_as_it_is() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model.config = AutoConfig.for_model("llama")
+    assert "layers are not known" in str(compile_blocks(model))
+
+
+# ---- what is traced ----
+
+
+def test_documents_of_any_lengths_are_served_by_the_first_programs() -> None:
+    plain = flat(causal_model())
+    model = copy.deepcopy(plain)
+    names = list(model.state_dict())
+    assert compile_blocks(model, "eager") == 3
+    assert list(model.state_dict()) == names
+    made = must_serve_all_lengths(model, plain, flat_loss)
+    assert 2 <= made <= 4, "a graph on each side of attention, for all three layers together"
+
+
+def test_evaluation_is_computed_as_ever_and_compiles_nothing() -> None:
+    plain = flat(causal_model())
+    model = copy.deepcopy(plain)
+    compile_blocks(model, "eager")
+    before = n_graphs()
+    with torch.no_grad():
+        assert torch.equal(flat_loss(model.eval(), 1), flat_loss(plain.eval(), 1))
+    prompt = torch.tensor([[5, 6, 7]])
+    outputs = [m.generate(prompt, max_new_tokens=4, do_sample=False) for m in (model, plain)]
+    assert torch.equal(*outputs)
+    assert n_graphs() == before
+    gradients(model.train(), flat_loss, 0)
+    assert n_graphs() > before
+    leave_uncompiled(model)
+    before = n_graphs()
+    must_agree(model, plain.train(), flat_loss, 3, within=1e-9)
+    assert n_graphs() == before
+
+
+@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every: int) -> None:
+    """In bf16 over an fp32 base every input is cast, which is where the layers share what they cast."""
+    plain = flat(with_adapter(causal_model(), *(["q_proj", "k_proj", "up_proj"] if every == 1 else [])))
+    model = copy.deepcopy(plain)
+    for one in (plain, model):
+        checkpoint_layers(one, every)
+    assert compile_blocks(model, "eager") == 3
+    assert compile_blocks(model, "eager") == 3  # again: the same as once
+
+    def loss_of(one: Any, seed: int) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return flat_loss(one, seed)
+
+    made = must_serve_all_lengths(model, plain, loss_of, n=6, within=0.005)  # of bf16
+    assert 4 <= made <= (8 if every == 1 else 14)
+    checkpointed, kept = (saved_bytes(one, lambda one=one: loss_of(one, 5)) for one in (model, without(model)))
+    assert checkpointed < 0.8 * kept
+
+
+def without(model: Any) -> Any:
+    """The same model with nothing recomputed."""
+    other = copy.deepcopy(model)
+    leave_uncompiled(other)
+    checkpoint_layers(other, 0)
+    return other
+
+
+def test_padded_batches_and_two_kinds_of_layers() -> None:
+    plain = causal_model("gemma2", sliding_window=8, attn_implementation="eager")
+    model = copy.deepcopy(plain)
+    compile_blocks(model, "eager")
+    assert must_serve_all_lengths(model, plain, padded_loss, n=6) <= 2 * n_kinds(model)
+
+
+# ---- real code for this machine ----
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    return tmp_path / "inductor"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_generated_code_agrees_to_rounding(method: str, own_cache: Path) -> None:
+    plain = flat(causal_model() if method == "full" else with_adapter(causal_model()))
+    model = copy.deepcopy(plain)
+    assert compile_blocks(model) == 3
+    must_serve_all_lengths(model, plain, flat_loss)
+    assert list(own_cache.rglob("*.so")), "nothing was compiled"
+
+
+@pytest.mark.slow
+def test_generated_code_drops_what_the_plain_model_drops(own_cache: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    config = AutoConfig.for_model("bert", **sizes, num_hidden_layers=2, hidden_dropout_prob=0.2, num_labels=3)
+    plain = AutoModelForSequenceClassification.from_config(config).train()
+    model = copy.deepcopy(plain)
+    assert compile_blocks(model) == 2
+
+    def loss_of(one: Any, seed: int) -> Tensor:
+        chance = np.random.default_rng(seed)
+        ids = torch.from_numpy(chance.integers(3, 96, (4, chance.integers(5, 20))))
+        return one(input_ids=ids, attention_mask=torch.ones_like(ids), labels=torch.tensor([0, 1, 2, 0])).loss
+
+    for seed in range(4):
+        must_agree(model, plain, loss_of, seed)
+    dropping, whole = (gradients(one, loss_of, 0)[0] for one in (model, copy.deepcopy(model).eval()))
+    assert not torch.equal(dropping, whole)

@@ -1,0 +1,164 @@
+"""Liger's kernels go into one model and no other, and compute what the plain model does.
+
+Whether they do is tried with the real package where it is installed: its kernels, made for GPUs, run in Triton's interpreter
+(`interpreted.py`). Both are apart from the rest, as Triton takes 1 GB: `pip install --no-deps --target liger liger-kernel
+triton`, then `PYTHONPATH=liger python -m pytest tests/test_liger.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+
+from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.liger import FAMILIES, patch, use_liger, why_not_liger
+
+SMALL = {
+    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+IDS = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def small_model(**more: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL | more)).train()
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def must_agree(model: Any, plain: Any) -> None:
+    found, expected = gradients(model), gradients(plain)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        error = float((found[name] - gradient).norm() / gradient.norm().clamp_min(1e-6))
+        assert error < 2e-5, (name, error)
+
+
+# ---- where it is refused ----
+
+
+def test_reasons_are_given_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    assert use_liger(model) == "no Liger kernels: they are for GPUs"
+    on_gpu = [SimpleNamespace(device=torch.device("cuda"))]
+    monkeypatch.setattr(torch.nn.Module, "parameters", lambda self: iter(on_gpu))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'farthing[gpu]'" in str(why_not_liger(model))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert why_not_liger(model) is None
+    model.config.model_type = "mixtral"
+    assert "not among the families" in str(why_not_liger(model))
+
+
+def test_another_activation_is_refused_before_anything_is_changed(kernels: list[int]) -> None:
+    model = small_model(hidden_act="relu")
+    with pytest.raises(ValueError, match="another activation"):
+        patch(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+# ---- what becomes of the model, with a package that patches as Liger does ----
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """In place of Liger: norms in other operations, the family's class and rotation replaced; counts rotations."""
+    rotated: list[int] = []
+    plain_rotation = modeling_llama.apply_rotary_pos_emb
+
+    def rotate(*args: Any) -> Any:
+        rotated.append(1)
+        return plain_rotation(*args)
+
+    def norm(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
+
+    def apply(
+        rope: bool = True,
+        cross_entropy: bool = False,
+        fused_linear_cross_entropy: bool = True,
+        rms_norm: bool = True,
+        swiglu: bool = True,
+        model: Any = None,
+    ) -> None:
+        assert (rope, rms_norm, swiglu) == (True, True, True)
+        assert (cross_entropy, fused_linear_cross_entropy) == (False, False)
+        modeling_llama.apply_rotary_pos_emb = rotate
+        modeling_llama.LlamaRMSNorm = type("Other", (), {})
+        for module in model.modules():
+            if "RMSNorm" in type(module).__name__:
+                module.__dict__["forward"] = norm.__get__(module)
+
+    for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(
+        sys.modules["liger_kernel.transformers.monkey_patch"],
+        "MODEL_TYPE_TO_APPLY_LIGER_FN",
+        {"llama": apply},
+        raising=False,
+    )
+    return rotated
+
+
+def test_one_model_is_patched_and_the_family_stays_as_it_was(kernels: list[int]) -> None:
+    plain = small_model()
+    model = copy.deepcopy(plain)
+    before, names = dict(vars(modeling_llama)), list(model.state_dict())
+    assert patch(model) == {"norms": 5, "feed-forwards": 0, "rotations": 2}
+    assert all(vars(modeling_llama)[name] is value for name, value in before.items())
+    assert list(model.state_dict()) == names
+    gradients(plain)
+    assert kernels == []
+    plain.zero_grad()
+    must_agree(model, plain)
+    assert len(kernels) == 2
+
+
+def test_a_model_with_an_adapter_is_patched_within(kernels: list[int]) -> None:
+    model = add_adapter(small_model(), Adapter(r=4), "causal-lm", 0)
+    assert patch(model)["rotations"] == 2
+    gradients(model)
+    assert len(kernels) == 2
+
+
+# ---- the real kernels ----
+
+
+def interpreted(*kinds: str) -> dict[str, Any]:
+    """What `interpreted.py` found of these families."""
+    if any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")):
+        pytest.skip("liger-kernel and triton are not installed")
+    command = [sys.executable, str(Path(__file__).with_name("interpreted.py")), *kinds]
+    found: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    assert set(found) == set(kinds)
+    return found
+
+
+def test_the_real_kernels_agree_with_the_plain_model_also_under_adapters() -> None:
+    for kind, facts in interpreted("llama", "gemma2+lora").items():
+        assert facts["replaced"] == {"norms": 5 if kind == "llama" else 9, "feed-forwards": 2, "rotations": 2}
+        assert (facts["loss"] < 1e-5, facts["gradient"] < 2e-5) == (True, True), (kind, facts)
+
+
+@pytest.mark.slow
+def test_the_real_kernels_agree_in_every_family_that_is_let_in() -> None:
+    for kind, facts in interpreted(*sorted(FAMILIES)).items():
+        assert facts["replaced"]["norms"] >= 5, kind
+        assert (facts["replaced"]["feed-forwards"], facts["replaced"]["rotations"]) == (2, 2), (kind, facts)
+        assert (facts["loss"] < 1e-5, facts["gradient"] < 2e-5) == (True, True), (kind, facts)

@@ -1,0 +1,163 @@
+"""An optimizer whose state is on the host takes the steps of one whose state is on the device, and resumes exactly."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import farthing.offload
+import survive
+import workshop
+from farthing.errors import ModelError
+from farthing.optim import bytes_per_weight, load_state, make_optimizer, state_tensors
+from workshop import Heard, losses_of, make_job
+
+NAME = "adamw_torch_offload"
+
+
+def small_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, 3))
+
+
+def optimizer_of(model: nn.Module, name: str, **keys: Any) -> torch.optim.Optimizer:
+    settings: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99), "epsilon": 1e-8}
+    return make_optimizer(model, name, **settings | keys)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, scaler: Any = None) -> None:
+    inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))
+    loss = model(inputs).square().mean()
+    (scaler.scale(loss) if scaler else loss).backward()
+    if scaler:
+        scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01 / (1 + seed)
+    scaler.step(optimizer) if scaler else optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 4000, 1 << 30])
+def test_its_steps_are_those_of_the_fused_one_bit_for_bit(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(farthing.offload, "BUCKET_BYTES", bucket_bytes)
+    models = [small_model(), small_model()]
+    optimizers = [optimizer_of(m, name) for m, name in zip(models, ("adamw_torch_fused", NAME), strict=True)]
+    for seed in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step(model, optimizer, seed)
+    assert not same(models[1].state_dict(), small_model().state_dict())
+    assert same(*(model.state_dict() for model in models))
+    states = [state_tensors(o, names_of(m))[0] for o, m in zip(optimizers, models, strict=True)]
+    assert len(states[0]) == 3 * 6
+    assert same(*states)
+
+
+def test_a_weight_without_a_gradient_stays_as_it_is() -> None:
+    model = small_model()
+    optimizer = optimizer_of(model, NAME)
+    model[0].requires_grad_(False)
+    step(model, optimizer, 0)
+    assert torch.equal(model[0].weight, small_model()[0].weight)
+    assert not torch.equal(model[3].weight, small_model()[3].weight)
+    assert model[0].weight not in optimizer.state
+
+
+def test_a_restored_model_and_state_go_on_exactly() -> None:
+    alone, broken = small_model(), small_model()
+    optimizer, first = optimizer_of(alone, NAME), optimizer_of(broken, NAME)
+    for seed in range(3):
+        step(alone, optimizer, seed)
+        step(broken, first, seed)
+    weights = {name: p.detach().clone() for name, p in broken.state_dict().items()}
+    tensors, values = state_tensors(first, names_of(broken))
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    step(broken, first, 99)  # work that is lost
+
+    for name, p in broken.state_dict().items():  # into the same optimizer: its copies of the weights are stale now
+        p.copy_(weights[name])
+    load_state(first, broken.named_parameters(), tensors, values)
+    fresh = small_model(seed=7)
+    second = optimizer_of(fresh, NAME)
+    fresh.load_state_dict(weights)
+    load_state(second, fresh.named_parameters(), tensors, values)
+    for model, own in ((alone, optimizer), (broken, first), (fresh, second)):
+        step(model, own, 3)
+    assert same(alone.state_dict(), broken.state_dict())
+    assert same(alone.state_dict(), fresh.state_dict())
+
+
+def test_state_and_arithmetic_never_come_near_a_device_without_room() -> None:
+    """Weights on the meta device, which keeps nothing: what is restored must not go there."""
+    model = small_model()
+    optimizer = optimizer_of(model, NAME)
+    step(model, optimizer, 0)
+    tensors, values = state_tensors(optimizer, names_of(model))
+    far = small_model().to("meta")
+    for name, stays in ((NAME, True), ("adamw_torch_fused", False)):
+        other = optimizer_of(far, name)
+        load_state(other, far.named_parameters(), tensors, values)
+        devices = {value.device.type for state in other.state.values() for value in state.values()}
+        assert devices == ({"cpu"} if stays else {"meta"})
+    assert bytes_per_weight(NAME) == 0
+
+
+def test_gradients_are_unscaled_and_an_overflow_skips_the_step() -> None:
+    model, plain = small_model(), small_model()
+    optimizer, scaler = optimizer_of(model, NAME), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    step(model, optimizer, 0, scaler)
+    step(plain, optimizer_of(plain, NAME), 0)
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+    scaler.update()
+
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        model[3].bias.fill_(torch.inf)
+    before["3.bias"] = model[3].bias.detach().clone()
+    step(model, optimizer, 1, scaler)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert same(before, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def test_weights_that_are_not_fp32_are_refused_in_words() -> None:
+    with pytest.raises(ModelError, match=r"fp32 weights, and some are bfloat16") as caught:
+        optimizer_of(small_model().bfloat16(), NAME)
+    assert caught.value.where == "train.optim"
+
+
+def test_a_run_that_was_stopped_ends_as_one_left_alone_and_as_one_on_the_device(tmp_path: Path) -> None:
+    class Stopper(Heard):
+        def __call__(self, kind: str, facts: dict[str, Any]) -> None:
+            if kind == "step" and facts["step"] == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    keys: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "weight_decay": 0.1, "n_rows": 40}
+    jobs = {
+        name: make_job(tmp_path / name, optim=optim, **keys)
+        for name, optim in (("alone", NAME), ("stopped", NAME), ("device", "adamw_torch_fused"))
+    }
+    assert workshop.train(jobs["stopped"], Stopper()).state == "interrupted"
+    heard = Heard()
+    outcomes = {name: workshop.train(job, heard) for name, job in jobs.items()}
+    assert {outcome.state for outcome in outcomes.values()} == {"finished"}
+    assert [facts["step"] for facts in heard.of("restored")] == [3]
+    assert losses_of(jobs["stopped"]) == losses_of(jobs["alone"]) == losses_of(jobs["device"])
+    results = {name: survive.result_of(Path(job.output_dir)) for name, job in jobs.items()}
+    assert survive.differences(results["alone"], results["stopped"]) == []
+    models = [(tmp_path / name / "run/model/model.safetensors").read_bytes() for name in jobs]
+    assert models[0] == models[1] == models[2]
