@@ -154,6 +154,7 @@ def test_a_bucket_that_is_not_there_or_refuses_is_said_at_the_start(
     assert "canary" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_large_file_goes_in_parts_and_comes_back(proxy: FaultProxy, address: str, tmp_path: Path) -> None:
     content = bytes(range(256)) * (120 << 12)
     (tmp_path / "large").write_bytes(content)
@@ -241,7 +242,7 @@ def kills(context: Any, proxy: FaultProxy, address: str, folder: Path, ks: range
 def test_a_kill_at_some_requests_of_an_upload_leaves_a_whole_copy(
     fault: str, processes: Any, proxy: FaultProxy, address: str, tmp_path: Path
 ) -> None:
-    outcomes = kills(processes, proxy, address, tmp_path, range(4, 60, 8), fault)
+    outcomes = kills(processes, proxy, address, tmp_path, range(5, 60, 12), fault)
     assert set(outcomes) == {None, 1, 2}
     assert outcomes == sorted(outcomes, key=lambda step: step or 0)
 
