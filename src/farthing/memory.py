@@ -304,10 +304,13 @@ def _layers(
         of_number = 4 if _is_math(shape, is_cuda) else recipe.compute_bytes
         decoder += 2 * of_number * shape.n_kv_heads * shape.head_dim * (source - target)
     every = recipe.every_n_layers
-    reached = shape.n_above(0 if adapters is None else adapters.first_layer)  # nothing is kept below
-    n_kept = [n - n // every if every else n for n in reached]
+    first = 0 if adapters is None else adapters.first_layer  # nothing is kept below
+    of_all = shape.n_layers + shape.n_decoder_layers
+    reached = range(min(first, shape.n_layers), shape.n_layers), range(max(first, shape.n_layers), of_all)
+    # the numbers that `every` divides are computed again, as transformers counts them, through both stacks
+    n_kept = [sum(not every or number % every > 0 for number in numbers) for numbers in reached]
     edge = shape.hidden * (4 if recipe.stack.upcasts_frozen and recipe.method == "qlora" else recipe.residual_bytes)
-    boundaries = edge * ((reached[0] - n_kept[0]) * source + (reached[1] - n_kept[1]) * target)
+    boundaries = edge * ((len(reached[0]) - n_kept[0]) * source + (len(reached[1]) - n_kept[1]) * target)
     saved = n_kept[0] * layer + n_kept[1] * decoder + boundaries
     top = max(layer, decoder)
     works = WORKING_MLP * shape.ffn + WORKING_STREAM * shape.hidden
