@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
+import workshop
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import flat_batch, flat_logits, go_flat
 from farthing.model.compiled import (
@@ -289,3 +290,28 @@ def test_generated_code_drops_what_the_plain_model_drops(own_cache: Path) -> Non
         must_agree(model, plain, loss_of, seed)
     dropping, whole = (gradients(one, loss_of, 0)[0] for one in (model, copy.deepcopy(model).eval()))
     assert not torch.equal(dropping, whole)
+
+
+@pytest.mark.slow
+def test_a_run_with_compiled_layers_ends_as_one_without_and_keeps_warm_up_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    keys = {"max_steps": 8, "n_rows": 40, "global_batch_size": 8}
+    plain = workshop.make_job(tmp_path / "plain", **keys)
+    workshop.train(plain)
+    job, heard = workshop.make_job(tmp_path / "compiled", torch_compile=True, **keys), workshop.Heard()
+    outcome = workshop.train(job, heard)
+    assert "layers compiled" in heard.of("decided")[0]["computed"]
+    spans = {span["name"]: span["seconds"] for span in outcome.receipt["spans"]}
+    assert spans["compile"] > 5 * spans["compute"]
+    assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
+
+
+def test_a_run_says_why_it_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farthing.model.compiled.find_compiler", lambda device: None)
+    heard = workshop.Heard()
+    workshop.train(workshop.make_job(tmp_path, max_steps=2, torch_compile=True, use_liger_kernel=True), heard)
+    said = heard.of("decided")[0]["computed"]
+    assert "not compiled: there is no C++ compiler" in said
+    assert "no Liger kernels: they are for GPUs" in said

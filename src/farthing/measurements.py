@@ -119,6 +119,11 @@ class Record:
         self._first_spans: dict[str, float] = {}
         self._last_spans: dict[str, float] = {}
 
+    def begin_again(self) -> None:
+        """Forget the steps so far: they were warm-up."""
+        self.n_steps, self._counts = 0, [0, 0, 0, 0]
+        self.peak_bytes_by_step.clear()
+
     def micro_batch(self, n_examples: int, n_tokens: int) -> None:
         """A micro-batch of so many computed tokens went through."""
         if n_tokens > self.largest_tokens:

@@ -28,6 +28,7 @@ SPANS = {
     "restore": "restoring a checkpoint",
     "prefix": "computing frozen layers once",
     "probe": "probing settings",
+    "compile": "compiling layers, and the steps in which that happens",
     "data_wait": "waiting for batches",
     "host_to_device": "copying batches to the device",
     "compute": "forward and backward",
@@ -37,7 +38,7 @@ SPANS = {
     "export": "exporting the model",
     "idle": "everything else",
 }
-WORK = ("data_wait", "host_to_device", "compute", "optimizer")
+WORK = ("compile", "data_wait", "host_to_device", "compute", "optimizer")
 
 
 def seconds_since_boot() -> float:

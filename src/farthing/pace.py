@@ -31,6 +31,11 @@ class Pace:
         """Mean seconds of a step."""
         return self._seconds / (self.n_steps - 1) if self.n_steps > 1 else None
 
+    def begin_again(self) -> None:
+        """Forget the steps so far: they were warm-up."""
+        self.n_steps = self._tokens = self._padded = 0
+        self._seconds = self.longest_step_s = 0.0
+
     def step_done(self, n_tokens: int, n_padded: int, seconds: float) -> None:
         """Count a step."""
         self.n_steps += 1

@@ -54,8 +54,10 @@ from farthing.meter import Ledger, Meter, seconds_since_process_start
 from farthing.metrics import GREATER_IS_BETTER
 from farthing.mirror import Mirror, open_mirror
 from farthing.model.adapters import count_parameters, put_back, trained_tensors
+from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
 from farthing.model.flops import flops_per_token
 from farthing.model.forward import Forward
+from farthing.model.liger import use_liger
 from farthing.model.load import quiet_libraries
 from farthing.model.low_rank import use_low_rank
 from farthing.model.prefix import Prefix, find_prefix
@@ -359,6 +361,8 @@ class Run:
             "progress": self.progress,
         }
         self.fused = use_low_rank(self.model) if job.method.name != "full" else None
+        wants_liger, is_cuda = train.use_liger_kernel, self.numerics.device.type == "cuda"
+        self.liger = use_liger(self.model) if wants_liger is True or (wants_liger and is_cuda) else None
         self.forward = Forward(
             self.model,
             job.task,
@@ -374,6 +378,7 @@ class Run:
         before_bytes = taken_bytes(self.numerics.device)
         self.memory = settle_checkpointing(job, self.forward, self.train_examples, most_tokens, every_n_layers)
         self.promised_bytes = before_bytes + self.memory.total_bytes
+        self.compiled = self._compile()
         self.steps = Steps(
             self.forward,
             self.batches,
@@ -404,6 +409,20 @@ class Run:
         self._n_evaluated = 0  # tokens of an evaluation, as computed
         self._save_s = self._settled_s = self._start_s = 0.0
         self._insured = False
+        self._n_graphs, self._compute_s = n_graphs(), 0.0
+
+    def _compile(self) -> int | str:
+        """Compile the layers where the job says so or it pays; returns how many, or why none."""
+        wanted, model = self.job.train.torch_compile, self.model
+        pays = worth_compiling(
+            wanted,
+            device=self.numerics.device.type,
+            n_kinds=n_kinds(model) if wanted == "auto" else 0,
+            step_s=self.promise.get("step_s"),
+            n_steps_left=self.n_steps,
+            full_determinism=self.job.train.full_determinism,
+        )
+        return compile_blocks(model) if pays else "it would not pay"
 
     def set_schedule(self) -> None:
         """The learning rate as a function of the step, by the job or as it was fitted to the budget."""
@@ -651,8 +670,11 @@ class Run:
             words.append("common beginnings once")
         if forward.prefix is not None:
             words.append(f"{plural(forward.prefix.n_layers, 'frozen layer')} once")
-        if self.fused is not None:
-            words.append(str(self.fused))
+        words += [str(what) for what in (self.fused, self.liger) if what is not None]
+        if isinstance(self.compiled, int):
+            words.append(f"{plural(self.compiled, 'layer')} compiled")
+        elif self.job.train.torch_compile is True:
+            words.append(f"not compiled: {self.compiled}")
         return "; ".join(words)
 
     def _fit_in_words(self) -> str:
@@ -764,6 +786,7 @@ class Run:
             "examples": sums.examples.tolist(),
         }
         self.log.append(row)
+        self._note_compiling()
         now_s = self.meter.wall_s
         seconds, peak = now_s - max(taken.started_s, self._settled_s), peak_bytes(self.numerics.device)
         self._settled_s = now_s
@@ -772,6 +795,15 @@ class Run:
         self.record.step_done(n_pieces, n_tokens, sums.n_computed, sums.n_targets, seconds, self.meter.spans, peak)
         self.report_step(row)
         return losses, norm
+
+    def _note_compiling(self) -> None:
+        """A step in which torch has compiled is warm-up: its time goes under that name, and figures begin anew."""
+        compute_s, n = self.meter.spans.get("compute", 0.0), n_graphs()
+        if isinstance(self.compiled, int) and n > self._n_graphs:
+            self.meter.move("compute", "compile", compute_s - self._compute_s)
+            self.pace.begin_again()
+            self.record.begin_again()
+        self._n_graphs, self._compute_s = n, self.meter.spans.get("compute", 0.0)
 
     def judge_finite(self, taken: Taken, losses: list[float], norm: float) -> None:
         """Count a skipped step and name its samples; too many in a row end the run. Raises `NotFinite`."""

@@ -155,7 +155,7 @@ def _start_up_s(attempt: Attempt) -> float:
 PROMISED_SPANS = {
     "start-up": ("start_up", "load_model", "restore", "probe"),
     "tokenizing": ("tokenize",),
-    "training": ("prefix", "data_wait", "host_to_device", "compute", "optimizer", "idle"),
+    "training": ("prefix", "compile", "data_wait", "host_to_device", "compute", "optimizer", "idle"),
     "evaluation": ("evaluation",),
     "checkpoints": ("checkpoint",),
     "export": ("export",),
