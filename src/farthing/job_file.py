@@ -269,7 +269,8 @@ def _meant(loc: tuple[str, ...]) -> str:
     *section, name = loc
     known, everywhere = _keys_of(tuple(section)), _all_keys()
     elsewhere = [full for full in everywhere if full.split(".")[-1] == name]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    near.sort(key=lambda key: sorted(key) != sorted(name))  # letters that changed places are the likelier slip
     if elsewhere and not (near and difflib.SequenceMatcher(None, name, near[0]).ratio() > 0.9):
         return f"it belongs in `{elsewhere[0]}`"
     if near:
