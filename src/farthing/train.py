@@ -414,6 +414,8 @@ class Run:
     def _compile(self) -> int | str:
         """Compile the layers where the job says so or it pays; returns how many, or why none."""
         wanted, model = self.job.train.torch_compile, self.model
+        if wanted == "auto" and self.liger and not self.liger.startswith("no "):
+            return "Liger's kernels leave little to gain, and the two were never tried together"
         pays = worth_compiling(
             wanted,
             device=self.numerics.device.type,
