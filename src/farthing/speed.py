@@ -294,7 +294,7 @@ def _flops(
     recompute: float,
     labelled_share: float,
 ) -> _Flops:
-    """FLOPs of one padded example, forward, backward and recomputed. The forward pass is that without a cache."""
+    """FLOPs of one padded example, forward, backward and recomputed."""
     tokens, targets = max(1, round(padded.tokens)), round(padded.targets)
     scale = padded.tokens / tokens
     once = shape.forward_flops(tokens, targets)
@@ -312,7 +312,8 @@ def _flops(
         scale * spread * ((both.attention + recompute * above.attention) * 3.5 / 3 - (1 / 6 + is_read) * below[1]),
         scale * both.head * scored,
         scale * (both.adapters + low_rank),
-        scale * (once.body + spread * once.attention + scored * once.head + both.adapters / 3),
+        scale * (once.body + spread * once.attention + scored * once.head + both.adapters / 3)
+        - scale * is_read * (below[0] + spread * below[1]),
     )
 
 
@@ -337,7 +338,8 @@ def _traffic(
 
     A forward pass reads and writes, for each token and layer: each norm in fp32 (36 bytes a feature where kernels are not
     fused, 8 where they are), two residual sums, rotations of queries and keys, and the activation; a backward pass twice
-    as much. The loss passes over the logits about eight times in fp32.
+    as much. The loss passes over the logits about eight times in fp32; over those of positions twice in fp32, and five
+    times in the precision of the run: product, softmax, gradients, and both products with those.
     """
     block, stack, c = block_of(shape), recipe.stack, recipe.compute_bytes
     h, f, r = shape.hidden, shape.ffn, recipe.residual_bytes
@@ -369,9 +371,7 @@ def _traffic(
     body = tokens * (layer + adapted) * passes + tokens * adapted * (3.0 + recompute - passes)  # adapters are all above
     n_scored = (padded.targets or padded.tokens) if shape.task in ("causal-lm", "seq2seq") else 0.0
     of_loss = {TILED: 8.0, FUSED: 16.0, CHUNKED: 24.0}.get(stack.loss, c + 32.0 * labelled_share)
-    if (
-        stack.loss == POSITIONS
-    ):  # written, read by the softmax and by both products, written as gradients; fp32 in between
+    if stack.loss == POSITIONS:
         of_loss = (8.0 + 5.0 * c) * labelled_share
     return body + n_scored * shape.vocab * of_loss
 
