@@ -117,9 +117,10 @@ def traced_peak(
     accumulates: bool = False,
     loss: Callable[[Any, Tensor, str, int], Any] = labelled_loss,
 ) -> int:
-    """Peak bytes of the second step with fused AdamW; the first has no optimizer state yet.
+    """Peak bytes of a step with fused AdamW, whose state is there already.
 
-    A padded batch of `n_rows`, or `documents` of so many tokens laid end to end.
+    A padded batch of `n_rows`, or `documents` of so many tokens laid end to end; `n_targets` labelled of a row, or of all
+    documents. With `own_loss` the model is set up as the trainer does.
     """
     config.use_cache = False
     with torch.device("meta"):
@@ -145,27 +146,28 @@ def traced_peak(
         checkpoint_layers(model, every_n_layers)
         if loss is own_loss:
             use_low_rank(model)
-            if documents:
-                go_flat(model)
+        if documents:
+            go_flat(model)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+        for weight in trained:  # its state is there from the second step on
+            weight.grad = torch.empty_like(weight)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         ids = torch.zeros(n_rows, n_tokens, dtype=torch.long)
         alive = Alive()
-        for weight in model.parameters():
-            alive.add(weight)
+        for tensor in tree_leaves([list(model.parameters()), [list(of.values()) for of in optimizer.state.values()]]):
+            alive.add(tensor)
         with alive:
-            for _ in range(2):
-                alive.peak = 0
-                for _ in range(2 if accumulates else 1):
-                    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                        result = (
-                            own_loss(model, ids, task, n_targets, documents)
-                            if loss is own_loss
-                            else loss(model, ids, task, n_targets)
-                        )
-                    value = result if isinstance(result, Tensor) else result.loss
-                    value.backward()
-                    del result, value
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            for _ in range(2 if accumulates else 1):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                    if documents:
+                        result = own_loss(model, ids, task, n_targets, documents)
+                    else:
+                        result = loss(model, ids, task, n_targets)
+                value = result if isinstance(result, Tensor) else result.loss
+                value.backward()
+                del result, value
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
     return alive.peak

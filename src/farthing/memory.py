@@ -38,6 +38,7 @@ STATE_BYTES = {
     "paged_adamw_32bit": 0.0,
 }
 WORKING_MLP, WORKING_STREAM = 6, 5  # bytes for each feature of the feed-forward, and of the stream
+WORKING_MLP_PLAIN = 4  # the first of them in the trainer's own flat pass, where the activation is one kernel
 TILE_BYTES = 256 << 20  # of a loss that never has more than a tile of the logits
 
 
@@ -313,7 +314,8 @@ def _layers(
     boundaries = edge * ((len(reached[0]) - n_kept[0]) * source + (len(reached[1]) - n_kept[1]) * target)
     saved = n_kept[0] * layer + n_kept[1] * decoder + boundaries
     top = max(layer, decoder)
-    works = WORKING_MLP * shape.ffn + WORKING_STREAM * shape.hidden
+    is_plain = recipe.stack.is_flat and block_of(shape).activation == 1
+    works = (WORKING_MLP_PLAIN if is_plain else WORKING_MLP) * shape.ffn + WORKING_STREAM * shape.hidden
     if recipe.stack.fused_mlp or recipe.stack.is_compiled:
         works = 2 * shape.ffn + 4 * shape.hidden
     return saved, boundaries, top, float(works * max(source, target))
@@ -400,13 +402,14 @@ def _adapter_inputs(
     if adapters is None:
         return 0.0, 0.0, 0.0
     shared = [set[str](), set[str](), set[str]()]
+    n_above = shape.n_above(adapters.first_layer)  # only those are kept
     for weight, n in adapters.adapted:
         if weight.kind != "linear" or weight.copies == 1:
             continue
         group = 0
         if shape.n_decoder_layers and weight.name.startswith("decoder"):
             group = 2 if weight.tokens == "source" else 1
-        share = n / (shape.n_decoder_layers if group else shape.n_layers)
+        share = n / max(1, n_above[1 if group else 0])
         found[group] += share * _adapter_input(weight, shape, recipe, is_cuda, shared[group])
     return found[0], found[1], found[2]
 

@@ -22,6 +22,7 @@ from farthing.errors import UserMistake
 from farthing.lengths import Cut, Lengths, Padded
 from farthing.memory import Memory, estimate_memory, evaluation_memory
 from farthing.recipe import Recipe, Stack, stack_for
+from farthing.reuse import prefix_cache_bytes
 from farthing.shapes import Adapters, Shape
 from farthing.speed import (
     Calibration,
@@ -30,6 +31,7 @@ from farthing.speed import (
     Work,
     device_of,
     forward_work,
+    prefix_work,
     step_time,
     work_of,
 )
@@ -105,6 +107,8 @@ class Wanted:
     """Most computed tokens of a micro-batch; None: the planner's choice."""
     may_go_flat: bool = True
     """Whether documents may be laid end to end: not where the job names an attention of its own."""
+    caches_prefix: bool = False
+    """Whether what the layers below the first trained one compute is kept on the disk, see `model.prefix_cache`."""
     every_n_layers: int | None = None
     """Activation checkpointing; None: as little as memory needs."""
     precision: str | None = None
@@ -140,6 +144,14 @@ class Wanted:
     def n_trainable(self) -> int:
         """Trained weights."""
         return self.shape.n_parameters if self.adapters is None else self.adapters.n_trainable
+
+    @property
+    def cache_bytes(self) -> int:
+        """What is kept of the layers below the first trained one on the disk, for each byte of a number."""
+        if not self.caches_prefix or self.adapters is None or not self.adapters.first_layer:
+            return 0
+        n_tokens = self.lengths.n_tokens + (self.eval_lengths.n_tokens if self.eval_lengths is not None else 0.0)
+        return prefix_cache_bytes(round(n_tokens), self.shape.hidden, 1)
 
     @property
     def is_flat(self) -> bool:
@@ -262,6 +274,8 @@ class Plan:
     spot: Expected | None = None
     chance: float | None = None
     """To meet the deadline."""
+    cache_bytes: int = 0
+    """On the disk: what frozen layers give, computed once."""
     mixture: str = ""
     """Why the same machine on demand steps in when spot falls behind the deadline; empty where it does not."""
     why: str = ""
@@ -523,7 +537,7 @@ class _Study:
         recipe, memory, step, at_best, save_s = chosen
         seconds = dict(at_best)
         before_s = seconds["setup"] + seconds["download"] + seconds["start-up"]
-        busy_s = seconds["training"] + seconds["evaluation"]
+        busy_s = seconds["frozen layers"] + seconds["training"] + seconds["evaluation"]
         expected: Expected | None = None
         good = bad = None
         if offer.is_spot:
@@ -542,7 +556,7 @@ class _Study:
             seconds["checkpoints"] = (busy_s // interval_s + 1) * save_s
         seconds = {name: value for name, value in seconds.items() if value > 0}
         error = speed_error(place)
-        scaled = [name for name in seconds if name in ("training", "evaluation", "lost work")]
+        scaled = [name for name in seconds if name in ("frozen layers", "training", "evaluation", "lost work")]
         moving_s = sum(seconds[name] for name in scaled)
         wall_s = sum(seconds.values())
         billed_s = wall_s - seconds.get("waiting", 0.0)
@@ -578,6 +592,7 @@ class _Study:
             hours_range=Range(max(0.0, low_s) / 3600, wall_s / 3600, high_s / 3600),
             usd_range=Range(max(0.0, low_usd), total, high_usd),
             interval_s=interval_s,
+            cache_bytes=wanted.cache_bytes * recipe.residual_bytes,
             spot=expected,
         )
 
@@ -595,6 +610,7 @@ class _Study:
             "download": 0.0 if place.is_local else weights_bytes / a.download_bytes_per_s,
             "start-up": start_s,
             "tokenizing": 0.0 if wanted.is_tokenized and place.is_local else tokens / a.tokenize_tokens_per_s,
+            "frozen layers": self._filling_s(place, recipe),
             "training": wanted.n_steps * step.seconds,
             "evaluation": 0.0,
             "checkpoints": 0.0,
@@ -612,6 +628,17 @@ class _Study:
                 once += cut.n_micro_batches * n_words * max(of_word, host)
             seconds["evaluation"] = wanted.n_evaluations * once
         return seconds
+
+    def _filling_s(self, place: Place, recipe: Recipe) -> float:
+        """Seconds until what frozen layers give is on the disk; 0 where it is not kept."""
+        wanted = self.wanted
+        if not wanted.cache_bytes or wanted.adapters is None or recipe.micro_tokens is None:
+            return 0.0
+        example = wanted.cut(recipe.micro_tokens, recipe.n_gpus).example
+        n_examples = wanted.lengths.n_examples + (wanted.eval_lengths.n_examples if wanted.eval_lengths else 0)
+        filling = prefix_work(wanted.shape, recipe, example, wanted.adapters, n_examples, wanted.tokens_per_example)
+        writing_s = wanted.cache_bytes * recipe.residual_bytes / self.assumptions.disk_bytes_per_s
+        return max(writing_s, step_time(filling, place.device).seconds * place.calibration.compute)
 
     def _asked_interval_s(self, step: StepTime) -> float | None:
         """The interval between checkpoints that the job asks for."""
@@ -695,7 +722,7 @@ class _Study:
                 else:
                     late.append(_late(plan, chance, deadline_s, self.wanted.sure))
                 continue
-            busy_s = plan.seconds["training"] + plan.seconds.get("evaluation", 0.0)
+            busy_s = sum(plan.seconds.get(name, 0.0) for name in ("frozen layers", "training", "evaluation"))
             before_s = sum(plan.seconds.get(name, 0.0) for name in ("setup", "download", "start-up", "tokenizing"))
             own = on_demand.get(_machine_key(plan.offer))
             own_usd = own.offer.usd_per_hour if own is not None else None
@@ -809,6 +836,7 @@ def recipe_of(
         sharding=sharding,
         stack=wanted.stack(precision),
         micro_tokens=most_tokens,
+        caches_prefix=wanted.cache_bytes > 0,
         mean_passes=wanted.cut(most_tokens, n_gpus).n_micro_batches,
     )
 

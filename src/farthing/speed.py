@@ -294,7 +294,7 @@ def _flops(
     recompute: float,
     labelled_share: float,
 ) -> _Flops:
-    """FLOPs of one padded example, forward, backward and recomputed. The forward pass is that without a cache."""
+    """FLOPs of one padded example, forward, backward and recomputed."""
     tokens, targets = max(1, round(padded.tokens)), round(padded.targets)
     scale = padded.tokens / tokens
     once = shape.forward_flops(tokens, targets)
@@ -312,7 +312,8 @@ def _flops(
         scale * spread * ((both.attention + recompute * above.attention) * 3.5 / 3 - (1 / 6 + is_read) * below[1]),
         scale * both.head * scored,
         scale * (both.adapters + low_rank),
-        scale * (once.body + spread * once.attention + scored * once.head + both.adapters / 3),
+        scale * (once.body + spread * once.attention + scored * once.head + both.adapters / 3)
+        - scale * is_read * (below[0] + spread * below[1]),
     )
 
 
@@ -337,7 +338,8 @@ def _traffic(
 
     A forward pass reads and writes, for each token and layer: each norm in fp32 (36 bytes a feature where kernels are not
     fused, 8 where they are), two residual sums, rotations of queries and keys, and the activation; a backward pass twice
-    as much. The loss passes over the logits about eight times in fp32.
+    as much. The loss passes over the logits about eight times in fp32; over those of positions twice in fp32, and five
+    times in the precision of the run: product, softmax, gradients, and both products with those.
     """
     block, stack, c = block_of(shape), recipe.stack, recipe.compute_bytes
     h, f, r = shape.hidden, shape.ffn, recipe.residual_bytes
@@ -349,30 +351,29 @@ def _traffic(
         c * f * ((3.0 if stack.fused_mlp or stack.is_compiled else 5.0) if block.is_gated else 2.0 * block.activation)
     )
     layer = norms + 6.0 * r * h + rotations + activation
+    adapted = 0.0
     if adapters is not None and not stack.is_compiled:
         n_layers = max(1, shape.n_layers + shape.n_decoder_layers)
         width_in = sum(n / n_layers * w.n_in for w, n in adapters.adapted if w.kind == "linear")
         width_out = sum(n / n_layers * w.n_out for w, n in adapters.adapted if w.kind == "linear")
         casts = 4.0 + (2.0 if recipe.trained_bytes > c and not stack.has_autocast else 0.0)
-        if stack.fuses_adapters:  # the thin product reads the input once more, and what comes of it is added in place
-            layer += c * width_in + 2.0 * c * width_out
-        else:
-            layer += (casts + c) * width_in + 4.0 * c * width_out
+        # fused, the thin product reads the input once more, and what comes of it is added in place
+        of_in, of_out = (c, 2.0 * c) if stack.fuses_adapters else (casts + c, 4.0 * c)
+        adapted = of_in * width_in + of_out * width_out
         if recipe.lora_dropout > 0:
-            layer += 10.0 * width_in
+            adapted += 10.0 * width_in
         if recipe.use_dora:
-            layer += 6.0 * c * (width_in + width_out)
+            adapted += 6.0 * c * (width_in + width_out)
     below = _share_below(shape, padded, adapters)
     ahead = 1 - below if recipe.caches_prefix else 1.0
     tokens = _layer_tokens(padded, (shape.n_layers, shape.n_decoder_layers))
-    body = tokens * layer * (ahead + (1 - below) * (2.0 + recompute))
+    passes = ahead + (1 - below) * (2.0 + recompute)
+    body = tokens * (layer + adapted) * passes + tokens * adapted * (3.0 + recompute - passes)  # adapters are all above
     n_scored = (padded.targets or padded.tokens) if shape.task in ("causal-lm", "seq2seq") else 0.0
-    passes = {TILED: 8.0, FUSED: 16.0, CHUNKED: 24.0}.get(stack.loss, c + 32.0 * labelled_share)
-    if (
-        stack.loss == POSITIONS
-    ):  # written, read by the softmax and by both products, written as gradients; fp32 in between
-        passes = (8.0 + 5.0 * c) * labelled_share
-    return body + n_scored * shape.vocab * passes
+    of_loss = {TILED: 8.0, FUSED: 16.0, CHUNKED: 24.0}.get(stack.loss, c + 32.0 * labelled_share)
+    if stack.loss == POSITIONS:
+        of_loss = (8.0 + 5.0 * c) * labelled_share
+    return body + n_scored * shape.vocab * of_loss
 
 
 def _optimizer_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:

@@ -280,6 +280,7 @@ def promise_of(plan: Plan, wanted: Wanted) -> dict[str, Any]:
         "step_s": plan.step.seconds,
         "tokens_per_s": plan.step.tokens_per_s,
         "interval_s": plan.interval_s,
+        "cache_bytes": plan.cache_bytes,
         "micro_batch_tokens": plan.recipe.micro_tokens,
         "every_n_layers": plan.recipe.every_n_layers,
         "first_layer": wanted.adapters.first_layer if wanted.adapters is not None else 0,

@@ -90,6 +90,8 @@ def draw_components(console: Console, row: Row) -> None:
         "price": _price_words(row),
         "how sure": row["sure"],
     }
+    if row["cache_bytes"]:
+        facts["disk"] = f"{say_bytes(row['cache_bytes'])} for what frozen layers give, computed once"
     if row["not_runnable"]:
         facts["note"] = row["not_runnable"]
     _draw_pairs(console, facts)

@@ -189,6 +189,7 @@ def _plan(rank: int, group: Sequence[Plan], law: str) -> dict[str, Any]:
         "usd_range": plan.usd_range.as_list(),
         "up_front_usd": up_front(plan),
         "save_every_s": plan.interval_s,
+        "cache_bytes": plan.cache_bytes,
         "spot": _spot(plan, law),
         "chance": plan.chance,
         "sure": _sure(plan),
@@ -273,6 +274,7 @@ def _spot(plan: Plan, law: str) -> dict[str, Any] | None:
         "waiting_s": found.waiting_s,
         "checkpoint_s": found.checkpoint_s,
         "save_every_s": plan.interval_s,
+        "cache_bytes": plan.cache_bytes,
         "law": law,
         "mixture": plan.mixture,
     }
