@@ -73,9 +73,11 @@ def _make(
         words = f"{len(examples):,} tokenized examples"
         return from_token_set(examples.tokens, examples.indices, job.task, source=words)
 
-    shape = shape_of(job, inputs.config.to_dict(), max(1, len(train.tokens.label_names)))
+    config = inputs.config.to_dict()
+    shape = shape_of(job, config, max(1, len(train.tokens.label_names)))
     now = datetime.now().astimezone()
-    wanted = wanted_of(job, shape, lengths_of(train), None if held_out is None else lengths_of(held_out), now=now)
+    eval_lengths = None if held_out is None else lengths_of(held_out)
+    wanted = wanted_of(job, shape, lengths_of(train), eval_lengths, config=config, now=now)
     wanted = replace(wanted, is_tokenized=train.were_tokenized, precision=numerics.name)
     machine = replace(local_machine(), kind="cpu")
     if numerics.device.type == "cuda":

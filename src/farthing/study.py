@@ -79,7 +79,7 @@ def study_job(
     notes.append(f"model: {where}")
     lengths, held_out = _lengths(job, cache_dir, n_examples, mean_tokens)
     notes.append(f"data: {lengths.source}")
-    wanted = wanted_of(job, shape_of(job, config), lengths, held_out, now=now)
+    wanted = wanted_of(job, shape_of(job, config), lengths, held_out, config=config, now=now)
     if budget_usd is not None:
         wanted = replace(wanted, max_usd=budget_usd)
     if deadline_s is not None:
@@ -150,8 +150,10 @@ def shape_of(job: Job, config: dict[str, Any], n_labels: int = 2) -> Shape:
     return read_shape(config, job.task, n_labels if job.task == "classification" else 0)
 
 
-def wanted_of(job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None, *, now: datetime) -> Wanted:
-    """What a job asks of the planner."""
+def wanted_of(
+    job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None, *, config: dict[str, Any], now: datetime
+) -> Wanted:
+    """What a job asks of the planner; `config` is the model's."""
     train, method = job.train, job.method
     precision = "bf16" if train.bf16 else "fp16" if train.fp16 else "fp32" if train.bf16 is False else None
     checkpointing = train.gradient_checkpointing
@@ -172,6 +174,7 @@ def wanted_of(job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None
         max_steps=train.max_steps,
         micro_tokens=micro_tokens,
         may_go_flat=job.model.attn_implementation is None,
+        caches_prefix=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
         every_n_layers=None if checkpointing == "auto" else int(checkpointing),
         precision=precision,
         lora_r=method.lora_r,
@@ -190,6 +193,12 @@ def wanted_of(job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None
         max_hours=job.limits.max_hours,
         deadline_s=deadline_s,
     )
+
+
+def _drops(config: dict[str, Any]) -> bool:
+    """Whether a model drops something in training: frozen layers that do give something else every time."""
+    names = [name for name, value in config.items() if isinstance(value, int | float) and value > 0]
+    return any("drop" in name or name.endswith("pdrop") for name in names)
 
 
 def _lengths(
