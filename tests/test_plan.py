@@ -17,6 +17,7 @@ from farthing.errors import UserMistake
 from farthing.lengths import Lengths, from_arrays
 from farthing.model_config import known_config
 from farthing.plan import (
+    CPU_TOKENS,
     SPEED_ERROR_UNKNOWN,
     TIE,
     Answer,
@@ -24,11 +25,12 @@ from farthing.plan import (
     Plan,
     Rejected,
     Wanted,
+    budgets,
     decide,
     place_of,
     up_front,
 )
-from farthing.recipe import Recipe
+from farthing.recipe import LABELLED, POSITIONS, Recipe
 from farthing.shapes import Shape, read_shape
 from farthing.speed import Calibration, cpu_device
 from farthing.spells import Weibull
@@ -130,6 +132,64 @@ def test_parts_add_up_and_ranges_hold_what_is_likely() -> None:
         assert tokens_of(plan.recipe) >= 32 * wanted_of().lengths.mean
         waited_s = plan.seconds.get("waiting", 0.0)
         assert plan.usd["compute"] == pytest.approx((plan.wall_s - waited_s) / H * (plan.offer.usd_per_hour or 0))
+
+
+def test_micro_batches_are_budgets_of_tokens() -> None:
+    asked = wanted_of(lengths=lengths_of(longest=1500))
+    of_step = asked.lengths.largest_step(32)
+    found = budgets(asked, 1, is_cuda=True)
+    assert found[:3] == [1500, 2048, 4096]
+    assert found[-2] < of_step <= found[-1]
+    assert budgets(replace(asked, global_batch=4096), 1, True)[-1] == 65_536
+    assert budgets(asked, 8, True)[-1] < found[-1], "each GPU has a part of the step"
+    assert budgets(wanted_of(lengths=lengths_of(longest=200)), 1, True)[:2] == [200, 1024]
+    assert budgets(wanted_of(lengths=lengths_of(longest=200)), 1, False) == [200, CPU_TOKENS]
+    assert budgets(wanted_of(lengths=lengths_of(longest=9000)), 1, False) == [9000]
+    assert budgets(replace(asked, micro_tokens=777), 4, True) == [777], "what the job says"
+    plan = only(decide(replace(asked, micro_tokens=777), [place("A100-80GB", 2.0)]))
+    assert plan.recipe.micro_tokens == 777
+    assert "up to 777 tokens at a time" in plan.recipe.in_words()
+
+
+def test_documents_end_to_end_have_no_padding_and_padded_ones_little() -> None:
+    flat = only(decide(wanted_of(), [place("A100-80GB", 2.0)]))
+    assert flat.recipe.stack.is_flat
+    assert flat.step.n_padded_tokens == pytest.approx(flat.step.n_tokens)
+    padded = only(decide(wanted_of(may_go_flat=False), [place("A100-80GB", 2.0)]))
+    assert not padded.recipe.stack.is_flat
+    assert 1 < padded.step.n_padded_tokens / padded.step.n_tokens < 1.05
+    assert padded.step.seconds > flat.step.seconds
+
+
+def test_a_head_with_an_adapter_scores_all_positions() -> None:
+    assert wanted_of().stack("bf16").loss == POSITIONS
+    assert wanted_of(target_modules=("q_proj", "lm_head")).stack("bf16").loss == LABELLED
+    assert wanted_of(modules_to_save=("lm_head",)).stack("bf16").loss == LABELLED
+    assert wanted_of().stack("bf16").fuses_adapters
+    assert not wanted_of(lora_dropout=0.1).stack("bf16").fuses_adapters
+    assert not wanted_of(use_dora=True).stack("bf16").fuses_adapters
+
+
+UPPER = tuple(f"layers.{n}.self_attn.{name}_proj" for n in (14, 15) for name in "qv")
+
+
+def test_adapters_in_upper_layers_cost_less_and_a_cache_of_the_others_less_still() -> None:
+    here = [place("A100-80GB", 2.0)]
+    asked = wanted_of(target_modules=("q_proj", "v_proj"), eval_lengths=lengths_of(500))
+    upper = replace(asked, target_modules=UPPER)
+    every, few = (only(decide(one, here)) for one in (asked, upper))
+    cached = only(decide(replace(upper, caches_prefix=True), here))
+    assert upper.adapters is not None
+    assert upper.adapters.first_layer == 14
+    assert few.seconds["training"] < 0.6 * every.seconds["training"]
+    assert cached.seconds["training"] < 0.6 * few.seconds["training"]
+    assert cached.seconds["evaluation"] < few.seconds["evaluation"]
+    assert few.cache_bytes == 0
+    n_tokens = asked.lengths.n_tokens + lengths_of(500).n_tokens
+    assert cached.cache_bytes == pytest.approx(n_tokens * asked.shape.hidden * 2)
+    saved = few.seconds["training"] / asked.n_epochs - cached.seconds["training"] / asked.n_epochs
+    assert cached.seconds["frozen layers"] == pytest.approx(saved, rel=0.25), "about what an epoch no longer computes"
+    assert only(decide(replace(asked, caches_prefix=True), here)).cache_bytes == 0, "nothing is below"
 
 
 def test_steps_are_those_of_the_trainer() -> None:

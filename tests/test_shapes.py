@@ -281,6 +281,36 @@ def test_adapters_of_real_models_are_pefts_own(name: str, targets: tuple[str, ..
     must_count_the_same(shape, model_of(config, shape.task), Adapter(r=16, target_modules=targets))
 
 
+@pytest.mark.parametrize(
+    ("model", "task", "targets", "saved", "first"),
+    [
+        ("llama", "causal-lm", ("all-linear",), (), 0),
+        ("llama", "causal-lm", ("layers.1.mlp.up_proj",), (), 1),
+        ("llama", "causal-lm", ("model.layers.1.mlp.up_proj", "layers.0.self_attn.q_proj"), (), 0),
+        ("llama", "causal-lm", ("layers.1.mlp.up_proj",), ("embed_tokens",), 0),
+        ("llama", "causal-lm", ("layers.1.mlp.up_proj",), ("lm_head",), 1),
+        ("t5", "seq2seq", ("encoder.block.1.layer.0.SelfAttention.q",), (), 1),
+        ("t5", "seq2seq", ("decoder.block.1.layer.0.SelfAttention.q",), (), 3),
+        ("t5", "seq2seq", ("decoder.block.0.layer.1.EncDecAttention.k",), (), 2),
+    ],
+)
+def test_the_first_trained_layer(
+    model: str, task: str, targets: tuple[str, ...], saved: tuple[str, ...], first: int
+) -> None:
+    shape = shape_of(CONFIGS[model], task)
+    assert (shape.n_layers, shape.n_decoder_layers) == ((2, 2) if model == "t5" else (3, 0))
+    found = shape.with_lora(4, targets, saved)
+    assert found.first_layer == first
+    above = shape.n_above(first)
+    assert sum(above) == sum(shape.n_above(0)) - first
+    once, back = shape.forward_flops(8, 4), shape.forward_flops(8, 4, first_layer=first)
+    if first == 0:
+        assert back == once
+    both = shape.training_flops(8, 4, adapters=found)
+    assert both.body == pytest.approx(once.body + back.body)
+    assert both.attention == pytest.approx(once.attention + 2 * back.attention)
+
+
 def test_an_encoder_with_lora_and_a_head() -> None:
     shape = read_shape(real_config("xlm-roberta-large"), "classification", 214)
     lora = shape.with_lora(16, ("query", "value"))

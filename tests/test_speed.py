@@ -10,8 +10,8 @@ import pytest
 from farthing.catalog import find_gpu
 from farthing.lengths import Padded
 from farthing.model_config import known_config
-from farthing.recipe import FARTHING, Recipe
-from farthing.shapes import Shape, read_shape
+from farthing.recipe import FARTHING, Recipe, stack_for
+from farthing.shapes import Adapters, Shape, read_shape
 from farthing.speed import (
     ATTENTION_SHARE,
     BANDWIDTH_SHARE,
@@ -25,6 +25,7 @@ from farthing.speed import (
     device_of,
     estimate_step,
     forward_work,
+    prefix_work,
     step_time,
     work_of,
 )
@@ -74,6 +75,66 @@ def test_a_frozen_weight_saves_a_third() -> None:
     assert work(FULL).matmul_flops / work(LORA).matmul_flops == pytest.approx(1.5, rel=0.02)
     assert work(FULL).forward_share == pytest.approx(1 / 3, rel=0.01)
     assert work(LORA).forward_share == pytest.approx(1 / 2, rel=0.02)
+
+
+def upper(n_layers: int) -> Adapters:
+    """Adapters on the queries of the topmost layers."""
+    first = LLAMA.n_layers - n_layers
+    return LLAMA.with_lora(16, tuple(f"layers.{n}.self_attn.q_proj" for n in range(first, LLAMA.n_layers)))
+
+
+def test_layers_below_the_first_trained_one_are_computed_once() -> None:
+    lengths, mean = flat(1024), 1024.0
+    few = work_of(LLAMA, LORA, lengths, mean, upper(8))
+    once = LLAMA.forward_flops(1024)
+    of_adapters = LLAMA.training_flops(1024, adapters=upper(8)).adapters
+    # 32 layers forward, 8 of them back; the head both ways
+    assert few.matmul_flops == pytest.approx(8 * (once.body * (1 + 8 / 32) + 2 * once.head + of_adapters))
+    # flash computes scores again in the backward pass: 2.5 times the forward pass
+    assert few.attention_flops == pytest.approx(8 * once.attention * (1 + 2.5 * 8 / 32))
+    checked = work_of(LLAMA, replace(LORA, every_n_layers=1), lengths, mean, upper(8))
+    again = once.body * 8 / 32 + of_adapters / 3
+    assert checked.matmul_flops - few.matmul_flops == pytest.approx(8 * again)
+    every = work_of(LLAMA, LORA, lengths, mean, upper(32))
+    assert upper(32).first_layer == 0
+    for name in ("traffic_bytes", "read_bytes", "host_s"):
+        assert 0.3 < getattr(few, name) / getattr(every, name) < 0.7, name
+    assert step_time(few, DEVICE).seconds < 0.72 * step_time(every, DEVICE).seconds
+
+
+def test_a_cache_of_frozen_layers_leaves_the_upper_ones_and_is_filled_once() -> None:
+    lengths, mean, adapters = flat(1024), 1024.0, upper(8)
+    every = work_of(LLAMA, LORA, lengths, mean, adapters)
+    cached = work_of(LLAMA, replace(LORA, caches_prefix=True), lengths, mean, adapters)
+    filling = prefix_work(LLAMA, LORA, lengths, adapters, 800, mean)
+    once = LLAMA.forward_flops(1024)
+    assert filling.matmul_flops == pytest.approx(800 * once.body * 24 / 32)
+    assert filling.attention_flops == pytest.approx(800 * once.attention * 24 / 32)
+    assert (filling.optimizer_bytes, filling.sent_bytes) == (0, 0)
+    for name in ("matmul_flops", "attention_flops", "traffic_bytes", "read_bytes", "host_s", "flops"):
+        assert getattr(cached, name) + getattr(filling, name) / 100 == pytest.approx(getattr(every, name)), name
+    alone = forward_work(cached, 1.0)
+    assert alone.flops * cached.forward_share == pytest.approx(alone.matmul_flops + alone.attention_flops, rel=0.02)
+    assert forward_work(cached, 1.0).matmul_flops < 0.4 * forward_work(every, 1.0).matmul_flops
+    nothing = prefix_work(LLAMA, LORA, lengths, LLAMA.with_lora(16), 800, mean)
+    assert nothing.matmul_flops == nothing.traffic_bytes == 0
+
+
+def test_only_labelled_positions_go_through_the_head() -> None:
+    ours = replace(FULL, stack=stack_for("qwen2", "causal-lm", "bf16", "full"))
+    few, all_of_them = (work(ours, QWEN, labelled_share=share) for share in (0.25, 1.0))
+    of_head = 8 * 1024 * 6 * QWEN.n_head_matmul
+    assert all_of_them.matmul_flops == pytest.approx(work(FULL, QWEN).matmul_flops)
+    assert all_of_them.matmul_flops - few.matmul_flops == pytest.approx(0.75 * of_head)
+    assert all_of_them.traffic_bytes - few.traffic_bytes == pytest.approx(0.75 * 8 * 1024 * QWEN.vocab * (8 + 5 * 2))
+    assert all_of_them.traffic_bytes < work(FULL, QWEN).traffic_bytes
+
+
+def test_a_budget_of_tokens_says_how_often_weights_are_read() -> None:
+    recipe = Recipe("full", "bf16", "adamw_torch_fused", 8, micro_tokens=2048, mean_passes=4.2)
+    asked = work(recipe)
+    assert asked.read_bytes == pytest.approx(4.2 / 2 * work(FULL).read_bytes)
+    assert asked.tokens_per_micro_batch == pytest.approx(8 * 1024 / 4.2)
 
 
 @pytest.mark.parametrize(("recipe", "factor"), [(FULL, 4 / 3), (LORA, 3 / 2)])

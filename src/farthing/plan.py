@@ -48,10 +48,8 @@ from farthing.spot import (
 )
 from farthing.units import say_bytes, say_seconds, say_usd
 
-FEWEST_TOKENS, MOST_TOKENS = (
-    1024,
-    65536,
-)  # of a micro-batch on a GPU: smaller ones leave it idle, but for longer examples
+# of a micro-batch on a GPU: smaller ones leave it idle, but for longer examples
+FEWEST_TOKENS, MOST_TOKENS = 1024, 65_536
 CPU_TOKENS = 1024  # of a micro-batch on a CPU: 512 to 16,384 are equally quick (docs/log.md)
 TIE = 0.05  # dollars closer than this are not told apart by estimates that share their error
 _80_PERCENT = NormalDist().inv_cdf(0.9)  # standard deviations on either side that hold 80 % of cases
