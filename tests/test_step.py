@@ -54,7 +54,7 @@ def test_a_feed_runs_ahead_but_not_away() -> None:
             yield ready
 
     feed = Feed(noting(), ahead=2)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while len(made) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.2)
@@ -199,7 +199,12 @@ def with_system_prompt(n: int) -> list[dict[str, Any]]:
 def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys: dict[str, Any] = {"max_steps": 4, "rows": with_system_prompt(48), "global_batch_size": 16}
+    keys: dict[str, Any] = {
+        "max_steps": 4,
+        "rows": with_system_prompt(48),
+        "global_batch_size": 16,
+        "micro_batch_tokens": 8192,
+    }
     heard = Heard()
     job = make_job(tmp_path / "shared", **keys)
     farthing.train.train(job, heard)
@@ -215,7 +220,13 @@ def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
 
 
 def test_what_was_decided_for_a_run_holds_when_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys: dict[str, Any] = {"max_steps": 6, "rows": with_system_prompt(48), "global_batch_size": 16, "save_steps": 2}
+    keys: dict[str, Any] = {
+        "max_steps": 6,
+        "rows": with_system_prompt(48),
+        "global_batch_size": 16,
+        "micro_batch_tokens": 8192,
+        "save_steps": 2,
+    }
     job = make_job(tmp_path / "whole", **keys)
     farthing.train.train(job, Heard())
     cut = make_job(tmp_path / "cut", **keys)
