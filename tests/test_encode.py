@@ -259,12 +259,11 @@ def test_a_stop_leaves_neither_a_thread_nor_a_draft(
         nonlocal n_seen
         n_seen = n_rows
 
+    before = set(threading.enumerate())  # other tests may have left some
     with pytest.raises(Interrupted, match="stopped while tokenizing"):
         made(rows, tokenizers["llama"], tmp_path / "c", progress=noting, should_stop=lambda: n_seen >= 100)
     assert n_seen == 100
-    assert not [
-        thread for thread in threading.enumerate() if thread is not threading.main_thread() and thread.is_alive()
-    ]
+    assert not set(threading.enumerate()) - before
     assert list((tmp_path / "c" / "tokens").iterdir()) == []
     assert made(rows, tokenizers["llama"], tmp_path / "c").facts["n_rows"] == 300
 

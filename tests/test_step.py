@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +59,7 @@ def test_a_feed_runs_ahead_but_not_away() -> None:
     time.sleep(0.2)
     assert len(made) == 3  # two wait, one is in the thread's hand
     feed.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "farthing-feed" and thread.is_alive()]
+    assert not feed._thread.is_alive()
 
 
 def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken() -> None:
