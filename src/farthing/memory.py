@@ -1,8 +1,8 @@
 """shape x recipe x the largest micro-batch -> bytes by component, at the moment that takes most.
 
 The moments of a step: the forward pass, the loss (all activations and the logits), the backward pass of the top layer, that
-of the last one (nearly all gradients), that of the embeddings (all gradients), and the optimizer's own. Each is a sum of
-named parts; the largest sum is the peak.
+of the last one (nearly all gradients), that of the embeddings (all gradients; in a model of two stacks the decoder's come
+before the encoder's layers), and the optimizer's own. Each is a sum of named parts; the largest sum is the peak.
 
 What is physics: everything but `SLACK`, `CUDA_CONTEXT_BYTES` and `WORKING_*`. Weights, gradients and state are counts times
 bytes. A layer's activations are counted operation by operation, as autograd saves them in the modelling code of
@@ -143,8 +143,7 @@ def estimate_memory(
     in_backward = in_loss if shape.is_tied and held else 0.0
     casts = _casts_bytes(shape, recipe, adapters) / shards
 
-    layers = _layers(shape, recipe, largest, adapters, is_cuda)
-    saved, boundaries, top, working = layers
+    saved, of_encoder, boundaries, top, working = _layers(shape, recipe, largest, adapters, is_cuda)
     logits = logits_bytes(shape, recipe, largest, labelled_share, is_cuda=is_cuda, is_trained=adapters is None)
     last = largest.n_rows * (largest.targets or largest.tokens) * shape.hidden * (4 + recipe.residual_bytes)
     if stack.offloads_activations:
@@ -175,6 +174,13 @@ def estimate_memory(
         "embeddings": base | {"gradients": gradients, "working": more / shards},
         "optimizer": base | {"gradients": gradients, "working": step},
     }
+    if shape.n_decoder_layers and shape.is_tied and adapters is None:  # they come before the encoder's layers
+        so_far = head_gradients + _decoder_weights(shape) * recipe.trained_bytes / shards
+        moments["decoder's embeddings"] = base | {
+            "gradients": held or so_far,
+            "activations": of_encoder,
+            "working": more / shards,
+        }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: int(value) for name, value in moments[moment].items() if value >= 1}
     return Memory(parts, moment, is_cuda)
@@ -192,7 +198,7 @@ def evaluation_memory(
     """Peak of an evaluation whose largest batch is `largest`: the optimizer's state stays, and no layer keeps anything."""
     shards = recipe.n_gpus if recipe.sharding == "fsdp" else 1
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
-    _, _, layer, _ = _layers(shape, recipe, largest, adapters, is_cuda)
+    _, _, _, layer, _ = _layers(shape, recipe, largest, adapters, is_cuda)
     logits = logits_bytes(shape, recipe, largest, labelled_share, is_cuda=is_cuda)
     base = {
         "weights": _weights_bytes(shape, recipe, adapters) / shards,
@@ -201,6 +207,11 @@ def evaluation_memory(
     }
     found = base | ({"logits": logits} if logits > layer else {"activations": layer})
     return Memory({name: int(value) for name, value in found.items() if value >= 1}, "evaluation", is_cuda)
+
+
+def _decoder_weights(shape: Shape) -> int:
+    """Weights of the layers of a decoder that stands on an encoder."""
+    return sum(w.copies * w.n_weights for w in shape.linear_layers if w.name.startswith("decoder."))
 
 
 def optimizer_bytes(recipe: Recipe) -> float:
@@ -291,8 +302,8 @@ def _tiles_bytes(shape: Shape, recipe: Recipe, n_scored: int, is_cuda: bool, is_
 
 def _layers(
     shape: Shape, recipe: Recipe, largest: Largest, adapters: Adapters | None, is_cuda: bool
-) -> tuple[float, float, float, float]:
-    """(all saved activations, inputs of checkpointed layers, all of one layer, what its backward pass works with)."""
+) -> tuple[float, float, float, float, float]:
+    """(all saved activations, those of the encoder, inputs of checkpointed layers, all of a layer, what works beside it)."""
     attention, feed_forward = saved_per_token(shape, recipe, adapters, is_cuda)
     squares = scores_per_pair(shape, recipe, is_cuda)
     source, target = largest.n_rows * largest.tokens, largest.n_rows * largest.targets
@@ -313,12 +324,13 @@ def _layers(
     edge = shape.hidden * (4 if recipe.stack.upcasts_frozen and recipe.method == "qlora" else recipe.residual_bytes)
     boundaries = edge * ((len(reached[0]) - n_kept[0]) * source + (len(reached[1]) - n_kept[1]) * target)
     saved = n_kept[0] * layer + n_kept[1] * decoder + boundaries
+    of_encoder = n_kept[0] * layer + edge * (len(reached[0]) - n_kept[0]) * source
     top = max(layer, decoder)
     is_plain = recipe.stack.is_flat and block_of(shape).activation == 1
     works = (WORKING_MLP_PLAIN if is_plain else WORKING_MLP) * shape.ffn + WORKING_STREAM * shape.hidden
     if recipe.stack.fused_mlp or recipe.stack.is_compiled:
         works = 2 * shape.ffn + 4 * shape.hidden
-    return saved, boundaries, top, float(works * max(source, target))
+    return saved, of_encoder, boundaries, top, float(works * max(source, target))
 
 
 def saved_per_token(
