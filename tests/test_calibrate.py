@@ -71,6 +71,8 @@ def test_a_run_is_taken_as_it_was_cut() -> None:
     run = run_of(shape_of(), 1.0)
     flat, padded, mean, largest = as_run(run, RECIPE)
     assert (flat.micro_tokens, flat.n_micro_batches, flat.stack.is_flat) == (512, 2.5, True)
+    assert not flat.caches_prefix
+    assert as_run(replace(run, caches_prefix=True), RECIPE)[0].caches_prefix
     assert (padded.tokens, padded.token_pairs, mean) == (50.0, 3200.0, 50.0)
     assert largest == (1, 500, 0, 500 * 64)
     rows = replace(run, is_flat=False, n_padded_tokens=10 * 16 * 60, largest_examples=5)

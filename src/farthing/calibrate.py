@@ -87,6 +87,7 @@ def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Large
     ran = replace(
         recipe, optim=m.optim, global_batch=m.global_batch_size, micro_batch=None, micro_tokens=m.micro_batch_tokens,
         mean_passes=m.n_micro_batches / m.n_steps, every_n_layers=m.every_n_layers, lora_r=m.lora_r, stack=stack,
+        caches_prefix=m.caches_prefix,
     )  # fmt: skip
     n_examples = m.n_steps * m.global_batch_size
     mean, target = m.lengths["mean"], m.lengths["mean_target"] if m.task == "seq2seq" else 0.0

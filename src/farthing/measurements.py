@@ -51,6 +51,7 @@ class Measurement:
     optim: str
     micro_batch_tokens: int  # most computed tokens of a micro-batch; a longer example went alone
     is_flat: bool  # documents end to end, without padding
+    caches_prefix: bool  # what layers below the first trained one give was read from the disk
     global_batch_size: int
     every_n_layers: int  # activation checkpointing: 0 none, 1 every layer, 2 every second
     lengths: dict[

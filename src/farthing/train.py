@@ -1010,6 +1010,7 @@ class Run:
             optim=job.train.optim,
             micro_batch_tokens=self.steps.most_tokens,
             is_flat=self.forward.is_flat,
+            caches_prefix=self.forward.prefix is not None,
             global_batch_size=job.global_batch_size,
             every_n_layers=self.steps.every_n_layers,
             lengths={
