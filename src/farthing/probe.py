@@ -36,11 +36,11 @@ from farthing.hardware import (
 )
 from farthing.job import Job
 from farthing.lengths import Lengths
-from farthing.model.head import default_tile_tokens
 from farthing.model.memory import SHARE_OF_FREE, checkpoint_layers
 from farthing.prepare import Tell
 from farthing.probes import PROBES, Setting, Subject, known_setting, leave_probe
 from farthing.run_folder import PLAN
+from farthing.tiles import default_tile_tokens
 
 PROBE_S = 60.0
 TRIALS = 16  # that should fit into that time

@@ -600,16 +600,23 @@ class Run:
         """Why the output of frozen layers had better be computed every time; None where keeping it pays."""
         n_layers, k = self.inputs.config.get_text_config().num_hidden_layers, prefix.n_layers
         n_tokens = sum(int(tokens.lengths[indices].sum()) for tokens, indices in sets)
-        tokens_a_step = max(1, n_tokens // max(1, self.batches.steps_per_epoch))
-        step_s = float(self.promise.get("step_s", tokens_a_step * 1e-3))
-        # a forward pass of all layers, and a backward pass of the upper ones that takes twice as long
-        layers_s = step_s / tokens_a_step * n_layers / (n_layers + 2 * (n_layers - k))
+        n_trained = int(self.train_examples.tokens.lengths[self.train_examples.indices].sum())
+        step_s = float(self.promise.get("step_s", n_trained / self.batches.steps_per_epoch * 1e-3))
+        rest_s = step_s * self.batches.steps_per_epoch / n_trained
+        once_s = self.promise.get("seconds", {}).get(
+            "frozen layers", 0.0
+        )  # where the plan counts on it, beside the steps
+        if once_s:
+            layers_s = once_s / n_tokens * n_layers / k
+        else:  # a forward pass of all layers, and a backward pass of the upper ones that takes twice as long
+            layers_s = rest_s * n_layers / (n_layers + 2 * (n_layers - k))
+            rest_s -= layers_s * k / n_layers
         return why_no_prefix_cache(
             n_epochs=self.n_steps / self.batches.steps_per_epoch,
             n_frozen=k,
             n_layers=n_layers,
             layers_s_per_token=layers_s,
-            rest_s_per_token=step_s / tokens_a_step - layers_s * k / n_layers,
+            rest_s_per_token=rest_s,
             n_tokens=n_tokens,
             bytes_per_token=prefix.width * 4,
             free_bytes=shutil.disk_usage(self.job.cache_dir or ".").free,

@@ -26,10 +26,11 @@ from farthing.data.shared import WORTH, collate_shared, cut_shared, saved_by_sha
 from farthing.data.tokens import TokenSet
 from farthing.hardware import Numerics
 from farthing.model.attention import can_go_flat, can_share, first_position, flat_batch, flat_logits, go_flat
-from farthing.model.head import POSITIONS, TARGETS, default_tile_tokens, find_head, find_labelled, language_model_loss
+from farthing.model.head import POSITIONS, TARGETS, find_head, find_labelled, language_model_loss
 from farthing.model.loss import summed_loss
 from farthing.model.prefix import Prefix
 from farthing.model.prefix_cache import PrefixCache
+from farthing.tiles import default_tile_tokens
 
 Host = dict[str, Any]
 """Arrays of a micro-batch by name, int64; hidden states of a frozen prefix are a tensor among them."""
