@@ -44,8 +44,9 @@ class Watched:
     """What `Encoder` asked of the tokenizer, and how long that took."""
 
     seconds: float = 0.0
+    wall_seconds: float = 0.0
     n_tokens: int = 0
-    calls: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
+    calls: list[tuple[list[str], bool]] = field(default_factory=list)
 
 
 @contextmanager
@@ -53,12 +54,13 @@ def watched() -> Iterator[Watched]:
     """Time every call of the tokenizer, by the CPU seconds of the thread that makes it."""
     found, encode = Watched(), Encoder._encode
 
-    def timed(self: Encoder, texts: list[str], **options: Any) -> Any:
-        started = time.thread_time()
-        encodings = encode(self, texts, **options)
+    def timed(self: Encoder, strings: list[str], special: bool, *others: Any) -> Any:
+        started, wall_started = time.thread_time(), time.perf_counter()
+        encodings = encode(self, strings, special, *others)
         found.seconds += time.thread_time() - started
+        found.wall_seconds += time.perf_counter() - wall_started
         found.n_tokens += sum(map(len, encodings))
-        found.calls.append((texts, options))
+        found.calls.append((strings, special))
         return encodings
 
     Encoder._encode = timed  # type: ignore[method-assign]
@@ -82,12 +84,12 @@ def with_farthing(data: Path, tokenizer: Any, recipe: Recipe, folder: Path) -> T
     )
 
 
-def only_encode(tokenizer: Any, calls: list[tuple[list[str], dict[str, Any]]]) -> None:
+def only_encode(tokenizer: Any, calls: list[tuple[list[str], bool]]) -> None:
     """The tokenizer alone, on the texts of `calls`."""
     rust = tokenizer.backend_tokenizer
     rust.no_truncation()
-    for texts, options in calls:
-        rust.encode_batch_fast(texts, add_special_tokens=options["special"])
+    for strings, special in calls:
+        rust.encode_batch_fast(strings, add_special_tokens=special)
 
 
 def with_maps(rows: Path, tokenizer: Any, recipe: Recipe, folder: Path) -> None:
@@ -146,8 +148,11 @@ def preparation(data: Path, tokenizer: Any, recipe: Recipe, repeats: int, is_wit
     for number in range(repeats):
         place = folder / str(number)
         with watched() as again:
+            started = time.perf_counter()
             with_farthing(data, tokenizer, recipe, place / "watched")
+            wall_seconds = time.perf_counter() - started
         note("in the tokenizer", again.seconds)
+        best["share of wall"] = max(best.get("share of wall", 0.0), again.wall_seconds / wall_seconds)
         note("farthing", seconds_of(with_farthing, data, tokenizer, recipe, place / "farthing"))
         note("encode_batch_fast alone", seconds_of(only_encode, tokenizer, seen.calls))
         note("reading and parsing", seconds_of(lambda: sum(1 for _ in source.rows())))
@@ -226,7 +231,11 @@ def shown(found: dict[str, Any]) -> str:
             lines.append(f"{seconds[name]:10.3f} {n / seconds[name] / 1e6:11.2f}  {name}")
     for name in ("reading and parsing", "reading, parsing and rendering"):
         lines.append(f"{seconds[name]:10.3f} {n_tokens / seconds[name] / 1e6:11.2f}  {name}, alone")
-    lines.append(f"{seconds['in the tokenizer'] / seconds['farthing']:10.1%} of farthing's time is in the tokenizer")
+    share = seconds["in the tokenizer"] / seconds["farthing"]
+    lines.append(
+        f"{share:10.1%} of farthing's CPU seconds are in the tokenizer; "
+        f"it is busy {seconds['share of wall']:.1%} of the time that passes"
+    )
     for batch, rates in found["batching"].items():
         rates = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
         lines.append(f"global batch {batch}, M tokens/s: {rates}")

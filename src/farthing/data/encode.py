@@ -32,6 +32,9 @@ class Encoding(Protocol):
     def char_to_token(self, char_pos: int, /) -> int | None:
         """The first token that holds a character."""
 
+    def __len__(self) -> int:
+        """How many tokens."""
+
 
 class Encoded(NamedTuple):
     """Examples end to end: ids and is_target [n_tokens], lengths and was_cut [n_examples]."""
@@ -60,53 +63,71 @@ class Encoded(NamedTuple):
         return Encoded(self.ids[of_token], self.is_target[of_token], self.lengths[kept], self.was_cut[kept])
 
 
+class Asked(NamedTuple):
+    """Strings, and what the tokenizer says of each."""
+
+    strings: list[str]
+    encodings: list[Encoding]
+
+
 class Encoder:
-    """Texts to examples. Each call is one batch for the tokenizer, which spreads it over its threads.
+    """Texts to examples, in two steps: `ask` is the tokenizer's and leaves Python to other threads, the rest is ours.
 
     Causal-lm: the segments are joined and encoded as one text, as `tokenizer(text)` would; a token belongs to the
     segment of its last character, so that one which spans prompt and completion is learned, not given. Where tokens are
     the bytes of the text, segments are found by counting these; elsewhere by the tokenizer's map of characters, which
-    costs it a fifth of its time.
+    costs it up to a fifth of its time.
     """
 
     def __init__(
         self, tokenizer: Any, task: str, max_length: int, max_target_length: int, train_on_prompt: bool = False
     ) -> None:
-        self.tokenizer, self.max_length, self.max_target_length = tokenizer, max_length, max_target_length
-        self.train_on_prompt = train_on_prompt
-        empty = list(tokenizer("")["input_ids"])
+        self.tokenizer, self.task, self.train_on_prompt = tokenizer, task, train_on_prompt
+        self.max_length, self.max_target_length = max_length, max_target_length
+        empty = list(tokenizer("")["input_ids"])  # also undoes the truncation and padding that others asked for
         self.bos = empty[:1] if empty and empty[0] == tokenizer.bos_token_id else []
         self.eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._rust = getattr(tokenizer, "backend_tokenizer", None)
         self._sizes = None if self._rust is None or task != "causal-lm" else bytes_of_tokens(self._rust)
-        self._make: Callable[[Sequence[Text]], Encoded] = {
+
+    def __call__(self, texts: Sequence[Text], asked: list[Asked] | None = None) -> Encoded:
+        """The examples of `texts`, in order, cut to the limits; `asked` is `ask(texts)`."""
+        make: dict[str, Callable[..., Encoded]] = {
             "causal-lm": self._causal, "seq2seq": self._seq2seq, "classification": self._labelled
-        }[task]  # fmt: skip
-        if self._rust is not None:
-            self._rust.no_padding()
+        }  # fmt: skip
+        return make[self.task](texts, *(self.ask(texts) if asked is None else asked))
 
-    def __call__(self, texts: Sequence[Text]) -> Encoded:
-        """The examples of `texts`, in order, cut to the limits."""
-        return self._make(texts)
+    def ask(self, texts: Sequence[Text]) -> list[Asked]:
+        """The tokenizer's part for `texts`: one batch, which it spreads over its threads; of seq2seq one a side."""
+        if self.task == "causal-lm":
+            joined = ["".join([part for part, _ in text.segments]) for text in texts]
+            return [self._ask(joined, special=False, with_map=self._sizes is None)]
+        if self.task == "classification":
+            return [self._ask([text.segments[0][0] for text in texts], special=True, limit=self.max_length)]
+        asked = []
+        for side, limit in ((False, self.max_length), (True, self.max_target_length)):
+            strings = ["".join([part for part, is_target in text.segments if is_target == side]) for text in texts]
+            asked.append(self._ask(strings, special=True, limit=limit))
+        return asked
 
-    def _encode(
-        self, texts: list[str], *, special: bool, limit: int | None = None, with_map: bool = False
-    ) -> list[Encoding]:
+    def _ask(self, strings: list[str], *, special: bool, limit: int | None = None, with_map: bool = False) -> Asked:
+        """Equal strings are encoded once. With a limit the tokenizer truncates, and puts its special tokens around that."""
+        distinct = list(dict.fromkeys(strings))
+        found = dict(zip(distinct, self._encode(distinct, special, limit, with_map), strict=True))
+        return Asked(strings, [found[string] for string in strings])
+
+    def _encode(self, strings: list[str], special: bool, limit: int | None, with_map: bool) -> list[Encoding]:
         if self._rust is None:  # the planner's, which does without transformers
-            return list(self.tokenizer.encode(texts, special))
-        if limit is None:
-            self._rust.no_truncation()
-        else:
+            return list(self.tokenizer.encode(strings, special))
+        if limit is not None:
             self._rust.enable_truncation(limit, direction=self.tokenizer.truncation_side)
         run: Callable[..., list[Encoding]] = self._rust.encode_batch if with_map else self._rust.encode_batch_fast
-        return run(texts, add_special_tokens=special)
+        return run(strings, add_special_tokens=special)
 
     # ---- one text with targets in it ----
 
-    def _causal(self, texts: Sequence[Text]) -> Encoded:
-        joined = ["".join([part for part, _ in text.segments]) for text in texts]
-        encodings = self._encode(joined, special=False, with_map=self._sizes is None)
-        rows = [encoding.ids for encoding in encodings]
+    def _causal(self, texts: Sequence[Text], asked: Asked) -> Encoded:
+        rows = [encoding.ids for encoding in asked.encodings]
         has_head, has_tail = np.zeros((2, len(rows)), bool)
         for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
             has_head[index] = bool(self.bos) and row[:1] != self.bos
@@ -121,9 +142,9 @@ class Encoder:
         own = starts + has_head, stops - has_tail  # from where to where the tokens are of the text
         is_target = np.zeros(len(ids), np.uint8)
         if self._sizes is None:
-            spans = self._by_map(texts, encodings, range(len(texts)), own)
+            spans = self._by_map(texts, asked.encodings, range(len(texts)), own)
         else:
-            spans = self._by_bytes(texts, joined, _upto(self._sizes[ids]), own)
+            spans = self._by_bytes(texts, asked.strings, _upto(self._sizes[ids]), own)
         for start, stop in spans:
             is_target[start:stop] = 1
         is_target[(stops - 1)[has_tail]] = 1
@@ -174,36 +195,30 @@ class Encoder:
         yield from np.searchsorted(upto[1:], edges, side="right").T.tolist()
         others = np.flatnonzero(~is_whole).tolist()
         if others:
-            again = self._encode([joined[index] for index in others], special=False, with_map=True)
-            yield from self._by_map(texts, again, others, own)
+            again = self._ask([joined[index] for index in others], special=False, with_map=True)
+            yield from self._by_map(texts, again.encodings, others, own)
 
     # ---- texts that are wholly input or wholly target ----
 
-    def _seq2seq(self, texts: Sequence[Text]) -> Encoded:
-        sides = [
-            self._whole(
-                ["".join([part for part, target in text.segments if target == is_target]) for text in texts], limit
-            )
-            for is_target, limit in ((False, self.max_length), (True, self.max_target_length))
-        ]
-        (sources, long_sources), (targets, long_targets) = sides
-        ids, lengths = _end_to_end(list(itertools.chain.from_iterable(zip(sources, targets, strict=True))))
+    def _seq2seq(self, texts: Sequence[Text], sources: Asked, targets: Asked) -> Encoded:
+        sides = itertools.chain.from_iterable(zip(sources.encodings, targets.encodings, strict=True))
+        ids, lengths = _end_to_end([encoding.ids for encoding in sides])
         is_target = np.repeat(np.tile(np.array([0, 1], np.uint8), len(texts)), lengths)
-        return Encoded(ids, is_target, lengths.reshape(-1, 2).sum(1), long_sources | long_targets)
+        was_cut = _were_cut(sources, self.max_length) | _were_cut(targets, self.max_target_length)
+        return Encoded(ids, is_target, lengths.reshape(-1, 2).sum(1), was_cut)
 
-    def _labelled(self, texts: Sequence[Text]) -> Encoded:
-        rows, was_cut = self._whole([text.segments[0][0] for text in texts], self.max_length)
-        ids, lengths = _end_to_end(rows)
-        return Encoded(ids, np.zeros(len(ids), np.uint8), lengths, was_cut)
+    def _labelled(self, texts: Sequence[Text], asked: Asked) -> Encoded:
+        ids, lengths = _end_to_end([encoding.ids for encoding in asked.encodings])
+        return Encoded(ids, np.zeros(len(ids), np.uint8), lengths, _were_cut(asked, self.max_length))
 
-    def _whole(self, texts: list[str], limit: int) -> tuple[list[list[int]], NDArray[np.bool_]]:
-        """Tokens of each with the tokenizer's special ones, truncated by it; equal texts are encoded once."""
-        distinct = list(dict.fromkeys(texts))
-        found = {}
-        for text, encoding in zip(distinct, self._encode(distinct, special=True, limit=limit), strict=True):
-            ids = encoding.ids
-            found[text] = ids, len(ids) > limit or (len(ids) == limit and bool(encoding.overflowing))
-        return [found[text][0] for text in texts], np.array([found[text][1] for text in texts], bool)
+
+def _were_cut(asked: Asked, limit: int) -> NDArray[np.bool_]:
+    """Which were longer than the limit [n]."""
+    found = []
+    for encoding in asked.encodings:
+        n = len(encoding)  # more than the limit where the special tokens alone are too many
+        found.append(n > limit or (n == limit and bool(encoding.overflowing)))
+    return np.array(found, bool)
 
 
 def _end_to_end(rows: list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:

@@ -365,6 +365,9 @@ class _Encoded:
         """The token that holds a character."""
         return max(0, bisect_right(self.starts, char_pos) - 1) if self.starts else None
 
+    def __len__(self) -> int:
+        return len(self.ids)
+
 
 @dataclass(frozen=True)
 class LightTokenizer:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ from farthing.files import Damaged, commit_folder, discard, make_private, read_m
 CACHE_VERSION = 1
 CHUNK_ROWS = 1024  # that are read together
 CHUNK_CHARACTERS = 1 << 18  # that are encoded together: enough for the threads of many cores, and few for their caches
-CHUNKS_AHEAD = 2  # that are read and rendered while one is encoded
+CHUNKS_AHEAD = 1  # that wait for the tokenizer, and as many after it
 LINE_BITS = 40
 Indices = Sequence[int] | NDArray[np.int64]
 _DTYPES: dict[str, Any] = {
@@ -265,33 +265,30 @@ def _write(
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(open(draft / f"{name}.bin", "wb")) for name in names}
         files["offsets"].write(np.int64(0).tobytes())
-        chunks = stack.enter_context(
-            contextlib.closing(Ahead(_chunks(sources, tokenizer, recipe, formats), CHUNKS_AHEAD))
-        )
-        for chunk in chunks:
+        chunks = _ahead(_chunks(sources, tokenizer, recipe, formats), stack)  # one thread reads and renders
+        asked = _ahead(((chunk, encode.ask(chunk.texts)) for chunk in chunks), stack)  # one waits for the tokenizer
+        for chunk, answers in asked:
             if should_stop():
                 raise Interrupted("stopped while tokenizing", to_do="run the same command again")
             tally.n_rows += chunk.n_rows
             for line, reason in chunk.rejected:
                 tally.reject(chunk.place(line), reason)
-            if chunk.texts:
-                encoded = encode(chunk.texts)
-                kept = _usable(encoded, chunk, recipe, tally)
-                labels.take(chunk, kept, tally)
-                encoded = encoded.only(kept)
-                groups = np.array(chunk.groups, np.uint64)[kept]
-                columns: dict[str, NDArray[Any]] = {
-                    "ids": encoded.ids,
-                    "targets": encoded.is_target,
-                    "offsets": n_tokens + np.cumsum(encoded.lengths),
-                    "lines": (chunk.source_number << LINE_BITS) + np.array(chunk.lines, np.int64)[kept],
-                    "groups": groups,
-                }
-                for name, column in columns.items():
-                    files[name].write(column.tobytes())
-                all_groups.append(groups)
-                n_tokens += len(encoded.ids)
-                n_targets += int(encoded.is_target.sum())
+            encoded = encode(chunk.texts, answers)
+            kept = _usable(encoded, chunk, recipe, tally)
+            labels.take(chunk, kept, tally)
+            encoded = encoded.only(kept)
+            columns: dict[str, NDArray[Any]] = {
+                "ids": encoded.ids,
+                "targets": encoded.is_target,
+                "offsets": n_tokens + np.cumsum(encoded.lengths),
+                "lines": (chunk.source_number << LINE_BITS) + np.array(chunk.lines, np.int64)[kept],
+                "groups": np.array(chunk.groups, np.uint64)[kept],
+            }
+            for name, column in columns.items():
+                files[name].write(column.tobytes())
+            all_groups.append(columns["groups"])
+            n_tokens += len(encoded.ids)
+            n_targets += int(encoded.is_target.sum())
             progress(tally.n_rows, n_tokens)
     groups = np.concatenate(all_groups)
     if recipe.task == "classification":
@@ -315,6 +312,14 @@ def _write(
     }
     _refuse_unusable(facts, recipe)
     return facts
+
+
+Item = TypeVar("Item")
+
+
+def _ahead(items: Iterator[Item], stack: contextlib.ExitStack) -> Iterator[Item]:
+    """`items`, of which a thread of its own keeps a few ready, until the stack is left."""
+    return stack.enter_context(contextlib.closing(Ahead(items, CHUNKS_AHEAD)))
 
 
 def _usable(encoded: Encoded, chunk: _Chunk, recipe: Recipe, tally: Tally) -> NDArray[np.bool_]:
