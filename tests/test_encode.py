@@ -183,6 +183,17 @@ def test_tokenizers_that_are_not_of_bytes_keep_their_map(data_dir: Path, name: s
     assert [(ids.tolist(), is_target.tolist()) for ids, is_target in found] == expected
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox-mpt"])
+def test_tokenizers_of_bytes_are_known_as_such(data_dir: Path, name: str, calls: list[tuple[int, bool]]) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer, texts = AutoTokenizer.from_pretrained(data_dir / "tokenizers" / name), odd_texts(150)
+    expected = [row_by_row(tokenizer, text) for text in texts]
+    found = Encoder(tokenizer, "causal-lm", 1000, 1000)(texts).examples()
+    assert [(ids.tolist(), is_target.tolist()) for ids, is_target in found] == expected
+    assert not calls[0][1]
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 1000])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_inputs_and_targets_are_cut_as_transformers_cuts_them(

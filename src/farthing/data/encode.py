@@ -273,7 +273,7 @@ def bytes_of_tokens(rust: Any) -> NDArray[np.int32] | None:
     is_plain = (
         type(model).__name__ == "BPE"
         and not (model.byte_fallback or model.continuing_subword_prefix or model.end_of_word_suffix or model.dropout)
-        and vocabulary.keys() >= set(ByteLevel.alphabet())
+        and (model.unk_token is None or vocabulary.keys() >= set(ByteLevel.alphabet()))  # what is not known is left out
         and all(step["type"] == "NFC" for step in steps(rust.normalizer, "normalizers"))
         and all(step["type"] in ("ByteLevel", "Split", "Digits") for step in before)
         and any(step["type"] == "ByteLevel" for step in before)
