@@ -91,10 +91,10 @@ from farthing.units import plural, say_bytes, say_seconds, say_usd
 FORECAST_AFTER_STEPS = 5
 SAVE_EVERY_S = 300.0  # where there is no plan
 COLLECT_EVERY_STEPS = 200  # cycles of references, each of which may hold on to tensors
-# a guess of what exporting takes until it is measured: files beside the weights, and a slow disk
 PREFIX_TOKENS = 4096  # computed at once for what frozen layers give: part of what makes it the same to the bit
 DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 1e9, 0.4e9  # assumed of a cloud's disk
 STARTING = ("start_up", "load_model", "restore")  # what a start takes when data is tokenized
+# a guess of what exporting takes until it is measured: files beside the weights, and a slow disk
 EXPORT_S, WRITE_BYTES_PER_S = 0.5, 100e6
 
 
