@@ -21,12 +21,13 @@ import numpy as np
 import pytest
 
 from farthing.addresses import without_secrets
-from farthing.data.batches import IGNORED, Batches, collate, cut, permutation, split_by_input
+from farthing.data.batches import IGNORED, Batches, collate, permutation, split_by_input
 from farthing.data.formats import DEFAULT_CHAT_TEMPLATE, Unusable, converter, recognise
 from farthing.data.read import BadRow, Row, Source, open_sources
 from farthing.data.tokens import Recipe, TokenSet, set_key, tokenize, tokenizer_sha256
 from farthing.errors import DataError
 from farthing.tiny import write_jsonl
+from workshop import cut
 
 ROWS = [{"prompt": "one\ntwo", "completion": 'say "hi", ü'}, {"prompt": "three", "completion": "four"}]
 

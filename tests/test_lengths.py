@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from farthing.data.batches import Batches, cut
+from farthing.data.batches import Batches
 from farthing.data.pieces import cut_by_tokens, cut_padded
 from farthing.data.read import open_sources
 from farthing.data.tokens import Recipe, TokenSet, tokenize
@@ -25,7 +25,7 @@ from farthing.job import Job
 from farthing.lengths import INDEX, Lengths, from_arrays, from_mean, from_token_set, read_lengths
 from farthing.measurements import MEASUREMENTS, read_measurements
 from farthing.tiny import demo_rows, write_jsonl
-from workshop import Heard, job_file, make_job, rows_of, train
+from workshop import Heard, cut, job_file, make_job, rows_of, train
 
 # ---- padding ----
 

@@ -357,11 +357,12 @@ def _train(arguments: argparse.Namespace) -> int:
     offer = _scaling_offer(arguments, job)
 
     from farthing.limits import stopped_before_start
+    from farthing.report.receipt import leave_receipt
     from farthing.report.terminal import Terminal
 
     console = _console(stderr=arguments.json)
-    if stopped := stopped_before_start(job):
-        return _show_end(arguments, console, "limit", *stopped, EXIT_LIMIT)
+    if reason := stopped_before_start(job):
+        return _show_end(arguments, console, "limit", reason, leave_receipt(Path(job.output_dir)), EXIT_LIMIT)
     if arguments.retry is not None:
         return _train_until_it_ends(arguments, Path(job.output_dir))
     terminal = Terminal(console, job.train.logging_steps)

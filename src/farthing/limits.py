@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
-from farthing.files import only_writer, write_json
+from farthing.files import only_writer
 from farthing.job import Job
 from farthing.meter import Ledger, Meter
-from farthing.report.receipt import build_receipt
-from farthing.run_folder import LEDGER, MODEL, RECEIPT, is_finished
+from farthing.run_folder import LEDGER, MODEL, is_finished
 from farthing.units import say_seconds, say_usd
 
 LONGEST_START_S = 600.0  # what took longer was a download or a wait; another start is not expected to take it again
@@ -58,8 +56,8 @@ def why_not_start(job: Job, folder: Path, ledger: Ledger) -> str | None:
     return over_limit(job, ledger, 0.0) if ledger.committed_step <= 0 else None
 
 
-def stopped_before_start(job: Job) -> tuple[str, dict[str, Any]] | None:
-    """(why, receipt) where the run's limits leave no room for an attempt; found in no time, and at no cost.
+def stopped_before_start(job: Job) -> str | None:
+    """Why the run's limits leave no room for an attempt, which is then on the ledger; found in no time, and at no cost.
 
     Raises `RunBusy`.
     """
@@ -69,9 +67,6 @@ def stopped_before_start(job: Job) -> tuple[str, dict[str, Any]] | None:
     with only_writer(folder):
         ledger = Ledger(folder / LEDGER, Meter(), job.usd_per_hour)
         reason = why_not_start(job, folder, ledger)
-        if reason is None:
-            return None
-        ledger.close("limit")
-        receipt = build_receipt(folder)
-        write_json(folder / RECEIPT, receipt)
-        return reason, receipt
+        if reason is not None:
+            ledger.close("limit")
+        return reason

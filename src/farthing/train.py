@@ -81,9 +81,9 @@ from farthing.prepare import (
 from farthing.probe import as_probed, is_worth_it, keep_setting, probe_run, subject_of
 from farthing.probes import Subject
 from farthing.promise import as_planned, promised
-from farthing.report.receipt import build_receipt
+from farthing.report.receipt import build_receipt, leave_receipt
 from farthing.reuse import why_no_prefix_cache
-from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RECEIPT, RUN, SCHEDULE, claim, is_finished
+from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RUN, SCHEDULE, claim, is_finished
 from farthing.step import Steps, Taken
 from farthing.track import with_trackers
 from farthing.units import plural, say_bytes, say_seconds, say_usd
@@ -164,8 +164,7 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
                 ledger.close(state)
             if mirror is not None and state == "failed":
                 mirror.close(mirror.pace.leave_s)
-        receipt = build_receipt(folder)
-        write_json(folder / RECEIPT, receipt)
+        receipt = leave_receipt(folder)
         if mirror is not None:
             mirror.offer_last_words()
             mirror.close(mirror.pace.leave_s)

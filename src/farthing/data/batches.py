@@ -1,7 +1,7 @@
-"""Which examples make up step k, and how they are cut: pure functions of (seed, epoch, step) and of lengths.
+"""Which examples make up step k, and how they are padded: pure functions of (seed, epoch, step).
 
-No loader, no worker and no cursor exists, so there is nothing to save and a resume is O(1). The global batch is a
-number of examples; cutting it into micro-batches is an execution detail that never changes which examples a step has.
+There is no cursor, so there is nothing to save and a resume is O(1). The global batch is a number of examples; cutting it
+into micro-batches (`pieces`) is an execution detail that never changes which examples a step has.
 """
 
 from __future__ import annotations
@@ -80,13 +80,6 @@ def split_by_input(
     chosen = distinct[np.argsort(mixed, kind="stable")[:n_eval]] if n_eval > 0 else distinct[:0]
     is_eval = np.isin(groups, chosen)
     return np.flatnonzero(~is_eval), np.flatnonzero(is_eval)
-
-
-def cut(examples: NDArray[np.int64], lengths: NDArray[np.int64], most: int) -> list[NDArray[np.int64]]:
-    """The step's examples in micro-batches of at most `most`, similar lengths together to spare padding."""
-    order = np.argsort(-lengths[examples], kind="stable")
-    ordered = examples[order]
-    return [ordered[start : start + most] for start in range(0, len(ordered), most)]
 
 
 def collate(tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], task: str, pad_id: int) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from farthing.errors import UserMistake
-from farthing.files import JsonLines
+from farthing.files import JsonLines, write_json
 from farthing.meter import SPANS, Attempt, read_attempts
-from farthing.run_folder import JOB, LEDGER, LOG, PLAN, RUN, SCHEDULE
+from farthing.run_folder import JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE
 
 N_CURVE_POINTS = 60
 
@@ -98,6 +98,13 @@ def build_receipt(folder: Path) -> dict[str, Any]:
             ],
         },
     }
+
+
+def leave_receipt(folder: Path) -> dict[str, Any]:
+    """Build the receipt and write it into the run's folder."""
+    receipt = build_receipt(folder)
+    write_json(folder / RECEIPT, receipt)
+    return receipt
 
 
 def compare(run: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:

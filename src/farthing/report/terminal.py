@@ -220,7 +220,9 @@ def draw_probe(console: Console, found: dict[str, Any]) -> None:
         words += f"; {found['steps']} whole steps went at {found['tokens_per_s']:,.0f} useful tokens/s"
     if found["usd_per_million_tokens"]:
         words += f", {say_usd(found['usd_per_million_tokens'])} a million"
-    console.print(f"{words}\n`farthing train` uses it from now on, and `farthing plan` goes by what was measured", soft_wrap=True)
+    console.print(
+        f"{words}\n`farthing train` uses it from now on, and `farthing plan` goes by what was measured", soft_wrap=True
+    )
 
 
 def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
