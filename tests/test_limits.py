@@ -80,7 +80,7 @@ class Simulated(Run):
         self.save_every_s, self._saved_at_s = self.costs.save_every_s, self.meter.wall_s
         self._save_s = self._last_evaluation_s = self._start_s = 0.0
         self._saved_mark, self._save_now, self._insured = self._mark(), False, False
-        self._n_evaluated = 0
+        self.n_evaluated = 0
         self.fit = self.fitted() if self.job.train.fit_schedule_to_budget else None
         if self.fit:
             self.n_steps = self.fit.n_steps

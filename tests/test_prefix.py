@@ -960,7 +960,7 @@ def test_a_run_computes_frozen_layers_once_and_ends_as_one_that_computes_them_al
     workshop.train(again)  # the cache is there: the first layer is asked once, for what a forward pass keeps
     assert len(frozen_calls) == 1
     assert all(torch.equal(p, ends[name]) for name, p in watched.model.named_parameters())
-    monkeypatch.setattr("farthing.train.why_no_prefix_cache", lambda **_: "not today")
+    monkeypatch.setattr("farthing.frozen.why_no_prefix_cache", lambda **_: "not today")
     heard = workshop.Heard()
     plain = upper(tmp_path, "plain")
     workshop.train(plain, heard)
@@ -1015,7 +1015,7 @@ def test_a_run_that_had_a_cache_goes_on_without_it_and_says_so(tmp_path: Path, m
     monkeypatch.setattr(Steps, "take", stop)
     assert workshop.train(job).state == "interrupted"
     monkeypatch.setattr(Steps, "take", take)
-    monkeypatch.setattr("farthing.train.open_prefix_cache", lambda *_, **__: "the disk is gone")
+    monkeypatch.setattr("farthing.frozen.open_prefix_cache", lambda *_, **__: "the disk is gone")
     heard = workshop.Heard()
     assert workshop.train(job, heard).state == "finished"
     assert "the disk is gone" in heard.warnings

@@ -16,20 +16,17 @@ import shutil
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 
 import farthing
 from farthing.checkpoint import Checkpoints, Part, SaveResult, n_bytes_of
 from farthing.cloud_notice import Sign, Watch, services_for
 from farthing.data.batches import Batches
-from farthing.data.tokens import TokenSet
+from farthing.decided import say_what_was_decided
 from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
@@ -45,11 +42,13 @@ from farthing.evaluate import evaluate
 from farthing.export import export_model
 from farthing.files import Damaged, JsonLines, make_private, only_writer, write_json
 from farthing.fit import Fit, first_fit, keep_fit, kept_fit, settled_fit
+from farthing.frozen import begin_behind_frozen_layers
 from farthing.hardware import Numerics, choose_numerics, device_name, hardware_key, peak_bytes, taken_bytes
 from farthing.job import Job
 from farthing.lengths import from_token_set
 from farthing.limits import LONGEST_START_S, over_limit, seconds_left, why_not_start
-from farthing.measurements import Measurement, Record, leave_measurement
+from farthing.measured import measurement_of
+from farthing.measurements import Record, leave_measurement
 from farthing.meter import Ledger, Meter, seconds_since_process_start
 from farthing.metrics import GREATER_IS_BETTER
 from farthing.mirror import Mirror, open_mirror
@@ -60,8 +59,6 @@ from farthing.model.forward import Forward
 from farthing.model.liger import use_liger
 from farthing.model.load import quiet_libraries
 from farthing.model.low_rank import use_low_rank
-from farthing.model.prefix import Prefix, find_prefix
-from farthing.model.prefix_cache import open_prefix_cache
 from farthing.notice import Heard, Notice
 from farthing.optim import fitted_schedule, schedule
 from farthing.pace import Pace
@@ -82,17 +79,14 @@ from farthing.probe import as_probed, is_worth_it, keep_setting, probe_run, subj
 from farthing.probes import Subject
 from farthing.promise import as_planned, promised
 from farthing.report.receipt import build_receipt, leave_receipt
-from farthing.reuse import why_no_prefix_cache
 from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RUN, SCHEDULE, claim, is_finished
 from farthing.step import Steps, Taken
 from farthing.track import with_trackers
-from farthing.units import plural, say_bytes, say_seconds, say_usd
+from farthing.units import plural, say_bytes, say_seconds
 
 FORECAST_AFTER_STEPS = 5
 SAVE_EVERY_S = 300.0  # where there is no plan
 COLLECT_EVERY_STEPS = 200  # cycles of references, each of which may hold on to tensors
-PREFIX_TOKENS = 4096  # computed at once for what frozen layers give: part of what makes it the same to the bit
-DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 1e9, 0.4e9  # assumed of a cloud's disk
 STARTING = ("start_up", "load_model", "restore")  # what a start takes when data is tokenized
 # a guess of what exporting takes until it is measured: files beside the weights, and a slow disk
 EXPORT_S, WRITE_BYTES_PER_S = 0.5, 100e6
@@ -207,7 +201,7 @@ def _train(
     if over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
         return run.loop()
     with meter.span("prefix"):
-        keeps = run.begin_behind_frozen_layers(run_facts.get("keeps_frozen_output"))
+        keeps = begin_behind_frozen_layers(run, run_facts.get("keeps_frozen_output"))
     shares = run.share_beginnings(run_facts.get("shares_beginnings"))
     decided = {"keeps_frozen_output": keeps, "shares_beginnings": shares}
     if run_facts | decided != run_facts:
@@ -217,7 +211,7 @@ def _train(
     if run.progress.step == 0 and is_worth_it(job, run.promise, is_deterministic=exact, left_s=left_s):
         with meter.span("probe"):
             run.probe()
-    run.say_what_was_decided()
+    say_what_was_decided(run)
     meter.enter("idle")
     if mirror is not None:
         mirror.offer(run.progress.step, run.checkpoints.to_go_on(run.progress.step, run.progress.best_step))
@@ -405,7 +399,7 @@ class Run:
         self._saved_mark = self._mark()
         self._save_now = False
         self._last_evaluation_s = 0.0
-        self._n_evaluated = 0  # tokens of an evaluation, as computed
+        self.n_evaluated = 0  # tokens of an evaluation, as computed
         self._save_s = self._settled_s = self._start_s = 0.0
         self._insured = False
         self._n_graphs, self._compute_s = n_graphs(), 0.0
@@ -496,7 +490,7 @@ class Run:
             self.folder / CHECKPOINTS,
             run_id,
             self.job.train.save_total_limit,
-            warn=self._warn,
+            warn=self.warn,
             facts=facts,
             copy=self.mirror.offer if self.mirror is not None else None,
         )
@@ -538,48 +532,6 @@ class Run:
                 to_do="make room, or set output_dir to a disk that has it",
             )
 
-    def begin_behind_frozen_layers(self, decided: bool | None) -> bool:
-        """Compute what frozen layers below the trained ones give once, where that pays; returns whether it is so.
-
-        Decided by the first attempt, as it changes rounding. Raises `Interrupted`.
-        """
-        prefix = (
-            find_prefix(self.model, self.job.task) if self.forward.is_flat and decided is not False else "not asked"
-        )
-        if isinstance(prefix, str):
-            return False
-        sets = [(self.train_examples.tokens, self.train_examples.indices)]
-        if self.eval_examples is not None:
-            sets.append((self.eval_examples.tokens, self.eval_examples.indices))
-            if sets[0][0] is sets[1][0]:  # one set, divided
-                sets = [(sets[0][0], np.concatenate([indices for _, indices in sets]))]
-        if decided is None and (reason := self._why_not_keep(prefix, sets)):
-            self.tell(
-                "note", {"text": f"the output of {plural(prefix.n_layers, 'frozen layer')} is not kept: {reason}"}
-            )
-            return False
-        caches = []
-        for tokens, indices in sets:
-            self.tell("working", {"on": f"computing {plural(prefix.n_layers, 'frozen layer')} for every epoch"})
-            cache = open_prefix_cache(
-                prefix,
-                tokens,
-                indices,
-                Path(self.job.cache_dir or "."),
-                numerics=self.numerics,
-                most_tokens=PREFIX_TOKENS,
-                progress=lambda done, total: self.tell("keeping", {"done": done, "total": total}),
-                should_stop=lambda: bool(self.notice),
-            )
-            if isinstance(cache, str):
-                self._warn(f"the output of frozen layers is not kept: {cache}")
-                if decided:
-                    self._warn("earlier attempts had it: equal to rounding, not to the bit")
-                return bool(decided)
-            caches.append((tokens, cache))
-        self.forward.begin_at(prefix, caches)
-        return True
-
     def share_beginnings(self, decided: bool | None) -> bool:
         """Compute once in a micro-batch what its examples begin with, where the data has enough of that.
 
@@ -595,34 +547,6 @@ class Run:
             self.forward.shares = decided
         return self.forward.shares
 
-    def _why_not_keep(self, prefix: Prefix, sets: list[tuple[TokenSet, NDArray[np.int64]]]) -> str | None:
-        """Why the output of frozen layers had better be computed every time; None where keeping it pays."""
-        n_layers, k = self.inputs.config.get_text_config().num_hidden_layers, prefix.n_layers
-        n_tokens = sum(int(tokens.lengths[indices].sum()) for tokens, indices in sets)
-        n_trained = int(self.train_examples.tokens.lengths[self.train_examples.indices].sum())
-        step_s = float(self.promise.get("step_s", n_trained / self.batches.steps_per_epoch * 1e-3))
-        rest_s = step_s * self.batches.steps_per_epoch / n_trained
-        once_s = self.promise.get("seconds", {}).get(
-            "frozen layers", 0.0
-        )  # where the plan counts on it, beside the steps
-        if once_s:
-            layers_s = once_s / n_tokens * n_layers / k
-        else:  # a forward pass of all layers, and a backward pass of the upper ones that takes twice as long
-            layers_s = rest_s * n_layers / (n_layers + 2 * (n_layers - k))
-            rest_s -= layers_s * k / n_layers
-        return why_no_prefix_cache(
-            n_epochs=self.n_steps / self.batches.steps_per_epoch,
-            n_frozen=k,
-            n_layers=n_layers,
-            layers_s_per_token=layers_s,
-            rest_s_per_token=rest_s,
-            n_tokens=n_tokens,
-            bytes_per_token=prefix.width * 4,
-            free_bytes=shutil.disk_usage(self.job.cache_dir or ".").free,
-            read_bytes_per_s=DISK_READ_BYTES_PER_S,
-            write_bytes_per_s=DISK_WRITE_BYTES_PER_S,
-        )
-
     def probe(self) -> None:
         """Spend a minute to find a cheaper way to compute the same steps. Raises `Interrupted`."""
         assert self.subject is not None
@@ -630,68 +554,8 @@ class Run:
         best = probe_run(self, self.subject)[0]
         self.promise = keep_setting(self.folder, self.promise, best.setting)
 
-    def say_what_was_decided(self) -> None:
-        """One table of everything the job left open."""
-        job, batch = self.job, self.job.global_batch_size
-        every = self.steps.every_n_layers
-        checkpointing = {0: "off", 1: "every layer"}.get(
-            every, f"every {every}nd layer" if every == 2 else f"every {every}th layer"
-        )
-        counts = self.parameters
-        self.tell(
-            "decided",
-            {
-                "model": f"{Path(self.inputs.choice.name).name} ({self.inputs.config.model_type}), {job.method.name}",
-                "parameters": counts,
-                "examples": len(self.train_examples),
-                "eval_examples": len(self.eval_examples) if self.eval_examples else 0,
-                "steps": self.n_steps,
-                "fitted": self._fit_in_words(),
-                "batch": f"{batch} examples a step, up to {self.steps.most_tokens:,} tokens at a time",
-                "learning_rate": f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, {self.n_warmup_steps} warm-up steps",
-                "max_length": self.inputs.recipe.max_length,
-                "precision": self.numerics.name,
-                "device": device_name(self.numerics.device),
-                "computed": self._computed_in_words(),
-                "gradient_checkpointing": checkpointing,
-                "memory": f"{say_bytes(self.promised_bytes)} expected, {say_bytes(self.memory.free_bytes)} free",
-                "checkpoints": self._interval_in_words(),
-                "promised": _promise_in_words(self.promise),
-                "price": _price_in_words(job),
-            },
-        )
-        if not self.memory.fits:
-            self._warn(
-                f"{say_bytes(self.memory.total_bytes)} may be needed and {say_bytes(self.memory.free_bytes)} are free: "
-                "lower train.per_device_train_batch_size (the result stays the same) or data.max_length"
-            )
-        if job.limits.max_usd is not None and job.usd_per_hour == 0:
-            self._warn("limits.max_usd can't bind at $0 an hour: set where.usd_per_hour")
-
-    def _computed_in_words(self) -> str:
-        """What is computed of a batch, and why not less."""
-        forward = self.forward
-        words = [f"padded ({forward.why_padded})" if forward.why_padded else "documents end to end, no padding"]
-        if self.job.task != "classification":
-            words.append(forward.why_all_scored or "labelled positions scored")
-        if forward.shares:
-            words.append("common beginnings once")
-        if forward.prefix is not None:
-            words.append(f"{plural(forward.prefix.n_layers, 'frozen layer')} once")
-        words += [str(what) for what in (self.fused, self.liger) if what is not None]
-        if isinstance(self.compiled, int):
-            words.append(f"{plural(self.compiled, 'layer')} compiled")
-        elif self.job.train.torch_compile is True:
-            words.append(f"not compiled: {self.compiled}")
-        return "; ".join(words)
-
-    def _fit_in_words(self) -> str:
-        if self.fit is None:
-            return ""
-        when = "settled" if self.fit.settled else f"settled after step {self.fit.settles_at}"
-        return f"what the limits buy of {self.fit.asked_steps:,}, {when}"
-
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Say what the person should know; the run goes on."""
         self.tell("warning", {"text": text})
 
     # ---- the loop ----
@@ -734,9 +598,9 @@ class Run:
         for heard in note_news(self.notice, self.ledger):
             if not heard.is_certain:
                 self._save_now = True
-                self._warn(f"{heard.what}: saving now, and going on")
+                self.warn(f"{heard.what}: saving now, and going on")
         while self.notice.warnings:
-            self._warn(self.notice.warnings.pop(0))
+            self.warn(self.notice.warnings.pop(0))
 
     def is_done(self) -> bool:
         """Whether nothing is left to be trained or evaluated."""
@@ -822,7 +686,7 @@ class Run:
         at.skipped_steps += 1
         if math.isfinite(loss) and self.scaler.is_enabled() and self.scaler.get_scale() >= 1:
             self.log.append({"step": step, "skipped": "the gradients overflowed fp16"})
-            self._warn(f"step {step}: gradients overflowed fp16, scale now {self.scaler.get_scale():g}; step skipped")
+            self.warn(f"step {step}: gradients overflowed fp16, scale now {self.scaler.get_scale():g}; step skipped")
             return
         at.skipped_in_a_row += 1
         pieces = taken.sums.pieces
@@ -831,7 +695,7 @@ class Run:
         named = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
         what = "the gradient is" if math.isfinite(loss) else "the loss is"
         self.log.append({"step": step, "skipped": what, "samples": places})
-        self._warn(f"step {step}: {what} not a number, step skipped; among {named}")
+        self.warn(f"step {step}: {what} not a number, step skipped; among {named}")
         if at.skipped_in_a_row >= self.job.train.max_skipped_steps:
             while self.in_flight:
                 self.note(self.in_flight.popleft())
@@ -847,16 +711,10 @@ class Run:
         steps = self.steps
         event = {"step": step + 1, "most_tokens": steps.most_tokens, "every_n_layers": steps.every_n_layers, "why": why}
         self.ledger.write("running", out_of_memory=event)
-        self._warn(
+        self.warn(
             f"step {step + 1}: out of memory; it goes on with {steps.most_tokens:,} tokens at a time"
             f"{', more layers computed again' if steps.every_n_layers else ''}: the same examples a step, the same result"
         )
-
-    def _interval_in_words(self) -> str:
-        if self.job.train.save_steps is not None:
-            return f"every {plural(self.job.train.save_steps, 'step')}"
-        asked = "as asked" if self.job.train.save_minutes else "the planned interval"
-        return f"every {say_seconds(self.save_every_s)}, {asked}"
 
     # ---- evaluation ----
 
@@ -902,7 +760,7 @@ class Run:
                 progress=lambda done, total: self.tell("evaluating", {"done": done, "total": total}),
             )
         at.evaluated_step = at.step
-        self._n_evaluated = self.forward.n_placed - n_before
+        self.n_evaluated = self.forward.n_placed - n_before
         value = metrics.get(self.metric)
         greater = train.greater_is_better
         better = GREATER_IS_BETTER[self.metric] if greater is None else greater
@@ -970,7 +828,7 @@ class Run:
                 put_back(self.model, self.checkpoints.read(at.best_step)["model"][0])
                 step = at.best_step
             except Damaged as error:
-                self._warn(f"the best checkpoint (step {at.best_step}) is damaged ({error}): exporting the last step")
+                self.warn(f"the best checkpoint (step {at.best_step}) is damaged ({error}): exporting the last step")
         self.tell("working", {"on": "writing the model"})
         self.ledger.write("running", exported=step)
         receipt = build_receipt(self.folder)
@@ -982,66 +840,11 @@ class Run:
     def leave_measurement(self) -> None:
         """Write down what was measured, where enough was. Never fails a run: it warns."""
         try:
-            measurement = self.measurement()
+            measurement = measurement_of(self)
             if measurement is not None:
                 leave_measurement(measurement, Path(self.job.cache_dir or "."), self.folder)
         except Exception as error:  # the run is done and safe, whatever is wrong here
-            self._warn(f"what was measured could not be written down: {error}")
-
-    def measurement(self) -> Measurement | None:
-        """What this attempt ran and what it took; None after too few steps."""
-        measured = self.record.measured()
-        if measured is None:
-            return None
-        job, spans, config = self.job, self.meter.spans, self.inputs.config.get_text_config()
-        lengths = from_token_set(self.train_examples.tokens, self.train_examples.indices, job.task, source="")
-        return Measurement(
-            when=datetime.now(UTC).isoformat(timespec="seconds"),
-            farthing=farthing.__version__,
-            torch=torch.__version__,
-            hardware=hardware_key(self.numerics.device),
-            device=self.numerics.device.type,
-            n_devices=1,
-            model_type=self.inputs.config.model_type,
-            n_parameters=self.parameters["total"] - self.parameters["adapter"],
-            n_trainable=self.parameters["trainable"],
-            hidden=config.hidden_size,
-            n_layers=config.num_hidden_layers,
-            vocab=config.vocab_size,
-            task=job.task,
-            method=job.method.name,
-            lora_r=0 if job.method.name == "full" else job.method.lora_r,
-            first_layer=self.promise.get("first_layer", 0),
-            precision=self.numerics.name,
-            optim=job.train.optim,
-            micro_batch_tokens=self.steps.most_tokens,
-            is_flat=self.forward.is_flat,
-            caches_prefix=self.forward.prefix is not None,
-            global_batch_size=job.global_batch_size,
-            every_n_layers=self.steps.every_n_layers,
-            lengths={
-                "n_examples": lengths.n_examples,
-                "mean": lengths.mean,
-                "mean_of_squares": lengths.mean_of_squares,
-                "longest": lengths.longest,
-                "mean_target": lengths.mean_target,
-                "longest_target": lengths.longest_target,
-            },
-            spans={name: round(seconds, 4) for name, seconds in spans.items()},
-            n_eval_examples=0 if self.eval_examples is None else len(self.eval_examples),
-            n_eval_padded_tokens=self._n_evaluated,
-            has_generated=job.task == "seq2seq" and job.train.predict_with_generate,
-            save_s=spans.get("checkpoint", 0.0),
-            export_s=spans.get("export", 0.0),
-            start_up_s=spans.get("start_up", 0.0),
-            tokenize_s=spans.get("tokenize", 0.0),
-            was_tokenized_before=self.train_examples.were_tokenized,
-            load_model_s=spans.get("load_model", 0.0),
-            restore_s=spans.get("restore", 0.0),
-            peak_bytes=peak_bytes(self.numerics.device),
-            promised=self.promise,
-            **measured,
-        )
+            self.warn(f"what was measured could not be written down: {error}")
 
     # ---- words ----
 
@@ -1136,24 +939,3 @@ def rare_collections() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def _promise_in_words(promise: dict[str, Any]) -> str:
-    if not promise:
-        return "nothing: the planner does not know this model or device"
-    low, likely, high = promise["wall_range_s"]
-    words = f"{say_seconds(likely)} ({say_seconds(low)} to {say_seconds(high)})"
-    if promise["usd"] > 0:
-        words += f", {say_usd(promise['usd'])}"
-    return f"{words}, {say_bytes(promise['peak_bytes'])}; {promise['calibration']}"
-
-
-def _price_in_words(job: Job) -> str:
-    if job.usd_per_hour == 0:
-        return "$0.00 an hour (none given: set where.usd_per_hour, or power_watts and usd_per_kwh)"
-    parts = []
-    if job.where.usd_per_hour:
-        parts.append(f"rent {say_usd(job.where.usd_per_hour)}")
-    if job.where.power_watts and job.where.usd_per_kwh:
-        parts.append(f"{job.where.power_watts:g} W at {say_usd(job.where.usd_per_kwh)} a kWh")
-    return f"{say_usd(job.usd_per_hour)} an hour ({', '.join(parts)})"
