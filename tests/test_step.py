@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,9 +187,9 @@ def test_what_is_exported_knows_nothing_of_how_it_was_computed(tmp_path: Path) -
     assert "farthing_varlen" not in config
 
 
-def with_system_prompt(n: int) -> list[dict[str, Any]]:
+def with_system_prompt(n: int, n_rules: int = 30) -> list[dict[str, Any]]:
     """Chats that begin alike, long enough to be worth it."""
-    system = " ".join(f"rule {i} says bread and soup" for i in range(30))
+    system = " ".join(f"rule {i} says bread and soup" for i in range(n_rules))
     return [
         {"prompt": f"{system} question {i}: {'rain ' * (i % 7)}", "completion": f" answer {i % 5} goal"}
         for i in range(n)
@@ -219,13 +220,7 @@ def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
 
 
 def test_what_was_decided_for_a_run_holds_when_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys: dict[str, Any] = {
-        "max_steps": 6,
-        "rows": with_system_prompt(48),
-        "global_batch_size": 16,
-        "micro_batch_tokens": 8192,
-        "save_steps": 2,
-    }
+    keys: dict[str, Any] = {"max_steps": 6, "rows": with_system_prompt(48), "global_batch_size": 16, "save_steps": 2}
     job = make_job(tmp_path / "whole", **keys)
     farthing.train.train(job, Heard())
     cut = make_job(tmp_path / "cut", **keys)
@@ -242,3 +237,19 @@ def test_what_was_decided_for_a_run_holds_when_it_goes_on(tmp_path: Path, monkey
     monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)  # another version might judge otherwise
     assert farthing.train.train(cut, Heard()).state == "finished"
     assert workshop.losses_of(cut) == workshop.losses_of(job)
+
+
+def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"rows": with_system_prompt(48, 40), "max_steps": 2, "global_batch_size": 16}
+    keys |= {"data": {"max_length": 2048}}
+    job = make_job(tmp_path / "free", **keys)
+    heard, told = Heard(), Heard()
+    farthing.train.train(job, heard)
+    grown = json.loads((Path(job.output_dir) / "run.json").read_text())["shares_beginnings"]
+    assert grown > 1024
+    assert f"up to {grown:,} tokens at a time" in heard.of("decided")[0]["batch"]
+    asked = make_job(tmp_path / "asked", micro_batch_tokens=1024, **keys)
+    farthing.train.train(asked, told)
+    assert json.loads((Path(asked.output_dir) / "run.json").read_text())["shares_beginnings"] in (0, 1024)
+    assert "up to 1,024 tokens at a time" in told.of("decided")[0]["batch"]
+    assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(asked), rel=1e-5)

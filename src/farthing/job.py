@@ -309,6 +309,13 @@ class Job(Section):
         return 16
 
     @property
+    def says_micro_batch(self) -> bool:
+        """Whether the job itself says how much is computed at once, in tokens or in examples."""
+        train = self.train
+        said = (train.micro_batch_tokens, train.per_device_train_batch_size, train.gradient_accumulation_steps)
+        return any(value is not None for value in said)
+
+    @property
     def micro_batch_size(self) -> int:
         """How many of the longest examples fit in one forward pass."""
         train, batch = self.train, self.global_batch_size

@@ -252,7 +252,7 @@ def subject_of(job: Job, config: Any, lengths: Lengths, precision: str, hardware
 
 def as_probed(job: Job, folder: Path, promise: dict[str, Any], subject: Subject) -> dict[str, Any]:
     """The promise with the setting that a probe of the like has found; kept, so that later attempts are cut alike."""
-    if not promise or "probed" in promise or job.train.micro_batch_tokens or job.train.probe is False:
+    if not promise or "probed" in promise or job.says_micro_batch or job.train.probe is False:
         return promise
     setting = known_setting(Path(job.cache_dir or ".") / PROBES, subject)
     return promise if setting is None else keep_setting(folder, promise, setting)
@@ -275,7 +275,7 @@ def is_worth_it(job: Job, promise: dict[str, Any], *, is_deterministic: bool, le
 
     Only where the job leaves the cut open, and a run with the same settings need not be the same to the bit.
     """
-    if not promise or "probed" in promise or job.train.micro_batch_tokens or is_deterministic:
+    if not promise or "probed" in promise or job.says_micro_batch or is_deterministic:
         return False
     if job.train.probe != "auto":
         return bool(job.train.probe) and left_s > 2 * PROBE_S

@@ -1,4 +1,4 @@
-"""What the plan says of a run before it begins, and the job as the plan would have it run.
+"""What the plan says of a run before it begins.
 
 The promise is made once, before the first attempt, and kept in the run folder: later attempts are cut as the first was, so
 that they go on to the bit, and the receipt holds what happened against the first word.
@@ -56,14 +56,6 @@ def promised(
         return {}
     write_json(folder / PLAN, made)
     return made
-
-
-def as_planned(job: Job, promise: dict[str, Any]) -> Job:
-    """The job with the plan's micro-batch; what a step is made of stays the same."""
-    most = promise.get("micro_batch_tokens")
-    if not isinstance(most, int) or most < 1:
-        return job
-    return job.model_copy(update={"train": job.train.model_copy(update={"micro_batch_tokens": most})})
 
 
 def _make(

@@ -158,7 +158,7 @@ def wanted_of(
     precision = "bf16" if train.bf16 else "fp16" if train.fp16 else "fp32" if train.bf16 is False else None
     checkpointing = train.gradient_checkpointing
     micro_tokens = train.micro_batch_tokens
-    if micro_tokens is None and (train.per_device_train_batch_size or train.gradient_accumulation_steps):
+    if micro_tokens is None and job.says_micro_batch:
         micro_tokens = job.micro_batch_size * lengths.longest_example  # as the trainer takes it
     deadline_s = None
     if job.limits.deadline is not None:

@@ -15,7 +15,7 @@ import math
 import shutil
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ from farthing.model.forward import Forward
 from farthing.model.liger import use_liger
 from farthing.model.load import quiet_libraries
 from farthing.model.low_rank import use_low_rank
+from farthing.model.memory import MemoryNeed
 from farthing.notice import Heard, Notice
 from farthing.optim import fitted_schedule, schedule
 from farthing.pace import Pace
@@ -77,7 +78,7 @@ from farthing.prepare import (
 )
 from farthing.probe import as_probed, is_worth_it, keep_setting, probe_run, subject_of
 from farthing.probes import Subject
-from farthing.promise import as_planned, promised
+from farthing.promise import promised
 from farthing.report.receipt import build_receipt, leave_receipt
 from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RUN, SCHEDULE, claim, is_finished
 from farthing.step import Steps, Taken
@@ -286,7 +287,6 @@ def _open(
         meter.enter("load_model")
         tell("working", {"on": "loading the model"})
         model = loading.result() if loading else build_model(job, inputs, numerics, train_examples.tokens.label_names)
-    job = as_planned(job, promise)
     run = Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, notice, tell, promise)
     run.subject = subject
     run.record.before_model_bytes = before_bytes
@@ -532,20 +532,37 @@ class Run:
                 to_do="make room, or set output_dir to a disk that has it",
             )
 
-    def share_beginnings(self, decided: bool | None) -> bool:
+    def share_beginnings(self, decided: int | None) -> int:
         """Compute once in a micro-batch what its examples begin with, where the data has enough of that.
 
-        Decided by the first attempt, as it changes rounding.
+        Returns the tokens of a micro-batch that does, 0 where there is none. Decided by the first attempt, as it
+        changes rounding. A beginning is computed once in each micro-batch, so they grow, up to a step, while that saves
+        more and needs no more activation checkpointing, where neither job nor probe has said how large they are.
         """
+        steps, tokens = self.steps, self.train_examples.tokens
         if decided is None:
-            saved = self.forward.share(self.train_examples.tokens, self.batches, self.steps.most_tokens)
-            if self.forward.shares:
+            budgets = [steps.most_tokens]
+            if not (self.job.says_micro_batch or "probed" in self.promise or self.ledger.out_of_memory):
+                of_a_step = int(tokens.lengths[self.train_examples.indices].mean() * self.job.global_batch_size)
+                while budgets[-1] < of_a_step and self._need_of(2 * budgets[-1]).fits:
+                    budgets.append(2 * budgets[-1])
+            saved, decided = self.forward.share(tokens, self.batches, budgets)
+            if decided:
                 self.tell(
                     "note", {"text": f"{saved:.0%} of the tokens begin others too: computed once in a micro-batch"}
                 )
-        else:
-            self.forward.shares = decided
-        return self.forward.shares
+        self.forward.shares = bool(decided)
+        if decided and "probed" not in self.promise:
+            most_tokens = min([decided, *(event["most_tokens"] for event in self.ledger.out_of_memory)])
+            need = self._need_of(most_tokens)
+            self.promised_bytes += need.total_bytes - self.memory.total_bytes
+            self.memory, steps.most_tokens = need, most_tokens
+        return decided
+
+    def _need_of(self, most_tokens: int) -> MemoryNeed:
+        """The memory of this run with larger micro-batches than those it was judged by."""
+        activations = self.memory.activations_bytes * most_tokens // self.steps.most_tokens
+        return replace(self.memory, activations_bytes=activations)
 
     def probe(self) -> None:
         """Spend a minute to find a cheaper way to compute the same steps. Raises `Interrupted`."""

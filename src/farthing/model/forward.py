@@ -35,6 +35,7 @@ from farthing.tiles import default_tile_tokens
 Host = dict[str, Any]
 """Arrays of a micro-batch by name, int64; hidden states of a frozen prefix are a tensor among them."""
 PREFIX = "prefix"
+NEARLY = 0.02  # of the tokens: what larger micro-batches must save more to be worth their memory
 
 
 class Forward:
@@ -75,16 +76,23 @@ class Forward:
         """Whether documents are laid end to end, without padding."""
         return self.why_padded is None
 
-    def share(self, tokens: TokenSet, batches: Batches, most_tokens: int) -> float:
+    def share(self, tokens: TokenSet, batches: Batches, budgets: list[int]) -> tuple[float, int]:
         """From now on compute once what examples of a micro-batch begin with, if that saves enough of their tokens.
 
-        Returns the share that it saves.
+        Returns (the share that it saves, the smallest of `budgets`, tokens of a micro-batch, ascending, that saves
+        nearly as much as the largest; 0 where sharing does not pay).
         """
+        self.shares = False
         if not self.is_flat or self.prefix is not None or can_share(self.model, self.task):
-            return 0.0
-        saved = saved_by_sharing(tokens, batches, most_tokens)
-        self.shares = saved >= WORTH
-        return saved
+            return 0.0, 0
+        most = saved_by_sharing(tokens, batches, budgets[-1])
+        if most < WORTH:
+            return most, 0
+        self.shares = True
+        for budget in budgets[:-1]:
+            if (saved := saved_by_sharing(tokens, batches, budget)) >= most - NEARLY:
+                return saved, budget
+        return most, budgets[-1]
 
     def begin_at(self, prefix: Prefix, caches: list[tuple[TokenSet, PrefixCache]]) -> None:
         """From now on batches of these token sets begin behind the frozen `prefix`, with its hidden states as they are kept."""
