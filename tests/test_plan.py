@@ -143,7 +143,7 @@ def test_micro_batches_are_budgets_of_tokens() -> None:
     assert budgets(replace(asked, global_batch=4096), 1, True)[-1] == 65_536
     assert budgets(asked, 8, True)[-1] < found[-1], "each GPU has a part of the step"
     assert budgets(wanted_of(lengths=lengths_of(longest=200)), 1, True)[:2] == [200, 1024]
-    assert budgets(wanted_of(lengths=lengths_of(longest=200)), 1, False) == [200, CPU_TOKENS]
+    assert budgets(wanted_of(lengths=lengths_of(longest=200)), 1, False) == [200, 1024, CPU_TOKENS]
     assert budgets(wanted_of(lengths=lengths_of(longest=9000)), 1, False) == [9000]
     assert budgets(replace(asked, micro_tokens=777), 4, True) == [777], "what the job says"
     plan = only(decide(replace(asked, micro_tokens=777), [place("A100-80GB", 2.0)]))

@@ -50,7 +50,9 @@ from farthing.units import say_bytes, say_seconds, say_usd
 
 # of a micro-batch on a GPU: smaller ones leave it idle, but for longer examples
 FEWEST_TOKENS, MOST_TOKENS = 1024, 65_536
-CPU_TOKENS = 1024  # of a micro-batch on a CPU: 512 to 16,384 are equally quick (docs/log.md)
+CPU_TOKENS = (
+    4096  # of a micro-batch on a CPU: with fewer, small steps take several passes over the weights (docs/log.md)
+)
 TIE = 0.05  # dollars closer than this are not told apart by estimates that share their error
 _80_PERCENT = NormalDist().inv_cdf(0.9)  # standard deviations on either side that hold 80 % of cases
 WORST = 10.0  # of what is likely: the upper end of a range that has none
@@ -760,7 +762,7 @@ def budgets(wanted: Wanted, n_gpus: int, is_cuda: bool) -> list[int]:
         return [wanted.micro_tokens]
     longest = wanted.lengths.longest_example
     if not is_cuda:
-        return sorted({longest, max(longest, CPU_TOKENS)})
+        return sorted({longest, max(longest, FEWEST_TOKENS), max(longest, CPU_TOKENS)})
     found, most = [longest], FEWEST_TOKENS
     of_step = wanted.lengths.largest_step(-(-wanted.global_batch // n_gpus))
     while most <= MOST_TOKENS and found[-1] < of_step:

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farthing.families import DECODERS, ENCODERS, FLAT, WHY_NOT_FLAT
+from farthing.model.cpu_attention import blocked_attention, is_quicker_in_blocks
 
 NAME = "farthing_varlen"
 
@@ -360,12 +361,14 @@ def _per_document(
     for (n, length, keys), q, k, v in parts:
         q = q.unflatten(0, (n, length)).transpose(1, 2)  # [n, H, length, D]
         k, v = (tensor.unflatten(0, (n, keys)).transpose(1, 2) for tensor in (k, v))
-        mask = None
-        in_steps = softcap is not None or _is_quicker_in_steps(q, keys)
-        is_plain = keys == length and not in_steps  # sdpa's own causal mask begins at the first key
-        if causal and ((window is not None and keys > window) or (length > 1 and not is_plain)):
+        mask, is_cut = None, causal and window is not None and keys > window
+        in_blocks = softcap is None and not dropout and not is_cut and is_quicker_in_blocks(q, keys)
+        is_plain = keys == length and softcap is None  # sdpa's own causal mask begins at the first key
+        if is_cut or (causal and length > 1 and not is_plain and not in_blocks):
             mask = documents.once((length, keys, window), functools.partial(_seen, keys, window, q.device, length))
-        if in_steps:
+        if in_blocks:
+            out = blocked_attention(q, k, v, causal=causal, scale=scale)
+        elif softcap is not None:
             out = _in_steps(q, k, v, mask, scale, softcap, dropout)
         else:
             out = _sdpa(q, k, v, mask, causal and mask is None and length > 1, scale, dropout)
@@ -387,25 +390,17 @@ def _sdpa(
     return out
 
 
-def _is_quicker_in_steps(query: Tensor, n_keys: int) -> bool:
-    """torch's fused kernel for CPUs is slow for short documents in bf16: 1.3 to 2.3 times at 128 tokens (docs/log.md)."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and n_keys <= 128
-
-
 def _in_steps(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None, dropout: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float, dropout: float
 ) -> Tensor:
-    """Attention in plain operations; with `softcap` scores are squeezed by tanh into (-softcap, softcap).
+    """Attention in plain operations, scores squeezed by tanh into (-softcap, softcap).
 
     (Gemma 2, arXiv 2408.00118, section 2.)
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    if softcap is None:
-        scores = (query * scale) @ key.transpose(-1, -2)
-    else:
-        scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap)) * softcap
+    scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap)) * softcap
     if mask is not None:
         lowest = torch.finfo(scores.dtype).min  # and not -inf: a row of padding may see nothing at all
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
