@@ -37,7 +37,8 @@ class Whereabouts:
     """The part of a run that a process is in, in a file that its parent maps too: what was written outlives a kill."""
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(1 + len(_MEANWHILE)))
+        if not path.exists():
+            path.write_bytes(bytes(1 + len(_MEANWHILE)))
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
 
