@@ -1,15 +1,22 @@
 """Kill a training run at random moments, again and again, and hold the result against one that was left alone.
 
-    python bench/survive.py --seeds 50 --first-seed 0 [--data FILE.jsonl] [--json] [--spawn] [--new-machine]
+    python bench/survive.py --seeds 50 --first-seed 0 [--data FILE.jsonl] [--anywhere] [--new-machine [EVERY]]
+                            [--spawn] [--json] [--peer hf [--peers-python PATH]]
 
-For each seed a small model is trained twice: once uninterrupted, once through a chain of 3 to 5 SIGKILLs at random
-moments (half of them while a checkpoint is being written), then to the end by the same command. Dropout is on. Equal
-means to the bit: every logged (step, example ids, loss, gradient norm, metrics), the final weights, the optimizer's
-state and the exported model. A last run of the same command must train nothing. Exits with 1 if anything differs.
+For each seed a small model is trained twice: once uninterrupted, once through a chain of 3 to 5 SIGKILLs, then to the end
+by the same command. Most kills are aimed at a part of the run (a training step, a save, an evaluation, tokenization, with
+a store an upload), the others strike at any time; with `--anywhere` all do. Where each struck is told by the run itself.
+Dropout is on. Equal means to the bit: every logged (step, example ids, loss, gradient norm, metrics), the final weights,
+the optimizer's state and the exported model. A last run of the same command must train nothing. Exits with 1 if anything
+differs.
 
 The attempts are forked from a parent that has the libraries imported, so that a kill costs a second and not ten;
-`--spawn` starts `python -m farthing train` each time instead. With `--new-machine` each kill takes the run folder too: the
-next attempt starts on an empty disk, from a store (a folder beside it) alone.
+`--spawn` starts a fresh Python each time instead. With `--new-machine` each kill takes the run folder and the cache too
+(in every EVERYth run): the next attempt starts on an empty disk, from a store (a folder beside it) alone.
+
+`--peer hf` puts `transformers.Trainer` through the same: same data, same kind of model, same job, kills drawn from the same
+seeds, resumed from `get_last_checkpoint`, as its own examples do; see peers/resumed.py. It runs in the peers'
+environment (`make peers`).
 """
 
 from __future__ import annotations
@@ -19,24 +26,26 @@ import importlib
 import itertools
 import json
 import os
-import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
+from kills import PLACES, Forked, Whereabouts, finish, kill_at, moments, patched
 
 N_STEPS = 18
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}
+PEERS_PYTHON = Path(__file__).parents[1] / ".venv" / "peers" / "bin" / "python"
 
 
 @dataclass
@@ -46,59 +55,123 @@ class Chain:
     seed: int
     task: str
     method: str
+    new_machine: bool = False
     kills: list[int] = field(default_factory=list)
-    """Step in the log when each kill struck."""
+    """Step that each kill struck in, as far as the log tells."""
+    places: list[str] = field(default_factory=list)
+    """Part of the run that each kill struck in."""
     resumed_at: list[int] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
+    failure: str = ""
+    """Last words of an attempt that could not go on."""
+    went_further: bool = False
+    """Whether the same command, once the run was finished, changed something."""
+    repeated: int = 0
+    skipped: int = 0
+    """Steps that the finished log has twice, and has not."""
+
+    @property
+    def outcome(self) -> str:
+        """In a word or two."""
+        return "could not go on" if self.failure else "differs" if self.differences else "identical"
+
+    @property
+    def has_survived(self) -> bool:
+        """Whether nothing was lost."""
+        return self.outcome == "identical" and not (self.went_further or self.repeated or self.skipped)
 
 
-def survive(
-    seed: int, folder: Path, data: Path | None = None, *, spawn: bool = False, new_machine: bool = False
-) -> Chain:
-    """Run one seed in `folder`; the chain says what differed (nothing, if all is well)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    chance = random.Random(seed)
-    train_file, task = _data(folder, data, seed)
-    method = ["full", "lora"][seed // 3 % 2]
-    with open(train_file, encoding="utf-8-sig", errors="replace") as file:
-        some_text = list(itertools.islice(file, 500))
-    if not spawn:
-        _import_everything()
-    # in a child: training a tokenizer starts threads, and a process with threads must not be forked from
-    _in_a_child(lambda: make_model_folder(folder / "model", some_text, FAMILY[task], hidden=32, layers=2, dropout=0.1))
-    chain = Chain(seed, task, method)
-    alone, killed = (
-        _job(folder, "alone", train_file, task, method, seed),
-        _job(folder, "killed", train_file, task, method, seed, folder / "store" if new_machine else None),
-    )
-    started = time.monotonic()
-    code = _finish(_start(alone, spawn))
-    duration_s = time.monotonic() - started
-    if code != 0:
-        chain.differences.append(f"the uninterrupted run exited with {code}: {_last_words(alone)}")
-        return chain
-    for _ in range(chance.randint(3, 5)):
-        attempt = _start(killed, spawn)
-        still_to_do = max(0.2, 1 - _last_step(folder / "killed") / N_STEPS)
-        _wait_for_the_moment(attempt, folder / "killed" / "checkpoints", chance, 0.8 * duration_s * still_to_do)
-        if attempt.poll() is not None:
-            break  # it had reached the end before the moment came
-        attempt.kill()
-        _finish(attempt)
-        chain.kills.append(_last_step(folder / "killed"))
-        if new_machine:
-            shutil.rmtree(folder / "killed", ignore_errors=True)
-    code = _finish(_start(killed, spawn))
-    if code != 0:
-        chain.differences.append(f"the last attempt exited with {code}: {_last_words(killed)}")
-        return chain
-    before = result_of(folder / "killed")
-    chain.differences += differences(result_of(folder / "alone"), before)
-    chain.resumed_at = [row["first_step"] for row in _ledger(folder / "killed") if row["state"] == "started"]
-    code = _finish(_start(killed, spawn))
-    if code != 0 or result_of(folder / "killed") != before:
-        chain.differences.append(f"the run of a finished job exited with {code} and changed something")
-    return chain
+class Contestant(Protocol):
+    """A trainer that is killed. A run is a folder, a job the YAML file that `_job` writes."""
+
+    name: str
+    packages: tuple[str, ...]
+
+    def prepare(self, where: Whereabouts) -> None:
+        """Import everything, and have attempts say where they are. Starts no thread: attempts are forked from here."""
+
+    def attempt(self, job: Path) -> int:
+        """In a process of its own: start the run, or go on with it; the exit code."""
+
+    def last_step(self, run: Path) -> int:
+        """How far it got, as far as the disk tells."""
+
+    def resumed_at(self, run: Path) -> list[int]:
+        """The step each attempt began at, where that is kept."""
+
+    def steps(self, run: Path) -> list[int]:
+        """The steps in the log of a finished run."""
+
+    def result_of(self, run: Path) -> dict[str, bytes | str]:
+        """Everything about a finished run that has to be equal, by name."""
+
+
+# ---- farthing ----
+
+
+class Farthing:
+    """`farthing train`."""
+
+    name = "farthing"
+    packages = ("torch", "transformers", "peft", "safetensors", "numpy")
+
+    def prepare(self, where: Whereabouts) -> None:
+        """See `Contestant`."""
+        for module in ("farthing.cli", "farthing.train", "peft", "rouge_score.rouge_scorer"):
+            importlib.import_module(module)
+        importlib.import_module("transformers.integrations.peft")
+        for family in FAMILY.values():
+            importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        say_where(where)
+
+    def attempt(self, job: Path) -> int:
+        """See `Contestant`."""
+        import torch
+
+        from farthing.cli import main
+
+        torch.set_num_threads(1)  # the model is tiny: a second thread would only wait
+        return main(["train", str(job)])
+
+    def last_step(self, run: Path) -> int:
+        """See `Contestant`."""
+        return len(_rows(run / "log.jsonl", "examples"))
+
+    def resumed_at(self, run: Path) -> list[int]:
+        """See `Contestant`."""
+        return [row["first_step"] for row in _rows(run / "ledger.jsonl", "state") if row["state"] == "started"]
+
+    def steps(self, run: Path) -> list[int]:
+        """See `Contestant`."""
+        return [row["step"] for row in _rows(run / "log.jsonl", "examples")]
+
+    def result_of(self, run: Path) -> dict[str, bytes | str]:
+        """See `Contestant`."""
+        return result_of(run)
+
+
+def say_where(where: Whereabouts) -> None:
+    """Have this process note in `where` what its meter, its saves and its uploads are at."""
+    from farthing import checkpoint, meter, mirror
+
+    spans = {"tokenize": "tokenization", "checkpoint": "save", "evaluation": "evaluation", "export": "export"}
+    spans |= {"start_up": "start", "load_model": "start", "restore": "restore"}
+    spans |= dict.fromkeys(meter.WORK, "training step")
+
+    def switched(switch: Callable[..., str], of: Any, name: str) -> str:
+        where.enter(spans.get(name, "between"))
+        return switch(of, name)
+
+    def meanwhile(place: str) -> Callable[..., Any]:
+        def around(function: Callable[..., Any], *args: Any) -> Any:
+            with where.meanwhile(place):
+                return function(*args)
+
+        return around
+
+    patched(meter.Meter, "_switch", switched)
+    patched(checkpoint, "commit_folder", meanwhile("save"))
+    patched(mirror.Mirror, "_send", meanwhile("upload"))
 
 
 def result_of(run: Path) -> dict[str, bytes | str]:
@@ -114,6 +187,92 @@ def result_of(run: Path) -> dict[str, bytes | str]:
 def differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
     """Names of what differs, at most ten."""
     return [name for name in {**left, **right} if left.get(name) != right.get(name)][:10]
+
+
+def _rows(path: Path, key: str) -> list[dict[str, Any]]:
+    """Lines of a JSONL file that have a key; one torn by a kill is no line."""
+    rows = []
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        rows += [row] if key in row else []
+    return rows
+
+
+# ---- a chain of kills ----
+
+
+def survive(
+    seed: int,
+    folder: Path,
+    contestant: Contestant,
+    where: Whereabouts,
+    data: Path | None = None,
+    *,
+    spawn: bool = False,
+    new_machine: bool = False,
+    anywhere: bool = False,
+) -> Chain:
+    """Run one seed in `folder`; the chain says what differed (nothing, if all is well)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    train_file, task = _data(folder, data, seed)
+    method = ["full", "lora"][seed // 3 % 2]
+    with open(train_file, encoding="utf-8-sig", errors="replace") as file:
+        some_text = list(itertools.islice(file, 500))
+    # in a child: training a tokenizer starts threads, and a process with threads must not be forked from
+    _in_a_child(lambda: make_model_folder(folder / "model", some_text, FAMILY[task], hidden=32, layers=2, dropout=0.1))
+    store = folder / "store" if new_machine else None
+    alone = _job(folder, "alone", train_file, task, method, seed)
+    killed = _job(folder, "killed", train_file, task, method, seed, store)
+    run, cache = folder / "killed", folder / "cache" / "killed"
+    chain = Chain(seed, task, method, new_machine)
+
+    def start(job: Path) -> Any:
+        where.begin()
+        words = job.with_suffix(".out")
+        if not spawn:
+            return Forked(lambda: contestant.attempt(job), words)
+        with open(words, "wb") as output:
+            command = [sys.executable, __file__, "--attempt", str(job), "--where", str(folder.parent / "where")]
+            return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+    def has_ended_well(job: Path) -> bool:
+        code = finish(start(job))
+        if code != 0:
+            chain.failure = _last_words(job, code)
+        return code == 0
+
+    started = time.monotonic()
+    if not has_ended_well(alone):
+        return chain
+    duration_s = time.monotonic() - started
+    for moment in moments(seed, with_upload=new_machine, anywhere=anywhere):
+        if moment.aim == "tokenization":
+            shutil.rmtree(cache, ignore_errors=True)  # else nothing is tokenized twice
+        left_s = duration_s * max(0.2, 1 - contestant.last_step(run) / N_STEPS)
+        attempt = start(killed)
+        if not kill_at(moment, left_s, attempt, where):
+            if finish(attempt) != 0:
+                chain.failure = _last_words(killed, finish(attempt))
+                return chain
+            break  # it had reached the end before the moment came
+        chain.kills.append(contestant.last_step(run))
+        chain.places.append(where.now())
+        if new_machine:
+            shutil.rmtree(run, ignore_errors=True)
+            shutil.rmtree(cache, ignore_errors=True)
+    if not has_ended_well(killed):
+        return chain
+    before, steps = contestant.result_of(run), Counter(contestant.steps(run))
+    chain.differences = differences(contestant.result_of(folder / "alone"), before)
+    chain.repeated = sum(count - 1 for count in steps.values())
+    chain.skipped = len(set(range(1, N_STEPS + 1)) - set(steps))
+    chain.resumed_at = contestant.resumed_at(run)
+    if has_ended_well(killed):
+        chain.went_further = contestant.result_of(run) != before
+    return chain
 
 
 def _data(folder: Path, data: Path | None, seed: int) -> tuple[Path, str]:
@@ -158,6 +317,7 @@ def _job(
             "per_device_train_batch_size": 3,
             "learning_rate": 3e-3,
             "save_steps": 2,
+            "save_total_limit": 3,
             "eval_steps": 6,
             "seed": seed,
         },
@@ -170,114 +330,99 @@ def _job(
     return path
 
 
-# ---- attempts ----
-
-
-class Forked:
-    """`farthing train` in a child forked from this process, which has the libraries already."""
-
-    def __init__(self, job: Path) -> None:
-        self.code: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 70
-            try:
-                output = os.open(job.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(output, 1)
-                os.dup2(output, 2)
-                import torch
-
-                from farthing.cli import main
-
-                torch.set_num_threads(1)  # the model is tiny: a second thread would only wait
-                code = main(["train", str(job)])
-                sys.stdout.flush()
-                sys.stderr.flush()
-            except BaseException as error:
-                os.write(2, repr(error).encode())
-            finally:
-                os._exit(code)
-
-    def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
-        if self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.code = os.waitstatus_to_exitcode(status)
-        return self.code
-
-    def kill(self) -> None:
-        """SIGKILL, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
 def _in_a_child(work: Callable[[], object]) -> None:
     """Do something that only leaves files behind."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    if os.waitpid(pid, 0)[1] != 0:
-        raise SystemExit("the model folder could not be made")
+    with tempfile.NamedTemporaryFile() as words:
+        if finish(Forked(lambda: [work(), 0][1], Path(words.name))) != 0:  # type: ignore[arg-type, return-value]
+            raise SystemExit(f"the model folder could not be made: {words.read().decode()[-500:]}")
 
 
-def _import_everything() -> None:
-    for module in ("farthing.train", "peft", "rouge_score.rouge_scorer", "transformers.integrations.peft"):
-        importlib.import_module(module)
-    for family in FAMILY.values():
-        importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+def _last_words(job: Path, code: int) -> str:
+    words = job.with_suffix(".out").read_text("utf-8", errors="replace").strip()
+    return f"exit {code}: {words[-500:]}"
 
 
-def _start(job: Path, spawn: bool) -> Any:
-    if not spawn:
-        return Forked(job)
-    with open(job.with_suffix(".out"), "wb") as output:
-        command = [sys.executable, "-m", "farthing", "train", str(job)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+# ---- the figures ----
 
 
-def _finish(attempt: Any) -> int:
-    while (code := attempt.poll()) is None:
-        time.sleep(0.01)
-    return int(code)
+def figures(contestant: Contestant, chains: list[Chain], seconds: float) -> dict[str, Any]:
+    """What came of all chains."""
+    places = Counter(place for chain in chains for place in chain.places)
+    n_kills = [len(chain.kills) for chain in chains]
+    return {
+        "contestant": contestant.name,
+        "versions": {"python": sys.version.split()[0], **{name: version(name) for name in contestant.packages}},
+        "seeds": len(chains),
+        "survived": sum(chain.has_survived for chain in chains),
+        "lost": sum(not chain.has_survived for chain in chains),
+        "identical": sum(chain.outcome == "identical" for chain in chains),
+        "differ": sum(chain.outcome == "differs" for chain in chains),
+        "could_not_go_on": sum(chain.outcome == "could not go on" for chain in chains),
+        "finished_runs_trained_further": sum(chain.went_further for chain in chains),
+        "steps_repeated": sum(chain.repeated for chain in chains),
+        "steps_skipped": sum(chain.skipped for chain in chains),
+        "new_machines": sum(chain.new_machine for chain in chains),
+        "kills": sum(n_kills),
+        "kills_a_chain": {str(n): n_kills.count(n) for n in sorted(set(n_kills))},
+        "kills_by_place": {place: places[place] for place in PLACES if places[place]},
+        "seconds": round(seconds, 1),
+        "chains": [vars(chain) for chain in chains],
+    }
 
 
-def _wait_for_the_moment(attempt: Any, checkpoints: Path, chance: random.Random, duration_s: float) -> None:
-    """A random moment of the run; every second time, a random moment within the writing of a checkpoint."""
-    end = time.monotonic() + chance.uniform(0, duration_s)
-    inside_a_save = chance.random() < 0.5
-    while time.monotonic() < end and attempt.poll() is None:
-        time.sleep(0.002)
-    if inside_a_save:
-        while attempt.poll() is None and not any(checkpoints.glob("*.draft-*")):
-            time.sleep(0.0002)
-        time.sleep(chance.uniform(0, 0.01))
+def _table(columns: list[dict[str, Any]]) -> str:
+    """Contestants side by side."""
+    rows: list[list[Any]] = [["", *(column["contestant"] for column in columns)]]
+    for name, key in {
+        "runs that were killed": "seeds",
+        "ended bit-identical": "identical",
+        "ended differently": "differ",
+        "could not go on": "could_not_go_on",
+        "finished, and trained further when run again": "finished_runs_trained_further",
+        "steps repeated in the final log": "steps_repeated",
+        "steps missing in it": "steps_skipped",
+        "kills": "kills",
+    }.items():
+        rows.append([name, *(column[key] for column in columns)])
+    for place in PLACES:
+        counts = [column["kills_by_place"].get(place, 0) for column in columns]
+        rows += [[f"  in {place}" if place != "between" else "  in between", *counts]] if any(counts) else []
+    rows.append(["seconds", *(round(column["seconds"]) for column in columns)])
+    return "\n".join(f"{row[0]:46}" + "".join(f"{cell!s:>24}" for cell in row[1:]) for row in rows)
 
 
-def _ledger(run: Path) -> list[dict[str, Any]]:
-    lines = (run / "ledger.jsonl").read_text("utf-8").splitlines() if (run / "ledger.jsonl").exists() else []
-    rows = []
-    for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue  # torn by a kill
-    return rows
+def _line(chain: Chain) -> str:
+    verdict = {"identical": "identical", "differs": f"DIFFERS: {'; '.join(chain.differences)}"}.get(
+        chain.outcome, f"COULD NOT GO ON: {chain.failure.splitlines()[-1] if chain.failure else ''}"
+    )
+    struck = ", ".join(f"{place} ({step})" for place, step in zip(chain.places, chain.kills, strict=True))
+    return (
+        f"seed {chain.seed}: {chain.task}, {chain.method}{', new machines' * chain.new_machine}; killed in {struck}; "
+        f"resumed at {chain.resumed_at}: {verdict}{', but TRAINED FURTHER when run again' * chain.went_further}"
+    )
 
 
-def _last_step(run: Path) -> int:
-    log = run / "log.jsonl"
-    return log.read_text("utf-8").count('"examples"') if log.exists() else 0
+def _peer(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same seeds for the peer, by the peers' Python."""
+    if not arguments.peers_python.exists():
+        raise SystemExit(f"{arguments.peers_python} is not there: `make peers` makes it, or give --peers-python")
+    command = [str(arguments.peers_python), __file__, "--contestant", arguments.peer, "--json"]
+    command += ["--seeds", str(arguments.seeds), "--first-seed", str(arguments.first_seed)]
+    command += ["--data", str(arguments.data)] if arguments.data else []
+    command += ["--anywhere"] if arguments.anywhere else []
+    here = [str(Path(importlib.import_module("farthing").__file__ or "").parents[1]), str(Path(__file__).parent)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(here)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, check=False)
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
-def _last_words(job: Path) -> str:
-    return job.with_suffix(".out").read_text("utf-8", errors="replace")[-500:]
+def _contestant(name: str) -> Contestant:
+    if name == "hf":
+        from peers.resumed import HuggingFace
+
+        return HuggingFace()
+    return Farthing()
 
 
 def main() -> int:
@@ -286,44 +431,58 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10, help="how many chains")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="train on this JSONL file instead of made-up rows")
+    parser.add_argument("--anywhere", action="store_true", help="aim no kill: all strike at any time")
     parser.add_argument("--spawn", action="store_true", help="a fresh Python for each attempt")
-    parser.add_argument("--new-machine", action="store_true", help="each kill takes the disk too: only a store is left")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--new-machine",
+        type=int,
+        nargs="?",
+        const=1,
+        default=0,
+        metavar="EVERY",
+        help="in every EVERYth run (1) each kill takes the disk too: only a store is left",
+    )
+    parser.add_argument("--peer", choices=["hf"], help="put transformers.Trainer through the same")
+    parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON)
+    parser.add_argument("--json", action="store_true", help="the figures as JSON; the seeds' lines go to stderr")
+    for inner in ("--contestant", "--attempt", "--where"):  # how this file starts itself
+        parser.add_argument(inner, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    chains = []
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    contestant, chains = _contestant(arguments.contestant or "farthing"), []
+    if arguments.attempt:
+        contestant.prepare(Whereabouts(Path(arguments.where)))
+        return contestant.attempt(Path(arguments.attempt))
     started = time.monotonic()
-    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
-        with tempfile.TemporaryDirectory(prefix="farthing-survive-") as folder:
-            chain = survive(
-                seed, Path(folder), arguments.data, spawn=arguments.spawn, new_machine=arguments.new_machine
+    with tempfile.TemporaryDirectory(prefix="farthing-survive-") as folder:
+        where = Whereabouts(Path(folder) / "where")
+        if not arguments.spawn:
+            contestant.prepare(where)
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+            new_machine = bool(arguments.new_machine) and seed % arguments.new_machine == 0
+            its_folder = Path(folder) / str(seed)
+            chains.append(
+                survive(
+                    seed,
+                    its_folder,
+                    contestant,
+                    where,
+                    arguments.data,
+                    spawn=arguments.spawn,
+                    new_machine=new_machine,
+                    anywhere=arguments.anywhere,
+                )
             )
-        chains.append(chain)
-        if not arguments.json:
-            verdict = "identical" if not chain.differences else f"DIFFERS: {'; '.join(chain.differences)}"
-            print(
-                f"seed {seed}: {chain.task}, {chain.method}; killed at steps {chain.kills}, "
-                f"resumed at {chain.resumed_at}: {verdict}",
-                flush=True,
-            )
-    n_identical = sum(not chain.differences for chain in chains)
-    n_kills = sum(len(chain.kills) for chain in chains)
-    seconds = time.monotonic() - started
+            shutil.rmtree(its_folder, ignore_errors=True)
+            print(_line(chains[-1]), file=sys.stderr if arguments.json else sys.stdout, flush=True)
+    found = figures(contestant, chains, time.monotonic() - started)
+    peer = _peer(arguments) if arguments.peer else None
     if arguments.json:
-        print(
-            json.dumps(
-                {
-                    "identical": n_identical,
-                    "seeds": len(chains),
-                    "kills": n_kills,
-                    "seconds": round(seconds, 1),
-                    "chains": [vars(chain) for chain in chains],
-                },
-                indent=1,
-            )
-        )
+        print(json.dumps(found | ({"peer": peer} if peer else {}), indent=1))
     else:
-        print(f"{n_identical} of {len(chains)} runs bit-identical after {n_kills} kills, {seconds:.0f} s")
-    return 0 if n_identical == len(chains) else 1
+        print(_table([found, peer] if peer else [found]))
+        print(f"{found['survived']} of {found['seeds']} runs survived {found['kills']} kills, {found['seconds']:.0f} s")
+    return 0 if found["lost"] == 0 else 1
 
 
 if __name__ == "__main__":

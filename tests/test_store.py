@@ -370,7 +370,7 @@ def test_any_damage_to_any_object_is_detected_and_the_copy_before_used(two_copie
     shared = {e["object"] for e in unseal(whole[min(two_copies.list("commits/"))].decode(), "it")["files"]}
     for name in names:
         size = len(whole[name])
-        flips = [(chance.randrange(size), chance.randrange(8)) for _ in range(6)]
+        flips = [(chance.randrange(size), chance.randrange(8)) for _ in range(15)]
         damaged = [whole[name][:at] + bytes([whole[name][at] ^ 1 << bit]) + whole[name][at + 1 :] for at, bit in flips]
         damaged += [whole[name][: int(size * share)] for share in (0, 0.01, 0.5)] + [
             whole[name][:-1],
@@ -390,7 +390,7 @@ def test_any_damage_to_any_object_is_detected_and_the_copy_before_used(two_copie
                 assert (content is None and name.startswith("commits/")) or "step 2 in the store is damaged" in said[0]
             shutil.rmtree(empty)
             tried += 1
-    assert tried > 80
+    assert tried > 150
 
 
 def test_swapped_objects_are_detected(two_copies: Model, tmp_path: Path) -> None:
@@ -410,6 +410,58 @@ def test_swapped_objects_are_detected(two_copies: Model, tmp_path: Path) -> None
     assert mirror.bring_back(allow_restart=True) is None, "unless starting anew is asked for"
     assert "as asked" in said[-1]
     mirror.close(1)
+
+
+@pytest.fixture
+def three_copies(two_copies: Model, run: Path) -> Model:
+    mirror = mirror_of(two_copies, run, keep=3)
+    mirror.bring_back()
+    assert delivered(mirror, 3, step_done(run, 3))
+    mirror.close(1)
+    return two_copies
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "state.json", "manifest.json", "log.jsonl", "ledger.jsonl"])
+def test_objects_of_two_steps_swapped_are_detected_and_the_copy_before_both_used(
+    file: str, three_copies: Model, tmp_path: Path
+) -> None:
+    objects = three_copies.objects
+    commits = [unseal(objects[key].decode(), "it")["files"] for key in sorted(three_copies.list("commits/"))[1:]]
+    second, third = (next(e["object"] for e in files if e["path"].endswith(file)) for files in commits)
+    objects[second], objects[third] = objects[third], objects[second]
+    said: list[str] = []
+    assert taken(three_copies, tmp_path / "empty", said) == 1
+    assert [text.split(" in the store")[0] for text in said] == ["the copy of step 3", "the copy of step 2"]
+
+
+def test_a_commit_whose_data_is_gone_is_passed_over_and_what_no_commit_names_is_ignored(
+    three_copies: Model, tmp_path: Path
+) -> None:
+    before = {
+        e["object"] for e in unseal(three_copies.get(sorted(three_copies.list("commits/"))[1]).decode(), "")["files"]
+    }
+    _, *data = newest_objects(three_copies)
+    prefix = next(name for name in data if name not in before).split("/checkpoints/")[0]
+    three_copies.put(f"{prefix}/checkpoints/step-00000003-0001/more.bin", tmp_path / "run" / "run.json")
+    three_copies.put("data/of-nobody", tmp_path / "run" / "run.json")
+    assert taken(three_copies, tmp_path / "one") == 3
+    assert not list((tmp_path / "one").rglob("more.bin"))
+    three_copies.remove([name for name in data if name not in before])
+    assert taken(three_copies, tmp_path / "two") == 2
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.5, 1])
+def test_when_every_commit_is_damaged_nothing_restarts_in_silence(
+    share: float, three_copies: Model, tmp_path: Path
+) -> None:
+    for key in three_copies.list("commits/"):
+        content = three_copies.objects[key]
+        three_copies.objects[key] = content[: min(int(len(content) * share), len(content) - 1)]
+    said: list[str] = []
+    with pytest.raises(RunDamaged, match="none of the 3 commits") as error:
+        mirror_of(three_copies, tmp_path / "empty", said).bring_back()
+    assert "--allow-restart" in str(error.value)
+    assert len(said) == 3
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from farthing.job import Job
 from farthing.job_file import load_job
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train import train
+from kills import moments
 
 Tell = Callable[[str, dict[str, Any]], None]
 
@@ -80,7 +81,9 @@ def chains(*arguments: str) -> dict[str, Any]:
     command = [sys.executable, survive.__file__, "--json", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     result: dict[str, Any] = json.loads(done.stdout)
-    assert (done.returncode == 0) == (result["identical"] == result["seeds"])
+    assert (done.returncode == 0) == (result["survived"] == result["seeds"])
+    assert sum(result["kills_by_place"].values()) == result["kills"]
+    assert result["steps_repeated"] == result["steps_skipped"] == result["finished_runs_trained_further"] == 0
     return result
 
 
@@ -103,6 +106,30 @@ def test_a_chain_of_kills_changes_nothing_for_fifty_more(first_seed: int) -> Non
 def test_a_chain_of_kills_of_fresh_processes_changes_nothing() -> None:
     result = chains("--seeds", "2", "--spawn")
     assert [chain["differences"] for chain in result["chains"]] == [[]] * 2
+
+
+@pytest.mark.slow
+def test_a_chain_of_kills_that_take_the_disk_changes_nothing() -> None:
+    result = chains("--seeds", "5", "--new-machine")
+    assert [chain["differences"] for chain in result["chains"]] == [[]] * 5
+    assert result["kills_by_place"]["upload"] > 0
+
+
+@pytest.mark.slow
+def test_the_peer_goes_through_the_same() -> None:
+    if not survive.PEERS_PYTHON.exists():
+        pytest.skip("`make peers` was not run: transformers.Trainer is not put through the same kills")
+    result = chains("--seeds", "2", "--peer", "hf")["peer"]
+    assert result["kills"] > 0
+    assert result["identical"] + result["differ"] + result["could_not_go_on"] == 2
+
+
+def test_moments_follow_from_the_seed_and_are_spread() -> None:
+    assert moments(7) == moments(7) != moments(8)
+    drawn = [moment for seed in range(100) for moment in moments(seed, with_upload=True)]
+    assert {moment.aim for moment in drawn} == {None, "training step", "save", "evaluation", "tokenization", "upload"}
+    assert {len(moments(seed)) for seed in range(20)} == {3, 4, 5}
+    assert {moment.aim for seed in range(20) for moment in moments(seed, anywhere=True)} == {None}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,194 @@
+"""SIGKILL before every system call of a save, and of an upload to a folder: what the kernel was told is all that is left.
+
+One process is traced to see which calls it makes on files. Then for each of them `strace` attaches to another that is about
+to do the same, and kills it there. Refuses to stand in for a disk that loses its power: what the kernel has stays.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from farthing.checkpoint import Checkpoints
+from farthing.store import LocalStore
+from mirrored import STILL, folder_of_run, mirror_of, step_done
+
+CALLS = "%file,%desc"
+LOOKING = {
+    *("newfstatat", "fstat", "stat", "lstat", "access", "faccessat2", "readlink"),
+    *("getdents64", "lseek", "read", "fcntl", "mmap"),
+}
+"""Calls that change nothing: killed before one is killed before the next."""
+
+
+def why_not_here() -> str:
+    """Why nothing can be killed here; empty where it can."""
+    if shutil.which("strace") is None:
+        return "strace is not installed: no process is killed at its system calls"
+    command = ["strace", "-o", "/dev/null", "-e", "inject=write:signal=KILL:when=1", "echo"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    return "" if done.returncode == -signal.SIGKILL else "strace may not trace or kill here (ptrace)"
+
+
+def traced(work: Callable[[], None], *options: str) -> int:
+    """The exit code of a child that does `work` under strace, from its first call on a file to its end."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.sigwait({signal.SIGUSR1})
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    with subprocess.Popen(["strace", "-f", "-qq", "-p", str(pid), *options], stderr=subprocess.DEVNULL) as tracer:
+        while "TracerPid:\t0\n" in Path(f"/proc/{pid}/status").read_text():
+            assert tracer.poll() is None, "strace did not attach"
+            time.sleep(0.001)
+        os.kill(pid, signal.SIGUSR1)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def killed_at_each_call(
+    folder: Path, scene: Callable[[Path], tuple[Callable[[], None], Callable[[], int]]]
+) -> list[int]:
+    """What is left of a kill before each call, in the order of the calls, and of no kill at last.
+
+    `scene(folder)` sets up, and gives what is to be done and what then looks for the step that is left.
+    """
+    work, look = scene(folder / "whole")
+    assert traced(work, "-o", str(folder / "trace"), "-e", f"trace={CALLS}") == 0
+    names = re.findall(r"^\d+ +(\w+)\(", (folder / "trace").read_text(), re.MULTILINE)
+    seen: Counter[str] = Counter()
+    whole, outcomes, n_missed = look(), [], 0
+    for name in names:
+        if name in LOOKING:
+            continue
+        seen[name] += 1
+        work, left = scene(folder / "killed")
+        inject = f"inject={name}:signal=KILL:when={seen[name]}"
+        code = traced(work, "-o", "/dev/null", "-e", f"trace={name}", "-e", inject)
+        assert code in (0, -signal.SIGKILL), f"{name} {seen[name]}: {code}"
+        step = left()
+        if code == 0:  # names are drawn, so folders are listed in another order: a call less was made this time
+            n_missed += 1
+            assert step == whole
+        else:
+            outcomes.append(step)
+        shutil.rmtree(folder / "killed")
+    assert n_missed <= len(outcomes) // 20
+    return [*outcomes, whole]
+
+
+class Weights:
+    """A part of some hundred kilobytes that follow from a step."""
+
+    def __init__(self, step: int = 0) -> None:
+        generator = torch.Generator().manual_seed(step)
+        self.tensors = {f"layer.{i}": torch.randn(64, 300, generator=generator) for i in range(4)}
+        self.values = {"step": step}
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+        return self.tensors, self.values
+
+    def restore(self, tensors: dict[str, torch.Tensor], values: dict[str, int]) -> None:
+        self.tensors, self.values = tensors, values
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Weights)
+        return self.values == other.values and all(torch.equal(t, other.tensors[k]) for k, t in self.tensors.items())
+
+
+def parts_of(step: int) -> dict[str, Weights]:
+    return {"model": Weights(step), "optimizer": Weights(step + 100)}
+
+
+def resumed(folder: Path) -> int:
+    """The step that a fresh process goes on from, its state compared; nothing that was blur written stays."""
+    checkpoints = Checkpoints(folder, "run-1", 2, warn=print)
+    step, parts = checkpoints.newest_valid(), parts_of(0)
+    assert step is not None, "there was one"
+    checkpoints.restore(step, parts)
+    assert parts == parts_of(step)
+    assert not [path.name for path in folder.iterdir() if ".draft-" in path.name]
+    return step
+
+
+def a_save(folder: Path) -> tuple[Callable[[], None], Callable[[], int]]:
+    """The checkpoints of steps 1 and 2 are there; that of 3 is written and linked for a store, and that of 1 removed."""
+    run = folder_of_run(folder)
+    mirror = mirror_of(LocalStore(folder / "store"), run)
+    checkpoints = Checkpoints(run / "checkpoints", "run-1", 2, warn=print, copy=mirror.offer)
+    for step in (1, 2):
+        checkpoints.save(step, parts_of(step), None)
+        checkpoints.wait()
+
+    def save() -> None:
+        checkpoints.save(3, parts_of(3), None)
+        result = checkpoints.wait()
+        assert result is not None
+        assert result.error is None
+
+    return save, lambda: resumed(run / "checkpoints")
+
+
+def an_upload(folder: Path) -> tuple[Callable[[], None], Callable[[], int]]:
+    """Step 1 is in the store; a second process claims the run, sends step 2, commits it, and removes what is older."""
+    run, store, pace = folder_of_run(folder / "run"), LocalStore(folder / "store"), replace(STILL, lease_s=0.02)
+
+    def send(step: int, checkpoint: Path) -> None:
+        mirror = mirror_of(store, run, pace=pace, keep=1)
+        mirror._catch_up(mirror._lease.claim(store, lambda: False), False)
+        mirror.offer(step, [checkpoint])
+        assert mirror._pending is not None
+        mirror._send(mirror._pending, store)
+
+    def taken() -> int:
+        """The step that an empty machine goes on from; all of it is verified."""
+        empty = mirror_of(store, folder / "empty", pace=pace)
+        step = empty._catch_up(empty._lease.claim(store, lambda: False), False)
+        assert not list((folder / "empty").rglob("*.draft-*"))
+        return step or 0
+
+    send(1, step_done(run, 1))
+    second = step_done(run, 2)
+    return lambda: send(2, second), taken
+
+
+def tell_of_each_call(scene: Callable[[Path], tuple[Callable[[], None], Callable[[], int]]], folder: Path) -> None:
+    """Checks what is left and says how many kills there were."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    outcomes = killed_at_each_call(folder, scene)
+    before, after = outcomes[0], outcomes[-1]
+    assert after == before + 1
+    assert set(outcomes) == {before, after}
+    blur = len(outcomes) // 10  # names are drawn, and the order of calls with them: near the commit it is not sharp
+    at = outcomes.count(before)
+    assert outcomes[: at - blur] == [before] * (at - blur), "nothing is there before its commit"
+    assert set(outcomes[at + blur :]) <= {after}, "and once committed it stays"
+    print(f"{len(outcomes) - 1} kills, {outcomes.count(before)} of them before the new one was there")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scene", ["a_save", "an_upload"])
+def test_a_kill_before_any_system_call_leaves_what_was_there_or_what_is_new(scene: str, tmp_path: Path) -> None:
+    """In a process of its own: it forks, which is safe only where no other thread runs."""
+    if why := why_not_here():
+        pytest.skip(why)
+    code = f"import pathlib, test_syscalls as t; t.tell_of_each_call(t.{scene}, pathlib.Path({str(tmp_path)!r}))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[0]) > 50
