@@ -26,6 +26,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from peers import figures, judge, leaks, models, workloads
 from peers.contestant import CONTESTANTS, IN_ORDER, versions
 from peers.race import MALLOC, TUNABLE, WARM_UP, Piece, Race, shuffled
@@ -124,16 +126,13 @@ def table_of(asked: argparse.Namespace, race: Race, piece: Piece, workload: str)
 
 
 def keys_of(pairs: list[str], prefix: str = "") -> dict[str, Any]:
-    """`key=value` strings that begin with `prefix`, without it; values are JSON where they can be."""
+    """`key=value` strings that begin with `prefix`, without it; values are read as YAML."""
     found: dict[str, Any] = {}
     for pair in pairs:
         if not pair.startswith(prefix):
             continue
         key, _, value = pair.removeprefix(prefix).partition("=")
-        try:
-            found[key] = json.loads(value)
-        except ValueError:
-            found[key] = value
+        found[key] = yaml.safe_load(value)
     return found
 
 

@@ -347,7 +347,10 @@ class Mirror:
             self._rotate(store)
 
     def _send_data(self, parcel: _Parcel, store: Store) -> list[dict[str, Any]]:
-        """The entries of a parcel's files, each sent unless the store has it, all seen there with their size."""
+        """The entries of a parcel's files, each sent unless the store has it, all seen there with their size.
+
+        Small ones are sent with each commit: damage to one that all share would leave no commit to fall back to.
+        """
         digests: dict[str, str] = {}
         for name in {path.rpartition("/")[0] for path in parcel.files if path.startswith(f"{CHECKPOINTS}/")}:
             files = verify_folder(parcel.folder / name)["files"]
@@ -357,7 +360,8 @@ class Mirror:
             local = parcel.folder / path
             digest = digests.get(path) or sha256_of(local)
             key = path, digest
-            name = next((o[key] for o in (parcel.arrived, *self._known.values()) if key in o), "")
+            there_already = [parcel.arrived] if path in SMALL else [parcel.arrived, *self._known.values()]
+            name = next((objects[key] for objects in there_already if key in objects), "")
             if not name:
                 name = f"{parcel.prefix}/{path}"
                 store.put(name, local)
