@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from farthing.errors import Interrupted
-from farthing.store import NoSuchObject, Store, StoreFault
+from farthing.files import parse_json
+from farthing.store import NoSuchObject, Store, StoreFault, TooLarge
 from farthing.units import say_seconds
 
 N_LINKS = 8
@@ -147,9 +148,9 @@ def _newest(store: Store) -> int:
 
 def _link(store: Store, number: int) -> dict[str, Any]:
     try:
-        link = json.loads(store.get(_key(number)))
+        link = parse_json(store.get(_key(number)))
         return link if isinstance(link, dict) else {}
-    except (ValueError, NoSuchObject):
+    except (ValueError, NoSuchObject, TooLarge):
         return {}
 
 

@@ -262,9 +262,9 @@ def read_attempts(lines: JsonLines) -> list[Attempt]:
     attempts: dict[int, Attempt] = {}
     work_s_at: dict[int, dict[int, float]] = {}
     for row in lines.rows():
-        number = row.get("attempt")
-        if not isinstance(number, int):
+        if not _is_whole(row):
             continue
+        number = row["attempt"]
         attempt = attempts.setdefault(number, Attempt(number, started_at=row["at"] - sum(row["spans"].values())))
         attempt.spans = row["spans"]
         attempt.usd_per_hour = row["usd_per_hour"]
@@ -280,6 +280,17 @@ def read_attempts(lines: JsonLines) -> list[Attempt]:
             work_s = work_s_at[attempt.number]
             attempt.redone_s = work_s[attempt.last_step] - _between(work_s, kept_step)
     return ordered
+
+
+def _is_whole(row: dict[str, Any]) -> bool:
+    """Whether a line is what `Ledger.write` writes: it may have come from a store."""
+    numbers = [row.get(name) for name in ("attempt", "at", "usd_per_hour", "first_step", "step")]
+    spans = row.get("spans")
+    return (
+        isinstance(spans, dict)
+        and isinstance(row.get("state"), str)
+        and all(isinstance(number, int | float) for number in (*numbers, *spans.values()))
+    )
 
 
 def _between(work_s: dict[int, float], step: int) -> float:

@@ -8,7 +8,6 @@ store that is slow or away is waited for by the thread, never by the run. Refuse
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import threading
@@ -35,7 +34,7 @@ from farthing.commits import (
     take_newest,
 )
 from farthing.errors import RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
-from farthing.files import Damaged, JsonLines, make_private, seal, sha256_of, verify_folder, write_json
+from farthing.files import Damaged, JsonLines, make_private, parse_json, seal, sha256_of, verify_folder, write_json
 from farthing.lease import Lease, Lost
 from farthing.run_folder import CHECKPOINTS, LEDGER, MODEL, RUN
 from farthing.store import Entry, NoSuchObject, Retrying, Store, StoreFault, StoreRefuses, open_store
@@ -174,7 +173,7 @@ class Mirror:
     def _seen_epoch(self) -> int:
         """The epoch this folder held last, in this store: commits of later ones were made elsewhere."""
         try:
-            seen = json.loads((self.folder / SEEN).read_text(encoding="utf-8"))
+            seen = parse_json((self.folder / SEEN).read_text(encoding="utf-8"))
             return int(seen["epoch"]) if seen["store"] == self._store.name else 0
         except (OSError, ValueError, KeyError, TypeError):
             return 0
@@ -252,7 +251,7 @@ class Mirror:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (64 << 10)))
             for line in file.read().decode("utf-8", errors="replace").splitlines():
                 with contextlib.suppress(ValueError):
-                    row = json.loads(line)
+                    row = parse_json(line)
                     rows |= last_rows([row] if isinstance(row, dict) else [])
         return list(rows.values())
 

@@ -7,7 +7,6 @@ and dollars to the bill: each attempt's seconds at that attempt's price.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.errors import UserMistake
-from farthing.files import JsonLines, write_json
+from farthing.files import JsonLines, parse_json, write_json
 from farthing.meter import SPANS, Attempt, read_attempts
 from farthing.run_folder import JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE
 
@@ -221,5 +220,5 @@ def _curve(
 
 def _read_json(path: Path) -> Any:
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     return None
