@@ -155,13 +155,19 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
         finally:
             with contextlib.suppress(OSError):  # a full disk must not hide the error that is on its way
                 note_news(notice, ledger)
-                ledger.close(state)
-            if mirror is not None and state == "failed":
-                mirror.close(mirror.pace.leave_s)
-        receipt = leave_receipt(folder)
-        if mirror is not None:
-            mirror.offer_last_words()
-            mirror.close(mirror.pace.leave_s)
+                ledger.end(state)
+            if state == "failed":
+                end_mirror(mirror, meter, ledger, notice)
+                with contextlib.suppress(OSError):
+                    ledger.close()
+        try:
+            receipt = leave_receipt(folder)
+            if mirror is not None:
+                mirror.offer_last_words()
+                end_mirror(mirror, meter, ledger, notice)
+                receipt = leave_receipt(folder)
+        finally:
+            ledger.close()
         return Outcome(state, reason, receipt)
 
 
@@ -222,10 +228,24 @@ def _train(
         at = run.progress
         mirror.offer(at.step, run.checkpoints.to_go_on(at.step, at.best_step), with_model=True)
         with meter.span("checkpoint"):
-            mirror.wait(mirror.pace.leave_s if state == "interrupted" else mirror.pace.finish_s)
+            leaves_in_s = notice.patience_s(mirror.pace.leave_s, mirror.pace.finish_s)
+            mirror.wait(leaves_in_s if state == "interrupted" else mirror.pace.finish_s)
         mirror.check()
     run.leave_measurement()
     return state, reason
+
+
+def end_mirror(mirror: Mirror | None, meter: Meter, ledger: Ledger, notice: Notice) -> None:
+    """Wait for the last copies, not longer than until the machine goes, and give the lease back; the wait is on the bill."""
+    if mirror is not None:
+        meter.enter("checkpoint")
+        leaves_in_s = notice.patience_s(mirror.pace.leave_s, mirror.pace.finish_s)
+        is_done = mirror.wait(leaves_in_s)
+        with contextlib.suppress(OSError):
+            ledger.beat(at_once=True)  # the lease takes it along: the store knows it too
+        mirror.close(5.0 if is_done else 1.0)
+        with contextlib.suppress(OSError):
+            ledger.beat(at_once=True)
 
 
 @contextlib.contextmanager
@@ -797,6 +817,7 @@ class Run:
             self.log.sync()
             self.note_finished_save(self.checkpoints.save(self.progress.step, self.parts, self.progress.best_step))
             self._save_s = self.meter.wall_s - started_s
+            self.ledger.held_up_by_save(self._save_s)
         self._saved_at_s, self._saved_mark, self._save_now = self.meter.wall_s, self._mark(), False
 
     def _mark(self) -> tuple[Any, ...]:
@@ -809,7 +830,9 @@ class Run:
         if self.progress.step > 0 and self._saved_mark != self._mark():
             self.save()
         with self.meter.span("checkpoint"):
+            started_s = self.meter.wall_s
             self.note_finished_save(self.checkpoints.wait())
+            self.ledger.held_up_by_save(self.meter.wall_s - started_s, n_saves=0)
 
     def note_finished_save(self, result: SaveResult | None) -> None:
         """Put a finished background save on the ledger."""

@@ -73,6 +73,7 @@ def build_receipt(folder: Path) -> dict[str, Any]:
             }
             for name, what in SPANS.items()
         ],
+        "checkpoints": _checkpoints(_read_json(folder / JOB), _read_json(folder / PLAN), attempts, wall_s),
         "attempts": [_attempt(a) for a in attempts],
         "notices": [_notice(row, rows) for row in rows if "notice" in row],
         "interruptions": max(0, len([a for a in attempts if a.began]) - 1),
@@ -143,6 +144,24 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
     values = asdict(attempt)
     values["started_at"] = datetime.fromtimestamp(attempt.started_at, UTC).isoformat(timespec="seconds")
     return {**values, "wall_s": attempt.wall_s, "usd": attempt.usd}
+
+
+def _checkpoints(job: Any, plan: Any, attempts: list[Attempt], wall_s: float) -> dict[str, Any]:
+    """How many, how often, and for how long they have held the run up: its share is that of all the time.
+
+    `interval_s` None: they were asked for by steps, or there was no plan.
+    """
+    train = job["train"] if isinstance(job, dict) else {}
+    interval_s = 60 * train["save_minutes"] if train.get("save_minutes") else None
+    if interval_s is None and not train.get("save_steps") and isinstance(plan, dict):
+        interval_s = plan.get("interval_s")
+    held_up_s = sum(attempt.save_held_up_s for attempt in attempts)
+    return {
+        "n": sum(attempt.n_saves for attempt in attempts),
+        "interval_s": interval_s,
+        "held_up_s": held_up_s,
+        "share": held_up_s / wall_s if wall_s else 0.0,
+    }
 
 
 def _notice(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
