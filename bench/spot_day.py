@@ -78,6 +78,8 @@ class Day:
     goodput: float = 0.0
     usd: float = 0.0
     alone_usd: float = 0.0
+    hours_of: dict[str, float] = field(default_factory=dict)
+    """What the ledger says of all machines together, by span."""
     replayed_billed_hours: float = 0.0
     """What arithmetic alone makes of that day: see `spot_replay`."""
     odd_ends: list[str] = field(default_factory=list)
@@ -224,6 +226,7 @@ def live_through(trace: Trace, folder: Path, seconds: float, usd_per_hour: float
     day.on_ledger_hours, day.alone_hours = receipt["wall_s"] / hour_s, of_alone["wall_s"] / hour_s
     day.redone_hours, day.restart_hours = receipt["redone_s"] / hour_s, receipt["restart_s"] / hour_s
     day.checkpoint_hours = seconds_of(receipt, ["checkpoint"]) / hour_s
+    day.hours_of = {span["name"]: round(span["seconds"] / hour_s, 3) for span in receipt["spans"]}
     lost = day.redone_hours + day.restart_hours + day.checkpoint_hours + day.billed_hours - day.on_ledger_hours
     day.goodput = 1 - lost / day.billed_hours
     day.usd, day.alone_usd = day.billed_hours * usd_per_hour, of_alone["usd"]

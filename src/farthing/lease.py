@@ -101,8 +101,11 @@ class Lease:
         }
         stalled = time.monotonic() - self.renewed_at > self._lease_s  # so long that this number may be gone again
         is_new = store.create(_key(number), json.dumps(link).encode())
-        if not is_new or (stalled and _newest(store) != number):
-            raise Lost(_holder_in_words(_link(store, max(number, _newest(store)))))
+        newest = _newest(store) if stalled or not is_new else number
+        if is_new and newest < number:
+            raise StoreFault("what was just written is in no list of the store: it can't keep two machines apart")
+        if not is_new or newest > number:
+            raise Lost(_holder_in_words(_link(store, max(number, newest))))
         self._number, self.renewed_at = number, time.monotonic()
 
     def _wait_for_silence(

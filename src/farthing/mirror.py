@@ -38,6 +38,7 @@ from farthing.files import Damaged, JsonLines, make_private, parse_json, seal, s
 from farthing.lease import Lease, Lost
 from farthing.run_folder import CHECKPOINTS, LEDGER, MODEL, RUN
 from farthing.store import Entry, NoSuchObject, Retrying, Store, StoreFault, StoreRefuses, open_store
+from farthing.units import plural
 
 OUTBOX, SEEN = "outbox", "store.json"
 SAFE_AGE_S = 86400.0  # what no commit names is removed when it is older
@@ -325,7 +326,7 @@ class Mirror:
         epoch = self._lease.epoch
         assert epoch is not None
         parcel.prefix = parcel.prefix or f"data/{epoch:08d}-{uuid.uuid4().hex}"
-        entries = [*parcel.carried, *self._send_data(parcel, store)]
+        entries = self._send_data(parcel, store)
         self._hold(store)
         self._n_commits += 1
         commit = Commit(epoch, self._n_commits, parcel.step)
@@ -346,12 +347,15 @@ class Mirror:
             self._rotate(store)
 
     def _send_data(self, parcel: _Parcel, store: Store) -> list[dict[str, Any]]:
-        """The entries of a parcel's files, each sent unless the store has it, all seen there with their size."""
+        """The entries of a parcel's files, each sent unless the store has it, all seen there with their size.
+
+        Also those of earlier commits: somebody may have emptied the store.
+        """
         digests: dict[str, str] = {}
         for name in {path.rpartition("/")[0] for path in parcel.files if path.startswith(f"{CHECKPOINTS}/")}:
             files = verify_folder(parcel.folder / name)["files"]
             digests |= {f"{name}/{file['name']}": file["sha256"] for file in files}
-        entries, sent = [], {}
+        entries = list(parcel.carried)
         for path in parcel.files:
             local = parcel.folder / path
             digest = digests.get(path) or sha256_of(local)
@@ -361,14 +365,14 @@ class Mirror:
                 name = f"{parcel.prefix}/{path}"
                 store.put(name, local)
                 parcel.arrived[key] = name
-            if name.startswith(parcel.prefix):
-                sent[name] = key, local.stat().st_size
             entries.append({"path": path, "size": local.stat().st_size, "sha256": digest, "object": name})
-        there = store.list(f"{parcel.prefix}/")
-        for name, (key, size) in sent.items():
-            if name not in there or there[name].n_bytes != size:
-                del parcel.arrived[key]
-                raise StoreFault(f"{key[0]} did not arrive whole")
+        there = store.list("data/")
+        gone = {entry["object"] for entry in entries if not _is_there(entry, there)}
+        if gone:
+            for objects in (parcel.arrived, *self._known.values()):
+                for key in [key for key, name in objects.items() if name in gone]:
+                    del objects[key]
+            raise StoreFault(f"{plural(len(gone), 'file')} did not arrive whole, or were removed")
         return entries
 
     def _rotate(self, store: Store) -> None:
@@ -432,6 +436,12 @@ class Mirror:
         shutil.rmtree(self.folder / OUTBOX, ignore_errors=True)
         while self._said:
             self._warn(self._said.pop(0))
+
+
+def _is_there(entry: dict[str, Any], there: dict[str, Entry]) -> bool:
+    """Whether the store has the object of a commit's entry, with its size."""
+    found = there.get(entry["object"])
+    return found is not None and found.n_bytes == entry["size"]
 
 
 def _link(path: Path, target: Path) -> None:
