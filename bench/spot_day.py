@@ -16,7 +16,9 @@ are of the day: a real second costs as much as the virtual ones it stands for. E
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import math
 import os
 import random
 import shutil
@@ -24,7 +26,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,13 +130,82 @@ def job_in(folder: Path, name: str, n_steps: int, usd_per_hour: float, minutes: 
     return path
 
 
+class Machine:
+    """`farthing train` in a child forked from this process, which has the libraries already and no threads."""
+
+    def __init__(self, job: Path) -> None:
+        self.job = job
+        self.code: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 70
+            try:
+                said = os.open(job.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(said, 1)
+                os.dup2(said, 2)
+                import torch
+
+                from farthing.cli import main
+
+                torch.set_num_threads(1)
+                code = main(["train", str(job)])
+                sys.stdout.flush()
+            except BaseException as error:
+                os.write(2, repr(error).encode())
+            finally:
+                os._exit(code)
+
+    def has_ended(self) -> bool:
+        """Whether it has; then `code` is known."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code is not None
+
+    def wait_until(self, moment: float) -> bool:
+        """Wait for a moment of the monotonic clock; whether it has ended before."""
+        while time.monotonic() < moment and not self.has_ended():
+            time.sleep(0.005)
+        return self.has_ended()
+
+    def last_words(self) -> str:
+        """How it ended."""
+        out = self.job.with_suffix(".out")
+        said = out.read_text("utf-8", errors="replace")[-500:] if out.exists() else "nothing was said"
+        return f"{self.job.stem} exited with {self.code}: {said}"
+
+
+def in_a_child(work: Callable[[], object]) -> None:
+    """Do something that leaves files behind, and threads only there."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    if os.waitpid(pid, 0)[1] != 0:
+        raise SystemExit("the inputs could not be made")
+
+
+def import_everything() -> None:
+    """What every machine would import by itself."""
+    for module in (
+        "farthing.train",
+        "peft",
+        "transformers.integrations.peft",
+        "transformers.models.llama.modeling_llama",
+    ):
+        importlib.import_module(module)
+
+
 def finish(job: Path) -> None:
     """Run a job to its end."""
-    attempt = survive.Forked(job)
-    while attempt.poll() is None:
-        time.sleep(0.01)
-    if attempt.code != 0:
-        raise SystemExit(f"{job.stem} exited with {attempt.code}: {survive._last_words(job)}")
+    machine = Machine(job)
+    machine.wait_until(math.inf)
+    if machine.code != 0:
+        raise SystemExit(machine.last_words())
 
 
 def receipt_of(run: Path) -> dict[str, Any]:
@@ -148,42 +219,33 @@ def seconds_of(receipt: dict[str, Any], names: Sequence[str]) -> float:
     return float(sum(span["seconds"] for span in receipt["spans"] if span["name"] in names))
 
 
-def wait_until(attempt: survive.Forked, moment: float) -> bool:
-    """Wait for a moment of the monotonic clock; whether the attempt has ended before."""
-    while time.monotonic() < moment:
-        if attempt.poll() is not None:
-            return True
-        time.sleep(0.005)
-    return attempt.poll() is not None
-
-
 def live(day: Day, spells: Sequence[Spell], folder: Path, jobs: Sequence[Path], notice: float, grace_s: float) -> Path:
     """Begin a machine with each spell and take it away at its end; the folder of the run that finished, or the last one."""
     chance = random.Random(day.zone)
     for spell, job in zip(spells, jobs, strict=True):
         day.n_machines += 1
         began = time.monotonic()
-        attempt = survive.Forked(job)
+        machine = Machine(job)
         is_noticed = chance.random() < notice
         end = began + spell.end_s - spell.begin_s
-        has_ended = wait_until(attempt, max(began, end - grace_s) if is_noticed else end)
+        has_ended = machine.wait_until(max(began, end - grace_s) if is_noticed else end)
         if not has_ended and is_noticed:
             day.n_noticed += 1
-            os.kill(attempt.pid, signal.SIGTERM)
-            has_ended = wait_until(attempt, end)
+            os.kill(machine.pid, signal.SIGTERM)
+            has_ended = machine.wait_until(end)
         ended = time.monotonic()
         if not has_ended:
             day.n_killed += 1
-            attempt.kill()
-            survive._finish(attempt)
+            os.kill(machine.pid, signal.SIGKILL)
+            machine.wait_until(math.inf)
         day.billed_hours += (ended - began) * day.times_faster / 3600
-        if attempt.code == 0:
+        if machine.code == 0:
             day.finished_at_hour = (spell.begin_s + ended - began) * day.times_faster / 3600
             return folder / job.stem / "run"
-        if has_ended and attempt.code in (75, -signal.SIGTERM):  # the latter before it could begin
+        if has_ended and machine.code in (75, -signal.SIGTERM):  # the latter before it could begin
             day.n_left_in_time += 1
         elif has_ended:
-            day.odd_ends.append(f"{job.stem} exited with {attempt.code}: {survive._last_words(job)}")
+            day.odd_ends.append(machine.last_words())
         if job is not jobs[-1]:
             shutil.rmtree(folder / job.stem, ignore_errors=True)
     return folder / jobs[-1].stem / "run"
@@ -191,8 +253,8 @@ def live(day: Day, spells: Sequence[Spell], folder: Path, jobs: Sequence[Path], 
 
 def live_through(trace: Trace, folder: Path, seconds: float, usd_per_hour: float, notice: float, grace_s: float) -> Day:
     """The whole of it, in `folder`."""
-    survive._import_everything()
-    survive._in_a_child(lambda: make_inputs(folder))
+    import_everything()
+    in_a_child(lambda: make_inputs(folder))
     length_s = len(trace.available) * trace.gap_s
     faster = length_s / seconds
     price = usd_per_hour * faster

@@ -190,6 +190,16 @@ def damaged_weights(desk: Desk) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 
 
+def missing_shard(desk: Desk) -> None:
+    folder = desk.own_model()
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = {
+        "model.embed_tokens.weight": "model-00001-of-00002.safetensors",
+        "lm_head.weight": "model-00002-of-00002.safetensors",
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+
+
 def config_that_is_no_json(desk: Desk) -> None:
     (desk.own_model() / "config.json").write_text("{")
 
@@ -292,6 +302,7 @@ BAD = [
     (folder_that_is_not_there, ["/no-such-model: no such folder", "check model"]),
     (weights_as_a_pickle, ["/model: weights only as a pickle (pytorch_model.bin)", "convert them to safetensors"]),
     (damaged_weights, ["/model: can't be loaded for causal-lm", "to do:"]),
+    (missing_shard, ["/model: can't be loaded for causal-lm", "model-00002-of-00002.safetensors", "to do:"]),
     (config_that_is_no_json, ["/model: the model's configuration can't be loaded", "to do:"]),
     (tokenizer_larger_than_the_model, ["/model: the tokenizer has", "the model embeds 100", "model's own tokenizer"]),
     (hub_model_without_network, ["some-org/some-model: the model's configuration", "check the name or the network"]),
@@ -464,10 +475,16 @@ def other_length(desk: Desk) -> None:
     desk.set("data", max_length=48)
 
 
+def other_template(desk: Desk) -> None:
+    desk.bytes(b"{% for m in messages %}{{ m.content }}{% endfor %}", "chat.jinja")
+    desk.set("data", chat_template="chat.jinja")
+
+
 CHANGES = [
     (other_data, "data.train (content)"),
     (rows_in_another_order, "data.train (content)"),
     (other_tokenizer, "tokenizer (content)"),
+    (other_template, "tokenizer (content)"),
     (other_weights, "model (content)"),
     (other_learning_rate, "train.learning_rate: 0.001 -> 0.002"),
     (other_batch, "train.global_batch_size: 4 -> 8"),
@@ -494,6 +511,7 @@ def test_a_run_is_not_continued_with_anything_else_and_says_what_changed(desk: D
         desk.values = {**before, "train": {**before["train"]}, "data": {**before["data"]}}
         desk.set("train", learning_rate=0.001, global_batch_size=4)
         desk.values["train"].pop("seed", None)
+        desk.values["data"].pop("chat_template", None)
         desk.set("data", max_length=64)
         for name in ("train.jsonl", "model/tokenizer.json", "model/model.safetensors"):
             (desk.folder / name).write_bytes(whole[desk.folder / name])

@@ -27,8 +27,8 @@ import survive
 from farthing import mirror as mirror_module
 from farthing.checkpoint import Checkpoints
 from farthing.cli import main
-from farthing.errors import NoSpace, SaveFailing, StoreDown
-from farthing.files import JsonLines
+from farthing.errors import NoSpace, RunChanged, SaveFailing, StoreDown
+from farthing.files import JsonLines, seal, unseal
 from farthing.job_file import load_job
 from farthing.store import Entry, LocalStore, open_store
 from farthing.train import train
@@ -188,6 +188,28 @@ def test_an_evaluation_without_room_for_one_example_is_said(
     said = capsys.readouterr().err
     assert "the device has no memory left" in said
     assert "Traceback" not in said
+
+
+# ---- data ----
+
+
+def test_bad_rows_are_left_out_alike_by_every_attempt(tmp_path: Path) -> None:
+    """Also by one whose cache is empty and has to read them again."""
+    job = job_in(tmp_path, "alone")
+    lines = (tmp_path / "data.jsonl").read_text().splitlines()
+    spoilt = [*lines[:7], '{"prompt": ', *lines[7:20], '{"prompt": 5, "completion": " x"}', "[]", *lines[20:], ""]
+    (tmp_path / "data.jsonl").write_text("\n".join(spoilt))
+    jobs = {}
+    for name in ("alone", "stopped"):
+        job_in(tmp_path, name)
+        jobs[name] = load_job(tmp_path / f"{name}.yaml", ["data.max_bad_rows=0.1"])
+    assert train(jobs["alone"], quiet).exit_code == 0
+    assert train(jobs["stopped"], when("step", 5, lambda: os.kill(os.getpid(), signal.SIGTERM))).exit_code == 75
+    shutil.rmtree(str(job.cache_dir))
+    heard = Heard()
+    assert train(jobs["stopped"], heard).exit_code == 0
+    assert heard.of("data")[0]["n_bad"] == 3
+    assert ends_like(survive.result_of(tmp_path / "alone"), tmp_path / "stopped")
 
 
 # ---- stores ----
@@ -362,6 +384,15 @@ def test_a_commit_of_schema_1_is_read(tmp_path: Path) -> None:
     assert mirror.bring_back() == 2
     mirror.close(1)
     assert (tmp_path / "run" / "checkpoints" / "step-00000002-0001" / "state.json").read_text() == '{"step": 2}'
+
+
+def test_a_commit_of_a_newer_farthing_is_refused_with_words(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "store", tmp_path / "store")
+    (path,) = (tmp_path / "store" / "commits").iterdir()
+    path.write_text(seal(unseal(path.read_text(), "it") | {"schema": 99}))
+    with pytest.raises(RunChanged, match="newer farthing"):
+        mirror_of(open_store(str(tmp_path / "store")), tmp_path / "run").bring_back()
+    assert path.exists(), "it is fine for the farthing that wrote it"
 
 
 def write_golden() -> None:
