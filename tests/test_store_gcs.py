@@ -255,11 +255,11 @@ def test_a_large_file_goes_in_parts_and_comes_back(proxy: GcsProxy, address: str
 def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
     proxy: GcsProxy, address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Every twentieth request meets another fault; the result is that of a run that was left alone."""
+    """Every fortieth request meets another fault; the result is that of a run that was left alone."""
     faults = ["503", "reset", "lost reply", "slow", "truncate"]
 
     def trouble(number: int, method: str, path: str) -> str | None:
-        return faults[number // 20 % len(faults)] if number % 20 == 0 else None
+        return faults[number // 40 % len(faults)] if number % 40 == 0 else None
 
     monkeypatch.setattr(mirror_module, "PACE", Pace(renew_s=0.5, lease_s=5, pause_s=0.02, again_s=0.2, give_up_s=10))
     assert train(machine(tmp_path, "alone", None)).exit_code == 0
