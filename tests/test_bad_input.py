@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -191,6 +190,16 @@ def damaged_weights(desk: Desk) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 
 
+def missing_shard(desk: Desk) -> None:
+    folder = desk.own_model()
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = {
+        "model.embed_tokens.weight": "model-00001-of-00002.safetensors",
+        "lm_head.weight": "model-00002-of-00002.safetensors",
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+
+
 def config_that_is_no_json(desk: Desk) -> None:
     (desk.own_model() / "config.json").write_text("{")
 
@@ -293,6 +302,7 @@ BAD = [
     (folder_that_is_not_there, ["/no-such-model: no such folder", "check model"]),
     (weights_as_a_pickle, ["/model: weights only as a pickle (pytorch_model.bin)", "convert them to safetensors"]),
     (damaged_weights, ["/model: can't be loaded for causal-lm", "to do:"]),
+    (missing_shard, ["/model: can't be loaded for causal-lm", "model-00002-of-00002.safetensors", "to do:"]),
     (config_that_is_no_json, ["/model: the model's configuration can't be loaded", "to do:"]),
     (tokenizer_larger_than_the_model, ["/model: the tokenizer has", "the model embeds 100", "model's own tokenizer"]),
     (hub_model_without_network, ["some-org/some-model: the model's configuration", "check the name or the network"]),
@@ -465,10 +475,16 @@ def other_length(desk: Desk) -> None:
     desk.set("data", max_length=48)
 
 
+def other_template(desk: Desk) -> None:
+    desk.bytes(b"{% for m in messages %}{{ m.content }}{% endfor %}", "chat.jinja")
+    desk.set("data", chat_template="chat.jinja")
+
+
 CHANGES = [
     (other_data, "data.train (content)"),
     (rows_in_another_order, "data.train (content)"),
     (other_tokenizer, "tokenizer (content)"),
+    (other_template, "tokenizer (content)"),
     (other_weights, "model (content)"),
     (other_learning_rate, "train.learning_rate: 0.001 -> 0.002"),
     (other_batch, "train.global_batch_size: 4 -> 8"),
@@ -495,6 +511,7 @@ def test_a_run_is_not_continued_with_anything_else_and_says_what_changed(desk: D
         desk.values = {**before, "train": {**before["train"]}, "data": {**before["data"]}}
         desk.set("train", learning_rate=0.001, global_batch_size=4)
         desk.values["train"].pop("seed", None)
+        desk.values["data"].pop("chat_template", None)
         desk.set("data", max_length=64)
         for name in ("train.jsonl", "model/tokenizer.json", "model/model.safetensors"):
             (desk.folder / name).write_bytes(whole[desk.folder / name])
@@ -502,93 +519,3 @@ def test_a_run_is_not_continued_with_anything_else_and_says_what_changed(desk: D
     said = run()
     assert said.code == 0
     assert "finished already" in said.out
-
-
-# ---- secrets and safety ----
-
-CANARIES = {
-    "HF_TOKEN": "hf_canary0123456789abcdef",
-    "AWS_SECRET_ACCESS_KEY": "canary/aws/secret+key",
-    "WANDB_API_KEY": "canarywandb0123456789",
-}
-
-
-def files_with(secret: str, *folders: Path) -> list[Path]:
-    return [
-        path
-        for folder in folders
-        for path in folder.rglob("*")
-        if path.is_file() and (secret.encode() in path.read_bytes() or secret in path.name)
-    ]
-
-
-def test_no_secret_of_the_environment_is_printed_or_written(
-    desk: Desk, run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, secret in CANARIES.items():
-        monkeypatch.setenv(name, secret)
-    said = run()
-    assert said.code == 0, said.err
-    for secret in CANARIES.values():
-        assert secret not in said.out + said.err
-        assert files_with(secret, desk.folder) == []
-
-
-def test_no_password_of_an_address_is_printed_or_written(desk: Desk, run: Callable[..., Said], tmp_path: Path) -> None:
-    import fsspec
-
-    memory = fsspec.filesystem("memory")
-    memory.pipe("/sets/a.jsonl", (desk.folder / "train.jsonl").read_bytes())
-    desk.set("data", train="simplecache::memory://user:hunter2@sets/a.jsonl")
-    memory.pipe("/user:hunter2@sets/a.jsonl", (desk.folder / "train.jsonl").read_bytes())
-    said = run()
-    assert said.code == 0, said.err
-    assert "hunter2" not in said.out + said.err
-    (desk.folder / "job.yaml").unlink()
-    assert files_with("hunter2", desk.folder) == []
-    assert "memory://sets/a.jsonl" in (desk.folder / "run" / "job.json").read_text()
-
-
-def test_what_may_hold_data_is_for_its_owner_alone(desk: Desk, run: Callable[..., Said]) -> None:
-    os.umask(0o022)
-    assert run().code == 0
-    assert {
-        name: (desk.folder / name).stat().st_mode & 0o777 for name in ("run", "cache/tokens")
-    } == {"run": 0o700, "cache/tokens": 0o700}  # fmt: skip
-
-
-def test_nothing_here_unpickles_or_evaluates() -> None:
-    root = Path(farthing.__file__).parent
-    forbidden = re.compile(r"^\s*(import|from) (pickle|dill|marshal|shelve|joblib)\b|torch\.load\(|(?<![\w.])(eval|exec)\("
-                           r"|allow_pickle=True|yaml\.(load|unsafe_load|full_load)\(")  # fmt: skip
-    guilty = [
-        f"{path.relative_to(root)}:{number}: {line.strip()}"
-        for path in sorted(root.rglob("*.py"))
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if forbidden.search(line)
-    ]
-    assert guilty == []
-
-
-def test_a_tag_that_would_run_code_runs_none(desk: Desk, run: Callable[..., Said]) -> None:
-    text = desk.job().read_text() + f"limits: !!python/object/apply:os.system ['touch {desk.folder}/ran']\n"
-    (desk.folder / "evil.yaml").write_text(text)
-    said = run(job="evil.yaml")
-    assert said.code == 2
-    assert "plain values only" in said.err
-    assert not (desk.folder / "ran").exists()
-
-
-def test_code_beside_a_model_is_not_run(desk: Desk, run: Callable[..., Said]) -> None:
-    folder = desk.own_model()
-    (folder / "evil.py").write_text(f"open({str(desk.folder / 'ran')!r}, 'w')\nclass Model: pass\n")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {
-        "model_type": "unheard-of",
-        "auto_map": {"AutoConfig": "evil.Model", "AutoModelForCausalLM": "evil.Model"},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    said = run()
-    assert said.code == 2, said.err
-    assert "trust_remote_code" in said.err
-    assert not (desk.folder / "ran").exists()

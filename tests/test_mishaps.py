@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,9 @@ import torch
 import farthing.step
 import farthing.train
 import workshop
+from farthing import track
 from farthing.cli import main
-from farthing.track import with_trackers
+from farthing.track import tracked
 from farthing.train import train
 from test_survive import job_in, quiet
 
@@ -34,12 +37,29 @@ def test_tensorboard_gets_losses_and_metrics(tmp_path: Path) -> None:
 def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     heard: list[tuple[str, dict[str, Any]]] = []
-    tell = with_trackers(lambda kind, facts: heard.append((kind, facts)), ("tensorboard",), tmp_path / "board")
     (tmp_path / "board").write_text("a file where the folder should be")
-    for step in (1, 2):
-        tell("step", dict.fromkeys(("loss", "lr", "grad_norm", "usd"), 1.0) | {"step": step})
-    assert [kind for kind, _ in heard] == ["step", "warning", "step"]
-    assert "is off" in heard[1][1]["text"]
+    with tracked(lambda kind, facts: heard.append((kind, facts)), ("tensorboard",), tmp_path / "board") as tell:
+        for step in (1, 2):
+            tell("step", dict.fromkeys(track.STEP_FIGURES, 1.0) | {"step": step})
+    assert sorted(kind for kind, _ in heard) == ["step", "step", "warning"]
+    assert "is off" in next(facts["text"] for kind, facts in heard if kind == "warning")
+
+
+@pytest.mark.parametrize("most_waiting", [3, 10_000])
+def test_a_tracker_that_hangs_is_not_waited_for(
+    most_waiting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(track.TensorBoard, "__call__", lambda *event: is_over.wait(60))
+    monkeypatch.setattr(track, "MOST_WAITING", most_waiting)
+    monkeypatch.setattr(track, "PATIENCE_S", 0.2)
+    heard = workshop.Heard()
+    began = time.monotonic()
+    assert train(job_in(tmp_path, "run", report_to=["tensorboard"]), heard).exit_code == 0
+    is_over.set()
+    assert time.monotonic() - began < 30
+    assert [facts["step"] for facts in heard.of("step")] == list(range(1, 13))
+    assert ("events behind" in heard.warnings) == (most_waiting == 3)
 
 
 def fail_at(step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:

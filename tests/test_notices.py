@@ -20,11 +20,13 @@ import pytest
 import farthing.cloud_notice
 import survive
 import workshop
+from farthing import mirror as mirror_module
 from farthing.cloud_notice import ADDRESS, AZURE_TAG, FAILURES_UNTIL_GIVEN_UP, Aws, Sign, Watch, services_for
 from farthing.errors import UserMistake
 from farthing.job import Job
 from farthing.notice import Notice
 from farthing.train import train
+from mirrored import QUICK
 from test_survive import job_in, quiet
 
 ACTION, REBALANCE, TOKEN = (
@@ -468,3 +470,43 @@ def test_nobody_is_asked_without_a_reason(quick: Metadata, tmp_path: Path, monke
     monkeypatch.setattr(farthing.cloud_notice, "cloud_here", lambda firmware: honest(nowhere))
     assert train(workshop.make_job(tmp_path, max_steps=2), quiet).exit_code == 0
     assert quick.asked == []
+
+
+def test_how_long_may_be_waited_is_what_is_left_until_the_machine_goes() -> None:
+    notice = Notice()
+    assert notice.patience_s(20, 600) == 20, "nobody has said anything"
+    notice.say("rebalance", "aws", leaves_at=time.time() + 3, is_certain=False)
+    notice.say("SIGTERM", "signal")
+    assert notice.patience_s(20, 600) == 20, "nobody has said when"
+    notice.say("spot interruption", "aws", leaves_at=time.time() + 120)
+    assert notice.patience_s(20, 600) == pytest.approx(115, abs=1)
+    assert notice.patience_s(20, 60) == 60
+    notice.say("preempted", "gcp", leaves_at=time.time() + 30)
+    assert notice.patience_s(20, 600) == pytest.approx(25, abs=1)
+    notice.say("preempted", "gcp", leaves_at=time.time() - 10)
+    assert notice.patience_s(20, 600) == 1
+
+
+def test_a_store_gets_the_time_that_a_notice_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told that the machine goes in half a minute, a run waits longer for a slow store than it would unasked."""
+    asked: list[float] = []
+    real = mirror_module.Mirror.wait
+
+    def wait(mirror: Any, seconds: float) -> bool:
+        asked.append(seconds)
+        return real(mirror, seconds)
+
+    monkeypatch.setattr(mirror_module, "PACE", QUICK)
+    monkeypatch.setattr(mirror_module.Mirror, "wait", wait)
+    notices: list[Notice] = []
+    enter = Notice.__enter__
+    monkeypatch.setattr(Notice, "__enter__", lambda notice: (notices.append(notice), enter(notice))[1])
+
+    def tell(kind: str, facts: dict[str, Any]) -> None:
+        if kind == "step" and facts["step"] == 2:
+            notices[0].say("preempted", "gcp", leaves_at=time.time() + 30)
+
+    job = workshop.make_job(tmp_path).model_copy(update={"output_store": str(tmp_path / "store")})
+    assert train(job, tell).exit_code == 75
+    assert asked[:2] == [QUICK.finish_s] * 2, "for the last step, and for the last words"
+    assert QUICK.leave_s < QUICK.finish_s < 25

@@ -18,6 +18,7 @@ import torch
 import yaml
 
 import survive
+from farthing.checkpoint import Checkpoints
 from farthing.errors import RunBusy, RunDamaged
 from farthing.files import only_writer
 from farthing.job import Job
@@ -253,3 +254,42 @@ def test_work_that_was_lost_to_a_kill_stays_on_the_bill(tmp_path: Path) -> None:
     assert receipt["redone_s"] > 0
     assert receipt["steps"] == 12
     assert receipt["tokens"] == train(job_in(tmp_path, "other"), quiet).receipt["tokens"]
+
+
+def test_the_receipt_says_how_long_saving_held_the_run_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot that takes 50 ms, and a disk that takes 200 ms, which only the last save has to wait for."""
+    snapshot, write = Checkpoints.save, Checkpoints._write
+
+    def slow_snapshot(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return snapshot(*arguments)
+
+    def slow_write(*arguments: Any) -> None:
+        time.sleep(0.2)
+        write(*arguments)
+
+    monkeypatch.setattr(Checkpoints, "save", slow_snapshot)
+    monkeypatch.setattr(Checkpoints, "_write", slow_write)
+
+    def tell(kind: str, facts: dict[str, Any]) -> None:
+        if kind == "step":
+            time.sleep(0.15)
+
+    job = job_in(tmp_path, "run", save_steps=4)
+    train(job, lambda kind, facts: terminate() if kind == "step" and facts["step"] == 6 else tell(kind, facts))
+    receipt = train(job, tell).receipt
+    saves = receipt["checkpoints"]
+    assert saves["n"] == sum(attempt["n_saves"] for attempt in receipt["attempts"]) >= 4
+    least = 0.05 * saves["n"] + 0.15 * 2  # both attempts wait for their last one
+    assert least <= saves["held_up_s"] < least + 2.0
+    assert saves["held_up_s"] <= next(s["seconds"] for s in receipt["spans"] if s["name"] == "checkpoint") + 0.01
+    assert saves["share"] == pytest.approx(saves["held_up_s"] / receipt["wall_s"])
+    assert saves["interval_s"] is None, "by steps, as the job has it"
+
+
+def test_the_receipt_has_the_interval_of_its_checkpoints(tmp_path: Path) -> None:
+    planned = train(job_in(tmp_path, "planned", save_steps=None), quiet).receipt
+    promise = json.loads((tmp_path / "planned" / "plan.json").read_text())
+    assert planned["checkpoints"]["interval_s"] == promise["interval_s"] > 0
+    asked = train(job_in(tmp_path, "asked", save_steps=None, save_minutes=2), quiet).receipt
+    assert asked["checkpoints"]["interval_s"] == 120

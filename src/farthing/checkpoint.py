@@ -18,15 +18,27 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import safetensors
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from farthing.errors import RunChanged, RunDamaged, SaveFailing
-from farthing.files import Damaged, commit_folder, discard, make_private, read_manifest, sweep_drafts, verify_folder
+from farthing.files import (
+    Damaged,
+    commit_folder,
+    discard,
+    make_private,
+    parse_json,
+    read_manifest,
+    sweep_drafts,
+    verify_folder,
+)
 
 SCHEMA = 1
 MAX_FAILED_SAVES = 3
+MAX_STATE_BYTES, MAX_HEADER_BYTES = 64 << 20, 16 << 20
 _NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
+_PART = re.compile(r"[a-z_]+")
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -182,20 +194,28 @@ class Checkpoints:
     def read(self, step: int) -> dict[str, State]:
         """The parts of a checkpoint that has been verified."""
         folder = self._folder(*self._newest_of(step))
-        values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         parts = {}
-        for name, part_values in values.items():
+        for name, part_values in _values_of(folder).items():
             path = folder / f"{name}.safetensors"
             parts[name] = (load_file(path) if path.exists() else {}, part_values)
         return parts
 
     def restore(self, step: int, parts: Mapping[str, Part]) -> None:
-        """Put every part back to `step`."""
+        """Put every part back to `step`. Raises `RunChanged`, and `RunDamaged` where a part can't take what was saved."""
         saved = self.read(step)
         if set(saved) != set(parts):
             raise RunChanged(f"the checkpoint holds {sorted(saved)}, this run {sorted(parts)}", where=f"step {step}")
         for name, part in parts.items():
-            part.restore(*saved[name])
+            try:
+                part.restore(*saved[name])
+            except torch.OutOfMemoryError:
+                raise
+            except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                raise RunDamaged(
+                    f"the {name} of step {step} is not what this run has saved ({type(error).__name__}: {error})",
+                    where=str(self.folder),
+                    to_do="bring one back from a copy, or start from zero on purpose with --allow-restart",
+                ) from error
 
     def forget_all(self) -> None:
         """Set every checkpoint aside: the run starts from zero on purpose."""
@@ -225,6 +245,9 @@ class Checkpoints:
         folder = self._folder(step, serial)
         self._check(read_manifest(folder), step)
         verify_folder(folder)
+        _values_of(folder)
+        for path in folder.glob("*.safetensors"):
+            _check_header(path)
 
     def _check(self, manifest: dict[str, Any], step: int) -> None:
         if isinstance(manifest.get("schema"), int) and manifest["schema"] > SCHEMA:
@@ -244,6 +267,36 @@ class Checkpoints:
             number += 1
         folder.rename(aside)
         return aside
+
+
+def _values_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """The values of each part of a checkpoint, their form checked. Raises `Damaged`."""
+    path = folder / "state.json"
+    try:
+        if path.stat().st_size > MAX_STATE_BYTES:
+            raise Damaged(f"{path.name} is larger than {MAX_STATE_BYTES} bytes")
+        values = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{path.name} can't be read: {error}") from error
+    is_whole = isinstance(values, dict) and all(
+        _PART.fullmatch(name) and isinstance(of_part, dict) for name, of_part in values.items()
+    )
+    if not is_whole:
+        raise Damaged(f"{path.name} holds something else than the parts of a run")
+    return dict(values)
+
+
+def _check_header(path: Path) -> None:
+    """Refuse a file of tensors whose header is not of it: nothing is allocated by what a header says. Raises `Damaged`."""
+    with open(path, "rb") as file:
+        n_bytes = int.from_bytes(file.read(8), "little")
+    if n_bytes > min(MAX_HEADER_BYTES, path.stat().st_size - 8):
+        raise Damaged(f"{path.name} says that its header has {n_bytes} bytes")
+    try:
+        with safetensors.safe_open(path, framework="pt"):
+            pass  # shapes and offsets are those of the bytes that are there
+    except safetensors.SafetensorError as error:
+        raise Damaged(f"{path.name} is no file of tensors: {error}") from error
 
 
 def _copied(state: State) -> State:

@@ -139,6 +139,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--output", required=True, help="new folder for the model")
     sub.add_argument("--format", choices=("adapter", "merged"), default="merged")
     sub.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the merged weights")
+    sub.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code that comes with the base model, as the job does"
+    )
     sub.add_argument("--json", action="store_true")
 
     sub = verb("prices", _prices, "show what GPUs cost, or refresh the prices from public feeds")
@@ -500,7 +503,13 @@ def _export(arguments: argparse.Namespace) -> int:
         raise UserMistake("no such run folder", where=str(run), to_do="name the output_dir of a job")
     from farthing.export import export_run
 
-    written = export_run(run, Path(arguments.output), arguments.format, arguments.dtype)
+    written = export_run(
+        run,
+        Path(arguments.output),
+        arguments.format,
+        arguments.dtype,
+        trust_remote_code=arguments.trust_remote_code,
+    )
     if arguments.json:
         print(json.dumps(written, indent=1))
     else:

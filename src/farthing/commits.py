@@ -16,18 +16,27 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from farthing.errors import NoSpace, RunChanged, RunDamaged
-from farthing.files import Damaged, JsonLines, discard, make_private, sha256_of, sweep_drafts, unseal, write_text
+from farthing.files import (
+    Damaged,
+    JsonLines,
+    discard,
+    make_private,
+    parse_json,
+    sha256_of,
+    sweep_drafts,
+    unseal,
+    write_text,
+)
 from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, PLAN, RECEIPT, RUN, SCHEDULE
-from farthing.store import Garbled, NoSuchObject, Store
+from farthing.store import Garbled, NoSuchObject, Store, TooLarge
 from farthing.units import say_bytes
 
 SCHEMA = 1
 SMALL = (JOB, RUN, PLAN, SCHEDULE, LOG, LEDGER, RECEIPT, "measurements.json")
-MAX_COMMIT_BYTES = 16 << 20
 _COMMIT = re.compile(r"commits/(\d{8})-(\d{6})-(\d{8,})\.json")
 _CHECKPOINT = re.compile(r"step-\d{8,}-\d{4,}")
 _DRAFT = ".draft-"
@@ -58,8 +67,8 @@ def list_commits(store: Store) -> list[Commit]:
 def read_commit(store: Store, commit: Commit) -> dict[str, Any]:
     """What a commit names, its form checked. Raises `Damaged`, `RunChanged`, `StoreFault`."""
     try:
-        manifest = unseal(store.get(commit.key)[:MAX_COMMIT_BYTES].decode("utf-8"), "its commit")
-    except UnicodeDecodeError as error:
+        manifest = unseal(store.get(commit.key).decode("utf-8"), "its commit")
+    except (UnicodeDecodeError, TooLarge) as error:
         raise Damaged(f"its commit can't be read: {error}") from error
     if isinstance(manifest.get("schema"), int) and manifest["schema"] > SCHEMA:
         raise RunChanged(
@@ -79,6 +88,10 @@ def read_commit(store: Store, commit: Commit) -> dict[str, Any]:
             raise Damaged(f"its commit names an object outside its own: {name!r}")
         if not isinstance(entry.get("size"), int) or entry["size"] < 0 or not isinstance(entry.get("sha256"), str):
             raise Damaged(f"its commit gives no size and sha256 for {path}")
+    paths = [entry["path"] for entry in manifest["files"]]
+    folders = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
+    if len(set(paths)) < len(paths) or folders & set(paths):
+        raise Damaged("its commit names a file twice, or as a folder too")
     return manifest
 
 
@@ -96,7 +109,7 @@ def has_checkpoint(folder: Path) -> bool:
 def run_id_of(folder: Path) -> str | None:
     """The id of the run in a folder; None where it can't be read."""
     try:
-        return str(json.loads((folder / RUN).read_text(encoding="utf-8"))["run_id"])
+        return str(parse_json((folder / RUN).read_text(encoding="utf-8"))["run_id"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -187,7 +200,7 @@ def _put_in_place(
 def _may_be_written(path: str) -> bool:
     """Whether a path of a commit is one that a run folder has."""
     parts = path.split("/")
-    if "\\" in path or "\0" in path or any(part in ("", ".", "..") for part in parts):
+    if "\\" in path or "\0" in path or any(part in ("", ".", "..") or len(part) > 200 for part in parts):
         return False
     if parts[0] == CHECKPOINTS:
         return len(parts) == 3 and _CHECKPOINT.fullmatch(parts[1]) is not None
@@ -230,7 +243,7 @@ def join_ledgers(here: Path, from_store: Path, words: list[dict[str, Any]]) -> N
 
 
 def _spent_s(row: dict[str, Any]) -> float:
-    return float(sum(row.get("spans", {}).values()))
+    return float(sum(seconds for seconds in row.get("spans", {}).values() if isinstance(seconds, int | float)))
 
 
 def _began_at(row: dict[str, Any]) -> float:

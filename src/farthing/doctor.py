@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.errors import DataError, FarthingError
+from farthing.files import parse_json
 from farthing.job_file import load_job
 from farthing.run_folder import CHECKPOINTS, RUN
 from farthing.units import plural, say_bytes
@@ -158,7 +158,7 @@ def _run_folder(folder: Path) -> Iterator[Check]:
     free = shutil.disk_usage(_nearest(folder)).free
     state = "a new run"
     if (folder / RUN).exists():
-        facts = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        facts = parse_json((folder / RUN).read_text(encoding="utf-8"))
         n_saved = len(list((folder / CHECKPOINTS).glob("step-*"))) if (folder / CHECKPOINTS).is_dir() else 0
         state = (
             "a finished run" if facts.get("finished") else f"an unfinished run with {n_saved} checkpoints: it goes on"

@@ -5,7 +5,6 @@ The folder appears whole or not at all. Refuses to train.
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from farthing.errors import UserMistake
-from farthing.files import install_folder
+from farthing.files import install_folder, parse_json
 from farthing.model.load import AUTO_CLASSES, ModelChoice, load_config, load_model, load_tokenizer, quiet_libraries
 from farthing.report.card import model_card
 from farthing.report.receipt import build_receipt
@@ -42,10 +41,13 @@ def export_model(folder: Path, model: Any, tokenizer: Any, receipt: dict[str, An
     install_folder(folder, fill)
 
 
-def export_run(run: Path, folder: Path, form: str, dtype: str | None = None) -> dict[str, Any]:
+def export_run(
+    run: Path, folder: Path, form: str, dtype: str | None = None, *, trust_remote_code: bool = False
+) -> dict[str, Any]:
     """Write the model of a run to `folder` as `adapter` (what was trained) or `merged` (the whole, ready to serve).
 
-    Returns what was written. Raises `UserMistake` when the run has no model, or no adapter, or `folder` is in use.
+    Whether code that came with the base model may run is not the run folder's to say. Returns what was written. Raises
+    `UserMistake` when the run has no model, or no adapter, or `folder` is in use.
     """
     quiet_libraries()
     source = run / MODEL
@@ -59,7 +61,7 @@ def export_run(run: Path, folder: Path, form: str, dtype: str | None = None) -> 
             raise UserMistake("a full fine-tune has no adapter", where=str(run), to_do="use --format merged")
         install_folder(folder, lambda draft: _copy(source, draft))
     elif is_adapter:
-        _merge(run, source, folder, dtype)
+        _merge(run, source, folder, dtype, trust_remote_code)
     else:
         _recast(run, source, folder, dtype)
     n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -70,18 +72,24 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copytree(source, target, dirs_exist_ok=True)
 
 
-def _merge(run: Path, source: Path, folder: Path, dtype: str | None) -> None:
+def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool) -> None:
     import peft
 
-    job = json.loads((run / JOB).read_text(encoding="utf-8"))
+    job = parse_json((run / JOB).read_text(encoding="utf-8"))
     section = job["model"]
+    if section["trust_remote_code"] and not trust_remote_code:
+        raise UserMistake(
+            "its job lets Python code run that comes with the base model",
+            where=str(run / JOB),
+            to_do="read that code; if you trust it: --trust-remote-code",
+        )
     choice = ModelChoice(
         section["model_name_or_path"],
         section["revision"],
         None,
         section["init"],
         section["attn_implementation"],
-        section["trust_remote_code"],
+        trust_remote_code,
     )
     tuned = load_config(ModelChoice(str(source)))
     base = load_model(
@@ -102,7 +110,7 @@ def _merge(run: Path, source: Path, folder: Path, dtype: str | None) -> None:
 
 
 def _recast(run: Path, source: Path, folder: Path, dtype: str | None) -> None:
-    job = json.loads((run / JOB).read_text(encoding="utf-8"))
+    job = parse_json((run / JOB).read_text(encoding="utf-8"))
     wanted = getattr(torch, dtype) if dtype else "auto"
     model = AUTO_CLASSES[job["task"]].from_pretrained(source, use_safetensors=True, dtype=wanted)
     _write_whole(run, model, source, folder)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from farthing.errors import RunBusy
+from farthing.errors import RunBusy, UserMistake
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
@@ -29,6 +29,23 @@ _DRAFT = ".draft-"
 
 class Damaged(Exception):
     """A folder's content is not what its manifest says. The message says in what way."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text that others may have written. Raises `ValueError`, also for one that is nested too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def open_own(path: Path, mode: str) -> IO[str]:
+    """Open a file of a run folder for text, readable by its owner alone. A link is not followed: `OSError`."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o600)
+
+    return open(path, mode, encoding="utf-8", opener=opener)
 
 
 def fsync_path(path: Path) -> None:
@@ -47,7 +64,9 @@ def sha256_of(path: Path) -> str:
 
 
 def make_private(folder: Path) -> Path:
-    """Create `folder` if need be, readable by its owner alone: it may hold data."""
+    """Create `folder` if need be, readable by its owner alone: it may hold data. Raises `OSError`."""
+    if folder.is_symlink() and folder.lstat().st_uid not in (0, os.getuid()):
+        raise PermissionError(errno.EPERM, "it is a link that somebody else has made")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(OSError):
         folder.chmod(0o700)
@@ -92,7 +111,7 @@ def seal(manifest: dict[str, Any]) -> str:
 def unseal(text: str, name: str) -> dict[str, Any]:
     """The manifest of a text that `seal` wrote, which is called `name`. Raises `Damaged`."""
     try:
-        manifest = json.loads(text)
+        manifest = parse_json(text)
     except ValueError as error:
         raise Damaged(f"{name} can't be read: {error}") from error
     if not isinstance(manifest, dict) or text != seal(manifest):
@@ -129,11 +148,15 @@ def commit_folder(final: Path, fill: Callable[[Path], None], facts: dict[str, An
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a committed folder, its form checked. Raises `Damaged`."""
     path = folder / MANIFEST
+    if folder.is_symlink() or path.is_symlink():
+        raise Damaged("it is a link to elsewhere")
     try:
+        if path.exists() and not path.is_file():
+            raise Damaged(f"{MANIFEST} is no file")
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise Damaged(f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES} bytes")
         text = path.read_text(encoding="utf-8")
-        manifest = json.loads(text)
+        manifest = parse_json(text)
     except FileNotFoundError as error:
         raise Damaged(f"no {MANIFEST}: it was never committed") from error
     except (ValueError, OSError) as error:
@@ -220,7 +243,7 @@ class JsonLines:
         """Write one line and hand it to the operating system: it survives the death of this process."""
         if self._file is None:
             torn = self.path.exists() and self.path.stat().st_size > 0 and not self._ends_a_line()
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            self._file = open_own(self.path, "a")
             if torn:
                 self._file.write("\n")
         self._file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
@@ -243,7 +266,7 @@ class JsonLines:
             with open(self.path, encoding="utf-8", errors="replace") as file:
                 for line in file:
                     with contextlib.suppress(ValueError):
-                        row = json.loads(line)
+                        row = parse_json(line)
                         if isinstance(row, dict):
                             yield row
 
@@ -289,8 +312,18 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Hold `folder` against a second farthing process for as long as the block runs. Raises `RunBusy`."""
-    with open(folder / ".lock", "a+", encoding="utf-8") as file:
+    """Hold `folder` against a second farthing process for as long as the block runs.
+
+    Raises `RunBusy`, and `UserMistake` where a file in it is a link: what is written there would go elsewhere.
+    """
+    for path in folder.iterdir():
+        if path.is_symlink() and not path.is_dir():
+            raise UserMistake(
+                f"`{path.name}` in this folder is a link to elsewhere",
+                where=str(folder),
+                to_do="remove it, or choose another output_dir",
+            )
+    with open_own(folder / ".lock", "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -7,14 +7,13 @@ Pure arithmetic. Refuses to import torch, and to know more of a run than seconds
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from farthing.errors import RunDamaged
-from farthing.files import write_json
+from farthing.files import parse_json, write_json
 
 MARGIN = 0.03  # of what is left is not planned for: the pace is a mean
 MEASURED_STEPS = 10  # before the number of steps is settled; fewer in a run of fewer than 40
@@ -73,7 +72,7 @@ def kept_fit(path: Path) -> Fit | None:
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
         return Fit(**{name: values[name] for name in Fit.__dataclass_fields__})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunDamaged(

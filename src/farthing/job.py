@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, field_validator, model_validator
 
-from farthing.addresses import without_secrets
+from farthing.addresses import is_remote, without_secrets
 from farthing.units import parse_hours, parse_usd
 
 
@@ -56,6 +56,13 @@ class ModelSection(Section):
     """Attention of transformers: sdpa (its default), eager, flash_attention_2 ..."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Needs a Hub `revision` of 40 hex digits, or a local folder."""
+
+    @field_validator("model_name_or_path", "tokenizer_name_or_path")
+    @classmethod
+    def _is_no_address(cls, name: str | None) -> str | None:
+        if name is not None and is_remote(name):
+            raise ValueError("an address; a Hub name or a folder is wanted, tokens go into the environment (HF_TOKEN)")
+        return name
 
 
 class DataSection(Section):
@@ -286,6 +293,13 @@ class Job(Section):
         if self.train.fit_schedule_to_budget and (limits.max_usd, limits.max_hours, limits.deadline) == (None,) * 3:
             raise ValueError("train.fit_schedule_to_budget fits to a limit; set limits.max_usd, max_hours or deadline")
         return self
+
+    @field_validator("output_dir", "cache_dir")
+    @classmethod
+    def _is_a_folder(cls, name: str | None) -> str | None:
+        if name is not None and is_remote(name):
+            raise ValueError("an address; a folder of this machine is wanted, a copy elsewhere is `output_store:`")
+        return name
 
     @field_validator("output_store")
     @classmethod

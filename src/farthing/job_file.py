@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -391,7 +392,8 @@ def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set
         update={
             "model": model,
             "data": data,
-            "output_dir": _absolute(job.output_dir, base_of("output_dir")),
+            # a link stays one: whose it is will be looked at
+            "output_dir": os.path.abspath(base_of("output_dir") / Path(job.output_dir).expanduser()),
             "output_store": store if store is None or is_remote(store) else _absolute(store, base_of("output_store")),
             "cache_dir": _absolute(cache, base_of("cache_dir")) if cache else str(Path.home() / ".cache" / "farthing"),
         }

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from farthing.errors import Interrupted
-from farthing.store import NoSuchObject, Store, StoreFault
+from farthing.files import parse_json
+from farthing.store import NoSuchObject, Store, StoreFault, TooLarge
 from farthing.units import say_seconds
 
 N_LINKS = 8
@@ -100,8 +101,11 @@ class Lease:
         }
         stalled = time.monotonic() - self.renewed_at > self._lease_s  # so long that this number may be gone again
         is_new = store.create(_key(number), json.dumps(link).encode())
-        if not is_new or (stalled and _newest(store) != number):
-            raise Lost(_holder_in_words(_link(store, max(number, _newest(store)))))
+        newest = _newest(store) if stalled or not is_new else number
+        if is_new and newest < number:
+            raise StoreFault("what was just written is in no list of the store: it can't keep two machines apart")
+        if not is_new or newest > number:
+            raise Lost(_holder_in_words(_link(store, max(number, newest))))
         self._number, self.renewed_at = number, time.monotonic()
 
     def _wait_for_silence(
@@ -147,9 +151,9 @@ def _newest(store: Store) -> int:
 
 def _link(store: Store, number: int) -> dict[str, Any]:
     try:
-        link = json.loads(store.get(_key(number)))
+        link = parse_json(store.get(_key(number)))
         return link if isinstance(link, dict) else {}
-    except (ValueError, NoSuchObject):
+    except (ValueError, NoSuchObject, TooLarge):
         return {}
 
 

@@ -134,6 +134,9 @@ class Attempt:
     began: bool = False
     ended: str = "killed"
     redone_s: float = 0.0
+    n_saves: int = 0
+    save_held_up_s: float = 0.0
+    """For how long saving has held the loop up; what a thread writes meanwhile does not."""
 
     @property
     def wall_s(self) -> float:
@@ -167,6 +170,8 @@ class Ledger:
         self._beats: threading.Thread | None = None
         self._closed = threading.Event()
         self._facts: dict[str, Any] = {}
+        self._ended = ""
+        self._saves = {"n": 0, "held_up_s": 0.0}
         rows = list(self._lines.rows())
         self.committed_step = max((row.get("committed", -1) for row in rows), default=-1)
         self.out_of_memory: list[dict[str, Any]] = [row["out_of_memory"] for row in rows if "out_of_memory" in row]
@@ -207,10 +212,10 @@ class Ledger:
         elif self._meter.wall_s - self._last_line_at >= 1.0:
             self.write("running")
 
-    def beat(self) -> None:
+    def beat(self, *, at_once: bool = False) -> None:
         """Say that time goes on, if nothing was said for a second."""
-        if self._meter.wall_s - self._last_line_at >= 1.0:
-            self.write("running" if self._began else "starting")
+        if at_once or self._meter.wall_s - self._last_line_at >= 1.0:
+            self.write(self._ended or ("running" if self._began else "starting"))
 
     def keep_beating(self) -> None:
         """`beat` every second from a thread until `close`: a kill in a long step or evaluation is on the bill."""
@@ -228,6 +233,10 @@ class Ledger:
         self.committed_step = max(self.committed_step, step)
         self.write("running", committed=step)
 
+    def held_up_by_save(self, seconds: float, n_saves: int = 1) -> None:
+        """Note that saving has held the loop up, for the next line."""
+        self._saves = {"n": self._saves["n"] + n_saves, "held_up_s": round(self._saves["held_up_s"] + seconds, 5)}
+
     def write(self, state: str, **facts: Any) -> None:
         """Write a line now. `state` is what the attempt is if this stays its last line."""
         with self._meter.lock:
@@ -242,17 +251,25 @@ class Ledger:
                     "first_step": self._first_step,
                     "step": self._step,
                     "spans": {name: round(seconds, 4) for name, seconds in self._meter.spans.items()},
+                    "saves": self._saves,
                     **self._facts,
                     **facts,
                 }
             )
 
-    def close(self, state: str) -> None:
-        """The attempt's last word, forced to the disk."""
+    def end(self, state: str) -> None:
+        """The attempt's last word, forced to the disk; time goes on until `close`."""
+        self._ended = state
+        self.write(state)
+        self._lines.sync()
+
+    def close(self, state: str = "") -> None:
+        """Stop, with a last word where it was not said before; what was written is forced to the disk."""
         self._closed.set()
         if self._beats is not None:
             self._beats.join()
-        self.write(state)
+        if state:
+            self.write(state)
         self._lines.sync()
         self._lines.close()
 
@@ -262,14 +279,16 @@ def read_attempts(lines: JsonLines) -> list[Attempt]:
     attempts: dict[int, Attempt] = {}
     work_s_at: dict[int, dict[int, float]] = {}
     for row in lines.rows():
-        number = row.get("attempt")
-        if not isinstance(number, int):
+        if not _is_whole(row):
             continue
+        number = row["attempt"]
         attempt = attempts.setdefault(number, Attempt(number, started_at=row["at"] - sum(row["spans"].values())))
         attempt.spans = row["spans"]
         attempt.usd_per_hour = row["usd_per_hour"]
         attempt.first_step, attempt.last_step = row["first_step"], row["step"]
         attempt.began |= row["state"] == "started"
+        if isinstance(row.get("saves"), dict):
+            attempt.n_saves, attempt.save_held_up_s = row["saves"].get("n", 0), row["saves"].get("held_up_s", 0.0)
         attempt.ended = row["state"] if row["state"] not in ("starting", "started", "running") else "killed"
         work_s = sum(row["spans"].get(name, 0.0) for name in WORK)
         work_s_at.setdefault(number, {}).setdefault(row["step"], work_s)  # its first line: the moment it was done
@@ -280,6 +299,17 @@ def read_attempts(lines: JsonLines) -> list[Attempt]:
             work_s = work_s_at[attempt.number]
             attempt.redone_s = work_s[attempt.last_step] - _between(work_s, kept_step)
     return ordered
+
+
+def _is_whole(row: dict[str, Any]) -> bool:
+    """Whether a line is what `Ledger.write` writes: it may have come from a store."""
+    numbers = [row.get(name) for name in ("attempt", "at", "usd_per_hour", "first_step", "step")]
+    spans = row.get("spans")
+    return (
+        isinstance(spans, dict)
+        and isinstance(row.get("state"), str)
+        and all(isinstance(number, int | float) for number in (*numbers, *spans.values()))
+    )
 
 
 def _between(work_s: dict[int, float], step: int) -> float:

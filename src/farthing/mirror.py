@@ -8,7 +8,6 @@ store that is slow or away is waited for by the thread, never by the run. Refuse
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import threading
@@ -35,10 +34,11 @@ from farthing.commits import (
     take_newest,
 )
 from farthing.errors import RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
-from farthing.files import Damaged, JsonLines, make_private, seal, sha256_of, verify_folder, write_json
+from farthing.files import Damaged, JsonLines, make_private, parse_json, seal, sha256_of, verify_folder, write_json
 from farthing.lease import Lease, Lost
 from farthing.run_folder import CHECKPOINTS, LEDGER, MODEL, RUN
 from farthing.store import Entry, NoSuchObject, Retrying, Store, StoreFault, StoreRefuses, open_store
+from farthing.units import plural
 
 OUTBOX, SEEN = "outbox", "store.json"
 SAFE_AGE_S = 86400.0  # what no commit names is removed when it is older
@@ -174,7 +174,7 @@ class Mirror:
     def _seen_epoch(self) -> int:
         """The epoch this folder held last, in this store: commits of later ones were made elsewhere."""
         try:
-            seen = json.loads((self.folder / SEEN).read_text(encoding="utf-8"))
+            seen = parse_json((self.folder / SEEN).read_text(encoding="utf-8"))
             return int(seen["epoch"]) if seen["store"] == self._store.name else 0
         except (OSError, ValueError, KeyError, TypeError):
             return 0
@@ -252,7 +252,7 @@ class Mirror:
             file.seek(max(0, os.fstat(file.fileno()).st_size - (64 << 10)))
             for line in file.read().decode("utf-8", errors="replace").splitlines():
                 with contextlib.suppress(ValueError):
-                    row = json.loads(line)
+                    row = parse_json(line)
                     rows |= last_rows([row] if isinstance(row, dict) else [])
         return list(rows.values())
 
@@ -326,7 +326,7 @@ class Mirror:
         epoch = self._lease.epoch
         assert epoch is not None
         parcel.prefix = parcel.prefix or f"data/{epoch:08d}-{uuid.uuid4().hex}"
-        entries = [*parcel.carried, *self._send_data(parcel, store)]
+        entries = self._send_data(parcel, store)
         self._hold(store)
         self._n_commits += 1
         commit = Commit(epoch, self._n_commits, parcel.step)
@@ -347,7 +347,8 @@ class Mirror:
             self._rotate(store)
 
     def _send_data(self, parcel: _Parcel, store: Store) -> list[dict[str, Any]]:
-        """The entries of a parcel's files, each sent unless the store has it, all seen there with their size.
+        """The entries of a parcel's files, each sent unless the store has it, all seen there with their size: also those of
+        earlier commits, as somebody may have emptied the store.
 
         Small ones are sent with each commit: damage to one that all share would leave no commit to fall back to.
         """
@@ -355,7 +356,7 @@ class Mirror:
         for name in {path.rpartition("/")[0] for path in parcel.files if path.startswith(f"{CHECKPOINTS}/")}:
             files = verify_folder(parcel.folder / name)["files"]
             digests |= {f"{name}/{file['name']}": file["sha256"] for file in files}
-        entries, sent = [], {}
+        entries = list(parcel.carried)
         for path in parcel.files:
             local = parcel.folder / path
             digest = digests.get(path) or sha256_of(local)
@@ -366,14 +367,14 @@ class Mirror:
                 name = f"{parcel.prefix}/{path}"
                 store.put(name, local)
                 parcel.arrived[key] = name
-            if name.startswith(parcel.prefix):
-                sent[name] = key, local.stat().st_size
             entries.append({"path": path, "size": local.stat().st_size, "sha256": digest, "object": name})
-        there = store.list(f"{parcel.prefix}/")
-        for name, (key, size) in sent.items():
-            if name not in there or there[name].n_bytes != size:
-                del parcel.arrived[key]
-                raise StoreFault(f"{key[0]} did not arrive whole")
+        there = store.list("data/")
+        gone = {entry["object"] for entry in entries if not _is_there(entry, there)}
+        if gone:
+            for objects in (parcel.arrived, *self._known.values()):
+                for key in [key for key, name in objects.items() if name in gone]:
+                    del objects[key]
+            raise StoreFault(f"{plural(len(gone), 'file')} did not arrive whole, or were removed")
         return entries
 
     def _rotate(self, store: Store) -> None:
@@ -437,6 +438,12 @@ class Mirror:
         shutil.rmtree(self.folder / OUTBOX, ignore_errors=True)
         while self._said:
             self._warn(self._said.pop(0))
+
+
+def _is_there(entry: dict[str, Any], there: dict[str, Entry]) -> bool:
+    """Whether the store has the object of a commit's entry, with its size."""
+    found = there.get(entry["object"])
+    return found is not None and found.n_bytes == entry["size"]
 
 
 def _link(path: Path, target: Path) -> None:

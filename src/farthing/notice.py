@@ -18,6 +18,7 @@ from typing import Any
 from farthing.errors import EXIT_INTERRUPTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+LAST_WORDS_S = 5.0  # before the machine goes: receipt, lease and the end of the process
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,16 @@ class Notice:
         self.heard.append(Heard(what, source, time.time(), leaves_at, is_certain))
         if is_certain and self.reason is None:
             self.reason = what
+
+    def patience_s(self, unknown_s: float, most_s: float) -> float:
+        """Seconds that may still be waited for something: until shortly before the machine goes, at most `most_s`.
+
+        `unknown_s` where nobody has said when that is.
+        """
+        ends = [heard.leaves_at for heard in self.heard if heard.is_certain and heard.leaves_at is not None]
+        if not ends:
+            return unknown_s
+        return min(most_s, max(1.0, min(ends) - time.time() - LAST_WORDS_S))
 
     def news(self) -> list[Heard]:
         """What was said since this was last asked."""

@@ -38,8 +38,10 @@ class Progress:
         return {}, asdict(self)
 
     def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-        """Every field."""
+        """Every field. Raises `KeyError`, `TypeError`."""
         for item in fields(self):
+            if not isinstance(values[item.name], int | float | None):
+                raise TypeError(f"{item.name} is no number")
             setattr(self, item.name, values[item.name])
 
 

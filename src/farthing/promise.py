@@ -8,7 +8,6 @@ Refuses to decide: `plan` does. A model or device that the planner does not know
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from farthing.errors import FarthingError
-from farthing.files import write_json
+from farthing.files import parse_json, write_json
 from farthing.hardware import Numerics
 from farthing.job import Job
 from farthing.lengths import Lengths, from_token_set
@@ -41,7 +40,7 @@ def promised(
 ) -> dict[str, Any]:
     """The promise of this run: the first attempt's, or a new one; empty where the planner can say nothing."""
     try:
-        kept = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        kept = parse_json((folder / PLAN).read_text(encoding="utf-8"))
         if isinstance(kept, dict) and "wall_range_s" in kept:  # another's file, or a cut one, is made anew
             return kept
     except (OSError, ValueError):

@@ -23,7 +23,7 @@ from typing import Any
 
 import farthing
 from farthing.errors import RunChanged, RunDamaged
-from farthing.files import write_json
+from farthing.files import parse_json, write_json
 
 JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
     "job.json",
@@ -54,7 +54,7 @@ def claim(
         write_json(path, facts)
         return facts
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = parse_json(path.read_text(encoding="utf-8"))
         before = facts["identity"]
         facts["run_id"]
     except (ValueError, KeyError, TypeError, OSError) as error:
@@ -84,7 +84,7 @@ def is_finished(folder: Path) -> bool:
     """Whether the run in `folder` has come to its end, and its model is there."""
     try:
         return (
-            bool(json.loads((folder / RUN).read_text(encoding="utf-8")).get("finished")) and (folder / MODEL).is_dir()
+            bool(parse_json((folder / RUN).read_text(encoding="utf-8")).get("finished")) and (folder / MODEL).is_dir()
         )
     except (OSError, ValueError, AttributeError):
         return False

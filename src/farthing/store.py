@@ -30,6 +30,7 @@ from farthing.errors import UserMistake
 from farthing.files import fsync_path
 
 TRY_S = 30.0
+MOST_SMALL_BYTES = 16 << 20  # of what is read whole: leases and commits
 LEAST_BYTES_PER_S = 250e3  # a transfer slower than this is broken off and tried again
 PAUSE_S, MOST_PAUSE_S = 0.5, 20.0
 _DRAFT = ".draft-"
@@ -37,7 +38,12 @@ _DRAFT = ".draft-"
 # The libraries' own retries are few: parts of a large object are worth one, all else is for `Retrying`.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": TRY_S, "retries": {"max_attempts": 0}}},
+    "gs": {"consistency": "md5"},  # of what arrived, held against what was sent
 }
+_SAME = {"s3a": "s3", "gcs": "gs"}
+# gcsfs asks by gRPC what kind of bucket it is unless told not to: no call here needs to know, and where gRPC is blocked
+# each waits for a minute
+_ENVIRONMENT = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
 _LIBRARY_TRIES = 2
 _EXTRA = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 Result = TypeVar("Result")
@@ -57,6 +63,10 @@ class NoSuchObject(StoreFault):
 
 class Garbled(StoreFault):
     """What arrived is not what the store says it holds."""
+
+
+class TooLarge(Garbled):
+    """An object has more bytes than anything of its kind; none of them was fetched."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +90,10 @@ class Store(Protocol):
         """Write a file as an object."""
 
     def get(self, key: str) -> bytes:
-        """A small object whole. Raises `NoSuchObject`."""
+        """A small object whole. Raises `NoSuchObject`, and `TooLarge` for more than `MOST_SMALL_BYTES`."""
 
     def fetch(self, key: str, path: Path, n_bytes: int) -> None:
-        """An object, `n_bytes` long as far as is known, into a file. Raises `NoSuchObject`."""
+        """An object of `n_bytes` into a file. Raises `NoSuchObject`, and `TooLarge` before it fetches more."""
 
     def list(self, prefix: str) -> dict[str, Entry]:
         """Every object whose key begins with `prefix`, which ends with a slash."""
@@ -120,7 +130,7 @@ class LocalStore:
         """See `Store`. By a hard link; a file system without them gets an exclusive open, which a kill can tear."""
         final = self._path(key)
         with _os_faults(final):
-            final.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _make_folders(final.parent)
             draft = _draft_of(final)
             try:
                 _write(draft, data)
@@ -144,7 +154,7 @@ class LocalStore:
         """See `Store`."""
         final = self._path(key)
         with _os_faults(final):
-            final.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _make_folders(final.parent)
             draft = _draft_of(final)
             try:
                 shutil.copyfile(path, draft)
@@ -157,11 +167,13 @@ class LocalStore:
     def get(self, key: str) -> bytes:
         """See `Store`."""
         with _os_faults(self._path(key)):
+            _refuse_larger(self._path(key).stat().st_size, MOST_SMALL_BYTES, key)
             return self._path(key).read_bytes()
 
     def fetch(self, key: str, path: Path, n_bytes: int) -> None:
         """See `Store`."""
         with _os_faults(self._path(key)):
+            _refuse_larger(self._path(key).stat().st_size, n_bytes, key)
             shutil.copyfile(self._path(key), path)
 
     def list(self, prefix: str) -> dict[str, Entry]:
@@ -198,7 +210,9 @@ class BucketStore:
 
     def __init__(self, address: str) -> None:
         protocol = address.partition("://")[0]
-        options = _OPTIONS.get({"s3a": "s3"}.get(protocol, protocol), {})
+        options = _OPTIONS.get(_SAME.get(protocol, protocol), {})
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         kind = fsspec.get_filesystem_class(protocol)
         self.name = without_secrets(address.rstrip("/"))
         self._fs = kind(skip_instance_cache=True, use_listings_cache=False, **options)
@@ -214,6 +228,8 @@ class BucketStore:
             return True
         except _Exists:
             return False
+        except NoSuchObject as error:
+            raise self._no_bucket() from error
         except _CanNot:
             if self._within(0, lambda: self._fs.exists(path)):
                 return False
@@ -223,18 +239,24 @@ class BucketStore:
     def put(self, key: str, path: Path) -> None:
         """See `Store`."""
         n_bytes = path.stat().st_size
-        if n_bytes < 1 << 20:  # one request, whatever the library does with files
-            data = path.read_bytes()
-            self._within(n_bytes, lambda: self._fs.pipe_file(self._path(key), data))
-        else:
-            self._within(n_bytes, lambda: self._fs.put_file(str(path), self._path(key)))
+        try:
+            if n_bytes < 1 << 20:  # one request, whatever the library does with files
+                data = path.read_bytes()
+                self._within(n_bytes, lambda: self._fs.pipe_file(self._path(key), data))
+            else:
+                self._within(n_bytes, lambda: self._fs.put_file(str(path), self._path(key)))
+        except NoSuchObject as error:
+            raise self._no_bucket() from error
 
     def get(self, key: str) -> bytes:
         """See `Store`."""
-        return bytes(self._within(1 << 20, lambda: self._fs.cat_file(self._path(key))))
+        path = self._path(key)
+        _refuse_larger(self._within(0, lambda: self._fs.size(path)), MOST_SMALL_BYTES, key)
+        return bytes(self._within(1 << 20, lambda: self._fs.cat_file(path)))
 
     def fetch(self, key: str, path: Path, n_bytes: int) -> None:
         """See `Store`."""
+        _refuse_larger(self._within(0, lambda: self._fs.size(self._path(key))), n_bytes, key)
         self._within(n_bytes, lambda: self._fs.get_file(self._path(key), str(path)))
 
     def list(self, prefix: str) -> dict[str, Entry]:
@@ -263,6 +285,10 @@ class BucketStore:
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
+
+    def _no_bucket(self) -> StoreRefuses:
+        """What it means that nothing is found where something is written."""
+        return StoreRefuses(f"{self.name}: there is no such bucket")
 
     def _within(self, n_bytes: int, operation: Callable[[], Result]) -> Result:
         """Do it in a thread of its own, which is left to itself when it takes too long. Raises `StoreFault`."""
@@ -346,7 +372,7 @@ class Retrying:
         while True:
             try:
                 return operation()
-            except NoSuchObject:
+            except (NoSuchObject, TooLarge):
                 raise
             except StoreFault as fault:
                 n_tries += 1
@@ -388,7 +414,8 @@ def _as_fault(error: BaseException, name: str) -> StoreFault:
     no_bucket = "NoSuchBucket" in seen or "bucket does not exist" in text
     if isinstance(error, FileNotFoundError) and not no_bucket:
         return NoSuchObject(text)
-    if isinstance(error, PermissionError | FileNotFoundError) or "Credential" in text or code in ("401", "403"):
+    is_refusal = "Credential" in text or "OSError: Forbidden" in text or code in ("401", "403")
+    if isinstance(error, PermissionError | FileNotFoundError) or is_refusal:
         return StoreRefuses(f"{name}: {text}")
     return StoreFault(f"{name}: {text}")
 
@@ -404,6 +431,18 @@ def _seconds_of(facts: dict[str, Any]) -> float | None:
         if isinstance(value, int | float):
             return float(value)
     return None
+
+
+def _refuse_larger(n_bytes: int | None, most: int, key: str) -> None:
+    if n_bytes is not None and n_bytes > most:
+        raise TooLarge(f"{key} has {n_bytes:,} bytes, no more than {most:,} are expected")
+
+
+def _make_folders(folder: Path) -> None:
+    """Make a folder and what it is missing above it, each for its owner alone."""
+    if not folder.is_dir():
+        _make_folders(folder.parent)
+        folder.mkdir(exist_ok=True, mode=0o700)
 
 
 def _draft_of(path: Path) -> Path:

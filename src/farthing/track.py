@@ -1,34 +1,68 @@
-"""Figures of a run for other programs to draw. A tracker that fails is dropped with a warning: training goes on."""
+"""Figures of a run for other programs to draw. A tracker that fails is dropped with a warning, one that is slow is not
+waited for: training goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from farthing.errors import UserMistake
 
 Tell = Callable[[str, dict[str, Any]], None]
+MOST_WAITING = 10_000  # events
+PATIENCE_S = 5.0
 STEP_FIGURES = ("loss", "lr", "grad_norm", "tokens_per_s", "padded_tokens_per_s", "mfu", "utilisation_percent", "usd")
 
 
-def with_trackers(tell: Tell, names: tuple[str, ...], folder: Path) -> Tell:
-    """`tell`, and the trackers of `train.report_to` with it. Raises `UserMistake` when one is not installed."""
+@contextlib.contextmanager
+def tracked(tell: Tell, names: tuple[str, ...], folder: Path) -> Iterator[Tell]:
+    """Within the block `tell`, and the trackers of `train.report_to` with it, in a thread of their own.
+
+    At its end they are waited for, `PATIENCE_S` at most. Raises `UserMistake` when one is not installed.
+    """
     if not names:
-        return tell
-    tracker: TensorBoard | None = TensorBoard(folder / "tensorboard")
+        yield tell
+        return
+    tracker = TensorBoard(folder / "tensorboard")
+    events: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue(MOST_WAITING)
+    trouble: list[str] = []
+    is_off = threading.Event()
+
+    def hear() -> None:
+        while (event := events.get()) is not None and not is_off.is_set():
+            try:
+                tracker(*event)
+            except Exception as error:  # a disk, a server, a library: none of it is worth a run
+                trouble.append(f"failed ({error})")
+                is_off.set()
 
     def tell_all(kind: str, facts: dict[str, Any]) -> None:
-        nonlocal tracker
         tell(kind, facts)
-        try:
-            if tracker is not None:
-                tracker(kind, facts)
-        except Exception as error:  # a disk, a server, a library: none of it is worth a run
-            tracker = None
-            tell("warning", {"text": f"report_to: tensorboard failed ({error}) and is off from here on"})
+        if not is_off.is_set():
+            try:
+                events.put_nowait((kind, dict(facts)))
+            except queue.Full:
+                trouble.append(f"is {MOST_WAITING:,} events behind")
+                is_off.set()
+        say()
 
-    return tell_all
+    def say() -> None:
+        while trouble:
+            tell("warning", {"text": f"report_to: tensorboard {trouble.pop(0)} and is off from here on"})
+
+    thread = threading.Thread(target=hear, name="tracker", daemon=True)
+    thread.start()
+    try:
+        yield tell_all
+    finally:
+        with contextlib.suppress(queue.Full):
+            events.put_nowait(None)
+        thread.join(PATIENCE_S)
+        say()
 
 
 class TensorBoard:

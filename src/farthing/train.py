@@ -10,6 +10,7 @@ and the learning rate are functions, not state. Refuses to print: it tells `tell
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import math
 import shutil
@@ -43,7 +44,15 @@ from farthing.export import export_model
 from farthing.files import Damaged, JsonLines, make_private, only_writer, write_json
 from farthing.fit import Fit, first_fit, keep_fit, kept_fit, settled_fit
 from farthing.frozen import begin_behind_frozen_layers
-from farthing.hardware import Numerics, choose_numerics, device_name, hardware_key, peak_bytes, taken_bytes
+from farthing.hardware import (
+    Numerics,
+    choose_numerics,
+    device_name,
+    hardware_key,
+    is_out_of_memory,
+    peak_bytes,
+    taken_bytes,
+)
 from farthing.job import Job
 from farthing.lengths import from_token_set
 from farthing.limits import LONGEST_START_S, over_limit, seconds_left, why_not_start
@@ -82,10 +91,11 @@ from farthing.promise import promised
 from farthing.report.receipt import build_receipt, leave_receipt
 from farthing.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, RUN, SCHEDULE, claim, is_finished
 from farthing.step import Steps, Taken
-from farthing.track import with_trackers
+from farthing.track import tracked
 from farthing.units import plural, say_bytes, say_seconds
 
 FORECAST_AFTER_STEPS = 5
+DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
 SAVE_EVERY_S = 300.0  # where there is no plan
 COLLECT_EVERY_STEPS = 200  # cycles of references, each of which may hold on to tensors
 STARTING = ("start_up", "load_model", "restore")  # what a start takes when data is tokenized
@@ -124,7 +134,12 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
         raise UserMistake(
             f"the run folder can't be made: {error.strerror}", where=str(folder), to_do="choose another output_dir"
         ) from error
-    with only_writer(folder), Notice() as notice, watched(job, notice):
+    with (
+        only_writer(folder),
+        Notice() as notice,
+        watched(job, notice),
+        tracked(tell, job.train.report_to, folder) as tell,
+    ):
         mirror = open_mirror(
             job.output_store, folder, job.train.save_total_limit, lambda text: tell("warning", {"text": text})
         )
@@ -146,9 +161,19 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
             state, reason = _train(job, folder, meter, ledger, notice, tell, allow_restart, mirror)
         except Interrupted as error:
             state, reason = "interrupted", notice.reason or error.what
-        except torch.OutOfMemoryError as error:
+        except OSError as error:
+            if error.errno not in DISK_TROUBLE:
+                raise
+            raise NoSpace(
+                f"the disk fails: {error.strerror}; what was saved is whole",
+                where=str(error.filename or folder),
+                to_do="make room or mend the disk, then run the same command again",
+            ) from error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             raise OutOfMemory(
-                f"the device has no memory left: {str(error).splitlines()[0][:200]}",
+                f"the device has no memory left: {(str(error).splitlines() or [''])[0][:200]}",
                 where=str(folder),
                 to_do="even one example at a time, every layer computed again, is too much: lower data.max_length, or use"
                 " method: qlora or a larger GPU",
@@ -156,13 +181,19 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
         finally:
             with contextlib.suppress(OSError):  # a full disk must not hide the error that is on its way
                 note_news(notice, ledger)
-                ledger.close(state)
-            if mirror is not None and state == "failed":
-                mirror.close(mirror.pace.leave_s)
-        receipt = leave_receipt(folder)
-        if mirror is not None:
-            mirror.offer_last_words()
-            mirror.close(mirror.pace.leave_s)
+                ledger.end(state)
+            if state == "failed":
+                end_mirror(mirror, meter, ledger, notice)
+                with contextlib.suppress(OSError):
+                    ledger.close()
+        try:
+            receipt = leave_receipt(folder)
+            if mirror is not None:
+                mirror.offer_last_words()
+                end_mirror(mirror, meter, ledger, notice)
+                receipt = leave_receipt(folder)
+        finally:
+            ledger.close()
         return Outcome(state, reason, receipt)
 
 
@@ -177,7 +208,6 @@ def _train(
     mirror: Mirror | None,
 ) -> tuple[str, str]:
     numerics, inputs = _identify(job, meter)
-    tell = with_trackers(tell, job.train.report_to, folder)
     machine = {
         "device": device_name(numerics.device),
         "precision": numerics.name,
@@ -223,10 +253,24 @@ def _train(
         at = run.progress
         mirror.offer(at.step, run.checkpoints.to_go_on(at.step, at.best_step), with_model=True)
         with meter.span("checkpoint"):
-            mirror.wait(mirror.pace.leave_s if state == "interrupted" else mirror.pace.finish_s)
+            leaves_in_s = notice.patience_s(mirror.pace.leave_s, mirror.pace.finish_s)
+            mirror.wait(leaves_in_s if state == "interrupted" else mirror.pace.finish_s)
         mirror.check()
     run.leave_measurement()
     return state, reason
+
+
+def end_mirror(mirror: Mirror | None, meter: Meter, ledger: Ledger, notice: Notice) -> None:
+    """Wait for the last copies, not longer than until the machine goes, and give the lease back; the wait is on the bill."""
+    if mirror is not None:
+        meter.enter("checkpoint")
+        leaves_in_s = notice.patience_s(mirror.pace.leave_s, mirror.pace.finish_s)
+        is_done = mirror.wait(leaves_in_s)
+        with contextlib.suppress(OSError):
+            ledger.beat(at_once=True)  # the lease takes it along: the store knows it too
+        mirror.close(5.0 if is_done else 1.0)
+        with contextlib.suppress(OSError):
+            ledger.beat(at_once=True)
 
 
 @contextlib.contextmanager
@@ -763,19 +807,17 @@ class Run:
         at, train, started_s = self.progress, self.job.train, self.meter.wall_s
         longest = int(self.eval_examples.tokens.lengths[self.eval_examples.indices].max())
         n_before = self.forward.n_placed
+        # as much at once as training was seen to have room for
+        most_tokens, metrics = min(self.steps.most_tokens, train.per_device_eval_batch_size * longest), None
         with self.meter.span("evaluation"):
-            metrics = evaluate(
-                self.forward,
-                self.eval_examples.tokens,
-                self.eval_examples.indices,
-                tokenizer=self.inputs.tokenizer,
-                # as much at once as training was seen to have room for
-                most_tokens=min(self.steps.most_tokens, train.per_device_eval_batch_size * longest),
-                generate=train.predict_with_generate,
-                max_new_tokens=self.job.data.max_target_length,
-                should_stop=lambda: bool(self.notice),
-                progress=lambda done, total: self.tell("evaluating", {"done": done, "total": total}),
-            )
+            while metrics is None:
+                try:
+                    metrics = self.evaluated(most_tokens)
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error) or most_tokens <= longest:
+                        raise
+                    most_tokens = max(longest, most_tokens // 2)
+                    self.warn(f"out of memory in the evaluation; it begins again with {most_tokens:,} tokens at a time")
         at.evaluated_step = at.step
         self.n_evaluated = self.forward.n_placed - n_before
         value = metrics.get(self.metric)
@@ -794,6 +836,21 @@ class Run:
         self.record.evaluations_s.append(self._last_evaluation_s)
         self.log.append({"step": at.step, "metrics": metrics, "is_best": is_best})
         self.tell("evaluation", {"step": at.step, "metrics": metrics, "is_best": is_best, "metric": self.metric})
+
+    def evaluated(self, most_tokens: int) -> dict[str, Any]:
+        """The metrics of the model as it is. Raises `Interrupted`, and what says that the memory is full."""
+        assert self.eval_examples is not None
+        return evaluate(
+            self.forward,
+            self.eval_examples.tokens,
+            self.eval_examples.indices,
+            tokenizer=self.inputs.tokenizer,
+            most_tokens=most_tokens,
+            generate=self.job.train.predict_with_generate,
+            max_new_tokens=self.job.data.max_target_length,
+            should_stop=lambda: bool(self.notice),
+            progress=lambda done, total: self.tell("evaluating", {"done": done, "total": total}),
+        )
 
     # ---- saving ----
 
@@ -814,6 +871,7 @@ class Run:
             self.log.sync()
             self.note_finished_save(self.checkpoints.save(self.progress.step, self.parts, self.progress.best_step))
             self._save_s = self.meter.wall_s - started_s
+            self.ledger.held_up_by_save(self._save_s)
         self._saved_at_s, self._saved_mark, self._save_now = self.meter.wall_s, self._mark(), False
 
     def _mark(self) -> tuple[Any, ...]:
@@ -826,7 +884,9 @@ class Run:
         if self.progress.step > 0 and self._saved_mark != self._mark():
             self.save()
         with self.meter.span("checkpoint"):
+            started_s = self.meter.wall_s
             self.note_finished_save(self.checkpoints.wait())
+            self.ledger.held_up_by_save(self.meter.wall_s - started_s, n_saves=0)
 
     def note_finished_save(self, result: SaveResult | None) -> None:
         """Put a finished background save on the ledger."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from farthing.errors import DataError
+from farthing.files import parse_json
 
 # format -> (columns it needs, tasks that can use it). The first whose columns are all there wins.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -176,7 +176,7 @@ def _instruction(row: dict[str, Any], render: Callable[..., Text] | None) -> Tex
 def _as_list(value: Any, column: str) -> list[Any]:
     if isinstance(value, str):  # CSV, and data sets that store JSON in a string
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError as error:
             raise Unusable(f"`{column}` is text that is not JSON") from error
     if not isinstance(value, list) or not value:
@@ -205,7 +205,7 @@ def _parsed_arguments(call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        return {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}
     except ValueError:
         return call
 

@@ -191,6 +191,8 @@ def _open_dataset(name: str, split: str, config_name: str | None, cache_dir: Pat
     import datasets
 
     datasets.disable_progress_bars()
+    if Path(name).is_dir():
+        _refuse_leading_out(Path(name))
     shown = short_name(name) if Path(name).is_absolute() else name
     # `datasets` goes by file times, we by bytes: each content has a cache of its own
     content = folder_sha256(Path(name), split) if Path(name).is_dir() else ""
@@ -215,6 +217,23 @@ def _open_dataset(name: str, split: str, config_name: str | None, cache_dir: Pat
     version = f"{name}/{config_name}/{split}/{data._fingerprint}"
     sha256 = content or hashlib.sha256(version.encode()).hexdigest()
     return Source(f"{shown}[{split}]", sha256, "dataset", dataset=data)
+
+
+def _refuse_leading_out(folder: Path) -> None:
+    """Refuse links in a folder to what is not of it: who made the folder would choose a file of its reader's to learn.
+
+    The Hub's cache keeps the files of a snapshot in `blobs` beside it. Raises `DataError`.
+    """
+    homes = [folder.resolve()]
+    if folder.parent.name == "snapshots":
+        homes.append((folder.parent.parent / "blobs").resolve())
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not any(path.resolve().is_relative_to(home) for home in homes):
+            raise DataError(
+                "a link that leads out of the data set's folder",
+                where=str(path),
+                to_do="remove it, or put a copy of what it leads to in its place",
+            )
 
 
 def folder_sha256(folder: Path, split: str) -> str:

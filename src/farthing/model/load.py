@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from farthing.data.formats import DEFAULT_CHAT_TEMPLATE
 from farthing.errors import HardwareError, ModelError
+from farthing.files import parse_json
 from farthing.model.adapters import new_heads
 
 AUTO_CLASSES = {
@@ -59,9 +60,17 @@ def load_config(choice: ModelChoice) -> Any:
     """The model's configuration. Raises `ModelError`."""
     _must_be_there(choice.name, "config.json", "the model", choice)
     try:
-        return AutoConfig.from_pretrained(choice.name, **choice.where_from)
+        config = AutoConfig.from_pretrained(choice.name, **choice.where_from)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and errors of the Hub client
         raise _in_words("the model's configuration can't be loaded", choice.name, error) from error
+    attention = choice.attn_implementation or getattr(config, "_attn_implementation", None)
+    if "/" in str(attention) and not choice.trust_remote_code:  # a repository of compiled kernels, fetched and run
+        raise ModelError(
+            f"attention {attention!r} is code from the Hub",
+            where=choice.name,
+            to_do="model.attn_implementation: sdpa, or if you trust that code: model.trust_remote_code: true",
+        )
+    return config
 
 
 def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
@@ -277,6 +286,9 @@ def _must_be_there(name: str, file: str, what: str, choice: ModelChoice) -> None
         raise ModelError(f"no such folder for {what}", where=name, to_do="check model: in the job")
     if not (folder / file).exists():
         raise ModelError(f"no {file} in the folder", where=name, to_do="name a folder in Hugging Face format")
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        _must_name_its_own(index)
     weights = list(folder.glob("*.safetensors"))
     if choice.init == "pretrained" and not weights:
         pickles = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
@@ -290,6 +302,26 @@ def _must_be_there(name: str, file: str, what: str, choice: ModelChoice) -> None
             "no weights (*.safetensors) in the folder",
             where=name,
             to_do="put them there, or train from fresh weights with model.init: random",
+        )
+
+
+def _must_name_its_own(index: Path) -> None:
+    """Refuse an index that leads to other files than safetensors of its folder: transformers would open them."""
+    try:
+        names = {str(name) for name in parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"can't be read ({type(error).__name__})"
+        raise ModelError(why, where=str(index), to_do="bring the file back whole") from error
+    odd = [
+        name
+        for name in names
+        if not isinstance(name, str) or Path(name).name != name or Path(name).suffix != ".safetensors"
+    ]
+    if odd:
+        raise ModelError(
+            f"names files that are not of it, e.g. {odd[0]!r}",
+            where=str(index),
+            to_do="name safetensors files of this folder alone",
         )
 
 

@@ -7,7 +7,6 @@ and dollars to the bill: each attempt's seconds at that attempt's price.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.errors import UserMistake
-from farthing.files import JsonLines, write_json
+from farthing.files import JsonLines, parse_json, write_json
 from farthing.meter import SPANS, Attempt, read_attempts
 from farthing.run_folder import JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE
 
@@ -74,6 +73,7 @@ def build_receipt(folder: Path) -> dict[str, Any]:
             }
             for name, what in SPANS.items()
         ],
+        "checkpoints": _checkpoints(_read_json(folder / JOB), _read_json(folder / PLAN), attempts, wall_s),
         "attempts": [_attempt(a) for a in attempts],
         "notices": [_notice(row, rows) for row in rows if "notice" in row],
         "interruptions": max(0, len([a for a in attempts if a.began]) - 1),
@@ -144,6 +144,24 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
     values = asdict(attempt)
     values["started_at"] = datetime.fromtimestamp(attempt.started_at, UTC).isoformat(timespec="seconds")
     return {**values, "wall_s": attempt.wall_s, "usd": attempt.usd}
+
+
+def _checkpoints(job: Any, plan: Any, attempts: list[Attempt], wall_s: float) -> dict[str, Any]:
+    """How many, how often, and for how long they have held the run up: its share is that of all the time.
+
+    `interval_s` None: they were asked for by steps, or there was no plan.
+    """
+    train = job["train"] if isinstance(job, dict) else {}
+    interval_s = 60 * train["save_minutes"] if train.get("save_minutes") else None
+    if interval_s is None and not train.get("save_steps") and isinstance(plan, dict):
+        interval_s = plan.get("interval_s")
+    held_up_s = sum(attempt.save_held_up_s for attempt in attempts)
+    return {
+        "n": sum(attempt.n_saves for attempt in attempts),
+        "interval_s": interval_s,
+        "held_up_s": held_up_s,
+        "share": held_up_s / wall_s if wall_s else 0.0,
+    }
 
 
 def _notice(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -221,5 +239,5 @@ def _curve(
 
 def _read_json(path: Path) -> Any:
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     return None

@@ -269,6 +269,12 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
             f"{receipt['interruptions']}; restarting took {_time_and_price(receipt, 'restart')}, "
             f"work done twice {_time_and_price(receipt, 'redone')}",
         )
+    if (saves := receipt.get("checkpoints", {})).get("n"):
+        every = "" if saves["interval_s"] is None else f", every {say_seconds(saves['interval_s'])} or at a new best"
+        facts.add_row(
+            "[dim]checkpoints[/]",
+            f"{saves['n']}{every}; they held the run up for {say_seconds(saves['held_up_s'])} ({saves['share']:.2%})",
+        )
     if told := [notice for notice in receipt.get("notices", []) if notice["is_certain"]]:
         grace = "" if told[-1]["grace_s"] is None else f" of {say_seconds(max(0.0, told[-1]['grace_s']))}"
         facts.add_row(

@@ -1,0 +1,798 @@
+# ruff: noqa: F811 - fixtures of another file
+"""Hostile input and secrets: nothing that is loaded runs code or fills the memory, nothing that is written holds a secret.
+
+Each hostile thing carries a payload that leaves a file when it is run, and is made with whatever checksums its reader asks
+for: they are no defence against those who can write them.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import gzip
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+
+from farthing.checkpoint import Checkpoints
+from farthing.cli import main
+from farthing.data.formats import Unusable, converter
+from farthing.data.sample import light_tokenizer
+from farthing.errors import RunChanged, RunDamaged
+from farthing.files import _sealed as sealed
+from farthing.files import seal, unseal, write_json
+from mirrored import delivered, folder_of_run, mirror_of, step_done
+from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
+from test_checkpoint import newest, restored, save
+from test_mishaps import fail_at
+from test_store import Model
+from workshop import job_file
+
+MOST_BYTES = 200 << 20  # that reading something hostile may add to the memory
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """The file that a payload leaves when it is run."""
+    return tmp_path / "the payload ran"
+
+
+class Payload:
+    """Whoever unpickles it runs a command."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.marker}'",)
+
+
+def pickles(marker: Path) -> dict[str, bytes]:
+    """The payload as each kind of pickle."""
+    zipped = io.BytesIO()
+    torch.save(Payload(marker), zipped)
+    return {"pickle": pickle.dumps(Payload(marker)), "torch": zipped.getvalue()}
+
+
+class PeakMemory:
+    """Within the block: by how much the resident memory of this process rises at most."""
+
+    def __enter__(self) -> PeakMemory:
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before = self._peak()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.n_bytes = self._peak() - self._before
+
+    def _peak(self) -> int:
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10  # type: ignore[index]
+
+
+def test_the_payload_would_leave_its_mark(marker: Path) -> None:
+    for content in pickles(marker).values():
+        with contextlib.suppress(RuntimeError):  # it runs before torch finds out that this is none of its files
+            torch.load(io.BytesIO(content), weights_only=False)
+        assert marker.exists()
+        marker.unlink()
+
+
+# ---- secrets ----
+
+CANARIES = {
+    name: f"canary{number}-{name.lower()}-{'0123456789abcdef' * 2}"
+    for number, name in enumerate(
+        [
+            *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY"),
+            *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+            *("GOOGLE_API_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_KEY"),
+        ]
+    )
+}
+
+
+@pytest.fixture
+def secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, secret in CANARIES.items():
+        monkeypatch.setenv(name, secret)
+
+
+def secrets_in(content: bytes) -> list[str]:
+    """Whose secrets some bytes hold, plainly or in base64."""
+    return [
+        name
+        for name, secret in CANARIES.items()
+        if secret.encode() in content or base64.b64encode(secret.encode())[:24] in content
+    ]
+
+
+def files_with_secrets(folder: Path) -> dict[str, list[str]]:
+    """What under a folder holds secrets, in its name or its bytes."""
+    found = {
+        str(path): secrets_in(path.read_bytes() + str(path).encode()) for path in folder.rglob("*") if path.is_file()
+    }
+    return {path: names for path, names in found.items() if names}
+
+
+def test_no_secret_of_the_environment_gets_out(
+    secrets: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run with evaluations, checkpoints, a copy in a store and a tracker is asked to leave, crashes and finishes; then it
+    is planned, looked at and exported. Files, words and titles of processes are searched."""
+    path = job_file(
+        tmp_path, data={"eval_fraction": 0.2}, max_steps=40, save_steps=4, eval_steps=20, method="lora", pretrained=True,
+        report_to=["tensorboard"],
+    )  # fmt: skip
+    job = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**job, "output_store": "./store"}))
+    first = subprocess.Popen(
+        [sys.executable, "-m", "farthing", "train", str(path), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    titles: set[str] = set()
+    while first.poll() is None and not list((tmp_path / "store").glob("commits/*-0*4.json")):
+        for process in [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]:
+            titles.add(" ".join(process.cmdline()))
+        time.sleep(0.02)
+    first.send_signal(signal.SIGTERM)
+    said = b"".join(first.communicate(timeout=60))
+    assert first.returncode == 75, said
+    assert any("farthing" in title for title in titles)
+    assert secrets_in(" ".join(titles).encode() + said) == []
+
+    with monkeypatch.context() as patch:
+        fail_at(2, ZeroDivisionError("of our own"), patch)
+        assert main(["train", str(path)]) == 1
+    said = "".join(capfd.readouterr()).encode()
+    assert b"Traceback" in said
+    for argv in (
+        ["train", str(path), "--json"],
+        ["report", str(tmp_path / "run")],
+        ["report", str(tmp_path / "run"), "--json"],
+        ["plan", str(path), "--html", str(tmp_path / "plan.html")],
+        ["plan", str(path), "--json"],
+        ["doctor", str(path), "--json"],
+        ["export", str(tmp_path / "run"), "--output", str(tmp_path / "merged"), "--json"],
+    ):
+        assert main(argv) == 0, capfd.readouterr()
+        said += "".join(capfd.readouterr()).encode()
+    assert secrets_in(said) == []
+    kinds = {p.suffix for p in tmp_path.rglob("*") if p.is_file()} | {p.name for p in tmp_path.rglob("*")}
+    assert {".safetensors", "ledger.jsonl", "receipt.json", "plan.html", "commits", "writers", "tensorboard"} <= kinds
+    assert files_with_secrets(tmp_path) == {}
+    (tmp_path / "planted").write_text(f"key = {CANARIES['HF_TOKEN']}")
+    assert files_with_secrets(tmp_path) == {str(tmp_path / "planted"): ["HF_TOKEN"]}, "and it would have been found"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"hf_token": "{canary}"},
+        {"where": {"aws_secret_access_key": "{canary}"}},
+        {"output_store": "s3://key:{canary}@bucket/run"},
+        {"output_store": "s3://bucket/run?sig={canary}"},
+        {"output_dir": "s3://key:{canary}@bucket/run"},
+        {"cache_dir": "https://user:{canary}@host/cache"},
+        {"model": "https://user:{canary}@huggingface.co/org/name"},
+        {"model": {"model_name_or_path": "org/name", "tokenizer_name_or_path": "https://u:{canary}@host/org/name"}},
+    ],
+    ids=lambda keys: "-".join(keys),
+)
+@pytest.mark.parametrize("more", [[], ["--json"]], ids=["words", "json"])
+def test_a_secret_in_a_job_is_refused_and_not_repeated(
+    keys: dict[str, Any], more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = job_file(tmp_path)
+    spelt = json.loads(json.dumps(keys).replace("{canary}", CANARIES["HF_TOKEN"]))
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **spelt}))
+    assert main(["train", str(path), *more]) == 2
+    assert secrets_in("".join(capsys.readouterr()).encode()) == []
+    assert list(files_with_secrets(tmp_path)) == [str(path)]
+
+
+def test_a_password_in_the_address_of_data_is_kept_nowhere(
+    desk: Desk,
+    run: Callable[..., Said],
+    tmp_path: Path,
+) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/sets/a.jsonl", (desk.folder / "train.jsonl").read_bytes())
+    secret = CANARIES["AWS_SECRET_ACCESS_KEY"]
+    desk.set("data", train=f"simplecache::memory://user:{secret}@sets/a.jsonl")
+    memory.pipe(f"/user:{secret}@sets/a.jsonl", (desk.folder / "train.jsonl").read_bytes())
+    said = run()
+    assert said.code == 0, said.err
+    assert secrets_in((said.out + said.err).encode()) == []
+    (desk.folder / "job.yaml").unlink()
+    assert files_with_secrets(desk.folder) == {}
+    assert "memory://sets/a.jsonl" in (desk.folder / "run" / "job.json").read_text()
+
+
+def test_what_may_hold_data_is_for_its_owner_alone(desk: Desk, run: Callable[..., Said]) -> None:
+    before = os.umask(0o022)
+    try:
+        assert run("--set", "output_store=store").code == 0
+    finally:
+        os.umask(before)
+    assert {
+        name: (desk.folder / name).stat().st_mode & 0o777
+        for name in ("run", "run/checkpoints", "store/data", "cache/tokens")
+    } == dict.fromkeys(("run", "run/checkpoints", "store/data", "cache/tokens"), 0o700)
+    open_to_others = [p for p in (desk.folder / "run").iterdir() if p.suffix == ".jsonl" and p.stat().st_mode & 0o077]
+    assert open_to_others == []
+
+
+# ---- checkpoints ----
+
+
+def tensors_file(header: dict[str, Any] | bytes, data: bytes = b"\0" * 64, says: int | None = None) -> bytes:
+    """A safetensors file with any header."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw) if says is None else says) + raw + data
+
+
+def nested(n: int = 200_000) -> bytes:
+    return b'{"a":' * n + b"0" + b"}" * n
+
+
+def zipped(content: bytes) -> bytes:
+    """A zip archive that is a thousandth of what it holds."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("state.json", content)
+    return archive.getvalue()
+
+
+BILLION = 10**9
+HOSTILE = {
+    "header longer than the file": ("model.safetensors", tensors_file({}, says=1 << 40)),
+    "negative header": ("model.safetensors", tensors_file({}, says=(1 << 64) - 1)),
+    "header of 20 MB": ("model.safetensors", tensors_file(b"{" + b" " * (20 << 20) + b"}")),
+    "shape of a billion": (
+        "model.safetensors",
+        tensors_file({"a": {"dtype": "F32", "shape": [BILLION], "data_offsets": [0, 64]}}),
+    ),
+    "shape and offsets of a billion": (
+        "model.safetensors",
+        tensors_file({"a": {"dtype": "F32", "shape": [BILLION], "data_offsets": [0, 4 * BILLION]}}),
+    ),
+    "shape that overflows": (
+        "model.safetensors",
+        tensors_file({"a": {"dtype": "F32", "shape": [1 << 62, 1 << 62], "data_offsets": [0, 64]}}),
+    ),
+    "nested header": ("optimizer.safetensors", tensors_file(nested())),
+    "no tensors at all": ("optimizer.safetensors", b""),
+    "gzip bomb": ("state.json", gzip.compress(b" " * (50 << 20))),
+    "zip bomb": ("state.json", zipped(b" " * (50 << 20))),
+    "nested state": ("state.json", nested()),
+    "state of a list": ("state.json", b"[1, 2]"),
+    "state that names a path": ("state.json", b'{"../../../model": {}, "optimizer": {}}'),
+    "state of 65 MB": ("state.json", b'{"model": {"a": "' + b"x" * (65 << 20) + b'"}}'),
+    "number of a million digits": ("state.json", b'{"model": {"a": ' + b"9" * 1_000_000 + b"}}"),
+}
+
+
+def forge(folder: Path, name: str, content: bytes) -> None:
+    """Put a file into a committed folder, with a manifest that vouches for it."""
+    import hashlib
+
+    (folder / name).write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    entry = {"name": name, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["files"] = [*(file for file in manifest["files"] if file["name"] != name), entry]
+    write_json(folder / "manifest.json", sealed(manifest))
+
+
+@pytest.fixture
+def two_saves(tmp_path: Path) -> Path:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", "run-1", 3, warn=print)
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    return checkpoints.folder
+
+
+def goes_on_from_the_one_before(folder: Path, marker: Path) -> None:
+    said: list[str] = []
+    with PeakMemory() as memory:
+        assert restored(folder, said) == 1
+    assert len(said) == 1
+    assert "the checkpoint of step 2 is damaged" in said[0]
+    assert len(said[0]) < 1000
+    assert memory.n_bytes < MOST_BYTES
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_checkpoint_is_refused_before_it_is_parsed(what: str, two_saves: Path, marker: Path) -> None:
+    forge(newest(two_saves), *HOSTILE[what])
+    goes_on_from_the_one_before(two_saves, marker)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+def test_a_pickle_under_any_name_of_a_checkpoint_is_not_run(
+    name: str, kind: str, two_saves: Path, marker: Path
+) -> None:
+    if name == "manifest.json":
+        (newest(two_saves) / name).write_bytes(pickles(marker)[kind])
+    else:
+        forge(newest(two_saves), name, pickles(marker)[kind])
+    goes_on_from_the_one_before(two_saves, marker)
+
+
+@pytest.mark.parametrize("name", ["training_args.bin", "rng_state.pth", "pytorch_model.bin", "scheduler.pt"])
+def test_a_pickle_beside_a_checkpoint_is_not_looked_at(name: str, two_saves: Path, marker: Path) -> None:
+    for content in pickles(marker).values():
+        forge(newest(two_saves), name, content)
+        assert restored(two_saves) == 2
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["../escape", "/etc/passwd", "..", "a/b", "", "manifest.json"])
+def test_a_manifest_can_not_name_files_outside_its_folder(name: str, two_saves: Path, marker: Path) -> None:
+    path = newest(two_saves) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][0]["name"] = name
+    write_json(path, sealed(manifest))
+    goes_on_from_the_one_before(two_saves, marker)
+
+
+@pytest.mark.parametrize(
+    "content", [nested(), b"[" * 500_000, b"\x1f\x8b" + b"\0" * 99], ids=["objects", "lists", "gzip"]
+)
+def test_a_manifest_that_is_no_manifest_is_refused(content: bytes, two_saves: Path, marker: Path) -> None:
+    (newest(two_saves) / "manifest.json").write_bytes(content)
+    goes_on_from_the_one_before(two_saves, marker)
+
+
+@pytest.mark.parametrize("what", ["folder", "manifest", "file", "pipe"])
+def test_links_and_pipes_in_place_of_a_checkpoint_are_not_followed(
+    what: str, two_saves: Path, tmp_path: Path, marker: Path
+) -> None:
+    folder, elsewhere = newest(two_saves), tmp_path / "elsewhere"
+    name = {"manifest": "manifest.json", "pipe": "manifest.json", "file": "model.safetensors"}.get(what)
+    path = folder if name is None else folder / name
+    path.rename(elsewhere)
+    if what == "pipe":
+        os.mkfifo(path)  # who opens it waits for ever
+    else:
+        path.symlink_to(elsewhere)
+    goes_on_from_the_one_before(two_saves, marker)
+    assert elsewhere.exists()
+
+
+def test_parts_that_do_not_fit_are_refused_in_words(two_saves: Path) -> None:
+    class Picky:
+        def state(self) -> Any:
+            return {}, {}
+
+        def restore(self, tensors: Any, values: Any) -> None:
+            values["not there"]
+
+    fresh = Checkpoints(two_saves, "run-1", 3, warn=print)
+    with pytest.raises(RunDamaged, match="the model of step 2 is not what this run has saved"):
+        fresh.restore(2, {"model": Picky(), "optimizer": Picky()})
+    with pytest.raises(RunChanged, match="the checkpoint holds"):
+        fresh.restore(2, {"model": Picky()})
+
+
+# ---- commits in a store ----
+
+
+@pytest.fixture
+def two_copies(tmp_path: Path) -> Model:
+    store, folder = Model(), folder_of_run(tmp_path / "run")
+    mirror = mirror_of(store, folder)
+    mirror.bring_back()
+    for step in (1, 2):
+        assert delivered(mirror, step, step_done(folder, step))
+    mirror.close(1)
+    return store
+
+
+def forge_commit(store: Model, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change what the newest commit says, and let it vouch for that."""
+    key = max(store.list("commits/"))
+    commit = unseal(store.objects[key].decode(), "it")
+    change(commit)
+    store.objects[key] = seal(commit).encode()
+
+
+def takes_the_one_before(store: Model, tmp_path: Path, marker: Path) -> None:
+    said: list[str] = []
+    with PeakMemory() as memory:
+        mirror = mirror_of(store, tmp_path / "empty", said)
+        assert mirror.bring_back() == 1
+        mirror.close(1)
+    assert "the copy of step 2 in the store is damaged" in said[0]
+    assert memory.n_bytes < MOST_BYTES
+    assert not marker.exists()
+    assert {path.name for path in tmp_path.iterdir()} <= {"run", "empty"}
+
+
+def path_of_first(path: str) -> Callable[[dict[str, Any]], None]:
+    return lambda commit: commit["files"][0].update(path=path)
+
+
+def object_of_first(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda commit: commit["files"][0].update(object=name)
+
+
+COMMITS: dict[str, Callable[[dict[str, Any]], None]] = {
+    **{f"path {path!r}": path_of_first(path) for path in (
+        "../evil", "/etc/evil", "checkpoints/../../evil", "checkpoints/step-1/x", "other.txt", "model/../x", "model\\x",
+        "", "model", "checkpoints", ".lock", "store.json", "model/" + "x" * 300,
+    )},
+    **{f"object {name!r}": object_of_first(name) for name in ("../../etc/passwd", "/etc/passwd", "data/../x", "writers/x")},
+    "a file twice": lambda commit: commit["files"].append(commit["files"][0]),
+    "a file and a folder": lambda commit: commit["files"].extend(
+        [{**commit["files"][0], "path": "model/a"}, {**commit["files"][0], "path": "model/a/b"}]
+    ),
+    "a negative size": lambda commit: commit["files"][0].update(size=-1),
+    "no files": lambda commit: commit.update(files={"a": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", COMMITS)
+def test_a_hostile_commit_is_refused_before_anything_is_fetched(
+    what: str, two_copies: Model, tmp_path: Path, marker: Path
+) -> None:
+    forge_commit(two_copies, COMMITS[what])
+    takes_the_one_before(two_copies, tmp_path, marker)
+
+
+@pytest.mark.parametrize("what", ["pickle", "nested", "gzip", "empty"])
+def test_a_commit_that_is_no_commit_is_refused(what: str, two_copies: Model, tmp_path: Path, marker: Path) -> None:
+    content = {"nested": nested(), "gzip": gzip.compress(b" " * (50 << 20)), "empty": b"", **pickles(marker)}[what]
+    two_copies.objects[max(two_copies.list("commits/"))] = content
+    takes_the_one_before(two_copies, tmp_path, marker)
+
+
+def test_objects_larger_than_they_may_be_are_not_fetched(two_copies: Model, tmp_path: Path, marker: Path) -> None:
+    """A folder as the store: its commit grows to 3 GB, and the one before names a file that has grown to as much."""
+    folder = tmp_path / "store"
+    for key, content in two_copies.objects.items():
+        (folder / key).parent.mkdir(parents=True, exist_ok=True)
+        (folder / key).write_bytes(content)
+    from farthing.store import open_store
+
+    os.truncate(folder / max(two_copies.list("commits/")), 3 << 30)
+    first = unseal(two_copies.objects[min(two_copies.list("commits/"))].decode(), "it")
+    large = next(entry["object"] for entry in first["files"] if entry["path"].endswith("model.safetensors"))
+    os.truncate(folder / large, 3 << 30)
+    said: list[str] = []
+    with PeakMemory() as memory, pytest.raises(RunDamaged, match="none of the 2 commits"):
+        mirror_of(open_store(str(folder)), tmp_path / "empty", said).bring_back()
+    assert "bytes, no more than" in said[0]
+    assert "bytes, no more than" in said[1]
+    assert memory.n_bytes < MOST_BYTES
+    assert sum(path.stat().st_size for path in (tmp_path / "empty").rglob("*") if path.is_file()) < 1 << 20
+
+
+@pytest.mark.parametrize("name", ["run.json", "ledger.jsonl", "plan.json", "schedule.json"])
+def test_hostile_small_files_of_a_commit_end_in_words(
+    name: str, tmp_path: Path, marker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are installed, as their checksums are right; the run that reads them says what is wrong, or does without."""
+    path = job_file(tmp_path, max_steps=2)
+    keys = ["--set", "limits.max_hours=1", "--set", "train.fit_schedule_to_budget=true"]
+    assert main(["train", str(path), *keys]) == 0
+    (tmp_path / "run" / name).write_bytes(nested() + b"\n" + pickles(marker)["pickle"])
+    code = main(["train", str(path), *keys])
+    said = capsys.readouterr().err
+    assert code == (2 if name in ("run.json",) else 0), said
+    assert "Traceback" not in said
+    assert not marker.exists()
+
+
+def test_a_hostile_lease_costs_nothing_but_the_lease(two_copies: Model, tmp_path: Path, marker: Path) -> None:
+    newest_link = max(two_copies.list("writers/"))
+    row = {"attempt": 1, "spans": {"compute": "a lot"}, "at": "never"}
+    for number, content in enumerate(
+        [
+            nested(),
+            pickles(marker)["pickle"],
+            b"[]",
+            json.dumps({"released": True, "ledger": [row, 7, nested().decode()]}).encode(),
+        ]
+    ):
+        two_copies.objects[newest_link] = content
+        for key in [key for key in two_copies.objects if key.startswith("writers/") and key > newest_link]:
+            del two_copies.objects[key]
+        mirror = mirror_of(two_copies, tmp_path / f"empty-{number}")
+        assert mirror.bring_back() == 2
+        mirror.close(1)
+    assert not marker.exists()
+    assert main(["report", str(tmp_path / "empty-3")]) == 0
+
+
+# ---- jobs ----
+
+
+def laughs(n: int) -> str:
+    """Lists of lists of lists: a billion words in a page, where aliases are followed."""
+    lines = ["a0: &a0 [lol]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, n)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("limits: !!python/object/apply:os.system ['touch \"{marker}\"']", "plain values only"),
+        ("limits: !!python/object/new:os.system ['touch \"{marker}\"']", "plain values only"),
+        ("limits: !!python/name:os.system ''", "plain values only"),
+        ("limits: !!python/module:antigravity ''", "plain values only"),
+        ("limits: !!python/object:farthing.job.Job {{}}", "plain values only"),
+        (laughs(12), "an alias"),
+        ("limits: &a [*a]", "an alias"),
+        ("limits: " + "[" * 5000, "nested too deep"),
+        ("limits: {<<: {max_usd: 1}}", ""),
+    ],
+    ids=["apply", "new", "name", "module", "object", "laughs", "itself", "deep", "merge"],
+)
+def test_a_hostile_job_runs_nothing_and_stays_small(
+    text: str,
+    words: str,
+    desk: Desk,
+    run: Callable[..., Said],
+    marker: Path,
+) -> None:
+    written = (
+        desk.job().read_text() + text.replace("{{", "{").replace("}}", "}").replace("{marker}", str(marker)) + "\n"
+    )
+    (desk.folder / "evil.yaml").write_text(written)
+    with PeakMemory() as memory:
+        said = run(verb="plan", job="evil.yaml")
+    if words:
+        assert said.code == 2
+        assert words in said.err
+    assert memory.n_bytes < MOST_BYTES
+    assert not marker.exists()
+
+
+def test_an_override_that_would_run_code_runs_none(desk: Desk, run: Callable[..., Said], marker: Path) -> None:
+    said = run("--set", f"limits=!!python/object/apply:os.system ['touch \"{marker}\"']")
+    assert said.code == 2
+    assert "not valid YAML" in said.err
+    assert not marker.exists()
+
+
+def test_nothing_of_the_environment_is_put_into_a_job(
+    secrets: None,
+    desk: Desk,
+    run: Callable[..., Said],
+) -> None:
+    written = "${HF_TOKEN} $HF_TOKEN %(HF_TOKEN)s {{ env.HF_TOKEN }}"
+    desk.values["output_dir"] = written
+    assert run().code == 0
+    assert (desk.folder / written / "receipt.json").exists(), "a name like any other"
+    assert files_with_secrets(desk.folder) == {}
+
+
+def test_a_run_folder_that_is_a_link_of_ones_own_is_followed(desk: Desk, run: Callable[..., Said]) -> None:
+    (desk.folder / "large disk").mkdir(mode=0o755)
+    (desk.folder / "run").symlink_to(desk.folder / "large disk")
+    assert run().code == 0
+    assert (desk.folder / "large disk" / "model" / "config.json").exists()
+    assert (desk.folder / "large disk").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a link that is another's")
+def test_a_run_folder_that_somebody_else_has_linked_is_refused(desk: Desk, run: Callable[..., Said]) -> None:
+    (desk.folder / "elsewhere").mkdir(mode=0o755)
+    (desk.folder / "run").symlink_to(desk.folder / "elsewhere")
+    os.chown(desk.folder / "run", 12345, 12345, follow_symlinks=False)
+    said = run()
+    assert said.code == 2
+    assert "a link that somebody else has made" in said.err
+    assert list((desk.folder / "elsewhere").iterdir()) == []
+    assert (desk.folder / "elsewhere").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("name", [".lock", "log.jsonl", "ledger.jsonl", "run.json", "plan.json"])
+def test_nothing_is_written_through_a_link_in_the_run_folder(
+    name: str,
+    desk: Desk,
+    run: Callable[..., Said],
+) -> None:
+    precious = desk.folder / "precious"
+    precious.write_text("of someone")
+    (desk.folder / "run").mkdir()
+    (desk.folder / "run" / name).symlink_to(precious)
+    said = run()
+    assert said.code == 2
+    assert f"`{name}` in this folder is a link to elsewhere" in said.err
+    assert precious.read_text() == "of someone"
+
+
+# ---- data ----
+
+
+def test_a_link_in_a_data_folder_does_not_lead_out_of_it(desk: Desk, run: Callable[..., Said]) -> None:
+    folder = desk.folder / "set"
+    folder.mkdir()
+    shutil.copy(desk.folder / "train.jsonl", folder / "real.jsonl")
+    (folder / "train.jsonl").symlink_to("real.jsonl")
+    (folder / "real.jsonl").rename(folder / "real.txt")
+    (folder / "train.jsonl").unlink()
+    (folder / "train.jsonl").symlink_to("real.txt")
+    desk.set("data", train="./set")
+    assert run().code == 0, "a link within the folder is followed"
+    (desk.folder / "private").write_text('{"text": "the contents of a private file"}\n' * 9)
+    (folder / "train.jsonl").unlink()
+    (folder / "train.jsonl").symlink_to("../private")
+    said = run("--set", "output_dir=other")
+    assert said.code == 2
+    assert "leads out of the data set's folder" in said.err
+
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('touch \"MARKER\"') }}",
+    "{{ lipsum.__globals__['os'].popen('touch \"MARKER\"').read() }}",
+    "{{ namespace.__init__.__globals__ }}",
+    "{{ ('%s' | format).__globals__ }}",
+    "{{ messages.append('x') }}",
+    "{{ messages.__class__.__base__.__subclasses__()[100:] }}",
+    "{{ raise_exception.__globals__['os'].system('touch \"MARKER\"') }}",
+    "{{ (messages | map(attribute='__class__') | list)[0].__mro__ }}",
+    "{% for i in range(1000000000) %}x{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("marks", ["", "{% generation %}x{% endgeneration %}"], ids=["plain", "with marks"])
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_a_chat_template_does_not_get_out_of_its_sandbox(
+    escape: str, marks: str, tokenizers: dict[str, Any], tiny_folders: dict[str, Path], marker: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Neither the one that renders for training nor the planner's."""
+    template = escape.replace("MARKER", str(marker)) + marks + "{{ messages[0].content }}"
+    chat = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]}
+    monkeypatch.setattr(tokenizers["llama"], "chat_template", template)
+    planners = light_tokenizer(tiny_folders["llama"], template)
+    for tokenizer in (tokenizers["llama"], planners):
+        convert = converter("messages", {}, {}, tokenizer, "causal-lm")
+        with pytest.raises(Unusable):
+            convert(chat)
+    assert not marker.exists()
+
+
+def test_json_within_a_row_that_is_nested_too_deep_is_a_bad_row(tokenizers: dict[str, Any]) -> None:
+    convert = converter("messages", {}, {}, tokenizers["llama"], "causal-lm")
+    with pytest.raises(Unusable, match="not JSON"):
+        convert({"messages": "[" * 500_000})
+
+
+# ---- model folders ----
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch"])
+def test_a_pickle_under_any_name_of_a_model_folder_is_not_run(
+    kind: str,
+    desk: Desk,
+    run: Callable[..., Said],
+    marker: Path,
+) -> None:
+    folder, content = desk.own_model(), pickles(marker)[kind]
+    for name in (
+        *(
+            "pytorch_model.bin",
+            "training_args.bin",
+            "optimizer.pt",
+            "scheduler.pt",
+            "rng_state.pth",
+            "model.pt",
+            "model.pkl",
+        ),
+        *("adapter_model.bin", "tf_model.h5", "flax_model.msgpack", "vocab.pkl"),
+    ):
+        (folder / name).write_bytes(content)
+    assert run().code == 0, "beside whole weights it is not looked at"
+    assert not marker.exists()
+    for name, words in (("model.safetensors", "can't be loaded"), ("tokenizer.json", ""), ("config.json", "")):
+        kept = (folder / name).read_bytes()
+        (folder / name).write_bytes(content)
+        said = run("--set", "output_dir=other")
+        assert said.code == 2, name
+        assert words in said.err
+        (folder / name).write_bytes(kept)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "../elsewhere.bin", "../elsewhere.safetensors"])
+def test_an_index_does_not_make_a_pickle_of_a_model_folder_run(
+    name: str,
+    desk: Desk,
+    run: Callable[..., Said],
+    marker: Path,
+) -> None:
+    folder = desk.own_model()
+    for content in pickles(marker).values():
+        (folder / name).write_bytes(content)
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
+        index = {"metadata": {"total_size": 1}, "weight_map": {"model.embed_tokens.weight": name}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        said = run()
+        assert said.code == 2
+        assert "names files that are not of it" in said.err
+        (folder / "part.safetensors").rename(folder / "model.safetensors")
+    assert not marker.exists()
+
+
+def auto_map(where: str, known: bool) -> dict[str, Any]:
+    names = {
+        "AutoConfig": "evil.Evil",
+        "AutoModelForCausalLM": "evil.Evil",
+        "AutoTokenizer": ["evil.Evil", "evil.Evil"],
+    }
+    more = {} if known or where != "config.json" else {"model_type": "unheard-of"}
+    return {"auto_map": names, **more}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known model", "unheard-of model"])
+@pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])
+def test_code_beside_a_model_is_not_run(
+    where: str,
+    known: bool,
+    desk: Desk,
+    run: Callable[..., Said],
+    marker: Path,
+) -> None:
+    folder = desk.own_model()
+    code = f"open({str(marker)!r}, 'w').close()\nclass Evil: pass\n"
+    for name in ("evil.py", "custom_generate/generate.py", "conftest.py", "sitecustomize.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(code)
+    tokenizer = {} if known or where == "config.json" else {"tokenizer_class": "EvilTokenizer"}
+    said_before = json.loads((folder / where).read_text())
+    (folder / where).write_text(json.dumps(said_before | auto_map(where, known) | tokenizer))
+    said = run()
+    assert not marker.exists()
+    assert said.code == (0 if known else 2), said.err
+    if said.code == 2:
+        assert "trust_remote_code" in said.err
+
+
+def test_kernels_that_a_model_would_fetch_and_run_are_refused(desk: Desk, run: Callable[..., Said]) -> None:
+    path = desk.own_model() / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attn_implementation": "someone/some-kernels"}))
+    said = run()
+    assert said.code == 2
+    assert "attention 'someone/some-kernels' is code from the Hub" in said.err
+    said = run("--set", "model.attn_implementation=someone/others", "--set", "model.init=random")
+    assert "attention 'someone/others' is code from the Hub" in said.err
+
+
+def test_a_run_folder_can_not_ask_for_code_to_be_run_at_its_export(
+    tmp_path: Path, marker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = job_file(tmp_path, method="lora", pretrained=True, max_steps=1)
+    assert main(["train", str(path)]) == 0
+    base = tmp_path / "base"
+    (base / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Evil: pass\n")
+    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | auto_map("", True)))
+    job = json.loads((tmp_path / "run" / "job.json").read_text())
+    job["model"]["trust_remote_code"] = True
+    (tmp_path / "run" / "job.json").write_text(json.dumps(job))
+    assert main(["export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 2
+    assert "--trust-remote-code" in capsys.readouterr().err
+    assert not marker.exists()
