@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
+PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test test-all check setup peers clean
 
@@ -9,10 +10,10 @@ demo: setup  ## a fine-tune that is killed, carries on exactly, and prints its r
 	$(RUN)/python bench/demo.py
 
 test: setup  ## the default suite, under ten minutes on two cores
-	$(RUN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: setup $(VENV)/.more  ## the long ones too, and those that need bitsandbytes
-	$(RUN)/python -m pytest
+	$(PYTEST)
 	PYTHONPATH=$(VENV)/quant $(RUN)/python -m pytest tests/test_quantized.py
 
 check: setup  ## style and types
