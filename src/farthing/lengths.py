@@ -125,7 +125,7 @@ class Lengths:
         """Steps of `global_batch` random examples in micro-batches of at most `most_tokens` computed tokens.
 
         `is_flat`: end to end, without padding, so that all but the number of micro-batches is exact; else padded by
-        `cut_padded`, which leaves at least 97 % of the tokens useful. What is not exact is counted in steps drawn from a
+        `cut_padded`, which leaves nearly all of the tokens useful. What is not exact is counted in steps drawn from a
         fixed seed and cut by the trainer's own functions: within 2 % for flat pieces and 5 % for padded ones (tests).
         """
         batch = max(1, min(global_batch, self.n_examples))

@@ -18,7 +18,10 @@ from farthing.data.batches import IGNORED
 from farthing.data.encode import sums_of
 from farthing.data.tokens import TokenSet
 
-LEAST_SHARE = 0.97  # of the computed tokens are useful, where they are padded
+LEAST_SHARE = 0.97  # of the computed tokens are useful, where they are padded and more pieces cost less than padding
+# a micro-batch takes as long by itself (gradients of all weights added up, every kernel begun) as so many tokens: 32 to 128
+# were the quickest for T5 on a CPU (docs/log.md); not measured on a GPU, where it is reckoned to be more
+PIECE_COSTS_TOKENS = 32
 
 
 def cut_by_tokens(
@@ -67,7 +70,7 @@ def cut_padded(
     target_lengths: NDArray[np.int64] | None = None,
     most_examples: int | None = None,
     least_share: float = LEAST_SHARE,
-    piece_costs_tokens: int = 0,
+    piece_costs_tokens: int = PIECE_COSTS_TOKENS,
 ) -> list[NDArray[np.int64]]:
     """The step's examples in padded pieces of similar lengths, each at most `most_tokens` with its padding.
 
