@@ -499,9 +499,14 @@ class _Study:
         if fitting and not sure:
             sure = [min(fitting, key=lambda one: self.needed_bytes(place, one[1]))]
         if fitting:
-            recipe, memory, step, work = min(
-                sure, key=lambda one: (one[2].seconds, one[0].every_n_layers, one[0].micro_tokens)
-            )
+
+            def cheapness(one: tuple[Recipe, Memory, StepTime, Work]) -> tuple[float, ...]:
+                recipe, _, step, _ = one
+                if not place.is_cuda:  # what a micro-batch costs by itself is not in the seconds of a CPU
+                    return recipe.every_n_layers, -(recipe.micro_tokens or 0)
+                return step.seconds, recipe.every_n_layers, recipe.micro_tokens or 0
+
+            recipe, memory, step, work = min(sure, key=cheapness)
             save_s = place.calibration.save_s
             if save_s is None:
                 save_s = 0.05 + self.wanted.save_bytes / self.assumptions.snapshot_bytes_per_s
