@@ -51,9 +51,8 @@ from workshop import Heard, Watched, job_file, log_of, losses_of, make_job
 HAS_GPU = torch.cuda.is_available()
 IS_REHEARSAL = not HAS_GPU and os.environ.get("FARTHING_GPU") == "rehearsal"
 DEVICE = "cuda" if HAS_GPU else "cpu"
-pytestmark = pytest.mark.skipif(
-    not (HAS_GPU or IS_REHEARSAL), reason="no GPU in sight: FARTHING_GPU=1 on a machine that has one"
-)
+if not (HAS_GPU or IS_REHEARSAL):
+    pytest.skip("no GPU in sight: FARTHING_GPU=1 on a machine that has one", allow_module_level=True)
 on_a_gpu = pytest.mark.skipif(not HAS_GPU, reason="only a GPU can show this")
 
 SAME = 1e-4  # of two ways to compute one thing in fp32, over a few steps
@@ -204,13 +203,13 @@ def must_be_here(kernel: str) -> None:
         pytest.skip(f"the kernel {kernel} is not installed")
 
 
-def one_after_another(**sizes: int) -> tuple[Documents, int]:
+def one_after_another() -> tuple[Documents, int]:
     """Documents that see themselves."""
     lengths = [1, 7, 128, 128, 300, 61]
     return Documents.of(lengths, DEVICE), sum(lengths)
 
 
-def with_a_beginning(**sizes: int) -> tuple[Documents, int]:
+def with_a_beginning() -> tuple[Documents, int]:
     """A beginning of fifty tokens that three other documents go on from."""
     lengths = [50, 20, 133, 1]
     own = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
