@@ -66,7 +66,8 @@ def clean_device() -> Iterator[None]:
     """Nothing of one test in the memory, or in the settings, of the next."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     yield
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     gc.collect()
     if HAS_GPU:
         torch.cuda.set_sync_debug_mode("default")
