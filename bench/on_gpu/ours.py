@@ -21,6 +21,7 @@ from peers import figures
 from peers.assignment import Examples as Drawn
 from peers.clock import Clock
 
+MOST_STEPS = 1000  # of a run whose settings are changed: more than are ever taken
 Emit = Callable[[dict[str, Any]], None]
 HasTime = Callable[[str], bool]
 """Asked before anything is begun, by its name; what gets no time is put on record."""
@@ -74,16 +75,21 @@ def rows(shape: str, work: Path, scale: Scale, usd_per_hour: float, emit: Emit, 
             n_steps = scale.warm_up + scale.timed
             values = job_values(folder, out, method, scale.batch(lengths), n_steps, usd_per_hour)
             with failing(what, emit):
-                rested, said = resting_bytes(), list[str]()
-                with opened(values, Drawn.load(folder / "train.npz"), said) as run:
-                    if not run.promise:
-                        raise RuntimeError("; ".join(said) or "no promise")
-                    found = measured(run, scale.warm_up, scale.timed)
-                    happened = happened_to(run, found, rested)
-                    emit({**what, **found, "settings": settings_of(run), "promised": run.promise, "happened": happened})
-                    run.leave_measurement()
-                    del run
+                emit({**what, **as_planned(values, Drawn.load(folder / "train.npz"), scale)})
             clean()
+
+
+def as_planned(values: dict[str, Any], drawn: Drawn, scale: Scale) -> dict[str, Any]:
+    """A run as the plan has it: its figures, what was promised and what happened. It leaves a measurement."""
+    rested, said = resting_bytes(), list[str]()
+    with opened(values, drawn, said) as run:
+        if not run.promise:
+            raise RuntimeError("; ".join(said) or "no promise")
+        found = measured(run, scale.warm_up, scale.timed)
+        row = {**found, "settings": settings_of(run), "promised": run.promise}
+        row["happened"] = happened_to(run, found, rested)
+        run.leave_measurement()
+        return row
 
 
 def resting_bytes() -> dict[str, int]:
@@ -161,36 +167,54 @@ def variants(
     drawn = Drawn.load(folder / "train.npz")
     for method in METHODS:
         base = {"kind": "variant", "shape": shape, "method": method, "lengths": "chat"}
-        out = work / f"variants-{shape}-{method}"
-        values = job_values(folder, out, method, scale.batch("chat"), 1000, usd_per_hour)
-        with failing({**base, "group": "all", "way": "all"}, emit), opened(values, drawn) as run:
-            for group, name, way in ways(run, scale, is_smoke):
-                what = {**base, "group": group, "way": name}
-                if not has_time(f"variant {shape} {method}: {group}, {name}"):
-                    continue
-                with failing(what, emit), way(run):
-                    wanted = run.steps.most_tokens
-                    found = measured(run, *scale.of_variants)
-                    if run.steps.most_tokens != wanted:
-                        found = {"failed": f"out of memory, went on with {run.steps.most_tokens:,} tokens"}
-                    emit({**what, **found, "micro_batch_tokens": wanted})
-                run.steps.close()
-            del run
+
+        def values(method: str = method, **keys: Any) -> dict[str, Any]:
+            out = work / f"variants-{shape}-{method}"
+            return job_values(folder, out, method, scale.batch("chat"), MOST_STEPS, usd_per_hour, **keys)
+
+        with failing({**base, "group": "all", "way": "all"}, emit):
+            changed(values(), drawn, base, scale, emit, has_time, is_smoke)
         clean()
-        others = [("liger", "off" if on_by_default() else "on", {"use_liger_kernel": not on_by_default()})]
+        of_liger = {"use_liger_kernel": not on_by_default()}
+        others = [("liger", "off" if on_by_default() else "on", of_liger)] if torch.cuda.is_available() else []
         others += [("optimizer", "off-loaded", {"optim": "adamw_torch_offload"})]
         for group, name, keys in others:
             what = {**base, "group": group, "way": name}
-            if group == "liger" and not torch.cuda.is_available():
+            if has_time(f"variant {shape} {method}: {group}, {name}"):
+                with failing(what, emit):
+                    emit({**what, **opened_anew(values(**keys), drawn, scale)})
+                clean()
+
+
+def changed(
+    values: dict[str, Any],
+    drawn: Drawn,
+    base: dict[str, Any],
+    scale: Scale,
+    emit: Emit,
+    has_time: HasTime,
+    is_smoke: bool,
+) -> None:
+    """One run, one thing of it changed after the other."""
+    with opened(values, drawn) as run:
+        for group, name, way in ways(run, scale, is_smoke):
+            what = {**base, "group": group, "way": name}
+            if not has_time(f"variant {base['shape']} {base['method']}: {group}, {name}"):
                 continue
-            if not has_time(f"variant {shape} {method}: {group}, {name}"):
-                continue
-            values = job_values(folder, out, method, scale.batch("chat"), 1000, usd_per_hour, **keys)
-            with failing(what, emit), opened(values, drawn) as run:
+            with failing(what, emit), way(run):
+                wanted = run.steps.most_tokens
                 found = measured(run, *scale.of_variants)
-                emit({**what, **found, "micro_batch_tokens": run.steps.most_tokens, "said": run.liger})
-                del run
-            clean()
+                if run.steps.most_tokens != wanted:
+                    found = {"failed": f"out of memory, went on with {run.steps.most_tokens:,} tokens"}
+                emit({**what, **found, "micro_batch_tokens": wanted})
+            run.steps.close()
+
+
+def opened_anew(values: dict[str, Any], drawn: Drawn, scale: Scale) -> dict[str, Any]:
+    """A run whose job says something else."""
+    with opened(values, drawn) as run:
+        found = measured(run, *scale.of_variants)
+        return {**found, "micro_batch_tokens": run.steps.most_tokens, "said": run.liger}
 
 
 def on_by_default() -> bool:
