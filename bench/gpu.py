@@ -8,8 +8,9 @@ at most) and full ones (2048); LoRA of rank 16 on all linear layers and full fin
 TRL each in a process of its own, so many steps by events of the GPU after a warm-up. On the 1B shape one thing after the other
 is changed; every row of farthing stands beside what the planner had said of it.
 
-Smallest shapes first. What would end after `--minutes` is not begun, or is stopped, and is listed as left out. Every row is in
-OUT/rows.jsonl as soon as it is measured; the tables in OUT/tables.txt come last. There was no GPU yet to run it on.
+Smallest shapes first, farthing before its peers. What would end after `--minutes` is not begun, or is stopped, and is listed as
+left out. Every row is in OUT/rows.jsonl as soon as it is measured; the tables in OUT/tables.txt come last. There was no GPU yet
+to run it on.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Budget:
         if self._began is not None:
             kind, began = self._began
             self._longest[kind] = max(self._longest.get(kind, 0.0), time.time() - began)
-        kind = what.split()[0]
+        kind = what.replace(",", " ").split()[0]
         if self.left_s < max(1.0, self._longest.get(kind, 0.0)):
             self._began = None
             self._rows.emit({"kind": "left out", "what": what, "why": "no time left"})
@@ -168,13 +169,10 @@ def assignments(who: str, shape: str, work: Path, scale: Scale) -> list[tuple[di
 
 
 def groups_of(asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """The processes in their order: smallest shapes first, and on the 1B shape (or the toy) the variants too."""
-    found = []
-    for shape in asked.shapes:
-        for who in WHO:
-            if who in asked.who and (who != "variants" or shape in (VARIED, "toy")):
-                found.append({"who": who, "shape": shape})
-    return found
+    """The processes in their order: farthing on all shapes, then its peers, on the 1B shape (or the toy) also the variants."""
+    first = [("farthing", shape) for shape in asked.shapes]
+    then = [(who, shape) for shape in asked.shapes for who in WHO[1:] if who != "variants" or shape in (VARIED, "toy")]
+    return [{"who": who, "shape": shape} for who, shape in [*first, *then] if who in asked.who]
 
 
 def spawn(group: dict[str, Any], asked: argparse.Namespace, ends_at: float) -> str:

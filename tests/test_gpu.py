@@ -3,8 +3,8 @@
 Every test is skipped where no GPU is in sight; `FARTHING_GPU=1` lets this file see one (see conftest). With
 `FARTHING_GPU=rehearsal` those tests that a CPU can follow run there instead, which tries the tests and proves nothing of GPUs.
 
-Jobs go through the real loop. Unless a test says otherwise they compute in fp32 without TF32, Liger and compiled layers, so
-that two ways to compute one thing differ by rounding alone.
+Jobs go through the real loop. Unless a test says otherwise they compute in fp32 without TF32, Liger and compiled layers, and
+attend document by document in fp32, so that two ways to compute one thing differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -62,12 +62,15 @@ KERNEL_ROUNDED = {"bf16": 0.015, "fp16": 3e-3}  # of one attention and its gradi
 
 
 @pytest.fixture(autouse=True)
-def clean_device() -> Iterator[None]:
-    """Nothing of one test in the memory, or in the settings, of the next."""
+def clean_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing of one test in the memory, or in the settings, of the next; in fp32 no kernel that has to be compiled first."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+    def chosen(device: torch.device, dtype: torch.dtype, *others: Any) -> str:
+        return "documents" if dtype == torch.float32 else choose_kernel(device, dtype, *others)
+
+    monkeypatch.setattr(attention, "choose_kernel", chosen)
     yield
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
     gc.collect()
     if HAS_GPU:
         torch.cuda.set_sync_debug_mode("default")
@@ -235,9 +238,11 @@ def drawn(n_tokens: int, head_size: int) -> list[Tensor]:
     return [torch.randn(n_tokens, heads, head_size, generator=draw).to(DEVICE) for heads in (8, 2, 2)]
 
 
-@pytest.mark.parametrize("asked", ["causal", "both ways", "window", "softcap", "beginnings"])
-@pytest.mark.parametrize("head_size", [64, 128])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+ASKED = ["causal", "both ways", "window", "softcap", "beginnings"]
+CASES = [*(("bf16", 64, asked) for asked in ASKED), ("bf16", 128, "causal"), ("fp16", 64, "causal")]
+
+
+@pytest.mark.parametrize(("precision", "head_size", "asked"), CASES)
 @pytest.mark.parametrize("kernel", ["documents", "varlen", "flash", "flex"])
 def test_a_kernel_attends_as_documents_one_by_one(kernel: str, precision: str, head_size: int, asked: str) -> None:
     must_be_here(kernel)
@@ -301,12 +306,21 @@ def test_a_model_with_any_kernel_has_the_same_gradients(
 ) -> None:
     must_be_here(kernel)
     keys = strict(precision="bf16", **({"rows": uneven_rows()} if family == "llama" else {}))
-    monkeypatch.setattr(attention, "choose_kernel", lambda *_: kernel)
-    loss, found = first_gradients(make_job(tmp_path / kernel, family, **keys))
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "choose_kernel", lambda *_: kernel)
+        loss, found = first_gradients(make_job(tmp_path / kernel, family, **keys))
     fp32_loss, expected = first_gradients(make_job(tmp_path / "fp32", family, **keys | {"bf16": False}))
     assert loss == pytest.approx(fp32_loss, rel=LOSS_ROUNDED["bf16"])
     assert error(found, expected) < ROUNDED["bf16"]
+
+
+def test_the_kernel_that_fp32_gets_has_the_same_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = strict(rows=uneven_rows())
+    expected_loss, expected = first_gradients(make_job(tmp_path / "documents", **keys))
+    monkeypatch.setattr(attention, "choose_kernel", choose_kernel)
+    loss, found = first_gradients(make_job(tmp_path / "chosen", **keys))
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert error(found, expected) < 1e-3
 
 
 # ---- the head, adapters, checkpointing ----
@@ -427,20 +441,6 @@ def test_an_off_loaded_step_leaves_nothing_on_the_device(tmp_path: Path) -> None
 
 
 @on_a_gpu
-def test_compiled_layers_compute_what_plain_ones_do(tmp_path: Path) -> None:
-    if importlib.util.find_spec("triton") is None or find_compiler("cuda") is None:
-        pytest.skip("Triton or a C compiler is not installed")
-    jobs = []
-    for name, compiles in (("compiled", True), ("plain", False)):
-        jobs.append(make_job(tmp_path / name, method="lora", **strict(rows=uneven_rows(), torch_compile=compiles)))
-        heard = Heard()
-        assert farthing.train.train(jobs[-1], heard).state == "finished"
-        assert ("2 layers compiled" in heard.of("decided")[0]["computed"]) == compiles
-    must_agree(*jobs, 1e-3)
-    assert build_receipt(Path(jobs[0].output_dir))["spans"]
-
-
-@on_a_gpu
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_ligers_kernels_compute_what_plain_ones_do(method: str, tmp_path: Path) -> None:
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
@@ -545,13 +545,21 @@ def train_in_a_process(job: Path, kill_after_save: int = 0) -> int:
     return subprocess.run(command, check=False, timeout=300).returncode
 
 
-@pytest.mark.parametrize("is_exact", [True, False], ids=["full_determinism", "as it comes"])
+@pytest.mark.parametrize(
+    ("is_exact", "dropout"),
+    [(True, 0.0), (True, 0.1), (False, 0.0)],
+    ids=["full_determinism", "full_determinism, dropout", "as it comes"],
+)
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
-    is_exact: bool, tmp_path: Path, record_property: Any
+    is_exact: bool, dropout: float, tmp_path: Path, record_property: Any
 ) -> None:
     ends = {}
     keys = strict(precision="bf16", max_steps=10, save_steps=2, rows=uneven_rows(64), full_determinism=is_exact)
-    keys |= {"global_batch_size": 16, "micro_batch_tokens": 1024, "size": {"hidden": 128, "layers": 3, "dropout": 0.1}}
+    keys |= {
+        "global_batch_size": 16,
+        "micro_batch_tokens": 1024,
+        "size": {"hidden": 128, "layers": 3, "dropout": dropout},
+    }
     for name in ("alone", "killed"):
         job = job_file(tmp_path / name, **dict(keys))
         if name == "killed":
@@ -661,3 +669,21 @@ def test_spans_add_up_to_the_wall_time(tmp_path: Path) -> None:
     assert outside_s - 4 < receipt["wall_s"] <= outside_s + 0.1  # less what leaving takes
     assert spans["compute"] > 0
     assert spans["optimizer"] > 0
+
+
+# ---- what takes a minute to compile ----
+
+
+@on_a_gpu
+def test_compiled_layers_compute_what_plain_ones_do(tmp_path: Path) -> None:
+    if importlib.util.find_spec("triton") is None or find_compiler("cuda") is None:
+        pytest.skip("Triton or a C compiler is not installed")
+    torch._dynamo.reset()
+    jobs = []
+    for name, compiles in (("compiled", True), ("plain", False)):
+        jobs.append(make_job(tmp_path / name, method="lora", **strict(rows=uneven_rows(), torch_compile=compiles)))
+        heard = Heard()
+        assert farthing.train.train(jobs[-1], heard).state == "finished"
+        assert ("2 layers compiled" in heard.of("decided")[0]["computed"]) == compiles
+    torch._dynamo.reset()
+    must_agree(*jobs, 1e-3)

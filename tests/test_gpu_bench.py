@@ -72,7 +72,7 @@ def test_what_would_end_too_late_is_not_begun_and_is_put_on_record(tmp_path: Pat
     assert budget.has_time("farthing 1B lora chat")
     budget._began = "farthing", time.time() - 60  # it took a minute
     assert not budget.has_time("farthing 1B full chat")
-    assert budget.has_time("variant 1B lora: compile")
+    assert budget.has_time("attention, varlen: variant of 1B lora")
     assert [row["what"] for row in table.read_rows(tmp_path / "rows.jsonl")] == ["farthing 1B full chat"]
 
 
@@ -80,6 +80,7 @@ def test_smallest_shapes_come_first_and_one_is_varied() -> None:
     groups = gpu.groups_of(gpu.arguments(["out"]))
     assert [group["shape"] for group in groups if group["who"] == "farthing"] == list(SHAPES)
     assert [group["shape"] for group in groups if group["who"] == "variants"] == ["1B"]
+    assert [group["who"] for group in groups[:4]] == ["farthing"] * 4
     assert len(groups) == 3 * 4 + 1
 
 
@@ -87,7 +88,7 @@ def test_settings_of_others_without_checkpointing_are_tried_first() -> None:
     for who in ("hf-tuned", "trl-tuned"):
         found = list(others.candidates(who, 32))
         assert [settings["checkpointing"] for settings in found] == [False, False, True, True]
-    assert [settings["micro_batch"] for settings in others.candidates("hf-tuned", 1)] == [1, 1]
+    assert [settings["micro_batch"] for settings in others.candidates("hf-tuned", 10)] == [10, 2, 10, 2]
 
 
 # ---- tables ----

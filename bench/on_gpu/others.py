@@ -1,8 +1,8 @@
 """The rows of Hugging Face's Trainer and of TRL, tuned, on the same random weights, tokens and steps.
 
 The trainers are those of bench/compare.py (`peers.hugging`); only where the weights come from is replaced. Two settings are
-tried on each row and the quicker is kept; where none fits, with checkpointing. torch.compile is not tried: it would take a
-minute a row. Needs nothing that farthing needs. Never run on a GPU so far.
+tried on chat lengths and the quicker is kept, on full ones the first that fits; where none fits, with checkpointing.
+torch.compile is not tried: it would take a minute a row. Needs nothing that farthing needs. Never run on a GPU so far.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def candidates(who: str, batch: int) -> Iterator[dict[str, Any]]:
             yield {**loader, "checkpointing": checkpointing, "packing": True, "rows": 1}
             yield {**loader, "checkpointing": checkpointing, "packing": False, "rows": max(1, batch // 4)}
         else:
-            for micro in sorted({max(1, batch // 4), batch}):
+            for micro in (batch, max(1, batch // 4)):
                 yield {**loader, "checkpointing": checkpointing, "micro_batch": micro}
 
 
@@ -83,7 +83,7 @@ def rows(
         best: dict[str, Any] | None = None
         why = ""
         for settings in candidates(who, assignment.batch):
-            if settings["checkpointing"] and best is not None:
+            if best is not None and (settings["checkpointing"] or what["lengths"] == "full"):
                 break
             if not has_time(name):
                 break

@@ -7,11 +7,14 @@ evaluated, saved or exported. Never run on a GPU so far.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -165,25 +168,30 @@ def variants(
     """One thing changed at a time, on chat lengths: the setting of the plan first, then each way."""
     folder = work / f"{shape}-chat"
     drawn = Drawn.load(folder / "train.npz")
+
+    def values(method: str, **keys: Any) -> dict[str, Any]:
+        out = work / f"variants-{shape}-{method}"
+        return job_values(folder, out, method, scale.batch("chat"), MOST_STEPS, usd_per_hour, **keys)
+
+    def base(method: str) -> dict[str, Any]:
+        return {"kind": "variant", "shape": shape, "method": method, "lengths": "chat"}
+
+    def anew(method: str, group: str, name: str, **keys: Any) -> None:
+        what = {**base(method), "group": group, "way": name}
+        if has_time(f"{group}, {name}: variant of {shape} {method}"):
+            with failing(what, emit):
+                emit({**what, **opened_anew(values(method, **keys), drawn, scale, is_smoke)})
+            clean()
+
     for method in METHODS:
-        base = {"kind": "variant", "shape": shape, "method": method, "lengths": "chat"}
-
-        def values(method: str = method, **keys: Any) -> dict[str, Any]:
-            out = work / f"variants-{shape}-{method}"
-            return job_values(folder, out, method, scale.batch("chat"), MOST_STEPS, usd_per_hour, **keys)
-
-        with failing({**base, "group": "all", "way": "all"}, emit):
-            changed(values(), drawn, base, scale, emit, has_time, is_smoke)
+        with failing({**base(method), "group": "all", "way": "all"}, emit):
+            changed(values(method), drawn, base(method), scale, emit, has_time)
         clean()
-        of_liger = {"use_liger_kernel": not on_by_default()}
-        others = [("liger", "off" if on_by_default() else "on", of_liger)] if torch.cuda.is_available() else []
-        others += [("optimizer", "off-loaded", {"optim": "adamw_torch_offload"})]
-        for group, name, keys in others:
-            what = {**base, "group": group, "way": name}
-            if has_time(f"variant {shape} {method}: {group}, {name}"):
-                with failing(what, emit):
-                    emit({**what, **opened_anew(values(**keys), drawn, scale)})
-                clean()
+        anew(method, "optimizer", "off-loaded", optim="adamw_torch_offload")
+        if torch.cuda.is_available():
+            anew(method, "liger", "off" if on_by_default() else "on", use_liger_kernel=not on_by_default())
+    for method in METHODS:  # what takes a minute to begin comes last
+        anew(method, "compile", "each layer, no Liger", torch_compile=True, use_liger_kernel=False)
 
 
 def changed(
@@ -193,13 +201,12 @@ def changed(
     scale: Scale,
     emit: Emit,
     has_time: HasTime,
-    is_smoke: bool,
 ) -> None:
     """One run, one thing of it changed after the other."""
     with opened(values, drawn) as run:
-        for group, name, way in ways(run, scale, is_smoke):
+        for group, name, way in ways(run, scale):
             what = {**base, "group": group, "way": name}
-            if not has_time(f"variant {base['shape']} {base['method']}: {group}, {name}"):
+            if not has_time(f"{group}, {name}: variant of {base['shape']} {base['method']}"):
                 continue
             with failing(what, emit), way(run):
                 wanted = run.steps.most_tokens
@@ -210,11 +217,22 @@ def changed(
             run.steps.close()
 
 
-def opened_anew(values: dict[str, Any], drawn: Drawn, scale: Scale) -> dict[str, Any]:
-    """A run whose job says something else."""
-    with opened(values, drawn) as run:
-        found = measured(run, *scale.of_variants)
-        return {**found, "micro_batch_tokens": run.steps.most_tokens, "said": run.liger}
+def opened_anew(values: dict[str, Any], drawn: Drawn, scale: Scale, is_smoke: bool) -> dict[str, Any]:
+    """A run whose job says something else. Layers compile in its first steps; in a smoke they are traced, and no more."""
+    import farthing.train
+    from farthing.model.compiled import compile_blocks
+
+    compiles = functools.partial(compile_blocks, backend="eager") if is_smoke else compile_blocks
+    n_warm, n_timed = scale.of_variants
+    with mock.patch.object(farthing.train, "compile_blocks", compiles), opened(values, drawn) as run:
+        if values["train"].get("torch_compile"):
+            n_warm += 2
+            if isinstance(run.compiled, str):
+                raise RuntimeError(run.compiled)
+        began = time.perf_counter()
+        found = measured(run, n_warm, n_timed)
+        warm_s = time.perf_counter() - began - n_timed * found["step_s"]
+        return {**found, "micro_batch_tokens": run.steps.most_tokens, "warm_up_s": warm_s, "said": run.liger}
 
 
 def on_by_default() -> bool:
@@ -222,12 +240,12 @@ def on_by_default() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
 
 
-def ways(run: Any, scale: Scale, is_smoke: bool) -> Iterator[tuple[str, str, Way]]:
-    """(group, name, way) of each; the ones that take long come last."""
+def ways(run: Any, scale: Scale) -> Iterator[tuple[str, str, Way]]:
+    """(group, name, way) of each."""
     yield "as planned", "", setting()
-    for kernel in kernels():
-        yield "attention", kernel, attention_by(kernel)
     yield "attention", "sdpa, padded", padded
+    for kernel in kernels():  # flex, which is compiled, last
+        yield "attention", kernel, attention_by(kernel)
     if run.forward.head is not None:
         for tile in scale.tiles:
             yield "head tile", str(tile), setting(tile_tokens=tile)
@@ -238,7 +256,6 @@ def ways(run: Any, scale: Scale, is_smoke: bool) -> Iterator[tuple[str, str, Way
     yield "host", "waits each micro-batch", waiting
     for tokens in scale.micro_tokens:
         yield "micro-batch", str(tokens), setting(most_tokens=tokens, global_batch_size=scale.large_batch)
-    yield "compile", "each layer", compiled("eager" if is_smoke else "inductor")
 
 
 def kernels() -> list[str]:
@@ -291,8 +308,6 @@ def attention_by(kernel: str) -> Way:
 
     @contextlib.contextmanager
     def way(run: Any) -> Iterator[None]:
-        from unittest import mock
-
         from farthing.model import attention
 
         with mock.patch.object(attention, "choose_kernel", return_value=kernel):
@@ -345,21 +360,3 @@ def waiting(run: Any) -> Iterator[None]:
         yield
     finally:
         del run.forward.loss
-
-
-def compiled(backend: str) -> Way:
-    """Layers compiled one by one; the first steps of the variant compile."""
-
-    @contextlib.contextmanager
-    def way(run: Any) -> Iterator[None]:
-        from farthing.model.compiled import compile_blocks, leave_uncompiled
-
-        done = compile_blocks(run.model, backend)
-        if isinstance(done, str):
-            raise RuntimeError(done)
-        try:
-            yield
-        finally:
-            leave_uncompiled(run.model)
-
-    return way
