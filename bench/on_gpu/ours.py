@@ -188,6 +188,8 @@ def variants(
             changed(values(method), drawn, base(method), scale, emit, has_time)
         clean()
         anew(method, "optimizer", "off-loaded", optim="adamw_torch_offload")
+        if torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None:
+            anew(method, "optimizer", "8-bit", optim="adamw_8bit")
         if torch.cuda.is_available():
             anew(method, "liger", "off" if on_by_default() else "on", use_liger_kernel=not on_by_default())
     for method in METHODS:  # what takes a minute to begin comes last
@@ -213,7 +215,7 @@ def changed(
                 found = measured(run, *scale.of_variants)
                 if run.steps.most_tokens != wanted:
                     found = {"failed": f"out of memory, went on with {run.steps.most_tokens:,} tokens"}
-                emit({**what, **found, "micro_batch_tokens": wanted})
+                emit({**what, **found, "micro_batch_tokens": wanted, "settings": settings_of(run)})
             run.steps.close()
 
 
@@ -256,6 +258,7 @@ def ways(run: Any, scale: Scale) -> Iterator[tuple[str, str, Way]]:
     yield "host", "waits each micro-batch", waiting
     for tokens in scale.micro_tokens:
         yield "micro-batch", str(tokens), setting(most_tokens=tokens, global_batch_size=scale.large_batch)
+    yield "probe", f"of {scale.probe_s:g} s", probed(scale.probe_s)
 
 
 def kernels() -> list[str]:
@@ -287,6 +290,20 @@ def setting(**changes: int) -> Way:
         finally:
             run.settle()
             apply(run, **before)
+
+    return way
+
+
+def probed(seconds: float) -> Way:
+    """The setting that a probe finds in so many seconds."""
+
+    @contextlib.contextmanager
+    def way(run: Any) -> Iterator[None]:
+        from farthing.probe import probe_run
+
+        with setting()(run):  # which puts everything back
+            probe_run(run, run.subject, seconds)
+            yield
 
     return way
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,7 @@ class Scale:
     """Examples of a step of which micro-batches of 64k tokens can be cut."""
     micro_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
     tiles: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    probe_s: float = 10.0
     matmul: int = 8192
     copy_bytes: int = 2 << 30
 
@@ -68,7 +70,7 @@ class Scale:
 FULL = Scale()
 SMALL = Scale(
     n_examples=48, shrink=32, batches=(("chat", 8), ("full", 4)), large_batch=16, micro_tokens=(64, 256),
-    tiles=(8, 32), matmul=256, copy_bytes=1 << 20,
+    tiles=(8, 32), probe_s=1.0, matmul=256, copy_bytes=1 << 20,
 )  # fmt: skip
 
 
@@ -139,10 +141,10 @@ def flops_per_token(config: dict[str, Any], method: str, drawn: Drawn) -> dict[s
     shape = read_shape(config, "causal-lm")
     adapters = None if method == "full" else shape.with_lora(LORA_R)
     found = {"needed": 0.0, "usual": 0.0}
-    for index, n_tokens in enumerate(drawn.lengths.tolist()):
-        n_scored = drawn.n_targets([index])
-        found["needed"] += shape.training_flops(n_tokens, 0, n_scored, adapters).total
-        found["usual"] += shape.training_flops(n_tokens, 0, None, adapters).total
+    scored = np.add.reduceat(drawn.is_target.astype(np.int64), drawn.offsets[:-1])
+    for (n_tokens, n_scored), n in Counter(zip(drawn.lengths.tolist(), scored.tolist(), strict=True)).items():
+        found["needed"] += n * shape.training_flops(n_tokens, 0, n_scored, adapters).total
+        found["usual"] += n * shape.training_flops(n_tokens, 0, None, adapters).total
     return {name: flops / int(drawn.lengths.sum()) for name, flops in found.items()}
 
 
