@@ -188,6 +188,7 @@ def test_the_bench_runs_from_end_to_end_at_toy_sizes(tmp_path: Path) -> None:
         "adapters",
         "host",
         "micro-batch",
+        "probe",
         "compile",
     }
     assert not [one for one in rows if one["kind"] == "left out"]
