@@ -5,12 +5,13 @@
 #   bash bench/gpu.sh fast OUT [--wheels DIR] [--minutes 9] [options of bench/gpu.py]     is it quick: bench/gpu.py
 #
 # Needs python3 (or PYTHON) with a CUDA build of torch, transformers and peft; no network, no data and no model weights. Nothing is
-# installed into that environment: wheels in DIR go to a folder of their own, without what they depend on. Those that may be
-# missing: pydantic pydantic-core annotated-types typing-inspection datasets dill multiprocess pytest, to compare also trl,
-# and, what tests and rows without them are skipped for, bitsandbytes liger-kernel nvidia-ml-py.
+# installed into that environment: wheels in DIR go to a folder of their own, as they are, so what they need has to be there or
+# in DIR. Often missing: pydantic with pydantic-core, annotated-types and typing-inspection, and pytest. Without these, the tests
+# and rows that need them are skipped and say so: bitsandbytes, liger-kernel, nvidia-ml-py, rouge-score with nltk; to compare
+# with others, accelerate, datasets with dill and multiprocess, and trl.
 set -euo pipefail
 
-usage() { sed -n '2,10p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//' >&2; exit 2; }
+usage() { sed -n '2,11p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//' >&2; exit 2; }
 
 [[ $# -ge 2 && ($1 == right || $1 == fast) && $2 != -* ]] || usage
 verb=$1 out=$2
@@ -37,7 +38,7 @@ export PYTHONPATH="$site:$root/src:$root/bench${PYTHONPATH:+:$PYTHONPATH}" PYTHO
 
 missing=$("$python" - <<'PY'
 import importlib.util
-names = "torch transformers peft pydantic datasets safetensors tokenizers psutil yaml rich fsspec jinja2 pytest"
+names = "torch transformers peft pydantic safetensors tokenizers psutil yaml rich fsspec jinja2 pytest"
 print(*(name for name in names.split() if importlib.util.find_spec(name) is None))
 PY
 )
