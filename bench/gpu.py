@@ -122,8 +122,8 @@ def prepare(asked: argparse.Namespace, scale: Scale, rows: Rows) -> None:
     rows.emit({"kind": "facts", **clocks.machine(), **clocks.ceilings(scale)})
     if asked.only_ceilings:
         return
-    n_steps = scale.warm_up + scale.timed
     for shape in asked.shapes:
+        n_steps = scale.warm_up + scale.n_timed(shape)
         work.prepare(asked.work, shape, scale)
         for lengths in LENGTHS:
             folder = asked.work / f"{shape}-{lengths}"

@@ -75,21 +75,23 @@ def rows(shape: str, work: Path, scale: Scale, usd_per_hour: float, emit: Emit, 
             what = {"kind": "row", "who": "farthing", "shape": shape, "method": method, "lengths": lengths}
             if not has_time(f"farthing {shape} {method} {lengths}"):
                 continue
-            n_steps = scale.warm_up + scale.timed
+            n_steps = scale.warm_up + scale.n_timed(shape)
             values = job_values(folder, out, method, scale.batch(lengths), n_steps, usd_per_hour)
             with failing(what, emit):
-                emit({**what, **as_planned(values, Drawn.load(folder / "train.npz"), scale)})
+                emit({**what, **as_planned(values, Drawn.load(folder / "train.npz"), scale.warm_up)})
             clean()
 
 
-def as_planned(values: dict[str, Any], drawn: Drawn, scale: Scale) -> dict[str, Any]:
+def as_planned(values: dict[str, Any], drawn: Drawn, n_warm: int) -> dict[str, Any]:
     """A run as the plan has it: its figures, what was promised and what happened. It leaves a measurement."""
     rested, said = resting_bytes(), list[str]()
     with opened(values, drawn, said) as run:
         if not run.promise:
             raise RuntimeError("; ".join(said) or "no promise")
-        found = measured(run, scale.warm_up, scale.timed)
+        planned = run.steps.most_tokens, run.steps.every_n_layers
+        found = measured(run, n_warm, run.n_steps - n_warm)
         row = {**found, "settings": settings_of(run), "promised": run.promise}
+        row["ran_out_of_memory"] = planned != (run.steps.most_tokens, run.steps.every_n_layers)
         row["happened"] = happened_to(run, found, rested)
         run.leave_measurement()
         return row

@@ -72,7 +72,8 @@ def draw_speed(rows: list[Row], usd_per_hour: float) -> str:
     for row in rows:
         if row["kind"] != "row":
             continue
-        what = [row["shape"], row["method"], row["lengths"], row["who"]]
+        who = row["who"] + " (memory ran out)" * bool(row.get("ran_out_of_memory"))
+        what = [row["shape"], row["method"], row["lengths"], who]
         if "failed" in row:
             lines.append([*what, f"failed: {row['failed']}", *[""] * 7])
             continue

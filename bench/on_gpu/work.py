@@ -51,7 +51,8 @@ class Scale:
     batches: tuple[tuple[str, int], ...] = (("chat", 32), ("full", 10))
     """Examples of a step by lengths: about twenty thousand tokens in each."""
     warm_up: int = 2
-    timed: int = 6
+    timed: tuple[tuple[str, int], ...] = (("0.5B", 16), ("1B", 10))
+    """Steps by shape; six of the others: NVML looks back for up to a second."""
     of_variants: tuple[int, int] = (1, 3)
     """Warm-up and timed steps of a variant."""
     large_batch: int = 128
@@ -61,6 +62,10 @@ class Scale:
     probe_s: float = 10.0
     matmul: int = 8192
     copy_bytes: int = 2 << 30
+
+    def n_timed(self, shape: str) -> int:
+        """Steps that are timed, after the warm-up."""
+        return dict(self.timed).get(shape, 6)
 
     def batch(self, lengths: str) -> int:
         """Examples of a step."""
