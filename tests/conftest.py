@@ -1,7 +1,8 @@
 """What several test files share, and what must be set before the libraries are imported.
 
-No test reaches the network, or a GPU that happens to be there: results are compared to the bit and to 1e-5 in fp32. Models
-this small are quickest on one thread; more of them on cores that others use are very slow.
+No test reaches the network, or a GPU that happens to be there: results are compared to the bit and to 1e-5 in fp32.
+FARTHING_GPU=1 leaves the GPU in sight, for tests/test_gpu.py alone. Models this small are quickest on one thread; more of
+them on cores that others use are very slow.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["FARTHING_METADATA"] = "http://127.0.0.1:9"  # where nobody listens
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if os.environ.get("FARTHING_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest

@@ -1,0 +1,381 @@
+"""farthing's rows: its own loop over each method and lengths, what the planner had promised, and one thing changed at a time.
+
+A run is opened by the code of `farthing train` and its steps are taken by `Run.take_step`, as the loop takes them; nothing is
+evaluated, saved or exported. Never run on a GPU so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from on_gpu.clocks import Busy, clean
+from on_gpu.work import LENGTHS, METHODS, Scale, job_values, opened
+from peers import figures
+from peers.assignment import Examples as Drawn
+from peers.clock import Clock
+
+MOST_STEPS = 1000  # of a run whose settings are changed: more than are ever taken
+Emit = Callable[[dict[str, Any]], None]
+HasTime = Callable[[str], bool]
+"""Asked before anything is begun, by its name; what gets no time is put on record."""
+
+
+def measured(run: Any, n_warm: int, n_timed: int) -> dict[str, Any]:
+    """Figures of the next steps of a run, by the clock that everyone gets."""
+    clock = Clock(torch.cuda.is_available())
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with Busy() as busy:
+        clock.begin()
+        for number in range(n_warm + n_timed):
+            busy.is_on = number >= n_warm
+            before = run.progress.n_tokens, run.progress.n_padded_tokens
+            run.take_step()
+            clock.count(run.progress.n_tokens - before[0], run.progress.n_padded_tokens - before[1])
+            clock.step_done()
+        run.settle()
+        busy.is_on = False
+    return row_of(clock.facts(), n_warm, busy.percent)
+
+
+def row_of(facts: dict[str, Any], n_warm: int, busy_percent: float | None) -> dict[str, Any]:
+    """The figures of a row, for everyone alike, from what a `Clock` saw."""
+    n_steps = len(facts["useful"])
+    rates = figures.rates(facts, min(n_warm, n_steps - 1), n_steps, n_steps)
+    assert rates is not None
+    return {
+        "tokens_per_s": rates["tokens_per_s"],
+        "step_s": rates["wall_s"] / (n_steps - min(n_warm, n_steps - 1)),
+        "useful_share": rates["useful_share"],
+        "peak_bytes": facts.get("gpu_peak_bytes", facts["peak_bytes"]),
+        "busy_percent": busy_percent,
+        "n_steps": n_steps,
+    }
+
+
+# ---- rows, and the planner's truth ----
+
+
+def rows(shape: str, work: Path, scale: Scale, usd_per_hour: float, emit: Emit, has_time: HasTime) -> None:
+    """Both methods on both lengths. The first of a method is planned by formulas alone, the second after one measurement."""
+    for method in METHODS:
+        out = work / f"ours-{shape}-{method}"
+        for lengths in LENGTHS:
+            folder = work / f"{shape}-{lengths}"
+            what = {"kind": "row", "who": "farthing", "shape": shape, "method": method, "lengths": lengths}
+            if not has_time(f"farthing {shape} {method} {lengths}"):
+                continue
+            n_steps = scale.warm_up + scale.n_timed(shape)
+            values = job_values(folder, out, method, scale.batch(lengths), n_steps, usd_per_hour)
+            with failing(what, emit):
+                emit({**what, **as_planned(values, Drawn.load(folder / "train.npz"), scale.warm_up)})
+            clean()
+
+
+def as_planned(values: dict[str, Any], drawn: Drawn, n_warm: int) -> dict[str, Any]:
+    """A run as the plan has it: its figures, what was promised and what happened. It leaves a measurement."""
+    rested, said = resting_bytes(), list[str]()
+    with opened(values, drawn, said) as run:
+        if not run.promise:
+            raise RuntimeError("; ".join(said) or "no promise")
+        planned = run.steps.most_tokens, run.steps.every_n_layers
+        found = measured(run, n_warm, run.n_steps - n_warm)
+        row = {**found, "settings": settings_of(run), "promised": run.promise}
+        row["ran_out_of_memory"] = planned != (run.steps.most_tokens, run.steps.every_n_layers)
+        row["happened"] = happened_to(run, found, rested)
+        run.leave_measurement()
+        return row
+
+
+def resting_bytes() -> dict[str, int]:
+    """What is taken before a run is there."""
+    if not torch.cuda.is_available():
+        return {"allocated": 0, "device": 0}
+    free, total = torch.cuda.mem_get_info()
+    return {"allocated": int(torch.cuda.memory_allocated()), "device": int(total - free)}
+
+
+def happened_to(run: Any, found: dict[str, Any], rested: dict[str, int]) -> dict[str, Any]:
+    """Memory by component and seconds, in the planner's words. `rest` is what no tensor that stays accounts for."""
+    state = [value for each in run.optimizer.state.values() for value in each.values() if torch.is_tensor(value)]
+    device = run.numerics.device
+    weights = sum(p.nbytes for p in run.model.parameters())
+    optimizer = sum(value.nbytes for value in state if value.device == device)
+    gradients = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
+    peak = found["peak_bytes"] - rested["allocated"]
+    facts = {
+        "peak_bytes": peak,
+        "weights": weights,
+        "optimizer": optimizer,
+        "gradients": gradients,
+        "rest": peak - weights - optimizer - gradients,
+        "step_s": found["step_s"],
+        "usd": found["step_s"] * run.n_steps / 3600 * run.job.usd_per_hour,
+        "spans": {name: round(seconds, 4) for name, seconds in run.meter.spans.items()},
+    }
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        facts |= {"reserved_bytes": int(torch.cuda.max_memory_reserved()), "device_bytes": int(total - free)}
+    return facts
+
+
+def settings_of(run: Any) -> dict[str, Any]:
+    """How it computed."""
+    from farthing.model.attention import choose_kernel
+
+    config = run.inputs.config.get_text_config()
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    computed = run.numerics.autocast or torch.float32
+    return {
+        "micro_batch_tokens": run.steps.most_tokens,
+        "every_n_layers": run.steps.every_n_layers,
+        "tile_tokens": run.forward.tile_tokens,
+        "attention": choose_kernel(run.numerics.device, computed, head_size, False, False, None),
+        "precision": run.numerics.name,
+        "liger": run.liger,
+        "adapters": str(run.fused) if run.fused is not None else None,
+        "compiled": run.compiled if isinstance(run.compiled, int) else False,
+    }
+
+
+@contextlib.contextmanager
+def failing(what: dict[str, Any], emit: Emit) -> Iterator[None]:
+    """An error in the block is put on record in a line, and the program goes on."""
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        emit({**what, "failed": f"{type(error).__name__}: {lines[0][:300]}"})
+
+
+# ---- variants ----
+
+Way = Callable[[Any], AbstractContextManager[None]]
+"""Changes one thing of a run, and changes it back."""
+
+
+def variants(
+    shape: str, work: Path, scale: Scale, usd_per_hour: float, emit: Emit, has_time: HasTime, *, is_smoke: bool
+) -> None:
+    """One thing changed at a time, on chat lengths: the setting of the plan first, then each way."""
+    folder = work / f"{shape}-chat"
+    drawn = Drawn.load(folder / "train.npz")
+
+    def values(method: str, **keys: Any) -> dict[str, Any]:
+        out = work / f"variants-{shape}-{method}"
+        return job_values(folder, out, method, scale.batch("chat"), MOST_STEPS, usd_per_hour, **keys)
+
+    def base(method: str) -> dict[str, Any]:
+        return {"kind": "variant", "shape": shape, "method": method, "lengths": "chat"}
+
+    def anew(method: str, group: str, name: str, **keys: Any) -> None:
+        what = {**base(method), "group": group, "way": name}
+        if has_time(f"{group}, {name}: variant of {shape} {method}"):
+            with failing(what, emit):
+                emit({**what, **opened_anew(values(method, **keys), drawn, scale, is_smoke)})
+            clean()
+
+    for method in METHODS:
+        with failing({**base(method), "group": "all", "way": "all"}, emit):
+            changed(values(method), drawn, base(method), scale, emit, has_time)
+        clean()
+        anew(method, "optimizer", "off-loaded", optim="adamw_torch_offload")
+        if torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None:
+            anew(method, "optimizer", "8-bit", optim="adamw_8bit")
+        if torch.cuda.is_available():
+            anew(method, "liger", "off" if on_by_default() else "on", use_liger_kernel=not on_by_default())
+    for method in METHODS:  # what takes a minute to begin comes last
+        anew(method, "compile", "each layer, no Liger", torch_compile=True, use_liger_kernel=False)
+
+
+def changed(
+    values: dict[str, Any],
+    drawn: Drawn,
+    base: dict[str, Any],
+    scale: Scale,
+    emit: Emit,
+    has_time: HasTime,
+) -> None:
+    """One run, one thing of it changed after the other."""
+    with opened(values, drawn) as run:
+        for group, name, way in ways(run, scale):
+            what = {**base, "group": group, "way": name}
+            if not has_time(f"{group}, {name}: variant of {base['shape']} {base['method']}"):
+                continue
+            with failing(what, emit), way(run):
+                wanted = run.steps.most_tokens
+                found = measured(run, *scale.of_variants)
+                if run.steps.most_tokens != wanted:
+                    found = {"failed": f"out of memory, went on with {run.steps.most_tokens:,} tokens"}
+                emit({**what, **found, "micro_batch_tokens": wanted, "settings": settings_of(run)})
+            run.steps.close()
+
+
+def opened_anew(values: dict[str, Any], drawn: Drawn, scale: Scale, is_smoke: bool) -> dict[str, Any]:
+    """A run whose job says something else. Layers compile in its first steps; in a smoke they are traced, and no more."""
+    import farthing.train
+    from farthing.model.compiled import compile_blocks
+
+    compiles = functools.partial(compile_blocks, backend="eager") if is_smoke else compile_blocks
+    n_warm, n_timed = scale.of_variants
+    with mock.patch.object(farthing.train, "compile_blocks", compiles), opened(values, drawn) as run:
+        if values["train"].get("torch_compile"):
+            n_warm += 2
+            if isinstance(run.compiled, str):
+                raise RuntimeError(run.compiled)
+        began = time.perf_counter()
+        found = measured(run, n_warm, n_timed)
+        warm_s = time.perf_counter() - began - n_timed * found["step_s"]
+        return {**found, "micro_batch_tokens": run.steps.most_tokens, "warm_up_s": warm_s, "said": run.liger}
+
+
+def on_by_default() -> bool:
+    """Whether Liger's kernels are used where nobody says otherwise."""
+    return torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
+
+
+def ways(run: Any, scale: Scale) -> Iterator[tuple[str, str, Way]]:
+    """(group, name, way) of each."""
+    yield "as planned", "", setting()
+    yield "attention", "sdpa, padded", padded
+    for kernel in kernels():  # flex, which is compiled, last
+        yield "attention", kernel, attention_by(kernel)
+    if run.forward.head is not None:
+        for tile in scale.tiles:
+            yield "head tile", str(tile), setting(tile_tokens=tile)
+    for name, every in (("none", 0), ("every second", 2), ("all", 1)):
+        yield "checkpointing", name, setting(every_n_layers=every)
+    if run.fused is not None:
+        yield "adapters", "by peft", by_peft
+    yield "host", "waits each micro-batch", waiting
+    for tokens in scale.micro_tokens:
+        yield "micro-batch", str(tokens), setting(most_tokens=tokens, global_batch_size=scale.large_batch)
+    yield "probe", f"of {scale.probe_s:g} s", probed(scale.probe_s)
+
+
+def kernels() -> list[str]:
+    """Those of documents end to end that are here."""
+    from farthing.model import attention
+
+    found = ["documents"]
+    if torch.cuda.is_available():
+        made = {"varlen": attention._varlen, "flash": attention._flash, "flex": attention._flex}
+        found += [name for name, make in made.items() if make() is not None]
+    return found
+
+
+def setting(**changes: int) -> Way:
+    """Other numbers: most_tokens, every_n_layers, tile_tokens, global_batch_size."""
+
+    @contextlib.contextmanager
+    def way(run: Any) -> Iterator[None]:
+        steps, forward, batches = run.steps, run.forward, run.batches
+        before = {
+            "most_tokens": steps.most_tokens,
+            "every_n_layers": steps.every_n_layers,
+            "tile_tokens": forward.tile_tokens,
+            "global_batch_size": batches.global_batch_size,
+        }
+        apply(run, **before | changes)
+        try:
+            yield
+        finally:
+            run.settle()
+            apply(run, **before)
+
+    return way
+
+
+def probed(seconds: float) -> Way:
+    """The setting that a probe finds in so many seconds."""
+
+    @contextlib.contextmanager
+    def way(run: Any) -> Iterator[None]:
+        from farthing.probe import probe_run
+
+        with setting()(run):  # which puts everything back
+            probe_run(run, run.subject, seconds)
+            yield
+
+    return way
+
+
+def apply(run: Any, *, most_tokens: int, every_n_layers: int, tile_tokens: int | None, global_batch_size: int) -> None:
+    """Compute the next steps so."""
+    from farthing.model.memory import checkpoint_layers
+
+    run.steps.close()  # what was made ready was cut otherwise
+    run.steps.most_tokens, run.forward.tile_tokens = most_tokens, tile_tokens
+    run.batches.global_batch_size = global_batch_size
+    if run.steps.every_n_layers != every_n_layers:
+        run.steps.every_n_layers = every_n_layers
+        checkpoint_layers(run.model, every_n_layers)
+
+
+def attention_by(kernel: str) -> Way:
+    """Another kernel over documents end to end."""
+
+    @contextlib.contextmanager
+    def way(run: Any) -> Iterator[None]:
+        from farthing.model import attention
+
+        with mock.patch.object(attention, "choose_kernel", return_value=kernel):
+            yield
+
+    return way
+
+
+@contextlib.contextmanager
+def padded(run: Any) -> Iterator[None]:
+    """Padded micro-batches, and transformers' own attention."""
+    from farthing.model.attention import go_flat
+
+    inner = run.model.get_base_model() if hasattr(run.model, "get_base_model") else run.model
+    run.steps.close()
+    run.forward.why_padded = "to be compared"
+    inner.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        run.steps.close()
+        run.forward.why_padded = None
+        go_flat(run.model)
+
+
+@contextlib.contextmanager
+def by_peft(run: Any) -> Iterator[None]:
+    """Adapters as peft computes them."""
+    from farthing.model.low_rank import leave_low_rank, use_low_rank
+
+    leave_low_rank(run.model)
+    try:
+        yield
+    finally:
+        use_low_rank(run.model)
+
+
+@contextlib.contextmanager
+def waiting(run: Any) -> Iterator[None]:
+    """A host that looks at the loss of every micro-batch, as trainers with a filter for NaN do."""
+    honest = run.forward.loss
+
+    def looked_at(*args: Any) -> Any:
+        loss = honest(*args)
+        loss.item()
+        return loss
+
+    run.forward.loss = looked_at
+    try:
+        yield
+    finally:
+        del run.forward.loss

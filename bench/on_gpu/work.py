@@ -1,0 +1,241 @@
+"""What bench/gpu.py trains: real shapes with random weights, random tokens in lengths of real laws, and farthing's loop.
+
+No weights and no data are needed: a folder has a configuration and a tokenizer, and one file of tokens that everyone reads.
+Refuses to measure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.model_config import known_config
+from peers.assignment import Examples as Drawn
+
+SHAPES = {
+    "0.5B": "Qwen/Qwen2.5-0.5B",
+    "1B": "meta-llama/Llama-3.2-1B",
+    "3B": "meta-llama/Llama-3.2-3B",
+    "8B": "meta-llama/Llama-3.1-8B",
+}
+"""By name the model whose sizes are taken, smallest first."""
+TOY = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 1200, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+METHODS = ("lora", "full")
+LENGTHS = ("chat", "full")
+LABELLED = 0.4  # of an example's tokens, its last ones
+LORA_R = 16
+SEED = 42
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is: as on a GPU, or small enough for a CPU to try the program."""
+
+    n_examples: int = 1024
+    shrink: int = 1
+    """Of the lengths."""
+    batches: tuple[tuple[str, int], ...] = (("chat", 32), ("full", 10))
+    """Examples of a step by lengths: about twenty thousand tokens in each."""
+    warm_up: int = 2
+    timed: tuple[tuple[str, int], ...] = (("0.5B", 16), ("1B", 10))
+    """Steps by shape; six of the others: NVML looks back for up to a second."""
+    of_variants: tuple[int, int] = (1, 3)
+    """Warm-up and timed steps of a variant."""
+    large_batch: int = 128
+    """Examples of a step of which micro-batches of 64k tokens can be cut."""
+    micro_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    tiles: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    probe_s: float = 10.0
+    matmul: int = 8192
+    copy_bytes: int = 2 << 30
+
+    def n_timed(self, shape: str) -> int:
+        """Steps that are timed, after the warm-up."""
+        return dict(self.timed).get(shape, 6)
+
+    def batch(self, lengths: str) -> int:
+        """Examples of a step."""
+        return dict(self.batches)[lengths]
+
+
+FULL = Scale()
+SMALL = Scale(
+    n_examples=48, shrink=32, batches=(("chat", 8), ("full", 4)), large_batch=16, micro_tokens=(64, 256),
+    tiles=(8, 32), probe_s=1.0, matmul=256, copy_bytes=1 << 20,
+)  # fmt: skip
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """The sizes of a shape, in the form of its config.json."""
+    config = dict(TOY) if shape == "toy" else known_config(SHAPES[shape])
+    assert config is not None, f"{shape} is not in the table of models"
+    names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+    return config | {
+        "architectures": [names[config["model_type"]]],
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def draw_examples(lengths: str, n_words: int, scale: Scale) -> Drawn:
+    """Random tokens: "chat" lengths are lognormal (mean about 660, 2048 at most), "full" ones are all 2048."""
+    from peers.workloads import WORKLOADS, drawn_lengths
+
+    draw = np.random.Generator(np.random.PCG64(SEED))
+    sizes = np.maximum(4, np.asarray(drawn_lengths(WORKLOADS[lengths], scale.n_examples, draw)) // scale.shrink)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    ids = draw.integers(3, n_words, offsets[-1]).astype(np.int32)
+    places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
+    n_given = np.repeat(sizes - np.maximum(1, np.round(LABELLED * sizes).astype(int)), sizes)
+    return Drawn(ids, (places >= n_given).astype(np.uint8), offsets.astype(np.int64), None)
+
+
+def prepare(work: Path, shape: str, scale: Scale) -> None:
+    """Write the folders of a shape: model without weights, tokens, and what a token costs in FLOPs."""
+    from farthing.tiny import demo_rows, make_tokenizer, write_jsonl
+
+    config = config_of(shape)
+    for lengths in LENGTHS:
+        folder = work / f"{shape}-{lengths}"
+        (folder / "model").mkdir(parents=True)
+        (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        rows = demo_rows(40)
+        make_tokenizer(folder / "model", [row["prompt"] + row["completion"] for row in rows])
+        write_jsonl(folder / "train.jsonl", rows[:1])  # a job names a file; its tokens are not looked at
+        drawn = draw_examples(lengths, config["vocab_size"], scale)
+        drawn.save(folder / "train.npz")
+        facts = {
+            "mean_tokens": float(drawn.lengths.mean()),
+            "longest": int(drawn.lengths.max()),
+            "state_bytes": state_bytes(config),
+            "flops_per_token": {method: flops_per_token(config, method, drawn) for method in METHODS},
+        }
+        (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def state_bytes(config: dict[str, Any]) -> dict[str, int]:
+    """What must be there at the least, without activations: weights, gradients and two moments in fp32; or frozen bf16."""
+    from farthing.shapes import read_shape
+
+    n = read_shape(config, "causal-lm").n_parameters
+    return {"full": 16 * n, "lora": 2 * n}
+
+
+def flops_per_token(config: dict[str, Any], method: str, drawn: Drawn) -> dict[str, float]:
+    """FLOPs of forward and backward for a token of the data, without recomputation, attention within documents.
+
+    `needed`: the head where something is predicted. `usual`: the head everywhere, as figures of others count it.
+    """
+    from farthing.shapes import read_shape
+
+    shape = read_shape(config, "causal-lm")
+    adapters = None if method == "full" else shape.with_lora(LORA_R)
+    found = {"needed": 0.0, "usual": 0.0}
+    scored = np.add.reduceat(drawn.is_target.astype(np.int64), drawn.offsets[:-1])
+    for (n_tokens, n_scored), n in Counter(zip(drawn.lengths.tolist(), scored.tolist(), strict=True)).items():
+        found["needed"] += n * shape.training_flops(n_tokens, 0, n_scored, adapters).total
+        found["usual"] += n * shape.training_flops(n_tokens, 0, None, adapters).total
+    return {name: flops / int(drawn.lengths.sum()) for name, flops in found.items()}
+
+
+def order_of(drawn: Drawn, batch: int, n_steps: int) -> list[list[int]]:
+    """The examples of every step, as farthing draws them: what the others are given."""
+    from farthing.data.batches import Batches
+
+    batches = Batches(np.arange(len(drawn)), batch, SEED)
+    return [batches.examples_of(step).tolist() for step in range(n_steps)]
+
+
+# ---- farthing's loop ----
+
+
+def random_model(
+    choice: Any, config: Any, task: str, *, dtype: Any, seed: int, pad_id: int | None = None, **_: Any
+) -> Any:
+    """In place of `load_model`: weights drawn where they will be used, so that none has to be read or sent."""
+    import torch
+
+    from farthing.model.load import AUTO_CLASSES
+
+    torch.manual_seed(seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AUTO_CLASSES[task].from_config(config, dtype=dtype)
+    model.config.use_cache = False
+    return model
+
+
+def job_values(
+    folder: Path, out: Path, method: str, batch: int, n_steps: int, usd_per_hour: float, **train: Any
+) -> dict[str, Any]:
+    """A job as a person would write it, with nothing set but what all have."""
+    return {
+        "task": "causal-lm",
+        "model": {"model_name_or_path": f"{folder}/model", "init": "random"},
+        "data": {"train": f"{folder}/train.jsonl", "max_length": 2048},
+        "method": {"name": "lora", "lora_r": LORA_R} if method == "lora" else "full",
+        "train": {
+            "max_steps": n_steps, "global_batch_size": batch, "seed": SEED, "learning_rate": 1e-5, "probe": False,
+            "lr_scheduler_type": "constant", "eval_strategy": "no", **train,
+        },
+        "where": {"usd_per_hour": usd_per_hour},
+        "output_dir": f"{out}/run-{time.time_ns()}",
+        "cache_dir": f"{out}/cache",
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) -> Iterator[Any]:
+    """A `Run` of farthing at its first step, over these tokens: made by the same code that `farthing train` runs.
+
+    What it notes and warns of goes to `said`.
+
+    Three things are replaced: where weights come from, where tokens come from, and the look at the disk, as nothing is saved.
+    """
+    import yaml
+
+    import farthing.prepare
+    import farthing.train
+    from farthing.data.tokens import TokenSet
+    from farthing.job_file import load_job
+
+    folder = Path(values["output_dir"])
+    folder.mkdir(parents=True)
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    job = load_job(path)
+    n, facts = len(drawn), {"sources": [{"name": "random tokens"}], "label_names": []}
+    zeros: NDArray[np.int64] = np.zeros(n, np.int64)
+    tokens = TokenSet(
+        folder, facts, drawn.ids, drawn.is_target, drawn.offsets, zeros, np.arange(n, dtype=np.uint64), None
+    )
+    examples = farthing.prepare.Examples(tokens, np.arange(n))
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        (farthing.prepare, "load_model", random_model),
+        (farthing.train, "open_examples", lambda *_: (examples, None)),
+        (farthing.train.Run, "_refuse_small_disk", lambda _: None),
+    ]
+
+    def tell(kind: str, facts: dict[str, Any]) -> None:
+        if said is not None and kind in ("note", "warning"):
+            said.append(facts["text"])
+
+    with contextlib.ExitStack() as stack:
+        for where, name, instead in replaced:
+            stack.enter_context(mock.patch.object(where, name, instead))
+        run, _ = stack.enter_context(farthing.train.opened_run(job, tell))
+        yield run

@@ -1,0 +1,692 @@
+"""What farthing says of GPUs, tried on one: `bash bench/gpu.sh right OUT`. Never run so far: there was no GPU to run it on.
+
+Every test is skipped where no GPU is in sight; `FARTHING_GPU=1` lets this file see one (see conftest). With
+`FARTHING_GPU=rehearsal` those tests that a CPU can follow run there instead, which tries the tests and proves nothing of GPUs.
+
+Jobs go through the real loop. Unless a test says otherwise they compute in fp32 without TF32, Liger and compiled layers, and
+attend document by document in fp32, so that two ways to compute one thing differ by rounding alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+import farthing.train
+import test_prefix
+import workshop
+from farthing.catalog import gpu_of_device
+from farthing.data.feed import micro_batches
+from farthing.frozen import begin_behind_frozen_layers
+from farthing.model import attention
+from farthing.model.attention import KERNELS, Documents, choose_kernel
+from farthing.model.compiled import find_compiler
+from farthing.model.head import Labelled, head_loss
+from farthing.model.low_rank import leave_low_rank
+from farthing.offload import OffloadedAdamW
+from farthing.report.receipt import build_receipt
+from farthing.step import seed_everything
+from farthing.train import Run, opened_run
+from test_step import with_system_prompt
+from workshop import Heard, Watched, job_file, log_of, losses_of, make_job
+
+HAS_GPU = torch.cuda.is_available()
+IS_REHEARSAL = not HAS_GPU and os.environ.get("FARTHING_GPU") == "rehearsal"
+DEVICE = "cuda" if HAS_GPU else "cpu"
+if not (HAS_GPU or IS_REHEARSAL):
+    pytest.skip("no GPU in sight: FARTHING_GPU=1 on a machine that has one", allow_module_level=True)
+on_a_gpu = pytest.mark.skipif(not HAS_GPU, reason="only a GPU can show this")
+
+SAME = 1e-4  # of two ways to compute one thing in fp32, over a few steps
+ROUNDED = {"bf16": 0.03, "fp16": 0.01}  # of gradients, all together: eight and eleven bits, through a few layers
+LOSS_ROUNDED = {"bf16": 5e-3, "fp16": 1e-3}
+KERNEL_ROUNDED = {"bf16": 0.015, "fp16": 3e-3}  # of one attention and its gradients
+
+
+@pytest.fixture(autouse=True)
+def clean_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing of one test in the memory, or in the settings, of the next; in fp32 no kernel that has to be compiled first."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+    def chosen(device: torch.device, dtype: torch.dtype, *others: Any) -> str:
+        return "documents" if dtype == torch.float32 else choose_kernel(device, dtype, *others)
+
+    monkeypatch.setattr(attention, "choose_kernel", chosen)
+    yield
+    gc.collect()
+    if HAS_GPU:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.empty_cache()
+
+
+# ---- what the tests work with ----
+
+
+def strict(**keys: Any) -> dict[str, Any]:
+    """Keys of a job on the device with nothing but what a test asks for; `precision` is one of them."""
+    precision = keys.pop("precision", "fp32")
+    numbers = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {"bf16": False}}[precision]
+    plain = {"tf32": False, "use_liger_kernel": False, "torch_compile": False, "probe": False}
+    return {"where": {"device": DEVICE}, **plain, **numbers, **keys}
+
+
+def uneven_rows(n: int = 40) -> list[dict[str, str]]:
+    """Prompts and completions of lengths between thirty and a few hundred tokens."""
+    rows = workshop.rows_of("llama", n)
+    return [
+        {"prompt": row["prompt"] * (1 + i * 7 % 5), "completion": row["completion"] * (1 + i % 3)}
+        for i, row in enumerate(rows)
+    ]
+
+
+@contextlib.contextmanager
+def opened(job: Any) -> Iterator[Run]:
+    """A run at step 0, not in its loop."""
+    Path(job.output_dir).mkdir(parents=True, exist_ok=True)
+    with opened_run(job, Heard()) as (run, _):
+        yield run
+
+
+def gradients(run: Run, step: int = 0) -> tuple[float, dict[str, Tensor]]:
+    """(mean loss, gradients by name, on the CPU in fp64) of a step, added up as the loop does; unscaled where fp16 scales."""
+    tokens = run.train_examples.tokens
+    for _ in range(24):  # the scale of fp16 halves until nothing overflows
+        run.optimizer.zero_grad(set_to_none=True)
+        seed_everything(run.job.train.seed, step)
+        ready = micro_batches(
+            step,
+            step + 1,
+            run.batches.examples_of,
+            lambda examples: run.forward.cut(tokens, examples, run.steps.most_tokens),
+            lambda examples: run.forward.collate(tokens, examples),
+        )
+        sums = run.steps.accumulate(ready)
+        run.scaler.unscale_(run.optimizer)
+        found = {name: p.grad.double().cpu() for name, p in run.model.named_parameters() if p.grad is not None}
+        if run.scaler.is_enabled():
+            run.scaler.update()
+        if all(bool(gradient.isfinite().all()) for gradient in found.values()):
+            break
+    return float(torch.stack(sums.losses).double().sum()) / sums.n_targets, found
+
+
+def error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Of all tensors together, relative to their length."""
+    assert ours.keys() == theirs.keys()
+    off = sum(float((ours[name] - theirs[name]).square().sum()) for name in theirs)
+    return math.sqrt(off / sum(float(tensor.square().sum()) for tensor in theirs.values()))
+
+
+def first_gradients(job: Any) -> tuple[float, dict[str, Tensor]]:
+    """`gradients` of a job's first step."""
+    with opened(job) as run:
+        return gradients(run)
+
+
+def wake_adapters(run: Run) -> None:
+    """Adapters that do something: fresh ones multiply by zero."""
+    draw = torch.Generator().manual_seed(5)
+    for name, weight in run.model.named_parameters():
+        if "lora_B" in name:
+            weight.data.copy_(torch.randn(weight.shape, generator=draw) * 0.1)
+
+
+def must_agree(ours: Any, theirs: Any, within: float) -> None:
+    """Losses of every step, and the same examples in each."""
+    assert [row["examples"] for row in log_of(ours) if "examples" in row] == [
+        row["examples"] for row in log_of(theirs) if "examples" in row
+    ]
+    assert losses_of(ours) == pytest.approx(losses_of(theirs), rel=within)
+
+
+# ---- precision ----
+
+
+@on_a_gpu
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_fp32_on_a_gpu_is_fp32_on_the_cpu(family: str, tmp_path: Path) -> None:
+    loss, found = first_gradients(make_job(tmp_path / "gpu", family, **strict()))
+    cpu_loss, expected = first_gradients(make_job(tmp_path / "cpu", family, **strict(where={"device": "cpu"})))
+    assert loss == pytest.approx(cpu_loss, rel=1e-5)
+    assert error(found, expected) < SAME
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=on_a_gpu)])
+def test_loss_and_gradients_in_half_precision_are_those_of_fp32(
+    precision: str, family: str, method: str, tmp_path: Path
+) -> None:
+    loss, found = first_gradients(make_job(tmp_path / "half", family, method=method, **strict(precision=precision)))
+    fp32_loss, expected = first_gradients(make_job(tmp_path / "fp32", family, method=method, **strict()))
+    assert loss == pytest.approx(fp32_loss, rel=LOSS_ROUNDED[precision])
+    assert error(found, expected) < ROUNDED[precision]
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=on_a_gpu)])
+def test_a_whole_run_in_half_precision_learns_as_in_fp32(precision: str, family: str, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"max_steps": 12, "eval_rows": workshop.rows_of(family, 8, 5), "learning_rate": 3e-3}
+    keys["predict_with_generate"] = importlib.util.find_spec("rouge_score") is not None
+    jobs = [make_job(tmp_path / name, family, **strict(precision=name, **keys)) for name in (precision, "fp32")]
+    outcomes = [farthing.train.train(job, Heard()) for job in jobs]
+    assert [outcome.state for outcome in outcomes] == ["finished", "finished"]
+    losses, expected = (losses_of(job) for job in jobs)
+    assert losses[-1] == pytest.approx(expected[-1], rel=0.1)
+    assert losses[-1] < 0.9 * losses[0]
+    assert outcomes[0].receipt["metrics"]["loss"] == pytest.approx(outcomes[1].receipt["metrics"]["loss"], rel=0.1)
+    assert (Path(jobs[0].output_dir) / "model" / "model.safetensors").exists()
+
+
+# ---- attention ----
+
+
+def must_be_here(kernel: str) -> None:
+    """Skip where a kernel can't be had."""
+    if kernel != "documents" and not HAS_GPU:
+        pytest.skip("only a GPU can show this")
+    made = {"varlen": attention._varlen, "flash": attention._flash, "flex": attention._flex}
+    if kernel in made and made[kernel]() is None:
+        pytest.skip(f"the kernel {kernel} is not installed")
+
+
+def one_after_another() -> tuple[Documents, int]:
+    """Documents that see themselves."""
+    lengths = [1, 7, 128, 128, 300, 61]
+    return Documents.of(lengths, DEVICE), sum(lengths)
+
+
+def with_a_beginning() -> tuple[Documents, int]:
+    """A beginning of fifty tokens that three other documents go on from."""
+    lengths = [50, 20, 133, 1]
+    own = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    rows = [own[0], *(np.concatenate([own[0], others]) for others in own[1:])]
+    return Documents.of(lengths, DEVICE, [len(row) for row in rows], np.concatenate(rows)), sum(lengths)
+
+
+def attended(kernel: str, documents: Documents, tensors: list[Tensor], dtype: torch.dtype, **how: Any) -> list[Tensor]:
+    """Output [T, H, D] of a kernel, and the gradients of queries, keys and values [T, H, D], in fp32."""
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+    query, key, value = leaves[0], *(attention._as_seen(leaf, documents) for leaf in leaves[1:])
+    how = {"causal": True, "window": None, "softcap": None, "dropout": 0.0, "scale": query.shape[-1] ** -0.5} | how
+    out = KERNELS[kernel](query, key, value, documents, **how)
+    weights = torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)
+    (out.float() * weights).sum().backward()
+    return [out.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)]
+
+
+def drawn(n_tokens: int, head_size: int) -> list[Tensor]:
+    """Queries of eight heads, keys and values of two."""
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(n_tokens, heads, head_size, generator=draw).to(DEVICE) for heads in (8, 2, 2)]
+
+
+ASKED = ["causal", "both ways", "window", "softcap", "beginnings"]
+CASES = [*(("bf16", 64, asked) for asked in ASKED), ("bf16", 128, "causal"), ("fp16", 64, "causal")]
+
+
+@pytest.mark.parametrize(("precision", "head_size", "asked"), CASES)
+@pytest.mark.parametrize("kernel", ["documents", "varlen", "flash", "flex"])
+def test_a_kernel_attends_as_documents_one_by_one(kernel: str, precision: str, head_size: int, asked: str) -> None:
+    must_be_here(kernel)
+    how: dict[str, Any] = {
+        "both ways": {"causal": False},
+        "window": {"window": 40},
+        "softcap": {"softcap": 5.0},
+    }.get(asked, {})
+    made = {"varlen": attention._varlen, "flash": attention._flash}
+    parameters = attention._parameters_of(made[kernel]() if kernel in made else None)
+    if (asked == "window" and kernel in ("varlen", "flash") and "window_size" not in parameters) or (
+        asked == "softcap" and (kernel == "varlen" or (kernel == "flash" and "softcap" not in parameters))
+    ):
+        pytest.skip(f"{kernel} has no {asked} here, and is not chosen for it")
+    documents, n_tokens = with_a_beginning() if asked == "beginnings" else one_after_another()
+    tensors = drawn(n_tokens, head_size)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    found = attended(kernel, documents, tensors, dtype, **how)
+    rounded = [tensor.to(dtype).float() for tensor in tensors]
+    expected = attended("documents", documents, rounded, torch.float32, **how)
+    for what, ours, theirs in zip(("out", "query", "key", "value"), found, expected, strict=True):
+        off = float((ours - theirs).norm() / theirs.norm())
+        assert off < KERNEL_ROUNDED[precision], (what, off)
+
+
+@pytest.mark.parametrize("kernel", ["documents", "varlen", "flash", "flex"])
+def test_no_document_sees_another(kernel: str) -> None:
+    must_be_here(kernel)
+    documents, n_tokens = one_after_another()
+    tensors = drawn(n_tokens, 64)
+    before = attended(kernel, documents, tensors, torch.bfloat16)[0]
+    start, stop = (int(bound) for bound in documents.bounds[2:4])
+    touched = [tensor.clone() for tensor in tensors]
+    for tensor in touched:
+        tensor[start:stop] += 1.0
+    after = attended(kernel, documents, touched, torch.bfloat16)[0]
+    assert not torch.equal(after[start:stop], before[start:stop])
+    assert torch.equal(after[:start], before[:start])
+    assert torch.equal(after[stop:], before[stop:])
+
+
+@on_a_gpu
+def test_one_kernel_takes_all_documents_where_the_gpu_has_one(record_property: Any) -> None:
+    choose_kernel.cache_clear()
+    chosen = {
+        "plain": choose_kernel(torch.device("cuda"), torch.bfloat16, 64, False, False, None),
+        "window": choose_kernel(torch.device("cuda"), torch.bfloat16, 128, False, False, 4096),
+        "softcap": choose_kernel(torch.device("cuda"), torch.bfloat16, 256, False, True, None),
+        "fp32": choose_kernel(torch.device("cuda"), torch.float32, 64, False, False, None),
+        "dropout": choose_kernel(torch.device("cuda"), torch.bfloat16, 64, True, False, None),
+    }
+    record_property("kernels", json.dumps(chosen))
+    print("kernels chosen:", chosen)
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert chosen["plain"] in ("varlen", "flash", "flex")
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("kernel", ["documents", "varlen", "flash", "flex"])
+def test_a_model_with_any_kernel_has_the_same_gradients(
+    kernel: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    must_be_here(kernel)
+    keys = strict(precision="bf16", **({"rows": uneven_rows()} if family == "llama" else {}))
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "choose_kernel", lambda *_: kernel)
+        loss, found = first_gradients(make_job(tmp_path / kernel, family, **keys))
+    fp32_loss, expected = first_gradients(make_job(tmp_path / "fp32", family, **keys | {"bf16": False}))
+    assert loss == pytest.approx(fp32_loss, rel=LOSS_ROUNDED["bf16"])
+    assert error(found, expected) < ROUNDED["bf16"]
+
+
+def test_the_kernel_that_fp32_gets_has_the_same_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = strict(rows=uneven_rows())
+    expected_loss, expected = first_gradients(make_job(tmp_path / "documents", **keys))
+    monkeypatch.setattr(attention, "choose_kernel", choose_kernel)
+    loss, found = first_gradients(make_job(tmp_path / "chosen", **keys))
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert error(found, expected) < 1e-3
+
+
+# ---- the head, adapters, checkpointing ----
+
+
+@pytest.mark.parametrize("is_trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_head_in_tiles_is_a_head_at_once(precision: str, is_trained: bool) -> None:
+    draw = torch.Generator().manual_seed(2)
+    hidden = torch.randn(700, 64, generator=draw).to(DEVICE)
+    weight = (torch.randn(1003, 64, generator=draw) * 0.1).to(DEVICE)
+    places = torch.arange(0, 700, 3, device=DEVICE)
+    targets = torch.randint(0, 1003, (len(places),), generator=draw).to(DEVICE)
+
+    def found(tile: int | None) -> dict[str, Tensor]:
+        states, matrix = hidden.clone().requires_grad_(), weight.clone().requires_grad_(is_trained)
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=precision == "bf16" and tile is not None):
+            if tile is None:  # at once, in fp32
+                loss = F.cross_entropy((states @ matrix.t())[places], targets, reduction="sum")
+            else:
+                loss = head_loss(states, matrix, None, Labelled(places, targets), tile_tokens=tile)
+        loss.backward()
+        grads = {"hidden": states.grad, "weight": matrix.grad}
+        return {"loss": loss.detach()} | {name: grad for name, grad in grads.items() if grad is not None}
+
+    plain = found(None)
+    for tile in (1, 64, 100, 4096):
+        ours = found(tile)
+        assert ours.keys() == plain.keys()
+        for name, tensor in plain.items():
+            off = float((ours[name].double() - tensor.double()).norm() / tensor.double().norm())
+            assert off < (1e-5 if precision == "fp32" else 0.015), (tile, name, off)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fused_adapters_are_those_of_peft(precision: str, tmp_path: Path) -> None:
+    with opened(make_job(tmp_path, method="lora", rows=uneven_rows(), **strict(precision=precision))) as run:
+        wake_adapters(run)
+        assert run.fused is not None
+        assert (run.fused.n_fused, run.fused.n_left) == (2 * 7, 0)
+        loss, found = gradients(run)
+        leave_low_rank(run.model)
+        peft_loss, expected = gradients(run)
+    assert loss == pytest.approx(peft_loss, rel=1e-5 if precision == "fp32" else LOSS_ROUNDED["bf16"])
+    assert error(found, expected) < (SAME if precision == "fp32" else ROUNDED["bf16"])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_what_is_computed_again_is_what_was_kept(method: str, dropout: float, tmp_path: Path) -> None:
+    keys = {"method": method, "rows": uneven_rows(), "size": {"layers": 4, "dropout": dropout}}
+    found = {}
+    for every in (False, 2, True):
+        with opened(make_job(tmp_path / str(every), gradient_checkpointing=every, **strict(**keys))) as run:
+            assert run.steps.every_n_layers == int(every)
+            found[every] = gradients(run)
+    for every in (2, True):
+        assert found[every][0] == pytest.approx(found[False][0], rel=1e-6)
+        assert error(found[every][1], found[False][1]) < 1e-5
+
+
+@on_a_gpu
+def test_checkpointing_leaves_less_in_memory(tmp_path: Path) -> None:
+    peaks = []
+    for every in (False, 2, True):
+        keys = {"rows": uneven_rows(64), "size": {"hidden": 256, "layers": 6}, "global_batch_size": 64}
+        keys |= {"micro_batch_tokens": 1 << 15, "gradient_checkpointing": every, "data": {"max_length": 1024}}
+        with opened(make_job(tmp_path / str(every), **strict(**keys))) as run:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            gradients(run)
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[0] > peaks[1] > peaks[2], peaks
+
+
+# ---- optimizers, four bits, kernels of others ----
+
+
+def test_four_bits_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    watched = Watched(monkeypatch)
+    method = {"name": "qlora", "lora_r": 4}
+    job = make_job(tmp_path, pretrained=True, method=method, **strict(precision="bf16", max_steps=15))
+    assert workshop.train(job).state == "finished"
+    losses = losses_of(job)
+    assert np.mean(losses[-3:]) < np.mean(losses[:3])
+    layers = [m for m in watched.model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)]
+    assert len(layers) == 2 * 7
+    assert {layer.weight.quant_type for layer in layers} == {"nf4"}
+    assert {layer.weight.device.type for layer in layers} == {DEVICE}
+    assert watched.changed() <= watched.trainable()
+
+
+@on_a_gpu
+@pytest.mark.parametrize(
+    ("optim", "within"),
+    [("adamw_torch_offload", 1e-4), ("paged_adamw_32bit", 1e-3), ("adamw_8bit", 0.05), ("paged_adamw_8bit", 0.05)],
+)
+def test_other_optimizers_step_as_the_fused_one(optim: str, within: float, tmp_path: Path) -> None:
+    if "torch" not in optim:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    keys = {"max_steps": 10, "size": {"hidden": 128}, "learning_rate": 1e-3}
+    jobs = [make_job(tmp_path / name, **strict(optim=name, **keys)) for name in (optim, "adamw_torch_fused")]
+    for job in jobs:
+        assert farthing.train.train(job, Heard()).state == "finished"
+    must_agree(*jobs, within)
+
+
+def test_an_off_loaded_step_leaves_nothing_on_the_device(tmp_path: Path) -> None:
+    with opened(make_job(tmp_path, **strict(optim="adamw_torch_offload"))) as run:
+        for _ in range(3):
+            run.take_step()
+        run.settle()
+        assert isinstance(run.optimizer, OffloadedAdamW)
+        states = [value for state in run.optimizer.state.values() for value in state.values()]
+        assert {value.device.type for value in states} == {"cpu"}
+        assert len(states) == 3 * sum(p.requires_grad for p in run.model.parameters())
+
+
+@on_a_gpu
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_ligers_kernels_compute_what_plain_ones_do(method: str, tmp_path: Path) -> None:
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    loss, expected = first_gradients(make_job(tmp_path / "plain", method=method, **strict(rows=uneven_rows())))
+    keys = strict(rows=uneven_rows(), use_liger_kernel=True)
+    with opened(make_job(tmp_path / "liger", method=method, **keys)) as run:
+        assert run.liger is not None
+        assert "5 norms" in run.liger, run.liger
+        liger_loss, found = gradients(run)
+    assert liger_loss == pytest.approx(loss, rel=1e-4)
+    assert error(found, expected) < 1e-3
+
+
+# ---- work that is not done twice ----
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_frozen_layers_that_are_kept_change_no_loss(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = test_prefix.upper(tmp_path, "kept", **strict(precision=precision))
+    assert workshop.train(kept).state == "finished"
+    assert json.loads((tmp_path / "kept/run.json").read_text())["keeps_frozen_output"] is True
+    monkeypatch.setattr("farthing.frozen.why_no_prefix_cache", lambda **_: "not today")
+    plain = test_prefix.upper(tmp_path, "plain", **strict(precision=precision))
+    workshop.train(plain)
+    assert json.loads((tmp_path / "plain/run.json").read_text())["keeps_frozen_output"] is False
+    must_agree(kept, plain, SAME if precision == "fp32" else 0.01)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_beginnings_computed_once_change_no_loss(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = strict(
+        precision=precision, max_steps=4, rows=with_system_prompt(48), global_batch_size=16, micro_batch_tokens=8192
+    )
+    heard = Heard()
+    shared = make_job(tmp_path / "shared", **keys)
+    farthing.train.train(shared, heard)
+    assert heard.of("step")[-1]["padded_tokens"] < 0.6 * heard.of("step")[-1]["tokens"]
+    monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)
+    plain = make_job(tmp_path / "plain", **keys)
+    farthing.train.train(plain, Heard())
+    must_agree(shared, plain, SAME if precision == "fp32" else 0.01)
+
+
+# ---- the host never waits ----
+
+
+@pytest.mark.parametrize("kind", ["full", "lora", "liger", "checkpointed", "beginnings", "frozen layers"])
+def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
+    """Micro-batches, clipping and the update: torch raises where anything would wait."""
+    tokens = 8192 if kind == "beginnings" else 512
+    keys = strict(precision="bf16", max_steps=12, global_batch_size=16, micro_batch_tokens=tokens)
+    if kind == "liger":
+        pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+        keys |= {"use_liger_kernel": True}
+    if kind == "frozen layers":
+        job = test_prefix.upper(tmp_path, "run", **keys)
+    else:
+        rows = with_system_prompt(48) if kind == "beginnings" else uneven_rows(48)
+        more = {"gradient_checkpointing": True} if kind == "checkpointed" else {}
+        job = make_job(tmp_path, method="lora" if kind == "lora" else "full", **keys | {"rows": rows} | more)
+    with opened(job) as run:
+        if kind == "frozen layers":
+            assert begin_behind_frozen_layers(run, None)
+        assert bool(run.share_beginnings(None)) == (kind == "beginnings")
+        steps = run.steps
+        taken = [steps.take(step) for step in range(2)]  # what is made once may be waited for
+        if HAS_GPU:
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            taken += [steps.take(step) for step in range(2, 5)]
+        finally:
+            if HAS_GPU:
+                torch.cuda.set_sync_debug_mode("default")
+        for one in taken:
+            losses, norm = one.read()
+            assert len(losses) == len(one.sums.pieces)
+            assert all(math.isfinite(number) for number in (*losses, norm))
+
+
+# ---- kills, and memory that runs out ----
+
+IN_A_PROCESS = """
+import os, signal, sys
+from farthing.job_file import load_job
+from farthing.train import train
+
+def tell(kind, facts):
+    if kind == "saved" and facts["step"] == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.exit(train(load_job(sys.argv[1]), tell).exit_code)
+"""
+
+
+def train_in_a_process(job: Path, kill_after_save: int = 0) -> int:
+    """The exit code of a run in a process of its own, that is killed when the checkpoint of a step is on the disk."""
+    command = [sys.executable, "-c", IN_A_PROCESS, str(job), str(kill_after_save)]
+    return subprocess.run(command, check=False, timeout=300).returncode
+
+
+@pytest.mark.parametrize(
+    ("is_exact", "dropout"),
+    [(True, 0.0), (True, 0.1), (False, 0.0)],
+    ids=["full_determinism", "full_determinism, dropout", "as it comes"],
+)
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
+    is_exact: bool, dropout: float, tmp_path: Path, record_property: Any
+) -> None:
+    ends = {}
+    keys = strict(precision="bf16", max_steps=10, save_steps=2, rows=uneven_rows(64), full_determinism=is_exact)
+    keys |= {
+        "global_batch_size": 16,
+        "micro_batch_tokens": 1024,
+        "size": {"hidden": 128, "layers": 3, "dropout": dropout},
+    }
+    for name in ("alone", "killed"):
+        job = job_file(tmp_path / name, **dict(keys))
+        if name == "killed":
+            assert train_in_a_process(job, kill_after_save=4) == -signal.SIGKILL
+        assert train_in_a_process(job) == 0
+        rows = [json.loads(line) for line in (tmp_path / name / "run/log.jsonl").read_text().splitlines()]
+        losses = torch.tensor([row["loss"] for row in rows if "examples" in row], dtype=torch.float64)
+        ends[name] = {"losses": losses, **load_file(tmp_path / name / "run/model/model.safetensors")}
+    alone, killed = ends["alone"], ends["killed"]
+    assert len(alone["losses"]) == 10
+    assert alone.keys() == killed.keys()
+    of_losses = float(((killed["losses"] - alone["losses"]) / alone["losses"]).abs().max())
+    weights = [{name: tensor.double() for name, tensor in end.items() if name != "losses"} for end in (killed, alone)]
+    of_weights = error(*weights)
+    said = {"losses, largest relative difference": of_losses, "weights, relative difference": of_weights}
+    record_property("after a kill", json.dumps(said | {"full_determinism": is_exact}))
+    print("after a kill:", said)
+    if is_exact:
+        assert all(torch.equal(killed[name], alone[name]) for name in alone), said
+    assert of_losses < 0.01
+    assert of_weights < 0.05
+
+
+@on_a_gpu
+def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": row["prompt"] * 12, "completion": row["completion"] * 12} for row in workshop.rows_of("llama", 96)
+    ]
+    keys = strict(
+        rows=rows, max_steps=3, global_batch_size=32, micro_batch_tokens=1 << 16, size={"hidden": 512, "layers": 4}
+    )
+    keys |= {"gradient_checkpointing": False, "data": {"max_length": 1024}, "learning_rate": 1e-3}
+    peaks: list[int] = []
+    resting: list[int] = []
+
+    def at_first_step(kind: str, facts: dict[str, Any]) -> None:
+        if kind == "decided":
+            torch.cuda.reset_peak_memory_stats()
+            resting.append(torch.cuda.memory_allocated())
+
+    plain = make_job(tmp_path / "plain", **keys)
+    farthing.train.train(plain, at_first_step)
+    peaks.append(torch.cuda.max_memory_allocated() - resting[0])
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert peaks[0] > 1 << 29, "too small a step to fill a device with"
+
+    ballast: list[Tensor] = []
+
+    def fill(kind: str, facts: dict[str, Any]) -> None:
+        heard(kind, facts)
+        if kind == "decided":  # the model is there, and no step was taken
+            gc.collect()
+            torch.cuda.empty_cache()
+            free = torch.cuda.mem_get_info()[0]
+            ballast.append(torch.empty(free - int(0.7 * peaks[0]), dtype=torch.uint8, device="cuda"))
+
+    heard = Heard()
+    short = make_job(tmp_path / "short", **keys)
+    try:
+        outcome = farthing.train.train(short, fill)
+    finally:
+        ballast.clear()
+    assert outcome.state == "finished"
+    events = outcome.receipt["out_of_memory"]
+    assert events, "the ballast left too much room"
+    assert "CUDA out of memory" in events[0]["why"]
+    assert events[0]["step"] == 1
+    assert "out of memory; it goes on" in heard.warnings
+    must_agree(short, plain, SAME)
+
+
+# ---- what is said of a run ----
+
+
+@on_a_gpu
+def test_the_driver_says_how_busy_the_gpu_is(tmp_path: Path) -> None:
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    heard = Heard()
+    farthing.train.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
+    found = [facts["utilisation_percent"] for facts in heard.of("step")]
+    assert all(percent is not None and 0 <= percent <= 100 for percent in found)
+
+
+@on_a_gpu
+def test_this_gpu_is_in_the_table_and_a_run_on_it_has_a_promise(tmp_path: Path) -> None:
+    name = torch.cuda.get_device_name()
+    assert gpu_of_device(name) is not None, f"{name} is not in facts/gpus.csv"
+    heard = Heard()
+    outcome = farthing.train.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
+    assert heard.of("decided")[0]["device"] == name
+    assert outcome.receipt["promised"]["peak_bytes"]
+    assert heard.of("step")[-1]["mfu"] > 0
+    assert outcome.receipt["peak_bytes"] <= torch.cuda.max_memory_allocated()
+
+
+def test_spans_add_up_to_the_wall_time(tmp_path: Path) -> None:
+    """Of the whole process, as its parent sees it, imports and start of the GPU included."""
+    keys = strict(precision="bf16", max_steps=20, rows=uneven_rows(), eval_rows=workshop.rows_of("llama", 6, 5))
+    job = job_file(tmp_path, **keys)
+    began = time.monotonic()
+    assert train_in_a_process(job) == 0
+    outside_s = time.monotonic() - began
+    receipt = build_receipt(tmp_path / "run")
+    spans = {span["name"]: span["seconds"] for span in receipt["spans"]}
+    assert sum(spans.values()) == pytest.approx(receipt["wall_s"], abs=0.01)
+    assert outside_s - 4 < receipt["wall_s"] <= outside_s + 0.1  # less what leaving takes
+    assert spans["compute"] > 0
+    assert spans["optimizer"] > 0
+
+
+# ---- what takes a minute to compile ----
+
+
+@on_a_gpu
+def test_compiled_layers_compute_what_plain_ones_do(tmp_path: Path) -> None:
+    if importlib.util.find_spec("triton") is None or find_compiler("cuda") is None:
+        pytest.skip("Triton or a C compiler is not installed")
+    torch._dynamo.reset()
+    jobs = []
+    for name, compiles in (("compiled", True), ("plain", False)):
+        jobs.append(make_job(tmp_path / name, method="lora", **strict(rows=uneven_rows(), torch_compile=compiles)))
+        heard = Heard()
+        assert farthing.train.train(jobs[-1], heard).state == "finished"
+        assert ("2 layers compiled" in heard.of("decided")[0]["computed"]) == compiles
+    torch._dynamo.reset()
+    must_agree(*jobs, 1e-3)

@@ -1,0 +1,206 @@
+"""The bench for GPUs, as far as a CPU can follow: its arithmetic, tables and budget, and all of it at toy sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gpu
+from farthing.shapes import read_shape
+from on_gpu import others, table, work
+from on_gpu.work import FULL, LABELLED, SHAPES, SMALL
+
+ROOT = Path(__file__).parent.parent
+PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
+
+
+def test_the_shapes_are_those_of_the_models_they_are_named_after() -> None:
+    found = {name: read_shape(work.config_of(name), "causal-lm").n_parameters for name in SHAPES}
+    assert found == {"0.5B": 494_032_768, "1B": 1_235_814_400, "3B": 3_212_749_824, "8B": 8_030_261_248}
+
+
+def test_lengths_follow_their_law_and_two_in_five_tokens_are_labelled() -> None:
+    chat, full = (work.draw_examples(lengths, 1000, FULL) for lengths in ("chat", "full"))
+    assert 550 < chat.lengths.mean() < 700
+    assert chat.lengths.max() == 2048
+    assert set(full.lengths.tolist()) == {2048}
+    for drawn in (chat, full):
+        assert drawn.is_target.mean() == pytest.approx(LABELLED, abs=0.01)
+        assert drawn.is_target[drawn.offsets[1:] - 1].all()
+        assert 3 <= drawn.ids.min() <= drawn.ids.max() < 1000
+
+
+def test_flops_are_two_thirds_for_adapters_and_fewer_where_less_is_labelled() -> None:
+    """A token of Llama 3.1 8B in full documents: six FLOPs a weight, and attention."""
+    drawn = work.draw_examples("full", 1000, SMALL)
+    config = work.config_of("8B")
+    full, lora = (work.flops_per_token(config, method, drawn) for method in ("full", "lora"))
+    shape = read_shape(config, "causal-lm")
+    assert full["usual"] == pytest.approx(6 * (shape.n_matmul + shape.n_head_matmul), rel=0.01)
+    assert full["usual"] - full["needed"] == pytest.approx(6 * (1 - LABELLED) * shape.n_head_matmul, rel=0.02)
+    assert 0.66 < lora["needed"] / full["needed"] < 0.72
+
+
+def test_everyone_takes_the_examples_that_farthing_draws(tmp_path: Path) -> None:
+    work.prepare(tmp_path, "toy", SMALL)
+    from peers.assignment import Examples
+
+    drawn = Examples.load(tmp_path / "toy-chat" / "train.npz")
+    order = work.order_of(drawn, 8, 5)
+    assert [len(step) for step in order] == [8] * 5
+    assert len({index for step in order for index in step}) == 40
+    values = work.job_values(tmp_path / "toy-chat", tmp_path / "out", "lora", 8, 5, 3.0)
+    with work.opened(values, drawn) as run:
+        assert [run.batches.examples_of(step).tolist() for step in range(5)] == order
+        assert (run.train_examples.tokens.lengths == drawn.lengths).all()
+        run.take_step()
+        run.settle()
+        assert run.progress.n_tokens == drawn.lengths[order[0]].sum()
+
+
+def test_what_would_end_too_late_is_not_begun_and_is_put_on_record(tmp_path: Path) -> None:
+    rows = gpu.Rows(tmp_path / "rows.jsonl", say=False)
+    budget = gpu.Budget(time.time() + 3.0, rows)
+    assert budget.has_time("farthing 1B lora chat")
+    budget._began = "farthing", time.time() - 60  # it took a minute
+    assert not budget.has_time("farthing 1B full chat")
+    assert budget.has_time("attention, varlen: variant of 1B lora")
+    assert [row["what"] for row in table.read_rows(tmp_path / "rows.jsonl")] == ["farthing 1B full chat"]
+
+
+def test_smallest_shapes_come_first_and_one_is_varied() -> None:
+    groups = gpu.groups_of(gpu.arguments(["out"]))
+    assert [group["shape"] for group in groups if group["who"] == "farthing"] == list(SHAPES)
+    assert [group["shape"] for group in groups if group["who"] == "variants"] == ["1B"]
+    assert [group["who"] for group in groups[:4]] == ["farthing"] * 4
+    assert len(groups) == 3 * 4 + 1
+
+
+def test_settings_of_others_without_checkpointing_are_tried_first() -> None:
+    for who in ("hf-tuned", "trl-tuned"):
+        found = list(others.candidates(who, 32))
+        assert [settings["checkpointing"] for settings in found] == [False, False, True, True]
+    assert [settings["micro_batch"] for settings in others.candidates("hf-tuned", 10)] == [10, 2, 10, 2]
+
+
+# ---- tables ----
+
+
+def row(who: str, speed: float, **more: Any) -> dict[str, Any]:
+    """A row of the 1B shape."""
+    figures = {"tokens_per_s": speed, "step_s": 0.5, "useful_share": 1.0, "peak_bytes": 20 << 30, "busy_percent": 97.0}
+    return {"kind": "row", "who": who, "shape": "1B", "method": "lora", "lengths": "chat", **figures, **more}
+
+
+FACTS: list[dict[str, Any]] = [
+    {
+        **{"kind": "facts", "device": "A GPU", "peak_flops": 989e12, "matmul_flops": 790e12, "matmul_size": 8192},
+        "copy_bytes_per_s": 4e12,
+    },
+    {"kind": "work", "shape": "1B", "lengths": "chat", "flops_per_token": {"lora": {"needed": 5e9, "usual": 6e9}}},
+]
+
+
+def test_a_table_has_ratios_utilisation_and_dollars() -> None:
+    of_trl = {**row("trl-tuned", 1.0), "failed": "trl not installed"}
+    drawn = table.draw_speed([*FACTS, row("farthing", 100_000.0), row("hf-tuned", 40_000.0), of_trl], 3.6)
+    lines = [line.split() for line in drawn.splitlines()]
+    assert lines[1][3:] == ["farthing", "100,000", "1.00", "50.6%", "63.3%", "20.0", "97", "100.0%", "0.0100"]
+    assert lines[2][4:6] == ["40,000", "2.50"]
+    assert "trl not installed" in " ".join(lines[3])
+
+
+def test_promises_stand_beside_what_happened_with_the_median_error() -> None:
+    gib = 1 << 30
+    memory = {"weights": 2, "optimizer": 1, "activations": 5, "allocator slack": 1, "CUDA context": 1}
+    promised = {
+        **{"step_s": 0.4, "calibration": "formulas only", "formula": {"compute_s": 0.3, "optimizer_s": 0.1}},
+        "memory": {name: n * gib for name, n in memory.items()},
+    }
+    bytes_of = {"weights": 2, "optimizer": 1, "gradients": 1, "rest": 6, "peak_bytes": 10}
+    bytes_of |= {"reserved_bytes": 11, "device_bytes": 12}
+    happened = {"step_s": 0.5, "usd": 0.002, **{name: n * gib for name, n in bytes_of.items()}}
+    first = row("farthing", 1e5, promised=promised, happened=happened)
+    later = row("farthing", 1e5, promised=promised | {"calibration": "1 run", "step_s": 0.5}, happened=happened)
+    assert table.compared(later)["peak of the device, GiB"] == (10.0, 12.0)
+    assert table.compared(later)["gradients, activations, loss, GiB"] == (5.0, 7.0)
+    drawn = table.draw_truth([*FACTS, first, later])
+    errors = [" ".join(line.split()) for line in drawn.partition("error of")[2].splitlines()]
+    assert "step, s formulas 1 20.0% 20.0%" in errors
+    assert "step, s a run here 1 0.0% 0.0%" in errors
+    assert f"{table.BY_FORMULAS} formulas 2 20.0% 20.0%" in errors
+
+
+def test_a_torn_line_and_rows_without_promises_are_no_trouble(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row("farthing", 1.0)) + '\n{"kind": "ro')
+    assert len(table.read_rows(path)) == 1
+    assert "no row of farthing had a promise" in table.draw([*FACTS, *table.read_rows(path)], 3.0)
+
+
+# ---- the whole program ----
+
+
+def call(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """`bench/gpu.sh` with this Python."""
+    environment = {**os.environ, "PYTHON": sys.executable, **more}
+    command = ["bash", str(ROOT / "bench" / "gpu.sh"), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_wrong_words_get_the_usage() -> None:
+    for words in ([], ["fast"], ["quick", "out"], ["right", "--minutes"]):
+        done = call(*words)
+        assert done.returncode == 2
+        assert "bench/gpu.sh right OUT" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_bench_runs_from_end_to_end_at_toy_sizes(tmp_path: Path) -> None:
+    peers = ["--peers-python", str(PEERS)] if PEERS.exists() else []
+    done = call("fast", str(tmp_path), "--smoke", *peers)
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
+    rows = table.read_rows(tmp_path / "rows.jsonl")
+    ours = [one for one in rows if one.get("who") == "farthing"]
+    assert len(ours) == 4
+    assert all(one["tokens_per_s"] > 0 for one in ours)
+    assert [one["promised"]["calibration"] == "formulas only" for one in ours] == [True, False, True, False]
+    of_others = [one for one in rows if one["kind"] == "row" and one["who"] != "farthing"]
+    assert len(of_others) == 8
+    for one in of_others:
+        assert "tokens_per_s" in one or "not installed" in one["failed"], one
+    varied = [one for one in rows if one["kind"] == "variant"]
+    assert not [one for one in varied if "failed" in one]
+    groups = {one["group"] for one in varied}
+    assert groups >= {
+        "as planned",
+        "attention",
+        "head tile",
+        "checkpointing",
+        "adapters",
+        "host",
+        "micro-batch",
+        "probe",
+        "compile",
+    }
+    assert not [one for one in rows if one["kind"] == "left out"]
+    assert "Promised and happened" in (tmp_path / "tables.txt").read_text()
+    assert np.isfinite([one["tokens_per_s"] for one in varied]).all()
+
+
+@pytest.mark.slow
+def test_the_tests_for_gpus_run_where_a_cpu_can_follow(tmp_path: Path) -> None:
+    """Their code is tried so, not a GPU: those that need one are skipped."""
+    done = call("right", str(tmp_path), "--smoke", FARTHING_GPU="rehearsal")
+    assert done.returncode == 0, done.stdout[-3000:]
+    said = (tmp_path / "tests.txt").read_text()
+    assert " passed" in said
+    assert " failed" not in said
