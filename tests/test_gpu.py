@@ -36,6 +36,7 @@ import workshop
 from farthing.catalog import gpu_of_device
 from farthing.data.feed import micro_batches
 from farthing.frozen import begin_behind_frozen_layers
+from farthing.loop import Run
 from farthing.model import attention
 from farthing.model.attention import KERNELS, Documents, choose_kernel
 from farthing.model.compiled import find_compiler
@@ -44,7 +45,7 @@ from farthing.model.low_rank import leave_low_rank
 from farthing.offload import OffloadedAdamW
 from farthing.report.receipt import build_receipt
 from farthing.step import seed_everything
-from farthing.train import Run, opened_run
+from farthing.train import opened_run
 from test_step import with_system_prompt
 from workshop import Heard, Watched, job_file, log_of, losses_of, make_job
 

@@ -20,18 +20,19 @@ from typing import Any
 import pytest
 import torch
 
+import farthing.loop
 import farthing.train
 import workshop
 from farthing.fit import Fit, first_fit, keep_fit, kept_fit, settled_fit
 from farthing.job import Job
 from farthing.limits import over_limit, seconds_left, why_not_start
+from farthing.loop import Run
 from farthing.meter import Ledger, Meter
 from farthing.notice import Notice
 from farthing.optim import fitted_schedule, schedule
 from farthing.parts import Progress
 from farthing.report.receipt import build_receipt
 from farthing.run_folder import LEDGER, MODEL
-from farthing.train import Run
 
 STARTED_AT = 1_800_000_000.0  # a moment of the year 2027
 
@@ -151,7 +152,7 @@ class Costs:
 @pytest.fixture(autouse=True)
 def no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking for garbage in a process of many tests takes longer than a simulated run."""
-    monkeypatch.setattr(farthing.train, "rare_collections", nullcontext)
+    monkeypatch.setattr(farthing.loop, "rare_collections", nullcontext)
 
 
 def attempt(job: Job, folder: Path, machine: Machine, costs: Costs, disk: dict[str, Any], promise: Any = None) -> str:

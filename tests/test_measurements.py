@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import farthing.loop
 import farthing.train
 from farthing.hardware import hardware_key
 from farthing.job import Job
@@ -324,6 +325,6 @@ def test_measuring_changes_nothing_of_the_result(tmp_path: Path, monkeypatch: py
         return (Path(job.output_dir) / "model" / "model.safetensors").read_bytes()
 
     measured = weights(tmp_path / "a")
-    monkeypatch.setattr(farthing.train.Run, "leave_measurement", lambda self: None)
+    monkeypatch.setattr(farthing.loop.Run, "leave_measurement", lambda self: None)
     monkeypatch.setattr(Record, "step_done", lambda *_: None)
     assert weights(tmp_path / "b") == measured

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+import farthing.loop
 import farthing.train
 import workshop
 from farthing.errors import ModelError, UserMistake
@@ -143,7 +144,7 @@ def test_random_weights_are_the_same_in_every_precision(tmp_path: Path) -> None:
     assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
 
 
-def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[farthing.train.Run, Heard]:
+def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[farthing.loop.Run, Heard]:
     """A run on the CPU whose scaler is enabled as it is for fp16 on a GPU."""
     from farthing.meter import Ledger, Meter
     from farthing.notice import Notice
@@ -158,7 +159,7 @@ def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[farthing.train.Run, He
     model = build_model(job, inputs, numerics, examples.tokens.label_names)
     meter = Meter()
     ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
-    run = farthing.train.Run(job, folder, inputs, numerics, model, examples, held_out, meter, ledger, Notice(), heard)
+    run = farthing.loop.Run(job, folder, inputs, numerics, model, examples, held_out, meter, ledger, Notice(), heard)
     run.restore("test", allow_restart=False)
     return run, heard
 

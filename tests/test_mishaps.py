@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import farthing.loop
 import farthing.step
 import farthing.train
 import workshop
@@ -134,7 +135,7 @@ def test_one_example_without_room_is_computed_again_in_parts_and_then_said(
     words = capsys.readouterr()
     assert "data.max_length" in words.err
     assert "Traceback" not in words.err
-    events = farthing.train.build_receipt(tmp_path / "run")["out_of_memory"]
+    events = farthing.loop.build_receipt(tmp_path / "run")["out_of_memory"]
     assert [event["every_n_layers"] for event in events][-2:] == [2, 1]
     monkeypatch.undo()
     assert main(["train", str(tmp_path / "run.yaml")]) == 0

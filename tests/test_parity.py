@@ -16,13 +16,14 @@ from farthing.data.feed import micro_batches
 from farthing.hardware import choose_numerics
 from farthing.job import Job
 from farthing.job_file import load_job
+from farthing.loop import Run
 from farthing.meter import Ledger, Meter
 from farthing.model.load import ModelChoice, load_config, load_model, load_tokenizer
 from farthing.notice import Notice
 from farthing.prepare import build_model, open_examples, open_inputs
 from farthing.step import Sums
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
-from farthing.train import Run, train
+from farthing.train import train
 
 TASKS = ["causal-lm", "seq2seq", "classification"]
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}

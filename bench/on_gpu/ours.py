@@ -223,12 +223,13 @@ def changed(
 
 def opened_anew(values: dict[str, Any], drawn: Drawn, scale: Scale, is_smoke: bool) -> dict[str, Any]:
     """A run whose job says something else. Layers compile in its first steps; in a smoke they are traced, and no more."""
+    import farthing.loop
     import farthing.train
     from farthing.model.compiled import compile_blocks
 
     compiles = functools.partial(compile_blocks, backend="eager") if is_smoke else compile_blocks
     n_warm, n_timed = scale.of_variants
-    with mock.patch.object(farthing.train, "compile_blocks", compiles), opened(values, drawn) as run:
+    with mock.patch.object(farthing.loop, "compile_blocks", compiles), opened(values, drawn) as run:
         if values["train"].get("torch_compile"):
             n_warm += 2
             if isinstance(run.compiled, str):

@@ -227,7 +227,7 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (farthing.prepare, "load_model", random_model),
         (farthing.train, "open_examples", lambda *_: (examples, None)),
-        (farthing.train.Run, "_refuse_small_disk", lambda _: None),
+        (farthing.loop.Run, "_refuse_small_disk", lambda _: None),
     ]
 
     def tell(kind: str, facts: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from farthing.job import Job
 from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 if TYPE_CHECKING:
-    from farthing.train import Run
+    from farthing.loop import Run
 
 
 def say_what_was_decided(run: Run) -> None:

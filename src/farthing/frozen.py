@@ -21,7 +21,7 @@ from farthing.reuse import why_no_prefix_cache
 from farthing.units import plural
 
 if TYPE_CHECKING:
-    from farthing.train import Run
+    from farthing.loop import Run
 
 PREFIX_TOKENS = 4096  # computed at once for what frozen layers give: part of what makes it the same to the bit
 DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 1e9, 0.4e9  # assumed of a cloud's disk

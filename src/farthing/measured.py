@@ -16,7 +16,7 @@ from farthing.lengths import from_token_set
 from farthing.measurements import Measurement
 
 if TYPE_CHECKING:
-    from farthing.train import Run
+    from farthing.loop import Run
 
 
 def measurement_of(run: Run) -> Measurement | None:
