@@ -138,7 +138,7 @@ def keys_of(pairs: list[str], prefix: str = "") -> dict[str, Any]:
 
 def machine(asked: argparse.Namespace) -> dict[str, Any]:
     """What it was run on, and how."""
-    from farthing.machine import local_cpu
+    from farthing.planner.machine import local_cpu
 
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -133,7 +133,7 @@ def lora(args: argparse.Namespace) -> None:
     """Forward and backward with LoRA on all linear layers: peft's path and ours, both with the labelled-only head."""
     import peft
 
-    from farthing.model.low_rank import leave_low_rank, use_low_rank
+    from farthing.model.lora_kernels import leave_low_rank, use_low_rank
 
     batch = batch_of(args)
     for is_bf16 in (False, True):

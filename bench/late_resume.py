@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 import yaml
 
-from farthing.checkpoint import Checkpoints, State
+from farthing.config.load import load_job
 from farthing.data.tokens import _DTYPES as DTYPES
 from farthing.data.tokens import set_key, tokenize, tokenizer_sha256
-from farthing.files import commit_folder
-from farthing.job_file import load_job
-from farthing.meter import seconds_since_process_start
-from farthing.prepare import open_inputs
+from farthing.durability.checkpoint import Checkpoints, State
+from farthing.durability.files import commit_folder
+from farthing.durability.ledger import seconds_since_process_start
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
+from farthing.train.setup import open_inputs
 
 BLOCK = 1000  # rows that are repeated
 BATCH = 16
@@ -49,7 +49,7 @@ class Kept:
         self._state = state
 
     def state(self) -> State:
-        """See `farthing.checkpoint.Part`."""
+        """See `farthing.durability.checkpoint.Part`."""
         return self._state
 
     def restore(self, tensors: Any, values: Any) -> None:
@@ -125,7 +125,7 @@ def attempt(job: Path, told: Connection, stop_after: int | None) -> None:
     """In a process of its own: run the job; tells at which age of the process the checkpoint was there, and each step."""
     import torch
 
-    from farthing.train import train
+    from farthing.train.run import train
 
     torch.set_num_threads(1)
     n_steps = 0

@@ -23,14 +23,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from farthing.catalog import Gpu, find_gpu
 from farthing.errors import FarthingError
-from farthing.lengths import Largest, Padded, from_mean
-from farthing.memory import Memory, estimate_memory
-from farthing.model_config import known_config, known_models
-from farthing.recipe import CHUNKED, FUSED, SAVED, TILED, WHOLE, Recipe, Stack
-from farthing.shapes import Adapters, Shape, read_shape
-from farthing.speed import device_of, estimate_step
+from farthing.planner.lengths import Largest, Padded, from_mean
+from farthing.planner.memory import Memory, estimate_memory
+from farthing.planner.model_config import known_config, known_models
+from farthing.planner.recipe import CHUNKED, FUSED, SAVED, TILED, WHOLE, Recipe, Stack
+from farthing.planner.shapes import Adapters, Shape, read_shape
+from farthing.planner.speed import device_of, estimate_step
+from farthing.prices.catalog import Gpu, find_gpu
 
 GIB = 2**30
 SPREAD = 0.5  # of ln(length) in a set of questions and worked answers, where only the mean is stated

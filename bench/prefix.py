@@ -19,14 +19,14 @@ import numpy as np
 import peft
 import torch
 
-from farthing.data.pieces import collate_flat
+from farthing.data.packing import collate_flat
 from farthing.data.tokens import TokenSet
-from farthing.hardware import Numerics
+from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.attention import flat_batch, go_flat
+from farthing.model.frozen_cache import open_prefix_cache
+from farthing.model.frozen_layers import find_prefix
+from farthing.model.hardware import Numerics
 from farthing.model.head import POSITIONS, TARGETS, find_labelled, language_model_loss
-from farthing.model.memory import checkpoint_layers
-from farthing.model.prefix import find_prefix
-from farthing.model.prefix_cache import open_prefix_cache
 from head import compare, small_model
 
 

@@ -6,7 +6,7 @@ Of one zone's trace the day with most interruptions is taken and its clock made 
 hours without capacity are skipped. When there is capacity a process trains a small model in a folder that did not exist,
 on a cache that is empty: all it has is the store. When capacity ends, a share of the machines (`--notice`) is told so
 `--grace` seconds before (of real time: processes are no faster than ever), the others are killed without a word, and what
-was on the disk is gone. Checkpoints come at the interval that `farthing.spot` finds best for the faster zone.
+was on the disk is gone. Checkpoints come at the interval that `farthing.planner.spot` finds best for the faster zone.
 
 At the end the run is held against one that was left alone: log, weights, optimizer and exported model to the bit. Goodput
 is the share of billed time that was neither spent on saving, nor on starting again, nor on work that was lost. Dollars
@@ -35,12 +35,12 @@ import numpy as np
 import yaml
 
 import survive
-from farthing import mirror
-from farthing.meter import WORK
-from farthing.spells import spells_of
-from farthing.spot import Rhythm, best_interval_s, fit
+from farthing.durability import replica as mirror
+from farthing.durability.ledger import WORK
+from farthing.planner.spot import Rhythm, best_interval_s, fit
+from farthing.planner.spot_traces import Trace, read_traces
+from farthing.planner.uptime import spells_of
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
-from farthing.traces import Trace, read_traces
 from spot_replay import replay
 
 WORK_SHARE = 0.25  # of the time with capacity, that the work would take without interruptions
@@ -192,7 +192,7 @@ def in_a_child(work: Callable[[], object]) -> None:
 def import_everything() -> None:
     """What every machine would import by itself."""
     for module in (
-        "farthing.train",
+        "farthing.train.run",
         "peft",
         "transformers.integrations.peft",
         "transformers.models.llama.modeling_llama",

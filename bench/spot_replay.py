@@ -22,9 +22,18 @@ from typing import Any
 
 import numpy as np
 
-from farthing.spells import Floats, spells_of
-from farthing.spot import Interruptions, Rhythm, best_interval_s, draw_paths, drawn_together, expect, expect_range, fit
-from farthing.traces import HALF_LIFE_S, SHARE, Trace, read_traces
+from farthing.planner.spot import (
+    Interruptions,
+    Rhythm,
+    best_interval_s,
+    draw_paths,
+    drawn_together,
+    expect,
+    expect_range,
+    fit,
+)
+from farthing.planner.spot_traces import HALF_LIFE_S, SHARE, Trace, read_traces
+from farthing.planner.uptime import Floats, spells_of
 
 JOB_HOURS = (1, 2, 4, 8, 12, 24, 48)
 SAVE_S, RESTART_S = 20, 180

@@ -117,7 +117,7 @@ class Farthing:
 
     def prepare(self, where: Whereabouts) -> None:
         """See `Contestant`."""
-        for module in ("farthing.cli", "farthing.train", "peft", "rouge_score.rouge_scorer"):
+        for module in ("farthing.cli", "farthing.train.run", "peft", "rouge_score.rouge_scorer"):
             importlib.import_module(module)
         importlib.import_module("transformers.integrations.peft")
         for family in FAMILY.values():
@@ -152,7 +152,9 @@ class Farthing:
 
 def say_where(where: Whereabouts) -> None:
     """Have this process note in `where` what its meter, its saves and its uploads are at."""
-    from farthing import checkpoint, meter, mirror
+    from farthing.durability import checkpoint
+    from farthing.durability import ledger as meter
+    from farthing.durability import replica as mirror
 
     spans = {"tokenize": "tokenization", "checkpoint": "save", "evaluation": "evaluation", "export": "export"}
     spans |= {"start_up": "start", "load_model": "start", "restore": "restore"}

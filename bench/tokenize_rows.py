@@ -32,10 +32,10 @@ import numpy as np
 from farthing.data.batches import Batches, collate, permutation
 from farthing.data.encode import Encoder
 from farthing.data.formats import DEFAULT_CHAT_TEMPLATE, Text, Unusable, converter, recognise
-from farthing.data.pieces import collate_flat, cut_by_tokens, cut_padded
+from farthing.data.packing import collate_flat, cut_by_tokens, cut_padded
 from farthing.data.read import Row, Source, open_sources
 from farthing.data.tokens import Recipe, TokenSet, open_token_set, tokenize
-from farthing.files import commit_folder
+from farthing.durability.files import commit_folder
 
 PIECE_TOKENS = 16384
 

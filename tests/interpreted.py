@@ -27,7 +27,7 @@ from triton.runtime import interpreter
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import flat_batch, flat_logits, go_flat
 from farthing.model.liger import patch
-from farthing.model.low_rank import use_low_rank
+from farthing.model.lora_kernels import use_low_rank
 
 SMALL = {
     **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -7,10 +7,10 @@ import os
 import random
 from pathlib import Path
 
-from farthing import store as store_module
-from farthing.files import commit_folder, write_json
-from farthing.mirror import Mirror, Pace
-from farthing.store import Store, open_store
+from farthing.durability import object_store as store_module
+from farthing.durability.files import commit_folder, write_json
+from farthing.durability.object_store import Store, open_store
+from farthing.durability.replica import Mirror, Pace
 
 QUICK = Pace(
     renew_s=0.05,

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from farthing.data.batches import IGNORED
-from farthing.families import DECODERS, ENCODERS
 from farthing.model import attention
+from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import (
     NAME,
@@ -29,7 +29,7 @@ from farthing.model.attention import (
     flat_logits,
     go_flat,
 )
-from farthing.model.memory import checkpoint_layers
+from farthing.planner.families import DECODERS, ENCODERS
 
 CLOSE = 1e-5
 WINDOW = 5

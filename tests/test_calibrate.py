@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from farthing.calibrate import N_NEWEST, SPREAD_OTHER, SPREAD_SAME, as_run, calibrate
-from farthing.measurements import Measurement
-from farthing.memory import estimate_memory
-from farthing.model_config import known_config
-from farthing.recipe import Recipe, stack_for
-from farthing.shapes import Shape, read_shape
-from farthing.speed import Calibration, cpu_device, step_time, work_of
+from farthing.planner.calibration import N_NEWEST, SPREAD_OTHER, SPREAD_SAME, as_run, calibrate
+from farthing.planner.measurements import Measurement
+from farthing.planner.memory import estimate_memory
+from farthing.planner.model_config import known_config
+from farthing.planner.recipe import Recipe, stack_for
+from farthing.planner.shapes import Shape, read_shape
+from farthing.planner.speed import Calibration, cpu_device, step_time, work_of
 
 HERE = "a processor, 2 threads"
 DEVICE = cpu_device("a processor", 1e11, 2)

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from farthing import catalog as rooms
-from farthing.catalog import (
+from farthing.errors import UserMistake
+from farthing.prices import catalog as rooms
+from farthing.prices.catalog import (
     Billing,
     Catalog,
     Offer,
@@ -29,7 +30,6 @@ from farthing.catalog import (
     sort_offers,
     up_front_usd,
 )
-from farthing.errors import UserMistake
 
 TODAY = date(2026, 11, 21)
 
@@ -205,7 +205,7 @@ def test_devices_are_known_by_the_name_torch_gives(device: str, name: str | None
 def test_peaks_of_a_run_come_from_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from farthing.hardware import peak_flops
+    from farthing.model.hardware import peak_flops
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     assert peak_flops(torch.device("cuda"), "bf16") == 989e12
@@ -534,8 +534,8 @@ def _seconds(path: Path) -> float:
 
 def test_reading_prices_loads_nothing_heavy() -> None:
     code = (
-        "import sys, datetime, farthing.catalog, farthing.money\n"
-        "farthing.catalog.read_catalog(None, datetime.date(2026, 11, 21))\n"
+        "import sys, datetime, farthing.prices.catalog, farthing.planner.ownership\n"
+        "farthing.prices.catalog.read_catalog(None, datetime.date(2026, 11, 21))\n"
         "heavy = {'torch', 'numpy', 'pydantic', 'yaml', 'rich', 'urllib.request', 'difflib', 'dataclasses'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )

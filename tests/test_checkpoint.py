@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from farthing import checkpoint as checkpoint_module
-from farthing.checkpoint import Checkpoints
+from farthing.durability import checkpoint as checkpoint_module
+from farthing.durability.checkpoint import Checkpoints
+from farthing.durability.files import _sealed as sealed
+from farthing.durability.files import write_json
 from farthing.errors import RunChanged, RunDamaged, SaveFailing
-from farthing.files import _sealed as sealed
-from farthing.files import write_json
 
 
 class Weights:

@@ -19,11 +19,11 @@ import torch
 import transformers
 import yaml
 
-import farthing.loop
-import farthing.train
+import farthing.train.loop
+import farthing.train.run
 import workshop
 from farthing.cli import main
-from farthing.job_file import job_schema, load_job
+from farthing.config.load import job_schema, load_job
 from farthing.metrics import OF_TASK
 from workshop import job_file, log_of, losses_of
 
@@ -167,9 +167,9 @@ def test_a_limit_within_a_run_leaves_a_model_and_the_same_steps(
     whole = losses_of(load_job(path))
 
     path = job_file(tmp_path / "capped", max_steps=6, limits={"max_usd": 1})
-    over = farthing.loop.over_limit
+    over = farthing.train.loop.over_limit
     monkeypatch.setattr(
-        farthing.loop,
+        farthing.train.loop,
         "over_limit",
         lambda *args, **kwargs: "the cap of $1.00" if workshop_step(path) >= 3 else over(*args, **kwargs),
     )
@@ -240,7 +240,7 @@ def test_the_scaling_rule_is_offered_when_the_batch_changes(tmp_path: Path, caps
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Make the loss of these steps (from 1) not a number."""
-    honest, take = farthing.model.forward.Forward.loss, farthing.loop.Run.take_step
+    honest, take = farthing.model.forward.Forward.loss, farthing.train.loop.Run.take_step
     now = {"step": 0}
 
     def take_step(run: Any) -> None:
@@ -252,7 +252,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
         loss = honest(*args)
         return loss * torch.nan if now["step"] in steps else loss
 
-    monkeypatch.setattr(farthing.loop.Run, "take_step", take_step)
+    monkeypatch.setattr(farthing.train.loop.Run, "take_step", take_step)
     monkeypatch.setattr(farthing.model.forward.Forward, "loss", spoilt)
 
 

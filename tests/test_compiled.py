@@ -23,6 +23,7 @@ from transformers import (
 )
 
 import workshop
+from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import flat_batch, flat_logits, go_flat
 from farthing.model.compiled import (
@@ -38,8 +39,7 @@ from farthing.model.compiled import (
     why_not_compiled,
     worth_compiling,
 )
-from farthing.model.low_rank import use_low_rank
-from farthing.model.memory import checkpoint_layers, saved_bytes
+from farthing.model.lora_kernels import use_low_rank
 
 SMALL = {
     **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},

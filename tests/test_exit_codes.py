@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import farthing.cli
-import farthing.train
+import farthing.train.run
 import workshop
 from farthing.cli import main
 from farthing.errors import (
@@ -148,7 +148,7 @@ def test_train_has_every_code(
         return take
 
     with monkeypatch.context() as patch:
-        patch.setattr("farthing.step.Steps.take", told(farthing.step.Steps.take))
+        patch.setattr("farthing.train.step.Steps.take", told(farthing.train.step.Steps.take))
         assert main(["train", str(path)]) == 75
     with monkeypatch.context() as patch:
         fail_at(2, ZeroDivisionError("of our own"), patch)

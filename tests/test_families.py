@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.load import AUTO_CLASSES, max_positions
 from farthing.model.loss import summed_loss
-from farthing.model.memory import checkpoint_layers
 
 SMALL: dict[str, Any] = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = SMALL | {

@@ -22,17 +22,17 @@ from typing import Any
 import pytest
 import torch
 
-import farthing.loop
-import farthing.train
+import farthing.train.loop
+import farthing.train.run
 import survive
-from farthing import mirror as mirror_module
-from farthing.checkpoint import Checkpoints
 from farthing.cli import main
+from farthing.config.load import load_job
+from farthing.durability import replica as mirror_module
+from farthing.durability.checkpoint import Checkpoints
+from farthing.durability.files import JsonLines, seal, unseal
+from farthing.durability.object_store import Entry, LocalStore, open_store
 from farthing.errors import NoSpace, RunChanged, SaveFailing, StoreDown
-from farthing.files import JsonLines, seal, unseal
-from farthing.job_file import load_job
-from farthing.store import Entry, LocalStore, open_store
-from farthing.train import train
+from farthing.train.run import train
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from test_store import Faulty, Model, machine, same_result, taken
 from test_survive import job_in, quiet, when
@@ -159,7 +159,7 @@ def test_a_log_that_can_not_be_written_ends_the_run_in_words(
 def test_memory_that_runs_out_in_an_evaluation_halves_it(
     error: BaseException, alone: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, asked = farthing.loop.evaluate, []
+    honest, asked = farthing.train.loop.evaluate, []
 
     def evaluate(*arguments: Any, most_tokens: int, **more: Any) -> Any:
         asked.append(most_tokens)
@@ -167,7 +167,7 @@ def test_memory_that_runs_out_in_an_evaluation_halves_it(
             raise error
         return honest(*arguments, most_tokens=most_tokens, **more)
 
-    monkeypatch.setattr(farthing.loop, "evaluate", evaluate)
+    monkeypatch.setattr(farthing.train.loop, "evaluate", evaluate)
     heard = Heard()
     assert train(job_in(tmp_path, "run"), heard).exit_code == 0
     assert asked[1] == asked[0] // 2
@@ -184,7 +184,7 @@ def test_an_evaluation_without_room_for_one_example_is_said(
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
 
     job_in(tmp_path, "run")
-    monkeypatch.setattr(farthing.loop, "evaluate", evaluate)
+    monkeypatch.setattr(farthing.train.loop, "evaluate", evaluate)
     assert main(["train", str(tmp_path / "run.yaml")]) == 1
     said = capsys.readouterr().err
     assert "the device has no memory left" in said
@@ -325,7 +325,7 @@ def test_a_kill_so_long_after_the_notice_leaves_the_last_step_or_a_whole_one_bef
     path.write_text(json.dumps(job.model_dump(mode="json", exclude_none=True)))
     context = multiprocessing.get_context("forkserver")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    context.set_forkserver_preload(["farthing.train"])
+    context.set_forkserver_preload(["farthing.train.run"])
     process = context.Process(target=train_with_slow_store, args=(str(path), 0.05))
     process.start()
     log = tmp_path / "first" / "log.jsonl"

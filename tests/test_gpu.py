@@ -30,22 +30,22 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-import farthing.train
+import farthing.train.run
 import test_prefix
 import workshop
-from farthing.catalog import gpu_of_device
-from farthing.data.feed import micro_batches
-from farthing.frozen import begin_behind_frozen_layers
-from farthing.loop import Run
+from farthing.data.loader import micro_batches
 from farthing.model import attention
 from farthing.model.attention import KERNELS, Documents, choose_kernel
 from farthing.model.compiled import find_compiler
 from farthing.model.head import Labelled, head_loss
-from farthing.model.low_rank import leave_low_rank
-from farthing.offload import OffloadedAdamW
+from farthing.model.lora_kernels import leave_low_rank
+from farthing.prices.catalog import gpu_of_device
 from farthing.report.receipt import build_receipt
-from farthing.step import seed_everything
-from farthing.train import opened_run
+from farthing.train.frozen import begin_behind_frozen_layers
+from farthing.train.loop import Run
+from farthing.train.offload import OffloadedAdamW
+from farthing.train.run import opened_run
+from farthing.train.step import seed_everything
 from test_step import with_system_prompt
 from workshop import Heard, Watched, job_file, log_of, losses_of, make_job
 
@@ -188,7 +188,7 @@ def test_a_whole_run_in_half_precision_learns_as_in_fp32(precision: str, family:
     keys: dict[str, Any] = {"max_steps": 12, "eval_rows": workshop.rows_of(family, 8, 5), "learning_rate": 3e-3}
     keys["predict_with_generate"] = importlib.util.find_spec("rouge_score") is not None
     jobs = [make_job(tmp_path / name, family, **strict(precision=name, **keys)) for name in (precision, "fp32")]
-    outcomes = [farthing.train.train(job, Heard()) for job in jobs]
+    outcomes = [farthing.train.run.train(job, Heard()) for job in jobs]
     assert [outcome.state for outcome in outcomes] == ["finished", "finished"]
     losses, expected = (losses_of(job) for job in jobs)
     assert losses[-1] == pytest.approx(expected[-1], rel=0.1)
@@ -428,7 +428,7 @@ def test_other_optimizers_step_as_the_fused_one(optim: str, within: float, tmp_p
     keys = {"max_steps": 10, "size": {"hidden": 128}, "learning_rate": 1e-3}
     jobs = [make_job(tmp_path / name, **strict(optim=name, **keys)) for name in (optim, "adamw_torch_fused")]
     for job in jobs:
-        assert farthing.train.train(job, Heard()).state == "finished"
+        assert farthing.train.run.train(job, Heard()).state == "finished"
     must_agree(*jobs, within)
 
 
@@ -467,7 +467,7 @@ def test_frozen_layers_that_are_kept_change_no_loss(
     kept = test_prefix.upper(tmp_path, "kept", **strict(precision=precision))
     assert workshop.train(kept).state == "finished"
     assert json.loads((tmp_path / "kept/run.json").read_text())["keeps_frozen_output"] is True
-    monkeypatch.setattr("farthing.frozen.why_no_prefix_cache", lambda **_: "not today")
+    monkeypatch.setattr("farthing.train.frozen.why_no_prefix_cache", lambda **_: "not today")
     plain = test_prefix.upper(tmp_path, "plain", **strict(precision=precision))
     workshop.train(plain)
     assert json.loads((tmp_path / "plain/run.json").read_text())["keeps_frozen_output"] is False
@@ -483,11 +483,11 @@ def test_beginnings_computed_once_change_no_loss(
     )
     heard = Heard()
     shared = make_job(tmp_path / "shared", **keys)
-    farthing.train.train(shared, heard)
+    farthing.train.run.train(shared, heard)
     assert heard.of("step")[-1]["padded_tokens"] < 0.6 * heard.of("step")[-1]["tokens"]
     monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)
     plain = make_job(tmp_path / "plain", **keys)
-    farthing.train.train(plain, Heard())
+    farthing.train.run.train(plain, Heard())
     must_agree(shared, plain, SAME if precision == "fp32" else 0.01)
 
 
@@ -532,8 +532,8 @@ def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
 
 IN_A_PROCESS = """
 import os, signal, sys
-from farthing.job_file import load_job
-from farthing.train import train
+from farthing.config.load import load_job
+from farthing.train.run import train
 
 def tell(kind, facts):
     if kind == "saved" and facts["step"] == int(sys.argv[2]):
@@ -605,7 +605,7 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
             resting.append(torch.cuda.memory_allocated())
 
     plain = make_job(tmp_path / "plain", **keys)
-    farthing.train.train(plain, at_first_step)
+    farthing.train.run.train(plain, at_first_step)
     peaks.append(torch.cuda.max_memory_allocated() - resting[0])
     gc.collect()
     torch.cuda.empty_cache()
@@ -624,7 +624,7 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
     heard = Heard()
     short = make_job(tmp_path / "short", **keys)
     try:
-        outcome = farthing.train.train(short, fill)
+        outcome = farthing.train.run.train(short, fill)
     finally:
         ballast.clear()
     assert outcome.state == "finished"
@@ -643,7 +643,7 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
 def test_the_driver_says_how_busy_the_gpu_is(tmp_path: Path) -> None:
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     heard = Heard()
-    farthing.train.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
+    farthing.train.run.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
     found = [facts["utilisation_percent"] for facts in heard.of("step")]
     assert all(percent is not None and 0 <= percent <= 100 for percent in found)
 
@@ -653,7 +653,7 @@ def test_this_gpu_is_in_the_table_and_a_run_on_it_has_a_promise(tmp_path: Path) 
     name = torch.cuda.get_device_name()
     assert gpu_of_device(name) is not None, f"{name} is not in facts/gpus.csv"
     heard = Heard()
-    outcome = farthing.train.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
+    outcome = farthing.train.run.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
     assert heard.of("decided")[0]["device"] == name
     assert outcome.receipt["promised"]["peak_bytes"]
     assert heard.of("step")[-1]["mfu"] > 0
@@ -687,7 +687,7 @@ def test_compiled_layers_compute_what_plain_ones_do(tmp_path: Path) -> None:
     for name, compiles in (("compiled", True), ("plain", False)):
         jobs.append(make_job(tmp_path / name, method="lora", **strict(rows=uneven_rows(), torch_compile=compiles)))
         heard = Heard()
-        assert farthing.train.train(jobs[-1], heard).state == "finished"
+        assert farthing.train.run.train(jobs[-1], heard).state == "finished"
         assert ("2 layers compiled" in heard.of("decided")[0]["computed"]) == compiles
     torch._dynamo.reset()
     must_agree(*jobs, 1e-3)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import gpu
-from farthing.shapes import read_shape
+from farthing.planner.shapes import read_shape
 from on_gpu import others, table, work
 from on_gpu.work import FULL, LABELLED, SHAPES, SMALL
 

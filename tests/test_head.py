@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from farthing.data.batches import IGNORED
-from farthing.families import CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES
+from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.head import (
     POSITIONS,
     TARGETS,
@@ -27,7 +27,7 @@ from farthing.model.head import (
     language_model_loss,
 )
 from farthing.model.loss import summed_loss
-from farthing.model.memory import checkpoint_layers, saved_bytes
+from farthing.planner.families import CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES
 from traced import Alive
 
 N_WORDS = 61

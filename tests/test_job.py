@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
+from farthing.config.job import Job
+from farthing.config.load import job_schema, load_job
+from farthing.config.starter import starter
 from farthing.errors import JobError
-from farthing.job import Job
-from farthing.job_file import job_schema, load_job
-from farthing.starter import starter
 from farthing.tiny import DEMO_JOB
 
 BASE = "task: causal-lm\nmodel: org/name\ndata: train.jsonl\noutput_dir: run\n"

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from farthing.config.job import Job
 from farthing.data.batches import Batches
-from farthing.data.pieces import cut_by_tokens, cut_padded
+from farthing.data.packing import cut_by_tokens, cut_padded
 from farthing.data.read import open_sources
 from farthing.data.tokens import Recipe, TokenSet, tokenize
 from farthing.errors import DataError, ModelError, UserMistake
-from farthing.job import Job
-from farthing.lengths import INDEX, Lengths, from_arrays, from_mean, from_token_set, read_lengths
-from farthing.measurements import MEASUREMENTS, read_measurements
+from farthing.planner.lengths import INDEX, Lengths, from_arrays, from_mean, from_token_set, read_lengths
+from farthing.planner.measurements import MEASUREMENTS, read_measurements
 from farthing.tiny import demo_rows, write_jsonl
 from workshop import Heard, cut, job_file, make_job, rows_of, train
 
@@ -147,7 +147,7 @@ def test_the_same_lengths_give_the_same_bytes() -> None:
     twice = [from_arrays(tokens, targets, source="x").cut(900, 48, is_flat=False) for _ in range(2)]
     assert twice[0] == twice[1]
     code = (
-        "import numpy as np\nfrom farthing.lengths import *\n"
+        "import numpy as np\nfrom farthing.planner.lengths import *\n"
         "t = (np.arange(3000) * 37 % 900 + 1)\n"
         "print(from_arrays(t, source='').cut(900, 48, is_flat=True))\n"
         "print(from_arrays(t, t[::-1], source='').cut(900, 48, is_flat=False))"
@@ -300,7 +300,7 @@ def test_evaluation_data_of_its_own(tmp_path: Path) -> None:
 )
 def test_a_stale_note_is_never_used(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = job_file(tmp_path, n_rows=20, max_steps=1, data={"eval_fraction": 0.1})
-    from farthing.job_file import load_job
+    from farthing.config.load import load_job
 
     job = load_job(file)
     train(job)
@@ -560,7 +560,8 @@ def test_samples_of_real_sets(
 
 def test_the_room_works_without_torch_and_transformers(data_dir: Path) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom farthing.job import Job\nfrom farthing.lengths import read_lengths\n"
+        "import sys, time\nfrom pathlib import Path\nfrom farthing.config.job import Job\n"
+        "from farthing.planner.lengths import read_lengths\n"
         f"d = Path({str(data_dir.resolve())!r})\n"
         "model, data = str(d / 'tokenizers' / 'gpt2'), str(d / 'chat_messages.jsonl')\n"
         "job = Job(task='causal-lm', model=model, data=data, output_dir='o')\n"

@@ -20,19 +20,19 @@ from typing import Any
 import pytest
 import torch
 
-import farthing.loop
-import farthing.train
+import farthing.train.loop
+import farthing.train.run
 import workshop
-from farthing.fit import Fit, first_fit, keep_fit, kept_fit, settled_fit
-from farthing.job import Job
-from farthing.limits import over_limit, seconds_left, why_not_start
-from farthing.loop import Run
-from farthing.meter import Ledger, Meter
-from farthing.notice import Notice
-from farthing.optim import fitted_schedule, schedule
-from farthing.parts import Progress
+from farthing.config.job import Job
+from farthing.durability.ledger import Ledger, Meter
+from farthing.durability.preemption import Notice
+from farthing.durability.run_folder import LEDGER, MODEL
 from farthing.report.receipt import build_receipt
-from farthing.run_folder import LEDGER, MODEL
+from farthing.train.budget import over_limit, seconds_left, why_not_start
+from farthing.train.loop import Run
+from farthing.train.optim import fitted_schedule, schedule
+from farthing.train.schedule import Fit, first_fit, keep_fit, kept_fit, settled_fit
+from farthing.train.state import Progress
 
 STARTED_AT = 1_800_000_000.0  # a moment of the year 2027
 
@@ -152,7 +152,7 @@ class Costs:
 @pytest.fixture(autouse=True)
 def no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking for garbage in a process of many tests takes longer than a simulated run."""
-    monkeypatch.setattr(farthing.loop, "rare_collections", nullcontext)
+    monkeypatch.setattr(farthing.train.loop, "rare_collections", nullcontext)
 
 
 def attempt(job: Job, folder: Path, machine: Machine, costs: Costs, disk: dict[str, Any], promise: Any = None) -> str:
@@ -297,10 +297,10 @@ def test_a_clock_that_is_set_within_an_attempt_neither_ends_nor_extends_it(plain
 
 
 def test_the_age_of_the_process_does_not_follow_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = farthing.train.seconds_since_process_start()
+    honest = farthing.train.run.seconds_since_process_start()
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 172800)
-    assert farthing.train.seconds_since_process_start() == pytest.approx(honest, abs=5)
+    assert farthing.train.run.seconds_since_process_start() == pytest.approx(honest, abs=5)
 
 
 def test_what_is_left_is_left_until_the_first_limit(plain: Job, tmp_path: Path) -> None:
@@ -390,13 +390,13 @@ def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: P
         )  # fmt: skip
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farthing.train.seconds_since_process_start", lambda: 0.0)
+        patch.setattr("farthing.train.run.seconds_since_process_start", lambda: 0.0)
         job = make("a")
-        stopped = farthing.train.train(job, when("step", 14, terminate))
+        stopped = farthing.train.run.train(job, when("step", 14, terminate))
         assert stopped.state == "interrupted"
         before = json.loads(Path(job.output_dir, "schedule.json").read_text())
         heard = workshop.Heard()
-        done = farthing.train.train(job, heard)
+        done = farthing.train.run.train(job, heard)
     fit = done.receipt["schedule"]
     assert fit == before
     assert fit["settled"]

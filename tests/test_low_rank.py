@@ -13,11 +13,11 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.head import language_model_loss
+from farthing.model.lora_kernels import LowRankLinear, leave_low_rank, use_low_rank
 from farthing.model.loss import summed_loss
-from farthing.model.low_rank import LowRankLinear, leave_low_rank, use_low_rank
-from farthing.model.memory import checkpoint_layers, saved_bytes
 from test_head import N_WORDS, assert_same, gradients_of, make_batch, make_model, task_of
 
 CLOSE, CLOSE_BF16 = 1e-5, 3e-2

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from farthing import machine
-from farthing.machine import Cpu, free_memory_bytes, hardware_key, local_cpu, local_machine, read_cpuinfo
+from farthing.planner import machine
+from farthing.planner.machine import Cpu, free_memory_bytes, hardware_key, local_cpu, local_machine, read_cpuinfo
 
 XEON = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -52,11 +52,13 @@ def on_its_own(code: str, **environment: str) -> str:
 )
 def test_the_trainer_and_the_planner_name_the_hardware_alike(environment: dict[str, str]) -> None:
     planner = on_its_own(
-        "import sys, farthing.machine\nprint(farthing.machine.local_machine().hardware)\nassert 'torch' not in sys.modules",
+        "import sys\nfrom farthing.planner.machine import local_machine\n"
+        "print(local_machine().hardware)\nassert 'torch' not in sys.modules",
         **environment,
     )
     trainer = on_its_own(
-        "import torch, farthing.hardware\nprint(farthing.hardware.hardware_key(torch.device('cpu')))", **environment
+        "import torch, farthing.model.hardware\nprint(farthing.model.hardware.hardware_key(torch.device('cpu')))",
+        **environment,
     )
     assert planner == trainer
     assert " thread" in planner
@@ -66,7 +68,8 @@ def test_the_trainer_and_the_planner_name_the_hardware_alike(environment: dict[s
 def test_a_process_kept_to_one_core_computes_with_one_thread() -> None:
     code = (
         "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from farthing.machine import local_machine\nimport torch\nprint(local_machine().n_threads, torch.get_num_threads())"
+        "from farthing.planner.machine import local_machine\nimport torch\n"
+        "print(local_machine().n_threads, torch.get_num_threads())"
     )
     assert on_its_own(code) == "1 1"
 

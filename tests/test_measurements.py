@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-import farthing.loop
-import farthing.train
-from farthing.hardware import hardware_key
-from farthing.job import Job
-from farthing.machine import local_machine
-from farthing.measurements import (
+import farthing.train.loop
+import farthing.train.run
+from farthing.config.job import Job
+from farthing.durability.ledger import SPANS
+from farthing.model.forward import Forward
+from farthing.model.hardware import hardware_key
+from farthing.planner.machine import local_machine
+from farthing.planner.measurements import (
     MEASUREMENTS,
     OF_RUN,
     Measurement,
@@ -26,9 +28,7 @@ from farthing.measurements import (
     matching,
     read_measurements,
 )
-from farthing.meter import SPANS
-from farthing.model.forward import Forward
-from farthing.shapes import read_shape
+from farthing.planner.shapes import read_shape
 from workshop import TASK, Heard, make_job, rows_of, train
 
 VALUES: dict[str, Any] = {
@@ -108,7 +108,7 @@ def test_runs_that_end_together_tear_nothing(tmp_path: Path) -> None:
 
 
 def test_a_long_file_is_read_from_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farthing.measurements._MOST_BYTES", 10_000)
+    monkeypatch.setattr("farthing.planner.measurements._MOST_BYTES", 10_000)
     path = tmp_path / MEASUREMENTS
     for number in range(30):
         append_measurement(path, some(hardware=str(number)))
@@ -256,7 +256,7 @@ def test_every_attempt_is_measured_by_itself(tmp_path: Path) -> None:
 
 
 def test_a_limit_is_an_end_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farthing.train.seconds_since_process_start", lambda: 0.0)
+    monkeypatch.setattr("farthing.train.run.seconds_since_process_start", lambda: 0.0)
     job = make_job(tmp_path, max_steps=5000, limits={"max_hours": "4s"}, size={"hidden": 32})
     assert train(job).state == "limit"
     assert len(kept(job)) == 1
@@ -302,17 +302,17 @@ def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monk
     job = make_job(tmp_path)
     assert job.cache_dir is not None
     if breaks == "write":
-        monkeypatch.setattr("farthing.files.os.write", lambda *_: 3)
+        monkeypatch.setattr("farthing.durability.files.os.write", lambda *_: 3)
     elif breaks == "fsync":
-        monkeypatch.setattr("farthing.measurements.append_measurement", no_space)
+        monkeypatch.setattr("farthing.planner.measurements.append_measurement", no_space)
     elif breaks == "line":
-        monkeypatch.setattr("farthing.train.promised", lambda *_: {**PROMISE, "wall_s": float("nan")})
+        monkeypatch.setattr("farthing.train.run.promised", lambda *_: {**PROMISE, "wall_s": float("nan")})
     elif breaks == "folder":
         (Path(job.cache_dir) / MEASUREMENTS).mkdir(parents=True)
     else:
         monkeypatch.setattr(Record, "measured", lambda *_: 1 / 0)
     heard = Heard()
-    outcome = farthing.train.train(job, heard)
+    outcome = farthing.train.run.train(job, heard)
     assert outcome.state == "finished"
     assert "what was measured could not be written down" in heard.warnings
     assert read_measurements(Path(job.cache_dir) / MEASUREMENTS) == []
@@ -325,6 +325,6 @@ def test_measuring_changes_nothing_of_the_result(tmp_path: Path, monkeypatch: py
         return (Path(job.output_dir) / "model" / "model.safetensors").read_bytes()
 
     measured = weights(tmp_path / "a")
-    monkeypatch.setattr(farthing.loop.Run, "leave_measurement", lambda self: None)
+    monkeypatch.setattr(farthing.train.loop.Run, "leave_measurement", lambda self: None)
     monkeypatch.setattr(Record, "step_done", lambda *_: None)
     assert weights(tmp_path / "b") == measured

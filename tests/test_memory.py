@@ -9,14 +9,25 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-import farthing.memory
 import farthing.model.head
-from farthing.lengths import Largest
-from farthing.memory import CUDA_CONTEXT_BYTES, NF4_BYTES, SLACK, Memory, estimate_memory, evaluation_memory
-from farthing.model_config import known_config
-from farthing.recipe import CHUNKED, FARTHING, FUSED, LABELLED, POSITIONS, TILED, WHOLE, Recipe, Stack, stack_for
-from farthing.shapes import Shape, read_shape
-from farthing.tiles import CUDA_BLOCK_BYTES
+import farthing.planner.memory
+from farthing.planner.lengths import Largest
+from farthing.planner.memory import CUDA_CONTEXT_BYTES, NF4_BYTES, SLACK, Memory, estimate_memory, evaluation_memory
+from farthing.planner.model_config import known_config
+from farthing.planner.recipe import (
+    CHUNKED,
+    FARTHING,
+    FUSED,
+    LABELLED,
+    POSITIONS,
+    TILED,
+    WHOLE,
+    Recipe,
+    Stack,
+    stack_for,
+)
+from farthing.planner.shapes import Shape, read_shape
+from farthing.planner.tiles import CUDA_BLOCK_BYTES
 from traced import labelled_loss, own_loss, traced_peak
 
 GIB = 2**30
@@ -207,7 +218,7 @@ def agree(case: Traced, is_ours: bool) -> None:
 
 @pytest.fixture
 def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(farthing.memory, "CPU_BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(farthing.planner.memory, "CPU_BLOCK_BYTES", BLOCK_BYTES)
     monkeypatch.setattr(farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads())
 
 
@@ -343,7 +354,7 @@ def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most() -> No
 
     def logits(n_tokens: int, share: float, is_trained: bool | None = False) -> float:
         largest = Largest(1, n_tokens, 0)
-        return farthing.memory.logits_bytes(shape, recipe, largest, share, is_trained=is_trained)
+        return farthing.planner.memory.logits_bytes(shape, recipe, largest, share, is_trained=is_trained)
 
     h, words = shape.hidden, shape.vocab
     gradients = 2 * h * 8192

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from farthing.files import JsonLines
-from farthing.meter import SPANS, Ledger, Meter, read_attempts
+from farthing.durability.files import JsonLines
+from farthing.durability.ledger import SPANS, Ledger, Meter, read_attempts
 
 
 class Clock:

@@ -13,16 +13,16 @@ import pytest
 import torch
 import transformers
 
-import farthing.loop
-import farthing.train
+import farthing.train.loop
+import farthing.train.run
 import workshop
 from farthing.errors import ModelError, UserMistake
-from farthing.hardware import Numerics, choose_numerics
+from farthing.model.activation_checkpointing import checkpoint_layers, choose_checkpointing, saved_bytes
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
+from farthing.model.hardware import Numerics, choose_numerics
 from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.model.loss import summed_loss
-from farthing.model.memory import checkpoint_layers, choose_checkpointing, saved_bytes
-from farthing.optim import make_optimizer, schedule
+from farthing.train.optim import make_optimizer, schedule
 from workshop import Heard, Watched, log_of, losses_of, make_job
 
 FAMILIES = ("llama", "t5", "bert")
@@ -144,22 +144,24 @@ def test_random_weights_are_the_same_in_every_precision(tmp_path: Path) -> None:
     assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
 
 
-def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[farthing.loop.Run, Heard]:
+def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[farthing.train.loop.Run, Heard]:
     """A run on the CPU whose scaler is enabled as it is for fp16 on a GPU."""
-    from farthing.meter import Ledger, Meter
-    from farthing.notice import Notice
-    from farthing.prepare import build_model, open_examples, open_inputs
+    from farthing.durability.ledger import Ledger, Meter
+    from farthing.durability.preemption import Notice
+    from farthing.train.setup import build_model, open_examples, open_inputs
 
     job = make_job(tmp_path, max_grad_norm=0.5, **keys)
     heard = Heard()
-    folder = farthing.train.make_private(Path(job.output_dir))
+    folder = farthing.train.run.make_private(Path(job.output_dir))
     numerics = Numerics(torch.device("cpu"), autocast=None, needs_scaler=True)
     inputs = open_inputs(job)
     examples, held_out = open_examples(job, inputs, heard, lambda: False)
     model = build_model(job, inputs, numerics, examples.tokens.label_names)
     meter = Meter()
     ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
-    run = farthing.loop.Run(job, folder, inputs, numerics, model, examples, held_out, meter, ledger, Notice(), heard)
+    run = farthing.train.loop.Run(
+        job, folder, inputs, numerics, model, examples, held_out, meter, ledger, Notice(), heard
+    )
     run.restore("test", allow_restart=False)
     return run, heard
 

@@ -13,11 +13,11 @@ import transformers
 from safetensors.torch import load_file
 
 import workshop
-from farthing.evaluate import evaluate
-from farthing.hardware import choose_numerics
 from farthing.metrics import GREATER_IS_BETTER, OF_TASK, classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
-from farthing.prepare import open_examples, open_inputs
+from farthing.model.hardware import choose_numerics
+from farthing.train.evaluate import evaluate
+from farthing.train.setup import open_examples, open_inputs
 from workshop import Heard, Watched, log_of, make_job
 
 # ---- numbers ----
@@ -159,7 +159,7 @@ def test_evaluating_changes_no_bit_of_the_training(family: str, tmp_path: Path) 
 def set_metrics(monkeypatch: pytest.MonkeyPatch, *values: float | None, name: str = "loss") -> None:
     """Let the next evaluations measure `values`."""
     measured = iter(values)
-    monkeypatch.setattr("farthing.loop.evaluate", lambda *args, **kwargs: {name: next(measured), "n_examples": 1})
+    monkeypatch.setattr("farthing.train.loop.evaluate", lambda *args, **kwargs: {name: next(measured), "n_examples": 1})
 
 
 def judged_job(tmp_path: Path, **keys: Any) -> Any:

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-import farthing.loop
-import farthing.step
-import farthing.train
+import farthing.train.loop
+import farthing.train.run
+import farthing.train.step
 import workshop
-from farthing import track
 from farthing.cli import main
-from farthing.track import tracked
-from farthing.train import train
+from farthing.train.run import trackers as track
+from farthing.train.run import train
+from farthing.train.trackers import tracked
 from test_survive import job_in, quiet
 
 
@@ -64,7 +64,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(
 
 
 def fail_at(step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = farthing.step.seed_everything, []
+    real, calls = farthing.train.step.seed_everything, []
 
     def seed(*numbers: int) -> None:
         calls.append(numbers)
@@ -72,7 +72,7 @@ def fail_at(step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> Non
             raise error
         real(*numbers)
 
-    monkeypatch.setattr(farthing.step, "seed_everything", seed)
+    monkeypatch.setattr(farthing.train.step, "seed_everything", seed)
 
 
 def room_for(most_tokens: int, monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[int]:
@@ -109,7 +109,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(
     job = workshop.make_job(tmp_path / "short", family, **keys)
     longest = max(len(e) for e in _token_rows(job))
     asked = room_for(2 * longest, monkeypatch, error)
-    outcome = farthing.train.train(job, heard)
+    outcome = farthing.train.run.train(job, heard)
     assert outcome.state == "finished"
     assert max(asked[-3:]) <= 2 * longest < max(asked)
     ours, theirs = workshop.log_of(job), workshop.log_of(plain)
@@ -135,14 +135,14 @@ def test_one_example_without_room_is_computed_again_in_parts_and_then_said(
     words = capsys.readouterr()
     assert "data.max_length" in words.err
     assert "Traceback" not in words.err
-    events = farthing.loop.build_receipt(tmp_path / "run")["out_of_memory"]
+    events = farthing.train.loop.build_receipt(tmp_path / "run")["out_of_memory"]
     assert [event["every_n_layers"] for event in events][-2:] == [2, 1]
     monkeypatch.undo()
     assert main(["train", str(tmp_path / "run.yaml")]) == 0
 
 
 def _token_rows(job: Any) -> list[Any]:
-    from farthing.prepare import open_examples, open_inputs
+    from farthing.train.setup import open_examples, open_inputs
 
     train, _ = open_examples(job, open_inputs(job), lambda kind, facts: None, lambda: False)
     return [train.tokens.example(int(index))[0] for index in train.indices]

@@ -14,8 +14,15 @@ from pathlib import Path
 import pytest
 
 from farthing.errors import ModelError
-from farthing.model_config import cached_snapshot, find_config, hub_cache, known_config, known_models, nearest_known
-from farthing.shapes import read_shape
+from farthing.planner.model_config import (
+    cached_snapshot,
+    find_config,
+    hub_cache,
+    known_config,
+    known_models,
+    nearest_known,
+)
+from farthing.planner.shapes import read_shape
 
 # parameters as the Hub's pages and the papers have them; encoders with their pooler
 PUBLISHED = {
@@ -198,7 +205,7 @@ def test_then_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_hub_and_we_agree_on_the_cache(tmp_path: Path) -> None:
     for variables in ({"HF_HOME": "/h"}, {"HF_HUB_CACHE": "/c"}, {"XDG_CACHE_HOME": "/x"}, {"HF_HOME": "~/h"}, {}):
         code = (
-            "from farthing.model_config import hub_cache\nfrom huggingface_hub import constants\n"
+            "from farthing.planner.model_config import hub_cache\nfrom huggingface_hub import constants\n"
             "print(hub_cache(), constants.HF_HUB_CACHE, sep='\\n')"
         )
         environment = {"PATH": "/bin", "HOME": str(tmp_path)} | variables

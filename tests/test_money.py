@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farthing.errors import UserMistake
-from farthing.money import (
+from farthing.planner.ownership import (
     Owned,
     Way,
     break_even_hours,

@@ -17,15 +17,23 @@ from typing import Any
 
 import pytest
 
-import farthing.cloud_notice
+import farthing.durability.cloud_preemption
 import survive
 import workshop
-from farthing import mirror as mirror_module
-from farthing.cloud_notice import ADDRESS, AZURE_TAG, FAILURES_UNTIL_GIVEN_UP, Aws, Sign, Watch, services_for
+from farthing.config.job import Job
+from farthing.durability import replica as mirror_module
+from farthing.durability.cloud_preemption import (
+    ADDRESS,
+    AZURE_TAG,
+    FAILURES_UNTIL_GIVEN_UP,
+    Aws,
+    Sign,
+    Watch,
+    services_for,
+)
+from farthing.durability.preemption import Notice
 from farthing.errors import UserMistake
-from farthing.job import Job
-from farthing.notice import Notice
-from farthing.train import train
+from farthing.train.run import train
 from mirrored import QUICK
 from test_survive import job_in, quiet
 
@@ -250,7 +258,7 @@ def test_what_is_announced_for_later_is_a_warning_now_and_a_notice_then(
     watch.start()
     until(lambda: ears.signs)
     assert [sign.is_certain for _, sign in ears.signs] == [False]
-    monkeypatch.setattr(farthing.cloud_notice, "LEAVE_BEFORE_S", 1000.0)
+    monkeypatch.setattr(farthing.durability.cloud_preemption, "LEAVE_BEFORE_S", 1000.0)
     until(lambda: len(ears.signs) == 2)
     watch.stop()
     assert ears.signs[1][1].is_certain
@@ -280,7 +288,7 @@ def test_garbage_is_no_notice(answer: Answer, metadata: Metadata, ears: Ears) ->
 def test_without_a_service_it_is_given_up_and_nobody_waits(
     metadata: Metadata, ears: Ears, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(farthing.cloud_notice, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(farthing.durability.cloud_preemption, "TIMEOUT_S", 0.05)
     hang = threading.Event()
     metadata.says = dict.fromkeys((TOKEN, PREEMPTED, NAME), lambda request: (200, str(hang.wait(5))))
     watch = ears.watch(metadata, "aws", "gcp", "azure")
@@ -372,7 +380,7 @@ def test_a_signal_after_a_clouds_notice_is_not_a_second_one() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_the_first_signal_is_noted_and_the_second_leaves_at_once(number: signal.Signals) -> None:
     code = (
-        "import os, sys\nfrom farthing.notice import Notice\n"
+        "import os, sys\nfrom farthing.durability.preemption import Notice\n"
         "with Notice() as notice:\n"
         f"    os.kill(os.getpid(), {number.value})\n"
         "    print(notice.reason, flush=True)\n"
@@ -402,7 +410,11 @@ def of_cloud(job: Job, cloud: str) -> Job:
 def quick(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> Metadata:
     """The service that runs ask, often."""
     monkeypatch.setenv("FARTHING_METADATA", metadata.base)
-    for service in (farthing.cloud_notice.Aws, farthing.cloud_notice.Gcp, farthing.cloud_notice.Azure):
+    for service in (
+        farthing.durability.cloud_preemption.Aws,
+        farthing.durability.cloud_preemption.Gcp,
+        farthing.durability.cloud_preemption.Azure,
+    ):
         monkeypatch.setattr(service, "every_s", 0.005)
     metadata.says[TOKEN] = aws_token
     metadata.headers["Metadata-Flavor"] = "Google"
@@ -466,8 +478,8 @@ def test_a_rebalance_recommendation_saves_now_and_goes_on(quick: Metadata, tmp_p
 
 def test_nobody_is_asked_without_a_reason(quick: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = tmp_path / "firmware"
-    honest = farthing.cloud_notice.cloud_here
-    monkeypatch.setattr(farthing.cloud_notice, "cloud_here", lambda firmware: honest(nowhere))
+    honest = farthing.durability.cloud_preemption.cloud_here
+    monkeypatch.setattr(farthing.durability.cloud_preemption, "cloud_here", lambda firmware: honest(nowhere))
     assert train(workshop.make_job(tmp_path, max_steps=2), quiet).exit_code == 0
     assert quick.asked == []
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import farthing.offload
+import farthing.train.offload
 import survive
 import workshop
 from farthing.errors import ModelError
-from farthing.optim import bytes_per_weight, load_state, make_optimizer, state_tensors
+from farthing.train.optim import bytes_per_weight, load_state, make_optimizer, state_tensors
 from workshop import Heard, losses_of, make_job
 
 NAME = "adamw_torch_offload"
@@ -54,7 +54,7 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 4000, 1 << 30])
 def test_its_steps_are_those_of_the_fused_one_bit_for_bit(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(farthing.offload, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(farthing.train.offload, "BUCKET_BYTES", bucket_bytes)
     models = [small_model(), small_model()]
     optimizers = [optimizer_of(m, name) for m, name in zip(models, ("adamw_torch_fused", NAME), strict=True)]
     for seed in range(5):

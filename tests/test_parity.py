@@ -12,18 +12,18 @@ import yaml
 from torch.nn.functional import cross_entropy
 from transformers import get_linear_schedule_with_warmup
 
-from farthing.data.feed import micro_batches
-from farthing.hardware import choose_numerics
-from farthing.job import Job
-from farthing.job_file import load_job
-from farthing.loop import Run
-from farthing.meter import Ledger, Meter
+from farthing.config.job import Job
+from farthing.config.load import load_job
+from farthing.data.loader import micro_batches
+from farthing.durability.ledger import Ledger, Meter
+from farthing.durability.preemption import Notice
+from farthing.model.hardware import choose_numerics
 from farthing.model.load import ModelChoice, load_config, load_model, load_tokenizer
-from farthing.notice import Notice
-from farthing.prepare import build_model, open_examples, open_inputs
-from farthing.step import Sums
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
-from farthing.train import train
+from farthing.train.loop import Run
+from farthing.train.run import train
+from farthing.train.setup import build_model, open_examples, open_inputs
+from farthing.train.step import Sums
 
 TASKS = ["causal-lm", "seq2seq", "classification"]
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from farthing.data.batches import IGNORED, collate, permutation
-from farthing.data.pieces import (
+from farthing.data.packing import (
     LEAST_SHARE,
     PIECE_COSTS_TOKENS,
     collate_flat,

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from farthing.catalog import Billing, Offer, gpus
 from farthing.errors import UserMistake
-from farthing.lengths import Lengths, from_arrays
-from farthing.model_config import known_config
-from farthing.plan import (
+from farthing.planner.lengths import Lengths, from_arrays
+from farthing.planner.model_config import known_config
+from farthing.planner.plan import (
     CPU_TOKENS,
     SPEED_ERROR_UNKNOWN,
     TIE,
@@ -30,11 +29,12 @@ from farthing.plan import (
     place_of,
     up_front,
 )
-from farthing.recipe import LABELLED, POSITIONS, Recipe
-from farthing.shapes import Shape, read_shape
-from farthing.speed import Calibration, cpu_device
-from farthing.spells import Weibull
-from farthing.spot import Interruptions
+from farthing.planner.recipe import LABELLED, POSITIONS, Recipe
+from farthing.planner.shapes import Shape, read_shape
+from farthing.planner.speed import Calibration, cpu_device
+from farthing.planner.spot import Interruptions
+from farthing.planner.uptime import Weibull
+from farthing.prices.catalog import Billing, Offer, gpus
 
 TODAY = date(2026, 11, 21)
 H = 3600.0

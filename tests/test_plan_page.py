@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from farthing.money import parse_owned
+from farthing.planner.ownership import parse_owned
 from farthing.report.plan_page import place_labels, plan_page
 from farthing.report.plan_view import plan_view, say_cost
 from farthing.units import say_seconds

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from farthing import cli, study
-from farthing.machine import Cpu, Machine
+from farthing import cli
+from farthing.planner import inputs as study
+from farthing.planner.machine import Cpu, Machine
 from farthing.tiny import demo_rows, write_jsonl
 
 MACHINE = Machine("cpu", "Old CPU", 0, 8 << 30, 2, Cpu("Old CPU", 2, 2.0, frozenset({"avx2", "fma"})))

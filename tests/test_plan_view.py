@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from farthing.catalog import Billing, Offer
+from farthing.config.job import Job
 from farthing.errors import UserMistake
-from farthing.job import Job
-from farthing.money import break_even_hours, parse_owned, run_on_own
-from farthing.plan import Assumptions, Place, decide, place_of
+from farthing.planner.inputs import Study, study_job
+from farthing.planner.ownership import break_even_hours, parse_owned, run_on_own
+from farthing.planner.plan import Assumptions, Place, decide, place_of
+from farthing.planner.speed import Calibration, cpu_device
+from farthing.prices.catalog import Billing, Offer
 from farthing.report.plan_view import (
     break_even_words,
     compare_plans,
@@ -25,8 +27,6 @@ from farthing.report.plan_view import (
     summary,
     ways_out,
 )
-from farthing.speed import Calibration, cpu_device
-from farthing.study import Study, study_job
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 OWN = "RTX 4090:1600usd:0.45kW"

@@ -24,21 +24,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 import workshop
-from farthing.data.pieces import collate_flat
+from farthing.data.packing import collate_flat
 from farthing.data.tokens import TokenSet
+from farthing.durability.files import only_writer
 from farthing.errors import Interrupted
-from farthing.files import only_writer
-from farthing.hardware import Numerics
 from farthing.model import prefix_cache
+from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import DECODERS, ENCODERS, first_position, flat_batch, flat_logits, go_flat
+from farthing.model.frozen_cache import PrefixCache, open_prefix_cache
+from farthing.model.frozen_layers import Prefix, find_prefix
+from farthing.model.hardware import Numerics
 from farthing.model.head import language_model_loss
-from farthing.model.low_rank import use_low_rank
-from farthing.model.memory import checkpoint_layers
-from farthing.model.prefix import Prefix, find_prefix
-from farthing.model.prefix_cache import PrefixCache, open_prefix_cache
-from farthing.reuse import DISK_SHARE, prefix_cache_bytes, prefix_cache_saves_s, why_no_prefix_cache
-from farthing.step import Steps
+from farthing.model.lora_kernels import use_low_rank
+from farthing.planner.frozen_cache_cost import DISK_SHARE, prefix_cache_bytes, prefix_cache_saves_s, why_no_prefix_cache
+from farthing.train.step import Steps
 from test_attention import MAIN, OWN, assert_same, gradients, model_of
 from test_pieces import token_set
 
@@ -960,7 +960,7 @@ def test_a_run_computes_frozen_layers_once_and_ends_as_one_that_computes_them_al
     workshop.train(again)  # the cache is there: the first layer is asked once, for what a forward pass keeps
     assert len(frozen_calls) == 1
     assert all(torch.equal(p, ends[name]) for name, p in watched.model.named_parameters())
-    monkeypatch.setattr("farthing.frozen.why_no_prefix_cache", lambda **_: "not today")
+    monkeypatch.setattr("farthing.train.frozen.why_no_prefix_cache", lambda **_: "not today")
     heard = workshop.Heard()
     plain = upper(tmp_path, "plain")
     workshop.train(plain, heard)
@@ -1015,7 +1015,7 @@ def test_a_run_that_had_a_cache_goes_on_without_it_and_says_so(tmp_path: Path, m
     monkeypatch.setattr(Steps, "take", stop)
     assert workshop.train(job).state == "interrupted"
     monkeypatch.setattr(Steps, "take", take)
-    monkeypatch.setattr("farthing.frozen.open_prefix_cache", lambda *_, **__: "the disk is gone")
+    monkeypatch.setattr("farthing.train.frozen.open_prefix_cache", lambda *_, **__: "the disk is gone")
     heard = workshop.Heard()
     assert workshop.train(job, heard).state == "finished"
     assert "the disk is gone" in heard.warnings

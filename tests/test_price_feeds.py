@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from farthing import price_feeds
-from farthing.catalog import read_catalog, read_refreshed
 from farthing.errors import FarthingError, UserMistake
-from farthing.price_feeds import Feed, known_feeds, update
+from farthing.prices import feeds as price_feeds
+from farthing.prices.catalog import read_catalog, read_refreshed
+from farthing.prices.feeds import Feed, known_feeds, update
 
 TODAY = date(2026, 11, 21)
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from farthing import cli, price_feeds
-from farthing.catalog import cache_path
-from farthing.price_feeds import Feed
+from farthing import cli
+from farthing.prices import feeds as price_feeds
+from farthing.prices.catalog import cache_path
+from farthing.prices.feeds import Feed
 
 GPUHUNT = "instance_name,location,price,cpu,memory,gpu_count,gpu_name,gpu_memory,spot,disk_size,gpu_vendor,flags"
 

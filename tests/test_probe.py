@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-import farthing.probe
-import farthing.train
+import farthing.train.autotune
+import farthing.train.run
 from farthing.cli import main
+from farthing.durability.run_folder import PLAN
 from farthing.errors import Interrupted
-from farthing.measurements import MEASUREMENTS, read_measurements
-from farthing.probe import Prober, Trial, is_worth_it
-from farthing.probes import PROBES, Setting, Subject, known_setting, leave_probe
-from farthing.run_folder import PLAN
-from farthing.train import opened_run
+from farthing.planner.measurements import MEASUREMENTS, read_measurements
+from farthing.train.autotune import Prober, Trial, is_worth_it
+from farthing.train.autotune_cache import PROBES, Setting, Subject, known_setting, leave_probe
+from farthing.train.run import opened_run
 from workshop import Heard, Watched, job_file, log_of, make_job
 
 SUBJECT = Subject("H100", "llama", 64, 4, 1000, "causal-lm", "lora", 16, "bf16", "adamw_torch", 16, 100.0, 500)
@@ -179,7 +179,7 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
     row["setting"]["most_tokens"] = 77
     (tmp_path / "cache" / PROBES).write_text(json.dumps(row) + "\n")
     heard = Heard()
-    farthing.train.train(job, heard)
+    farthing.train.run.train(job, heard)
     assert "up to 77 tokens at a time" in heard.of("decided")[0]["batch"]
     kept = json.loads((Path(job.output_dir) / PLAN).read_text())
     assert (kept["micro_batch_tokens"], kept["probed"]) == (77, True)
@@ -191,7 +191,7 @@ def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path: Path) -> None:
     assert main(["probe", str(job_file(tmp_path, max_steps=3)), "--seconds", "5"]) == 0
     for key, value in (("micro_batch_tokens", 99), ("probe", False)):
         heard = Heard()
-        farthing.train.train(make_job(tmp_path, max_steps=3, output_dir=f"./{key}", **{key: value}), heard)
+        farthing.train.run.train(make_job(tmp_path, max_steps=3, output_dir=f"./{key}", **{key: value}), heard)
         assert "probed" not in json.loads((tmp_path / key / PLAN).read_text())
         assert ("up to 99 tokens" in heard.of("decided")[0]["batch"]) == (key == "micro_batch_tokens")
 
@@ -215,14 +215,14 @@ def test_a_run_probes_only_where_that_pays(tmp_path: Path) -> None:
 def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(farthing.probe, "PROBE_S", 3.0)
-    monkeypatch.setattr(farthing.probe.probe_run, "__defaults__", (3.0,))
+    monkeypatch.setattr(farthing.train.autotune, "PROBE_S", 3.0)
+    monkeypatch.setattr(farthing.train.autotune.probe_run, "__defaults__", (3.0,))
     watched = Watched(monkeypatch)
     plain = make_job(tmp_path / "plain", max_steps=4)
-    farthing.train.train(plain, Heard())
+    farthing.train.run.train(plain, Heard())
     weights = {name: p.detach().clone() for name, p in watched.model.named_parameters()}
     job, heard = make_job(tmp_path / "probing", max_steps=4, probe=True), Heard()
-    outcome = farthing.train.train(job, heard)
+    outcome = farthing.train.run.train(job, heard)
     assert heard.of("probed")
     assert next(span for span in outcome.receipt["spans"] if span["name"] == "probe")["seconds"] > 0
     assert [row["examples"] for row in log_of(job) if "examples" in row] == [
@@ -231,5 +231,5 @@ def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(
     for name, parameter in watched.model.named_parameters():
         assert torch.allclose(parameter, weights[name], atol=1e-4), name
     again = Heard()
-    farthing.train.train(job, again)
+    farthing.train.run.train(job, again)
     assert not again.of("probed")

@@ -13,20 +13,20 @@ import pytest
 import torch
 import transformers
 
-import farthing.loop
-import farthing.train
+import farthing.train.loop
+import farthing.train.run
 import workshop
 from farthing.cli import main
-from farthing.data.pieces import collate_flat
+from farthing.data.packing import collate_flat
 from farthing.errors import ModelError
 from farthing.export import export_run
-from farthing.hardware import Numerics
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.attention import flat_batch, go_flat
+from farthing.model.frozen_cache import open_prefix_cache
+from farthing.model.frozen_layers import find_prefix
+from farthing.model.hardware import Numerics
 from farthing.model.head import language_model_loss
 from farthing.model.load import ModelChoice, load_config, load_model
-from farthing.model.prefix import find_prefix
-from farthing.model.prefix_cache import open_prefix_cache
 from test_pieces import token_set
 from workshop import Heard, Watched, losses_of, make_folder, make_job
 
@@ -151,9 +151,9 @@ def test_every_bitsandbytes_optimizer_learns_and_keeps_its_promise_of_size(optim
     job = make_job(tmp_path, optim=optim, max_steps=15, learning_rate=0.003, size={"hidden": 128})
     seen: dict[str, set[torch.dtype]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        build = farthing.loop.build_optimizer
+        build = farthing.train.loop.build_optimizer
         made: list[torch.optim.Optimizer] = []
-        patch.setattr(farthing.loop, "build_optimizer", lambda *args: made.append(build(*args)) or made[-1])
+        patch.setattr(farthing.train.loop, "build_optimizer", lambda *args: made.append(build(*args)) or made[-1])
         workshop.train(job)
     for parameter, state in made[0].state.items():
         if parameter.numel() >= 4096:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import workshop
-from farthing.retry import Standing, Supervisor, standing
+from farthing.durability.supervisor import Standing, Supervisor, standing
 
 
 class Run:

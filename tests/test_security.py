@@ -31,13 +31,13 @@ import pytest
 import torch
 import yaml
 
-from farthing.checkpoint import Checkpoints
 from farthing.cli import main
 from farthing.data.formats import Unusable, converter
 from farthing.data.sample import light_tokenizer
+from farthing.durability.checkpoint import Checkpoints
+from farthing.durability.files import _sealed as sealed
+from farthing.durability.files import seal, unseal, write_json
 from farthing.errors import RunChanged, RunDamaged
-from farthing.files import _sealed as sealed
-from farthing.files import seal, unseal, write_json
 from mirrored import delivered, folder_of_run, mirror_of, step_done
 from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
 from test_checkpoint import newest, restored, save
@@ -472,7 +472,7 @@ def test_objects_larger_than_they_may_be_are_not_fetched(two_copies: Model, tmp_
     for key, content in two_copies.objects.items():
         (folder / key).parent.mkdir(parents=True, exist_ok=True)
         (folder / key).write_bytes(content)
-    from farthing.store import open_store
+    from farthing.durability.object_store import open_store
 
     os.truncate(folder / max(two_copies.list("commits/")), 3 << 30)
     first = unseal(two_copies.objects[min(two_copies.list("commits/"))].decode(), "it")
@@ -540,7 +540,7 @@ def laughs(n: int) -> str:
         ("limits: !!python/object/new:os.system ['touch \"{marker}\"']", "plain values only"),
         ("limits: !!python/name:os.system ''", "plain values only"),
         ("limits: !!python/module:antigravity ''", "plain values only"),
-        ("limits: !!python/object:farthing.job.Job {{}}", "plain values only"),
+        ("limits: !!python/object:farthing.config.job.Job {{}}", "plain values only"),
         (laughs(12), "an alias"),
         ("limits: &a [*a]", "an alias"),
         ("limits: " + "[" * 5000, "nested too deep"),

@@ -19,10 +19,10 @@ from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
 from farthing.errors import UserMistake
-from farthing.families import FAMILIES
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.load import AUTO_CLASSES, max_positions
-from farthing.shapes import Shape, read_shape
+from farthing.planner.families import FAMILIES
+from farthing.planner.shapes import Shape, read_shape
 
 SMALL = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -501,8 +501,8 @@ def test_modules_the_model_has_not_are_refused(
 
 def test_reading_a_shape_loads_nothing_heavy() -> None:
     code = (
-        "import sys, farthing.shapes\n"
-        "farthing.shapes.read_shape({'model_type': 'llama'})\n"
+        "import sys, farthing.planner.shapes\n"
+        "farthing.planner.shapes.read_shape({'model_type': 'llama'})\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'yaml', 'dataclasses', 'difflib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from farthing.data import shared
 from farthing.data.batches import IGNORED, Batches, collate, permutation
-from farthing.data.pieces import collate_flat, cut_by_tokens
-from farthing.data.shared import (
+from farthing.data.packing import collate_flat, cut_by_tokens
+from farthing.data.prefix_sharing import (
     COPY_SHARE,
     LEAST_TOKENS,
     WORTH,
@@ -29,6 +29,7 @@ from farthing.data.shared import (
 )
 from farthing.data.tokens import Recipe, TokenSet, tokenize
 from farthing.model import attention
+from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import (
     DECODERS,
@@ -42,7 +43,6 @@ from farthing.model.attention import (
 )
 from farthing.model.head import find_labelled, language_model_loss
 from farthing.model.loss import summed_loss
-from farthing.model.memory import checkpoint_layers
 from farthing.tiny import write_jsonl
 from test_attention import MAIN, Layer, Waits, assert_same, gradients, heads, model_of
 from test_data import opened, real_tokenizer

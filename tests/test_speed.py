@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from farthing.catalog import find_gpu
-from farthing.lengths import Padded
-from farthing.model_config import known_config
-from farthing.recipe import FARTHING, Recipe, stack_for
-from farthing.shapes import Adapters, Shape, read_shape
-from farthing.speed import (
+from farthing.planner.lengths import Padded
+from farthing.planner.model_config import known_config
+from farthing.planner.recipe import FARTHING, Recipe, stack_for
+from farthing.planner.shapes import Adapters, Shape, read_shape
+from farthing.planner.speed import (
     ATTENTION_SHARE,
     BANDWIDTH_SHARE,
     HALF_TOKENS,
@@ -29,6 +28,7 @@ from farthing.speed import (
     step_time,
     work_of,
 )
+from farthing.prices.catalog import find_gpu
 
 
 def shape_of(name: str, task: str = "causal-lm") -> Shape:

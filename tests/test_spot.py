@@ -11,8 +11,7 @@ import pytest
 
 import spot_replay
 from farthing.errors import UserMistake
-from farthing.spells import Spell, Weibull, fit_law, spells_of
-from farthing.spot import (
+from farthing.planner.spot import (
     Interruptions,
     Rhythm,
     best_interval_s,
@@ -27,6 +26,7 @@ from farthing.spot import (
     prior,
     young_interval_s,
 )
+from farthing.planner.uptime import Spell, Weibull, fit_law, spells_of
 
 H = 3600.0
 BURSTY = Interruptions(Weibull(3 * H, 0.6), Weibull(1 * H, 0.7))

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-import farthing.train
+import farthing.train.run
 import workshop
-from farthing.data.feed import Feed, Ready, micro_batches
+from farthing.data.loader import Feed, Ready, micro_batches
 from farthing.errors import Interrupted, NotFinite
 from farthing.model.forward import Forward
-from farthing.step import Steps
+from farthing.train.step import Steps
 from workshop import Heard, Watched, log_of, make_job
 
 # ---- the feed ----
@@ -89,7 +89,7 @@ def test_an_error_of_collating_ends_the_run_and_switches_all_on_again(
 
     monkeypatch.setattr(Forward, "collate", failing)
     with pytest.raises(ValueError, match="no such row"):
-        farthing.train.train(job, Heard())
+        farthing.train.run.train(job, Heard())
     assert gc.isenabled()
 
 
@@ -98,7 +98,7 @@ def test_an_error_of_collating_ends_the_run_and_switches_all_on_again(
 
 def ends_of(job: Any, patch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, torch.Tensor], Any]:
     watched = Watched(patch)
-    outcome = farthing.train.train(job, Heard())
+    outcome = farthing.train.run.train(job, Heard())
     rows = [{k: v for k, v in row.items() if k != "samples"} for row in log_of(job)]
     return rows, {name: p.detach().clone() for name, p in watched.model.named_parameters()}, outcome.receipt
 
@@ -142,7 +142,7 @@ def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(
     monkeypatch.setattr(Steps, "n_ahead", property(lambda _: 1))
     job = make_job(tmp_path, max_steps=9, max_skipped_steps=2)
     with pytest.raises(NotFinite):
-        farthing.train.train(job, Heard())
+        farthing.train.run.train(job, Heard())
     rows = [row for row in log_of(job) if "examples" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]  # the third was under way
 
@@ -165,7 +165,7 @@ def test_no_optimizer_moves_a_weight_when_the_gradient_is_not_finite(
 def test_a_run_computes_useful_tokens_only(family: str, tmp_path: Path) -> None:
     job = make_job(tmp_path, family, max_steps=4, n_rows=120, global_batch_size=32)
     heard = Heard()
-    farthing.train.train(job, heard)
+    farthing.train.run.train(job, heard)
     facts = heard.of("step")[-1]
     least = 0.85 if family == "t5" else 1.0  # padded: another piece has to save more than it costs
     assert facts["tokens"] >= least * facts["padded_tokens"]
@@ -173,16 +173,16 @@ def test_a_run_computes_useful_tokens_only(family: str, tmp_path: Path) -> None:
 
 def test_another_attention_of_the_job_is_left_alone(tmp_path: Path) -> None:
     path = workshop.job_file(tmp_path, max_steps=2)
-    from farthing.job_file import load_job
+    from farthing.config.load import load_job
 
     heard = Heard()
-    farthing.train.train(load_job(path, ["model.attn_implementation=eager"]), heard)
+    farthing.train.run.train(load_job(path, ["model.attn_implementation=eager"]), heard)
     assert heard.of("step")[-1]["tokens"] < heard.of("step")[-1]["padded_tokens"]
 
 
 def test_what_is_exported_knows_nothing_of_how_it_was_computed(tmp_path: Path) -> None:
     job = make_job(tmp_path, max_steps=2, method="full")
-    farthing.train.train(job, Heard())
+    farthing.train.run.train(job, Heard())
     config = (Path(job.output_dir) / "model/config.json").read_text()
     assert "farthing_varlen" not in config
 
@@ -207,14 +207,14 @@ def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
     }
     heard = Heard()
     job = make_job(tmp_path / "shared", **keys)
-    farthing.train.train(job, heard)
+    farthing.train.run.train(job, heard)
     step = heard.of("step")[-1]
     assert step["padded_tokens"] < 0.6 * step["tokens"]
     assert "computed once in a micro-batch" in str(heard.of("note"))
     monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)
     plain = make_job(tmp_path / "plain", **keys)
     heard = Heard()
-    farthing.train.train(plain, heard)
+    farthing.train.run.train(plain, heard)
     assert heard.of("step")[-1]["padded_tokens"] == heard.of("step")[-1]["tokens"] == step["tokens"]
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
 
@@ -222,7 +222,7 @@ def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
 def test_what_was_decided_for_a_run_holds_when_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: dict[str, Any] = {"max_steps": 6, "rows": with_system_prompt(48), "global_batch_size": 16, "save_steps": 2}
     job = make_job(tmp_path / "whole", **keys)
-    farthing.train.train(job, Heard())
+    farthing.train.run.train(job, Heard())
     cut = make_job(tmp_path / "cut", **keys)
     take = Steps.take
 
@@ -232,10 +232,10 @@ def test_what_was_decided_for_a_run_holds_when_it_goes_on(tmp_path: Path, monkey
         return take(steps, step)
 
     monkeypatch.setattr(Steps, "take", stop)
-    assert farthing.train.train(cut, Heard()).state == "interrupted"
+    assert farthing.train.run.train(cut, Heard()).state == "interrupted"
     monkeypatch.setattr(Steps, "take", take)
     monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)  # another version might judge otherwise
-    assert farthing.train.train(cut, Heard()).state == "finished"
+    assert farthing.train.run.train(cut, Heard()).state == "finished"
     assert workshop.losses_of(cut) == workshop.losses_of(job)
 
 
@@ -244,12 +244,12 @@ def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_pa
     keys |= {"data": {"max_length": 2048}}
     job = make_job(tmp_path / "free", **keys)
     heard, told = Heard(), Heard()
-    farthing.train.train(job, heard)
+    farthing.train.run.train(job, heard)
     grown = json.loads((Path(job.output_dir) / "run.json").read_text())["shares_beginnings"]
     assert grown > 1024
     assert f"up to {grown:,} tokens at a time" in heard.of("decided")[0]["batch"]
     asked = make_job(tmp_path / "asked", micro_batch_tokens=1024, **keys)
-    farthing.train.train(asked, told)
+    farthing.train.run.train(asked, told)
     assert json.loads((Path(asked.output_dir) / "run.json").read_text())["shares_beginnings"] in (0, 1024)
     assert "up to 1,024 tokens at a time" in told.of("decided")[0]["batch"]
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(asked), rel=1e-5)

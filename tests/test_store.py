@@ -13,14 +13,14 @@ from typing import Any
 import fsspec
 import pytest
 
-from farthing import lease as lease_module
-from farthing import mirror as mirror_module
-from farthing import store as store_module
+from farthing.config.load import load_job
+from farthing.durability import lease as lease_module
+from farthing.durability import object_store as store_module
+from farthing.durability import replica as mirror_module
+from farthing.durability.files import unseal, verify_folder
+from farthing.durability.object_store import Entry, LocalStore, NoSuchObject, Store, StoreFault, open_store
+from farthing.durability.replica import Pace
 from farthing.errors import JobError, RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
-from farthing.files import unseal, verify_folder
-from farthing.job_file import load_job
-from farthing.mirror import Pace
-from farthing.store import Entry, LocalStore, NoSuchObject, Store, StoreFault, open_store
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from workshop import Heard, job_file, make_job, train
 

@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from farthing import mirror as mirror_module
-from farthing import store as store_module
+from farthing.durability import object_store as store_module
+from farthing.durability import replica as mirror_module
+from farthing.durability.object_store import BucketStore, Retrying, StoreFault, StoreRefuses, open_store
+from farthing.durability.replica import Pace
 from farthing.errors import RunBusy, UserMistake
-from farthing.mirror import Pace
-from farthing.store import BucketStore, Retrying, StoreFault, StoreRefuses, open_store
 from fault_proxy import FaultProxy
 from mirrored import PATIENT, delivered, folder_of_run, mirror_of, step_done
 from test_store import behaves_like_a_store, machine, newest_objects, same_result, stop_after

@@ -18,13 +18,13 @@ import torch
 import yaml
 
 import survive
-from farthing.checkpoint import Checkpoints
+from farthing.config.job import Job
+from farthing.config.load import load_job
+from farthing.durability.checkpoint import Checkpoints
+from farthing.durability.files import only_writer
 from farthing.errors import RunBusy, RunDamaged
-from farthing.files import only_writer
-from farthing.job import Job
-from farthing.job_file import load_job
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
-from farthing.train import train
+from farthing.train.run import train
 from kills import moments
 
 Tell = Callable[[str, dict[str, Any]], None]
@@ -214,7 +214,7 @@ def test_a_resume_late_in_a_large_index_takes_no_time(tmp_path: Path) -> None:
 
 
 def test_dropout_is_a_function_of_seed_and_step() -> None:
-    from farthing.step import seed_everything
+    from farthing.train.step import seed_everything
 
     seed_everything(1, 5)
     first = torch.rand(4)

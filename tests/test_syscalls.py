@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from farthing.checkpoint import Checkpoints
-from farthing.store import LocalStore
+from farthing.durability.checkpoint import Checkpoints
+from farthing.durability.object_store import LocalStore
 from mirrored import STILL, folder_of_run, mirror_of, step_done
 
 CALLS = "%file,%desc"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from farthing.catalog import Billing, Offer
 from farthing.errors import UserMistake
-from farthing.spot import prior
-from farthing.traces import hazards, read_traces
+from farthing.planner.spot import prior
+from farthing.planner.spot_traces import hazards, read_traces
+from farthing.prices.catalog import Billing, Offer
 
 
 def write(folder: Path, name: str, data: object, gap_s: object = 60) -> Path:

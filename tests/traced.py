@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
+from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.attention import Documents, flat_logits, go_flat
 from farthing.model.head import POSITIONS, TARGETS, language_model_loss
-from farthing.model.low_rank import use_low_rank
-from farthing.model.memory import checkpoint_layers
+from farthing.model.lora_kernels import use_low_rank
 
 CLASSES: dict[str, Any] = {
     "causal-lm": AutoModelForCausalLM,

@@ -12,11 +12,11 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-import farthing.train
-from farthing.job import Job
-from farthing.job_file import load_job
+import farthing.train.run
+from farthing.config.job import Job
+from farthing.config.load import load_job
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
-from farthing.train import Outcome
+from farthing.train.run import Outcome
 
 TASK = {"llama": "causal-lm", "t5": "seq2seq", "bert": "classification"}
 TOPICS = {
@@ -120,7 +120,7 @@ class Heard(list[tuple[str, dict[str, Any]]]):
 
 def train(job: Job, heard: Heard | None = None) -> Outcome:
     """Train `job`, hearing what it tells."""
-    return farthing.train.train(job, heard if heard is not None else Heard())
+    return farthing.train.run.train(job, heard if heard is not None else Heard())
 
 
 def log_of(job: Job) -> list[dict[str, Any]]:
@@ -139,14 +139,14 @@ class Watched:
     def __init__(self, monkeypatch: Any) -> None:
         self.model: Any = None
         self.before: dict[str, torch.Tensor] = {}
-        build: Callable[..., Any] = farthing.train.build_model
+        build: Callable[..., Any] = farthing.train.run.build_model
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             self.model = build(*args, **kwargs)
             self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
             return self.model
 
-        monkeypatch.setattr(farthing.train, "build_model", watched)
+        monkeypatch.setattr(farthing.train.run, "build_model", watched)
 
     def changed(self) -> set[str]:
         """Names of the parameters that are not, bit for bit, what they were."""

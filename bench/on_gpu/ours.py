@@ -223,13 +223,13 @@ def changed(
 
 def opened_anew(values: dict[str, Any], drawn: Drawn, scale: Scale, is_smoke: bool) -> dict[str, Any]:
     """A run whose job says something else. Layers compile in its first steps; in a smoke they are traced, and no more."""
-    import farthing.loop
-    import farthing.train
+    import farthing.train.loop
+    import farthing.train.run
     from farthing.model.compiled import compile_blocks
 
     compiles = functools.partial(compile_blocks, backend="eager") if is_smoke else compile_blocks
     n_warm, n_timed = scale.of_variants
-    with mock.patch.object(farthing.loop, "compile_blocks", compiles), opened(values, drawn) as run:
+    with mock.patch.object(farthing.train.loop, "compile_blocks", compiles), opened(values, drawn) as run:
         if values["train"].get("torch_compile"):
             n_warm += 2
             if isinstance(run.compiled, str):
@@ -302,7 +302,7 @@ def probed(seconds: float) -> Way:
 
     @contextlib.contextmanager
     def way(run: Any) -> Iterator[None]:
-        from farthing.probe import probe_run
+        from farthing.train.autotune import probe_run
 
         with setting()(run):  # which puts everything back
             probe_run(run, run.subject, seconds)
@@ -313,7 +313,7 @@ def probed(seconds: float) -> Way:
 
 def apply(run: Any, *, most_tokens: int, every_n_layers: int, tile_tokens: int | None, global_batch_size: int) -> None:
     """Compute the next steps so."""
-    from farthing.model.memory import checkpoint_layers
+    from farthing.model.activation_checkpointing import checkpoint_layers
 
     run.steps.close()  # what was made ready was cut otherwise
     run.steps.most_tokens, run.forward.tile_tokens = most_tokens, tile_tokens
@@ -356,7 +356,7 @@ def padded(run: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def by_peft(run: Any) -> Iterator[None]:
     """Adapters as peft computes them."""
-    from farthing.model.low_rank import leave_low_rank, use_low_rank
+    from farthing.model.lora_kernels import leave_low_rank, use_low_rank
 
     leave_low_rank(run.model)
     try:

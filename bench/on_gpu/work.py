@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.model_config import known_config
+from farthing.planner.model_config import known_config
 from peers.assignment import Examples as Drawn
 
 SHAPES = {
@@ -130,7 +130,7 @@ def prepare(work: Path, shape: str, scale: Scale) -> None:
 
 def state_bytes(config: dict[str, Any]) -> dict[str, int]:
     """What must be there at the least, without activations: weights, gradients and two moments in fp32; or frozen bf16."""
-    from farthing.shapes import read_shape
+    from farthing.planner.shapes import read_shape
 
     n = read_shape(config, "causal-lm").n_parameters
     return {"full": 16 * n, "lora": 2 * n}
@@ -141,7 +141,7 @@ def flops_per_token(config: dict[str, Any], method: str, drawn: Drawn) -> dict[s
 
     `needed`: the head where something is predicted. `usual`: the head everywhere, as figures of others count it.
     """
-    from farthing.shapes import read_shape
+    from farthing.planner.shapes import read_shape
 
     shape = read_shape(config, "causal-lm")
     adapters = None if method == "full" else shape.with_lora(LORA_R)
@@ -208,10 +208,10 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     """
     import yaml
 
-    import farthing.prepare
-    import farthing.train
+    import farthing.train.run
+    import farthing.train.setup
+    from farthing.config.load import load_job
     from farthing.data.tokens import TokenSet
-    from farthing.job_file import load_job
 
     folder = Path(values["output_dir"])
     folder.mkdir(parents=True)
@@ -223,11 +223,11 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     tokens = TokenSet(
         folder, facts, drawn.ids, drawn.is_target, drawn.offsets, zeros, np.arange(n, dtype=np.uint64), None
     )
-    examples = farthing.prepare.Examples(tokens, np.arange(n))
+    examples = farthing.train.setup.Examples(tokens, np.arange(n))
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (farthing.prepare, "load_model", random_model),
-        (farthing.train, "open_examples", lambda *_: (examples, None)),
-        (farthing.loop.Run, "_refuse_small_disk", lambda _: None),
+        (farthing.train.setup, "load_model", random_model),
+        (farthing.train.run, "open_examples", lambda *_: (examples, None)),
+        (farthing.train.loop.Run, "_refuse_small_disk", lambda _: None),
     ]
 
     def tell(kind: str, facts: dict[str, Any]) -> None:
@@ -237,5 +237,5 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     with contextlib.ExitStack() as stack:
         for where, name, instead in replaced:
             stack.enter_context(mock.patch.object(where, name, instead))
-        run, _ = stack.enter_context(farthing.train.opened_run(job, tell))
+        run, _ = stack.enter_context(farthing.train.run.opened_run(job, tell))
         yield run

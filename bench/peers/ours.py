@@ -70,8 +70,8 @@ def write_job(folder: Path, values: dict[str, Any]) -> Path:
 
 def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
     """`farthing train job.yaml` in this process, with the keys of `settings` set on top."""
-    import farthing.train
-    from farthing.job_file import load_job
+    import farthing.train.run
+    from farthing.config.load import load_job
 
     # tokenized before, as for everyone; measurements of other runs are not there to learn from
     shutil.copytree(f"{assignment.folder}/cache/tokens", f"{assignment.out}/cache/tokens", dirs_exist_ok=True)
@@ -102,7 +102,7 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
         # not when a step is told of: on a GPU that is some steps later
         hook = register_optimizer_step_post_hook(step_taken)
         try:
-            outcome = farthing.train.train(job, tell)
+            outcome = farthing.train.run.train(job, tell)
         finally:
             hook.remove()
     if outcome.state != "finished":

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 import transformers
 
-from farthing.job_file import load_job
-from farthing.prepare import open_examples, open_inputs
+from farthing.config.load import load_job
 from farthing.tiny import make_tokenizer, write_jsonl
+from farthing.train.setup import open_examples, open_inputs
 from peers import models
 from peers.assignment import Assignment, Examples
 from peers.ours import job_values, write_job

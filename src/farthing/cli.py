@@ -188,7 +188,7 @@ def _job_arguments(sub: argparse.ArgumentParser) -> None:
 
 def _init(arguments: argparse.Namespace) -> int:
     if arguments.schema:
-        from farthing.job_file import job_schema
+        from farthing.config.load import job_schema
 
         print(json.dumps(job_schema(), indent=1))
         return EXIT_FINISHED
@@ -200,7 +200,7 @@ def _init(arguments: argparse.Namespace) -> int:
             raise UserMistake("the folder is not empty", where=str(folder), to_do="name a new one")
         written = write_demo(folder)
     else:
-        from farthing.starter import starter
+        from farthing.config.starter import starter
 
         written = Path(arguments.path or "job.yaml")
         if written.exists():
@@ -229,8 +229,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _make_plan(arguments: argparse.Namespace) -> int:
     from datetime import datetime
 
-    from farthing.job_file import load_job
-    from farthing.money import parse_owned
+    from farthing.config.load import load_job
+    from farthing.planner.ownership import parse_owned
 
     now = datetime.now().astimezone().replace(second=0, microsecond=0)
     for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1)):
@@ -245,8 +245,8 @@ def _make_plan(arguments: argparse.Namespace) -> int:
     html = None if arguments.html is None else _page_path(Path(arguments.html))
     job = load_job(arguments.job, arguments.set)
 
+    from farthing.planner.inputs import study_job
     from farthing.report.plan_view import compare_plans, find_plan, plan_view, ways_out
-    from farthing.study import study_job
 
     study = study_job(
         job,
@@ -277,7 +277,7 @@ def _make_plan(arguments: argparse.Namespace) -> int:
     if pair:
         view["comparison"] = compare_plans(*pair)
     if html is not None:
-        from farthing.files import write_text
+        from farthing.durability.files import write_text
         from farthing.report.plan_page import plan_page
 
         try:
@@ -354,14 +354,14 @@ def _page_path(path: Path) -> Path:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from farthing.job_file import load_job
+    from farthing.config.load import load_job
 
     job = load_job(arguments.job, arguments.set)
     offer = _scaling_offer(arguments, job)
 
-    from farthing.limits import stopped_before_start
     from farthing.report.receipt import leave_receipt
     from farthing.report.terminal import Terminal
+    from farthing.train.budget import stopped_before_start
 
     console = _console(stderr=arguments.json)
     if reason := stopped_before_start(job):
@@ -374,7 +374,7 @@ def _train(arguments: argparse.Namespace) -> int:
     terminal("starting", {"text": "loading torch and transformers"})
     before = signal.signal(signal.SIGTERM, _leave_before_the_start)  # until the run itself listens
     try:
-        from farthing.train import train
+        from farthing.train.run import train
 
         outcome = train(job, terminal, allow_restart=arguments.allow_restart)
     finally:
@@ -387,7 +387,7 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:
     """Attempts as children; with --json the receipt of the last one is printed."""
     import tempfile
 
-    from farthing.retry import Child, Supervisor, begin
+    from farthing.durability.supervisor import Child, Supervisor, begin
 
     if arguments.retry < 1:
         raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
@@ -432,7 +432,7 @@ def _show_end(
 
 
 def _probe(arguments: argparse.Namespace) -> int:
-    from farthing.job_file import load_job
+    from farthing.config.load import load_job
 
     if not 5 <= arguments.seconds <= 3600:
         raise UserMistake(f"{arguments.seconds:g} seconds", where="--seconds", to_do="give 5 to 3600")
@@ -445,7 +445,7 @@ def _probe(arguments: argparse.Namespace) -> int:
     terminal("starting", {"text": "loading torch and transformers"})
     before = signal.signal(signal.SIGTERM, _leave_before_the_start)
     try:
-        from farthing.probe import probe
+        from farthing.train.autotune import probe
 
         found = probe(job, terminal, arguments.seconds)
     finally:
@@ -467,7 +467,7 @@ def _scaling_offer(arguments: argparse.Namespace, job: Any) -> str:
     """The linear scaling rule, when the command line changes the global batch but not the learning rate."""
     if not arguments.set or job.train.learning_rate_batch_size:
         return ""
-    from farthing.job_file import load_job
+    from farthing.config.load import load_job
 
     try:
         plain = load_job(arguments.job)
@@ -522,12 +522,12 @@ def _export(arguments: argparse.Namespace) -> int:
 def _prices(arguments: argparse.Namespace) -> int:
     from datetime import date
 
-    from farthing.catalog import cache_path, read_catalog, select, sort_offers
+    from farthing.prices.catalog import cache_path, read_catalog, select, sort_offers
 
     if arguments.action == "update":
         from rich.markup import escape
 
-        from farthing.price_feeds import update
+        from farthing.prices.feeds import update
         from farthing.report.price_table import draw_update, update_as_json
 
         console = _console(stderr=arguments.json)

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from farthing.config.load import load_job
+from farthing.durability.files import parse_json
+from farthing.durability.run_folder import CHECKPOINTS, RUN
 from farthing.errors import DataError, FarthingError
-from farthing.files import parse_json
-from farthing.job_file import load_job
-from farthing.run_folder import CHECKPOINTS, RUN
 from farthing.units import plural, say_bytes
 
 EXTRAS = {
@@ -103,9 +103,9 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     """The job file, then model, tokenizer and data as far as they can be tried without training."""
     from farthing.data.formats import converter, recognise
     from farthing.data.read import Row
-    from farthing.hardware import choose_numerics, device_name
+    from farthing.model.hardware import choose_numerics, device_name
     from farthing.model.load import need_bitsandbytes, quiet_libraries
-    from farthing.prepare import open_inputs
+    from farthing.train.setup import open_inputs
 
     try:
         job = load_job(path, overrides)

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from farthing.durability.files import install_folder, parse_json
+from farthing.durability.run_folder import JOB, MODEL
 from farthing.errors import UserMistake
-from farthing.files import install_folder, parse_json
 from farthing.model.load import AUTO_CLASSES, ModelChoice, load_config, load_model, load_tokenizer, quiet_libraries
 from farthing.report.card import model_card
 from farthing.report.receipt import build_receipt
-from farthing.run_folder import JOB, MODEL
 
 ADAPTER_CONFIG = "adapter_config.json"
 

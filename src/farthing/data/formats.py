@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from farthing.durability.files import parse_json
 from farthing.errors import DataError
-from farthing.files import parse_json
 
 # format -> (columns it needs, tasks that can use it). The first whose columns are all there wins.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

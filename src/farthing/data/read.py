@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 import fsspec
 
 from farthing.addresses import is_remote, without_secrets
+from farthing.durability.files import make_private, sha256_of
 from farthing.errors import DataError
-from farthing.files import make_private, sha256_of
 from farthing.units import say_bytes
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}

@@ -30,11 +30,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.encode import Encoded, Encoder
-from farthing.data.feed import Ahead
 from farthing.data.formats import Text, Unusable, converter, recognise
+from farthing.data.loader import Ahead
 from farthing.data.read import BadRow, Row, Source
+from farthing.durability.files import (
+    Damaged,
+    commit_folder,
+    discard,
+    make_private,
+    read_manifest,
+    sweep_drafts,
+    verify_folder,
+)
 from farthing.errors import DataError, Interrupted
-from farthing.files import Damaged, commit_folder, discard, make_private, read_manifest, sweep_drafts, verify_folder
 
 CACHE_VERSION = 1
 CHUNK_ROWS = 1024  # that are read together

@@ -35,8 +35,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farthing.families import DECODERS, ENCODERS, FLAT, WHY_NOT_FLAT
 from farthing.model.cpu_attention import blocked_attention, is_quicker_in_blocks
+from farthing.planner.families import DECODERS, ENCODERS, FLAT, WHY_NOT_FLAT
 
 NAME = "farthing_varlen"
 

@@ -21,16 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farthing.data.batches import Batches, collate
-from farthing.data.pieces import collate_flat, cut_by_tokens, cut_padded, target_lengths_of
-from farthing.data.shared import WORTH, collate_shared, cut_shared, saved_by_sharing
+from farthing.data.packing import collate_flat, cut_by_tokens, cut_padded, target_lengths_of
+from farthing.data.prefix_sharing import WORTH, collate_shared, cut_shared, saved_by_sharing
 from farthing.data.tokens import TokenSet
-from farthing.hardware import Numerics
 from farthing.model.attention import can_go_flat, can_share, first_position, flat_batch, flat_logits, go_flat
+from farthing.model.frozen_cache import PrefixCache
+from farthing.model.frozen_layers import Prefix
+from farthing.model.hardware import Numerics
 from farthing.model.head import POSITIONS, TARGETS, find_head, find_labelled, language_model_loss
 from farthing.model.loss import summed_loss
-from farthing.model.prefix import Prefix
-from farthing.model.prefix_cache import PrefixCache
-from farthing.tiles import default_tile_tokens
+from farthing.planner.tiles import default_tile_tokens
 
 Host = dict[str, Any]
 """Arrays of a micro-batch by name, int64; hidden states of a frozen prefix are a tensor among them."""

@@ -16,8 +16,8 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from farthing.data.formats import DEFAULT_CHAT_TEMPLATE
+from farthing.durability.files import parse_json
 from farthing.errors import HardwareError, ModelError
-from farthing.files import parse_json
 from farthing.model.adapters import new_heads
 
 AUTO_CLASSES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from farthing.job import Job
+from farthing.config.job import Job
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 _PIPELINES = {

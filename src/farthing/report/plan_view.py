@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import farthing
-from farthing.catalog import HOURS_PER_MONTH, Offer, find_gpu, gpus
 from farthing.errors import UserMistake
-from farthing.money import (
+from farthing.planner.ownership import (
     Owned,
     Saving,
     Way,
@@ -25,11 +24,12 @@ from farthing.money import (
     saving,
     yearly_usd,
 )
-from farthing.plan import SPEED_ERROR, Plan, Rejected, speed_error, up_front
+from farthing.planner.plan import SPEED_ERROR, Plan, Rejected, speed_error, up_front
+from farthing.prices.catalog import HOURS_PER_MONTH, Offer, find_gpu, gpus
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 if TYPE_CHECKING:
-    from farthing.study import Study
+    from farthing.planner.inputs import Study
 
 KIND = "farthing plan"
 LOCAL, OWN = "this machine", "own"

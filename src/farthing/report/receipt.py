@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from farthing.durability.files import JsonLines, parse_json, write_json
+from farthing.durability.ledger import SPANS, Attempt, read_attempts
+from farthing.durability.run_folder import JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE
 from farthing.errors import UserMistake
-from farthing.files import JsonLines, parse_json, write_json
-from farthing.meter import SPANS, Attempt, read_attempts
-from farthing.run_folder import JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE
 
 N_CURVE_POINTS = 60
 

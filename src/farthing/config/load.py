@@ -1,0 +1,400 @@
+"""`job.yaml` in, one `Job` out, or every mistake in it at once with its line and what to do.
+
+Paths in the file are relative to the file, paths given by `--set` to the working directory. Reading a job is instant and
+never executes anything it holds: safe YAML, no import paths, no interpolation.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from farthing.addresses import is_remote
+from farthing.config.job import Job
+from farthing.data.formats import COLUMNS
+from farthing.errors import JobError, UserMistake
+
+MAX_JOB_BYTES = 1 << 20
+MAX_DEPTH = 20
+FILE_ENDINGS = {
+    ".jsonl",
+    ".ndjson",
+    ".json",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".gz",
+    ".txt",
+    ".zip",
+    ".zst",
+    ".arrow",
+    ".xlsx",
+}
+SHORTHAND = {"model": "model_name_or_path", "data": "train", "method": "name"}
+
+
+def load_job(path: str | Path, overrides: list[str] | None = None) -> Job:
+    """Read and check a job file.
+
+    `overrides` are `section.key=value` strings whose values are YAML. Raises `JobError` with every problem found,
+    each with its line or its `--set`.
+    """
+    path = Path(path)
+    text = _read_text(path)
+    try:
+        _refuse_tangles(text, path)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        what = str(getattr(error, "problem", None) or error)
+        to_do = "check the indentation, quotes and colons on this line and the one above"
+        if "'\\t'" in what:
+            to_do = "indent with spaces, not with tabs"
+        elif "constructor" in what:
+            to_do = "a job holds plain values only"
+        raise JobError([UserMistake(f"not valid YAML: {what}", where=f"{path}{line}", to_do=to_do)]) from error
+    if not isinstance(values, dict):
+        raise JobError(
+            [
+                UserMistake(
+                    "a job is a mapping of keys to values", where=str(path), to_do="`farthing init` writes a starter"
+                )
+            ]
+        )
+    lines: dict[tuple[str, ...], int] = {}
+    problems = list(_walk(node, (), lines, path))
+    values = _expand(values)
+    from_command_line: set[tuple[str, ...]] = set()
+    for text in overrides or []:
+        try:
+            from_command_line.add(_override(values, text))
+        except ValueError as error:
+            problems.append(UserMistake(str(error), where=f"--set {text}", to_do="--set train.learning_rate=1e-4"))
+    try:
+        job = Job.model_validate(values)
+    except ValidationError as error:
+        problems += _once_each(_explain(item, lines, from_command_line, path) for item in error.errors())
+        raise JobError(problems) from error
+    job = _with_absolute_paths(job, path.resolve().parent, Path.cwd(), from_command_line)
+    for key, what, to_do in _contradictions(job):
+        problems.append(UserMistake(what, where=_place(key, lines, from_command_line, path), to_do=to_do))
+    if problems:
+        raise JobError(problems)
+    return job
+
+
+def job_schema() -> dict[str, Any]:
+    """The JSON Schema of the job file, for editors. The short forms (`model: NAME`) are in it."""
+    schema = Job.model_json_schema()
+    for section, key in SHORTHAND.items():
+        short = {"type": "string", "description": f"short for {section}: {{{key}: ...}}"}
+        schema["properties"][section] = {"anyOf": [short, schema["properties"][section]]}
+    one_or_many = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    for definition in schema["$defs"].values():
+        for key, value in definition.get("properties", {}).items():
+            if key in ("train", "eval", "target_modules", "modules_to_save") and value.get("type") == "array":
+                definition["properties"][key] = {**one_or_many, "description": value.get("description", "")}
+            if key == "report_to":
+                definition["properties"][key] = {"anyOf": [value["items"], value]}
+            if key in ("max_usd", "usd_per_hour", "usd_per_kwh", "max_hours"):
+                definition["properties"][key] = {
+                    "anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}],
+                    "description": value.get("description", ""),
+                }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "farthing job", **schema}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_JOB_BYTES:
+            raise JobError([UserMistake("larger than 1 MiB: not a job file", where=str(path))])
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+        to_do = f"did you mean {path.parent / near[0]}?" if near else "`farthing init` writes a starter"
+        raise JobError([UserMistake("no such job file", where=str(path), to_do=to_do)]) from error
+    except IsADirectoryError as error:
+        raise JobError(
+            [UserMistake("a folder, not a job file", where=str(path), to_do="name the YAML file")]
+        ) from error
+    except UnicodeDecodeError as error:
+        raise JobError([UserMistake(f"not UTF-8 text (byte {error.start})", where=str(path))]) from error
+    except OSError as error:
+        raise JobError([UserMistake(f"can't be read: {error.strerror}", where=str(path))]) from error
+
+
+def _refuse_tangles(text: str, path: Path) -> None:
+    """Aliases and deep nesting: nothing a job needs, and a small file of them can fill the memory."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        what = f"an alias (*{event.anchor})" if isinstance(event, yaml.AliasEvent) else ""
+        if depth > MAX_DEPTH:
+            what = "nested too deep"
+        if what:
+            where = f"{path}:{event.start_mark.line + 1}" if event.start_mark else str(path)
+            raise JobError([UserMistake(f"{what}: not understood in a job", where=where, to_do="write it out plainly")])
+
+
+def _walk(
+    node: yaml.Node | None, at: tuple[str, ...], lines: dict[tuple[str, ...], int], path: Path
+) -> Iterator[UserMistake]:
+    """Fill `lines` with the line of every key; yield keys that stand twice (YAML would silently keep the last)."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            name = (*at, str(getattr(key, "value", "?")))
+            line = key.start_mark.line + 1
+            if name in lines:
+                yield UserMistake(
+                    f"`{'.'.join(name)}` stands twice (first on line {lines[name]})",
+                    where=f"{path}:{line}",
+                    to_do="keep one of them",
+                )
+            lines[name] = line
+            yield from _walk(value, name, lines, path)
+
+
+def _expand(values: dict[Any, Any]) -> dict[Any, Any]:
+    """`model: NAME` -> `model: {model_name_or_path: NAME}`, so that `--set model.revision=...` finds a mapping.
+
+    A section with nothing in it (`limits:` and only comments below) is as good as absent.
+    """
+    sections = {name for name, inner in _section_fields(Job) if inner}
+    return {
+        key: {SHORTHAND[key]: value} if key in SHORTHAND and isinstance(value, str | list) else value
+        for key, value in values.items()
+        if value is not None or key not in sections
+    }
+
+
+def _override(values: dict[Any, Any], text: str) -> tuple[str, ...]:
+    """Put `a.b=value` into `values`; returns its key path."""
+    key, sign, raw = text.partition("=")
+    if not sign or not key.strip():
+        raise ValueError("expected key=value")
+    names = tuple(key.strip().split("."))
+    try:
+        value = yaml.safe_load(raw) if raw else None
+    except yaml.YAMLError as error:
+        raise ValueError(f"the value is not valid YAML: {raw!r}") from error
+    if len(names) == 1 and names[0] in SHORTHAND and not isinstance(value, dict):
+        names = (*names, SHORTHAND[names[0]])
+    place = values
+    for name in names[:-1]:
+        inner = place.get(name)
+        place[name] = inner if isinstance(inner, dict) else {}
+        place = place[name]
+    place[names[-1]] = value
+    return names
+
+
+_WANTED = {
+    "string_type": "text is wanted: put it in quotes if it is meant so",
+    "string_too_short": "name something, or leave the key out",
+    "too_short": "name at least one",
+    "int_type": "a whole number is wanted",
+    "int_parsing": "a whole number is wanted",
+    "int_from_float": "a whole number is wanted",
+    "float_type": "a number is wanted",
+    "float_parsing": "a number is wanted",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "tuple_type": "a list is wanted, as in [a, b]",
+    "dict_type": "a mapping is wanted, as in {a: b}",
+    "model_type": "it is a section: its keys stand below it, indented",
+    "datetime_type": "a date and time is wanted, as in 2027-01-31T18:00",
+    "datetime_parsing": "a date and time is wanted, as in 2027-01-31T18:00",
+    "datetime_from_date_parsing": "a date and time is wanted, as in 2027-01-31T18:00",
+}
+
+
+def _place(
+    loc: tuple[str, ...], lines: dict[tuple[str, ...], int], from_command_line: set[tuple[str, ...]], path: Path
+) -> str:
+    """`--set key` or `file:line` of a key, or of the nearest thing around it that has a place."""
+    for key in sorted(from_command_line):
+        if loc[: len(key)] == key or (key[: len(loc)] == loc and loc not in lines):
+            return f"--set {'.'.join(key)}"
+    line = next((lines[loc[:n]] for n in range(len(loc), 0, -1) if loc[:n] in lines), None)
+    return f"{path}:{line}" if line else str(path)
+
+
+def _explain(
+    item: Any, lines: dict[tuple[str, ...], int], from_command_line: set[tuple[str, ...]], path: Path
+) -> UserMistake:
+    """A pydantic error in our words, with the line it stands on."""
+    kind, message, value = item["type"], item["msg"].removeprefix("Value error, "), item["input"]
+    loc = tuple(str(part) for part in item["loc"])
+    if kind not in ("extra_forbidden", "missing"):  # leave out which alternative or item of a key it was
+        loc = _up_to_key(loc)
+    key, where = ".".join(loc), _place(loc, lines, from_command_line, path)
+    if kind == "extra_forbidden":
+        return UserMistake(f"unknown key `{key}`", where=where, to_do=_meant(loc))
+    if kind == "missing":
+        to_do = f"add `{loc[-1]}:`" + {
+            "task": " causal-lm, seq2seq or classification",
+            "model": " a Hub name or a folder",
+            "data": " a file, or a section with `train:`",
+            "output_dir": " a folder for the run",
+        }.get(loc[-1], "")
+        return UserMistake(f"`{key}` is missing", where=where, to_do=to_do)
+    given = {True: "true", False: "false", None: "empty"}.get(value) if isinstance(value, bool | None) else repr(value)
+    given = given if given and len(given) <= 80 else f"{given}"[:80] + "..."
+    if kind == "literal_error":
+        expected = item.get("ctx", {}).get("expected", "")
+        near = difflib.get_close_matches(str(value), re.findall(r"'([^']+)'", expected), n=1)
+        to_do = f"did you mean `{near[0]}`?" if near else f"use {expected}"
+        return UserMistake(f"`{key}` can't be {given}", where=where, to_do=to_do)
+    if kind == "value_error":
+        named = next((name for name in re.findall(r"\w+", message) if (*loc, name) in lines), None)
+        if named:
+            where = _place((*loc, named), lines, from_command_line, path)
+        what, _, to_do = message.partition("; ")
+        return UserMistake(f"`{key}`: {what}" if key else what, where=where, to_do=to_do)
+    wanted = message[:1].lower() + message[1:]
+    return UserMistake(f"`{key}` can't be {given}", where=where, to_do=_WANTED.get(kind, wanted))
+
+
+def _meant(loc: tuple[str, ...]) -> str:
+    """What to do about an unknown key: the nearest one here, the section it belongs in, or all there are."""
+    *section, name = loc
+    known, everywhere = _keys_of(tuple(section)), _all_keys()
+    elsewhere = [full for full in everywhere if full.split(".")[-1] == name]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    near.sort(key=lambda key: sorted(key) != sorted(name))  # letters that changed places are the likelier slip
+    if elsewhere and not (near and difflib.SequenceMatcher(None, name, near[0]).ratio() > 0.9):
+        return f"it belongs in `{elsewhere[0]}`"
+    if near:
+        return f"did you mean `{near[0]}`?"
+    afar = difflib.get_close_matches(name, [full.split(".")[-1] for full in everywhere], n=1, cutoff=0.8)
+    if afar:
+        return "did you mean `" + next(full for full in everywhere if full.split(".")[-1] == afar[0]) + "`?"
+    return f"known here: {', '.join(known)}" if known else f"`{'.'.join(section)}` has no such key"
+
+
+def _once_each(problems: Iterable[UserMistake]) -> list[UserMistake]:
+    """A key that takes several kinds of value gives one problem for each kind: say them together."""
+    together: dict[tuple[str, str], list[str]] = {}
+    for problem in problems:
+        wanted = together.setdefault((problem.what, problem.where), [])
+        if problem.to_do not in wanted:
+            wanted.append(problem.to_do)
+    return [UserMistake(what, where=where, to_do=", or ".join(wanted)) for (what, where), wanted in together.items()]
+
+
+def _up_to_key(loc: tuple[str, ...]) -> tuple[str, ...]:
+    """The part of a pydantic location that names a key of the job."""
+    return loc[:2] if loc and dict(_section_fields(Job)).get(loc[0]) else loc[:1]
+
+
+def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """(key, what, to do) of settings that are well-formed and can't work; paths are absolute already."""
+    model = job.model
+    on_hub = [name for name in (model.model_name_or_path, model.tokenizer_name_or_path) if name and name[0] != "/"]
+    if model.trust_remote_code and on_hub and not re.fullmatch(r"[0-9a-f]{40}", model.revision or ""):
+        what = f"trust_remote_code runs whatever {on_hub[0]} holds on that day"
+        yield ("model", "trust_remote_code"), what, "pin `model.revision:` to a full commit (40 hex digits)"
+    for name in job.data.columns:
+        if name not in COLUMNS:
+            near = difflib.get_close_matches(name, COLUMNS, n=1)
+            to_do = f"did you mean `{near[0]}`?" if near else f"use {', '.join(sorted(COLUMNS))}"
+            yield ("data", "columns", name), f"`{name}` is no standard column (standard name: name in the data)", to_do
+    if job.data.train_on_prompt and job.task != "causal-lm":
+        yield ("data", "train_on_prompt"), f"{job.task} has no prompt to train on", "leave it out"
+    if job.train.metric_for_best_model is not None:
+        from farthing.metrics import OF_TASK
+
+        metric, known = job.train.metric_for_best_model.removeprefix("eval_"), OF_TASK[job.task]
+        if metric not in known:
+            near = difflib.get_close_matches(metric, known, n=1)
+            to_do = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(known)}"
+            yield ("train", "metric_for_best_model"), f"`{metric}` is not measured for {job.task}", to_do
+
+
+def _section_fields(section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel] | None]]:
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        is_section = isinstance(inner, type) and issubclass(inner, BaseModel)
+        yield name, inner if is_section else None  # type: ignore[misc]
+
+
+def _keys_of(loc: tuple[str, ...]) -> list[str]:
+    section: type[BaseModel] = Job
+    for name in loc:
+        inner = dict(_section_fields(section)).get(name)
+        if inner is None:
+            return []
+        section = inner
+    return list(section.model_fields)
+
+
+def _all_keys() -> list[str]:
+    return [f"{name}.{key}" for name, inner in _section_fields(Job) if inner for key in inner.model_fields]
+
+
+def _absolute(path: str, base: Path) -> str:
+    expanded = Path(path).expanduser()
+    return str(expanded) if expanded.is_absolute() else str((base / expanded).resolve())
+
+
+def _looks_local(name: str, base: Path) -> bool:
+    """A Hub name has at most one slash and no leading dot; whatever exists, or looks like a path, is a path."""
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or (base / name).exists():
+        return True
+    return Path(name).suffix.lower() in FILE_ENDINGS or any(c in name for c in "*?[")
+
+
+def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set[tuple[str, ...]]) -> Job:
+    """The same job with local paths made absolute and globs spelled out."""
+
+    def base_of(*key: str) -> Path:
+        return cwd if any(key[:n] in from_command_line for n in range(1, len(key) + 1)) else base
+
+    def local(name: str | None, *key: str) -> str | None:
+        if name is None or is_remote(name) or not _looks_local(name, base_of(*key)):
+            return name
+        return _absolute(name, base_of(*key))
+
+    def sources(names: tuple[str, ...], *key: str) -> tuple[str, ...]:
+        found: list[str] = []
+        for name in names:
+            path = str(local(name, *key))
+            spread = sorted(glob.glob(path)) if any(c in path for c in "*?[") and not is_remote(path) else [path]
+            found += spread or [path]
+        return tuple(found)
+
+    model = job.model.model_copy(
+        update={
+            "model_name_or_path": local(job.model.model_name_or_path, "model", "model_name_or_path"),
+            "tokenizer_name_or_path": local(job.model.tokenizer_name_or_path, "model", "tokenizer_name_or_path"),
+        }
+    )
+    template = job.data.chat_template
+    data = job.data.model_copy(
+        update={
+            "train": sources(job.data.train, "data", "train"),
+            "eval": sources(job.data.eval, "data", "eval"),
+            "chat_template": template and _absolute(template, base_of("data", "chat_template")),
+        }
+    )
+    cache, store = job.cache_dir, job.output_store
+    return job.model_copy(
+        update={
+            "model": model,
+            "data": data,
+            # a link stays one: whose it is will be looked at
+            "output_dir": os.path.abspath(base_of("output_dir") / Path(job.output_dir).expanduser()),
+            "output_store": store if store is None or is_remote(store) else _absolute(store, base_of("output_store")),
+            "cache_dir": _absolute(cache, base_of("cache_dir")) if cache else str(Path.home() / ".cache" / "farthing"),
+        }
+    )

@@ -1,0 +1,311 @@
+"""Checkpoints: a kill at any instant loses nothing already saved.
+
+`step-00000042-0003/` (step, serial number of the save) holds one safetensors file a part, `state.json` and a manifest,
+committed by the protocol of `files`.
+Everything is verified against the manifest before any byte is parsed; a damaged checkpoint is set aside and the one
+before it is used, aloud. Saving takes a snapshot, then writes in the background, one at a time. Refuses to know what
+the parts are: each gives tensors and plain values, and takes them back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from farthing.durability.files import (
+    Damaged,
+    commit_folder,
+    discard,
+    make_private,
+    parse_json,
+    read_manifest,
+    sweep_drafts,
+    verify_folder,
+)
+from farthing.errors import RunChanged, RunDamaged, SaveFailing
+
+SCHEMA = 1
+MAX_FAILED_SAVES = 3
+MAX_STATE_BYTES, MAX_HEADER_BYTES = 64 << 20, 16 << 20
+_NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
+_PART = re.compile(r"[a-z_]+")
+
+State = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+class Part(Protocol):
+    """Something that has to be saved to go on exactly."""
+
+    def state(self) -> State:
+        """Tensors and JSON values that say all about it now."""
+
+    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+        """Become what `state` said."""
+
+
+@dataclass
+class SaveResult:
+    """What became of one background save."""
+
+    step: int
+    n_bytes: int = 0
+    error: Exception | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `folder`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        run_id: str,
+        keep: int,
+        *,
+        warn: Callable[[str], None],
+        facts: Mapping[str, Any] | None = None,
+        copy: Callable[[int, list[Path]], None] | None = None,
+    ) -> None:
+        self.folder = make_private(folder)
+        self._run_id, self._keep, self._warn, self._facts = run_id, keep, warn, dict(facts or {})
+        self._copy = copy  # gets a step and the folders to go on from there, in the writing thread; must not raise
+        self._thread: threading.Thread | None = None
+        self._result: SaveResult | None = None
+        self._n_failed = 0
+        self.n_swept = sweep_drafts(folder)
+
+    # ---- saving ----
+
+    def save(self, step: int, parts: Mapping[str, Part], best_step: int | None) -> SaveResult | None:
+        """Snapshot every part now and commit it in the background. Returns an earlier save's result."""
+        earlier = self.wait()
+        snapshot = {name: _copied(part.state()) for name, part in parts.items()}
+        self._thread = threading.Thread(target=self._write, args=(step, snapshot, best_step), name="checkpoint")
+        self._thread.start()
+        return earlier
+
+    def finished_save(self) -> SaveResult | None:
+        """The result of the background save if it has just ended; raises `SaveFailing` after several failures."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        return self.wait()
+
+    def wait(self) -> SaveResult | None:
+        """Wait for the background save and return its result; raises `SaveFailing` after several failures in a row."""
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread, result, self._result = None, self._result, None
+        assert result is not None
+        if result.error is None:
+            self._n_failed = 0
+            return result
+        self._n_failed += 1
+        self._warn(f"the checkpoint of step {result.step} could not be written ({result.error}); training goes on")
+        if self._n_failed >= MAX_FAILED_SAVES:
+            raise SaveFailing(
+                f"{self._n_failed} checkpoints in a row could not be written: {result.error}",
+                where=str(self.folder),
+                to_do="make room or mend the disk, then run the same command again",
+            ) from result.error
+        return result
+
+    def _write(self, step: int, snapshot: dict[str, State], best_step: int | None) -> None:
+        def fill(draft: Path) -> None:
+            for name, (tensors, _) in snapshot.items():
+                if tensors:
+                    save_file(tensors, draft / f"{name}.safetensors")
+            values = {name: values for name, (_, values) in snapshot.items()}
+            with open(draft / "state.json", "w", encoding="utf-8") as file:
+                json.dump(values, file, allow_nan=False)
+
+        result = SaveResult(step)
+        try:
+            facts = {
+                "kind": "farthing checkpoint",
+                "schema": SCHEMA,
+                "run_id": self._run_id,
+                "step": step,
+                **self._facts,
+            }
+            serial = 1 + max((serial for _, serial in self._saves()), default=0)
+            manifest = commit_folder(self._folder(step, serial), fill, facts)
+            result.n_bytes = sum(entry["size"] for entry in manifest["files"])
+            if self._copy is not None:
+                self._copy(step, self.to_go_on(step, best_step))
+            self._rotate(best_step)
+        except (OSError, safetensors.SafetensorError, ValueError) as error:
+            result.error = error
+        self._result = result
+
+    def _rotate(self, best_step: int | None) -> None:
+        """Remove what is older than the newest `keep`, the best one excepted, and earlier saves of the same step."""
+        kept: set[int] = set()
+        for step, serial in self._saves():
+            if step in kept or (len(kept) >= self._keep and step != best_step):
+                discard(self._folder(step, serial))
+            else:
+                kept.add(step)
+
+    # ---- restoring ----
+
+    def steps(self) -> list[int]:
+        """Steps that have a committed checkpoint, newest first (not yet verified)."""
+        return sorted({step for step, _ in self._saves()}, reverse=True)
+
+    def newest_valid(self) -> int | None:
+        """The newest step whose checkpoint is whole; None when there never was one.
+
+        Damaged ones are renamed to `.bad` and said aloud. Raises `RunDamaged` when there were some and none is whole,
+        `RunChanged` when one was written by a newer farthing.
+        """
+        saves = self._saves()
+        for step, serial in saves:
+            try:
+                self._verify(step, serial)
+                return step
+            except Damaged as error:
+                aside = self._set_aside(self._folder(step, serial))
+                self._warn(
+                    f"the checkpoint of step {step} is damaged ({error}); "
+                    f"set aside as {aside.name}, trying the one before"
+                )
+        if saves:
+            raise RunDamaged(
+                f"none of the {len(saves)} checkpoints is whole",
+                where=str(self.folder),
+                to_do="bring one back from a copy, or start from zero on purpose with --allow-restart",
+            )
+        return None
+
+    def verify(self, step: int) -> None:
+        """Check the checkpoint of a step byte for byte. Raises `Damaged`."""
+        self._verify(*self._newest_of(step))
+
+    def read(self, step: int) -> dict[str, State]:
+        """The parts of a checkpoint that has been verified."""
+        folder = self._folder(*self._newest_of(step))
+        parts = {}
+        for name, part_values in _values_of(folder).items():
+            path = folder / f"{name}.safetensors"
+            parts[name] = (load_file(path) if path.exists() else {}, part_values)
+        return parts
+
+    def restore(self, step: int, parts: Mapping[str, Part]) -> None:
+        """Put every part back to `step`. Raises `RunChanged`, and `RunDamaged` where a part can't take what was saved."""
+        saved = self.read(step)
+        if set(saved) != set(parts):
+            raise RunChanged(f"the checkpoint holds {sorted(saved)}, this run {sorted(parts)}", where=f"step {step}")
+        for name, part in parts.items():
+            try:
+                part.restore(*saved[name])
+            except torch.OutOfMemoryError:
+                raise
+            except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                raise RunDamaged(
+                    f"the {name} of step {step} is not what this run has saved ({type(error).__name__}: {error})",
+                    where=str(self.folder),
+                    to_do="bring one back from a copy, or start from zero on purpose with --allow-restart",
+                ) from error
+
+    def forget_all(self) -> None:
+        """Set every checkpoint aside: the run starts from zero on purpose."""
+        for step, serial in self._saves():
+            self._set_aside(self._folder(step, serial))
+
+    def to_go_on(self, step: int, best_step: int | None) -> list[Path]:
+        """The folders that a run needs to go on from `step`: its checkpoint and the best one, where there are any."""
+        newest = {saved: self._folder(saved, serial) for saved, serial in reversed(self._saves())}
+        return [newest[wanted] for wanted in sorted({step, best_step or step}) if wanted in newest]
+
+    def _saves(self) -> list[tuple[int, int]]:
+        """(step, serial) of every committed checkpoint, newest first."""
+        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(((int(match[1]), int(match[2])) for match in matches if match), reverse=True)
+
+    def _newest_of(self, step: int) -> tuple[int, int]:
+        found = [save for save in self._saves() if save[0] == step]
+        if not found:
+            raise Damaged(f"there is no checkpoint of step {step}")
+        return found[0]
+
+    def _folder(self, step: int, serial: int) -> Path:
+        return self.folder / f"step-{step:08d}-{serial:04d}"
+
+    def _verify(self, step: int, serial: int) -> None:
+        folder = self._folder(step, serial)
+        self._check(read_manifest(folder), step)
+        verify_folder(folder)
+        _values_of(folder)
+        for path in folder.glob("*.safetensors"):
+            _check_header(path)
+
+    def _check(self, manifest: dict[str, Any], step: int) -> None:
+        if isinstance(manifest.get("schema"), int) and manifest["schema"] > SCHEMA:
+            raise RunChanged(
+                f"written by a newer farthing (schema {manifest['schema']}, this one reads up to {SCHEMA})",
+                where=str(self.folder),
+                to_do="pip install --upgrade farthing",
+            )
+        if manifest.get("step") != step:
+            raise Damaged(f"its manifest is of step {manifest.get('step')}")
+        if manifest.get("run_id") != self._run_id:
+            raise Damaged("it belongs to another run")
+
+    def _set_aside(self, folder: Path) -> Path:
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.bad-{number}")).exists():
+            number += 1
+        folder.rename(aside)
+        return aside
+
+
+def _values_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """The values of each part of a checkpoint, their form checked. Raises `Damaged`."""
+    path = folder / "state.json"
+    try:
+        if path.stat().st_size > MAX_STATE_BYTES:
+            raise Damaged(f"{path.name} is larger than {MAX_STATE_BYTES} bytes")
+        values = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{path.name} can't be read: {error}") from error
+    is_whole = isinstance(values, dict) and all(
+        _PART.fullmatch(name) and isinstance(of_part, dict) for name, of_part in values.items()
+    )
+    if not is_whole:
+        raise Damaged(f"{path.name} holds something else than the parts of a run")
+    return dict(values)
+
+
+def _check_header(path: Path) -> None:
+    """Refuse a file of tensors whose header is not of it: nothing is allocated by what a header says. Raises `Damaged`."""
+    with open(path, "rb") as file:
+        n_bytes = int.from_bytes(file.read(8), "little")
+    if n_bytes > min(MAX_HEADER_BYTES, path.stat().st_size - 8):
+        raise Damaged(f"{path.name} says that its header has {n_bytes} bytes")
+    try:
+        with safetensors.safe_open(path, framework="pt"):
+            pass  # shapes and offsets are those of the bytes that are there
+    except safetensors.SafetensorError as error:
+        raise Damaged(f"{path.name} is no file of tensors: {error}") from error
+
+
+def _copied(state: State) -> State:
+    """The state apart from what training will change next: tensors copied to the CPU, values through JSON."""
+    tensors, values = state
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    return copies, json.loads(json.dumps(values, allow_nan=False))
+
+
+def n_bytes_of(parts: Mapping[str, Part]) -> int:
+    """Bytes a checkpoint of these parts takes, nearly."""
+    return sum(t.numel() * t.element_size() for part in parts.values() for t in part.state()[0].values())

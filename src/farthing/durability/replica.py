@@ -1,0 +1,464 @@
+"""The copy of a run in a store, made behind its back, from which an empty machine goes on.
+
+What is to be copied is hard-linked aside and sent by a thread: the newest first, and what it replaces is dropped. Data
+goes first, the lease is renewed, the commit comes last; files that an earlier commit has already are not sent again. A
+store that is slow or away is waited for by the thread, never by the run. Refuses to let two machines train one run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from farthing.durability.commits import (
+    SCHEMA,
+    SMALL,
+    Commit,
+    Objects,
+    has_checkpoint,
+    join_ledgers,
+    last_rows,
+    list_commits,
+    objects_of,
+    read_commit,
+    run_id_of,
+    take_newest,
+)
+from farthing.durability.files import (
+    Damaged,
+    JsonLines,
+    make_private,
+    parse_json,
+    seal,
+    sha256_of,
+    verify_folder,
+    write_json,
+)
+from farthing.durability.lease import Lease, Lost
+from farthing.durability.object_store import Entry, NoSuchObject, Retrying, Store, StoreFault, StoreRefuses, open_store
+from farthing.durability.run_folder import CHECKPOINTS, LEDGER, MODEL, RUN
+from farthing.errors import RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
+from farthing.units import plural
+
+OUTBOX, SEEN = "outbox", "store.json"
+SAFE_AGE_S = 86400.0  # what no commit names is removed when it is older
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How patient a mirror is, in seconds."""
+
+    renew_s: float = 20.0
+    """Between renewals of the lease."""
+    lease_s: float = 60.0
+    """Without a new link for so long, another machine may take the run over."""
+    answer_s: float = 60.0
+    """For a store to answer at the start, retries included, and for a renewal."""
+    deliver_s: float = 3600.0
+    """For one commit, retries included; then a newer one gets its turn."""
+    pause_s: float = 0.5
+    """Before a first retry."""
+    again_s: float = 30.0
+    """Before a commit that failed is tried anew."""
+    finish_s: float = 600.0
+    """At the end of a run, for the last commit ..."""
+    give_up_s: float = 60.0
+    """... or so long, when the store only fails."""
+    leave_s: float = 20.0
+    """For the last commit when the machine is about to be taken away."""
+
+
+PACE = Pace()
+
+
+@dataclass
+class _Parcel:
+    """Files set aside in `folder`, to be sent as one commit."""
+
+    folder: Path
+    step: int
+    files: list[str]
+    carried: list[dict[str, Any]] = field(default_factory=list)
+    """Entries of the commit before, whose files are the same."""
+    prefix: str = ""
+    arrived: Objects = field(default_factory=dict)
+
+
+def open_mirror(address: str | None, folder: Path, keep: int, warn: Callable[[str], None]) -> Mirror | None:
+    """The mirror of a run folder at an address, of which nothing is asked yet; None without one. Raises `UserMistake`."""
+    return None if address is None else Mirror(open_store(address), folder, keep, warn, PACE)
+
+
+class Mirror:
+    """The copy of the run in `folder`, in `store`. `warn` is called by the caller's thread only, see `check`."""
+
+    def __init__(self, store: Store, folder: Path, keep: int, warn: Callable[[str], None], pace: Pace) -> None:
+        self.folder, self.pace = folder, pace
+        self.delivered_step: int | None = None
+        """Step of the newest commit of this attempt."""
+        self._store, self._keep, self._warn = store, keep, warn
+        self._lease = Lease(folder, pace.lease_s, self._words, self._say_at_once)
+        self._past: list[dict[str, Any]] = []  # ledger rows of earlier attempts
+        self._known: dict[Commit, Objects] = {}
+        self._newest: dict[str, Any] | None = None
+        self._n_commits = 0
+        self._said: list[str] = []
+        self._lost: str | None = None
+        self._failing = False
+        self._wake, self._late = threading.Condition(), threading.Lock()
+        self._pending: _Parcel | None = None
+        self._sending: _Parcel | None = None
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        shutil.rmtree(folder / OUTBOX, ignore_errors=True)
+
+    # ---- at the start ----
+
+    def bring_back(self, allow_restart: bool = False, should_stop: Callable[[], bool] = lambda: False) -> int | None:
+        """Take the lease, and bring the folder up to what the store has; the step of the commit taken, if one was.
+
+        Raises `RunBusy` (another machine trains this run), `RunDamaged`, `RunChanged`, `UserMistake` (the store refuses),
+        `NoSpace`, `Interrupted`; `StoreDown` when it doesn't answer and the folder alone does not hold the run.
+        """
+        step = None
+        try:
+            words = self._lease.claim(self._patient(self.pace.answer_s), should_stop)
+            step = self._catch_up(words, allow_restart)
+        except Lost as error:
+            raise self._busy(str(error)) from error
+        except StoreRefuses as error:
+            raise UserMistake(
+                f"the store refuses: {error}",
+                where=f"output_store: {self._store.name}",
+                to_do="check the address, and the credentials in the environment (read, write, list, delete)",
+            ) from error
+        except StoreFault as error:
+            if not (self.folder / RUN).exists():
+                raise StoreDown(
+                    f"the store does not answer ({error}), and this folder does not hold the run",
+                    where=f"output_store: {self._store.name}",
+                    to_do="try the same command again when it does; without output_store the run would begin anew",
+                ) from error
+            self._lease.epoch = None
+            self._warn(f"the store does not answer ({error}); the run goes on from this folder")
+        self._past = list(last_rows(JsonLines(self.folder / LEDGER).rows()).values())
+        for work in (self._keep_lease, self._keep_sending):
+            self._threads.append(threading.Thread(target=work, name="store", daemon=True))
+            self._threads[-1].start()
+        return step
+
+    def _catch_up(self, words: list[dict[str, Any]], allow_restart: bool) -> int | None:
+        store, step = self._patient(self.pace.deliver_s), None
+        commits = list_commits(store)
+        is_empty = not (self.folder / RUN).exists()
+        if commits and (
+            is_empty
+            or commits[0].epoch > self._seen_epoch()  # it went on elsewhere
+            or (commits[0].step > 0 and not has_checkpoint(self.folder))
+        ):
+            try:
+                commit, self._known[commit] = take_newest(store, self.folder, commits, words, self._warn)
+                step = commit.step
+            except RunDamaged:
+                if not allow_restart:
+                    raise
+                self._warn("nothing whole is in the store: starting without it, as asked")
+        elif commits:
+            with contextlib.suppress(Damaged, NoSuchObject):
+                self._known[commits[0]] = objects_of(read_commit(store, commits[0]))
+        elif is_empty:
+            join_ledgers(self.folder / LEDGER, self.folder / "none", words)
+        self._note_seen()
+        return step
+
+    def _seen_epoch(self) -> int:
+        """The epoch this folder held last, in this store: commits of later ones were made elsewhere."""
+        try:
+            seen = parse_json((self.folder / SEEN).read_text(encoding="utf-8"))
+            return int(seen["epoch"]) if seen["store"] == self._store.name else 0
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+
+    def _note_seen(self) -> None:
+        write_json(self.folder / SEEN, {"store": self._store.name, "epoch": self._lease.epoch})
+
+    # ---- while the run goes on ----
+
+    def offer(self, step: int, checkpoints: Iterable[Path] = (), *, with_model: bool = False) -> None:
+        """Set aside what a commit of `step` needs, and let it be sent. Takes the time of some links. Never raises."""
+        try:
+            folder = self._new_folder()
+            sources = [path for checkpoint in checkpoints for path in checkpoint.iterdir()]
+            if with_model:
+                sources += [path for path in (self.folder / MODEL).rglob("*") if path.is_file()]
+            names = [path.relative_to(self.folder).as_posix() for path in sorted(sources)]
+            for name in names:
+                _link(self.folder / name, folder / name)
+            self._post(_Parcel(folder, step, [*names, *self._copy_small(folder)]))
+        except OSError as error:
+            self._said.append(f"the copy of step {step} could not be set aside for the store ({error})")
+
+    def offer_last_words(self) -> None:
+        """The newest commit once more, with ledger and receipt as they are now. Never raises."""
+        if self._newest is not None and self._pending is None:
+            carried = [entry for entry in self._newest["files"] if entry["path"] not in SMALL]
+            with contextlib.suppress(OSError):
+                folder = self._new_folder()
+                self._post(_Parcel(folder, self._newest["step"], self._copy_small(folder), carried))
+
+    def check(self) -> None:
+        """Say what there is to say; raises `RunBusy` when another machine has taken the run over."""
+        while self._said:
+            self._warn(self._said.pop(0))
+        if self._lost is not None:
+            raise self._busy(self._lost)
+
+    def _new_folder(self) -> Path:
+        make_private(self.folder / OUTBOX)
+        return make_private(self.folder / OUTBOX / uuid.uuid4().hex[:12])
+
+    def _copy_small(self, folder: Path) -> list[str]:
+        names = [name for name in SMALL if (self.folder / name).exists()]
+        for name in names:
+            shutil.copyfile(self.folder / name, folder / name)
+        return names
+
+    def _post(self, parcel: _Parcel) -> None:
+        with self._wake:
+            replaced, self._pending = self._pending, parcel
+            self._wake.notify_all()
+        if replaced is not None:
+            shutil.rmtree(replaced.folder, ignore_errors=True)
+
+    def _busy(self, holder: str) -> RunBusy:
+        return RunBusy(
+            holder,
+            where=f"output_store: {self._store.name}",
+            to_do="wait for it, stop it, or give this job another output_store and output_dir",
+        )
+
+    def _say_at_once(self, text: str) -> None:
+        self._said.append(text)
+        if not self._threads:
+            self.check()
+
+    def _patient(self, total_s: float) -> Retrying:
+        return Retrying(self._store, total_s, self._stop, pause_s=self.pace.pause_s)
+
+    def _words(self) -> list[dict[str, Any]]:
+        """The last ledger row of every attempt: spending that no commit holds yet travels with the lease."""
+        rows = last_rows(self._past)
+        with contextlib.suppress(OSError), open(self.folder / LEDGER, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (64 << 10)))
+            for line in file.read().decode("utf-8", errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    row = parse_json(line)
+                    rows |= last_rows([row] if isinstance(row, dict) else [])
+        return list(rows.values())
+
+    # ---- the threads ----
+
+    def _keep_lease(self) -> None:
+        while not self._stop.wait(self.pace.renew_s):
+            try:
+                if time.monotonic() - self._lease.renewed_at >= self.pace.renew_s / 2:
+                    self._hold(self._patient(self.pace.answer_s))
+            except Lost as error:
+                self._lost = str(error)
+                return
+            except Exception:  # the other thread says aloud that the store is away
+                continue
+
+    def _hold(self, store: Store) -> None:
+        """Renew the lease, or take it late when the store was away at the start. Raises `Lost`, `StoreFault`."""
+        with self._late:
+            if self._lease.epoch is None:
+                self._lease.claim(store, self._stop.is_set)
+                if any(commit.epoch > self._seen_epoch() for commit in list_commits(store)):
+                    raise Lost("the run has gone on elsewhere while the store could not be reached")
+                self._note_seen()
+                return
+        self._lease.renew(store)
+
+    def _keep_sending(self) -> None:
+        """The newest parcel; one that failed goes again unless there is a newer one."""
+        while True:
+            with self._wake:
+                while self._pending is None and not self._stop.is_set():
+                    self._wake.wait(1.0)
+                if self._pending is None or self._stop.is_set():
+                    return
+                parcel, self._pending = self._pending, None
+                self._sending = parcel
+            is_done = True
+            try:
+                self._send(parcel, self._patient(self.pace.deliver_s))
+                if self._failing:
+                    self._said.append(f"the store is back: the copy of step {parcel.step} is in it")
+                self._failing = False
+            except Lost as error:
+                self._lost = str(error)
+            except Damaged as error:
+                self._said.append(f"the checkpoint of step {parcel.step} is damaged on this disk ({error}): not copied")
+            except Exception as error:  # of whatever library: it must not end the run, nor go unsaid
+                is_done = False
+                if not self._failing:
+                    self._said.append(
+                        f"the copy of step {parcel.step} has not reached the store ({error}); training goes on"
+                    )
+                self._failing = True
+            with self._wake:
+                if not is_done and self._pending is None:
+                    self._pending = parcel
+                else:
+                    shutil.rmtree(parcel.folder, ignore_errors=True)
+                self._sending = None
+                self._wake.notify_all()
+                if self._lost is not None:
+                    return
+                if not is_done and not self._stop.is_set():
+                    self._wake.wait(self.pace.again_s)
+
+    def _send(self, parcel: _Parcel, store: Store) -> None:
+        """Data first, the lease once more, the commit last; then what is older goes. Raises `Lost`, `StoreFault`, `Damaged`."""
+        if self._lease.epoch is None:
+            self._hold(store)
+        epoch = self._lease.epoch
+        assert epoch is not None
+        parcel.prefix = parcel.prefix or f"data/{epoch:08d}-{uuid.uuid4().hex}"
+        entries = self._send_data(parcel, store)
+        self._hold(store)
+        self._n_commits += 1
+        commit = Commit(epoch, self._n_commits, parcel.step)
+        manifest = {
+            "kind": "farthing commit",
+            "schema": SCHEMA,
+            "run_id": run_id_of(parcel.folder),
+            **commit._asdict(),
+            "writer": self._lease.writer,
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "files": entries,
+        }
+        if not store.create(commit.key, seal(manifest).encode()):
+            raise Lost("another process committed in the name of this one")
+        self._known[commit] = objects_of(manifest)
+        self.delivered_step, self._newest = parcel.step, manifest
+        with contextlib.suppress(StoreFault):
+            self._rotate(store)
+
+    def _send_data(self, parcel: _Parcel, store: Store) -> list[dict[str, Any]]:
+        """The entries of a parcel's files, each sent unless the store has it, all seen there with their size: also those of
+        earlier commits, as somebody may have emptied the store.
+
+        Small ones are sent with each commit: damage to one that all share would leave no commit to fall back to.
+        """
+        digests: dict[str, str] = {}
+        for name in {path.rpartition("/")[0] for path in parcel.files if path.startswith(f"{CHECKPOINTS}/")}:
+            files = verify_folder(parcel.folder / name)["files"]
+            digests |= {f"{name}/{file['name']}": file["sha256"] for file in files}
+        entries = list(parcel.carried)
+        for path in parcel.files:
+            local = parcel.folder / path
+            digest = digests.get(path) or sha256_of(local)
+            key = path, digest
+            there_already = [parcel.arrived] if path in SMALL else [parcel.arrived, *self._known.values()]
+            name = next((objects[key] for objects in there_already if key in objects), "")
+            if not name:
+                name = f"{parcel.prefix}/{path}"
+                store.put(name, local)
+                parcel.arrived[key] = name
+            entries.append({"path": path, "size": local.stat().st_size, "sha256": digest, "object": name})
+        there = store.list("data/")
+        gone = {entry["object"] for entry in entries if not _is_there(entry, there)}
+        if gone:
+            for objects in (parcel.arrived, *self._known.values()):
+                for key in [key for key, name in objects.items() if name in gone]:
+                    del objects[key]
+            raise StoreFault(f"{plural(len(gone), 'file')} did not arrive whole, or were removed")
+        return entries
+
+    def _rotate(self, store: Store) -> None:
+        """Keep the newest commits of `keep` steps; then remove objects that no commit names, others' only by age."""
+        kept: dict[int, Commit] = {}
+        gone = []
+        for commit in list_commits(store):
+            if commit.step in kept or len(kept) >= self._keep:
+                gone.append(commit.key)
+            else:
+                kept[commit.step] = commit
+        store.remove(gone)
+        for commit in kept.values():
+            if commit not in self._known:
+                try:
+                    self._known[commit] = objects_of(read_commit(store, commit))
+                except (Damaged, RunChanged):
+                    self._known[commit] = {}
+        self._known = {commit: self._known[commit] for commit in kept.values()}
+        named = {name for objects in self._known.values() for name in objects.values()}
+        store.remove(
+            [key for key, entry in store.list("data/").items() if key not in named and self._is_old(key, entry)]
+        )
+
+    def _is_old(self, key: str, entry: Entry) -> bool:
+        is_mine = key.startswith(f"data/{self._lease.epoch:08d}-")
+        return is_mine or (entry.at is not None and time.time() - entry.at > SAFE_AGE_S)
+
+    # ---- at the end ----
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until everything that was offered is in the store; False when time, or the store's chance, has run out."""
+        began = time.monotonic()
+        with self._wake:
+            self._wake.notify_all()
+            while self._pending is not None or self._sending is not None:
+                waited_s = time.monotonic() - began
+                is_hopeless = self._failing and waited_s > self.pace.give_up_s
+                if waited_s >= seconds or is_hopeless or self._lost is not None:
+                    return False
+                self._wake.wait(min(seconds - waited_s, 0.5))
+        return self._lost is None
+
+    def close(self, seconds: float) -> None:
+        """Wait for the rest, give the lease back, and end. Never raises."""
+        if not self._threads:
+            return
+        if not self.wait(seconds) and self._lost is None:
+            there = "nothing" if self.delivered_step is None else f"step {self.delivered_step}"
+            self._said.append(
+                f"the newest copy could not be brought to {self._store.name}: {there} of this attempt is there"
+            )
+        self._stop.set()
+        if self._lost is None and not self._failing:
+            with contextlib.suppress(Lost, StoreFault):
+                self._lease.release(Retrying(self._store, min(5.0, seconds), pause_s=self.pace.pause_s))
+        with self._wake:
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join(1.0)
+        shutil.rmtree(self.folder / OUTBOX, ignore_errors=True)
+        while self._said:
+            self._warn(self._said.pop(0))
+
+
+def _is_there(entry: dict[str, Any], there: dict[str, Entry]) -> bool:
+    """Whether the store has the object of a commit's entry, with its size."""
+    found = there.get(entry["object"])
+    return found is not None and found.n_bytes == entry["size"]
+
+
+def _link(path: Path, target: Path) -> None:
+    """A link to a file that is never changed, which stays when the file goes; a copy where there are no links."""
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        os.link(path, target)
+    except OSError:
+        shutil.copyfile(path, target)

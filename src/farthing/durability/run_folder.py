@@ -1,0 +1,95 @@
+"""What a run folder holds, and whose run it is. A folder belongs to one run for good.
+
+job.json          the job as it was read, every default spelled out
+run.json          the run's id, what identifies it (settings, data, tokenizer, model), where it began
+log.jsonl         one line a step: loss, gradient norm, examples; one line an evaluation
+ledger.jsonl      seconds and dollars of every attempt
+checkpoints/      see checkpoint.py
+model/            the trained model for others
+receipt.json      written when an attempt ends
+measurements.json what each attempt took, see measurements.py
+plan.json         what the planner promised before the first attempt, and how it would have it run
+schedule.json     how many steps the budget buys, where the schedule is fitted to it
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import farthing
+from farthing.durability.files import parse_json, write_json
+from farthing.errors import RunChanged, RunDamaged
+
+JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
+    "job.json",
+    "run.json",
+    "plan.json",
+    "log.jsonl",
+    "ledger.jsonl",
+    "checkpoints",
+    "model",
+    "receipt.json",
+    "schedule.json",
+)
+
+
+def claim(
+    folder: Path, identity: dict[str, Any], machine: dict[str, str], warn: Callable[[str], None]
+) -> dict[str, Any]:
+    """Write what this run is, or check that the folder's run is this one. Raises `RunChanged`, `RunDamaged`."""
+    path = folder / RUN
+    if not path.exists():
+        facts = {
+            "run_id": uuid.uuid4().hex,
+            "farthing": farthing.__version__,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "identity": identity,
+            "machine": machine,
+        }
+        write_json(path, facts)
+        return facts
+    try:
+        facts = parse_json(path.read_text(encoding="utf-8"))
+        before = facts["identity"]
+        facts["run_id"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise RunDamaged(
+            f"{RUN} can't be read ({type(error).__name__})",
+            where=str(path),
+            to_do="bring it back from a copy, or give the job another output_dir",
+        ) from error
+    now = json.loads(json.dumps(identity))
+    changed = [f"{key}: {_brief(before.get(key))} -> {_brief(now.get(key))}" for key in {**before, **now}
+               if before.get(key) != now.get(key)]  # fmt: skip
+    if changed:
+        raise RunChanged(
+            "this folder holds a run of something else:\n    " + "\n    ".join(changed),
+            where=str(folder),
+            to_do="undo the change to continue it, or give the job another output_dir"
+            f" (to train its result further: model: {folder / MODEL})",
+        )
+    moved = [f"{key} {facts['machine'].get(key)} -> {value}" for key, value in machine.items()
+             if facts["machine"].get(key) != value]  # fmt: skip
+    if moved and not facts.get("finished"):
+        warn(f"resumed under other conditions ({'; '.join(moved)}): equal to rounding, not to the bit")
+    return dict(facts)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in `folder` has come to its end, and its model is there."""
+    try:
+        return (
+            bool(parse_json((folder / RUN).read_text(encoding="utf-8")).get("finished")) and (folder / MODEL).is_dir()
+        )
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _brief(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:18]}...{text[-6:]}"

@@ -1,0 +1,159 @@
+"""A run begun again until it ends: after an interruption, a crash or a kill, each attempt in a process of its own.
+
+A loop that ends: what repeats itself is not tried a third time, and attempts that commit nothing are counted. Signals are
+handed to the child, which saves and leaves; then nothing is begun again. Refuses to import torch, to know what a job is,
+and to print: it tells `say`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from farthing.durability.files import JsonLines
+from farthing.durability.preemption import SIGNALS
+from farthing.durability.run_folder import LEDGER
+from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE
+from farthing.units import plural, say_seconds
+
+TRIES = 3
+FINAL = (EXIT_FINISHED, EXIT_MISTAKE, EXIT_LIMIT)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+class Child(Protocol):
+    """An attempt that is under way."""
+
+    def wait(self) -> int:
+        """Its exit code; negative: the signal that has killed it."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Hand on a signal."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a run has come, by its ledger."""
+
+    step: int = 0
+    """Of the last attempt."""
+    committed: int = 0
+    """The newest step that was saved."""
+    leaving: str = ""
+    """The cloud's notice that the last attempt has heard: this machine goes."""
+
+
+def standing(folder: Path) -> Standing:
+    """Where the run in `folder` stands; at zero before it has begun."""
+    rows = list(JsonLines(folder / LEDGER).rows())
+    if not rows:
+        return Standing()
+    last = [row for row in rows if row.get("attempt") == rows[-1].get("attempt")]
+    notices = [row["notice"] for row in last if "notice" in row]
+    leaving = [note["what"] for note in notices if note.get("is_certain") and note.get("source") != "signal"]
+    committed = max((row.get("committed", 0) for row in rows), default=0)
+    return Standing(int(last[-1].get("step", 0)), committed, leaving[-1] if leaving else "")
+
+
+class Supervisor:
+    """Runs attempts until one ends for good. `start(n)` begins attempt number n, from 0."""
+
+    def __init__(
+        self,
+        folder: Path,
+        start: Callable[[int], Child],
+        say: Callable[[str], None],
+        *,
+        tries: int = TRIES,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._folder, self._start, self._say = folder, start, say
+        self._tries, self._sleep = tries, sleep
+        self._child: Child | None = None
+        self._asked_to_leave = False
+
+    def run(self) -> int:
+        """The exit code of the last attempt (1 where it was killed)."""
+        before = {number: signal.signal(number, self._hand_on) for number in SIGNALS}
+        try:
+            return self._run()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
+        n_started = n_in_vain = 0
+        crashed_at: int | None = None
+        stood = standing(self._folder)
+        while not self._asked_to_leave:
+            self._child = self._start(n_started)
+            n_started += 1
+            code = self._child.wait()
+            self._child = None
+            stands = standing(self._folder)
+            if code in FINAL:
+                return code
+            if self._asked_to_leave:
+                break
+            if code == EXIT_INTERRUPTED and stands.leaving:
+                self._say(f"not begun again on a machine that goes: {stands.leaving}")
+                return code
+            if code == EXIT_CRASH and crashed_at == stands.step:
+                self._say(f"it crashed twice in a row after step {stands.step:,}, and would again; see its words above")
+                return code
+            crashed_at = stands.step if code == EXIT_CRASH else None
+            n_in_vain = 0 if stands.committed > stood.committed else n_in_vain + 1
+            if n_in_vain >= self._tries:
+                self._say(f"{plural(n_in_vain, 'attempt')} in a row saved nothing new; stopped after {_how(code)}")
+                return code if code > 0 else EXIT_CRASH
+            stood = stands
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**n_in_vain)
+            self._say(f"{_how(code)} after step {stands.step:,}; begun again in {say_seconds(pause_s)}")
+            self._pause(pause_s)
+        return EXIT_INTERRUPTED
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, unless asked to leave meanwhile."""
+        while seconds > 0 and not self._asked_to_leave:
+            self._sleep(min(seconds, 0.2))
+            seconds -= 0.2
+
+    def _hand_on(self, number: int, frame: Any) -> None:
+        self._asked_to_leave = True
+        if self._child is not None:
+            self._child.send_signal(number)
+
+
+def _how(code: int) -> str:
+    """An exit code in words."""
+    if code < 0:
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+    return "interrupted" if code == EXIT_INTERRUPTED else f"ended with {code}"
+
+
+def begin(arguments: Sequence[str], stdout: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    """`farthing` with these arguments as a child that signals of the terminal reach only through us, and that is asked to
+    leave when we die."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def follow() -> None:
+        if libc is not None:
+            libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "farthing", *arguments],
+        stdout=stdout,
+        process_group=0,
+        preexec_fn=follow,
+    )

@@ -1,0 +1,325 @@
+"""Hidden states of a frozen prefix on disk: one row of h numbers for each token, computed once, before training.
+
+    <cache_dir>/prefix/<key>/<number>/rows.bin, manifest.json
+
+The key is a hash of everything the rows follow from, and each part is a folder committed by the protocol of `files`, with
+the same facts in its manifest: a cache of other weights, data or numbers is never found, a part that differs from what was
+written is made again, and a fill that was killed goes on with the first part that is missing. Examples are computed in an
+order and in pieces that follow from their lengths alone, so a part made twice on one machine is the same to the bit.
+
+A cache that can't be had is a reason in words, and the run computes instead; folders that are not in use may be deleted,
+the time of a folder says when it was last used. Refuses to choose whether a cache pays: `planner.frozen_cache_cost` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+
+import farthing
+from farthing.data.packing import collate_flat
+from farthing.data.tokens import TokenSet
+from farthing.durability.files import (
+    Damaged,
+    commit_folder,
+    discard,
+    make_private,
+    only_writer,
+    read_manifest,
+    sweep_drafts,
+    verify_folder,
+)
+from farthing.errors import Interrupted, RunBusy
+from farthing.model.attention import first_position, flat_batch
+from farthing.model.frozen_layers import Prefix
+from farthing.model.hardware import Numerics, device_name
+from farthing.planner.frozen_cache_cost import DISK_SHARE, prefix_cache_bytes
+from farthing.units import say_bytes
+
+CACHE_VERSION = 1
+PART_BYTES = 256 << 20  # at most that much is computed again after a kill
+CHECK_THREADS = 4
+ROWS = "rows.bin"
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+WAIT_S = 0.2  # between looks at a cache that another process is filling
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixCache:
+    """Hidden states of examples, memory-mapped."""
+
+    folder: Path
+    starts: NDArray[np.int64]
+    """[n_examples of the set]: the row where each example begins; -1 where it is not in here."""
+    lengths: NDArray[np.int64]
+    """[n_examples of the set]: tokens of each."""
+    part_starts: NDArray[np.int64]
+    """[n_parts]: the row where each part begins."""
+    parts: tuple[Tensor, ...]
+    """Each [rows of the part, h]."""
+
+    @property
+    def n_bytes(self) -> int:
+        """On disk."""
+        return sum(part.nbytes for part in self.parts)
+
+    def rows(self, examples: NDArray[np.int64], *, pin: bool = False) -> Tensor:
+        """[1, T, h]: the rows of a micro-batch, its examples end to end in this order; in pinned memory if asked."""
+        starts, lengths = self.starts[examples], self.lengths[examples]
+        if (starts < 0).any():
+            raise ValueError("an example that was not cached")
+        first = self.parts[0]
+        found = torch.empty(1, int(lengths.sum()), first.shape[1], dtype=first.dtype, pin_memory=pin)
+        numbers = np.searchsorted(self.part_starts, starts, side="right") - 1
+        places = (starts - self.part_starts[numbers]).tolist()
+        at = 0
+        for number, place, length in zip(numbers.tolist(), places, lengths.tolist(), strict=True):
+            found[0, at : at + length] = self.parts[number][place : place + length]
+            at += length
+        return found
+
+
+def open_prefix_cache(
+    prefix: Prefix,
+    tokens: TokenSet,
+    examples: NDArray[np.int64],
+    cache_dir: Path,
+    *,
+    numerics: Numerics,
+    most_tokens: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> PrefixCache | str:
+    """The cache of these examples (indices into `tokens`): what is there and whole is used, the rest is computed.
+
+    At most `most_tokens` are computed at once. `progress(done, total)` counts tokens. A string says why there is no cache,
+    and then none is left on the disk. Raises `Interrupted`; what was computed is kept.
+    """
+    plan = _Plan.of(tokens, examples, prefix.width, most_tokens)
+    if not plan.parts:
+        return "no example has a token"
+    facts = _facts(prefix, tokens, plan, numerics, most_tokens)
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    folder = cache_dir / "prefix" / key
+    try:
+        make_private(folder.parent)
+        make_private(folder)
+        with _alone(folder, should_stop):
+            found = _whole_parts(folder, len(plan.parts), facts, should_stop)
+            missing = [number for number in range(len(plan.parts)) if number not in found]
+            if missing:
+                why = _why_no_room(prefix, tokens, plan, missing, numerics, folder)
+                if why:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    return why
+                _fill(folder, prefix, tokens, plan, missing, facts, numerics, progress, should_stop)
+            os.utime(folder)
+            return _mapped(folder, plan, prefix.width)
+    except OSError as error:
+        if folder.is_dir():  # room for checkpoints is worth more
+            shutil.rmtree(folder, ignore_errors=True)
+        return f"the cache of the frozen layers can't be written: {error.strerror or error}"
+
+
+# ---- what is in it ----
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which examples are computed together, and where their rows go: a function of lengths and budgets."""
+
+    order: NDArray[np.int64]
+    """Examples as they lie on the disk: the longest first, equal ones side by side."""
+    starts: NDArray[np.int64]
+    """[n + 1]: the row where each begins."""
+    parts: list[list[slice]]
+    """Of each part, its pieces: places in `order`."""
+    example_starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tokens: TokenSet, examples: NDArray[np.int64], width: int, most_tokens: int) -> _Plan:
+        """Each piece takes as many examples as fit in the budget, each part as many pieces as fit in its bytes."""
+        lengths = tokens.lengths
+        wanted = np.unique(np.asarray(examples, np.int64))
+        wanted = wanted[lengths[wanted] > 0]
+        order = wanted[np.argsort(-lengths[wanted], kind="stable")]
+        starts = np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64)
+        most_rows = PART_BYTES // prefix_cache_bytes(1, width, 4)
+        parts: list[list[slice]] = []
+        at = 0
+        while at < len(order):
+            stop = max(at + 1, int(np.searchsorted(starts, starts[at] + most_tokens, side="right")) - 1)
+            if parts and starts[stop] - starts[parts[-1][0].start] <= most_rows:
+                parts[-1].append(slice(at, stop))
+            else:
+                parts.append([slice(at, stop)])
+            at = stop
+        example_starts = np.full(len(tokens), -1, np.int64)
+        example_starts[order] = starts[:-1]
+        return cls(order, starts, parts, example_starts, lengths)
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """The rows of a part: its first, and the one after its last."""
+        pieces = self.parts[number]
+        return int(self.starts[pieces[0].start]), int(self.starts[pieces[-1].stop])
+
+    def n_tokens(self, numbers: list[int]) -> int:
+        """Rows of these parts."""
+        return sum(stop - start for start, stop in map(self.bounds, numbers))
+
+
+def _facts(prefix: Prefix, tokens: TokenSet, plan: _Plan, numerics: Numerics, most_tokens: int) -> dict[str, Any]:
+    """Everything the rows follow from."""
+    data = hashlib.sha256(plan.lengths[plan.order].tobytes())
+    for index in plan.order:
+        data.update(tokens.example(int(index))[0].tobytes())
+    return {
+        "version": CACHE_VERSION,
+        "prefix (content)": prefix.sha256(),
+        "examples (content)": data.hexdigest(),
+        "n_layers": prefix.n_layers,
+        "precision": numerics.name,
+        "tf32": numerics.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
+        "most_tokens": most_tokens,
+        "device": device_name(numerics.device),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "farthing": farthing.__version__,
+    }
+
+
+# ---- making it ----
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, should_stop: Callable[[], bool]) -> Iterator[None]:
+    """Hold the folder; another process that fills it is waited for, as it makes what we need. Raises `Interrupted`."""
+    with contextlib.ExitStack() as stack:
+        while True:
+            _stop_if(should_stop)
+            try:
+                stack.enter_context(only_writer(folder))
+                break
+            except RunBusy:
+                time.sleep(WAIT_S)
+        yield
+
+
+def _stop_if(should_stop: Callable[[], bool]) -> None:
+    if should_stop():
+        raise Interrupted("stopped while the frozen layers were computed", to_do="run the same command again")
+
+
+def _whole_parts(folder: Path, n_parts: int, facts: dict[str, Any], should_stop: Callable[[], bool]) -> set[int]:
+    """The parts that are there to the bit; what is damaged, and what killed writers left, is removed."""
+    sweep_drafts(folder)
+    there = [number for number in range(n_parts) if (folder / _name(number)).is_dir()]
+
+    def is_whole(number: int) -> bool:
+        _stop_if(should_stop)
+        try:
+            return bool(verify_folder(folder / _name(number)).get("of") == facts)
+        except (Damaged, OSError):
+            return False
+
+    with ThreadPoolExecutor(CHECK_THREADS) as pool:
+        whole = {number for number, is_good in zip(there, pool.map(is_whole, there), strict=True) if is_good}
+    for number in set(there) - whole:
+        discard(folder / _name(number))
+    return whole
+
+
+def _why_no_room(
+    prefix: Prefix, tokens: TokenSet, plan: _Plan, missing: list[int], numerics: Numerics, folder: Path
+) -> str:
+    """Why the disk can't hold the missing parts, in words; empty if it can. One token tells what a number takes."""
+    shortest = plan.order[-1:]
+    sample = _computed(prefix, tokens, shortest, numerics)
+    needed = plan.n_tokens(missing) * sample[0].nbytes
+    free = shutil.disk_usage(folder).free
+    if needed <= DISK_SHARE * free:
+        return ""
+    return (
+        f"what the frozen layers compute would take {say_bytes(needed)} on the disk, and half of the {say_bytes(free)} "
+        "that are free may be used"
+    )
+
+
+def _fill(
+    folder: Path,
+    prefix: Prefix,
+    tokens: TokenSet,
+    plan: _Plan,
+    missing: list[int],
+    facts: dict[str, Any],
+    numerics: Numerics,
+    progress: Callable[[int, int], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    """Compute and commit the missing parts; one is written while the next is computed."""
+    total = plan.n_tokens(list(range(len(plan.parts))))
+    done = total - plan.n_tokens(missing)
+    with ThreadPoolExecutor(1) as writer:
+        written: Future[None] | None = None
+        for number in missing:
+            computed = []
+            for piece in plan.parts[number]:
+                _stop_if(should_stop)
+                computed.append(_computed(prefix, tokens, plan.order[piece], numerics))
+                done += len(computed[-1])
+                progress(done, total)
+            if written is not None:
+                written.result()
+            written = writer.submit(_commit, folder / _name(number), computed, facts)
+        if written is not None:
+            written.result()
+
+
+def _computed(prefix: Prefix, tokens: TokenSet, examples: NDArray[np.int64], numerics: Numerics) -> Tensor:
+    """[T, h] on the CPU."""
+    arrays = collate_flat(tokens, examples, prefix.task, first_position(prefix.inner.config))
+    batch = flat_batch(arrays, numerics.device)
+    with numerics.autocasting():
+        return prefix.hidden_states(batch)[0].cpu()
+
+
+def _commit(folder: Path, pieces: list[Tensor], facts: dict[str, Any]) -> None:
+    def write(draft: Path) -> None:
+        with open(draft / ROWS, "wb") as file:
+            for piece in pieces:
+                file.write(piece.contiguous().view(torch.uint8).numpy())
+
+    commit_folder(folder, write, {"of": facts, "dtype": str(pieces[0].dtype)})
+
+
+def _name(number: int) -> str:
+    return f"{number:05d}"
+
+
+def _mapped(folder: Path, plan: _Plan, width: int) -> PrefixCache:
+    """The parts, mapped by torch: a map of numpy would hold a descriptor for each."""
+    bounds = [plan.bounds(number) for number in range(len(plan.parts))]
+    parts = []
+    for number, (start, stop) in enumerate(bounds):
+        path, dtype = folder / _name(number), _DTYPES[read_manifest(folder / _name(number))["dtype"]]
+        rows = torch.from_file(str(path / ROWS), shared=False, size=(stop - start) * width, dtype=dtype)
+        parts.append(rows.view(-1, width))
+    return PrefixCache(
+        folder, plan.example_starts, plan.lengths, np.array([start for start, _ in bounds]), tuple(parts)
+    )

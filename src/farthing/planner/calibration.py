@@ -1,0 +1,145 @@
+"""Measurements of a device -> what to make of its predictions.
+
+A run of the same model and method is computed again with the formulas, as it was run; what it took, divided by that, is the
+factor. Other runs on the same device say less: there the formula's own prediction, kept with the measurement, is compared.
+
+Refuses to import torch and to read files.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from farthing.planner.lengths import Largest, Padded
+from farthing.planner.measurements import Measurement, matching
+from farthing.planner.memory import estimate_memory
+from farthing.planner.recipe import Recipe
+from farthing.planner.shapes import Adapters, Shape
+from farthing.planner.speed import Calibration, Device, forward_work, step_time, work_of
+from farthing.units import plural
+
+N_NEWEST = 5
+SPREAD_SAME, SPREAD_OTHER = 0.08, 0.20  # what is left of the error after runs of the same model, or of others only
+
+
+def calibrate(
+    measurements: Sequence[Measurement],
+    hardware: str,
+    shape: Shape,
+    recipe: Recipe,
+    device: Device,
+    adapters: Adapters | None,
+    labelled_share: float = 1.0,
+) -> Calibration:
+    """The medians of the newest runs of this model and method on `hardware`; else of any run there; else nothing."""
+    of_device = matching(measurements, hardware=hardware, precision=recipe.precision)
+    first_layer = adapters.first_layer if adapters is not None else 0
+    same = [m for m in of_device if _is_same(m, shape, recipe) and m.first_layer == first_layer][:N_NEWEST]
+    if not same:
+        return _from_others(of_device[:N_NEWEST])
+    found = [_compare(m, shape, recipe, device, adapters, labelled_share) for m in same]
+
+    def median(name: str) -> float:
+        return statistics.median(getattr(one, name) for one in found)
+
+    runs = f"{plural(len(same), 'run')} of this model here, the last on {same[0].when[:10]}"
+    return Calibration(
+        compute=median("compute"),
+        optimizer=median("optimizer"),
+        evaluation=statistics.median([one.evaluation for one in found if one.evaluation > 0] or [1.0]),
+        waiting_s=median("waiting_s"),
+        start_s=statistics.median(m.start_up_s + m.load_model_s + m.restore_s for m in same),
+        save_s=statistics.median([m.save_s / m.n_saves for m in same if m.n_saves] or [0.1]),
+        export_s=statistics.median([m.export_s for m in same if m.export_s > 0] or [0.5]),
+        extra_bytes=int(max(one.extra_bytes or 0 for one in found)),
+        spread=SPREAD_SAME if len(same) < 3 else SPREAD_SAME * 0.75,
+        n_runs=len(same),
+        source=runs,
+    )
+
+
+def past_errors(measurements: Sequence[Measurement], hardware: str) -> str:
+    """How far off earlier promises were on `hardware`, in words; empty where there were none."""
+    steps, peaks = [], []
+    for m in matching(measurements, hardware=hardware):
+        step_s, peak = m.promised.get("step_s"), m.promised.get("peak_bytes")
+        if isinstance(step_s, int | float) and isinstance(peak, int | float) and step_s > 0 and peak > 0:
+            steps.append(abs(m.step_s / step_s - 1))
+            peaks.append(abs(m.peak_bytes / peak - 1))
+    if not steps:
+        return ""
+    return (
+        f"{plural(len(steps), 'earlier promise')} here: off by {statistics.median(steps):.0%} in time and "
+        f"{statistics.median(peaks):.0%} in memory, median"
+    )
+
+
+def _is_same(m: Measurement, shape: Shape, recipe: Recipe) -> bool:
+    sizes = m.model_type == shape.model_type and m.hidden == shape.hidden and m.n_layers == shape.n_layers
+    return sizes and m.vocab == shape.vocab and m.task == shape.task and m.method == recipe.method
+
+
+def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Largest]:
+    """A measured run in the formulas' terms: recipe, padding, mean tokens, and its largest micro-batch."""
+    stack = replace(recipe.stack, is_flat=m.is_flat, is_flash=m.is_flat and m.precision != "fp16")
+    ran = replace(
+        recipe, optim=m.optim, global_batch=m.global_batch_size, micro_batch=None, micro_tokens=m.micro_batch_tokens,
+        mean_passes=m.n_micro_batches / m.n_steps, every_n_layers=m.every_n_layers, lora_r=m.lora_r, stack=stack,
+        caches_prefix=m.caches_prefix,
+    )  # fmt: skip
+    n_examples = m.n_steps * m.global_batch_size
+    mean, target = m.lengths["mean"], m.lengths["mean_target"] if m.task == "seq2seq" else 0.0
+    tokens = m.n_padded_tokens / n_examples * mean / (mean + target)
+    targets = m.n_padded_tokens / n_examples * target / (mean + target)
+    spread = m.lengths["mean_of_squares"] / mean**2  # that of targets is not kept, and taken to be the same
+    padded = Padded(tokens, targets, tokens**2 * spread, targets**2 * spread, tokens * targets * spread)
+    if m.is_flat:
+        largest = Largest(1, m.largest_tokens, 0, round(m.largest_tokens * m.lengths["mean_of_squares"] / mean))
+        return ran, padded, m.n_tokens / n_examples, largest
+    longest = m.largest_tokens / max(1, m.largest_examples)
+    largest = Largest(m.largest_examples, round(longest * tokens / (tokens + targets)), 0)
+    if targets:
+        largest = largest._replace(targets=round(longest * targets / (tokens + targets)))
+    return ran, padded, m.n_tokens / n_examples, largest
+
+
+def _compare(
+    m: Measurement, shape: Shape, recipe: Recipe, device: Device, adapters: Adapters | None, labelled_share: float
+) -> Calibration:
+    ran, padded, mean, largest = as_run(m, recipe)
+    work = work_of(shape, ran, padded, mean, adapters, labelled_share=labelled_share)
+    parts = step_time(work, device).parts
+    computed = sum(seconds for name, seconds in parts.items() if name != "optimizer")
+    memory = estimate_memory(
+        shape, ran, largest, adapters, labelled_share=labelled_share, is_cuda=device.is_cuda
+    ).allocated_bytes
+    evaluation = 0.0
+    if m.n_evaluations and m.n_eval_padded_tokens and not m.has_generated:
+        n_steps = m.n_eval_padded_tokens / max(1.0, work.n_padded_tokens)
+        predicted = sum(step_time(forward_work(work, n_steps), device).parts.values())
+        evaluation = m.evaluation_s / predicted
+    return Calibration(
+        compute=m.compute_s / m.n_steps / computed,
+        optimizer=m.optimizer_s / m.n_steps / max(parts.get("optimizer", 0.0), 1e-9),
+        evaluation=evaluation,
+        waiting_s=(m.data_wait_s + m.host_to_device_s) / m.n_steps,
+        extra_bytes=m.peak_bytes - memory,
+    )
+
+
+def _from_others(runs: Sequence[Measurement]) -> Calibration:
+    """The ratio to what the formula alone had said of these runs."""
+    kept = [(m, m.promised.get("formula")) for m in runs]
+    pairs = [(m, f) for m, f in kept if isinstance(f, dict) and f.get("compute_s") and f.get("optimizer_s")]
+    if not pairs:
+        return Calibration()
+    return Calibration(
+        compute=statistics.median(m.compute_s / m.n_steps / f["compute_s"] for m, f in pairs),
+        optimizer=statistics.median(m.optimizer_s / m.n_steps / f["optimizer_s"] for m, f in pairs),
+        start_s=statistics.median(m.start_up_s + m.load_model_s for m, _ in pairs),
+        spread=SPREAD_OTHER,
+        n_runs=len(pairs),
+        source=f"{plural(len(pairs), 'run')} of other models here",
+    )

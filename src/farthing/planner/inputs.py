@@ -1,0 +1,382 @@
+"""A job -> the planner's question, and its answer: the shape of the model, the lengths of the data, offers, measurements.
+
+This is where the planner's values come from: config.json, token caches or a sample of rows, the price snapshot, the file of
+measurements, and what this machine is. `plan.decide` gets them and nothing else.
+
+Refuses to import torch, to train and to print. The clock's time is handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+from farthing.config.job import Job
+from farthing.errors import UserMistake
+from farthing.planner.calibration import calibrate, past_errors
+from farthing.planner.lengths import Lengths, from_mean, read_lengths
+from farthing.planner.machine import Machine, free_memory_bytes, local_machine
+from farthing.planner.measurements import MEASUREMENTS, Measurement, read_measurements
+from farthing.planner.model_config import find_config
+from farthing.planner.ownership import Owned
+from farthing.planner.plan import (
+    CPU_TOKENS,
+    Answer,
+    Assumptions,
+    Place,
+    Plan,
+    Rejected,
+    Wanted,
+    decide,
+    place_of,
+    recipe_of,
+)
+from farthing.planner.shapes import Shape, read_shape
+from farthing.planner.speed import Calibration, Device, cpu_device, device_of, step_time, work_of
+from farthing.planner.spot_traces import hazards, read_traces
+from farthing.prices.catalog import Billing, Catalog, Offer, find_gpu, gpu_of_device, gpus, read_catalog, select
+
+HERE, OWN = "this machine", "own"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question to the planner with its answer, and everything that went into it."""
+
+    job: Job
+    wanted: Wanted
+    answer: Answer
+    catalog: Catalog
+    machine: Machine
+    assumptions: Assumptions
+    notes: tuple[str, ...]
+    """Where model, lengths and calibration come from, and what is not known."""
+    today: date
+    own: tuple[Owned, ...] = ()
+    law: str = "a prior: the middle of the zones that were measured"
+    """Where the law of interruptions comes from."""
+
+
+def study_job(
+    job: Job,
+    *,
+    now: datetime,
+    prices: Path | str | None = None,
+    gpu: Sequence[str] = (),
+    provider: Sequence[str] = (),
+    region: Sequence[str] = (),
+    kind: str | None = None,
+    max_gpus: int = 8,
+    own: Sequence[Owned] = (),
+    budget_usd: float | None = None,
+    deadline_s: float | None = None,
+    n_examples: int | None = None,
+    mean_tokens: float | None = None,
+    traces: Path | None = None,
+    is_local: bool = True,
+) -> Study:
+    """Plan a job on every offer that is asked for, on this machine, and on GPUs of one's own.
+
+    `gpu`, `provider` and `region` are names, any of which will do; like `kind`, they are the job's own unless given.
+    `n_examples` and `mean_tokens` stand for data that can't be seen from here; `traces` is a folder of spot capacity.
+    Raises `UserMistake`, `DataError`, `ModelError`.
+    """
+    notes: list[str] = []
+    cache_dir = Path(job.cache_dir or ".")
+    config, where = find_config(job.model.model_name_or_path, job.model.revision)
+    notes.append(f"model: {where}")
+    lengths, held_out = _lengths(job, cache_dir, n_examples, mean_tokens)
+    notes.append(f"data: {lengths.source}")
+    wanted = wanted_of(job, shape_of(job, config), lengths, held_out, config=config, now=now)
+    if budget_usd is not None:
+        wanted = replace(wanted, max_usd=budget_usd)
+    if deadline_s is not None:
+        wanted = replace(wanted, deadline_s=deadline_s)
+    today = now.date()
+    catalog = read_catalog(prices, today)
+    measurements = read_measurements(cache_dir / MEASUREMENTS)
+    machine = local_machine()
+    known = _Known(wanted, measurements)
+    may = job.where
+    chosen = _selected(catalog, gpu or may.gpu, provider or may.provider, region or may.region, kind or may.offers)
+    offers = [offer for offer in chosen if offer.n_gpus <= max_gpus]
+    places: list[Place] = []
+    refused: list[Rejected] = []
+    if is_local:
+        here = place_here(wanted, machine, job, measurements, today)
+        if here is not None:
+            places.append(here)
+        else:
+            notes.append(
+                f"this machine: {machine.device_name} is no GPU that is known here, so nothing is planned on it"
+            )
+    for owned in own:
+        offer = owned_offer(owned, today)
+        found = place_of(offer, wanted.precision, known.of(offer.gpu))
+        if isinstance(found, Place):  # nothing is rented, so nothing has to be set up
+            places.append(replace(found, is_local=True))
+        else:
+            refused.append(found)
+    for offer in offers:
+        if offer.usd_per_hour is None:
+            continue
+        found = place_of(offer, wanted.precision, known.of(offer.gpu))
+        if isinstance(found, Place):
+            places.append(found)
+        else:
+            refused.append(found)
+    if not offers:
+        raise UserMistake(
+            "no offer is left to look at",
+            where="--gpu, --provider, --region, --offers",
+            to_do="leave one of them out; `farthing prices` lists what there is",
+        )
+    managed = [offer for offer in offers if offer.usd_per_hour is None]
+    assumptions = Assumptions()
+    hazard, law = None, Study.law
+    if traces is not None:
+        hazard, words = hazards(read_traces(traces))
+        notes.append(words)
+        law = words
+    answer = decide(wanted, places, assumptions=assumptions, managed=managed, hazard=hazard)
+    answer = replace(answer, rejected=(*answer.rejected, *refused))
+    notes += known.notes
+    here_calibration = next((place.calibration for place in places if place.offer.provider == HERE), None)
+    if here_calibration is not None and here_calibration.n_runs:
+        notes.append(f"this machine is calibrated by {here_calibration.source}")
+    earlier = past_errors(measurements, machine.hardware)
+    if earlier:
+        notes.append(earlier)
+    return Study(job, wanted, answer, catalog, machine, assumptions, tuple(notes), today, tuple(own), law)
+
+
+# ---- the job ----
+
+
+def shape_of(job: Job, config: dict[str, Any], n_labels: int = 2) -> Shape:
+    """The sizes of the job's model with its head. A head for classification is small; two labels unless known."""
+    return read_shape(config, job.task, n_labels if job.task == "classification" else 0)
+
+
+def wanted_of(
+    job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None, *, config: dict[str, Any], now: datetime
+) -> Wanted:
+    """What a job asks of the planner; `config` is the model's."""
+    train, method = job.train, job.method
+    precision = "bf16" if train.bf16 else "fp16" if train.fp16 else "fp32" if train.bf16 is False else None
+    checkpointing = train.gradient_checkpointing
+    micro_tokens = train.micro_batch_tokens
+    if micro_tokens is None and job.says_micro_batch:
+        micro_tokens = job.micro_batch_size * lengths.longest_example  # as the trainer takes it
+    deadline_s = None
+    if job.limits.deadline is not None:
+        deadline_s = job.limits.deadline.timestamp() - now.timestamp()
+    is_generated = job.task == "seq2seq" and train.predict_with_generate
+    return Wanted(
+        shape=shape,
+        method=method.name,
+        optim=train.optim,
+        global_batch=job.global_batch_size,
+        lengths=lengths,
+        n_epochs=train.num_train_epochs,
+        max_steps=train.max_steps,
+        micro_tokens=micro_tokens,
+        may_go_flat=job.model.attn_implementation is None,
+        caches_prefix=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
+        every_n_layers=None if checkpointing == "auto" else int(checkpointing),
+        precision=precision,
+        lora_r=method.lora_r,
+        lora_dropout=method.lora_dropout,
+        target_modules=method.target_modules,
+        modules_to_save=method.modules_to_save,
+        use_dora=method.use_dora,
+        eval_lengths=held_out,
+        eval_steps=0 if train.eval_strategy == "no" else train.eval_steps,
+        eval_batch=train.per_device_eval_batch_size,
+        max_new_tokens=job.data.max_target_length if is_generated else 0,
+        save_every_s=train.save_minutes * 60 if train.save_minutes else None,
+        save_steps=train.save_steps,
+        is_tokenized=lengths.is_exact,
+        max_usd=job.limits.max_usd,
+        max_hours=job.limits.max_hours,
+        deadline_s=deadline_s,
+    )
+
+
+def _drops(config: dict[str, Any]) -> bool:
+    """Whether a model drops something in training: frozen layers that do give something else every time."""
+    names = [name for name, value in config.items() if isinstance(value, int | float) and value > 0]
+    return any("drop" in name or name.endswith("pdrop") for name in names)
+
+
+def _lengths(
+    job: Job, cache_dir: Path, n_examples: int | None, mean_tokens: float | None
+) -> tuple[Lengths, Lengths | None]:
+    if (n_examples is None) != (mean_tokens is None):
+        raise UserMistake("examples and tokens go together", where="--examples, --mean-tokens", to_do="give both")
+    if n_examples is not None and mean_tokens is not None:
+        target = mean_tokens / 4 if job.task == "seq2seq" else None
+        longest = max(job.max_length, int(mean_tokens) + 1)
+        lengths = from_mean(n_examples, mean_tokens, longest, mean_target=target)
+        return lengths, None
+    return read_lengths(job, cache_dir=cache_dir)
+
+
+# ---- places ----
+
+
+def place_here(
+    wanted: Wanted, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
+) -> Place | None:
+    """This machine as the trainer would use it; None for a GPU that is not known.
+
+    A CPU computes in fp32 unless asked for bf16.
+    """
+    is_cuda = machine.kind == "cuda" and job.where.device != "cpu"
+    offer = Offer(
+        HERE, machine.device_name if is_cuda else machine.cpu.name, "", 1, "", "", job.where.spot, "machine_hour",
+        job.usd_per_hour, "the job's own price: where.usd_per_hour and electricity", today, Billing(HERE),
+    )  # fmt: skip
+    if is_cuda:
+        gpu = gpu_of_device(machine.device_name)
+        if gpu is None:
+            return None
+        precision = wanted.precision or ("bf16" if gpu.has_bf16 else "fp16")
+        device = device_of(gpu, precision)
+        offer = offer._replace(gpu=gpu.name)
+        memory_bytes, hardware = machine.memory_bytes, machine.hardware
+    else:
+        precision = wanted.precision or "fp32"
+        device = cpu_device(machine.cpu.name, machine.cpu.peak_flops(precision, machine.n_threads), machine.n_threads)
+        memory_bytes = machine.memory_bytes if machine.kind == "cpu" else free_memory_bytes()
+        hardware = replace(machine, kind="cpu", device_name=machine.cpu.name).hardware
+    if device is None:
+        return None
+    known = _calibration(wanted, measurements, hardware, precision, device)
+    memory_bytes -= memory_bytes % 2**30 if memory_bytes > 2**30 else 0  # what is free moves; a plan should not
+    return Place(offer, device, precision, memory_bytes, known, is_local=True, is_cuda=is_cuda)
+
+
+def plan_here(
+    wanted: Wanted, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
+) -> Plan | Rejected | None:
+    """The plan for this machine alone, limits aside; None where it can't be planned on."""
+    place = place_here(wanted, machine, job, measurements, today)
+    if place is None:
+        return None
+    open_ended = replace(wanted, max_usd=None, max_hours=None, deadline_s=None)
+    answer = decide(open_ended, [place])
+    return answer.plans[0] if answer.plans else answer.rejected[0]
+
+
+def promise_of(plan: Plan, wanted: Wanted) -> dict[str, Any]:
+    """What a plan promises a run, in plain values: kept with the run, and held against what happens.
+
+    `formula` is what would have been said without any measurement, for the plans of other models on the same device.
+    """
+    assert plan.recipe.micro_tokens is not None
+    padded = wanted.cut(plan.recipe.micro_tokens, plan.recipe.n_gpus).example
+    work = work_of(
+        wanted.shape,
+        plan.recipe,
+        padded,
+        wanted.tokens_per_example,
+        wanted.adapters,
+        labelled_share=wanted.labelled_share,
+    )
+    bare = step_time(work, plan.place.device).parts
+    return {
+        "wall_s": plan.wall_s,
+        "wall_range_s": [hours * 3600 for hours in plan.hours_range.as_list()],
+        "usd": plan.total_usd,
+        "usd_range": plan.usd_range.as_list(),
+        "peak_bytes": int(plan.memory_range.likely),
+        "peak_range_bytes": [int(n) for n in plan.memory_range.as_list()],
+        "seconds": plan.seconds,
+        "memory": plan.memory.as_dict(),
+        "step_s": plan.step.seconds,
+        "tokens_per_s": plan.step.tokens_per_s,
+        "interval_s": plan.interval_s,
+        "cache_bytes": plan.cache_bytes,
+        "micro_batch_tokens": plan.recipe.micro_tokens,
+        "every_n_layers": plan.recipe.every_n_layers,
+        "first_layer": wanted.adapters.first_layer if wanted.adapters is not None else 0,
+        "calibration": plan.place.calibration.source or "formulas only",
+        "formula": {
+            "compute_s": sum(seconds for name, seconds in bare.items() if name != "optimizer"),
+            "optimizer_s": bare.get("optimizer", 0.0),
+            "peak_bytes": plan.memory.allocated_bytes,
+        },
+    }
+
+
+def owned_offer(owned: Owned, today: date) -> Offer:
+    """A GPU of one's own as an offer: electricity, wear and the rest for each hour."""
+    usd = owned.running_usd_per_h + owned.wear_usd_per_h
+    words = f"own: {owned.power_kw:g} kW at ${owned.usd_per_kwh:g} a kWh, wear ${owned.wear_usd_per_h:.3f} an hour"
+    name = f"{owned.n_gpus}x {owned.gpu}"
+    return Offer(OWN, name, owned.gpu, owned.n_gpus, "", "", False, "machine_hour", usd, words, today, Billing(OWN))
+
+
+class _Known:
+    """Calibrations of GPUs that runs were measured on, made when first asked for."""
+
+    def __init__(self, wanted: Wanted, measurements: Sequence[Measurement]) -> None:
+        self._wanted = wanted
+        self._measurements = measurements
+        self._hardware: dict[str, str] = {}
+        for m in measurements:
+            gpu = gpu_of_device(m.hardware) if m.device == "cuda" else None
+            if gpu is not None:
+                self._hardware[gpu.name] = m.hardware
+        self._made: dict[str, Calibration] = {}
+
+    def of(self, gpu: str) -> Calibration | None:
+        """What is known of a GPU; None without runs on one."""
+        hardware = self._hardware.get(gpu)
+        if hardware is None:
+            return None
+        if gpu not in self._made:
+            has_bf16 = gpus()[gpu].has_bf16
+            precision = self._wanted.precision or ("bf16" if has_bf16 else "fp16")
+            device = device_of(gpus()[gpu], precision)
+            made = Calibration()
+            if device is not None:
+                made = _calibration(self._wanted, self._measurements, hardware, precision, device)
+            self._made[gpu] = replace(made, start_s=None, save_s=None)  # of that machine, not of the GPU
+        return self._made[gpu]
+
+    @property
+    def notes(self) -> list[str]:
+        """Which GPUs are calibrated, and by what."""
+        return [f"{gpu} is calibrated by {made.source}" for gpu, made in self._made.items() if made.n_runs]
+
+
+def _calibration(
+    wanted: Wanted, measurements: Sequence[Measurement], hardware: str, precision: str, device: Device
+) -> Calibration:
+    if not measurements:
+        return Calibration()
+    recipe = recipe_of(wanted, precision, wanted.micro_tokens or CPU_TOKENS, wanted.every_n_layers or 0)
+    return calibrate(
+        measurements, hardware, wanted.shape, recipe, device, wanted.adapters, labelled_share=wanted.labelled_share
+    )
+
+
+def _selected(
+    catalog: Catalog, gpu: Sequence[str], provider: Sequence[str], region: Sequence[str], kind: str | None
+) -> list[Offer]:
+    """Offers that have any of the names of each sort. Raises `UserMistake` for names that nothing has."""
+    found = list(catalog.offers)
+    for names, narrow in ((gpu, "gpu"), (provider, "provider"), (region, "region")):
+        if names:
+            keep: set[int] = set()
+            for name in names:
+                if narrow == "gpu":
+                    find_gpu(name)
+                keep |= {id(offer) for offer in select(catalog, **{narrow: name})}  # type: ignore[arg-type]
+            found = [offer for offer in found if id(offer) in keep]
+    return [offer for offer in found if kind is None or offer.kind == kind]

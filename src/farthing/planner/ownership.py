@@ -1,0 +1,239 @@
+"""Own or rent: what a run costs on a GPU of one's own, when buying one pays back, what a year of runs comes to.
+
+Plain arithmetic on plain values. Refuses to know prices (`catalog` does) and to guess what is not said, but for the
+three assumptions that `Owned` names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from farthing.errors import UserMistake
+from farthing.prices.catalog import HOURS_PER_MONTH, find_gpu
+from farthing.units import parse_hours, parse_usd
+
+MONTHS_PER_YEAR = 12
+
+
+class Owned(NamedTuple):
+    """GPUs of one's own. Price and power are of all of them together, with the machine around them if it counts.
+
+    Electricity at 0.15 dollars a kWh, a life of 36 months and nothing left at its end are assumptions, there to be
+    replaced by one's own figures.
+    """
+
+    gpu: str  # a name of the catalog
+    n_gpus: int = 1
+    price_usd: float = 0.0
+    power_kw: float = 0.0  # under load
+    usd_per_kwh: float = 0.15
+    resale_share: float = 0.0  # of the price, got back at the end
+    life_months: float = 36.0
+    other_usd_per_h: float = 0.0  # cooling, a seat in a rack
+    hours_per_month: float = HOURS_PER_MONTH  # of use: the wear of a month is shared by these
+
+    @property
+    def lost_usd(self) -> float:
+        """What it loses in value over its life."""
+        return self.price_usd * (1 - self.resale_share)
+
+    @property
+    def running_usd_per_h(self) -> float:
+        """Electricity and the rest, for an hour of use."""
+        return self.power_kw * self.usd_per_kwh + self.other_usd_per_h
+
+    @property
+    def wear_usd_per_h(self) -> float:
+        """Loss of value in an hour of use, evenly over its life and the hours it is used."""
+        return self.lost_usd / (self.life_months * self.hours_per_month)
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the month in which it works."""
+        return self.hours_per_month / HOURS_PER_MONTH
+
+
+def run_on_own(owned: Owned, hours: float) -> dict[str, float]:
+    """Dollars for one run by part: electricity, wear, other. They add up to its cost."""
+    return {
+        "electricity": hours * owned.power_kw * owned.usd_per_kwh,
+        "wear": hours * owned.wear_usd_per_h,
+        "other": hours * owned.other_usd_per_h,
+    }
+
+
+def run_on_rent(usd_per_gpu_hour: float, hours: float, n_gpus: int = 1, n_runs: int = 1) -> float:
+    """Dollars for runs on rented GPUs."""
+    return usd_per_gpu_hour * n_gpus * hours * n_runs
+
+
+# ---- when buying pays back ----
+
+
+def break_even_hours(owned: Owned, rent_usd_per_h: float) -> float | None:
+    """Hours of use after which owning is cheaper; None where it never is.
+
+    (price - resale) / (rent per hour - kW x price of a kWh - other per hour)
+    """
+    saved_per_h = rent_usd_per_h - owned.running_usd_per_h
+    return owned.lost_usd / saved_per_h if saved_per_h > 0 else None
+
+
+def break_even_months(
+    owned: Owned, *, rent_usd_per_h: float = 0.0, rent_usd_per_month: float = 0.0, hours_per_month: float = 0.0
+) -> float | None:
+    """Months after which owning is cheaper than this rent, by the hour of use or by the month; None: never."""
+    rent = rent_usd_per_month + rent_usd_per_h * hours_per_month
+    saved_per_month = rent - owned.running_usd_per_h * hours_per_month
+    return owned.lost_usd / saved_per_month if saved_per_month > 0 else None
+
+
+# ---- years and savings ----
+
+
+class Way(NamedTuple):
+    """A way to have runs done: so much at the start, so much a month, so much a run."""
+
+    usd_per_run: float
+    usd_per_month: float = 0.0
+    up_front_usd: float = 0.0
+
+
+def own_way(owned: Owned, hours_per_run: float) -> Way:
+    """Runs on GPUs to be bought: the price at the start, then what runs them."""
+    return Way(usd_per_run=hours_per_run * owned.running_usd_per_h, up_front_usd=owned.price_usd)
+
+
+def yearly_usd(ways: Mapping[str, Way], n_runs_per_month: float, n_years: int = 1) -> dict[str, float]:
+    """What each way comes to over years of a project with so many runs a month, the cheapest first."""
+    n_months = n_years * MONTHS_PER_YEAR
+    totals = {
+        name: way.up_front_usd + n_months * (way.usd_per_month + n_runs_per_month * way.usd_per_run)
+        for name, way in ways.items()
+    }
+    return dict(sorted(totals.items(), key=lambda item: item[1]))
+
+
+class Saving(NamedTuple):
+    """How much less one thing costs than another."""
+
+    usd: float
+    share: float | None  # of the dearer; None where it costs nothing
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is a saving at all."""
+        return self.usd > 0
+
+
+def saving(usd: float, against_usd: float) -> Saving:
+    """What is saved by paying `usd` instead of `against_usd`; negative where it costs more."""
+    return Saving(against_usd - usd, (against_usd - usd) / against_usd if against_usd else None)
+
+
+# ---- how fast it has to be ----
+
+
+def hours_of(n_samples: float, n_epochs: float, samples_per_min: float) -> float:
+    """Hours to see every sample so many times."""
+    return n_samples * n_epochs / samples_per_min / 60
+
+
+def needed_samples_per_min(n_samples: float, n_epochs: float, gpu_hours: float, n_gpus: int = 1) -> float:
+    """The throughput of all GPUs together that a cap on GPU-hours asks for."""
+    return n_samples * n_epochs / (gpu_hours / n_gpus * 60)
+
+
+def faster(before_s: float, after_s: float) -> tuple[float, float]:
+    """How many times as fast a step has become, and what share of the dollars that saves at the same price."""
+    return before_s / after_s, 1 - after_s / before_s
+
+
+# ---- what people write ----
+
+_KEYS = {
+    "price": "price_usd",
+    "power": "power_kw",
+    "kwh": "usd_per_kwh",
+    "resale": "resale_share",
+    "life": "life_months",
+    "other": "other_usd_per_h",
+    "use": "hours_per_month",
+}
+_EXAMPLE = '"RTX 4090:1600usd:0.45kW" or "2x RTX 3090:1400usd:0.7kW:kwh=0.30usd:resale=30%:life=36:use=100h"'
+
+
+def parse_owned(text: str) -> Owned:
+    """`"RTX 4090:1600usd:0.45kW"`: the GPU, what was paid, its power, then `key=value` for the rest.
+
+    Keys: kwh (dollars a kWh), resale (share or percent), life (months), other (dollars an hour), use (hours a month).
+    The power is the GPU's own where it is not said; the price is nothing for what is paid off. Raises `UserMistake`.
+    """
+    name, *parts = (part.strip() for part in text.split(":"))
+    count = re.fullmatch(r"(\d+)\s*x\s*(.+)", name, re.IGNORECASE)
+    n_gpus = int(count[1]) if count else 1
+    if not 1 <= n_gpus <= 1024:
+        raise _mistake(text, f"{n_gpus} GPUs")
+    try:
+        gpu = find_gpu(count[2] if count else name)
+    except UserMistake as error:
+        raise UserMistake(error.what, where=f"own: {text}", to_do=error.to_do) from None
+    found: dict[str, float] = {}
+    for part in parts:
+        key, value = _pair(text, part)
+        if key in found:
+            raise _mistake(text, f"{part!r} says {key} once more")
+        found[key] = value
+    found.setdefault("power_kw", gpu.power_watts * n_gpus / 1000)
+    return Owned(gpu=gpu.name, n_gpus=n_gpus, **found)
+
+
+def _pair(text: str, part: str) -> tuple[str, float]:
+    """The field of `Owned` that a part names, and its value."""
+    word, is_named, value = part.partition("=")
+    if not is_named:
+        lowered = part.lower()
+        word = "power" if re.search(r"k?w$|watts?$", lowered) else "price"
+        value = part
+    key = _KEYS.get(word.strip().lower())
+    if key is None:
+        import difflib
+
+        near = difflib.get_close_matches(word.strip().lower(), list(_KEYS), n=1)
+        hint = f", did you mean `{near[0]}`?" if near else f"; known: {', '.join(_KEYS)}"
+        raise _mistake(text, f"no key `{word.strip()}` is known{hint}")
+    try:
+        number = _number(key, value.strip())
+    except ValueError as error:
+        raise _mistake(text, str(error)) from None
+    most = {"resale_share": 1.0, "hours_per_month": 744.0}.get(key, 1e7)
+    if not 0 <= number <= most or (number == 0 and key in ("life_months", "hours_per_month")):
+        raise _mistake(text, f"{part!r} is not above 0 and at most {most:g}")
+    return key, number
+
+
+def _number(key: str, value: str) -> float:
+    if key == "power_kw":
+        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(kw|w|watts?)", value, re.IGNORECASE)
+        if match is None:
+            raise ValueError(f'{value!r} is not a power such as "0.45kW" or "450W"')
+        return float(match[1]) / (1 if match[2].lower() == "kw" else 1000)
+    if key == "resale_share":
+        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(%?)", value)
+        if match is None:
+            raise ValueError(f'{value!r} is not a share such as "0.3" or "30%"')
+        return float(match[1]) / (100 if match[2] else 1)
+    if key == "life_months":
+        match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(?:mo|months?)?", value, re.IGNORECASE)
+        if match is None:
+            raise ValueError(f'{value!r} is not a number of months such as "36"')
+        return float(match[1])
+    if key == "hours_per_month":
+        return parse_hours(value)
+    return parse_usd(value)
+
+
+def _mistake(text: str, what: str) -> UserMistake:
+    return UserMistake(what, where=f"own: {text}", to_do=f"write {_EXAMPLE}")

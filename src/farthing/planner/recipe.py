@@ -1,0 +1,155 @@
+"""How a job is computed: the choices that change memory and seconds and not the result.
+
+The planner makes recipes and prices them; the trainer runs the one it is given. A `Stack` says how the code computes:
+the trainer's own ways are `stack_for` a model, others are there to hold the formulas against what other tools measured.
+
+Refuses to choose: `plan` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from farthing.planner.families import FLAT, KNOWN_HEADS
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+# what the loss keeps of the logits, see memory.logits_bytes
+LABELLED, WHOLE, FUSED, CHUNKED, SAVED, TILED = "labelled", "whole", "fused", "chunked", "saved", "tiled"
+POSITIONS = "positions"  # the trainer's own: logits of labelled positions only, a tile at a time
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How the code of a trainer computes, where that shows in memory or seconds."""
+
+    name: str
+    has_master_weights: bool = True
+    """Trained weights, their gradients and the optimizer's state are fp32; else all is in the precision of the run."""
+    has_autocast: bool = True
+    """The forward pass casts what it multiplies; without, everything runs in the dtype of the weights."""
+    adapters_fp32: bool = True
+    loss: str = LABELLED
+    fused_norms: bool = False
+    fused_mlp: bool = False
+    is_compiled: bool = False
+    is_flash: bool = False
+    """Attention without a padding mask: keys and values are not repeated for their groups."""
+    is_flat: bool = False
+    """Documents end to end: neither padding nor a mask of it. Comes with `is_flash`, which a CPU does in its own way."""
+    fuses_adapters: bool = False
+    """LoRA layers are one function each: what they read is kept once, in the precision of the run."""
+    masks_padding: bool = True
+    """Attention gets a mask of the padding, a number for each pair of tokens, if it is not flash."""
+    upcasts_frozen: bool = False
+    """`prepare_model_for_kbit_training`: whatever is not quantized becomes fp32, hidden states too."""
+    frees_gradients: bool = False
+    """The optimizer steps within the backward pass: one layer's gradients at a time."""
+    offloads_activations: bool = False
+    host_s_per_layer: float = 1.5e-3
+    """Seconds of the host for the kernels of one layer, forward and backward: a GPU can't be faster than that."""
+    host_s_per_adapted_layer: float = 1.0e-3
+    """What adapters add to it. Together 1.85 ms were measured on a processor of 2025; those of rented GPUs are slower."""
+
+
+FARTHING = Stack("farthing")
+"""The trainer's way with a model that it can neither lay flat nor score by positions; `stack_for` has the others."""
+
+
+def stack_for(
+    model_type: str,
+    task: str,
+    precision: str,
+    method: str,
+    *,
+    may_go_flat: bool = True,
+    has_plain_head: bool = True,
+    has_plain_adapters: bool = True,
+) -> Stack:
+    """How the trainer computes a model: what `can_go_flat`, `find_head` and `use_low_rank` decide when they see it.
+
+    A plain head has no adapter and is not trained beside its original; plain adapters are LoRA without dropout or DoRA.
+    """
+    is_flat = may_go_flat and model_type in FLAT.get(task, ())
+    return replace(
+        FARTHING,
+        has_autocast=precision != "fp32",
+        is_flat=is_flat,
+        # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
+        is_flash=is_flat and precision != "fp16",
+        loss=POSITIONS if has_plain_head and model_type in KNOWN_HEADS.get(task, ()) else LABELLED,
+        fuses_adapters=method == "lora" and has_plain_adapters,
+    )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A way to compute a job. Numbers of examples are per optimizer step of all GPUs together."""
+
+    method: str
+    """full, lora or qlora."""
+    precision: str
+    """bf16, fp16 or fp32: of the forward pass."""
+    optim: str
+    global_batch: int
+    micro_batch: int | None = None
+    """Most examples in one forward pass of one GPU, as other trainers cut; None where tokens are counted."""
+    every_n_layers: int = 0
+    """Activation checkpointing: 0 none, 1 every layer, k every k-th."""
+    lora_r: int = 0
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    use_dora: bool = False
+    n_gpus: int = 1
+    sharding: str = "none"
+    """none, ddp (every GPU has everything) or fsdp (weights, gradients and state are divided)."""
+    stack: Stack = FARTHING
+    micro_tokens: int | None = None
+    """Most computed tokens in one forward pass of one GPU; a longer example goes alone."""
+    mean_passes: float = 1.0
+    """Forward passes of one GPU in a mean step, where tokens are counted: what `Lengths.cut` makes of them."""
+    caches_prefix: bool = False
+    """What the layers below the first trained one compute is read from the disk: see `speed.prefix_work`."""
+
+    @property
+    def n_micro_batches(self) -> float:
+        """Forward passes of one GPU in a step: the gradient accumulation."""
+        if self.micro_batch is None:
+            return self.mean_passes
+        per_gpu = -(-self.global_batch // self.n_gpus)
+        return float(-(-per_gpu // self.micro_batch))
+
+    @property
+    def compute_bytes(self) -> int:
+        """Of a number in the forward pass."""
+        return BYTES[self.precision]
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of a trained weight, and of its gradient."""
+        is_adapter = self.method != "full"
+        is_fp32 = self.stack.adapters_fp32 if is_adapter else self.stack.has_master_weights
+        return 4 if is_fp32 else self.compute_bytes
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Of a frozen weight that is not quantized."""
+        return 4 if self.method == "qlora" and self.stack.upcasts_frozen else self.compute_bytes
+
+    @property
+    def residual_bytes(self) -> int:
+        """Of a number in the residual stream: that of the embedding it begins with."""
+        return self.trained_bytes if self.method == "full" else self.frozen_bytes
+
+    def in_words(self) -> str:
+        """`lora, bf16, up to 8,192 tokens at a time, every layer checkpointed`."""
+        kept = {0: "no checkpointing", 1: "every layer checkpointed", 2: "every 2nd layer checkpointed"}
+        at_once = f"{self.micro_batch} x {self.n_micro_batches:g} examples"
+        if self.micro_tokens is not None:
+            at_once = f"up to {self.micro_tokens:,} tokens at a time"
+        words = [self.method, self.precision, at_once]
+        words.append(kept.get(self.every_n_layers, f"every {self.every_n_layers}th layer checkpointed"))
+        if self.sharding != "none":
+            words.append(f"{self.sharding} over {self.n_gpus}")
+        return ", ".join(words)

@@ -1,0 +1,495 @@
+"""config.json -> layer sizes: parameters, adapters, FLOPs and key-value cache, exact and without weights.
+
+A model is a list of named weights, made from the table of its family and the numbers in its config.json.
+
+Refuses to import torch, to read files, and to guess: a family that is not in the tables is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from farthing.errors import UserMistake
+from farthing.planner.families import FAMILIES, Family
+
+_NOT_READ = ("add_cross_attention", "use_bidirectional_attention")  # they change layers or masks in ways not told here
+
+_OWN_NAME_ONLY = ("intermediate_size", "window_period")  # transformers maps no other name of a family to these
+
+
+class Weight(NamedTuple):
+    """One module with a weight; `copies` of them in the model, alike but for the number of their layer."""
+
+    name: str  # as transformers names it; * stands for the number of the layer
+    part: str  # embeddings, positions, attention, mlp, norms, pooler or head
+    kind: str  # linear, embedding or norm
+    n_in: int  # features in, or rows of an embedding; 1 for a norm
+    n_out: int
+    has_bias: bool
+    copies: int
+    is_tied: bool  # its weight is the embedding's
+    tokens: str  # what a linear layer multiplies: all, source or target tokens, or one vector per sequence
+
+    @property
+    def n_weights(self) -> int:
+        """Numbers in one weight, without its bias."""
+        return self.n_in * self.n_out
+
+    @property
+    def n_bias(self) -> int:
+        """Numbers in one bias."""
+        return self.n_out if self.has_bias else 0
+
+    @property
+    def n_parameters(self) -> int:
+        """Parameters the model has through all of them; a tied weight is counted where it lives."""
+        return self.copies * (self.n_bias + (0 if self.is_tied else self.n_weights))
+
+    def names(self) -> list[str]:
+        """The names in full."""
+        return [self.name.replace("*", str(i)) for i in range(self.copies)]
+
+
+class Flops(NamedTuple):
+    """Floating-point operations for one sequence, 2 for each multiply-add (Kaplan et al. 2020, arXiv 2001.08361).
+
+    Matrix products only: norms, activations, softmax, rotary embeddings and the loss are not counted.
+    """
+
+    body: float  # linear layers but for the head
+    attention: float  # scores and their product with the values
+    head: float
+    adapters: float
+    n_tokens: int
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.body + self.attention + self.head + self.adapters
+
+    @property
+    def per_token(self) -> float:
+        """Mean over the tokens of the sequence, source and target together."""
+        return self.total / self.n_tokens
+
+
+class Adapters(NamedTuple):
+    """A LoRA on a model (Hu et al. 2021, arXiv 2106.09685): what is trained, counted as `peft` makes it."""
+
+    r: int
+    adapted: tuple[tuple[Weight, int], ...]  # with how many of its copies
+    saved: tuple[tuple[Weight, int], ...]  # copied and trained whole (`modules_to_save`)
+    n_adapter: int  # parameters of A and B, and with DoRA of the magnitudes
+    n_saved: int
+    n_total: int  # of model and adapters; a module trained whole counts once, its frozen original not at all
+    first_layer: int = (
+        0  # the lowest with anything trained in or below it, counted from 0, a decoder's after its encoder's
+    )
+
+    @property
+    def n_trainable(self) -> int:
+        """Adapters and modules trained whole."""
+        return self.n_adapter + self.n_saved
+
+
+class Shape(NamedTuple):
+    """The sizes of a model for a task, read by `read_shape`."""
+
+    model_type: str
+    task: str  # causal-lm, seq2seq, classification, or body: no head and no pooler
+    attention: str  # causal, bidirectional or encoder-decoder
+    hidden: int
+    n_layers: int  # of the encoder, where there are both
+    n_decoder_layers: int  # of an encoder-decoder; 0 otherwise
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_positions: int | None  # tokens in the longest input; None where positions have no end (T5)
+    is_tied: bool  # the output layer is the embedding
+    windows: tuple[int | None, ...]  # by layer: tokens a token attends to, itself included; None is all before it
+    weights: tuple[Weight, ...]
+    query_and_value: tuple[str, ...]
+
+    @property
+    def n_parameters(self) -> int:
+        """Total number of parameters, tied ones once."""
+        return sum(weight.n_parameters for weight in self.weights)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Parameters by part: embeddings, positions, attention, mlp, norms, pooler, head. They add up to the total."""
+        found: dict[str, int] = {}
+        for weight in self.weights:
+            found[weight.part] = found.get(weight.part, 0) + weight.n_parameters
+        return found
+
+    @property
+    def linear_layers(self) -> tuple[Weight, ...]:
+        """The linear layers, the head's included."""
+        return tuple(weight for weight in self.weights if weight.kind == "linear")
+
+    @property
+    def n_matmul(self) -> int:
+        """Weights that tokens are multiplied with, biases and head left out: what LoRA freezes and NF4 packs."""
+        return sum(w.copies * w.n_weights for w in self.linear_layers if w.part != "head")
+
+    @property
+    def n_head_matmul(self) -> int:
+        """Weights of the head that are multiplied with; V x h of a language model, tied or not."""
+        return sum(w.copies * w.n_weights for w in self.linear_layers if w.part == "head")
+
+    @property
+    def window(self) -> int | None:
+        """The sliding window in tokens, where some layer has one."""
+        return max((window for window in self.windows if window is not None), default=None)
+
+    # ---- adapters ----
+
+    def with_lora(
+        self,
+        r: int,
+        target_modules: Sequence[str] = (),
+        modules_to_save: Sequence[str] = (),
+        *,
+        use_dora: bool = False,
+    ) -> Adapters:
+        """Count a LoRA of rank `r`. Raises `UserMistake` when no target is there, or one that can't be adapted.
+
+        Targets are names as in `peft` (the end of a module's name at a dot, or all of it), `all-linear`, or none: then
+        query and value for classification and all linear layers otherwise, as `add_adapter` has it. A head for
+        classification is always trained whole. A saved module inside another one counts once.
+        """
+        heads = (
+            [w.name.split(".")[0] for w in self.weights if w.part == "head"] if self.task == "classification" else []
+        )
+        saved_names = sorted({*heads, *modules_to_save})
+        saved_copies = self._matched(lambda name: _is_saved(name, saved_names))
+        for wanted in modules_to_save:
+            if not any(_is_saved(name, [wanted]) for w in self.weights for name in w.names()):
+                raise self._no_module(wanted, "modules_to_save")
+        # peft keeps adapters out of whatever these match, at dots
+        kept_out = re.compile("|".join(rf"(?:^|.*\.)(?:{name})(?:$|\..*)" for name in saved_names) or r"(?!)")
+        if tuple(target_modules) == ("all-linear",) or (not target_modules and self.task != "classification"):
+            linear = {w.name for w in self.linear_layers if w.part != "head"}
+            adapted_copies = {
+                w: n for w, n in self._matched(lambda x: not kept_out.match(x)).items() if w.name in linear
+            }
+        else:
+            targets = tuple(target_modules) or self.query_and_value
+            self._must_take_adapters(targets, kept_out)
+            adapted_copies = self._matched(
+                lambda name: any(_ends(name, t) for t in targets) and not kept_out.match(name)
+            )
+            if not adapted_copies:
+                raise self._no_module(targets[0], "target_modules")
+        adapted = tuple((weight, len(copies)) for weight, copies in adapted_copies.items())
+        saved = tuple((weight, len(copies)) for weight, copies in saved_copies.items())
+        n_adapter = sum(n * (r * (w.n_in + w.n_out) + (w.n_out if use_dora else 0)) for w, n in adapted)
+        n_saved = sum(n * (w.n_weights + w.n_bias) for w, n in saved)
+        n_originals = sum(n * w.n_parameters // w.copies for w, n in saved)
+        n_total = self.n_parameters + n_adapter + n_saved - n_originals
+        trained = [*adapted_copies.items(), *saved_copies.items()]
+        first = min((self._layer_of(weight, copies[0]) for weight, copies in trained), default=0)
+        return Adapters(r, adapted, saved, n_adapter, n_saved, n_total, first)
+
+    def _matched(self, wanted: Callable[[str], bool]) -> dict[Weight, list[int]]:
+        """The weights with a name that is wanted, and which of their copies have one."""
+        found = {weight: [i for i, name in enumerate(weight.names()) if wanted(name)] for weight in self.weights}
+        return {weight: copies for weight, copies in found.items() if copies}
+
+    def _layer_of(self, weight: Weight, copy: int) -> int:
+        """The layer, as `Adapters` counts, that a copy of `weight` is in, or the first that stands on it."""
+        if "*" in weight.name or weight.part in ("embeddings", "positions"):
+            return copy + (self.n_layers if weight.name.startswith("decoder.") else 0)
+        return self.n_layers + (0 if weight.name.startswith("encoder.") else self.n_decoder_layers)
+
+    def _must_take_adapters(self, targets: Sequence[str], kept_out: re.Pattern[str]) -> None:
+        """Refuse targets that are norms, or modules with others in them. Names that nothing has are passed over."""
+        for weight in self.weights:
+            for name in weight.names():
+                modules = _with_parents(name) if not kept_out.match(name) else ()
+                hit = [target for module in modules for target in targets if _ends(module, target)]
+                odd = [target for target in hit if weight.kind == "norm" or not _ends(name, target)]
+                if odd:
+                    raise UserMistake(
+                        f"`{odd[0]}` is no linear layer of this model",
+                        where="method.target_modules",
+                        to_do=f"use all-linear, or names among {', '.join(self._linear_names())}",
+                    )
+
+    def _no_module(self, wanted: str, key: str) -> UserMistake:
+        names = self._linear_names()
+        first = _did_you_mean(wanted, names)
+        return UserMistake(
+            f"this model has no module `{wanted}`",
+            where=f"method.{key}",
+            to_do=f"{first}its linear layers: {', '.join(names)}",
+        )
+
+    def _linear_names(self) -> list[str]:
+        return sorted({weight.name.split(".")[-1] for weight in self.linear_layers})
+
+    # ---- FLOPs and cache ----
+
+    def n_above(self, first_layer: int) -> tuple[int, int]:
+        """Layers from number `first_layer` up, a decoder's counted after its encoder's: of the encoder or only stack, of it."""
+        of_all = self.n_layers + self.n_decoder_layers
+        return max(0, self.n_layers - first_layer), max(0, min(self.n_decoder_layers, of_all - first_layer))
+
+    def forward_flops(
+        self, n_tokens: int, n_targets: int = 0, n_head_tokens: int | None = None, first_layer: int = 0
+    ) -> Flops:
+        """FLOPs of one forward pass over a sequence of `n_tokens` (the source, and `n_targets` tokens of a seq2seq).
+
+        `n_head_tokens` go through the head: all of them unless said. Attention counts the pairs that the mask lets
+        through: half the square where it is causal, fewer in a window. Layers below `first_layer` are left out.
+        """
+        n_above = self.n_above(first_layer)
+        of_stack = {True: n_above[1], False: n_above[0]}
+        every = [
+            (weight, of_stack[weight.name.startswith("decoder.")] if "*" in weight.name else weight.copies)
+            for weight in self.linear_layers
+        ]
+        body, head, _ = self._products(every, n_tokens, n_targets, n_head_tokens)
+        pairs = 4.0 * self.n_heads * self.head_dim  # queries with keys, and scores with values
+        return Flops(body, pairs * self._n_pairs(n_tokens, n_targets, n_above), head, 0.0, n_tokens + n_targets)
+
+    def training_flops(
+        self, n_tokens: int, n_targets: int = 0, n_head_tokens: int | None = None, adapters: Adapters | None = None
+    ) -> Flops:
+        """FLOPs of forward and backward for one sequence, without recomputation; without `adapters` all is trained.
+
+        A trained weight costs three products (forward, its input's gradient, its own), a frozen one two, attention
+        three times its forward. The input's gradient is counted down to the first layer with anything trained.
+        """
+        lengths = n_tokens, n_targets, n_head_tokens
+        once = self.forward_flops(*lengths)
+        if adapters is None:
+            return Flops(3 * once.body, 3 * once.attention, 3 * once.head, 0.0, once.n_tokens)
+        body, head, _ = self._products([(w, n) for w, n in adapters.saved if w.kind == "linear"], *lengths)
+        low_rank = self._products([(w, n) for w, n in adapters.adapted if w.kind == "linear"], *lengths)[2]
+        back = self.forward_flops(*lengths, first_layer=adapters.first_layer)
+        return Flops(
+            once.body + back.body + body,
+            once.attention + 2 * back.attention,
+            2 * once.head + head,
+            3 * adapters.r * low_rank,
+            once.n_tokens,
+        )
+
+    def kv_cache_bytes(self, n_tokens: int, n_source_tokens: int = 0, value_bytes: int = 2) -> int:
+        """Bytes of keys and values for a sequence, windows kept to their size; an encoder-decoder also keeps the source's.
+
+        0 without a decoder.
+        """
+        if self.attention == "bidirectional":
+            return 0
+        kept = sum(n_tokens if window is None else min(n_tokens, window) for window in self.windows)
+        kept += self.n_decoder_layers * n_source_tokens
+        return 2 * kept * self.n_kv_heads * self.head_dim * value_bytes
+
+    def _products(
+        self, layers: Sequence[tuple[Weight, int]], n_tokens: int, n_targets: int, n_head_tokens: int | None
+    ) -> tuple[float, float, float]:
+        """Forward FLOPs of linear layers outside and inside the head, and of a LoRA of rank 1 on them."""
+        seen = {"all": n_tokens, "source": n_tokens, "target": n_targets, "sequence": 1}
+        of_head = (n_targets or n_tokens) if n_head_tokens is None else n_head_tokens
+        body = head = low_rank = 0.0
+        for weight, n in layers:
+            in_head = weight.part == "head" and weight.tokens != "sequence"
+            n_seen = of_head if in_head else seen[weight.tokens]
+            product = 2.0 * n * weight.n_weights * n_seen
+            low_rank += 2.0 * n * (weight.n_in + weight.n_out) * n_seen
+            body, head = (body, head + product) if weight.part == "head" else (body + product, head)
+        return body, head, low_rank
+
+    def _n_pairs(self, n_tokens: int, n_targets: int, n_above: tuple[int, int]) -> int:
+        """Pairs of tokens that attend to one another, summed over the upper layers of each stack."""
+        n_layers, n_decoder_layers = n_above
+        if self.attention == "bidirectional":
+            return n_layers * n_tokens**2
+        if self.attention == "encoder-decoder":
+            own = n_targets * (n_targets + 1) // 2
+            return n_layers * n_tokens**2 + n_decoder_layers * (own + n_tokens * n_targets)
+        return sum(_causal_pairs(n_tokens, window) for window in self.windows[self.n_layers - n_layers :])
+
+
+def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int = 0) -> Shape:
+    """The sizes of the model that `config` (what config.json holds) describes, with the head of `task`.
+
+    Without a task: the family's usual one, or the body alone for encoders. Classification needs the number of labels.
+    Raises `UserMistake`.
+    """
+    model_type = config.get("model_type") if isinstance(config, Mapping) else None
+    family = FAMILIES.get(str(model_type))
+    if family is None:
+        first = _did_you_mean(str(model_type).lower(), FAMILIES)
+        raise UserMistake(
+            f"no model family `{model_type}` is known" if model_type else "the configuration names no model_type",
+            where="config.json: model_type",
+            to_do=f"{first}known: {', '.join(FAMILIES)}",
+        )
+    task = task or next(iter(family.heads))
+    if task not in family.heads:
+        raise UserMistake(
+            f"{model_type} is not known for {task}", where="task", to_do=f"use one of {', '.join(family.heads)}"
+        )
+    if task == "classification" and n_labels < 1:
+        raise UserMistake("classification needs the number of labels", where="n_labels", to_do="give 1 or more")
+    for key in _NOT_READ:
+        if config.get(key):
+            raise UserMistake(f"{key} is not known here", where=f"config.json: {key}", to_do="use a model without it")
+
+    says = _Config(config, family)
+    hidden, n_heads, n_layers = says.n("hidden_size"), says.n("num_attention_heads"), says.n("num_hidden_layers")
+    is_said = "head_dim" in family.defaults and says.value("head_dim") is not None
+    head_dim = says.n("head_dim") if is_said else says.share(hidden, n_heads, "num_attention_heads")
+    n_kv_heads = says.n("num_key_value_heads", n_heads)
+    says.share(n_heads, n_kv_heads, "num_key_value_heads")
+    is_pair = family.attention == "encoder-decoder"
+    n_decoder_layers = says.n("num_decoder_layers", n_layers) if is_pair else 0
+    ffn, vocab = says.n("intermediate_size", 4 * hidden), says.n("vocab_size")
+    positions = None if is_pair else says.n("max_position_embeddings")
+
+    sizes = {"h": hidden, "f": ffn, "2f": 2 * ffn, "V": vocab, "a": n_heads, "d": head_dim, "n": n_labels}
+    sizes |= {"q": n_heads * head_dim, "k": n_kv_heads * head_dim, "3h": 3 * hidden, "P": positions or 0}
+    sizes |= {"qkv": sizes["q"] + 2 * sizes["k"], "T": says.n("type_vocab_size", 1)}
+    sizes |= {"h2d": hidden + 2 * head_dim, "B": says.n("relative_attention_num_buckets", 1)}
+    prefix, head = family.heads[task]
+    rows = [(prefix, row) for row in family.body.splitlines()] + [("", row) for row in head.splitlines()]
+    weights = []
+    for before, row in rows:
+        if not row.strip():
+            continue
+        name, part, size, *more = row.split()
+        if any(word.startswith("if:") and not says.holds(word[3:]) for word in more):
+            continue
+        kind = "linear" if "->" in size else "embedding" if "*" in size else "norm"
+        n_in, n_out = (1, sizes[size]) if kind == "norm" else (sizes[letter] for letter in re.split(r"->|\*", size))
+        n_copies = n_decoder_layers if name.startswith("decoder.") else n_layers
+        weights.append(
+            Weight(
+                name=before + name,
+                part=part,
+                kind=kind,
+                n_in=n_in,
+                n_out=n_out,
+                has_bias=says.among("bias", more),
+                copies=n_copies if "*" in name else 1,
+                is_tied=says.among("tied", more),
+                tokens=next((word[3:] for word in more if word.startswith("of:")), "all"),
+            )
+        )
+    if family.positions_follow_padding and positions is not None:
+        positions -= (says.value("pad_token_id") or 0) + 1
+    return Shape(
+        model_type=str(model_type),
+        task=task,
+        attention=family.attention,
+        hidden=hidden,
+        n_layers=n_layers,
+        n_decoder_layers=n_decoder_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        vocab=vocab,
+        max_positions=positions,
+        is_tied=says.holds("tie_word_embeddings"),
+        windows=_windows(says, n_decoder_layers or n_layers),
+        weights=tuple(weights),
+        query_and_value=family.query_and_value,
+    )
+
+
+class _Config:
+    """A config.json with the names and defaults of its family."""
+
+    def __init__(self, config: Mapping[str, Any], family: Family) -> None:
+        self.config = config
+        self.family = family
+
+    def value(self, key: str) -> Any:
+        """What the config says, under the family's own name or the usual one; else the family's default."""
+        own = self.family.keys.get(key, key)
+        for name in (own,) if key in _OWN_NAME_ONLY else (own, key):
+            if name in self.config:
+                return self.config[name]
+        return self.family.defaults.get(key)
+
+    def n(self, key: str, otherwise: int | None = None) -> int:
+        """A whole number above 0; `otherwise` where the family has no such key or it is null."""
+        value = self.value(key) if key in self.family.defaults else None
+        value = otherwise if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            name = self.family.keys.get(key, key)
+            what = f"{name} is {value!r}, not a whole number above 0"
+            raise UserMistake(what, where=f"config.json: {name}", to_do="check the model's config.json")
+        return value
+
+    def share(self, whole: int, n: int, key: str) -> int:
+        """`whole` in `n` equal parts."""
+        if whole % n:
+            name = self.family.keys.get(key, key)
+            what = f"{whole} can't be divided by {name}: {n}"
+            raise UserMistake(what, where=f"config.json: {name}", to_do="check the model's config.json")
+        return whole // n
+
+    def holds(self, key: str) -> bool:
+        """Whether the config says yes."""
+        if key in ("gated", "plain"):
+            return str(self.value("feed_forward_proj")).startswith("gated") == (key == "gated")
+        return bool(self.value(key))
+
+    def among(self, word: str, words: Sequence[str]) -> bool:
+        """Whether a row has the word, or has it with a key that holds."""
+        return any(w == word or (w.startswith(f"{word}:") and self.holds(w[len(word) + 1 :])) for w in words)
+
+
+def _windows(says: _Config, n_layers: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer that reads from left to right, in tokens; None without."""
+    rule, layer_types = says.family.windows, says.value("layer_types")
+    if not rule or not says.holds("sliding_window") or (rule == "late" and not says.holds("use_sliding_window")):
+        return (None,) * n_layers
+    window, period, first = says.n("sliding_window"), says.n("window_period", 1), says.value("max_window_layers") or 0
+    if rule != "all" and layer_types:
+        slides = [kind == "sliding_attention" for kind in layer_types[:n_layers]]
+    elif rule == "periodic":
+        slides = [(i + 1) % period > 0 for i in range(n_layers)]
+    else:
+        slides = [rule == "all" or i >= first for i in range(n_layers)]
+    return tuple(window if here else None for here in slides)
+
+
+def _causal_pairs(n_tokens: int, window: int | None) -> int:
+    """Pairs of a token and itself or one before it, no further back than the window."""
+    full = min(n_tokens, window or n_tokens)
+    return full * (full + 1) // 2 + (n_tokens - full) * full
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    import difflib
+
+    longer = [name for name in known if word and name.startswith(word)]
+    near = longer or difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean `{near[0]}`? " if near else ""
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    """The name and those of the modules it stands in, inside first."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _is_saved(name: str, wanted: Sequence[str]) -> bool:
+    """Whether `peft` trains this module whole: its name, or that of a module it stands in, ends so."""
+    return any(module.endswith(end) for module in _with_parents(name) for end in wanted)

@@ -1,0 +1,425 @@
+"""shape x recipe x GPU x lengths -> seconds of a step by component, and what measurements make of them.
+
+A micro-batch takes the time of its matrix products, of its attention, and of everything that only moves memory (norms,
+casts, activations, the loss); or the time the host needs to launch its kernels, if that is longer. A step adds the
+optimizer and what the GPUs tell each other.
+
+Physics: FLOPs (Kaplan et al. 2020), with 3 products for a trained weight, 2 for a frozen one, 1 below the first trained
+layer and one more where a layer is recomputed; bytes that are moved, operation by operation.
+
+Fitted, with published runs in view: the shares of the peak of Ampere (Hugging Face's Trainer on A100-80GB,
+foundation-model-stack/fms-acceleration), L40S (PEFT's method comparison) and RTX 4090 (torchtune). By assumption: the shares
+of all other GPUs, of attention, of links and of CPUs, `HALF_TOKENS`, `BUS_BYTES_PER_S`, and what communication can hide.
+`BANDWIDTH_SHARE` is a tenth less than copies on an H200 reached (4.3 of 4.8 TB/s); `DEQUANTIZATION_SHARE` makes 8 ms of 1e9
+weights on an A100, where LitGPT's tables have 10 to 15. Ranges of GPUs without published runs are wide for that reason.
+
+Refuses to import torch and to measure: `calibrate` makes factors of measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from farthing.planner.lengths import Padded
+from farthing.planner.memory import NF4_BYTES, block_of
+from farthing.planner.recipe import CHUNKED, FUSED, POSITIONS, TILED, Recipe
+from farthing.planner.shapes import Adapters, Shape
+from farthing.prices.catalog import Gpu
+
+MATMUL_SHARE = {  # of the dense peak that products of a training step reach
+    "Pascal": 0.80,
+    "Volta": 0.62,
+    "Turing": 0.50,
+    "Ampere": 0.76,
+    "Ada": 0.78,
+    "Hopper": 0.60,  # 0.80 for one large product alone
+    "Blackwell": 0.55,
+}
+GPU_SHARE = {"RTX 4090": 0.84, "L40S": 0.55, "L4": 0.45, "L40": 0.60, "RTX 6000 Ada": 0.50, "A10": 0.50, "A10G": 0.76}
+ATTENTION_SHARE = 0.45
+BANDWIDTH_SHARE = 0.80
+_MEAN_SHARE = 0.68
+DEQUANTIZATION_SHARE = 0.30
+HALF_TOKENS = 220  # tokens at which products reach half of that share
+LINK_SHARE = 0.7
+HIDDEN_COMMUNICATION = 0.7  # of what could be hidden behind the backward pass
+BUS_BYTES_PER_S = 20e9  # PCIe 4.0 x16 one way; with 5.0 it is twice that, in a small machine half
+CPU_MATMUL_SHARE = 0.35
+CPU_BANDWIDTH_BYTES_PER_S = 10e9  # of a thread
+CPU_LAUNCH_SHARE = 0.5  # of what the host needs to launch a layer's kernels on a GPU: nothing is launched
+
+
+class Device(NamedTuple):
+    """What computes, in plain numbers."""
+
+    name: str
+    flops_per_s: float  # that products of a training step reach, in the precision of the run
+    bandwidth_bytes_per_s: float  # that is reached
+    link_bytes_per_s: float  # of one GPU, one direction; 0 alone
+    is_cuda: bool
+
+
+def device_of(gpu: Gpu, precision: str) -> Device | None:
+    """A GPU as it computes in `precision`; None when it has no such peak."""
+    peak = gpu.flops.get(precision) or (gpu.flops.get("tf32") if precision == "fp32" else None)
+    if peak is None and precision == "fp32":
+        peak = gpu.flops.get("fp32")
+    if peak is None:
+        return None
+    share = GPU_SHARE.get(gpu.name, MATMUL_SHARE.get(gpu.architecture, 0.5))
+    return Device(
+        gpu.name, peak * share, gpu.bandwidth_bytes_per_s * BANDWIDTH_SHARE, gpu.link_bytes_per_s * LINK_SHARE, True
+    )
+
+
+def cpu_device(name: str, peak_flops: float, n_threads: int) -> Device:
+    """A processor, from a rough guess of its peak."""
+    return Device(name, peak_flops * CPU_MATMUL_SHARE, n_threads * CPU_BANDWIDTH_BYTES_PER_S, 0.0, False)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step, by component."""
+
+    parts: dict[str, float]
+    """matmul, attention, memory traffic, dequantization, launch, optimizer, communication, data."""
+    n_tokens: float
+    """Useful tokens of a step; seq2seq: sources and targets."""
+    n_padded_tokens: float
+    flops: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Useful tokens a second, over all GPUs."""
+        return self.n_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What measurements on a device say about its predictions; without any, that they are taken as they are."""
+
+    compute: float = 1.0
+    """Factor on the seconds of forward and backward."""
+    optimizer: float = 1.0
+    evaluation: float = 1.0
+    waiting_s: float = 0.0
+    """Seconds of each step that go to waiting for data and to copying it."""
+    start_s: float | None = None
+    """Imports, checks and loading the model."""
+    save_s: float | None = None
+    """For which training stands still, each time."""
+    export_s: float | None = None
+    extra_bytes: int | None = None
+    """Memory beside what the formula counts: of a CPU, the process itself."""
+    spread: float = 0.0
+    """Relative half-width that is left of the estimate's own error."""
+    n_runs: int = 0
+    source: str = ""
+
+
+class Work(NamedTuple):
+    """What a step asks of each GPU, whatever the GPU: a plan makes it once for all that could do it."""
+
+    matmul_flops: float
+    attention_flops: float
+    read_bytes: float  # weights that come out of memory for every micro-batch
+    traffic_bytes: float  # outside of matrix products
+    dequantization_bytes: float
+    optimizer_bytes: float
+    sent_bytes: float  # to other GPUs
+    host_s: float
+    tokens_per_micro_batch: float
+    n_tokens: float  # of all GPUs, from here on: useful
+    n_padded_tokens: float
+    flops: float
+    forward_share: float  # of those FLOPs that a forward pass alone takes
+    bus_bytes: float = 0.0  # between each GPU and its host, for the optimizer
+
+
+def work_of(
+    shape: Shape,
+    recipe: Recipe,
+    padded: Padded,
+    mean_tokens: float,
+    adapters: Adapters | None = None,
+    *,
+    labelled_share: float = 1.0,
+) -> Work:
+    """A step of `recipe.global_batch` examples, each `padded` as it is computed, `mean_tokens` without padding.
+
+    `padded` is what `Lengths.cut` has for the trainer, and `Lengths.padded` for others.
+    """
+    n_each, n_micro = recipe.global_batch / recipe.n_gpus, recipe.n_micro_batches
+    all_tokens = recipe.global_batch * (padded.tokens + padded.targets)
+    recompute = 1.0 / recipe.every_n_layers if recipe.every_n_layers else 0.0
+    flops, c = _flops(shape, recipe, padded, adapters, recompute, labelled_share), recipe.compute_bytes
+    n_layers = shape.n_layers + shape.n_decoder_layers
+    below = _share_below(shape, padded, adapters)
+    ahead = 1 - below if recipe.caches_prefix else 1.0  # of the layers go through a forward pass
+    passes = ahead + (1 - below) * (1 + recompute)
+    host_s = recipe.stack.host_s_per_layer + (recipe.stack.host_s_per_adapted_layer if adapters is not None else 0.0)
+    return Work(
+        matmul_flops=n_each * (flops.body + flops.head + flops.adapters),
+        attention_flops=n_each * flops.attention,
+        read_bytes=n_micro * passes * c * (shape.n_matmul + shape.n_head_matmul),
+        traffic_bytes=n_each * _traffic(shape, recipe, padded, adapters, recompute, labelled_share),
+        dequantization_bytes=n_micro * shape.n_matmul * passes * (NF4_BYTES + c) if recipe.method == "qlora" else 0.0,
+        optimizer_bytes=_optimizer_bytes(shape, recipe, adapters),
+        sent_bytes=_sent_bytes(shape, recipe, adapters),
+        host_s=n_micro * n_layers * host_s * (1 + recompute / 3 - below * (2 + recompute) / 3 - (1 - ahead) / 3),
+        tokens_per_micro_batch=max(1.0, all_tokens / recipe.n_gpus / n_micro),
+        n_tokens=recipe.global_batch * mean_tokens,
+        n_padded_tokens=all_tokens,
+        flops=recipe.n_gpus * n_each * flops.total,
+        forward_share=flops.forward / flops.total,
+        bus_bytes=_bus_bytes(shape, recipe, adapters),
+    )
+
+
+def prefix_work(
+    shape: Shape, recipe: Recipe, padded: Padded, adapters: Adapters, n_examples: int, mean_tokens: float
+) -> Work:
+    """The forward pass of the layers below the first trained one over `n_examples`: what fills a cache of it, once."""
+    every, above = (
+        work_of(shape, replace(recipe, caches_prefix=caches), padded, mean_tokens, adapters, labelled_share=0.0)
+        for caches in (False, True)
+    )
+    n_steps = n_examples / recipe.global_batch
+    names = (
+        "matmul_flops",
+        "attention_flops",
+        "read_bytes",
+        "traffic_bytes",
+        "dequantization_bytes",
+        "host_s",
+        "flops",
+    )
+    saved = {name: n_steps * (getattr(every, name) - getattr(above, name)) for name in names}
+    alone = {"optimizer_bytes": 0.0, "sent_bytes": 0.0, "forward_share": 1.0}
+    tokens = {"n_tokens": n_steps * every.n_tokens, "n_padded_tokens": n_steps * every.n_padded_tokens}
+    return every._replace(**saved, **alone, **tokens)
+
+
+def step_time(work: Work, device: Device, calibration: Calibration | None = None) -> StepTime:
+    """Seconds of a step on a device."""
+    known = calibration or Calibration()
+    reached = 1.0
+    if device.is_cuda:
+        reached = work.tokens_per_micro_batch / (work.tokens_per_micro_batch + HALF_TOKENS)
+    bandwidth = device.bandwidth_bytes_per_s
+    matmul_s = max(work.matmul_flops / (device.flops_per_s * reached), work.read_bytes / bandwidth)
+    attention_s = work.attention_flops / (device.flops_per_s * ATTENTION_SHARE / _MEAN_SHARE)
+    traffic_s = work.traffic_bytes / bandwidth
+    dequantization_s = work.dequantization_bytes / (bandwidth / BANDWIDTH_SHARE * DEQUANTIZATION_SHARE)
+    busy_s = matmul_s + attention_s + traffic_s + dequantization_s
+    sending_s = work.sent_bytes / device.link_bytes_per_s if work.sent_bytes and device.link_bytes_per_s else 0.0
+    parts = {
+        "matmul": known.compute * matmul_s,
+        "attention": known.compute * attention_s,
+        "memory traffic": known.compute * traffic_s,
+        "dequantization": known.compute * dequantization_s,
+        # a GPU computes while the host launches what comes next; a CPU does one after the other
+        "launch": known.compute
+        * (max(0.0, work.host_s - busy_s) if device.is_cuda else CPU_LAUNCH_SHARE * work.host_s),
+        "optimizer": known.optimizer
+        * (work.optimizer_bytes / bandwidth + work.bus_bytes / (BUS_BYTES_PER_S if device.is_cuda else bandwidth)),
+        "data": known.waiting_s,
+        "communication": max(sending_s - HIDDEN_COMMUNICATION * busy_s, 0.1 * sending_s),
+    }
+    kept = {name: seconds for name, seconds in parts.items() if seconds > 0}
+    return StepTime(kept, work.n_tokens, work.n_padded_tokens, work.flops)
+
+
+def forward_work(work: Work, n_steps: float) -> Work:
+    """The forward pass alone of `n_steps` times the examples of a step: no optimizer."""
+    share = n_steps * work.forward_share
+    return work._replace(
+        **{
+            name: getattr(work, name) * share
+            for name in (
+                "matmul_flops",
+                "attention_flops",
+                "read_bytes",
+                "traffic_bytes",
+                "dequantization_bytes",
+                "host_s",
+            )
+        },
+        optimizer_bytes=0.0,
+        sent_bytes=0.0,
+        bus_bytes=0.0,
+    )
+
+
+def estimate_step(
+    shape: Shape,
+    recipe: Recipe,
+    device: Device,
+    padded: Padded,
+    mean_tokens: float,
+    adapters: Adapters | None = None,
+    *,
+    labelled_share: float = 1.0,
+    calibration: Calibration | None = None,
+) -> StepTime:
+    """`step_time` of `work_of`."""
+    work = work_of(shape, recipe, padded, mean_tokens, adapters, labelled_share=labelled_share)
+    return step_time(work, device, calibration)
+
+
+class _Flops(NamedTuple):
+    body: float
+    attention: float
+    head: float
+    adapters: float
+    forward: float  # of all of them, what a forward pass alone takes
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.body + self.attention + self.head + self.adapters
+
+
+def _flops(
+    shape: Shape,
+    recipe: Recipe,
+    padded: Padded,
+    adapters: Adapters | None,
+    recompute: float,
+    labelled_share: float,
+) -> _Flops:
+    """FLOPs of one padded example, forward, backward and recomputed."""
+    tokens, targets = max(1, round(padded.tokens)), round(padded.targets)
+    scale = padded.tokens / tokens
+    once = shape.forward_flops(tokens, targets)
+    both = shape.training_flops(tokens, targets, adapters=adapters)
+    first = 0 if adapters is None else adapters.first_layer
+    above = shape.forward_flops(tokens, targets, first_layer=first) if first else once
+    below = once.body - above.body, once.attention - above.attention
+    is_read = 1.0 if recipe.caches_prefix else 0.0  # from the disk, what is below
+    spread = padded.token_pairs / max(1.0, padded.tokens**2)  # long examples attend more than the mean squared
+    low_rank = both.adapters / 3 * recompute
+    scored = labelled_share if recipe.stack.loss == POSITIONS and shape.task != "classification" else 1.0
+    return _Flops(
+        scale * (both.body + recompute * above.body - is_read * below[0]),
+        # flash recomputes the scores in the backward pass
+        scale * spread * ((both.attention + recompute * above.attention) * 3.5 / 3 - (1 / 6 + is_read) * below[1]),
+        scale * both.head * scored,
+        scale * (both.adapters + low_rank),
+        scale * (once.body + spread * once.attention + scored * once.head + both.adapters / 3)
+        - scale * is_read * (below[0] + spread * below[1]),
+    )
+
+
+def _share_below(shape: Shape, padded: Padded, adapters: Adapters | None) -> float:
+    """Share of the work in layers that stands below the first trained one, and has no backward pass."""
+    if adapters is None or not adapters.first_layer:
+        return 0.0
+    above = shape.n_above(adapters.first_layer)
+    of_all = _layer_tokens(padded, (shape.n_layers, shape.n_decoder_layers))
+    return 1 - _layer_tokens(padded, above) / max(1.0, of_all)
+
+
+def _layer_tokens(padded: Padded, n_layers: tuple[int, int]) -> float:
+    """Tokens times layers; a decoder's attend twice."""
+    return padded.tokens * n_layers[0] + 1.4 * padded.targets * n_layers[1]
+
+
+def _traffic(
+    shape: Shape, recipe: Recipe, padded: Padded, adapters: Adapters | None, recompute: float, labelled_share: float
+) -> float:
+    """Bytes that one padded example moves outside of matrix products, forward and backward.
+
+    A forward pass reads and writes, for each token and layer: each norm in fp32 (36 bytes a feature where kernels are not
+    fused, 8 where they are), two residual sums, rotations of queries and keys, and the activation; a backward pass twice
+    as much. The loss passes over the logits about eight times in fp32; over those of positions twice in fp32, and five
+    times in the precision of the run: product, softmax, gradients, and both products with those.
+    """
+    block, stack, c = block_of(shape), recipe.stack, recipe.compute_bytes
+    h, f, r = shape.hidden, shape.ffn, recipe.residual_bytes
+    q, k = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
+    is_fused = stack.fused_norms or stack.is_compiled
+    norms = block.n_norms * h * (4.0 * r if is_fused else 28.0 + 4.0 * r)
+    rotations = (3.0 if is_fused else 10.0) * c * (q + k)
+    activation = (
+        c * f * ((3.0 if stack.fused_mlp or stack.is_compiled else 5.0) if block.is_gated else 2.0 * block.activation)
+    )
+    layer = norms + 6.0 * r * h + rotations + activation
+    adapted = 0.0
+    if adapters is not None and not stack.is_compiled:
+        n_layers = max(1, shape.n_layers + shape.n_decoder_layers)
+        width_in = sum(n / n_layers * w.n_in for w, n in adapters.adapted if w.kind == "linear")
+        width_out = sum(n / n_layers * w.n_out for w, n in adapters.adapted if w.kind == "linear")
+        casts = 4.0 + (2.0 if recipe.trained_bytes > c and not stack.has_autocast else 0.0)
+        # fused, the thin product reads the input once more, and what comes of it is added in place
+        of_in, of_out = (c, 2.0 * c) if stack.fuses_adapters else (casts + c, 4.0 * c)
+        adapted = of_in * width_in + of_out * width_out
+        if recipe.lora_dropout > 0:
+            adapted += 10.0 * width_in
+        if recipe.use_dora:
+            adapted += 6.0 * c * (width_in + width_out)
+    below = _share_below(shape, padded, adapters)
+    ahead = 1 - below if recipe.caches_prefix else 1.0
+    tokens = _layer_tokens(padded, (shape.n_layers, shape.n_decoder_layers))
+    passes = ahead + (1 - below) * (2.0 + recompute)
+    body = tokens * (layer + adapted) * passes + tokens * adapted * (3.0 + recompute - passes)  # adapters are all above
+    n_scored = (padded.targets or padded.tokens) if shape.task in ("causal-lm", "seq2seq") else 0.0
+    of_loss = {TILED: 8.0, FUSED: 16.0, CHUNKED: 24.0}.get(stack.loss, c + 32.0 * labelled_share)
+    if stack.loss == POSITIONS:
+        of_loss = (8.0 + 5.0 * c) * labelled_share
+    return body + n_scored * shape.vocab * of_loss
+
+
+def _optimizer_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
+    """Clipping and the update: every trained weight, its gradient and its state are read and written.
+
+    A fused kernel reads four of them and writes three; the foreach one is nine kernels that move 21 (weight decay 2, first
+    moment 3, second 5, square root 2, division 2, epsilon 2, update 4 and the learning rate's product 1). Off-loaded, the
+    device only reads the gradient and writes the weight.
+    """
+    n, b = _n_stepped(shape, recipe, adapters), recipe.trained_bytes
+    state = {"sgd": 0.0, "adamw_torch_offload": -b}.get(recipe.optim, 4.0 if "8bit" in recipe.optim else 4.0 * b)
+    moved = 21.0 * b if recipe.optim == "adamw_torch" else 3.0 * b + state
+    clipping = 3.0 * b
+    slow = 4.0 if recipe.optim.startswith("paged") else 1.0  # pages come and go over the bus
+    return slow * n * (moved + clipping)
+
+
+def _bus_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
+    """Gradients that go to the host and weights that come back, where the optimizer's state is there.
+
+    Counted one after the other: what the two directions and the host's arithmetic hide of each other is left out.
+    """
+    if recipe.optim != "adamw_torch_offload":
+        return 0.0
+    return 2.0 * recipe.trained_bytes * _n_stepped(shape, recipe, adapters)
+
+
+def _n_stepped(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> int:
+    """Trained weights that one GPU's optimizer has."""
+    n = shape.n_parameters if adapters is None else adapters.n_trainable
+    return n // recipe.n_gpus if recipe.sharding == "fsdp" else n
+
+
+def _sent_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
+    """Gradients (ddp), or weights and gradients (fsdp), that a GPU sends to others.
+
+    A ring moves 2 (n - 1) / n of the gradients (Patarasuk and Yuan 2009); fsdp gathers the weights twice for every
+    micro-batch, thrice when layers are recomputed, and scatters the gradients.
+    """
+    n = recipe.n_gpus
+    if n == 1:
+        return 0.0
+    n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
+    share, gradients = (n - 1) / n, float(n_trained * recipe.trained_bytes)
+    if recipe.sharding != "fsdp":
+        return 2 * share * gradients
+    passes = 2 + (1 if recipe.every_n_layers else 0)
+    of_weight = NF4_BYTES if recipe.method == "qlora" else float(recipe.compute_bytes)
+    return share * (recipe.n_micro_batches * passes * shape.n_parameters * of_weight + gradients)

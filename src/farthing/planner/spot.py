@@ -1,0 +1,421 @@
+"""Capacity that can be taken away: how long it lasts, what that costs, and whether to use it.
+
+A zone is up (an instance can be had) or down. `Interruptions` holds the law of either kind of spell: measured, Weibull
+or exponential. Measured spells are not exponential: most are short, and whoever has lasted an hour will probably last
+the next. Expected hours come from renewal equations solved exactly, chances from paths drawn with a given seed.
+
+All times are seconds. An interruption takes whatever was done since the last checkpoint; the restart comes after an
+interruption, not at the first start; the last stretch of work ends with a checkpoint too, as in Daly's formula. Refuses
+to look up prices, jobs or clocks: it gets numbers and gives back numbers and reasons.
+
+Sources: Young, CACM 17(9), 1974; Daly, Future Generation Computer Systems 22, 2006; Wu et al., "Can't Be Late", NSDI
+2024, for the mixture with on demand and for the traces behind the prior.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from farthing.errors import UserMistake
+from farthing.planner.uptime import Floats, Measured, Spell, Weibull, fit_law, recency
+from farthing.units import say_usd
+
+_MAX_STRETCHES = 2000  # beyond it expected times grow by the same amount with each stretch (renewal theorem)
+_PATHS = 2000
+_80_PERCENT = 1.2816  # standard deviations on either side of the middle that hold 80 % of a normal distribution
+
+
+@dataclass(frozen=True)
+class Interruptions:
+    """Up and down spells of a zone and node size, and how well they are known. `down` None: capacity is back at once."""
+
+    up: Weibull | Measured
+    down: Weibull | Measured | None = None
+    n_spells: float = math.inf
+    """Up spells behind it, each counted by its weight (Kish's effective sample size)."""
+    drift: float = 0.0
+    """Standard deviation of the logarithm of the mean spell from one period of days to the next."""
+    is_prior: bool = False
+
+    @property
+    def mean_between_s(self) -> float:
+        """Mean time between interruptions, waiting not counted."""
+        return self.up.mean_s
+
+    @property
+    def availability(self) -> float:
+        """Share of time with capacity."""
+        return self.up.mean_s / (self.up.mean_s + self.down.mean_s) if self.down else 1.0
+
+    def survival(self, t_s: ArrayLike) -> Floats:
+        """Chance that an instance is kept for `t_s` or longer, from the moment capacity came."""
+        return self.up.survival(t_s)
+
+    def hazard_per_h(self, age_s: float, window_s: float = 600.0) -> float:
+        """Interruptions per hour in the `window_s` after age `age_s`."""
+        now, then = float(self.up.survival(age_s)), float(self.up.survival(age_s + window_s))
+        return math.inf if then == 0 else math.log(now / then) / window_s * 3600
+
+    @property
+    def spread(self) -> float:
+        """Factor by which the mean spell may be off either way, in 80 % of cases: few spells, wide range."""
+        relative = self.up.mean_square_s2 / self.up.mean_s**2 - 1  # squared coefficient of variation
+        return math.exp(_80_PERCENT * math.sqrt(relative / self.n_spells + self.drift**2))
+
+    def shifted(self, factor: float) -> Interruptions:
+        """The same zone with up spells `factor` times as long and down spells as many times shorter."""
+        return replace(self, up=self.up.stretched(factor), down=self.down and self.down.stretched(1 / factor))
+
+    def for_node(self, n_gpus: int, measured_n_gpus: int = 1) -> Interruptions:
+        """The same zone for nodes of another size, whose spells are shorter by the power of the facts' `node_power`."""
+        size = math.log(n_gpus / measured_n_gpus)
+        factor = math.exp(-_facts()["node_power"] * size)
+        return replace(self, up=self.up.stretched(factor), drift=math.hypot(self.drift, _facts()["node_spread"] * size))
+
+
+def fit(
+    up: Sequence[Spell], down: Sequence[Spell], law: str = "measured", half_life_s: float = math.inf
+) -> Interruptions:
+    """The model of a zone from its spells. Says what to do when there are none."""
+    if not up:
+        raise UserMistake("the trace has no capacity at all", to_do="use another zone, or `prior` for a wide guess")
+    weight = recency(up, half_life_s) * [not spell.is_censored for spell in up]
+    n_spells = max(1.0, float(weight.sum() ** 2 / (weight @ weight))) if weight.any() else 1.0
+    down_law = fit_law(down, law, half_life_s) if down else None
+    return Interruptions(fit_law(up, law, half_life_s), down_law, n_spells, _facts()["drift"])
+
+
+def drawn_together(zones: Sequence[Interruptions], share: float) -> list[Interruptions]:
+    """Zones of one kind of node, each with its mean spells moved `share` of the way, in logarithms, to those of all.
+
+    What a zone was lately is part chance: the far ones come back (shrinkage, James and Stein, 1961).
+    """
+    up = [math.log(zone.up.mean_s) for zone in zones]
+    down = [math.log(zone.down.mean_s) for zone in zones if zone.down]
+    drawn = []
+    for zone in zones:
+        longer = math.exp(share * (sum(up) / len(up) - math.log(zone.up.mean_s)))
+        wait = zone.down
+        if wait:
+            wait = wait.stretched(math.exp(share * (sum(down) / len(down) - math.log(wait.mean_s))))
+        drawn.append(replace(zone, up=zone.up.stretched(longer), down=wait))
+    return drawn
+
+
+@functools.cache
+def prior(n_gpus: int = 1) -> Interruptions:
+    """For GPUs without traces: the middle of the zones that were measured, and a range as wide as between them."""
+    facts = _facts()
+    up = Weibull(facts["mean_up"] * 3600 / math.gamma(1 + 1 / facts["shape_up"]), facts["shape_up"])
+    down = Weibull(facts["mean_down"] * 3600 / math.gamma(1 + 1 / facts["shape_down"]), facts["shape_down"])
+    return Interruptions(up, down, drift=facts["zone_spread"], is_prior=True).for_node(n_gpus)
+
+
+@functools.cache
+def _facts() -> dict[str, float]:
+    text = (Path(__file__).parents[1] / "facts" / "spot_spells.csv").read_text(encoding="utf-8")
+    return {row["name"]: float(row["value"]) for row in csv.DictReader(text.splitlines())}
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """How a job saves: `save_s` every `interval_s` of work, and `restart_s` before work goes on after an interruption."""
+
+    interval_s: float
+    save_s: float
+    restart_s: float
+
+    def needed_s(self, work_s: ArrayLike) -> Floats:
+        """Time for work with its checkpoints, when nothing comes between."""
+        work = np.asarray(work_s, float)
+        return np.asarray(work + np.ceil(work / self.interval_s - 1e-9) * self.save_s)
+
+    def spend(self, spell_s: Floats, work_s: Floats, restart_s: Floats) -> tuple[NDArray[np.bool_], Floats, Floats]:
+        """Jobs with `work_s` to do meet a spell: which finish, the time each uses, the work that is safe after it."""
+        needed = restart_s + self.needed_s(work_s)
+        finishes = spell_s >= needed
+        n_saved = np.maximum(0.0, np.floor((spell_s - restart_s) / (self.interval_s + self.save_s) + 1e-9))
+        return finishes, np.minimum(spell_s, needed), np.where(finishes, work_s, n_saved * self.interval_s)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a job on spot comes to, on average. billed = work + checkpoints + restarts + lost; wall = billed + waiting."""
+
+    work_s: float
+    checkpoint_s: float
+    restart_s: float
+    lost_s: float
+    waiting_s: float
+    n_interruptions: float
+
+    @property
+    def billed_s(self) -> float:
+        """Seconds with an instance, which are paid for."""
+        return self.work_s + self.checkpoint_s + self.restart_s + self.lost_s
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the moment the job is wanted to its end."""
+        return self.billed_s + self.waiting_s
+
+
+def expect(work_s: float, rhythm: Rhythm, zone: Interruptions) -> Expected:
+    """Expected times of a job wanted at a random moment, when the zone may be down or in the middle of an up spell.
+
+    With m stretches of work left at the start of a spell, E(m) = b(m) + sum over j of P(j stretches are saved, then an
+    interruption) E(m - j), where b(m) is what this spell adds; so E is solved from m = 1 upwards. The first spell is
+    the rest of one under way, with the zone's availability, or else a fresh one after the rest of a down spell. For
+    exponential spells this is Daly's M e^(R/M) (e^((tau+d)/M) - 1) W/tau.
+    """
+    up, restart, step = zone.up, rhythm.restart_s, rhythm.interval_s + rhythm.save_s
+    n_all = max(1, math.ceil(work_s / rhythm.interval_s - 1e-9))
+    n = min(n_all, _MAX_STRETCHES)
+    last = work_s - (n_all - 1) * rhythm.interval_s + rhythm.save_s
+    begin = np.arange(n, dtype=np.float64) * step  # begin[m - 1] + last: the time that m stretches need
+    alive, at_end = up.survival(restart + begin), up.survival(restart + begin + last)
+    if at_end[0] <= 0 or (n > 1 and alive[1] <= 0):
+        return Expected(work_s, n_all * rhythm.save_s, math.inf, math.inf, math.inf, math.inf)
+    # per spell: seconds billed, interruptions, seconds of restart
+    adds = np.stack([up.lived(restart + begin + last), 1 - at_end, np.full(n, up.lived(restart))], axis=1)
+    saved = np.r_[0.0, alive[1:-1] - alive[2:]] if n > 2 else np.zeros(1)  # P(exactly j saved), j = 0, 1, ...
+    mean = np.zeros((n, 3))  # mean[n - m] is E(m): the last comes first
+    mean[-1] = adds[0] / at_end[0]
+    if n > 1:  # E(m) (1 - P(none is saved)) - sum over j of P(j) E(m - j) = what is known, for all m > 1 at once
+        known = adds[1:] + np.outer(alive[1:] - at_end[1:], mean[-1])
+        mean[-2::-1] = _solved(np.r_[alive[1], -saved[1 : n - 1]], known)
+    share, rest_mean = zone.availability, up.mean_s
+
+    def first_survival(t: ArrayLike) -> Floats:
+        return np.asarray(share * (1 - up.lived(t) / rest_mean) + (1 - share) * up.survival(t))
+
+    end = begin[-1] + last
+    rest_lived = end - (end * up.lived(end) - up.lived_square(end) / 2) / rest_mean
+    total = np.array([share * rest_lived + (1 - share) * up.lived(end), 1 - first_survival(end), 0.0])
+    edges = np.r_[first_survival(begin), first_survival(end)]
+    total = total + (edges[:-1] - edges[1:]) @ mean
+    if n_all > n:
+        spell = np.array([up.mean_s, 1.0, float(up.lived(restart))])
+        per_stretch = spell / _stretches_kept(rhythm.interval_s, rhythm.save_s, restart, zone)
+        total = total + (n_all - n) * per_stretch
+    billed, n_interruptions, restart_s = (float(value) for value in total)
+    lost = billed - work_s - n_all * rhythm.save_s - restart_s
+    waiting = 0.0
+    if zone.down:
+        waiting = (1 - share) * zone.down.mean_square_s2 / (2 * zone.down.mean_s) + n_interruptions * zone.down.mean_s
+    return Expected(work_s, n_all * rhythm.save_s, restart_s, max(lost, 0.0), waiting, n_interruptions)
+
+
+def _solved(first_column: Floats, right: Floats) -> Floats:
+    """x with T x = right, where T is lower triangular with this first column along its diagonals (Toeplitz).
+
+    Such matrices multiply as power series do: 1 / T is found by Newton's method, g -> g (2 - T g), which doubles its
+    right terms with each turn; products are taken by Fourier transform.
+    """
+    n = len(first_column)
+    inverse = np.array([1 / first_column[0]])
+    while len(inverse) < n:
+        size = min(2 * len(inverse), n)
+        wide = 1 << (2 * size - 1).bit_length()
+        g, series = np.fft.rfft(inverse, wide), np.fft.rfft(first_column[:size], wide)
+        off = -np.fft.irfft(series * g, wide)[:size]
+        off[0] += 2
+        inverse = np.fft.irfft(np.fft.rfft(off, wide) * g, wide)[:size]
+    wide = 1 << (2 * n - 1).bit_length()
+    found = np.fft.irfft(np.fft.rfft(right, wide, axis=0) * np.fft.rfft(inverse, wide)[:, None], wide, axis=0)
+    return np.asarray(found[:n])
+
+
+def expect_range(work_s: float, rhythm: Rhythm, zone: Interruptions) -> tuple[Expected, Expected, Expected]:
+    """Good, likely and bad case: mean spells longer and shorter by the zone's spread."""
+    good, bad = zone.shifted(zone.spread), zone.shifted(1 / zone.spread)
+    return expect(work_s, rhythm, good), expect(work_s, rhythm, zone), expect(work_s, rhythm, bad)
+
+
+def _stretches_kept(interval_s: ArrayLike, save_s: float, restart_s: float, zone: Interruptions) -> Floats:
+    """Stretches of work that a fresh spell saves on average, without end of the job: the sum of the survivals at each
+    save. Beyond 512 the sum is the integral."""
+    step = np.asarray(interval_s, float)[..., None] + save_s
+    kept = zone.up.survival(restart_s + step * np.arange(1, 513)).sum(axis=-1)
+    rest = zone.up.mean_s - zone.up.lived(restart_s + 512.5 * step[..., 0])
+    return np.asarray(kept + np.maximum(0.0, rest) / step[..., 0])
+
+
+def young_interval_s(save_s: float, mean_between_s: float) -> float:
+    """Young's interval for exponential spells: sqrt(2 d M)."""
+    return math.sqrt(2 * save_s * mean_between_s)
+
+
+def daly_interval_s(save_s: float, mean_between_s: float) -> float:
+    """Daly's interval for exponential spells: sqrt(2 d M) (1 + sqrt(x)/3 + x/9) - d with x = d / 2M; M when x >= 1."""
+    x = save_s / (2 * mean_between_s)
+    return (
+        mean_between_s if x >= 1 else math.sqrt(2 * save_s * mean_between_s) * (1 + math.sqrt(x) / 3 + x / 9) - save_s
+    )
+
+
+def best_interval_s(save_s: float, restart_s: float, zone: Interruptions) -> float:
+    """The interval that keeps most work per billed second in the long run, for any law (renewal-reward theorem).
+
+    Intervals from a twentieth of Young's to twenty times it, 1.5 % apart; each is judged with its neighbours within
+    10 %, so that the steps of measured lengths don't decide.
+    """
+    intervals = young_interval_s(save_s, zone.mean_between_s) * np.geomspace(1 / 20, 20, 401)
+    kept = intervals * _stretches_kept(intervals, save_s, restart_s, zone)
+    smooth = np.convolve(np.pad(kept, 6, mode="edge"), np.full(13, 1 / 13), mode="valid")
+    return float(intervals[int(np.argmax(smooth))])
+
+
+def interval_steps(interval_s: float, step_s: float) -> int:
+    """Whole steps nearest to an interval, at least one: checkpoints are taken at the ends of steps."""
+    return max(1, round(interval_s / step_s))
+
+
+@dataclass(frozen=True, eq=False)
+class Paths:
+    """Drawn runs of one job: wall, spot and on-demand seconds of each; a wall time of infinity is past the deadline."""
+
+    wall_s: Floats
+    spot_s: Floats
+    on_demand_s: Floats
+
+    def chance_by(self, deadline_s: float) -> float:
+        """Share of runs that end by the deadline."""
+        return float(np.mean(self.wall_s <= deadline_s))
+
+
+def draw_paths(
+    work_s: float,
+    rhythm: Rhythm,
+    zone: Interruptions,
+    *,
+    deadline_s: float,
+    falls_back: bool = False,
+    seed: int = 0,
+    n_paths: int = _PATHS,
+) -> Paths:
+    """Runs wanted at random moments, each followed until it ends or the deadline has passed.
+
+    `falls_back`: without spot capacity the job goes on on demand as soon as it is behind linear progress towards the
+    deadline ("Uniform Progress"); when the time that is left is only enough to finish on demand, it does. Unlike the
+    paper's rule it goes back to spot with the next capacity, not when it is ahead, and not to idling before that. On
+    demand pays the restart before, and a checkpoint after.
+    """
+    chance = np.random.default_rng(seed)
+    left, spot, own = np.full(n_paths, float(work_s)), np.zeros(n_paths), np.zeros(n_paths)
+    wall, restart, over = np.zeros(n_paths), np.zeros(n_paths), np.zeros(n_paths)
+    margin = rhythm.interval_s + 2 * rhythm.save_s + 2 * rhythm.restart_s  # what one more interruption may take
+
+    def slack_s(who: NDArray[np.intp]) -> Floats:
+        return np.asarray(deadline_s - wall[who] - left[who] - margin)
+
+    def without_capacity(who: NDArray[np.intp], down_s: Floats) -> NDArray[np.intp]:
+        if not falls_back:
+            wall[who] += down_s
+            return who
+        ahead, last_call = (work_s - left[who]) / work_s * deadline_s - wall[who], slack_s(who)
+        idle = np.clip(np.minimum(ahead, last_call), 0.0, down_s)
+        finish = restart[who] + left[who] + rhythm.save_s
+        ends = (last_call <= idle) | (idle + finish <= down_s)
+        own_s = np.where(ends, finish, down_s - idle)
+        left[who] = np.where(ends, 0.0, left[who] - np.maximum(0.0, own_s - restart[who] - rhythm.save_s))
+        own[who] += own_s
+        wall[who] += idle + own_s
+        restart[who] = np.where(own_s > 0, rhythm.restart_s, restart[who])
+        return who[~ends]
+
+    def wait(who: NDArray[np.intp]) -> NDArray[np.intp]:
+        return without_capacity(who, zone.down.draw(chance, len(who)) if zone.down else np.zeros(len(who)))
+
+    who, is_up = np.arange(n_paths), chance.random(n_paths) < zone.availability
+    spell = np.where(is_up, zone.up.draw_rest(chance, n_paths), zone.up.draw(chance, n_paths))
+    if zone.down:
+        waits = who[~is_up]
+        who = np.sort(np.r_[who[is_up], without_capacity(waits, zone.down.draw_rest(chance, len(waits)))])
+        spell = spell[who]
+    while who.size:
+        if falls_back:  # every checkpoint takes from the slack: leave before an interruption could make it late
+            n_saves = np.floor(np.maximum(slack_s(who), 0.0) / max(rhythm.save_s, 1e-9))
+            spell = np.minimum(spell, (restart[who] + n_saves * (rhythm.interval_s + rhythm.save_s)) * (n_saves > 0))
+        ends, used, kept = rhythm.spend(spell, left[who], restart[who])
+        spot[who] += used
+        wall[who] += used
+        left[who] -= kept
+        restart[who] = np.where(used > 0, rhythm.restart_s, restart[who])
+        who = wait(who[~ends])
+        over[who[wall[who] > deadline_s]] = math.inf
+        who = who[wall[who] <= deadline_s]
+        spell = zone.up.draw(chance, len(who))
+    return Paths(wall + over, spot, own)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to buy the hours: `spot`, `on demand` or `mixture`; mean dollars and hours, chance to meet the deadline."""
+
+    kind: str
+    usd: float
+    wall_s: float
+    chance: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The way to take, why, and all ways."""
+
+    best: Way
+    why: str
+    ways: tuple[Way, ...]
+
+
+def choose(
+    work_s: float,
+    rhythm: Rhythm,
+    zone: Interruptions,
+    *,
+    spot_usd_per_h: float,
+    on_demand_usd_per_h: float,
+    deadline_s: float = math.inf,
+    sure: float = 0.95,
+    seed: int = 0,
+) -> Choice:
+    """The cheapest way whose chance to meet the deadline is at least `sure`. On demand is counted without checkpoints.
+
+    Without a deadline there is no mixture: nothing says how long to wait. When no way is sure, the likeliest is taken.
+    """
+    likely = expect(work_s, rhythm, zone)
+    spot_usd, own_usd = likely.billed_s / 3600 * spot_usd_per_h, work_s / 3600 * on_demand_usd_per_h
+    ways = [Way("on demand", own_usd, work_s, float(work_s <= deadline_s))]
+    if math.isinf(deadline_s):
+        ways.append(Way("spot", spot_usd, likely.wall_s, float(math.isfinite(likely.billed_s))))
+    else:
+        alone = draw_paths(work_s, rhythm, zone, deadline_s=deadline_s, seed=seed)
+        mixed = draw_paths(work_s, rhythm, zone, deadline_s=deadline_s, seed=seed, falls_back=True)
+        usd = (mixed.spot_s.mean() * spot_usd_per_h + mixed.on_demand_s.mean() * on_demand_usd_per_h) / 3600
+        ways.append(Way("spot", spot_usd, likely.wall_s, alone.chance_by(deadline_s)))
+        ways.append(Way("mixture", float(usd), float(mixed.wall_s.mean()), mixed.chance_by(deadline_s)))
+    sure_ways = [way for way in ways if way.chance >= sure]
+    best = min(sure_ways, key=lambda way: way.usd) if sure_ways else max(ways, key=lambda way: (way.chance, -way.usd))
+    return Choice(best, _why(best, ways, sure, bool(sure_ways)), tuple(ways))
+
+
+def _why(best: Way, ways: Sequence[Way], sure: float, is_sure: bool) -> str:
+    own, spot = ways[0], ways[1]
+    if not is_sure:
+        return f"no way meets the deadline with {sure:.0%}; {best.kind} is likeliest, with {best.chance:.0%}"
+    if best is own:
+        if spot.usd >= own.usd:
+            return f"spot costs {say_usd(spot.usd)} with what it loses, on demand {say_usd(own.usd)}"
+        return f"spot meets the deadline only with {spot.chance:.0%}, and nothing cheaper with {sure:.0%}"
+    saved = f"saves {1 - best.usd / own.usd:.0%} of {say_usd(own.usd)} on demand"
+    if best is spot:
+        return f"spot {saved}, interruptions counted"
+    return f"spot alone meets the deadline with {spot.chance:.0%}; with on demand when it falls behind it {saved}"

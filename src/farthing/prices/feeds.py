@@ -1,0 +1,307 @@
+"""Public price feeds -> a refreshed file of prices in the user's cache.
+
+Every feed may fail alone and is named when it does; the file is replaced in one step, and not at all when every feed
+failed. Providers that could not be refreshed keep the prices they had.
+
+Refuses to decide anything: `catalog` reads what is written here. The only room of the study that uses the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import os
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from farthing.addresses import without_secrets
+from farthing.durability.files import write_text
+from farthing.errors import FarthingError, UserMistake
+from farthing.prices.catalog import COLUMNS, FACTS, Offer, read_feed, read_refreshed
+from farthing.units import plural
+
+MAX_FEED_BYTES = 96 << 20
+TIMEOUT_S = 20.0  # for one answer of a server
+FEED_S = 90.0  # for one feed as a whole
+_GPUHUNT_COLUMNS = (
+    *("instance_name", "location", "price", "cpu", "memory", "gpu_count", "gpu_name", "gpu_memory", "spot"),
+    "disk_size",
+)
+
+
+class Feed(NamedTuple):
+    """One place that publishes the prices of one provider."""
+
+    provider: str
+    layout: str  # skypilot: a CSV; gpuhunt: a folder with versions of a ZIP; gpuhunt-live: a class of that library
+    address: str
+
+
+class Outcome(NamedTuple):
+    """What came of one feed."""
+
+    feed: Feed
+    offers: tuple[Offer, ...] = ()
+    n_skipped: int = 0  # rows with GPUs that are not known here
+    problem: str = ""  # why it failed
+    is_absent: bool = False  # it was not asked: the library or a key for it is not there
+
+
+class Update(NamedTuple):
+    """What `update` did."""
+
+    path: Path
+    n_offers: int
+    refreshed: tuple[str, ...]  # providers with new prices
+    kept: tuple[str, ...]  # providers whose earlier prices stay
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def failed(self) -> tuple[Outcome, ...]:
+        """Feeds that were asked and gave nothing."""
+        return tuple(outcome for outcome in self.outcomes if outcome.problem and not outcome.is_absent)
+
+
+def known_feeds() -> tuple[Feed, ...]:
+    """The feeds of `facts/price_feeds.csv`; of two for one provider the first that answers is taken."""
+    with open(FACTS / "price_feeds.csv", encoding="utf-8", newline="") as file:
+        return tuple(Feed(row["provider"], row["layout"], row["address"]) for row in csv.DictReader(file))
+
+
+def update(
+    path: Path,
+    today: date,
+    feeds: Sequence[Feed] | None = None,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    feed_s: float = FEED_S,
+    progress: Callable[[str], None] | None = None,
+) -> Update:
+    """Ask the feeds, at once, and put what they say into the file at `path`.
+
+    `GPUHUNT_CATALOG_DIR` (a folder of CSVs) and `GPUHUNT_CATALOG_URL` (a mirror) stand in for the servers of gpuhunt,
+    as they do for the library. Raises `FarthingError` when no feed answered; the file is then as it was.
+    """
+    asked = known_feeds() if feeds is None else tuple(feeds)
+    with tempfile.TemporaryDirectory(prefix="farthing-prices-") as folder:
+
+        def one(numbered: tuple[int, Feed]) -> Outcome:
+            number, feed = numbered
+            place = Path(folder) / str(number)
+            place.mkdir()
+            outcome = _ask(feed, place, today, timeout_s, feed_s)
+            if progress is not None:
+                progress(_words(outcome))
+            return outcome
+
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            outcomes = tuple(pool.map(one, enumerate(asked)))
+
+    fresh: dict[str, tuple[Offer, ...]] = {}
+    for outcome in outcomes:
+        if outcome.offers:
+            fresh.setdefault(outcome.feed.provider, outcome.offers)
+    if not fresh:
+        failed = [outcome for outcome in outcomes if outcome.problem]
+        first = _words(failed[0]) if failed else "no feed is known"
+        raise FarthingError(
+            f"none of the {plural(len(asked), 'price feed')} answered; the prices stay as they are ({first})",
+            where=str(path),
+            to_do="check the network, or give a price file of your own with --prices",
+        )
+    earlier = _earlier(path, today)
+    kept = tuple(offer for offer in earlier if offer.provider not in fresh)
+    offers = [offer for provider in sorted(fresh) for offer in fresh[provider]] + list(kept)
+    _write(path, offers)
+    return Update(path, len(offers), tuple(sorted(fresh)), tuple(sorted({offer.provider for offer in kept})), outcomes)
+
+
+def _words(outcome: Outcome) -> str:
+    name = f"{outcome.feed.provider} ({outcome.feed.layout})"
+    if outcome.problem:
+        return f"{name}: {outcome.problem}"
+    return f"{name}: {plural(len(outcome.offers), 'price')}"
+
+
+# ---- one feed ----
+
+
+def _ask(feed: Feed, folder: Path, today: date, timeout_s: float, feed_s: float) -> Outcome:
+    """The offers of one feed, or what went wrong with it; never raises for what a feed may do."""
+    give_up_at = time.monotonic() + feed_s
+    try:
+        if feed.layout == "skypilot":
+            path = folder / feed.provider / "vms.csv"
+            path.parent.mkdir()
+            path.write_bytes(_download(feed.address, timeout_s, give_up_at))
+        elif feed.layout == "gpuhunt":
+            path = folder / f"{feed.provider}.csv"
+            path.write_bytes(_gpuhunt_csv(feed.address, timeout_s, give_up_at))
+        elif feed.layout == "gpuhunt-live":
+            path = folder / f"{feed.provider}.csv"
+            _write_items(path, _live_items(feed.address))
+        else:
+            return Outcome(feed, problem=f"no layout `{feed.layout}` is known")
+        catalog = read_feed(path, today)
+    except _Absent as absent:
+        return Outcome(feed, problem=str(absent), is_absent=True)
+    except UserMistake as mistake:
+        line = mistake.where.rpartition(path.name)[2].strip(":")
+        return Outcome(feed, problem=f"{mistake.what}{f' (line {line})' if line else ''}")
+    except (OSError, ValueError, zipfile.BadZipFile, urllib.error.URLError) as error:
+        return Outcome(feed, problem=_reason(error))
+    except Exception as error:  # a library of others: whatever it raises is the failure of this feed alone
+        return Outcome(feed, problem=f"{type(error).__name__}: {_reason(error)}")
+    offers = tuple(
+        offer._replace(provider=feed.provider, source=_source(feed), date=today)
+        for offer in _without_zones(catalog.offers)
+    )
+    return Outcome(feed, offers, n_skipped=sum(catalog.skipped.values()))
+
+
+class _Absent(Exception):
+    """A feed that can't be asked here: the library or a key for it is missing."""
+
+
+def _reason(error: Exception) -> str:
+    reason = getattr(error, "reason", None)
+    text = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else str(reason or error)
+    return (text or type(error).__name__).splitlines()[0][:200]
+
+
+def _source(feed: Feed) -> str:
+    if feed.layout == "gpuhunt-live":
+        return f"{feed.provider} by way of gpuhunt"
+    return f"{feed.layout} feed, {urllib.parse.urlsplit(without_secrets(feed.address)).netloc}"
+
+
+def _download(address: str, timeout_s: float, give_up_at: float) -> bytes:
+    """The bytes at an address: over HTTPS (or this machine), bounded in size and time."""
+    parts = urllib.parse.urlsplit(address)
+    if parts.scheme != "https" and not (parts.scheme == "http" and parts.hostname in ("127.0.0.1", "localhost")):
+        raise ValueError(f"{parts.scheme or 'no scheme'} is not used for prices, https is")
+    request = urllib.request.Request(address, headers={"User-Agent": "farthing"})
+    chunks = []
+    n_bytes = 0
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        while chunk := answer.read1(1 << 16):
+            chunks.append(chunk)
+            n_bytes += len(chunk)
+            if n_bytes > MAX_FEED_BYTES:
+                raise ValueError(f"larger than {MAX_FEED_BYTES >> 20} MiB")
+            if time.monotonic() > give_up_at:
+                raise TimeoutError("it took too long")
+        expected = answer.headers.get("Content-Length")
+    if expected is not None and expected.isdigit() and n_bytes < int(expected):
+        raise OSError(f"cut off after {n_bytes:,} of {int(expected):,} bytes")
+    return b"".join(chunks)
+
+
+def _gpuhunt_csv(address: str, timeout_s: float, give_up_at: float) -> bytes:
+    """The CSV of one provider of gpuhunt: the file of a local folder, or the newest version a server has."""
+    name = address.rstrip("/").rpartition("/")[2]
+    local = os.environ.get("GPUHUNT_CATALOG_DIR")
+    if local:
+        return (Path(local) / f"{name}.csv").read_bytes()
+    mirror = os.environ.get("GPUHUNT_CATALOG_URL")
+    base = f"{mirror.rstrip('/')}/{name}" if mirror else address.rstrip("/")
+    version = _download(f"{base}/version", timeout_s, give_up_at).decode("utf-8", "replace").strip()
+    if not version or not version.replace("-", "").replace(".", "").replace("_", "").isalnum() or len(version) > 64:
+        raise ValueError(f"{version[:40]!r} is not a version")
+    data = _download(f"{base}/{version}/catalog.zip", timeout_s, give_up_at)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        try:
+            size = archive.getinfo(f"{name}.csv").file_size
+        except KeyError:
+            raise ValueError(f"there is no {name}.csv in the ZIP") from None
+        if size > MAX_FEED_BYTES:
+            raise ValueError(f"larger than {MAX_FEED_BYTES >> 20} MiB")
+        with archive.open(f"{name}.csv") as file:
+            return file.read(MAX_FEED_BYTES)
+
+
+def _live_items(address: str) -> Iterable[Any]:
+    """What a provider says now, by the library gpuhunt; its keys are in the environment, as it wants them."""
+    import importlib
+
+    module, _, name = address.partition(":")
+    try:
+        library = importlib.import_module("gpuhunt")
+        provider = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise _Absent(f"not asked: {error.name or 'gpuhunt'} is not installed (the extra `prices` has it)") from None
+    try:
+        source = provider.from_env() if hasattr(provider, "from_env") else provider()
+    except Exception as error:
+        wants_key = getattr(library, "MissingCredsError", ())
+        if isinstance(error, wants_key):
+            raise _Absent("not asked: it needs a key") from None
+        raise
+    items: Iterable[Any] = source.get(query_filter=None, balance_resources=False)
+    return items
+
+
+def _write_items(path: Path, items: Iterable[Any]) -> None:
+    """Items of gpuhunt in its own layout."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(_GPUHUNT_COLUMNS)
+        for item in items:
+            cells = [getattr(item, name, None) for name in _GPUHUNT_COLUMNS]
+            rows.writerow(["" if cell is None else cell for cell in cells])
+
+
+def _without_zones(offers: Sequence[Offer]) -> list[Offer]:
+    """One row for a region where all its zones have one price: most on demand; spot differs by zone and stays."""
+    groups: dict[tuple[str, str, int, str, bool], list[Offer]] = {}
+    for offer in offers:
+        groups.setdefault((offer.instance, offer.gpu, offer.n_gpus, offer.region, offer.is_spot), []).append(offer)
+    found = []
+    for group in groups.values():
+        if len({offer.usd for offer in group}) == 1:
+            found.append(group[0]._replace(zone="" if len(group) > 1 else group[0].zone))
+        else:
+            found += group
+    return found
+
+
+# ---- the file ----
+
+
+def _earlier(path: Path, today: date) -> tuple[Offer, ...]:
+    """What the file had; a file that can't be read is replaced."""
+    if not path.is_file():
+        return ()
+    with contextlib.suppress(UserMistake):
+        return read_refreshed(path, today).offers
+    return ()
+
+
+def _write(path: Path, offers: Sequence[Offer]) -> None:
+    """Replace the file in one step."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(COLUMNS)
+    rows.writerows(_row(offer) for offer in offers)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text.getvalue())
+    except OSError as error:
+        what = f"the prices can't be written: {error.strerror or error}"
+        raise UserMistake(what, where=str(path), to_do="free space there, or set XDG_CACHE_HOME") from None
+
+
+def _row(offer: Offer) -> list[object]:
+    sizes = ["" if number is None else f"{number:g}" for number in (offer.vcpus, offer.ram_gib)]
+    what = (offer.provider, offer.instance, offer.gpu, offer.n_gpus, offer.region, offer.zone, offer.kind)
+    return [*what, offer.unit, f"{offer.usd:.6g}", *sizes, offer.source, offer.date.isoformat()]

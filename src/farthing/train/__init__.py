@@ -1,0 +1,1 @@
+"""One attempt at a job, from the examples to the receipt."""

@@ -1,0 +1,72 @@
+"""The caps of a run: dollars, hours and a deadline that hold across attempts.
+
+What was spent is the ledger's: seconds of a monotonic clock, added up over attempts, so that setting the machine's clock
+neither ends a run nor lets it go on. A deadline is a time of day: the clock is asked once, when an attempt begins, and
+seconds are counted from there. Refuses to look at a clock itself.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from farthing.config.job import Job
+from farthing.durability.files import only_writer
+from farthing.durability.ledger import Ledger, Meter
+from farthing.durability.run_folder import LEDGER, MODEL, is_finished
+from farthing.units import say_seconds, say_usd
+
+LONGEST_START_S = 600.0  # what took longer was a download or a wait; another start is not expected to take it again
+
+
+def over_limit(job: Job, ledger: Ledger, reserve_s: float) -> str | None:
+    """Why the run has to stop now, if `reserve_s` more seconds would pass one of its limits; else None."""
+    limits = job.limits
+    if limits.max_usd is not None:
+        spent = ledger.spent_usd + reserve_s / 3600 * job.usd_per_hour
+        if spent > limits.max_usd or (ledger.spent_usd >= limits.max_usd > 0):
+            return f"the cap of {say_usd(limits.max_usd)}: {say_usd(ledger.spent_usd)} are spent"
+    if limits.max_hours is not None and ledger.spent_s + reserve_s > limits.max_hours * 3600:
+        return f"the cap of {say_seconds(limits.max_hours * 3600)}: {say_seconds(ledger.spent_s)} are spent"
+    if limits.deadline is not None and ledger.now + reserve_s > limits.deadline.timestamp():
+        return f"the deadline {limits.deadline.isoformat(sep=' ', timespec='minutes')}"
+    return None
+
+
+def seconds_left(job: Job, ledger: Ledger) -> float:
+    """Seconds until the first limit; infinite where none binds."""
+    limits, left = job.limits, [math.inf]
+    if limits.max_usd is not None and job.usd_per_hour > 0:
+        left.append((limits.max_usd - ledger.spent_usd) / job.usd_per_hour * 3600)
+    if limits.max_hours is not None:
+        left.append(limits.max_hours * 3600 - ledger.spent_s)
+    if limits.deadline is not None:
+        left.append(limits.deadline.timestamp() - ledger.now)
+    return max(0.0, min(left))
+
+
+def why_not_start(job: Job, folder: Path, ledger: Ledger) -> str | None:
+    """Why another attempt is not worth its start; None where it is, or where it has yet to write a model.
+
+    A run that has a model starts again only where what is left pays for the start. One that has a checkpoint and no
+    model is let in even at its cap: it writes the model and leaves.
+    """
+    if (folder / MODEL).is_dir():
+        return over_limit(job, ledger, ledger.takes.get("start_s", 0.0))
+    return over_limit(job, ledger, 0.0) if ledger.committed_step <= 0 else None
+
+
+def stopped_before_start(job: Job) -> str | None:
+    """Why the run's limits leave no room for an attempt, which is then on the ledger; found in no time, and at no cost.
+
+    Raises `RunBusy`.
+    """
+    folder = Path(job.output_dir)
+    if not (folder / LEDGER).exists() or is_finished(folder):
+        return None
+    with only_writer(folder):
+        ledger = Ledger(folder / LEDGER, Meter(), job.usd_per_hour)
+        reason = why_not_start(job, folder, ledger)
+        if reason is not None:
+            ledger.close("limit")
+        return reason

@@ -1,0 +1,84 @@
+"""What the plan says of a run before it begins.
+
+The promise is made once, before the first attempt, and kept in the run folder: later attempts are cut as the first was, so
+that they go on to the bit, and the receipt holds what happened against the first word.
+
+Refuses to decide: `plan` does. A model or device that the planner does not know has no promise, and trains all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farthing.config.job import Job
+from farthing.durability.files import parse_json, write_json
+from farthing.durability.run_folder import PLAN
+from farthing.errors import FarthingError
+from farthing.model.hardware import Numerics
+from farthing.planner.inputs import plan_here, promise_of, shape_of, wanted_of
+from farthing.planner.lengths import Lengths, from_token_set
+from farthing.planner.machine import local_machine
+from farthing.planner.measurements import MEASUREMENTS, read_measurements
+from farthing.planner.plan import Rejected
+from farthing.train.setup import Examples, Inputs
+
+
+def promised(
+    job: Job,
+    folder: Path,
+    inputs: Inputs,
+    numerics: Numerics,
+    train: Examples,
+    held_out: Examples | None,
+    tell: Callable[[str, dict[str, Any]], None],
+) -> dict[str, Any]:
+    """The promise of this run: the first attempt's, or a new one; empty where the planner can say nothing."""
+    try:
+        kept = parse_json((folder / PLAN).read_text(encoding="utf-8"))
+        if isinstance(kept, dict) and "wall_range_s" in kept:  # another's file, or a cut one, is made anew
+            return kept
+    except (OSError, ValueError):
+        pass
+    try:
+        made = _make(job, inputs, numerics, train, held_out)
+    except FarthingError as error:
+        tell("note", {"text": f"no plan for this run: {error.what}"})
+        return {}
+    if isinstance(made, Rejected):
+        tell("warning", {"text": f"the plan says that this will not do here: {made.reason}; {made.change}"})
+        return {}
+    write_json(folder / PLAN, made)
+    return made
+
+
+def _make(
+    job: Job, inputs: Inputs, numerics: Numerics, train: Examples, held_out: Examples | None
+) -> dict[str, Any] | Rejected:
+    def lengths_of(examples: Examples) -> Lengths:
+        words = f"{len(examples):,} tokenized examples"
+        return from_token_set(examples.tokens, examples.indices, job.task, source=words)
+
+    config = inputs.config.to_dict()
+    shape = shape_of(job, config, max(1, len(train.tokens.label_names)))
+    now = datetime.now().astimezone()
+    eval_lengths = None if held_out is None else lengths_of(held_out)
+    wanted = wanted_of(job, shape, lengths_of(train), eval_lengths, config=config, now=now)
+    wanted = replace(wanted, is_tokenized=train.were_tokenized, precision=numerics.name)
+    machine = replace(local_machine(), kind="cpu")
+    if numerics.device.type == "cuda":
+        memory_bytes = int(torch.cuda.mem_get_info(numerics.device)[1])
+        name = torch.cuda.get_device_name(numerics.device)
+        machine = replace(machine, kind="cuda", device_name=name, memory_bytes=memory_bytes)
+    else:
+        machine = replace(machine, device_name=machine.cpu.name)
+    measurements = read_measurements(Path(job.cache_dir or ".") / MEASUREMENTS)
+    plan = plan_here(wanted, machine, job, measurements, now.date())
+    if plan is None:
+        return {}
+    return plan if isinstance(plan, Rejected) else promise_of(plan, wanted)

@@ -1,0 +1,136 @@
+"""Optimizers by their Hugging Face names, schedules as pure functions of the step, optimizer state by weight name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from farthing.errors import ModelError, UserMistake
+from farthing.model.load import need_bitsandbytes
+from farthing.train.offload import OffloadedAdamW
+
+
+def make_optimizer(
+    model: Any, name: str, *, learning_rate: float, weight_decay: float, betas: tuple[float, float], epsilon: float
+) -> torch.optim.Optimizer:
+    """An optimizer over the trainable weights. Biases and other vectors are not decayed.
+
+    Raises `HardwareError` for an 8-bit or paged one where bitsandbytes does not work.
+    """
+    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for _, p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for _, p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=learning_rate)
+    adam: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": epsilon}
+    if name == "adamw_torch_fused":
+        return torch.optim.AdamW(groups, fused=True, **adam)
+    if name == "adamw_torch":
+        return torch.optim.AdamW(groups, fused=False, **adam)
+    if name == "adamw_torch_offload":
+        return OffloadedAdamW(groups, **adam)
+    bitsandbytes = need_bitsandbytes(f"optim: {name}")
+    kind = {
+        "adamw_8bit": bitsandbytes.optim.AdamW8bit,
+        "adamw_bnb_8bit": bitsandbytes.optim.AdamW8bit,
+        "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
+        "paged_adamw_32bit": bitsandbytes.optim.PagedAdamW32bit,
+    }[name]
+    optimizer: torch.optim.Optimizer = kind(groups, **adam)
+    return optimizer
+
+
+def bytes_per_weight(name: str) -> float:
+    """Optimizer state on the device in bytes for each trained weight. Off-loaded, it is the host that needs 16."""
+    if name in ("sgd", "adamw_torch_offload"):
+        return 0.0
+    return 2.0 if "8bit" in name else 8.0
+
+
+def schedule(name: str, *, n_warmup_steps: int, n_steps: int, learning_rate: float = 1.0) -> Callable[[int], float]:
+    """The factor on `learning_rate` at a step (from 0): the functions of `transformers`, without their state.
+
+    Only polynomial depends on the rate itself: it ends at 1e-7, not at a share of where it began. Raises `UserMistake`
+    when it begins lower than that.
+    """
+    if name == "polynomial" and learning_rate <= 1e-7:
+        raise UserMistake(
+            f"polynomial decays to 1e-07, and the learning rate is {learning_rate:g}",
+            where="train.lr_scheduler_type",
+            to_do="use linear, which decays to 0, or a higher learning_rate",
+        )
+    from transformers import get_scheduler
+
+    dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=learning_rate)
+    factor: Callable[[int], float] = get_scheduler(
+        name, dummy, num_warmup_steps=n_warmup_steps, num_training_steps=n_steps
+    ).lr_lambdas[0]
+    return factor
+
+
+def fitted_schedule(
+    name: str, *, n_warmup_steps: int, holds_until: int, n_steps: int, learning_rate: float = 1.0
+) -> Callable[[int], float]:
+    """Like `schedule`, but the rate stays up after the warm-up until step `holds_until`, and comes down from there.
+
+    What it is before `holds_until` does not depend on `n_steps`, so that the number can be settled there.
+    """
+    rise = schedule(
+        name, n_warmup_steps=n_warmup_steps, n_steps=max(n_steps, n_warmup_steps + 1), learning_rate=learning_rate
+    )
+    fall = schedule(name, n_warmup_steps=holds_until, n_steps=n_steps, learning_rate=learning_rate)
+    return lambda step: rise(min(step, n_warmup_steps)) if step < holds_until else fall(step)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, plain values) of the optimizer's state as flat `weight|key` dicts. `names` is by id() of the weight."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            place = f"{names[id(parameter)]}|{key}"
+            if isinstance(value, Tensor):
+                tensors[place] = value.detach()
+            elif isinstance(value, int | float | str | bool) or value is None:
+                values[place] = value
+            else:
+                raise ModelError(f"optimizer state {place} is a {type(value).__name__}, which can't be saved safely")
+    return tensors, values
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[tuple[str, Tensor]],
+    tensors: dict[str, Tensor],
+    values: dict[str, Any],
+) -> None:
+    """Put saved state back, tensor for tensor, in the dtypes it was saved in."""
+    by_name: dict[str, dict[str, Any]] = {}
+    for place, value in [*tensors.items(), *values.items()]:
+        name, _, key = place.rpartition("|")
+        by_name.setdefault(name, {})[key] = value
+    known = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+    strange = set(by_name) - set(known)
+    if strange:
+        raise ModelError(f"the checkpoint's optimizer knows weights that this model has not, e.g. {sorted(strange)[0]}")
+    optimizer.state.clear()
+    for name, state in by_name.items():
+        parameter = known[name]
+        optimizer.state[parameter] = {
+            # the step counter stays where the optimizer keeps it: on the CPU, but beside the weight when fused;
+            # off-loaded state never comes near the weight, whose device has no room for it
+            key: _beside(value, parameter, optimizer, key) if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
+
+
+def _beside(value: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer, key: str) -> Tensor:
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    stays_on_cpu = getattr(optimizer, "keeps_state_on_host", False) or (key == "step" and not is_fused)
+    return value.clone() if stays_on_cpu else value.to(parameter.device, copy=True)

@@ -1,0 +1,297 @@
+"""From a job to what the loop needs: tokenized examples, a model with its optimizer, and the identity of it all.
+
+Cheap checks come before dear ones: a wrong name or a changed file is found before anything is tokenized or loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from farthing.config.job import Job
+from farthing.data.batches import split_by_input
+from farthing.data.read import Source, open_sources
+from farthing.data.tokens import Recipe, TokenSet, tokenize, tokenizer_sha256
+from farthing.errors import DataError
+from farthing.model.activation_checkpointing import MemoryNeed, choose_checkpointing
+from farthing.model.adapters import Adapter, add_adapter, count_parameters
+from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics, free_bytes
+from farthing.model.load import (
+    ModelChoice,
+    check_fits,
+    load_config,
+    load_model,
+    load_tokenizer,
+    max_positions,
+    model_sha256,
+    need_bitsandbytes,
+)
+from farthing.planner.lengths import note_token_set
+from farthing.train.optim import bytes_per_weight, make_optimizer
+
+T = TypeVar("T")
+Tell = Callable[[str, dict[str, Any]], None]
+
+
+def model_choice(job: Job) -> ModelChoice:
+    """The job's model section in plain values."""
+    section = job.model
+    return ModelChoice(
+        section.model_name_or_path,
+        section.revision,
+        section.tokenizer_name_or_path,
+        section.init,
+        section.attn_implementation,
+        section.trust_remote_code,
+    )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run starts from, identified but not yet tokenized or loaded."""
+
+    choice: ModelChoice
+    config: Any
+    tokenizer: Any
+    train_sources: list[Source]
+    eval_sources: list[Source]
+    recipe: Recipe
+    identity: dict[str, Any]
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills a batch; its positions are masked, so any will do."""
+        for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
+        return 0
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Indices [n] into a token set."""
+
+    tokens: TokenSet
+    indices: NDArray[np.int64]
+    were_tokenized: bool = True
+    """Before this attempt: nothing had to be tokenized for it."""
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+def check_extras(job: Job) -> None:
+    """Refuse what needs bitsandbytes where it does not work, before anything else is done. Raises `HardwareError`."""
+    if job.method.name == "qlora":
+        need_bitsandbytes("method: qlora")
+    if "8bit" in job.train.optim or "paged" in job.train.optim:
+        need_bitsandbytes(f"optim: {job.train.optim}")
+
+
+def open_inputs(job: Job) -> Inputs:
+    """Find and identify model, tokenizer and data. Raises `ModelError`, `DataError`."""
+    choice = model_choice(job)
+    config = load_config(choice)
+    tokenizer = load_tokenizer(choice, job.data.chat_template)
+    limits = [n for n in (max_positions(config), tokenizer.model_max_length) if n]
+    max_length = job.data.max_length or min([job.max_length, *limits])
+    data = job.data
+    lengths = {"data.max_length": max_length}
+    if job.task == "seq2seq":
+        lengths["data.max_target_length"] = data.max_target_length
+    check_fits(config, tokenizer, lengths, choice.name)
+    recipe = Recipe(
+        task=job.task,
+        max_length=max_length,
+        max_target_length=data.max_target_length,
+        too_long=data.too_long,
+        train_on_prompt=data.train_on_prompt,
+        columns=dict(data.columns),
+        label_map=dict(data.label_map),
+        max_bad_rows=data.max_bad_rows,
+    )
+    cache_dir = Path(job.cache_dir or ".")
+    opened = {"cache_dir": cache_dir, "config_name": data.dataset_config_name}
+    train_sources = open_sources(data.train, split=data.train_split, **opened)  # type: ignore[arg-type]
+    eval_sources = open_sources(data.eval, split=data.eval_split, **opened) if data.eval else []  # type: ignore[arg-type]
+    identity = {
+        **job.identity(),
+        "data.train (content)": [source.sha256 for source in train_sources],
+        "data.eval (content)": [source.sha256 for source in eval_sources],
+        "tokenizer (content)": tokenizer_sha256(tokenizer),
+        "model (content)": model_sha256(choice, config),
+        **{f"tokenization.{key}": value for key, value in asdict(recipe).items() if key != "label_names"},
+    }
+    return Inputs(choice, config, tokenizer, train_sources, eval_sources, recipe, identity)
+
+
+def open_examples(
+    job: Job, inputs: Inputs, tell: Tell, should_stop: Callable[[], bool]
+) -> tuple[Examples, Examples | None]:
+    """(train, eval) examples, tokenized or from the cache. Raises `DataError`, `Interrupted`."""
+    cache_dir = Path(job.cache_dir or ".")
+    n_chunks = 0
+
+    def progress(rows: int, n_tokens: int) -> None:
+        nonlocal n_chunks
+        n_chunks += 1
+        tell("tokenizing", {"rows": rows, "tokens": n_tokens})
+
+    def tokens_of(role: str, sources: list[Source], recipe: Recipe) -> TokenSet:
+        tokens = tokenize(sources, inputs.tokenizer, recipe, cache_dir, progress=progress, should_stop=should_stop)
+        with contextlib.suppress(OSError):  # a plan would have to do without
+            note_token_set(job, role, inputs.train_sources, inputs.eval_sources, tokens.folder, cache_dir=cache_dir)
+        return tokens
+
+    train_tokens = tokens_of("train", inputs.train_sources, inputs.recipe)
+    tell("data", {"role": "train", **_without_rows(train_tokens.facts)})
+    train = np.arange(len(train_tokens))
+    held_out: Examples | None = None
+    if inputs.eval_sources:
+        recipe = Recipe(**{**asdict(inputs.recipe), "label_names": train_tokens.label_names})
+        eval_tokens = tokens_of("eval", inputs.eval_sources, recipe)
+        tell("data", {"role": "eval", **_without_rows(eval_tokens.facts)})
+        held_out = Examples(eval_tokens, np.arange(len(eval_tokens)))
+    elif job.data.eval_fraction > 0:
+        train, chosen = split_by_input(train_tokens.groups, job.data.eval_fraction, job.train.seed)
+        if len(chosen) == 0:
+            raise DataError(
+                "too few distinct inputs to hold any out for evaluation",
+                where=inputs.train_sources[0].name,
+                to_do="give data.eval a file, or set data.eval_fraction: 0",
+            )
+        held_out = Examples(train_tokens, chosen)
+    train_examples = Examples(train_tokens, train[: job.data.max_train_samples], n_chunks == 0)
+    if held_out is not None:
+        held_out = Examples(held_out.tokens, held_out.indices[: job.data.max_eval_samples])
+        _say_unseen_labels(train_examples, held_out, tell)
+    return train_examples, held_out
+
+
+def _without_rows(facts: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if key != "files"}
+
+
+def _say_unseen_labels(train: Examples, held_out: Examples, tell: Tell) -> None:
+    if train.tokens.labels is None or held_out.tokens.labels is None:
+        return
+    seen = set(train.tokens.labels[train.indices].tolist())
+    unseen = set(held_out.tokens.labels[held_out.indices].tolist()) - seen
+    if unseen:
+        names = ", ".join(repr(held_out.tokens.label_names[label]) for label in sorted(unseen)[:5])
+        text = f"{len(unseen)} labels are in the evaluation data and never seen in training ({names}): they count as errors"
+        tell("warning", {"text": text})
+
+
+LEAVING_S = 5.0
+
+
+class Meanwhile(Generic[T]):
+    """Something that another thread computes; an error in it is raised by `result`.
+
+    Who leaves the block without a result waits a few seconds at most.
+    """
+
+    def __init__(self, compute: Callable[[], T]) -> None:
+        self._compute = compute
+        self._found: T | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="farthing-meanwhile", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Meanwhile[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(LEAVING_S)
+
+    def result(self) -> T:
+        """What was computed, waited for."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._found)
+
+    def _run(self) -> None:
+        try:
+            self._found = self._compute()
+        except BaseException as error:
+            self._error = error
+
+
+def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple[str, ...]) -> Any:
+    """The model on its device with what the method trains, in training mode. `label_names` are those of classification."""
+    method = job.method
+    quantize = method.name == "qlora"
+    model: Any = load_model(
+        inputs.choice,
+        inputs.config,
+        job.task,
+        dtype=torch.float32 if method.name == "full" else numerics.base_dtype,
+        seed=job.train.seed,
+        label_names=label_names,
+        pad_id=inputs.pad_id,
+        quantize_on=numerics.device if quantize else None,
+        unquantized=method.modules_to_save,
+    )
+    if method.name != "full":
+        adapter = Adapter(
+            method.lora_r,
+            method.lora_alpha,
+            method.lora_dropout,
+            method.target_modules,
+            method.modules_to_save,
+            method.use_dora,
+            method.use_rslora,
+        )
+        model = add_adapter(model, adapter, job.task, job.train.seed)
+    if not quantize:
+        model.to(numerics.device)
+    model.train()
+    return model
+
+
+def build_optimizer(job: Job, model: Any) -> torch.optim.Optimizer:
+    """The job's optimizer over the trained weights."""
+    train = job.train
+    return make_optimizer(
+        model,
+        train.optim,
+        learning_rate=job.learning_rate,
+        weight_decay=train.weight_decay,
+        betas=(train.adam_beta1, train.adam_beta2),
+        epsilon=train.adam_epsilon,
+    )
+
+
+def settle_checkpointing(job: Job, forward: Forward, train: Examples, most_tokens: int, planned: int = 0) -> MemoryNeed:
+    """Measure a small forward pass and switch on as much activation checkpointing as the largest micro-batch needs.
+
+    `planned` is what the plan has chosen: with `auto` no less is tried.
+    """
+    lengths = train.tokens.lengths[train.indices]
+    sample = train.indices[[int(np.argsort(lengths)[len(lengths) // 2])]]
+    arrays = forward.collate(train.tokens, sample)
+    batch = forward.place(arrays)
+    wanted, device = job.train.gradient_checkpointing, forward.numerics.device
+    return choose_checkpointing(
+        forward.model,
+        forward=lambda: forward.before_head(batch),
+        sample_tokens=forward.n_computed(arrays),
+        largest_tokens=most_tokens,
+        n_trained=count_parameters(forward.model)["trainable"],
+        optimizer_bytes_per_weight=bytes_per_weight(job.train.optim),
+        free_bytes=free_bytes(device),
+        wanted=wanted if wanted == "auto" else int(wanted),
+        planned=planned,
+        head_bytes=forward.head_bytes(most_tokens),
+    )

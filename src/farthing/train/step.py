@@ -1,0 +1,262 @@
+"""An optimizer step: the micro-batches of a global batch, their gradients, clipping and the update.
+
+The host never waits for a GPU here: losses and the gradient norm stay on the device until somebody reads them, and an
+update that is not finite is left out on the device. When memory runs out the micro-batch is halved and the step is taken
+again: what a step is made of stays the same.
+
+Refuses to know what a run is: it saves, logs and judges nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from farthing.data.batches import Batches
+from farthing.data.loader import Feed, Ready, micro_batches
+from farthing.data.tokens import TokenSet
+from farthing.durability.ledger import Meter
+from farthing.errors import Interrupted
+from farthing.model.activation_checkpointing import checkpoint_layers
+from farthing.model.forward import Forward, Host
+from farthing.model.hardware import is_out_of_memory
+
+
+@dataclass
+class Sums:
+    """The micro-batches of a step, whose gradients were added up."""
+
+    examples: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    n_targets: int = 0
+    n_computed: int = 0
+    """Computed tokens."""
+    largest: tuple[int, int] = (0, 0)
+    """(examples, computed tokens) of the largest micro-batch."""
+    pieces: list[NDArray[np.int64]] = field(default_factory=list)
+    """The same examples as they were cut into micro-batches."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Of each micro-batch: a sum, on the device."""
+    hosts: list[Host] = field(default_factory=list)
+    """Arrays that may still be on their way to the device."""
+
+    def add(self, ready: Ready, loss: Tensor, n_computed: int) -> None:
+        """Count a micro-batch."""
+        self.pieces.append(ready.examples)
+        self.losses.append(loss)
+        self.hosts.append(ready.arrays)
+        self.n_computed += n_computed
+        if n_computed > self.largest[1]:
+            self.largest = len(ready.examples), n_computed
+
+
+@dataclass
+class Taken:
+    """A step that was taken; its figures may still be on their way from the device."""
+
+    step: int
+    """From 0."""
+    learning_rate: float
+    started_s: float
+    sums: Sums
+    figures: Tensor
+    """float64 [micro-batches + 1]: what each adds to the mean loss of the step's targets; the gradient norm."""
+    _arrived: Any = None
+    _update: Any = None
+
+    def read(self) -> tuple[list[float], float]:
+        """(what each micro-batch adds to the mean loss, gradient norm before clipping); waited for."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        *losses, norm = self.figures.tolist()
+        self.sums.hosts.clear()
+        return losses, norm
+
+    def update_s(self) -> float:
+        """Seconds of a GPU for clipping and the update, once `read`; 0 where the host has done it in its own time."""
+        return 0.0 if self._update is None else self._update[0].elapsed_time(self._update[1]) / 1000
+
+
+@dataclass
+class Steps:
+    """Takes the steps of a run. `most_tokens` is the budget of a micro-batch, which memory that runs out halves."""
+
+    forward: Forward
+    batches: Batches
+    tokens: TokenSet
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    n_steps: int
+    learning_rate_at: Callable[[int], float]
+    max_grad_norm: float
+    seed: int
+    most_tokens: int
+    every_n_layers: int
+    meter: Meter
+    should_stop: Callable[[], bool]
+    ran_out: Callable[[int, str], None]
+    """Told (step, why) after room was made: `most_tokens` or `every_n_layers` have changed."""
+
+    def __post_init__(self) -> None:
+        self.trained = [p for p in self.forward.model.parameters() if p.requires_grad]
+        self.guards_on_device = all(group.get("fused") for group in self.optimizer.param_groups)
+        self._feed: Feed | None = None
+        self._fed_step = -1
+
+    @property
+    def n_ahead(self) -> int:
+        """Steps that may be under way on the device while the host begins the next."""
+        can_wait = self.guards_on_device or self.scaler.is_enabled()
+        return 1 if self.forward.numerics.device.type == "cuda" and can_wait else 0
+
+    def close(self) -> None:
+        """Stop what is made ready ahead."""
+        if self._feed is not None:
+            self._feed.close()
+        self._feed = None
+
+    def take(self, step: int) -> Taken:
+        """Step number `step`, from 0; nothing has changed when it raises. Raises `Interrupted`, `torch.OutOfMemoryError`."""
+        while True:
+            try:
+                return self._take(step)
+            except BaseException as error:
+                self.close()
+                self.optimizer.zero_grad(set_to_none=True)
+                if not is_out_of_memory(error) or not self._can_make_room(step):
+                    raise
+                why = str(error).splitlines()[0][:200]
+            self._make_room(step, why)  # out here, where the error no longer holds on to what had filled the memory
+
+    def _take(self, step: int) -> Taken:
+        started_s, device = self.meter.wall_s, self.forward.numerics.device
+        seed_everything(self.seed, step)
+        sums = self.accumulate(self._ready(step))
+        rate = self.learning_rate_at(step)
+        with self.meter.span("optimizer"):
+            began = _now_on(device)
+            figures = self._update(rate, torch.stack(sums.losses).double() / sums.n_targets)
+            update = None if began is None else (began, _now_on(device))
+        taken = Taken(step, rate, started_s, sums, figures, _update=update)
+        if device.type == "cuda":
+            taken.figures = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+            taken.figures.copy_(figures, non_blocking=True)
+            taken._arrived = _now_on(device)
+        return taken
+
+    def accumulate(self, micro_batches: Iterator[Ready]) -> Sums:
+        """Add up the gradients of a step's micro-batches, each divided by the targets of all. Raises `Interrupted`."""
+        sums = Sums()
+        for ready in micro_batches:
+            if not sums.pieces:
+                sums.examples, sums.n_targets = ready.step_examples, self.tokens.n_targets(ready.step_examples)
+            with self.meter.span("host_to_device"):
+                batch = self.forward.place(ready.arrays)
+            with self.meter.span("compute"):
+                loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
+                self.scaler.scale(loss / sums.n_targets).backward()
+            sums.add(ready, loss.detach(), self.forward.n_computed(ready.arrays))
+            if self.should_stop():
+                raise Interrupted("stopped within a step; it is taken again")
+        return sums
+
+    def _update(self, rate: float, losses: Tensor) -> Tensor:
+        """Clip and update, unless something is not finite. Returns losses and norm in one tensor."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm or math.inf)
+        figures = torch.cat([losses, norm.double().reshape(1)])
+        if self.scaler.is_enabled():
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif self.guards_on_device:  # the way GradScaler tells a fused kernel to leave everything as it is
+            self.optimizer.grad_scale = None
+            self.optimizer.found_inf = (~figures.isfinite()).any().float()
+            self.optimizer.step()
+        elif bool(figures.isfinite().all()):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return figures
+
+    def _gradient_scale(self, n_targets: int) -> float | Tensor:
+        """What the gradient of a summed loss will be. Only fp16 has to know it beforehand."""
+        if not self.scaler.is_enabled():
+            return 1.0
+        return self.scaler.scale(torch.ones((), device=self.forward.numerics.device)) / n_targets
+
+    # ---- what is made ready ahead ----
+
+    def _ready(self, step: int) -> Iterator[Ready]:
+        """The micro-batches of a step, from a feed that goes on with the next step."""
+        if self._feed is None or self._fed_step != step:
+            self.close()
+            self._feed = Feed(self._ready_from(step))
+        is_last = False
+        while not is_last:
+            with self.meter.span("data_wait"):
+                ready = self._feed.next()
+            is_last = ready.is_last
+            yield ready
+        self._fed_step = step + 1
+
+    def _ready_from(self, step: int) -> Iterator[Ready]:
+        most = self.most_tokens
+        return micro_batches(
+            step,
+            self.n_steps,
+            self.batches.examples_of,
+            lambda examples: self.forward.cut(self.tokens, examples, most),
+            lambda examples: self.forward.collate(self.tokens, examples),
+        )
+
+    # ---- memory that runs out ----
+
+    def _largest_of(self, step: int) -> tuple[int, int]:
+        """(examples, computed tokens) of the step's largest micro-batch, which comes first."""
+        piece = self.forward.cut(self.tokens, self.batches.examples_of(step), self.most_tokens)[0]
+        return len(piece), self.forward.n_computed(self.forward.collate(self.tokens, piece))
+
+    def _can_make_room(self, step: int) -> bool:
+        return self._largest_of(step)[0] > 1 or self.every_n_layers != 1
+
+    def _make_room(self, step: int, why: str) -> None:
+        """Half the micro-batch; when it is one example already, more layers are computed again instead of kept."""
+        self.close()
+        n_examples, n_tokens = self._largest_of(step)
+        if n_examples > 1:
+            self.most_tokens = max(1, min(self.most_tokens, n_tokens) // 2)
+        else:
+            self.every_n_layers = 1 if self.every_n_layers else 2
+            checkpoint_layers(self.forward.model, self.every_n_layers)
+        gc.collect()
+        if self.forward.numerics.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.ran_out(step, why)
+
+
+def _now_on(device: torch.device) -> Any:
+    """A moment of a GPU's own time; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seed_everything(seed: int, step: int) -> None:
+    """Every generator as a function of (seed, step): dropout after a resume is what it would have been."""
+    digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 1
+    torch.manual_seed(number)
+    np.random.seed(number % 2**32)
+    random.seed(number)

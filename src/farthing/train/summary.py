@@ -1,0 +1,108 @@
+"""The table of everything a job left open and the run decided, in words, before its first step.
+
+Data flows from a run that stands at its first step to `tell`. Refuses to decide anything: it says what was decided.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from farthing.config.job import Job
+from farthing.model.hardware import device_name
+from farthing.units import plural, say_bytes, say_seconds, say_usd
+
+if TYPE_CHECKING:
+    from farthing.train.loop import Run
+
+
+def say_what_was_decided(run: Run) -> None:
+    """One table of everything the job left open."""
+    job, batch = run.job, run.job.global_batch_size
+    every = run.steps.every_n_layers
+    checkpointing = {0: "off", 1: "every layer"}.get(
+        every, f"every {every}nd layer" if every == 2 else f"every {every}th layer"
+    )
+    counts = run.parameters
+    run.tell(
+        "decided",
+        {
+            "model": f"{Path(run.inputs.choice.name).name} ({run.inputs.config.model_type}), {job.method.name}",
+            "parameters": counts,
+            "examples": len(run.train_examples),
+            "eval_examples": len(run.eval_examples) if run.eval_examples else 0,
+            "steps": run.n_steps,
+            "fitted": _fit_in_words(run),
+            "batch": f"{batch} examples a step, up to {run.steps.most_tokens:,} tokens at a time",
+            "learning_rate": f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, {run.n_warmup_steps} warm-up steps",
+            "max_length": run.inputs.recipe.max_length,
+            "precision": run.numerics.name,
+            "device": device_name(run.numerics.device),
+            "computed": _computed_in_words(run),
+            "gradient_checkpointing": checkpointing,
+            "memory": f"{say_bytes(run.promised_bytes)} expected, {say_bytes(run.memory.free_bytes)} free",
+            "checkpoints": _interval_in_words(run),
+            "promised": _promise_in_words(run.promise),
+            "price": _price_in_words(job),
+        },
+    )
+    if not run.memory.fits:
+        run.warn(
+            f"{say_bytes(run.memory.total_bytes)} may be needed and {say_bytes(run.memory.free_bytes)} are free: "
+            "lower train.per_device_train_batch_size (the result stays the same) or data.max_length"
+        )
+    if job.limits.max_usd is not None and job.usd_per_hour == 0:
+        run.warn("limits.max_usd can't bind at $0 an hour: set where.usd_per_hour")
+
+
+def _computed_in_words(run: Run) -> str:
+    """What is computed of a batch, and why not less."""
+    forward = run.forward
+    words = [f"padded ({forward.why_padded})" if forward.why_padded else "documents end to end, no padding"]
+    if run.job.task != "classification":
+        words.append(forward.why_all_scored or "labelled positions scored")
+    if forward.shares:
+        words.append("common beginnings once")
+    if forward.prefix is not None:
+        words.append(f"{plural(forward.prefix.n_layers, 'frozen layer')} once")
+    words += [str(what) for what in (run.fused, run.liger) if what is not None]
+    if isinstance(run.compiled, int):
+        words.append(f"{plural(run.compiled, 'layer')} compiled")
+    elif run.job.train.torch_compile is True:
+        words.append(f"not compiled: {run.compiled}")
+    return "; ".join(words)
+
+
+def _fit_in_words(run: Run) -> str:
+    if run.fit is None:
+        return ""
+    when = "settled" if run.fit.settled else f"settled after step {run.fit.settles_at}"
+    return f"what the limits buy of {run.fit.asked_steps:,}, {when}"
+
+
+def _interval_in_words(run: Run) -> str:
+    if run.job.train.save_steps is not None:
+        return f"every {plural(run.job.train.save_steps, 'step')}"
+    asked = "as asked" if run.job.train.save_minutes else "the planned interval"
+    return f"every {say_seconds(run.save_every_s)}, {asked}"
+
+
+def _promise_in_words(promise: dict[str, Any]) -> str:
+    if not promise:
+        return "nothing: the planner does not know this model or device"
+    low, likely, high = promise["wall_range_s"]
+    words = f"{say_seconds(likely)} ({say_seconds(low)} to {say_seconds(high)})"
+    if promise["usd"] > 0:
+        words += f", {say_usd(promise['usd'])}"
+    return f"{words}, {say_bytes(promise['peak_bytes'])}; {promise['calibration']}"
+
+
+def _price_in_words(job: Job) -> str:
+    if job.usd_per_hour == 0:
+        return "$0.00 an hour (none given: set where.usd_per_hour, or power_watts and usd_per_kwh)"
+    parts = []
+    if job.where.usd_per_hour:
+        parts.append(f"rent {say_usd(job.where.usd_per_hour)}")
+    if job.where.power_watts and job.where.usd_per_kwh:
+        parts.append(f"{job.where.power_watts:g} W at {say_usd(job.where.usd_per_kwh)} a kWh")
+    return f"{say_usd(job.usd_per_hour)} an hour ({', '.join(parts)})"
