@@ -109,7 +109,13 @@ CLOCKS = {"time", "socket", "http", "urllib.request", "requests", "farthing.pric
 
 
 def test_what_the_planner_says_hangs_on_no_clock_and_no_network() -> None:
-    measures_or_reads = {"planner.lengths", "planner.machine", "planner.measurements", "prices.feeds"}
+    measures_or_reads = {
+        "planner.lengths",
+        "planner.machine",
+        "planner.measurements",
+        "planner.model_config",
+        "prices.feeds",
+    }
     for path in [*room("planner"), *room("prices"), *sorted((SOURCE / "report").glob("plan_*.py"))]:
         if module_of(path) not in measures_or_reads:
             assert not imports(path) & CLOCKS, path

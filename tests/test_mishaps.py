@@ -16,7 +16,7 @@ import farthing.train.run
 import farthing.train.step
 import workshop
 from farthing.cli import main
-from farthing.train.run import trackers as track
+from farthing.train import trackers as track
 from farthing.train.run import train
 from farthing.train.trackers import tracked
 from test_survive import job_in, quiet

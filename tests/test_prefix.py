@@ -28,7 +28,7 @@ from farthing.data.packing import collate_flat
 from farthing.data.tokens import TokenSet
 from farthing.durability.files import only_writer
 from farthing.errors import Interrupted
-from farthing.model import prefix_cache
+from farthing.model import frozen_cache as prefix_cache
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import DECODERS, ENCODERS, first_position, flat_batch, flat_logits, go_flat

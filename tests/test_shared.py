@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farthing.data import shared
+from farthing.data import prefix_sharing as shared
 from farthing.data.batches import IGNORED, Batches, collate, permutation
 from farthing.data.packing import collate_flat, cut_by_tokens
 from farthing.data.prefix_sharing import (
