@@ -16,8 +16,8 @@ import torch
 import yaml
 
 import farthing
-import farthing.train.loop
 import farthing.train.run
+import farthing.train.saver
 from farthing.cli import main
 from farthing.tiny import demo_rows, write_jsonl
 
@@ -376,7 +376,7 @@ def test_a_full_disk_is_refused_before_the_first_step(
     desk: Desk, run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(desk.folder)
-    monkeypatch.setattr(farthing.train.loop.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(farthing.train.saver.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     said = run()
     assert said.code == 2
     assert "1000 B are free" in said.err

@@ -240,19 +240,19 @@ def test_the_scaling_rule_is_offered_when_the_batch_changes(tmp_path: Path, caps
 
 def spoil(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Make the loss of these steps (from 1) not a number."""
-    honest, take = farthing.model.forward.Forward.loss, farthing.train.loop.Run.take_step
+    honest, take = farthing.model.forward.Forward.loss, farthing.train.loop.take_step
     now = {"step": 0}
 
-    def take_step(run: Any) -> None:
-        now["step"] = run.progress.step + 1
-        take(run)
+    def take_step(attempt: Any) -> None:
+        now["step"] = attempt.progress.step + 1
+        take(attempt)
         now["step"] = 0
 
     def spoilt(*args: Any) -> Any:
         loss = honest(*args)
         return loss * torch.nan if now["step"] in steps else loss
 
-    monkeypatch.setattr(farthing.train.loop.Run, "take_step", take_step)
+    monkeypatch.setattr(farthing.train.loop, "take_step", take_step)
     monkeypatch.setattr(farthing.model.forward.Forward, "loss", spoilt)
 
 

@@ -41,11 +41,14 @@ from farthing.model.head import Labelled, head_loss
 from farthing.model.lora_kernels import leave_low_rank
 from farthing.prices.catalog import gpu_of_device
 from farthing.report.receipt import build_receipt
+from farthing.train.attempt import Attempt
 from farthing.train.frozen import begin_behind_frozen_layers
-from farthing.train.loop import Run
+from farthing.train.loop import take_step
 from farthing.train.offload import OffloadedAdamW
-from farthing.train.run import opened_run
+from farthing.train.prefix_budget import share_beginnings
+from farthing.train.run import opened_attempt
 from farthing.train.step import seed_everything
+from farthing.train.step_log import settle
 from test_step import with_system_prompt
 from workshop import Heard, Watched, job_file, log_of, losses_of, make_job
 
@@ -99,14 +102,14 @@ def uneven_rows(n: int = 40) -> list[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def opened(job: Any) -> Iterator[Run]:
+def opened(job: Any) -> Iterator[Attempt]:
     """A run at step 0, not in its loop."""
     Path(job.output_dir).mkdir(parents=True, exist_ok=True)
-    with opened_run(job, Heard()) as (run, _):
+    with opened_attempt(job, Heard()) as run:
         yield run
 
 
-def gradients(run: Run, step: int = 0) -> tuple[float, dict[str, Tensor]]:
+def gradients(run: Attempt, step: int = 0) -> tuple[float, dict[str, Tensor]]:
     """(mean loss, gradients by name, on the CPU in fp64) of a step, added up as the loop does; unscaled where fp16 scales."""
     tokens = run.train_examples.tokens
     for _ in range(24):  # the scale of fp16 halves until nothing overflows
@@ -142,7 +145,7 @@ def first_gradients(job: Any) -> tuple[float, dict[str, Tensor]]:
         return gradients(run)
 
 
-def wake_adapters(run: Run) -> None:
+def wake_adapters(run: Attempt) -> None:
     """Adapters that do something: fresh ones multiply by zero."""
     draw = torch.Generator().manual_seed(5)
     for name, weight in run.model.named_parameters():
@@ -362,8 +365,8 @@ def test_a_head_in_tiles_is_a_head_at_once(precision: str, is_trained: bool) -> 
 def test_fused_adapters_are_those_of_peft(precision: str, tmp_path: Path) -> None:
     with opened(make_job(tmp_path, method="lora", rows=uneven_rows(), **strict(precision=precision))) as run:
         wake_adapters(run)
-        assert run.fused is not None
-        assert (run.fused.n_fused, run.fused.n_left) == (2 * 7, 0)
+        assert run.kernels.lora is not None
+        assert (run.kernels.lora.n_fused, run.kernels.lora.n_left) == (2 * 7, 0)
         loss, found = gradients(run)
         leave_low_rank(run.model)
         peft_loss, expected = gradients(run)
@@ -435,8 +438,8 @@ def test_other_optimizers_step_as_the_fused_one(optim: str, within: float, tmp_p
 def test_an_off_loaded_step_leaves_nothing_on_the_device(tmp_path: Path) -> None:
     with opened(make_job(tmp_path, **strict(optim="adamw_torch_offload"))) as run:
         for _ in range(3):
-            run.take_step()
-        run.settle()
+            take_step(run)
+        settle(run)
         assert isinstance(run.optimizer, OffloadedAdamW)
         states = [value for state in run.optimizer.state.values() for value in state.values()]
         assert {value.device.type for value in states} == {"cpu"}
@@ -450,8 +453,8 @@ def test_ligers_kernels_compute_what_plain_ones_do(method: str, tmp_path: Path) 
     loss, expected = first_gradients(make_job(tmp_path / "plain", method=method, **strict(rows=uneven_rows())))
     keys = strict(rows=uneven_rows(), use_liger_kernel=True)
     with opened(make_job(tmp_path / "liger", method=method, **keys)) as run:
-        assert run.liger is not None
-        assert "5 norms" in run.liger, run.liger
+        assert run.kernels.liger is not None
+        assert "5 norms" in run.kernels.liger, run.kernels.liger
         liger_loss, found = gradients(run)
     assert liger_loss == pytest.approx(loss, rel=1e-4)
     assert error(found, expected) < 1e-3
@@ -511,7 +514,7 @@ def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
     with opened(job) as run:
         if kind == "frozen layers":
             assert begin_behind_frozen_layers(run, None)
-        assert bool(run.share_beginnings(None)) == (kind == "beginnings")
+        assert bool(share_beginnings(run, None)) == (kind == "beginnings")
         steps = run.steps
         taken = [steps.take(step) for step in range(2)]  # what is made once may be waited for
         if HAS_GPU:

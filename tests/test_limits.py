@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import datetime
@@ -22,14 +23,18 @@ import torch
 
 import farthing.train.loop
 import farthing.train.run
+import farthing.train.saver
 import workshop
 from farthing.config.job import Job
 from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.preemption import Notice
 from farthing.durability.run_folder import LEDGER, MODEL
 from farthing.report.receipt import build_receipt
+from farthing.train.attempt import Attempt, Clocks, Context, Saving
 from farthing.train.budget import over_limit, seconds_left, why_not_start
-from farthing.train.loop import Run
+from farthing.train.forecast import takes
+from farthing.train.learning_rate import first_schedule
+from farthing.train.loop import loop
 from farthing.train.optim import fitted_schedule, schedule
 from farthing.train.schedule import Fit, first_fit, keep_fit, kept_fit, settled_fit
 from farthing.train.state import Progress
@@ -66,65 +71,60 @@ class Machine:
         return STARTED_AT + self.now + self.clock_error_s
 
 
-class Simulated(Run):
-    """The loop, its limits and its order, over a machine on which work is only time."""
+class Simulated(Attempt):
+    """An attempt on a machine on which work is only time: what the loop calls on it is replaced by `simulate`."""
 
     machine: Machine
     costs: Any
     disk: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        self.batches = SimpleNamespace(steps_per_epoch=7)
-        self.n_steps = self.job.train.max_steps or 0
-        self.pace = SimpleNamespace(longest_step_s=0.0, step_s=None, n_steps=0)
-        self.steps = SimpleNamespace(close=lambda: None, n_steps=self.n_steps)
-        self.save_every_s, self._saved_at_s = self.costs.save_every_s, self.meter.wall_s
-        self._save_s = self._last_evaluation_s = self._start_s = 0.0
-        self._saved_mark, self._save_now, self._insured = self._mark(), False, False
-        self.n_evaluated = 0
-        self.fit = self.fitted() if self.job.train.fit_schedule_to_budget else None
-        if self.fit:
-            self.n_steps = self.fit.n_steps
 
-    def set_schedule(self) -> None:
-        assert self.fit is not None
-        self.n_steps = self.fit.n_steps
+def simulate(patch: pytest.MonkeyPatch) -> None:
+    """Let steps, evaluations, saves and exports be time; the loop, its limits and its order stay."""
 
-    def settle(self, most_in_flight: int = 0) -> None:
-        pass
+    def take_step(run: Simulated) -> None:
+        seconds = run.costs.step_s()
+        with run.context.meter.span("compute"):
+            run.machine.passes(seconds)
+        run.progress.step += 1
+        run.pace.longest_step_s = max(run.pace.longest_step_s, seconds)
+        run.pace.n_steps += 1
+        run.pace.step_s = run.costs.mean_step_s if run.pace.n_steps > 1 else None
+        run.context.ledger.at_step(run.progress.step, {"takes": takes(run)})
 
-    def take_step(self) -> None:
-        seconds = self.costs.step_s()
-        with self.meter.span("compute"):
-            self.machine.passes(seconds)
-        self.progress.step += 1
-        self.pace.longest_step_s = max(self.pace.longest_step_s, seconds)
-        self.pace.n_steps += 1
-        self.pace.step_s = self.costs.mean_step_s if self.pace.n_steps > 1 else None
-        self.ledger.at_step(self.progress.step, {"takes": self.takes()})
+    def evaluate_run(run: Simulated) -> None:
+        with run.context.meter.span("evaluation"):
+            run.machine.passes(run.costs.evaluation_s)
+        run.progress.evaluated_step = run.progress.step
+        run.clocks.evaluation_s = run.costs.evaluation_s
 
-    def evaluate(self) -> None:
-        with self.meter.span("evaluation"):
-            self.machine.passes(self.costs.evaluation_s)
-        self.progress.evaluated_step = self.progress.step
-        self._last_evaluation_s = self.costs.evaluation_s
+    def save(run: Simulated) -> None:
+        with run.context.meter.span("checkpoint"):
+            run.machine.passes(run.costs.save_s)
+        run.saving.took_s, run.saving.at_s, run.saving.mark = run.costs.save_s, run.context.meter.wall_s, mark(run)
+        run.disk["progress"] = run.progress.state()[1]
+        run.context.ledger.committed(run.progress.step)
 
-    def save(self) -> None:
-        with self.meter.span("checkpoint"):
-            self.machine.passes(self.costs.save_s)
-        self._save_s, self._saved_at_s, self._saved_mark = self.costs.save_s, self.meter.wall_s, self._mark()
-        self.disk["progress"] = self.progress.state()[1]
-        self.ledger.committed(self.progress.step)
+    def save_last(run: Simulated) -> None:
+        if run.progress.step > 0 and run.saving.mark != mark(run):
+            save(run)
 
-    def save_last(self) -> None:
-        if self.progress.step > 0 and self._saved_mark != self._mark():
-            self.save()
+    def export(run: Simulated) -> None:
+        run.context.ledger.write("running", exported=run.progress.step)
+        run.machine.passes(run.costs.export_s)
+        (run.context.folder / MODEL).mkdir(exist_ok=True)
+        run.disk["model"] = run.progress.step
 
-    def export(self) -> None:
-        self.ledger.write("running", exported=self.progress.step)
-        self.machine.passes(self.costs.export_s)
-        (self.folder / MODEL).mkdir(exist_ok=True)
-        self.disk["model"] = self.progress.step
+    for name, instead in {"take_step": take_step, "evaluate_run": evaluate_run, "save": save}.items():
+        patch.setattr(farthing.train.loop, name, instead)
+    for name, instead in {"save_last": save_last, "export": export}.items():
+        patch.setattr(farthing.train.loop, name, instead)
+        patch.setattr(farthing.train.saver, name, instead)
+
+
+def mark(run: Attempt) -> tuple[Any, ...]:
+    """What tells one saved state from another."""
+    return run.progress.step, run.progress.evaluated_step, run.progress.stopped_early
 
 
 class Costs:
@@ -150,8 +150,8 @@ class Costs:
 
 
 @pytest.fixture(autouse=True)
-def no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looking for garbage in a process of many tests takes longer than a simulated run."""
+def simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is time; and looking for garbage in a process of many tests takes longer than a simulated run."""
     monkeypatch.setattr(farthing.train.loop, "rare_collections", nullcontext)
 
 
@@ -173,19 +173,22 @@ def attempt(job: Job, folder: Path, machine: Machine, costs: Costs, disk: dict[s
     machine.passes(costs.start_s * 0.6)
     run = Simulated.__new__(Simulated)
     run.machine, run.costs, run.disk = machine, costs, disk
-    model: Any = torch.nn.Linear(1, 1)
-    parts: Any = [None, model, [1], [1] if costs.evaluation_s else None, meter, ledger, Notice(), lambda *_: None]
-    inputs, model, train_examples, eval_examples, meter, ledger, notice, tell = parts
-    Run.__init__(
-        run, job, folder, inputs, SimpleNamespace(), model, train_examples, eval_examples, meter, ledger, notice, tell,
-        promise or {}, Progress(),
-    )  # fmt: skip
+    run.job, run.context = job, Context(folder, "simulated", meter, ledger, Notice(), lambda *_: None)
+    run.train_examples, run.eval_examples = [1], [1] if costs.evaluation_s else None  # type: ignore[assignment]
+    run.model, run.promise, run.progress = torch.nn.Linear(1, 1), promise or {}, Progress()
+    run.batches = SimpleNamespace(steps_per_epoch=7)  # type: ignore[assignment]
+    run.schedule = first_schedule(job, folder, ledger, run.promise, 7)
+    run.pace = SimpleNamespace(longest_step_s=0.0, step_s=None, n_steps=0)  # type: ignore[assignment]
+    run.steps = SimpleNamespace(close=lambda: None, n_steps=run.n_steps)  # type: ignore[assignment]
+    run.saving, run.clocks, run.in_flight = Saving(costs.save_every_s, meter.wall_s, mark(run)), Clocks(), deque()
     if "progress" in disk:
         run.progress.restore({}, disk["progress"])
-        run._saved_mark = run._mark()
+        run.saving.mark = mark(run)
     ledger.begin_at(run.progress.step)
     meter.enter("idle")
-    state, _ = run.loop()
+    with pytest.MonkeyPatch.context() as patch:
+        simulate(patch)
+        state, _ = loop(run)
     ledger.close(state)
     return state
 

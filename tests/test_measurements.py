@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import farthing.train.loop
 import farthing.train.run
 from farthing.config.job import Job
 from farthing.durability.ledger import SPANS
@@ -325,6 +324,6 @@ def test_measuring_changes_nothing_of_the_result(tmp_path: Path, monkeypatch: py
         return (Path(job.output_dir) / "model" / "model.safetensors").read_bytes()
 
     measured = weights(tmp_path / "a")
-    monkeypatch.setattr(farthing.train.loop.Run, "leave_measurement", lambda self: None)
+    monkeypatch.setattr(farthing.train.run, "leave_measured", lambda attempt: None)
     monkeypatch.setattr(Record, "step_done", lambda *_: None)
     assert weights(tmp_path / "b") == measured

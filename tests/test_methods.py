@@ -13,7 +13,6 @@ import pytest
 import torch
 import transformers
 
-import farthing.train.loop
 import farthing.train.run
 import workshop
 from farthing.errors import ModelError, UserMistake
@@ -22,6 +21,8 @@ from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.hardware import Numerics, choose_numerics
 from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.model.loss import summed_loss
+from farthing.train.attempt import Attempt
+from farthing.train.loop import take_step
 from farthing.train.optim import make_optimizer, schedule
 from workshop import Heard, Watched, log_of, losses_of, make_job
 
@@ -144,10 +145,13 @@ def test_random_weights_are_the_same_in_every_precision(tmp_path: Path) -> None:
     assert all(torch.equal(exact[name].bfloat16(), rounded[name]) for name in exact)
 
 
-def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[farthing.train.loop.Run, Heard]:
+def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Attempt, Heard]:
     """A run on the CPU whose scaler is enabled as it is for fp16 on a GPU."""
     from farthing.durability.ledger import Ledger, Meter
     from farthing.durability.preemption import Notice
+    from farthing.train.assemble import assemble
+    from farthing.train.attempt import Context
+    from farthing.train.saver import restore
     from farthing.train.setup import build_model, open_examples, open_inputs
 
     job = make_job(tmp_path, max_grad_norm=0.5, **keys)
@@ -155,15 +159,13 @@ def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[farthing.train.loop.Ru
     folder = farthing.train.run.make_private(Path(job.output_dir))
     numerics = Numerics(torch.device("cpu"), autocast=None, needs_scaler=True)
     inputs = open_inputs(job)
-    examples, held_out = open_examples(job, inputs, heard, lambda: False)
-    model = build_model(job, inputs, numerics, examples.tokens.label_names)
+    examples = open_examples(job, inputs, heard, lambda: False)
+    model = build_model(job, inputs, numerics, examples[0].tokens.label_names)
     meter = Meter()
-    ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
-    run = farthing.train.loop.Run(
-        job, folder, inputs, numerics, model, examples, held_out, meter, ledger, Notice(), heard
-    )
-    run.restore("test", allow_restart=False)
-    return run, heard
+    context = Context(folder, "test", meter, Ledger(folder / "ledger.jsonl", meter, 0.0), Notice(), heard)
+    attempt = assemble(job, context, inputs, numerics, model, examples, {}, None)
+    restore(attempt, allow_restart=False)
+    return attempt, heard
 
 
 def test_the_scaler_unscales_before_clipping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +179,7 @@ def test_the_scaler_unscales_before_clipping(tmp_path: Path, monkeypatch: pytest
         return norm
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", watching)
-    run.take_step()
+    take_step(run)
     scaled = seen[0]
     plain = make_job(tmp_path / "plain", max_grad_norm=0.5, max_steps=1)
     workshop.train(plain)
@@ -198,14 +200,14 @@ def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_no_nan(
 
     monkeypatch.setattr(run.scaler, "unscale_", overflow)
     for expected in (2.0**15, 2.0**14, 2.0**13):
-        run.take_step()
+        take_step(run)
         assert run.scaler.get_scale() == expected
     assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
     assert not any(bool(value.any()) for state in run.optimizer.state.values() for value in state.values())
     assert (run.progress.step, run.progress.skipped_steps, run.progress.skipped_in_a_row) == (3, 3, 0)
     assert "overflowed" in heard.warnings
     monkeypatch.undo()
-    run.take_step()
+    take_step(run)
     assert any(not torch.equal(p, before[name]) for name, p in run.model.named_parameters())
 
 

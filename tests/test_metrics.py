@@ -159,7 +159,9 @@ def test_evaluating_changes_no_bit_of_the_training(family: str, tmp_path: Path) 
 def set_metrics(monkeypatch: pytest.MonkeyPatch, *values: float | None, name: str = "loss") -> None:
     """Let the next evaluations measure `values`."""
     measured = iter(values)
-    monkeypatch.setattr("farthing.train.loop.evaluate", lambda *args, **kwargs: {name: next(measured), "n_examples": 1})
+    monkeypatch.setattr(
+        "farthing.train.evaluation.evaluate", lambda *args, **kwargs: {name: next(measured), "n_examples": 1}
+    )
 
 
 def judged_job(tmp_path: Path, **keys: Any) -> Any:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-import farthing.train.loop
 import farthing.train.run
 import farthing.train.step
 import workshop
 from farthing.cli import main
+from farthing.report.receipt import build_receipt
 from farthing.train import trackers as track
 from farthing.train.run import train
 from farthing.train.trackers import tracked
@@ -135,7 +135,7 @@ def test_one_example_without_room_is_computed_again_in_parts_and_then_said(
     words = capsys.readouterr()
     assert "data.max_length" in words.err
     assert "Traceback" not in words.err
-    events = farthing.train.loop.build_receipt(tmp_path / "run")["out_of_memory"]
+    events = build_receipt(tmp_path / "run")["out_of_memory"]
     assert [event["every_n_layers"] for event in events][-2:] == [2, 1]
     monkeypatch.undo()
     assert main(["train", str(tmp_path / "run.yaml")]) == 0

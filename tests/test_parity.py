@@ -20,7 +20,8 @@ from farthing.durability.preemption import Notice
 from farthing.model.hardware import choose_numerics
 from farthing.model.load import ModelChoice, load_config, load_model, load_tokenizer
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
-from farthing.train.loop import Run
+from farthing.train.assemble import assemble
+from farthing.train.attempt import Attempt, Context
 from farthing.train.run import train
 from farthing.train.setup import build_model, open_examples, open_inputs
 from farthing.train.step import Sums
@@ -76,7 +77,7 @@ def job_for(task: str, folder: Path, name: str = "run", method: str = "full", **
     return load_job(folder / f"{name}.yaml")
 
 
-def open_run(job: Job) -> Run:
+def open_run(job: Job) -> Attempt:
     """A run as `train` makes it, not yet in its loop."""
     folder = Path(job.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,14 +87,15 @@ def open_run(job: Job) -> Run:
     train_examples, eval_examples = open_examples(job, inputs, quiet, lambda: False)
     model = build_model(job, inputs, numerics, train_examples.tokens.label_names)
     ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
-    return Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, Notice(), quiet)
+    context = Context(folder, "test", meter, ledger, Notice(), quiet)
+    return assemble(job, context, inputs, numerics, model, (train_examples, eval_examples), {}, None)
 
 
 def cut_by_rows(examples: Any, most: int) -> list[Any]:
     return [examples[start : start + most] for start in range(0, len(examples), most)]
 
 
-def accumulate(run: Run, pieces: list[Any]) -> Sums:
+def accumulate(run: Attempt, pieces: list[Any]) -> Sums:
     """Gradients of the first step, cut like this."""
     tokens = run.train_examples.tokens
     ready = micro_batches(0, 1, run.batches.examples_of, lambda _: pieces, lambda e: run.forward.collate(tokens, e))

@@ -18,7 +18,7 @@ from farthing.errors import Interrupted
 from farthing.planner.measurements import MEASUREMENTS, read_measurements
 from farthing.train.autotune import Prober, Trial, is_worth_it
 from farthing.train.autotune_cache import PROBES, Setting, Subject, known_setting, leave_probe
-from farthing.train.run import opened_run
+from farthing.train.run import opened_attempt
 from workshop import Heard, Watched, job_file, log_of, make_job
 
 SUBJECT = Subject("H100", "llama", 64, 4, 1000, "causal-lm", "lora", 16, "bf16", "adamw_torch", 16, 100.0, 500)
@@ -46,7 +46,7 @@ class Bench(Prober):
 def run(tmp_path: Path) -> Any:
     job = make_job(tmp_path, n_rows=200, global_batch_size=128, max_steps=2, micro_batch_tokens=256)
     Path(job.output_dir).mkdir(parents=True)
-    with opened_run(job, Heard()) as (run, _):
+    with opened_attempt(job, Heard()) as run:
         yield run
 
 
@@ -123,7 +123,7 @@ def test_memory_that_runs_out_in_a_trial_is_an_answer(run: Any, monkeypatch: pyt
 
 
 def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:
-    run.notice.reason = "SIGTERM"
+    run.context.notice.reason = "SIGTERM"
     with pytest.raises(Interrupted):
         Prober(run, 4.0).find()
     assert (run.steps.most_tokens, run.forward.tile_tokens) == (256, None)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-import farthing.train.loop
+import farthing.train.assemble
 import farthing.train.run
 import workshop
 from farthing.cli import main
@@ -151,9 +151,9 @@ def test_every_bitsandbytes_optimizer_learns_and_keeps_its_promise_of_size(optim
     job = make_job(tmp_path, optim=optim, max_steps=15, learning_rate=0.003, size={"hidden": 128})
     seen: dict[str, set[torch.dtype]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        build = farthing.train.loop.build_optimizer
+        build = farthing.train.assemble.build_optimizer
         made: list[torch.optim.Optimizer] = []
-        patch.setattr(farthing.train.loop, "build_optimizer", lambda *args: made.append(build(*args)) or made[-1])
+        patch.setattr(farthing.train.assemble, "build_optimizer", lambda *args: made.append(build(*args)) or made[-1])
         workshop.train(job)
     for parameter, state in made[0].state.items():
         if parameter.numel() >= 4096:

@@ -1,6 +1,6 @@
 """farthing's rows: its own loop over each method and lengths, what the planner had promised, and one thing changed at a time.
 
-A run is opened by the code of `farthing train` and its steps are taken by `Run.take_step`, as the loop takes them; nothing is
+A run is opened by the code of `farthing train` and its steps are taken by `loop.take_step`, as the loop takes them; nothing is
 evaluated, saved or exported. Never run on a GPU so far.
 """
 
@@ -32,6 +32,9 @@ HasTime = Callable[[str], bool]
 
 def measured(run: Any, n_warm: int, n_timed: int) -> dict[str, Any]:
     """Figures of the next steps of a run, by the clock that everyone gets."""
+    from farthing.train.loop import take_step
+    from farthing.train.step_log import settle
+
     clock = Clock(torch.cuda.is_available())
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -40,10 +43,10 @@ def measured(run: Any, n_warm: int, n_timed: int) -> dict[str, Any]:
         for number in range(n_warm + n_timed):
             busy.is_on = number >= n_warm
             before = run.progress.n_tokens, run.progress.n_padded_tokens
-            run.take_step()
+            take_step(run)
             clock.count(run.progress.n_tokens - before[0], run.progress.n_padded_tokens - before[1])
             clock.step_done()
-        run.settle()
+        settle(run)
         busy.is_on = False
     return row_of(clock.facts(), n_warm, busy.percent)
 
@@ -84,6 +87,8 @@ def rows(shape: str, work: Path, scale: Scale, usd_per_hour: float, emit: Emit, 
 
 def as_planned(values: dict[str, Any], drawn: Drawn, n_warm: int) -> dict[str, Any]:
     """A run as the plan has it: its figures, what was promised and what happened. It leaves a measurement."""
+    from farthing.train.measure import leave_measured
+
     rested, said = resting_bytes(), list[str]()
     with opened(values, drawn, said) as run:
         if not run.promise:
@@ -93,7 +98,7 @@ def as_planned(values: dict[str, Any], drawn: Drawn, n_warm: int) -> dict[str, A
         row = {**found, "settings": settings_of(run), "promised": run.promise}
         row["ran_out_of_memory"] = planned != (run.steps.most_tokens, run.steps.every_n_layers)
         row["happened"] = happened_to(run, found, rested)
-        run.leave_measurement()
+        leave_measured(run)
         return row
 
 
@@ -121,7 +126,7 @@ def happened_to(run: Any, found: dict[str, Any], rested: dict[str, int]) -> dict
         "rest": peak - weights - optimizer - gradients,
         "step_s": found["step_s"],
         "usd": found["step_s"] * run.n_steps / 3600 * run.job.usd_per_hour,
-        "spans": {name: round(seconds, 4) for name, seconds in run.meter.spans.items()},
+        "spans": {name: round(seconds, 4) for name, seconds in run.context.meter.spans.items()},
     }
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -142,9 +147,9 @@ def settings_of(run: Any) -> dict[str, Any]:
         "tile_tokens": run.forward.tile_tokens,
         "attention": choose_kernel(run.numerics.device, computed, head_size, False, False, None),
         "precision": run.numerics.name,
-        "liger": run.liger,
-        "adapters": str(run.fused) if run.fused is not None else None,
-        "compiled": run.compiled if isinstance(run.compiled, int) else False,
+        "liger": run.kernels.liger,
+        "adapters": str(run.kernels.lora) if run.kernels.lora is not None else None,
+        "compiled": run.kernels.compiled if isinstance(run.kernels.compiled, int) else False,
     }
 
 
@@ -223,21 +228,21 @@ def changed(
 
 def opened_anew(values: dict[str, Any], drawn: Drawn, scale: Scale, is_smoke: bool) -> dict[str, Any]:
     """A run whose job says something else. Layers compile in its first steps; in a smoke they are traced, and no more."""
-    import farthing.train.loop
+    import farthing.train.assemble
     import farthing.train.run
     from farthing.model.compiled import compile_blocks
 
     compiles = functools.partial(compile_blocks, backend="eager") if is_smoke else compile_blocks
     n_warm, n_timed = scale.of_variants
-    with mock.patch.object(farthing.train.loop, "compile_blocks", compiles), opened(values, drawn) as run:
+    with mock.patch.object(farthing.train.assemble, "compile_blocks", compiles), opened(values, drawn) as run:
         if values["train"].get("torch_compile"):
             n_warm += 2
-            if isinstance(run.compiled, str):
-                raise RuntimeError(run.compiled)
+            if isinstance(run.kernels.compiled, str):
+                raise RuntimeError(run.kernels.compiled)
         began = time.perf_counter()
         found = measured(run, n_warm, n_timed)
         warm_s = time.perf_counter() - began - n_timed * found["step_s"]
-        return {**found, "micro_batch_tokens": run.steps.most_tokens, "warm_up_s": warm_s, "said": run.liger}
+        return {**found, "micro_batch_tokens": run.steps.most_tokens, "warm_up_s": warm_s, "said": run.kernels.liger}
 
 
 def on_by_default() -> bool:
@@ -256,7 +261,7 @@ def ways(run: Any, scale: Scale) -> Iterator[tuple[str, str, Way]]:
             yield "head tile", str(tile), setting(tile_tokens=tile)
     for name, every in (("none", 0), ("every second", 2), ("all", 1)):
         yield "checkpointing", name, setting(every_n_layers=every)
-    if run.fused is not None:
+    if run.kernels.lora is not None:
         yield "adapters", "by peft", by_peft
     yield "host", "waits each micro-batch", waiting
     for tokens in scale.micro_tokens:
@@ -280,6 +285,8 @@ def setting(**changes: int) -> Way:
 
     @contextlib.contextmanager
     def way(run: Any) -> Iterator[None]:
+        from farthing.train.step_log import settle
+
         steps, forward, batches = run.steps, run.forward, run.batches
         before = {
             "most_tokens": steps.most_tokens,
@@ -291,7 +298,7 @@ def setting(**changes: int) -> Way:
         try:
             yield
         finally:
-            run.settle()
+            settle(run)
             apply(run, **before)
 
     return way
@@ -305,7 +312,7 @@ def probed(seconds: float) -> Way:
         from farthing.train.autotune import probe_run
 
         with setting()(run):  # which puts everything back
-            probe_run(run, run.subject, seconds)
+            probe_run(run, seconds)
             yield
 
     return way

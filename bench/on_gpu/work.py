@@ -200,7 +200,7 @@ def job_values(
 
 @contextlib.contextmanager
 def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) -> Iterator[Any]:
-    """A `Run` of farthing at its first step, over these tokens: made by the same code that `farthing train` runs.
+    """An `Attempt` of farthing at its first step, over these tokens: made by the same code that `farthing train` runs.
 
     What it notes and warns of goes to `said`.
 
@@ -209,6 +209,7 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     import yaml
 
     import farthing.train.run
+    import farthing.train.saver
     import farthing.train.setup
     from farthing.config.load import load_job
     from farthing.data.tokens import TokenSet
@@ -227,7 +228,7 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (farthing.train.setup, "load_model", random_model),
         (farthing.train.run, "open_examples", lambda *_: (examples, None)),
-        (farthing.train.loop.Run, "_refuse_small_disk", lambda _: None),
+        (farthing.train.saver, "refuse_small_disk", lambda _: None),
     ]
 
     def tell(kind: str, facts: dict[str, Any]) -> None:
@@ -237,5 +238,4 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     with contextlib.ExitStack() as stack:
         for where, name, instead in replaced:
             stack.enter_context(mock.patch.object(where, name, instead))
-        run, _ = stack.enter_context(farthing.train.run.opened_run(job, tell))
-        yield run
+        yield stack.enter_context(farthing.train.run.opened_attempt(job, tell))

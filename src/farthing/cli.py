@@ -445,7 +445,7 @@ def _probe(arguments: argparse.Namespace) -> int:
     terminal("starting", {"text": "loading torch and transformers"})
     before = signal.signal(signal.SIGTERM, _leave_before_the_start)
     try:
-        from farthing.train.autotune import probe
+        from farthing.train.probe import probe
 
         found = probe(job, terminal, arguments.seconds)
     finally:

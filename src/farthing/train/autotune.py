@@ -2,8 +2,7 @@
 
 Every trial computes losses and gradients of the same examples as the first steps of the run, and throws the gradients
 away: no weight moves. Tried are the tokens of a micro-batch, activation checkpointing where there is any, and the tile of
-the head, one after the other, uphill from where the plan stands. `farthing probe` then takes real steps with the best, so
-that the measurement it leaves is one that plans can stand on.
+the head, one after the other, uphill from where the plan stands.
 
 Refuses settings that change the result, and to go on past its time.
 """
@@ -11,7 +10,6 @@ Refuses settings that change the result, and to go on past its time.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -30,7 +28,6 @@ from farthing.errors import Interrupted
 from farthing.model.activation_checkpointing import SHARE_OF_FREE, checkpoint_layers
 from farthing.model.hardware import (
     free_bytes,
-    hardware_key,
     is_out_of_memory,
     reset_peak_bytes,
     taken_bytes,
@@ -39,14 +36,13 @@ from farthing.model.hardware import (
 )
 from farthing.planner.lengths import Lengths
 from farthing.planner.tiles import default_tile_tokens
+from farthing.train.attempt import Attempt
 from farthing.train.autotune_cache import PROBES, Setting, Subject, known_setting, leave_probe
-from farthing.train.setup import Tell
 
 PROBE_S = 60.0
 TRIALS = 16  # that should fit into that time
 BETTER = 0.02  # less than this is noise
 EXPECTED_SAVING = 0.08  # of a run's training time, by assumption: what makes a probe worth its own time
-STEPS_AFTER = 8  # real steps with the chosen setting: a measurement needs six
 
 
 @dataclass(frozen=True)
@@ -69,9 +65,9 @@ class Trial:
 class Prober:
     """Tries settings on a run that has not begun."""
 
-    def __init__(self, run: Any, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.run, self.steps, self.forward = run, run.steps, run.forward
-        self.device = run.numerics.device
+    def __init__(self, attempt: Attempt, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.attempt, self.steps, self.forward = attempt, attempt.steps, attempt.forward
+        self.device = attempt.numerics.device
         self.trials: list[Trial] = []
         self._clock = clock
         self._budget_s = budget_s
@@ -143,7 +139,7 @@ class Prober:
         """As many steps as one trial may take, or a part of one step; the first ones warm up."""
         self._measure(start)
         spent_s, examples = 0.0, 1
-        all_examples = [self.steps.batches.examples_of(step) for step in range(min(self.run.n_steps, 64))]
+        all_examples = [self.steps.batches.examples_of(step) for step in range(min(self.attempt.n_steps, 64))]
         flat = np.concatenate(all_examples)
         while spent_s < self._budget_s / TRIALS / 2 and examples < len(flat) and self._clock() < self._deadline:
             examples = min(len(flat), 2 * examples)
@@ -155,7 +151,7 @@ class Prober:
     def _try(self, setting: Setting) -> Trial:
         trial = self._measure(setting)
         self.trials.append(trial)
-        self.run.tell("probed", {**_in_words(trial), "usd_per_hour": self.run.job.usd_per_hour})
+        self.attempt.context.tell("probed", {**in_words(trial), "usd_per_hour": self.attempt.job.usd_per_hour})
         return trial
 
     def _again(self, trial: Trial) -> Trial:
@@ -218,7 +214,8 @@ def _less_checkpointing(start: Setting) -> Iterator[Iterator[Setting]]:
         yield iter([replace(fewer, most_tokens=max(1, start.most_tokens // 2))])
 
 
-def _in_words(trial: Trial) -> dict[str, Any]:
+def in_words(trial: Trial) -> dict[str, Any]:
+    """A trial in plain values."""
     return {
         **dataclasses.asdict(trial.setting),
         "tokens_per_s": 1 / trial.seconds_per_token,
@@ -282,51 +279,12 @@ def is_worth_it(job: Job, promise: dict[str, Any], *, is_deterministic: bool, le
     return EXPECTED_SAVING * min(left_s, float(promise.get("seconds", {}).get("training", 0.0))) > PROBE_S
 
 
-def probe_run(run: Any, subject: Subject, budget_s: float = PROBE_S) -> list[Trial]:
+def probe_run(attempt: Attempt, budget_s: float = PROBE_S) -> list[Trial]:
     """Find the best setting for a run at its first step, and leave it on and written down. Returns all trials, best first."""
-    prober = Prober(run, budget_s)
+    prober = Prober(attempt, budget_s)
     best = prober.find()
     trials = [best, *(trial for trial in prober.trials if trial.setting != best.setting)]
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    finite = [_in_words(trial) for trial in trials if trial.seconds_per_token < float("inf")]
-    leave_probe(Path(run.job.cache_dir or ".") / PROBES, subject, best.setting, when, finite)
+    finite = [in_words(trial) for trial in trials if trial.seconds_per_token < float("inf")]
+    leave_probe(Path(attempt.job.cache_dir or ".") / PROBES, attempt.subject, best.setting, when, finite)
     return trials
-
-
-def probe(job: Job, tell: Tell, budget_s: float = PROBE_S) -> dict[str, Any]:
-    """Probe a job on this machine and leave a setting and a measurement for plans and runs; its run folder is not touched.
-
-    Returns the trials, best first, and what the chosen setting made of a few real steps.
-    """
-    from farthing.train.run import opened_run  # it uses what is above
-
-    long_enough = {"max_steps": STEPS_AFTER, "num_train_epochs": 1.0, "eval_strategy": "no", "report_to": ()}
-    with tempfile.TemporaryDirectory(prefix="farthing-probe-") as folder:
-        job = job.model_copy(update={"output_dir": folder, "train": job.train.model_copy(update=long_enough)})
-        with opened_run(job, tell) as (run, subject):
-            started = time.perf_counter()
-            trials = probe_run(run, subject, 0.7 * budget_s)
-            while run.progress.step < run.n_steps and (
-                run.progress.step < STEPS_AFTER - 1 or time.perf_counter() - started < budget_s
-            ):
-                run.take_step()
-            run.settle()
-            run.leave_measurement()
-            figures = run.pace.figures()
-            return {
-                "hardware": hardware_key(run.numerics.device),
-                "setting": dataclasses.asdict(trials[0].setting),
-                "trials": [
-                    {
-                        **_in_words(trial),
-                        "usd_per_million_tokens": trial.usd_per_million_tokens(job.usd_per_hour),
-                        "fits": trial.seconds_per_token < float("inf"),
-                    }
-                    for trial in trials
-                ],
-                "steps": run.progress.step,
-                "tokens_per_s": figures["tokens_per_s"],
-                "usd_per_million_tokens": (
-                    1e6 / figures["tokens_per_s"] / 3600 * job.usd_per_hour if figures["tokens_per_s"] else None
-                ),
-            }

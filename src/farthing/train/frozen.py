@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,76 +17,82 @@ from farthing.data.tokens import TokenSet
 from farthing.model.frozen_cache import open_prefix_cache
 from farthing.model.frozen_layers import Prefix, find_prefix
 from farthing.planner.frozen_cache_cost import why_no_prefix_cache
+from farthing.train.attempt import Attempt
 from farthing.units import plural
-
-if TYPE_CHECKING:
-    from farthing.train.loop import Run
 
 PREFIX_TOKENS = 4096  # computed at once for what frozen layers give: part of what makes it the same to the bit
 DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 1e9, 0.4e9  # assumed of a cloud's disk
 
 
-def begin_behind_frozen_layers(run: Run, decided: bool | None) -> bool:
+def begin_behind_frozen_layers(attempt: Attempt, decided: bool | None) -> bool:
     """Compute what frozen layers below the trained ones give once, where that pays; returns whether it is so.
 
     Decided by the first attempt, as it changes rounding. Raises `Interrupted`.
     """
-    prefix = find_prefix(run.model, run.job.task) if run.forward.is_flat and decided is not False else "not asked"
+    prefix = (
+        find_prefix(attempt.model, attempt.job.task)
+        if attempt.forward.is_flat and decided is not False
+        else "not asked"
+    )
     if isinstance(prefix, str):
         return False
-    sets = [(run.train_examples.tokens, run.train_examples.indices)]
-    if run.eval_examples is not None:
-        sets.append((run.eval_examples.tokens, run.eval_examples.indices))
+    sets = [(attempt.train_examples.tokens, attempt.train_examples.indices)]
+    if attempt.eval_examples is not None:
+        sets.append((attempt.eval_examples.tokens, attempt.eval_examples.indices))
         if sets[0][0] is sets[1][0]:  # one set, divided
             sets = [(sets[0][0], np.concatenate([indices for _, indices in sets]))]
-    if decided is None and (reason := _why_not_keep(run, prefix, sets)):
-        run.tell("note", {"text": f"the output of {plural(prefix.n_layers, 'frozen layer')} is not kept: {reason}"})
+    if decided is None and (reason := _why_not_keep(attempt, prefix, sets)):
+        attempt.context.tell(
+            "note", {"text": f"the output of {plural(prefix.n_layers, 'frozen layer')} is not kept: {reason}"}
+        )
         return False
     caches = []
     for tokens, indices in sets:
-        run.tell("working", {"on": f"computing {plural(prefix.n_layers, 'frozen layer')} for every epoch"})
+        attempt.context.tell("working", {"on": f"computing {plural(prefix.n_layers, 'frozen layer')} for every epoch"})
         cache = open_prefix_cache(
             prefix,
             tokens,
             indices,
-            Path(run.job.cache_dir or "."),
-            numerics=run.numerics,
+            Path(attempt.job.cache_dir or "."),
+            numerics=attempt.numerics,
             most_tokens=PREFIX_TOKENS,
-            progress=lambda done, total: run.tell("keeping", {"done": done, "total": total}),
-            should_stop=lambda: bool(run.notice),
+            progress=lambda done, total: attempt.context.tell("keeping", {"done": done, "total": total}),
+            should_stop=lambda: bool(attempt.context.notice),
         )
         if isinstance(cache, str):
-            run.warn(f"the output of frozen layers is not kept: {cache}")
+            attempt.warn(f"the output of frozen layers is not kept: {cache}")
             if decided:
-                run.warn("earlier attempts had it: equal to rounding, not to the bit")
+                attempt.warn("earlier attempts had it: equal to rounding, not to the bit")
             return bool(decided)
         caches.append((tokens, cache))
-    run.forward.begin_at(prefix, caches)
+    attempt.forward.begin_at(prefix, caches)
     return True
 
 
-def _why_not_keep(run: Run, prefix: Prefix, sets: list[tuple[TokenSet, NDArray[np.int64]]]) -> str | None:
+def _why_not_keep(attempt: Attempt, prefix: Prefix, sets: list[tuple[TokenSet, NDArray[np.int64]]]) -> str | None:
     """Why the output of frozen layers had better be computed every time; None where keeping it pays."""
-    n_layers, k = run.inputs.config.get_text_config().num_hidden_layers, prefix.n_layers
+    n_layers, k = attempt.inputs.config.get_text_config().num_hidden_layers, prefix.n_layers
     n_tokens = sum(int(tokens.lengths[indices].sum()) for tokens, indices in sets)
-    n_trained = int(run.train_examples.tokens.lengths[run.train_examples.indices].sum())
-    step_s = float(run.promise.get("step_s", n_trained / run.batches.steps_per_epoch * 1e-3))
-    rest_s = step_s * run.batches.steps_per_epoch / n_trained
-    once_s = run.promise.get("seconds", {}).get("frozen layers", 0.0)  # where the plan counts on it, beside the steps
+    n_trained = int(attempt.train_examples.tokens.lengths[attempt.train_examples.indices].sum())
+    step_s = float(attempt.promise.get("step_s", n_trained / attempt.batches.steps_per_epoch * 1e-3))
+    rest_s = step_s * attempt.batches.steps_per_epoch / n_trained
+    once_s = attempt.promise.get("seconds", {}).get(
+        "frozen layers", 0.0
+    )  # where the plan counts on it, beside the steps
     if once_s:
         layers_s = once_s / n_tokens * n_layers / k
     else:  # a forward pass of all layers, and a backward pass of the upper ones that takes twice as long
         layers_s = rest_s * n_layers / (n_layers + 2 * (n_layers - k))
         rest_s -= layers_s * k / n_layers
     return why_no_prefix_cache(
-        n_epochs=run.n_steps / run.batches.steps_per_epoch,
+        n_epochs=attempt.n_steps / attempt.batches.steps_per_epoch,
         n_frozen=k,
         n_layers=n_layers,
         layers_s_per_token=layers_s,
         rest_s_per_token=rest_s,
         n_tokens=n_tokens,
         bytes_per_token=prefix.width * 4,
-        free_bytes=shutil.disk_usage(run.job.cache_dir or ".").free,
+        free_bytes=shutil.disk_usage(attempt.job.cache_dir or ".").free,
         read_bytes_per_s=DISK_READ_BYTES_PER_S,
         write_bytes_per_s=DISK_WRITE_BYTES_PER_S,
     )

@@ -6,50 +6,58 @@ Data flows from a run that has ended to one `Measurement`, which `measurements.p
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 
 import farthing
 from farthing.model.hardware import hardware_key, peak_bytes
 from farthing.planner.lengths import from_token_set
-from farthing.planner.measurements import Measurement
-
-if TYPE_CHECKING:
-    from farthing.train.loop import Run
+from farthing.planner.measurements import Measurement, leave_measurement
+from farthing.train.attempt import Attempt
 
 
-def measurement_of(run: Run) -> Measurement | None:
+def leave_measured(attempt: Attempt) -> None:
+    """Write down what was measured, where enough was. Never fails a run: it warns."""
+    try:
+        measurement = measurement_of(attempt)
+        if measurement is not None:
+            leave_measurement(measurement, Path(attempt.job.cache_dir or "."), attempt.context.folder)
+    except Exception as error:  # the run is done and safe, whatever is wrong here
+        attempt.warn(f"what was measured could not be written down: {error}")
+
+
+def measurement_of(attempt: Attempt) -> Measurement | None:
     """What this attempt ran and what it took; None after too few steps."""
-    measured = run.record.measured()
+    measured = attempt.record.measured()
     if measured is None:
         return None
-    job, spans, config = run.job, run.meter.spans, run.inputs.config.get_text_config()
-    lengths = from_token_set(run.train_examples.tokens, run.train_examples.indices, job.task, source="")
+    job, spans, config = attempt.job, attempt.context.meter.spans, attempt.inputs.config.get_text_config()
+    lengths = from_token_set(attempt.train_examples.tokens, attempt.train_examples.indices, job.task, source="")
     return Measurement(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         farthing=farthing.__version__,
         torch=torch.__version__,
-        hardware=hardware_key(run.numerics.device),
-        device=run.numerics.device.type,
+        hardware=hardware_key(attempt.numerics.device),
+        device=attempt.numerics.device.type,
         n_devices=1,
-        model_type=run.inputs.config.model_type,
-        n_parameters=run.parameters["total"] - run.parameters["adapter"],
-        n_trainable=run.parameters["trainable"],
+        model_type=attempt.inputs.config.model_type,
+        n_parameters=attempt.parameters["total"] - attempt.parameters["adapter"],
+        n_trainable=attempt.parameters["trainable"],
         hidden=config.hidden_size,
         n_layers=config.num_hidden_layers,
         vocab=config.vocab_size,
         task=job.task,
         method=job.method.name,
         lora_r=0 if job.method.name == "full" else job.method.lora_r,
-        first_layer=run.promise.get("first_layer", 0),
-        precision=run.numerics.name,
+        first_layer=attempt.promise.get("first_layer", 0),
+        precision=attempt.numerics.name,
         optim=job.train.optim,
-        micro_batch_tokens=run.steps.most_tokens,
-        is_flat=run.forward.is_flat,
-        caches_prefix=run.forward.prefix is not None,
+        micro_batch_tokens=attempt.steps.most_tokens,
+        is_flat=attempt.forward.is_flat,
+        caches_prefix=attempt.forward.prefix is not None,
         global_batch_size=job.global_batch_size,
-        every_n_layers=run.steps.every_n_layers,
+        every_n_layers=attempt.steps.every_n_layers,
         lengths={
             "n_examples": lengths.n_examples,
             "mean": lengths.mean,
@@ -59,17 +67,17 @@ def measurement_of(run: Run) -> Measurement | None:
             "longest_target": lengths.longest_target,
         },
         spans={name: round(seconds, 4) for name, seconds in spans.items()},
-        n_eval_examples=0 if run.eval_examples is None else len(run.eval_examples),
-        n_eval_padded_tokens=run.n_evaluated,
+        n_eval_examples=0 if attempt.eval_examples is None else len(attempt.eval_examples),
+        n_eval_padded_tokens=attempt.n_evaluated_tokens,
         has_generated=job.task == "seq2seq" and job.train.predict_with_generate,
         save_s=spans.get("checkpoint", 0.0),
         export_s=spans.get("export", 0.0),
         start_up_s=spans.get("start_up", 0.0),
         tokenize_s=spans.get("tokenize", 0.0),
-        was_tokenized_before=run.train_examples.were_tokenized,
+        was_tokenized_before=attempt.train_examples.were_tokenized,
         load_model_s=spans.get("load_model", 0.0),
         restore_s=spans.get("restore", 0.0),
-        peak_bytes=peak_bytes(run.numerics.device),
-        promised=run.promise,
+        peak_bytes=peak_bytes(attempt.numerics.device),
+        promised=attempt.promise,
         **measured,
     )

@@ -44,12 +44,16 @@ from farthing.model.hardware import (
 from farthing.model.load import quiet_libraries
 from farthing.planner.lengths import from_token_set
 from farthing.report.receipt import leave_receipt
-from farthing.train.autotune import as_probed, is_worth_it, subject_of
-from farthing.train.autotune_cache import Subject
+from farthing.train.assemble import assemble
+from farthing.train.attempt import Attempt, Context
+from farthing.train.autotune import as_probed, is_worth_it, keep_setting, probe_run, subject_of
 from farthing.train.budget import over_limit, seconds_left, why_not_start
 from farthing.train.estimate import promised
 from farthing.train.frozen import begin_behind_frozen_layers
-from farthing.train.loop import Run, note_news
+from farthing.train.loop import loop, note_news
+from farthing.train.measure import leave_measured
+from farthing.train.prefix_budget import share_beginnings
+from farthing.train.saver import restore
 from farthing.train.setup import (
     Inputs,
     Meanwhile,
@@ -184,40 +188,54 @@ def _train(
     if ledger.clock_back_s > 60 and job.limits.deadline is not None:
         tell("warning", {"text": f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
                          " the deadline is where this clock has it"})  # fmt: skip
-    run = _open(job, folder, inputs, numerics, meter, ledger, notice, tell)
-    run.mirror = mirror
+    context = Context(folder, run_facts["run_id"], meter, ledger, notice, tell, mirror)
+    attempt = _open(job, context, inputs, numerics)
     meter.enter("restore")
     tell("working", {"on": "looking for a checkpoint"})
-    run.restore(run_facts["run_id"], allow_restart)
+    restore(attempt, allow_restart)
     if over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
-        return run.loop()
-    with meter.span("prefix"):
-        keeps = begin_behind_frozen_layers(run, run_facts.get("keeps_frozen_output"))
-    shares = run.share_beginnings(run_facts.get("shares_beginnings"))
-    decided = {"keeps_frozen_output": keeps, "shares_beginnings": shares}
-    if run_facts | decided != run_facts:
-        run_facts |= decided
-        write_json(folder / RUN, run_facts)
-    left_s, exact = seconds_left(job, ledger), job.train.full_determinism
-    if run.progress.step == 0 and is_worth_it(job, run.promise, is_deterministic=exact, left_s=left_s):
-        with meter.span("probe"):
-            run.probe()
-    say_what_was_decided(run)
+        return loop(attempt)
+    _decide(attempt, run_facts)
+    say_what_was_decided(attempt)
     meter.enter("idle")
     if mirror is not None:
-        mirror.offer(run.progress.step, run.checkpoints.to_go_on(run.progress.step, run.progress.best_step))
-    state, reason = run.loop()
+        _offer(attempt)
+    state, reason = loop(attempt)
     if state == "finished":
         write_json(folder / RUN, {**run_facts, "finished": True})
     if mirror is not None:
-        at = run.progress
-        mirror.offer(at.step, run.checkpoints.to_go_on(at.step, at.best_step), with_model=True)
+        _offer(attempt, with_model=True)
         with meter.span("checkpoint"):
             leaves_in_s = notice.patience_s(mirror.pace.leave_s, mirror.pace.finish_s)
             mirror.wait(leaves_in_s if state == "interrupted" else mirror.pace.finish_s)
         mirror.check()
-    run.leave_measurement()
+    leave_measured(attempt)
     return state, reason
+
+
+def _decide(attempt: Attempt, run_facts: dict[str, Any]) -> None:
+    """What the first attempt decides for all, as it changes rounding; and the setting, where a probe pays."""
+    context, job = attempt.context, attempt.job
+    with context.meter.span("prefix"):
+        keeps = begin_behind_frozen_layers(attempt, run_facts.get("keeps_frozen_output"))
+    shares = share_beginnings(attempt, run_facts.get("shares_beginnings"))
+    decided = {"keeps_frozen_output": keeps, "shares_beginnings": shares}
+    if run_facts | decided != run_facts:
+        run_facts |= decided
+        write_json(context.folder / RUN, run_facts)
+    left_s, exact = seconds_left(job, context.ledger), job.train.full_determinism
+    if attempt.progress.step == 0 and is_worth_it(job, attempt.promise, is_deterministic=exact, left_s=left_s):
+        with context.meter.span("probe"):
+            context.tell("note", {"text": "trying a few sizes of the forward pass before the first step"})
+            best = probe_run(attempt)[0]
+            attempt.promise = keep_setting(context.folder, attempt.promise, best.setting)
+
+
+def _offer(attempt: Attempt, *, with_model: bool = False) -> None:
+    """Offer the store what is needed to go on from where the run is."""
+    at, replica = attempt.progress, attempt.context.replica
+    assert replica is not None
+    replica.offer(at.step, attempt.checkpoints.to_go_on(at.step, at.best_step), with_model=with_model)
 
 
 def end_mirror(mirror: Mirror | None, meter: Meter, ledger: Ledger, notice: Notice) -> None:
@@ -258,49 +276,39 @@ def _identify(job: Job, meter: Meter) -> tuple[Numerics, Inputs]:
     return numerics, open_inputs(job)
 
 
-def _open(
-    job: Job,
-    folder: Path,
-    inputs: Inputs,
-    numerics: Numerics,
-    meter: Meter,
-    ledger: Ledger,
-    notice: Notice,
-    tell: Tell,
-) -> Run:
-    """The run at step 0: tokenized, planned, with its model on the device."""
+def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics) -> Attempt:
+    """The attempt at step 0: tokenized, planned, with its model on the device."""
+    meter, ledger, notice, tell = context.meter, context.ledger, context.notice, context.tell
     before_bytes = taken_bytes(numerics.device)
     with contextlib.ExitStack() as stack:
         loading = None
         if job.task != "classification":  # whose head waits for the labels; else the model is read meanwhile
             loading = stack.enter_context(Meanwhile(lambda: build_model(job, inputs, numerics, ())))
-        train_examples, eval_examples = open_examples(job, inputs, tell, lambda: bool(notice))
-        promise = promised(job, folder, inputs, numerics, train_examples, eval_examples, tell)
-        lengths = from_token_set(train_examples.tokens, train_examples.indices, job.task, source="")
+        examples, held_out = open_examples(job, inputs, tell, lambda: bool(notice))
+        promise = promised(job, context.folder, inputs, numerics, examples, held_out, tell)
+        lengths = from_token_set(examples.tokens, examples.indices, job.task, source="")
         subject = subject_of(job, inputs.config, lengths, numerics.name, hardware_key(numerics.device))
-        promise = as_probed(job, folder, promise, subject)
+        promise = as_probed(job, context.folder, promise, subject)
         ledger.write("starting")
         meter.enter("load_model")
         tell("working", {"on": "loading the model"})
-        model = loading.result() if loading else build_model(job, inputs, numerics, train_examples.tokens.label_names)
-    run = Run(job, folder, inputs, numerics, model, train_examples, eval_examples, meter, ledger, notice, tell, promise)
-    run.subject = subject
-    run.record.before_model_bytes = before_bytes
+        model = loading.result() if loading else build_model(job, inputs, numerics, examples.tokens.label_names)
+    attempt = assemble(job, context, inputs, numerics, model, (examples, held_out), promise, subject)
+    attempt.record.before_model_bytes = before_bytes
     ledger.write("starting")
-    return run
+    return attempt
 
 
 @contextlib.contextmanager
-def opened_run(job: Job, tell: Tell) -> Iterator[tuple[Run, Subject]]:
-    """A run at step 0 in a folder of its own, to be probed and thrown away."""
+def opened_attempt(job: Job, tell: Tell) -> Iterator[Attempt]:
+    """An attempt at step 0 in a folder of its own, to be measured and thrown away."""
     meter, folder = Meter(already_s=seconds_since_process_start()), Path(job.output_dir)
     quiet_libraries()
     with only_writer(folder), Notice() as notice:
         ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
         numerics, inputs = _identify(job, meter)
-        run = _open(job, folder, inputs, numerics, meter, ledger, notice, tell)
-        run.restore("probe", allow_restart=False)
-        assert run.subject is not None
-        with contextlib.closing(run.steps):
-            yield run, run.subject
+        attempt = _open(job, Context(folder, "probe", meter, ledger, notice, tell), inputs, numerics)
+        restore(attempt, allow_restart=False)
+        with contextlib.closing(attempt.steps):
+            yield attempt
         ledger.close("finished")

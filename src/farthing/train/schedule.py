@@ -1,8 +1,8 @@
-"""A learning-rate schedule that ends when the money does: how many steps a budget buys.
+"""How many steps a run has, and the learning rate at each; a schedule that ends when the money does.
 
-Worked out before the first step from what the plan promises a step to take, and once more from the measured pace, before
-the rate begins to come down; kept in the run folder from then on, so that a resumed run has the same rate at every step.
-Pure arithmetic. Refuses to import torch, and to know more of a run than seconds and steps.
+How many steps a budget buys is worked out before the first step from what the plan promises a step to take, and once more
+from the measured pace, before the rate begins to come down; kept in the run folder from then on, so that a resumed run has the
+same rate at every step. Pure arithmetic. Refuses to import torch, and to know more of a run than seconds and steps.
 """
 
 from __future__ import annotations
@@ -32,6 +32,17 @@ class Fit:
     settled: bool
     step_s: float | None
     """Seconds that a step was taken to last, evaluations and checkpoints shared out; None: nobody knew."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps of a run, and the factor on its learning rate as a function of the step, from 0."""
+
+    n_steps: int
+    n_warmup_steps: int
+    factor: Callable[[int], float]
+    fit: Fit | None = None
+    """Where the steps are what a budget buys."""
 
 
 def steps_bought(left_s: float, step_s: float, *, at_the_end_s: float) -> int:

@@ -6,85 +6,84 @@ Data flows from a run that stands at its first step to `tell`. Refuses to decide
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from farthing.config.job import Job
 from farthing.model.hardware import device_name
+from farthing.train.attempt import Attempt
 from farthing.units import plural, say_bytes, say_seconds, say_usd
 
-if TYPE_CHECKING:
-    from farthing.train.loop import Run
 
-
-def say_what_was_decided(run: Run) -> None:
+def say_what_was_decided(attempt: Attempt) -> None:
     """One table of everything the job left open."""
-    job, batch = run.job, run.job.global_batch_size
-    every = run.steps.every_n_layers
+    job, batch = attempt.job, attempt.job.global_batch_size
+    every = attempt.steps.every_n_layers
     checkpointing = {0: "off", 1: "every layer"}.get(
         every, f"every {every}nd layer" if every == 2 else f"every {every}th layer"
     )
-    counts = run.parameters
-    run.tell(
+    counts = attempt.parameters
+    attempt.context.tell(
         "decided",
         {
-            "model": f"{Path(run.inputs.choice.name).name} ({run.inputs.config.model_type}), {job.method.name}",
+            "model": f"{Path(attempt.inputs.choice.name).name} ({attempt.inputs.config.model_type}), {job.method.name}",
             "parameters": counts,
-            "examples": len(run.train_examples),
-            "eval_examples": len(run.eval_examples) if run.eval_examples else 0,
-            "steps": run.n_steps,
-            "fitted": _fit_in_words(run),
-            "batch": f"{batch} examples a step, up to {run.steps.most_tokens:,} tokens at a time",
-            "learning_rate": f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, {run.n_warmup_steps} warm-up steps",
-            "max_length": run.inputs.recipe.max_length,
-            "precision": run.numerics.name,
-            "device": device_name(run.numerics.device),
-            "computed": _computed_in_words(run),
+            "examples": len(attempt.train_examples),
+            "eval_examples": len(attempt.eval_examples) if attempt.eval_examples else 0,
+            "steps": attempt.n_steps,
+            "fitted": _fit_in_words(attempt),
+            "batch": f"{batch} examples a step, up to {attempt.steps.most_tokens:,} tokens at a time",
+            "learning_rate": f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, "
+            + plural(attempt.schedule.n_warmup_steps, "warm-up step"),
+            "max_length": attempt.inputs.recipe.max_length,
+            "precision": attempt.numerics.name,
+            "device": device_name(attempt.numerics.device),
+            "computed": _computed_in_words(attempt),
             "gradient_checkpointing": checkpointing,
-            "memory": f"{say_bytes(run.promised_bytes)} expected, {say_bytes(run.memory.free_bytes)} free",
-            "checkpoints": _interval_in_words(run),
-            "promised": _promise_in_words(run.promise),
+            "memory": f"{say_bytes(attempt.promised_bytes)} expected, {say_bytes(attempt.memory.free_bytes)} free",
+            "checkpoints": _interval_in_words(attempt),
+            "promised": _promise_in_words(attempt.promise),
             "price": _price_in_words(job),
         },
     )
-    if not run.memory.fits:
-        run.warn(
-            f"{say_bytes(run.memory.total_bytes)} may be needed and {say_bytes(run.memory.free_bytes)} are free: "
+    if not attempt.memory.fits:
+        attempt.warn(
+            f"{say_bytes(attempt.memory.total_bytes)} may be needed and {say_bytes(attempt.memory.free_bytes)} are free: "
             "lower train.per_device_train_batch_size (the result stays the same) or data.max_length"
         )
     if job.limits.max_usd is not None and job.usd_per_hour == 0:
-        run.warn("limits.max_usd can't bind at $0 an hour: set where.usd_per_hour")
+        attempt.warn("limits.max_usd can't bind at $0 an hour: set where.usd_per_hour")
 
 
-def _computed_in_words(run: Run) -> str:
+def _computed_in_words(attempt: Attempt) -> str:
     """What is computed of a batch, and why not less."""
-    forward = run.forward
+    forward = attempt.forward
     words = [f"padded ({forward.why_padded})" if forward.why_padded else "documents end to end, no padding"]
-    if run.job.task != "classification":
+    if attempt.job.task != "classification":
         words.append(forward.why_all_scored or "labelled positions scored")
     if forward.shares:
         words.append("common beginnings once")
     if forward.prefix is not None:
         words.append(f"{plural(forward.prefix.n_layers, 'frozen layer')} once")
-    words += [str(what) for what in (run.fused, run.liger) if what is not None]
-    if isinstance(run.compiled, int):
-        words.append(f"{plural(run.compiled, 'layer')} compiled")
-    elif run.job.train.torch_compile is True:
-        words.append(f"not compiled: {run.compiled}")
+    words += [str(what) for what in (attempt.kernels.lora, attempt.kernels.liger) if what is not None]
+    if isinstance(attempt.kernels.compiled, int):
+        words.append(f"{plural(attempt.kernels.compiled, 'layer')} compiled")
+    elif attempt.job.train.torch_compile is True:
+        words.append(f"not compiled: {attempt.kernels.compiled}")
     return "; ".join(words)
 
 
-def _fit_in_words(run: Run) -> str:
-    if run.fit is None:
+def _fit_in_words(attempt: Attempt) -> str:
+    if attempt.schedule.fit is None:
         return ""
-    when = "settled" if run.fit.settled else f"settled after step {run.fit.settles_at}"
-    return f"what the limits buy of {run.fit.asked_steps:,}, {when}"
+    when = "settled" if attempt.schedule.fit.settled else f"settled after step {attempt.schedule.fit.settles_at}"
+    return f"what the limits buy of {attempt.schedule.fit.asked_steps:,}, {when}"
 
 
-def _interval_in_words(run: Run) -> str:
-    if run.job.train.save_steps is not None:
-        return f"every {plural(run.job.train.save_steps, 'step')}"
-    asked = "as asked" if run.job.train.save_minutes else "the planned interval"
-    return f"every {say_seconds(run.save_every_s)}, {asked}"
+def _interval_in_words(attempt: Attempt) -> str:
+    if attempt.job.train.save_steps is not None:
+        return f"every {plural(attempt.job.train.save_steps, 'step')}"
+    asked = "as asked" if attempt.job.train.save_minutes else "the planned interval"
+    return f"every {say_seconds(attempt.saving.every_s)}, {asked}"
 
 
 def _promise_in_words(promise: dict[str, Any]) -> str:

@@ -1,0 +1,168 @@
+"""An attempt put together from its examples and its model: optimizer, schedule, kernels, memory, steps, checkpoints.
+
+Refuses to train, and to read a checkpoint: `saver.restore` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import farthing
+from farthing.config.job import Job
+from farthing.data.batches import Batches
+from farthing.durability.checkpoint import Checkpoints
+from farthing.durability.files import JsonLines
+from farthing.durability.ledger import Ledger
+from farthing.durability.run_folder import CHECKPOINTS, LOG
+from farthing.model.adapters import count_parameters
+from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
+from farthing.model.flops import flops_per_token
+from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics, taken_bytes
+from farthing.model.liger import use_liger
+from farthing.model.lora_kernels import use_low_rank
+from farthing.planner.measurements import Record
+from farthing.train.attempt import Attempt, Clocks, Context, Kernels, Saving
+from farthing.train.autotune_cache import Subject
+from farthing.train.learning_rate import first_schedule
+from farthing.train.setup import Examples, Inputs, build_optimizer, settle_checkpointing
+from farthing.train.state import ModelPart, OptimizerPart, Progress, ScalerPart
+from farthing.train.step import Steps
+from farthing.train.step_log import note_out_of_memory
+from farthing.train.throughput import Pace
+
+SAVE_EVERY_S = 300.0  # where there is no plan
+
+
+def assemble(
+    job: Job,
+    context: Context,
+    inputs: Inputs,
+    numerics: Numerics,
+    model: Any,
+    examples: tuple[Examples, Examples | None],
+    promise: dict[str, Any],
+    subject: Subject,
+) -> Attempt:
+    """The attempt at step 0. `examples` are those for training and for evaluation."""
+    train, ledger, (train_examples, eval_examples) = job.train, context.ledger, examples
+    batches = Batches(train_examples.indices, job.global_batch_size, train.seed)
+    schedule = first_schedule(job, context.folder, ledger, promise, batches.steps_per_epoch)
+    optimizer = build_optimizer(job, model)
+    scaler = torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler)
+    parameters, progress = count_parameters(model), Progress()
+    lora = use_low_rank(model) if job.method.name != "full" else None
+    wants_liger, is_cuda = train.use_liger_kernel, numerics.device.type == "cuda"
+    liger = use_liger(model) if wants_liger is True or (wants_liger and is_cuda) else None
+    forward = Forward(
+        model,
+        job.task,
+        inputs.pad_id,
+        numerics,
+        label_smoothing=train.label_smoothing_factor,
+        may_go_flat=job.model.attn_implementation is None,
+        tile_tokens=promise.get("tile_tokens"),
+    )
+    most_tokens, every_n_layers = micro_batch_tokens(job, train_examples, promise, ledger)
+    before_bytes = taken_bytes(numerics.device)
+    memory = settle_checkpointing(job, forward, train_examples, most_tokens, every_n_layers)
+    kernels = Kernels(lora, liger, _compile(job, model, numerics, liger, promise.get("step_s"), schedule.n_steps))
+    steps = Steps(
+        forward,
+        batches,
+        train_examples.tokens,
+        optimizer,
+        scaler,
+        schedule.n_steps,
+        lambda step: job.learning_rate * attempt.schedule.factor(step),
+        train.max_grad_norm,
+        train.seed,
+        most_tokens,
+        memory.every_n_layers,
+        context.meter,
+        lambda: bool(context.notice),
+        lambda step, why: note_out_of_memory(attempt, step, why),
+    )
+    attempt = Attempt(
+        job=job,
+        context=context,
+        inputs=inputs,
+        numerics=numerics,
+        train_examples=train_examples,
+        eval_examples=eval_examples,
+        promise=promise,
+        subject=subject,
+        model=model,
+        forward=forward,
+        batches=batches,
+        optimizer=optimizer,
+        scaler=scaler,
+        schedule=schedule,
+        steps=steps,
+        kernels=kernels,
+        parameters=parameters,
+        memory=memory,
+        promised_bytes=before_bytes + memory.total_bytes,
+        progress=progress,
+        state={
+            "model": ModelPart(model),
+            "optimizer": OptimizerPart(model, optimizer),
+            "scaler": ScalerPart(scaler),
+            "progress": progress,
+        },
+        checkpoints=_checkpoints(job, context),
+        log=JsonLines(context.folder / LOG),
+        pace=Pace(numerics, flops_per_token(model, job.method.name), context.meter),
+        record=Record(loaded_bytes=before_bytes),
+        saving=Saving(_save_every_s(job, promise), context.meter.wall_s, (0, 0, False)),
+        clocks=Clocks(n_graphs=n_graphs()),
+    )
+    return attempt
+
+
+def micro_batch_tokens(job: Job, examples: Examples, promise: dict[str, Any], ledger: Ledger) -> tuple[int, int]:
+    """(computed tokens of a micro-batch, every how many layers are checkpointed): as the job says, as planned, or as
+    earlier attempts had room for."""
+    lengths = examples.tokens.lengths[examples.indices]
+    longest = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
+    most = job.train.micro_batch_tokens or promise.get("micro_batch_tokens") or longest
+    every_n_layers = promise.get("every_n_layers", 0)
+    if ledger.out_of_memory:
+        every_n_layers = ledger.out_of_memory[-1]["every_n_layers"] or every_n_layers
+    return min([int(most), *(event["most_tokens"] for event in ledger.out_of_memory)]), every_n_layers
+
+
+def _compile(
+    job: Job, model: Any, numerics: Numerics, liger: str | None, step_s: float | None, n_steps: int
+) -> int | str:
+    """Compile the layers where the job says so or it pays; returns how many, or why none."""
+    wanted = job.train.torch_compile
+    if wanted == "auto" and liger and not liger.startswith("no "):
+        return "Liger's kernels leave little to gain, and the two were never tried together"
+    pays = worth_compiling(
+        wanted,
+        device=numerics.device.type,
+        n_kinds=n_kinds(model) if wanted == "auto" else 0,
+        step_s=step_s,
+        n_steps_left=n_steps,
+        full_determinism=job.train.full_determinism,
+    )
+    return compile_blocks(model) if pays else "it would not pay"
+
+
+def _checkpoints(job: Job, context: Context) -> Checkpoints:
+    return Checkpoints(
+        context.folder / CHECKPOINTS,
+        context.run_id,
+        job.train.save_total_limit,
+        warn=lambda text: context.tell("warning", {"text": text}),
+        facts={"farthing": farthing.__version__, "attempt": context.ledger.number},
+        copy=context.replica.offer if context.replica is not None else None,
+    )
+
+
+def _save_every_s(job: Job, promise: dict[str, Any]) -> float:
+    minutes = job.train.save_minutes
+    return minutes * 60 if minutes else float(promise.get("interval_s", SAVE_EVERY_S))

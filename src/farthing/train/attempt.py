@@ -1,0 +1,145 @@
+"""The plain state of one attempt at a job. Refuses to do anything with it: the files beside this one do.
+
+Everything that has to be saved to go on exactly is in `state`; what is not there follows from (seed, step), or is about
+this attempt alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farthing.config.job import Job
+from farthing.data.batches import Batches
+from farthing.durability.checkpoint import Checkpoints, Part
+from farthing.durability.files import JsonLines
+from farthing.durability.ledger import Ledger, Meter
+from farthing.durability.preemption import Notice
+from farthing.durability.replica import Mirror
+from farthing.model.activation_checkpointing import MemoryNeed
+from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics
+from farthing.planner.measurements import Record
+from farthing.train.autotune_cache import Subject
+from farthing.train.schedule import Schedule
+from farthing.train.setup import Examples, Inputs, Tell
+from farthing.train.state import Progress
+from farthing.train.step import Steps, Taken
+from farthing.train.throughput import Pace
+
+
+@dataclass
+class Context:
+    """What an attempt runs in: where it writes, who pays, who may ask it to leave, and who is told."""
+
+    folder: Path
+    run_id: str
+    """Which run the folder's checkpoints belong to."""
+    meter: Meter
+    ledger: Ledger
+    notice: Notice
+    tell: Tell
+    replica: Mirror | None = None
+    """The copy of this run in a store, where the job names one."""
+
+
+@dataclass
+class Kernels:
+    """What replaces parts of the model's own code, in words; None where nothing does."""
+
+    lora: Any
+    liger: str | None
+    compiled: int | str
+    """Layers that are compiled, or why none are."""
+
+
+@dataclass
+class Saving:
+    """What is known of saves: the interval between them, and the last one."""
+
+    every_s: float
+    at_s: float
+    """When the last one was, by the meter."""
+    mark: tuple[Any, ...] = ()
+    """Which state the last one holds."""
+    is_due_now: bool = False
+    """Whatever the interval says: the best so far was found, or the machine may go."""
+    took_s: float = 0.0
+    """Seconds in which training stood still for the last one."""
+    wrote_model_early: bool = False
+    """The model was exported while the limits still paid for a start."""
+
+
+@dataclass
+class Clocks:
+    """Seconds that this attempt has measured."""
+
+    start_s: float = 0.0
+    evaluation_s: float = 0.0
+    """Of the last evaluation."""
+    settled_s: float = 0.0
+    """When figures of a step were last read, by the meter."""
+    compute_s: float = 0.0
+    """The meter's `compute` then."""
+    n_graphs: int = 0
+    """What torch had compiled then."""
+
+
+@dataclass
+class Attempt:
+    """One attempt at a job, from its restored step to wherever it ends."""
+
+    job: Job
+    context: Context
+    inputs: Inputs
+    numerics: Numerics
+    train_examples: Examples
+    eval_examples: Examples | None
+    promise: dict[str, Any]
+    """What the plan said of this run before it began; empty where it could say nothing."""
+    subject: Subject
+    """What a setting that is found for this run holds for."""
+
+    model: Any
+    forward: Forward
+    batches: Batches
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    schedule: Schedule
+    steps: Steps
+    kernels: Kernels
+    parameters: dict[str, int]
+    memory: MemoryNeed
+    promised_bytes: int
+
+    progress: Progress
+    state: dict[str, Part]
+    """Everything resumable."""
+    checkpoints: Checkpoints
+    log: JsonLines
+    pace: Pace
+    record: Record
+    saving: Saving
+    clocks: Clocks = field(default_factory=Clocks)
+    in_flight: deque[Taken] = field(default_factory=deque)
+    """Steps whose figures may still be on their way from the device."""
+    n_evaluated_tokens: int = 0
+    """Of the last evaluation, as computed."""
+
+    @property
+    def n_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.schedule.n_steps
+
+    @property
+    def metric(self) -> str:
+        """The metric that says which step is best."""
+        return (self.job.train.metric_for_best_model or "loss").removeprefix("eval_")  # known: the job was checked
+
+    def warn(self, text: str) -> None:
+        """Say what the person should know; the run goes on."""
+        self.context.tell("warning", {"text": text})

@@ -1,0 +1,73 @@
+"""Evaluations of a run: measured where it stands, and judged against the best so far. Refuses to say when one is due."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from farthing.metrics import GREATER_IS_BETTER
+from farthing.model.hardware import is_out_of_memory
+from farthing.train.attempt import Attempt
+from farthing.train.evaluate import evaluate
+from farthing.train.step_log import settle
+
+
+def evaluate_run(attempt: Attempt) -> None:
+    """Measure, and judge whether this is the best so far. Raises `Interrupted`."""
+    settle(attempt)
+    meter, at = attempt.context.meter, attempt.progress
+    started_s, n_before = meter.wall_s, attempt.forward.n_placed
+    with meter.span("evaluation"):
+        metrics = _measured(attempt)
+    at.evaluated_step = at.step
+    attempt.n_evaluated_tokens = attempt.forward.n_placed - n_before
+    is_best = _judge(attempt, metrics.get(attempt.metric))
+    attempt.clocks.evaluation_s = meter.wall_s - started_s
+    attempt.record.evaluations_s.append(attempt.clocks.evaluation_s)
+    attempt.log.append({"step": at.step, "metrics": metrics, "is_best": is_best})
+    attempt.context.tell(
+        "evaluation", {"step": at.step, "metrics": metrics, "is_best": is_best, "metric": attempt.metric}
+    )
+
+
+def _judge(attempt: Attempt, value: float | None) -> bool:
+    """Whether the step is the best so far; counts the patience of early stopping."""
+    at, train = attempt.progress, attempt.job.train
+    greater = train.greater_is_better
+    better = GREATER_IS_BETTER[attempt.metric] if greater is None else greater
+    gain = None if value is None or at.best_metric is None else (value - at.best_metric) * (1 if better else -1)
+    is_best = value is not None and (gain is None or gain > train.early_stopping_threshold)
+    if is_best:
+        at.best_metric, at.best_step, at.n_evaluations_without_gain = value, at.step, 0
+        attempt.saving.is_due_now = True
+    else:
+        at.n_evaluations_without_gain += 1
+    patience = train.early_stopping_patience
+    at.stopped_early = patience is not None and at.n_evaluations_without_gain >= patience
+    return is_best
+
+
+def _measured(attempt: Attempt) -> dict[str, Any]:
+    """Metrics of the model as it is; half as much at once where memory runs out. Raises `Interrupted`."""
+    held_out, train = attempt.eval_examples, attempt.job.train
+    assert held_out is not None
+    longest = int(held_out.tokens.lengths[held_out.indices].max())
+    # as much at once as training was seen to have room for
+    most_tokens = min(attempt.steps.most_tokens, train.per_device_eval_batch_size * longest)
+    while True:
+        try:
+            return evaluate(
+                attempt.forward,
+                held_out.tokens,
+                held_out.indices,
+                tokenizer=attempt.inputs.tokenizer,
+                most_tokens=most_tokens,
+                generate=train.predict_with_generate,
+                max_new_tokens=attempt.job.data.max_target_length,
+                should_stop=lambda: bool(attempt.context.notice),
+                progress=lambda done, total: attempt.context.tell("evaluating", {"done": done, "total": total}),
+            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or most_tokens <= longest:
+                raise
+        most_tokens = max(longest, most_tokens // 2)
+        attempt.warn(f"out of memory in the evaluation; it begins again with {most_tokens:,} tokens at a time")

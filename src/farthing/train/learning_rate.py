@@ -1,0 +1,84 @@
+"""The schedule of a run: how many steps, and the learning rate at each, as the job says or as its limits buy.
+
+`schedule.py` has the arithmetic of a budget, `optim.py` the curves by their Hugging Face names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from farthing.config.job import Job
+from farthing.durability.ledger import Ledger
+from farthing.durability.run_folder import SCHEDULE
+from farthing.train.attempt import Attempt
+from farthing.train.budget import seconds_left
+from farthing.train.forecast import EXPORT_S, evaluation_s, leaving_s
+from farthing.train.optim import fitted_schedule, schedule
+from farthing.train.schedule import Fit, Schedule, first_fit, keep_fit, kept_fit, settled_fit
+from farthing.train.step_log import settle
+from farthing.units import plural
+
+
+def first_schedule(job: Job, folder: Path, ledger: Ledger, promise: dict[str, Any], steps_per_epoch: int) -> Schedule:
+    """The schedule of an attempt: by the job, or as fitted to what its limits buy."""
+    train = job.train
+    n_steps = math.ceil(train.num_train_epochs * steps_per_epoch) if train.max_steps is None else train.max_steps
+    if not train.fit_schedule_to_budget:
+        n_warmup = _warmup_of(job)(n_steps)
+        return Schedule(n_steps, n_warmup, _curve(job, n_warmup, n_steps))
+    return _as_fitted(job, kept_fit(folder / SCHEDULE) or _first_fit(job, folder, ledger, promise, n_steps))
+
+
+def settle_schedule(attempt: Attempt) -> None:
+    """Settle for good how many steps the limits buy, by the measured pace, before the rate comes down."""
+    fit, job, train = attempt.schedule.fit, attempt.job, attempt.job.train
+    assert fit is not None
+    settle(attempt)
+    ledger = attempt.context.ledger
+    step_s = attempt.pace.step_s or ledger.takes.get("step_s")
+    if step_s is not None:
+        if attempt.eval_examples is not None and train.eval_strategy != "no":
+            step_s += evaluation_s(attempt) / (train.eval_steps or attempt.batches.steps_per_epoch)
+        step_s += attempt.saving.took_s / (train.save_steps or max(1.0, attempt.saving.every_s / step_s))
+    fit = settled_fit(fit, seconds_left(job, ledger), step_s, leaving_s(attempt))
+    keep_fit(attempt.context.folder / SCHEDULE, fit)
+    attempt.schedule = _as_fitted(job, fit)
+    attempt.steps.n_steps = attempt.n_steps
+    attempt.steps.close()  # what was made ready knew the number
+    attempt.context.tell(
+        "note", {"text": f"the schedule is settled: {plural(attempt.n_steps, 'step')} of {fit.asked_steps:,}"}
+    )
+
+
+def _first_fit(job: Job, folder: Path, ledger: Ledger, promise: dict[str, Any], n_steps: int) -> Fit:
+    """The steps that the limits buy by what the plan promises, kept for later attempts."""
+    step_s, seconds = promise.get("step_s"), promise.get("seconds", {})
+    if step_s is not None:
+        step_s += (seconds.get("evaluation", 0.0) + seconds.get("checkpoints", 0.0)) / n_steps
+    left_s, end_s = seconds_left(job, ledger), seconds.get("export", EXPORT_S)
+    return keep_fit(folder / SCHEDULE, first_fit(n_steps, _warmup_of(job), left_s, step_s, end_s))
+
+
+def _as_fitted(job: Job, fit: Fit) -> Schedule:
+    factor = fitted_schedule(
+        job.train.lr_scheduler_type,
+        n_warmup_steps=fit.n_warmup_steps,
+        holds_until=fit.settles_at,
+        n_steps=fit.n_steps,
+        learning_rate=job.learning_rate,
+    )
+    return Schedule(fit.n_steps, fit.n_warmup_steps, factor, fit)
+
+
+def _curve(job: Job, n_warmup_steps: int, n_steps: int) -> Callable[[int], float]:
+    name = job.train.lr_scheduler_type
+    return schedule(name, n_warmup_steps=n_warmup_steps, n_steps=n_steps, learning_rate=job.learning_rate)
+
+
+def _warmup_of(job: Job) -> Callable[[int], int]:
+    """Steps of warm-up in a run of so many steps."""
+    train = job.train
+    return lambda n_steps: math.ceil(train.warmup_ratio * n_steps) if train.warmup_steps is None else train.warmup_steps

@@ -1,0 +1,47 @@
+"""How large micro-batches are where their examples begin alike, and that beginning is computed once in each.
+
+Refuses to find what examples begin with: `data/prefix_sharing.py` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from farthing.model.activation_checkpointing import MemoryNeed
+from farthing.train.attempt import Attempt
+
+
+def share_beginnings(attempt: Attempt, decided: int | None) -> int:
+    """Compute once in a micro-batch what its examples begin with, where the data has enough of that.
+
+    Returns the tokens of a micro-batch that does, 0 where there is none. Decided by the first attempt, as it
+    changes rounding. A beginning is computed once in each micro-batch, so they grow, up to a step, while that saves
+    more and needs no more activation checkpointing, where neither job nor probe has said how large they are.
+    """
+    steps, tokens = attempt.steps, attempt.train_examples.tokens
+    out_of_memory = attempt.context.ledger.out_of_memory
+    if decided is None:
+        budgets = [steps.most_tokens]
+        if not (attempt.job.says_micro_batch or "probed" in attempt.promise or out_of_memory):
+            mean = tokens.lengths[attempt.train_examples.indices].mean()
+            of_a_step = int(mean * attempt.job.global_batch_size)
+            while budgets[-1] < of_a_step and _need_of(attempt, 2 * budgets[-1]).fits:
+                budgets.append(2 * budgets[-1])
+        saved, decided = attempt.forward.share(tokens, attempt.batches, budgets)
+        if decided:
+            attempt.context.tell(
+                "note", {"text": f"{saved:.0%} of the tokens begin others too: computed once in a micro-batch"}
+            )
+    attempt.forward.shares = bool(decided)
+    if decided and "probed" not in attempt.promise:
+        most_tokens = min([decided, *(event["most_tokens"] for event in out_of_memory)])
+        need = _need_of(attempt, most_tokens)
+        attempt.promised_bytes += need.total_bytes - attempt.memory.total_bytes
+        attempt.memory, steps.most_tokens = need, most_tokens
+    return decided
+
+
+def _need_of(attempt: Attempt, most_tokens: int) -> MemoryNeed:
+    """The memory of this run with larger micro-batches than those it was judged by."""
+    activations = attempt.memory.activations_bytes * most_tokens // attempt.steps.most_tokens
+    return replace(attempt.memory, activations_bytes=activations)

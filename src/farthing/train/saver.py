@@ -1,0 +1,141 @@
+"""When and how a run is saved, restored and exported: the trainer's side of `durability/checkpoint.py`.
+
+A save takes a snapshot at once and writes it in the background; nothing is saved before the figures of its steps were read.
+Refuses to decide what is worth saving: that is `Attempt.state`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from farthing.durability.checkpoint import SaveResult, n_bytes_of
+from farthing.durability.files import Damaged
+from farthing.durability.run_folder import MODEL
+from farthing.errors import NoSpace, RunDamaged
+from farthing.export import export_model
+from farthing.model.adapters import put_back, trained_tensors
+from farthing.report.receipt import build_receipt
+from farthing.train.attempt import Attempt
+from farthing.train.step_log import settle
+from farthing.units import say_bytes
+
+
+def restore(attempt: Attempt, allow_restart: bool) -> None:
+    """Go back to the newest whole checkpoint, or to the start when there never was one. Raises `RunDamaged`."""
+    checkpoints, ledger, at = attempt.checkpoints, attempt.context.ledger, attempt.progress
+    try:
+        step = checkpoints.newest_valid()
+        if step is None and ledger.committed_step > 0:
+            raise RunDamaged(
+                f"the checkpoint of step {ledger.committed_step} was written, and is gone",
+                where=str(checkpoints.folder),
+                to_do="bring it back from a copy, or start from zero on purpose with --allow-restart",
+            )
+    except RunDamaged:
+        if not allow_restart:
+            raise
+        checkpoints.forget_all()
+        step = None
+    if step is not None:
+        checkpoints.restore(step, attempt.state)
+        attempt.saving.mark = _mark(attempt)
+        attempt.context.tell("restored", {"step": step, "n_steps": attempt.n_steps, "attempt": ledger.number})
+    elif ledger.number > 1:
+        attempt.context.tell("note", {"text": "an earlier attempt left no checkpoint: starting at step 0"})
+    attempt.log.keep(
+        lambda row: row.get("step", 0) <= at.step and ("metrics" not in row or row["step"] <= at.evaluated_step)
+    )
+    refuse_small_disk(attempt)
+    ledger.begin_at(at.step)
+
+
+def refuse_small_disk(attempt: Attempt) -> None:
+    """Raises `NoSpace` where checkpoints and model would not fit."""
+    state_bytes = n_bytes_of(attempt.state) * (3 if attempt.progress.step == 0 else 1)  # the optimizer has no state yet
+    n_aside = 2 if attempt.context.replica is not None else 0  # one that is being sent, and the next
+    need = state_bytes * (attempt.job.train.save_total_limit + 2 + n_aside)
+    free = shutil.disk_usage(attempt.context.folder).free
+    if free < need:
+        raise NoSpace(
+            f"{say_bytes(free)} are free, checkpoints and the model may take {say_bytes(need)}",
+            where=str(attempt.context.folder),
+            to_do="make room, or set output_dir to a disk that has it",
+        )
+
+
+def save_is_due(attempt: Attempt) -> bool:
+    """Every `save_steps` or `save_minutes`, else at the planned interval; and when the best so far was just found."""
+    train, at, saving = attempt.job.train, attempt.progress, attempt.saving
+    if at.step == 0 or saving.mark == _mark(attempt):
+        return False
+    by_steps = train.save_steps is not None and at.step % train.save_steps == 0
+    by_time = train.save_steps is None and attempt.context.meter.wall_s - saving.at_s >= saving.every_s
+    return saving.is_due_now or by_steps or by_time
+
+
+def save(attempt: Attempt) -> None:
+    """Snapshot now, write in the background."""
+    settle(attempt)
+    meter, saving, at = attempt.context.meter, attempt.saving, attempt.progress
+    with meter.span("checkpoint"):
+        started_s = meter.wall_s
+        attempt.log.sync()
+        note_finished_save(attempt, attempt.checkpoints.save(at.step, attempt.state, at.best_step))
+        saving.took_s = meter.wall_s - started_s
+        attempt.context.ledger.held_up_by_save(saving.took_s)
+    saving.at_s, saving.mark, saving.is_due_now = meter.wall_s, _mark(attempt), False
+
+
+def save_last(attempt: Attempt) -> None:
+    """Commit where the run is, and wait until it is on the disk."""
+    settle(attempt)
+    meter = attempt.context.meter
+    if attempt.progress.step > 0 and attempt.saving.mark != _mark(attempt):
+        save(attempt)
+    with meter.span("checkpoint"):
+        started_s = meter.wall_s
+        note_finished_save(attempt, attempt.checkpoints.wait())
+        attempt.context.ledger.held_up_by_save(meter.wall_s - started_s, n_saves=0)
+
+
+def note_finished_save(attempt: Attempt, result: SaveResult | None) -> None:
+    """Put a finished background save on the ledger."""
+    if result is not None and result.error is None:
+        attempt.context.ledger.committed(result.step)
+        attempt.record.saves_bytes.append(result.n_bytes)
+        attempt.context.tell("saved", {"step": result.step, "bytes": result.n_bytes})
+
+
+def export(attempt: Attempt) -> None:
+    """Write the model for others: of the best checkpoint when there is evaluation data, else of the last step."""
+    at, folder, context = attempt.progress, attempt.context.folder, attempt.context
+    step = at.step
+    if attempt.job.train.load_best_model_at_end and at.best_step is not None and at.best_step != at.step:
+        try:
+            attempt.checkpoints.verify(at.best_step)
+            put_back(attempt.model, attempt.checkpoints.read(at.best_step)["model"][0])
+            step = at.best_step
+        except Damaged as error:
+            attempt.warn(f"the best checkpoint (step {at.best_step}) is damaged ({error}): exporting the last step")
+    context.tell("working", {"on": "writing the model"})
+    context.ledger.write("running", exported=step)
+    export_model(folder / MODEL, attempt.model, attempt.inputs.tokenizer, build_receipt(folder), step)
+    context.tell("exported", {"folder": str(folder / MODEL), "step": step})
+
+
+def write_model_early(attempt: Attempt) -> None:
+    """Export while what is left still pays for a start: killed from here on, the run needs none to leave its model."""
+    if attempt.progress.step == 0:
+        return
+    attempt.saving.wrote_model_early = True
+    save_last(attempt)
+    with attempt.context.meter.span("export"):
+        now = {name: tensor.to("cpu", copy=True) for name, tensor in trained_tensors(attempt.model).items()}
+        export(attempt)
+        put_back(attempt.model, now)  # the best may have been written, which is another
+
+
+def _mark(attempt: Attempt) -> tuple[Any, ...]:
+    """What tells one saved state from another."""
+    return attempt.progress.step, attempt.progress.evaluated_step, attempt.progress.stopped_early
