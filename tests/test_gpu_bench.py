@@ -51,6 +51,8 @@ def test_flops_are_two_thirds_for_adapters_and_fewer_where_less_is_labelled() ->
 
 def test_everyone_takes_the_examples_that_farthing_draws(tmp_path: Path) -> None:
     work.prepare(tmp_path, "toy", SMALL)
+    from farthing.train.loop import take_step
+    from farthing.train.step_log import settle
     from peers.assignment import Examples
 
     drawn = Examples.load(tmp_path / "toy-chat" / "train.npz")
@@ -61,8 +63,8 @@ def test_everyone_takes_the_examples_that_farthing_draws(tmp_path: Path) -> None
     with work.opened(values, drawn) as run:
         assert [run.batches.examples_of(step).tolist() for step in range(5)] == order
         assert (run.train_examples.tokens.lengths == drawn.lengths).all()
-        run.take_step()
-        run.settle()
+        take_step(run)
+        settle(run)
         assert run.progress.n_tokens == drawn.lengths[order[0]].sum()
 
 
