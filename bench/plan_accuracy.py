@@ -29,7 +29,7 @@ from farthing.planner.memory import Memory, estimate_memory
 from farthing.planner.model_config import known_config, known_models
 from farthing.planner.recipe import CHUNKED, FUSED, SAVED, TILED, WHOLE, Recipe, Stack
 from farthing.planner.shapes import Adapters, Shape, read_shape
-from farthing.planner.speed import device_of, estimate_step
+from farthing.planner.speed import device_of, step_time, work_of
 from farthing.prices.catalog import Gpu, find_gpu
 
 GIB = 2**30
@@ -376,8 +376,8 @@ def predict(case: Case) -> tuple[Memory, float]:
     device = device_of(gpu_of(case.gpu), case.recipe.precision)
     if device is None:
         raise NotExpressed(f"{case.gpu} has no {case.recipe.precision}")
-    step = estimate_step(case.shape, case.recipe, device, case.padded, case.mean_tokens, case.adapters)
-    return memory, step.tokens_per_s
+    work = work_of(case.shape, case.recipe, case.padded, case.mean_tokens, case.adapters)
+    return memory, step_time(work, device).tokens_per_s
 
 
 def judge(rows: list[dict[str, str]], all_gpus: bool = False) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from farthing.config.job import Job
 from farthing.errors import UserMistake
 from farthing.planner.inputs import Study, study_job
 from farthing.planner.ownership import break_even_hours, parse_owned, run_on_own
-from farthing.planner.plan import Assumptions, Place, decide, place_of
+from farthing.planner.search import decide
 from farthing.planner.speed import Calibration, cpu_device
+from farthing.planner.types import Assumptions, Place, place_of
 from farthing.prices.catalog import Billing, Offer
 from farthing.report.plan_view import (
     break_even_words,

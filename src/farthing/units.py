@@ -1,4 +1,4 @@
-"""Bytes, seconds and dollars: parse what people write ("24GB", "$5", "3h"), print what people read.
+"""Bytes, seconds and dollars: parse what people write ("$5", "3h"), print what people read.
 
 Inside farthing a quantity is a plain number whose name carries its unit: `_bytes`, `_s`, `_usd`.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 
 _SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "hr": 3600.0, "d": 86400.0}
-_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def _split(text: str, what: str) -> tuple[float, str]:
@@ -39,16 +37,6 @@ def parse_hours(value: str | float) -> float:
     if unit not in _SECONDS:
         raise ValueError(f'{value!r}: use one of {", ".join(_SECONDS)}, as in "3h"')
     return number * _SECONDS[unit] / 3600
-
-
-def parse_bytes(value: str | int) -> int:
-    """Bytes from `1024`, `"24GB"` (10^9) or `"24GiB"` (2^30)."""
-    if isinstance(value, int):
-        return value
-    number, unit = _split(value, 'a size such as "24GB" or "24GiB"')
-    if unit and unit not in _BYTES:
-        raise ValueError(f'{value!r}: use one of {", ".join(_BYTES)}, as in "24GB"')
-    return int(number * _BYTES.get(unit, 1))
 
 
 def say_usd(usd: float | None) -> str:

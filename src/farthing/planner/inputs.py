@@ -1,7 +1,7 @@
 """A job -> the planner's question, and its answer: the shape of the model, the lengths of the data, offers, measurements.
 
 This is where the planner's values come from: config.json, token caches or a sample of rows, the price snapshot, the file of
-measurements, and what this machine is. `plan.decide` gets them and nothing else.
+measurements, and what this machine is. `search.decide` gets them and nothing else.
 
 Refuses to import torch, to train and to print. The clock's time is handed in.
 """
@@ -22,21 +22,11 @@ from farthing.planner.machine import Machine, free_memory_bytes, local_machine
 from farthing.planner.measurements import MEASUREMENTS, Measurement, read_measurements
 from farthing.planner.model_config import find_config
 from farthing.planner.ownership import Owned
-from farthing.planner.plan import (
-    CPU_TOKENS,
-    Answer,
-    Assumptions,
-    Place,
-    Plan,
-    Rejected,
-    Wanted,
-    decide,
-    place_of,
-    recipe_of,
-)
+from farthing.planner.search import CPU_TOKENS, decide, recipe_of
 from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import Calibration, Device, cpu_device, device_of, step_time, work_of
 from farthing.planner.spot_traces import hazards, read_traces
+from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected, place_of
 from farthing.prices.catalog import Billing, Catalog, Offer, find_gpu, gpu_of_device, gpus, read_catalog, select
 
 HERE, OWN = "this machine", "own"
@@ -47,7 +37,7 @@ class Study:
     """A question to the planner with its answer, and everything that went into it."""
 
     job: Job
-    wanted: Wanted
+    wanted: JobSpec
     answer: Answer
     catalog: Catalog
     machine: Machine
@@ -163,7 +153,7 @@ def shape_of(job: Job, config: dict[str, Any], n_labels: int = 2) -> Shape:
 
 def wanted_of(
     job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None, *, config: dict[str, Any], now: datetime
-) -> Wanted:
+) -> JobSpec:
     """What a job asks of the planner; `config` is the model's."""
     train, method = job.train, job.method
     precision = "bf16" if train.bf16 else "fp16" if train.fp16 else "fp32" if train.bf16 is False else None
@@ -175,7 +165,7 @@ def wanted_of(
     if job.limits.deadline is not None:
         deadline_s = job.limits.deadline.timestamp() - now.timestamp()
     is_generated = job.task == "seq2seq" and train.predict_with_generate
-    return Wanted(
+    return JobSpec(
         shape=shape,
         method=method.name,
         optim=train.optim,
@@ -229,7 +219,7 @@ def _lengths(
 
 
 def place_here(
-    wanted: Wanted, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
+    wanted: JobSpec, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
 ) -> Place | None:
     """This machine as the trainer would use it; None for a GPU that is not known.
 
@@ -261,7 +251,7 @@ def place_here(
 
 
 def plan_here(
-    wanted: Wanted, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
+    wanted: JobSpec, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
 ) -> Plan | Rejected | None:
     """The plan for this machine alone, limits aside; None where it can't be planned on."""
     place = place_here(wanted, machine, job, measurements, today)
@@ -272,7 +262,7 @@ def plan_here(
     return answer.plans[0] if answer.plans else answer.rejected[0]
 
 
-def promise_of(plan: Plan, wanted: Wanted) -> dict[str, Any]:
+def promise_of(plan: Plan, wanted: JobSpec) -> dict[str, Any]:
     """What a plan promises a run, in plain values: kept with the run, and held against what happens.
 
     `formula` is what would have been said without any measurement, for the plans of other models on the same device.
@@ -324,7 +314,7 @@ def owned_offer(owned: Owned, today: date) -> Offer:
 class _Known:
     """Calibrations of GPUs that runs were measured on, made when first asked for."""
 
-    def __init__(self, wanted: Wanted, measurements: Sequence[Measurement]) -> None:
+    def __init__(self, wanted: JobSpec, measurements: Sequence[Measurement]) -> None:
         self._wanted = wanted
         self._measurements = measurements
         self._hardware: dict[str, str] = {}
@@ -356,7 +346,7 @@ class _Known:
 
 
 def _calibration(
-    wanted: Wanted, measurements: Sequence[Measurement], hardware: str, precision: str, device: Device
+    wanted: JobSpec, measurements: Sequence[Measurement], hardware: str, precision: str, device: Device
 ) -> Calibration:
     if not measurements:
         return Calibration()

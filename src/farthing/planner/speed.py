@@ -257,22 +257,6 @@ def forward_work(work: Work, n_steps: float) -> Work:
     )
 
 
-def estimate_step(
-    shape: Shape,
-    recipe: Recipe,
-    device: Device,
-    padded: Padded,
-    mean_tokens: float,
-    adapters: Adapters | None = None,
-    *,
-    labelled_share: float = 1.0,
-    calibration: Calibration | None = None,
-) -> StepTime:
-    """`step_time` of `work_of`."""
-    work = work_of(shape, recipe, padded, mean_tokens, adapters, labelled_share=labelled_share)
-    return step_time(work, device, calibration)
-
-
 class _Flops(NamedTuple):
     body: float
     attention: float

@@ -24,7 +24,7 @@ from farthing.planner.ownership import (
     saving,
     yearly_usd,
 )
-from farthing.planner.plan import SPEED_ERROR, Plan, Rejected, speed_error, up_front
+from farthing.planner.types import SPEED_ERROR, Plan, Rejected, speed_error, up_front
 from farthing.prices.catalog import HOURS_PER_MONTH, Offer, find_gpu, gpus
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 

@@ -25,7 +25,7 @@ from farthing.planner.inputs import plan_here, promise_of, shape_of, wanted_of
 from farthing.planner.lengths import Lengths, from_token_set
 from farthing.planner.machine import local_machine
 from farthing.planner.measurements import MEASUREMENTS, read_measurements
-from farthing.planner.plan import Rejected
+from farthing.planner.types import Rejected
 from farthing.train.setup import Examples, Inputs
 
 
