@@ -30,7 +30,7 @@ from farthing.planner.model_config import known_config, known_models
 from farthing.planner.recipe import CHUNKED, FUSED, SAVED, TILED, WHOLE, Recipe, Stack
 from farthing.planner.shapes import Adapters, Shape, read_shape
 from farthing.planner.speed import device_of, step_time, work_of
-from farthing.prices.catalog import Gpu, find_gpu
+from farthing.prices.gpus import Gpu, find_gpu
 
 GIB = 2**30
 SPREAD = 0.5  # of ln(length) in a set of questions and worked answers, where only the mean is stated

@@ -39,7 +39,7 @@ from farthing.model.attention import KERNELS, Documents, choose_kernel
 from farthing.model.compiled import find_compiler
 from farthing.model.head import Labelled, head_loss
 from farthing.model.lora_kernels import leave_low_rank
-from farthing.prices.catalog import gpu_of_device
+from farthing.prices.gpus import gpu_of_device
 from farthing.report.receipt import build_receipt
 from farthing.train.frozen import begin_behind_frozen_layers
 from farthing.train.loop import Run

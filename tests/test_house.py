@@ -110,7 +110,7 @@ CLOCKS = {"time", "socket", "http", "urllib.request", "requests", "farthing.pric
 
 def test_what_the_planner_says_hangs_on_no_clock_and_no_network() -> None:
     measures_or_reads = {
-        "planner.lengths",
+        "planner.job_lengths",
         "planner.machine",
         "planner.measurements",
         "planner.model_config",

@@ -22,7 +22,8 @@ from farthing.data.packing import cut_by_tokens, cut_padded
 from farthing.data.read import open_sources
 from farthing.data.tokens import Recipe, TokenSet, tokenize
 from farthing.errors import DataError, ModelError, UserMistake
-from farthing.planner.lengths import INDEX, Lengths, from_arrays, from_mean, from_token_set, read_lengths
+from farthing.planner.job_lengths import INDEX, read_lengths
+from farthing.planner.lengths import Lengths, from_arrays, from_mean, from_token_set
 from farthing.planner.measurements import MEASUREMENTS, read_measurements
 from farthing.tiny import demo_rows, write_jsonl
 from workshop import Heard, cut, job_file, make_job, rows_of, train
@@ -561,7 +562,7 @@ def test_samples_of_real_sets(
 def test_the_room_works_without_torch_and_transformers(data_dir: Path) -> None:
     code = (
         "import sys, time\nfrom pathlib import Path\nfrom farthing.config.job import Job\n"
-        "from farthing.planner.lengths import read_lengths\n"
+        "from farthing.planner.job_lengths import read_lengths\n"
         f"d = Path({str(data_dir.resolve())!r})\n"
         "model, data = str(d / 'tokenizers' / 'gpt2'), str(d / 'chat_messages.jsonl')\n"
         "job = Job(task='causal-lm', model=model, data=data, output_dir='o')\n"

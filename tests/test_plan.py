@@ -23,7 +23,8 @@ from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.spot import Interruptions
 from farthing.planner.types import SPEED_ERROR_UNKNOWN, Answer, JobSpec, Place, Plan, Rejected, place_of, up_front
 from farthing.planner.uptime import Weibull
-from farthing.prices.catalog import Billing, Offer, gpus
+from farthing.prices.gpus import gpus
+from farthing.prices.offers import Billing, Offer
 
 TODAY = date(2026, 11, 21)
 H = 3600.0

@@ -18,16 +18,10 @@ from farthing.planner.ownership import break_even_hours, parse_owned, run_on_own
 from farthing.planner.search import decide
 from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.types import Assumptions, Place, place_of
-from farthing.prices.catalog import Billing, Offer
-from farthing.report.plan_view import (
-    break_even_words,
-    compare_plans,
-    find_plan,
-    limits_in_words,
-    plan_view,
-    summary,
-    ways_out,
-)
+from farthing.prices.offers import Billing, Offer
+from farthing.report.plan_compare import compare_plans, find_plan
+from farthing.report.plan_view import plan_view
+from farthing.report.plan_words import break_even_words, limits_in_words, summary, ways_out
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 OWN = "RTX 4090:1600usd:0.45kW"

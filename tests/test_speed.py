@@ -27,7 +27,7 @@ from farthing.planner.speed import (
     step_time,
     work_of,
 )
-from farthing.prices.catalog import find_gpu
+from farthing.prices.gpus import find_gpu
 
 
 def shape_of(name: str, task: str = "causal-lm") -> Shape:

@@ -246,7 +246,9 @@ def _make_plan(arguments: argparse.Namespace) -> int:
     job = load_job(arguments.job, arguments.set)
 
     from farthing.planner.inputs import study_job
-    from farthing.report.plan_view import compare_plans, find_plan, plan_view, ways_out
+    from farthing.report.plan_compare import compare_plans, find_plan
+    from farthing.report.plan_view import plan_view
+    from farthing.report.plan_words import ways_out
 
     study = study_job(
         job,

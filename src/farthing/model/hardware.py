@@ -16,7 +16,7 @@ import torch
 from farthing.errors import HardwareError
 from farthing.planner.machine import hardware_key as hardware_name
 from farthing.planner.machine import local_cpu
-from farthing.prices.catalog import gpu_of_device
+from farthing.prices.gpus import gpu_of_device
 from farthing.units import plural
 
 

@@ -17,7 +17,8 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.errors import UserMistake
 from farthing.planner.calibration import calibrate, past_errors
-from farthing.planner.lengths import Lengths, from_mean, read_lengths
+from farthing.planner.job_lengths import read_lengths
+from farthing.planner.lengths import Lengths, from_mean
 from farthing.planner.machine import Machine, free_memory_bytes, local_machine
 from farthing.planner.measurements import MEASUREMENTS, Measurement, read_measurements
 from farthing.planner.model_config import find_config
@@ -27,7 +28,9 @@ from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import Calibration, Device, cpu_device, device_of, step_time, work_of
 from farthing.planner.spot_traces import hazards, read_traces
 from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected, place_of
-from farthing.prices.catalog import Billing, Catalog, Offer, find_gpu, gpu_of_device, gpus, read_catalog, select
+from farthing.prices.catalog import Catalog, read_catalog, select
+from farthing.prices.gpus import find_gpu, gpu_of_device, gpus
+from farthing.prices.offers import Billing, Offer
 
 HERE, OWN = "this machine", "own"
 

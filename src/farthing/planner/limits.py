@@ -18,7 +18,7 @@ from farthing.planner.spot import (
     choose,
 )
 from farthing.planner.types import JobSpec, Plan, Range, Rejected
-from farthing.prices.catalog import Offer
+from farthing.prices.offers import Offer
 from farthing.units import say_seconds, say_usd
 
 _80_PERCENT = NormalDist().inv_cdf(0.9)  # standard deviations on either side that hold 80 % of cases

@@ -27,7 +27,7 @@ from farthing.planner.spot import (
     young_interval_s,
 )
 from farthing.planner.types import Assumptions, JobSpec, Place, Plan, Range, Rejected, memory_error, speed_error
-from farthing.prices.catalog import Offer, bill
+from farthing.prices.offers import Offer, bill
 
 WORST = 10.0  # of what is likely: the upper end of a range that has none
 CRASH_EVERY_S = 7 * 86400.0  # of a machine that is not taken away, by assumption: a week

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from farthing.planner.types import Plan
-from farthing.prices.catalog import Offer
+from farthing.prices.offers import Offer
 from farthing.units import say_usd
 
 TIE = 0.05  # dollars closer than this are not told apart by estimates that share their error

@@ -29,7 +29,7 @@ from farthing.planner.spot import (
     prior,
 )
 from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected, memory_error
-from farthing.prices.catalog import Offer, bill
+from farthing.prices.offers import Offer, bill
 from farthing.units import say_bytes
 
 # of a micro-batch on a GPU: smaller ones leave it idle, but for longer examples

@@ -25,7 +25,7 @@ from farthing.planner.lengths import Padded
 from farthing.planner.memory import NF4_BYTES, block_of
 from farthing.planner.recipe import CHUNKED, FUSED, POSITIONS, TILED, Recipe
 from farthing.planner.shapes import Adapters, Shape
-from farthing.prices.catalog import Gpu
+from farthing.prices.gpus import Gpu
 
 MATMUL_SHARE = {  # of the dense peak that products of a training step reach
     "Pascal": 0.80,

@@ -25,7 +25,8 @@ from farthing.planner.speed import (
 from farthing.planner.spot import (
     Expected,
 )
-from farthing.prices.catalog import Gpu, Offer, gpus, up_front_usd
+from farthing.prices.gpus import Gpu, gpus
+from farthing.prices.offers import Offer, up_front_usd
 from farthing.units import say_seconds
 
 # Relative error of tokens/s without calibration, by GPU: the 90th percentile that `bench/plan_accuracy.py` shows for

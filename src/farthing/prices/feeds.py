@@ -27,7 +27,10 @@ from typing import Any, NamedTuple
 from farthing.addresses import without_secrets
 from farthing.durability.files import write_text
 from farthing.errors import FarthingError, UserMistake
-from farthing.prices.catalog import COLUMNS, FACTS, Offer, read_feed, read_refreshed
+from farthing.prices.catalog import read_feed, read_refreshed
+from farthing.prices.formats import COLUMNS
+from farthing.prices.gpus import FACTS
+from farthing.prices.offers import Offer
 from farthing.units import plural
 
 MAX_FEED_BYTES = 96 << 20

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from farthing.report.plan_view import (
+from farthing.report.plan_words import (
     break_even_words,
     has_price,
     limits_in_words,

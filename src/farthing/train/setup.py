@@ -35,7 +35,7 @@ from farthing.model.load import (
     model_sha256,
     need_bitsandbytes,
 )
-from farthing.planner.lengths import note_token_set
+from farthing.planner.job_lengths import note_token_set
 from farthing.train.optim import bytes_per_weight, make_optimizer
 
 T = TypeVar("T")
