@@ -40,6 +40,7 @@ def best_of(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def services(study: Study) -> list[dict[str, Any]]:
+    """Services that train for a fee, and whether they take this model."""
     return [
         {
             "provider": offer.provider,
