@@ -223,7 +223,7 @@ def test_a_processor_is_a_place_too() -> None:
 def test_old_gpus_compute_in_fp16_and_none_in_bf16() -> None:
     for gpu in ("T4", "V100-16GB"):
         assert place(gpu, 0.3).precision == "fp16"
-        found = place_of(offer_of(gpu, 0.3), "bf16")
+        found = place_of(offer_of(gpu, 0.3), wanted_of(precision="bf16"))
         assert isinstance(found, Rejected)
         assert found.reason == f"{gpu} does not compute in bf16"
         assert found.change == "leave train.bf16 out: fp16 is used"

@@ -99,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
         "--traces", metavar="DIR", help="traces of spot capacity, instead of the prior where they tell more"
     )
     sub.add_argument("--prices", metavar="FILE", help="a CSV of prices of your own, taken alone")
+    sub.add_argument(
+        "--torch",
+        metavar="VERSION",
+        help="what rented machines get, e.g. 2.13.0+cu126 (default: as it is installed here)",
+    )
     sub.add_argument("--examples", type=int, metavar="N", help="plan for so many examples, whatever the data ...")
     sub.add_argument("--mean-tokens", type=float, metavar="M", help="... of so many tokens in the mean")
     sub.add_argument("--limit", type=int, metavar="N", help="choices to show, 0 for all (default: 10; with --json all)")
@@ -265,6 +270,7 @@ def _make_plan(arguments: argparse.Namespace) -> int:
         n_examples=arguments.examples,
         mean_tokens=arguments.mean_tokens,
         traces=None if arguments.traces is None else Path(arguments.traces),
+        torch=arguments.torch,
     )
     view = plan_view(study, runs)
     impossible = None

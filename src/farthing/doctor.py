@@ -5,6 +5,7 @@ Each check gives a state (ok, warning, failed), what was found and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -105,6 +106,8 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     from farthing.data.read import Row
     from farthing.model.hardware import choose_numerics, device_name
     from farthing.model.load import need_bitsandbytes, quiet_libraries
+    from farthing.planner.model_config import find_config
+    from farthing.planner.software import fp16_risk
     from farthing.train.setup import open_inputs
 
     try:
@@ -117,7 +120,10 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     quiet_libraries()
 
     def precision() -> str:
-        numerics = choose_numerics(job.where.device, job.train.bf16, job.train.fp16)
+        risk = ""
+        with contextlib.suppress(FarthingError):
+            risk = fp16_risk(find_config(job.model.model_name_or_path, job.model.revision, ask_hub=False)[0])
+        numerics = choose_numerics(job.where.device, job.train.bf16, job.train.fp16, fp16_risk=risk)
         return f"{device_name(numerics.device)} in {numerics.name}"
 
     yield from _try("computes on", precision)

@@ -50,9 +50,16 @@ class Numerics:
 
 
 def choose_numerics(
-    device: str, bf16: bool | None, fp16: bool | None, tf32: bool = True, full_determinism: bool = False
+    device: str,
+    bf16: bool | None,
+    fp16: bool | None,
+    tf32: bool = True,
+    full_determinism: bool = False,
+    fp16_risk: str = "",
 ) -> Numerics:
     """The device and precision of a run: bf16 on GPUs that have it natively, fp16 on older ones, fp32 on a CPU.
+
+    With an `fp16_risk` (why the model should not be computed in fp16) older GPUs compute in fp32 unless fp16 is asked for.
 
     Raises `HardwareError` when the job asks for what is not here.
     """
@@ -84,7 +91,7 @@ def choose_numerics(
         )
     if bf16 or (bf16 is None and fp16 is None and native):
         return Numerics(where, torch.bfloat16)
-    if fp16 or (fp16 is None and bf16 is None):
+    if fp16 or (fp16 is None and bf16 is None and not fp16_risk):
         return Numerics(where, torch.float16, needs_scaler=True)
     return Numerics(where, None)
 

@@ -19,15 +19,16 @@ from farthing.errors import UserMistake
 from farthing.planner.calibration import calibrate, past_errors
 from farthing.planner.job_lengths import read_lengths
 from farthing.planner.lengths import Lengths, from_mean
-from farthing.planner.machine import Machine, free_memory_bytes, local_machine
+from farthing.planner.machine import Machine, free_memory_bytes, installed_torch, local_machine
 from farthing.planner.measurements import MEASUREMENTS, Measurement, read_measurements
 from farthing.planner.model_config import find_config
 from farthing.planner.ownership import Owned
 from farthing.planner.search import CPU_TOKENS, decide, recipe_of
 from farthing.planner.shapes import Shape, read_shape
+from farthing.planner.software import OLDEST_TORCH, Torch, fp16_risk, parse_torch, runs_in_words
 from farthing.planner.speed import Calibration, Device, cpu_device, device_of, step_time, work_of
 from farthing.planner.spot_traces import hazards, read_traces
-from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected, place_of
+from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected, best_precision, place_of
 from farthing.prices.catalog import Catalog, read_catalog, select
 from farthing.prices.gpus import find_gpu, gpu_of_device, gpus
 from farthing.prices.offers import Billing, Offer
@@ -70,11 +71,13 @@ def study_job(
     mean_tokens: float | None = None,
     traces: Path | None = None,
     is_local: bool = True,
+    torch: str | None = None,
 ) -> Study:
     """Plan a job on every offer that is asked for, on this machine, and on GPUs of one's own.
 
     `gpu`, `provider` and `region` are names, any of which will do; like `kind`, they are the job's own unless given.
     `n_examples` and `mean_tokens` stand for data that can't be seen from here; `traces` is a folder of spot capacity.
+    `torch` is what rented machines get ("2.13.0+cu126"); without it the version and build that are installed here.
     Raises `UserMistake`, `DataError`, `ModelError`.
     """
     notes: list[str] = []
@@ -96,31 +99,27 @@ def study_job(
     may = job.where
     chosen = _selected(catalog, gpu or may.gpu, provider or may.provider, region or may.region, kind or may.offers)
     offers = [offer for offer in chosen if offer.n_gpus <= max_gpus]
-    places: list[Place] = []
-    refused: list[Rejected] = []
+    software = rented_torch() if torch is None else parse_torch(torch)
+    notes.append(f"software: {runs_in_words(software)}")
+    found: list[Place | Rejected] = []
     if is_local:
         here = place_here(wanted, machine, job, measurements, today)
         if here is not None:
-            places.append(here)
+            found.append(here)
         else:
             notes.append(
                 f"this machine: {machine.device_name} is no GPU that is known here, so nothing is planned on it"
             )
     for owned in own:
         offer = owned_offer(owned, today)
-        found = place_of(offer, wanted.precision, known.of(offer.gpu))
-        if isinstance(found, Place):  # nothing is rented, so nothing has to be set up
-            places.append(replace(found, is_local=True))
-        else:
-            refused.append(found)
+        place = place_of(offer, wanted, known.of(offer.gpu), software)
+        # nothing is rented, so nothing has to be set up
+        found.append(replace(place, is_local=True) if isinstance(place, Place) else place)
     for offer in offers:
-        if offer.usd_per_hour is None:
-            continue
-        found = place_of(offer, wanted.precision, known.of(offer.gpu))
-        if isinstance(found, Place):
-            places.append(found)
-        else:
-            refused.append(found)
+        if offer.usd_per_hour is not None:
+            found.append(place_of(offer, wanted, known.of(offer.gpu), software))
+    places = [place for place in found if isinstance(place, Place)]
+    refused = [place for place in found if isinstance(place, Rejected)]
     if not offers:
         raise UserMistake(
             "no offer is left to look at",
@@ -181,6 +180,8 @@ def wanted_of(
         caches_prefix=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
         every_n_layers=None if checkpointing == "auto" else int(checkpointing),
         precision=precision,
+        fp16_risk=fp16_risk(config),
+        attention=job.model.attn_implementation or "",
         lora_r=method.lora_r,
         lora_dropout=method.lora_dropout,
         target_modules=method.target_modules,
@@ -223,12 +224,13 @@ def _lengths(
 
 def place_here(
     wanted: JobSpec, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
-) -> Place | None:
+) -> Place | Rejected | None:
     """This machine as the trainer would use it; None for a GPU that is not known.
 
     A CPU computes in fp32 unless asked for bf16.
     """
     is_cuda = machine.kind == "cuda" and job.where.device != "cpu"
+    note = ""
     offer = Offer(
         HERE, machine.device_name if is_cuda else machine.cpu.name, "", 1, "", "", job.where.spot, "machine_hour",
         job.usd_per_hour, "the job's own price: where.usd_per_hour and electricity", today, Billing(HERE),
@@ -237,9 +239,13 @@ def place_here(
         gpu = gpu_of_device(machine.device_name)
         if gpu is None:
             return None
-        precision = wanted.precision or ("bf16" if gpu.has_bf16 else "fp16")
-        device = device_of(gpu, precision)
+        version, build = installed_torch()
         offer = offer._replace(gpu=gpu.name)
+        judged = place_of(offer, wanted, torch=Torch(version, build) if version else None)
+        if isinstance(judged, Rejected):
+            return judged
+        precision, note = judged.precision, judged.precision_note
+        device = device_of(gpu, precision)
         memory_bytes, hardware = machine.memory_bytes, machine.hardware
     else:
         precision = wanted.precision or "fp32"
@@ -250,7 +256,19 @@ def place_here(
         return None
     known = _calibration(wanted, measurements, hardware, precision, device)
     memory_bytes -= memory_bytes % 2**30 if memory_bytes > 2**30 else 0  # what is free moves; a plan should not
-    return Place(offer, device, precision, memory_bytes, known, is_local=True, is_cuda=is_cuda)
+    return Place(offer, device, precision, memory_bytes, known, is_local=True, is_cuda=is_cuda, precision_note=note)
+
+
+def rented_torch() -> Torch:
+    """The torch that a rented machine is taken to get: the version and the build for GPUs that are installed here.
+
+    Where that is for CPUs alone, or too old to be known, the one that PyPI has of it, or of the oldest known.
+    """
+    version, build = installed_torch()
+    try:
+        return parse_torch(f"{version}+{build}" if build and build != "cpu" else version)
+    except UserMistake:
+        return Torch(OLDEST_TORCH)
 
 
 def plan_here(
@@ -258,8 +276,8 @@ def plan_here(
 ) -> Plan | Rejected | None:
     """The plan for this machine alone, limits aside; None where it can't be planned on."""
     place = place_here(wanted, machine, job, measurements, today)
-    if place is None:
-        return None
+    if place is None or isinstance(place, Rejected):
+        return place
     open_ended = replace(wanted, max_usd=None, max_hours=None, deadline_s=None)
     answer = decide(open_ended, [place])
     return answer.plans[0] if answer.plans else answer.rejected[0]
@@ -333,8 +351,7 @@ class _Known:
         if hardware is None:
             return None
         if gpu not in self._made:
-            has_bf16 = gpus()[gpu].has_bf16
-            precision = self._wanted.precision or ("bf16" if has_bf16 else "fp16")
+            precision = self._wanted.precision or best_precision(gpus()[gpu], self._wanted.fp16_risk)
             device = device_of(gpus()[gpu], precision)
             made = Calibration()
             if device is not None:

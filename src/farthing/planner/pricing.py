@@ -188,16 +188,19 @@ class Pricing:
 def _swing(place: Place, seconds: dict[str, float], spot: SpotRange | None, wall_s: float, usd: float) -> _Swing:
     """By the error of the speed, and by how long spot capacity lasts."""
     scaled = [name for name in seconds if name in ("frozen layers", "training", "evaluation", "lost work")]
-    moving_s = speed_error(place) * sum(seconds[name] for name in scaled)
+    moving_once_s = sum(seconds[name] for name in scaled)
+    moving_s = speed_error(place) * moving_once_s
     rate = (place.offer.usd_per_hour or 0.0) / 3600
+    again_s = moving_once_s if place.precision == "fp16" and place.precision_note else 0.0  # a run that overflows
     if spot is None:
-        return _Swing(moving_s, moving_s, rate * moving_s, rate * moving_s)
+        return _Swing(moving_s, moving_s + again_s, rate * moving_s, rate * (moving_s + again_s))
     good, likely, bad = spot
     less_s, less_usd = moving_s + max(0.0, likely.wall_s - good.wall_s), max(0.0, likely.billed_s - good.billed_s)
     less_usd = rate * (moving_s + less_usd)
     if not math.isfinite(bad.wall_s):  # a bad case that never ends: the range is only a warning
         return _Swing(moving_s, (WORST - 1) * wall_s, rate * moving_s, (WORST - 1) * usd)
     more_s, more_billed_s = max(0.0, bad.wall_s - likely.wall_s), max(0.0, bad.billed_s - likely.billed_s)
+    more_s, more_billed_s = more_s + again_s, more_billed_s + again_s
     return _Swing(less_s, moving_s + more_s, less_usd, rate * (moving_s + more_billed_s))
 
 

@@ -185,10 +185,22 @@ class _Search:
         least = min((self.needed_bytes(place, memory), recipe.in_words()) for recipe, memory, _ in found)
         reason = f"needs {say_bytes(least[0])} at least, has {say_bytes(place.memory_bytes)} ({least[1]})"
         distance = least[0] / place.memory_bytes
+        in_fp16 = self._fp16_instead(place, n_gpus)
         for change, n_bytes in self.changes(place.precision, n_gpus, place.is_cuda):
             if n_bytes + self.needed_bytes(place, Memory({}, "loss", place.is_cuda)) <= place.memory_bytes:
-                return Rejected(place.offer, reason, change, distance)
+                return Rejected(place.offer, reason, f"{change}, or {in_fp16}" if in_fp16 else change, distance)
+        if in_fp16:
+            return Rejected(place.offer, reason, in_fp16, distance * 3)
         return Rejected(place.offer, reason, "a smaller model, or a GPU with more memory", distance * 4)
+
+    def _fp16_instead(self, place: Place, n_gpus: int) -> str:
+        """Where only the risk of fp16 made it fp32: the setting, when the job would fit with it."""
+        if place.precision != "fp32" or not place.is_cuda or self.wanted.precision or not self.wanted.fp16_risk:
+            return ""
+        in_fp16 = self.candidates("fp16", n_gpus, True)
+        if min(self.needed_bytes(place, memory) for _, memory, _ in in_fp16) > place.memory_bytes:
+            return ""
+        return f"train.fp16: true at a risk: {self.wanted.fp16_risk}"
 
     def changes(self, precision: str, n_gpus: int, is_cuda: bool) -> list[tuple[str, int]]:
         """Changes of the job that save memory, with the least they need: the mildest first."""

@@ -16,6 +16,7 @@ from farthing.planner.lengths import Cut, Lengths
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe, Stack, stack_for
 from farthing.planner.shapes import Adapters, Shape
+from farthing.planner.software import Torch, why_no_code
 from farthing.planner.speed import (
     Calibration,
     Device,
@@ -80,6 +81,11 @@ class JobSpec:
     every_n_layers: int | None = None
     """Activation checkpointing; None: as little as memory needs."""
     precision: str | None = None
+    """What the job says; None: what the GPU computes best that the model can bear."""
+    fp16_risk: str = ""
+    """Why the model should not be computed in fp16; empty where nothing speaks against it."""
+    attention: str = ""
+    """The job's own `model.attn_implementation`."""
     lora_r: int = 16
     lora_dropout: float = 0.0
     target_modules: tuple[str, ...] = ()
@@ -207,6 +213,8 @@ class Place:
     is_local: bool = False
     """This machine: nothing is set up or downloaded, and nobody takes it away."""
     is_cuda: bool = True
+    precision_note: str = ""
+    """What is to be said of the precision; empty where nothing is."""
 
 
 @dataclass(frozen=True)
@@ -303,16 +311,42 @@ class Answer:
         return next((plan for plan in self.plans if plan.is_runnable), None)
 
 
-def place_of(offer: Offer, precision: str | None = None, calibration: Calibration | None = None) -> Place | Rejected:
-    """An offer as a place: bf16 where the GPU has it, else fp16, else fp32. The precision of a job has to be there."""
+def place_of(
+    offer: Offer, wanted: JobSpec | None = None, calibration: Calibration | None = None, torch: Torch | None = None
+) -> Place | Rejected:
+    """An offer as a place for a job; a rejection where the software or the GPU can't do what it takes.
+
+    The precision is the job's; else bf16 where the GPU has it, else fp16 where the model can bear that, else fp32.
+    """
     gpu: Gpu = gpus()[offer.gpu]
-    wanted = precision or ("bf16" if gpu.has_bf16 else "fp16" if "fp16" in gpu.flops else "fp32")
-    device = device_of(gpu, wanted)
-    if device is None or (wanted == "bf16" and not gpu.has_bf16):
-        setting = {"bf16": "train.bf16", "fp16": "train.fp16"}.get(wanted, "the precision")
-        found = "bf16" if gpu.has_bf16 else "fp16" if "fp16" in gpu.flops else "fp32"
-        return Rejected(offer, f"{gpu.name} does not compute in {wanted}", f"leave {setting} out: {found} is used", 1.5)
-    return Place(offer, device, wanted, gpu.memory_bytes, calibration or Calibration())
+    asked = wanted.precision if wanted is not None else None
+    risk = wanted.fp16_risk if wanted is not None else ""
+    if torch is not None and wanted is not None:
+        needs_bitsandbytes = wanted.method == "qlora" or "8bit" in wanted.optim or "paged" in wanted.optim
+        no_code = why_no_code(gpu, torch, needs_bitsandbytes=needs_bitsandbytes, attention=wanted.attention)
+        if no_code is not None:
+            return Rejected(offer, *no_code, 2.0 if no_code[1].startswith("pip") else 20.0)
+    precision = asked or best_precision(gpu, risk)
+    device = device_of(gpu, precision)
+    if device is None or (precision == "bf16" and not gpu.has_bf16):
+        setting = {"bf16": "train.bf16", "fp16": "train.fp16"}.get(precision, "the precision")
+        found = best_precision(gpu, risk)
+        return Rejected(
+            offer, f"{gpu.name} does not compute in {precision}", f"leave {setting} out: {found} is used", 1.5
+        )
+    note = ""
+    if risk and not gpu.has_bf16:
+        note = f"fp32, because {risk}" if precision == "fp32" else ""
+    if risk and precision == "fp16":
+        note = f"fp16 was asked for, but {risk}: a run that overflows has to be done again"
+    return Place(offer, device, precision, gpu.memory_bytes, calibration or Calibration(), precision_note=note)
+
+
+def best_precision(gpu: Gpu, fp16_risk: str = "") -> str:
+    """What a GPU computes best that the model can bear."""
+    if gpu.has_bf16:
+        return "bf16"
+    return "fp16" if "fp16" in gpu.flops and not fp16_risk else "fp32"
 
 
 def memory_error(place: Place) -> float:

@@ -43,6 +43,7 @@ from farthing.model.hardware import (
 )
 from farthing.model.load import quiet_libraries
 from farthing.planner.lengths import from_token_set
+from farthing.planner.software import fp16_risk
 from farthing.report.receipt import leave_receipt
 from farthing.train.autotune import as_probed, is_worth_it, subject_of
 from farthing.train.autotune_cache import Subject
@@ -250,12 +251,12 @@ def watched(job: Job, notice: Notice) -> Iterator[None]:
 
 def _identify(job: Job, meter: Meter) -> tuple[Numerics, Inputs]:
     """What a run computes in and starts from; cheap, and what is wrong is found here."""
-    numerics = choose_numerics(
-        job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
-    )
+    asked = job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
+    choose_numerics(*asked)
     check_extras(job)
     meter.enter("tokenize")
-    return numerics, open_inputs(job)
+    inputs = open_inputs(job)
+    return choose_numerics(*asked, fp16_risk(inputs.config.to_dict())), inputs
 
 
 def _open(
