@@ -106,8 +106,8 @@ def test_a_small_job_is_planned_from_its_data(job: str, capsys: pytest.CaptureFi
     assert found["job"]["n_epochs"] == 3
     assert found["job"]["n_steps"] == 3 * 13
     assert 10 < found["job"]["mean_tokens"] <= found["job"]["longest_tokens"]
-    assert found["best"]["kind"] == "here", "a small job is done here before another machine has begun"
-    assert found["here"]["rank"]
+    assert found["best"]["kind"] in ("spot", "on-demand"), "this machine has no price, so it is shown apart"
+    assert found["here"]["rank"] == len(found["plans"])
     assert any(note.startswith("model: ") for note in found["notes"])
 
 

@@ -117,7 +117,7 @@ def study_job(
         found.append(replace(place, is_local=True) if isinstance(place, Place) else place)
     for offer in offers:
         if offer.usd_per_hour is not None:
-            found.append(place_of(offer, wanted, known.of(offer.gpu), software))
+            found.append(place_of(offer, wanted, known.of(offer.gpu), software, today))
     places = [place for place in found if isinstance(place, Place)]
     refused = [place for place in found if isinstance(place, Rejected)]
     if not offers:

@@ -26,7 +26,17 @@ from farthing.planner.spot import (
     expect_range,
     young_interval_s,
 )
-from farthing.planner.types import Assumptions, JobSpec, Place, Plan, Range, Rejected, memory_error, speed_error
+from farthing.planner.types import (
+    Assumptions,
+    JobSpec,
+    Place,
+    Plan,
+    Range,
+    Rejected,
+    memory_error,
+    price_error,
+    speed_error,
+)
 from farthing.prices.offers import Offer, bill
 
 WORST = 10.0  # of what is likely: the upper end of a range that has none
@@ -99,6 +109,7 @@ class Pricing:
         )
         total = sum(usd.values())
         swing = _swing(place, seconds, spot, wall_s, total)
+        cheaper, dearer = price_error(place)
         around = memory_error(place)
         return Plan(
             place=place,
@@ -109,7 +120,9 @@ class Pricing:
             seconds=seconds,
             usd=usd,
             hours_range=Range(max(0.0, wall_s - swing.less_s) / 3600, wall_s / 3600, (wall_s + swing.more_s) / 3600),
-            usd_range=Range(max(0.0, total - swing.less_usd), total, total + swing.more_usd),
+            usd_range=Range(
+                max(0.0, (total - swing.less_usd) * (1 - cheaper)), total, (total + swing.more_usd) * (1 + dearer)
+            ),
             interval_s=interval_s,
             cache_bytes=wanted.cache_bytes * chosen.recipe.residual_bytes,
             spot=spot.likely if spot else None,

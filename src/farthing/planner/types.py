@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from datetime import date
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -36,6 +37,9 @@ from farthing.units import say_seconds
 SPEED_ERROR = {"A100-40GB": 0.15, "A100-80GB": 0.15, "L40S": 0.25, "RTX 4090": 0.20}
 SPEED_ERROR_UNKNOWN = 0.40
 MEMORY_ERROR = 0.09
+OLD_PRICE_DAYS = 90  # an older price may have changed
+OLD_PRICE_ERROR = 0.30  # of a year, either way: by assumption
+FROM_PRICE_ERROR = 0.30  # upwards, of a marketplace's lowest price: by assumption
 
 
 class Assumptions(NamedTuple):
@@ -215,6 +219,23 @@ class Place:
     is_cuda: bool = True
     precision_note: str = ""
     """What is to be said of the precision; empty where nothing is."""
+    price_age_days: int = 0
+    """Since the price was read."""
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether its dollars mean anything: this machine may have no price."""
+        return not (self.is_local and not self.offer.usd_per_hour)
+
+    @property
+    def is_from_price(self) -> bool:
+        """Whether the price is the lowest of many hosts', who may have nothing left."""
+        return self.offer.billing.prices_are == "from" and not self.offer.is_spot
+
+    @property
+    def has_firm_price(self) -> bool:
+        """Whether the price can be had: not a marketplace's lowest, and not too old."""
+        return not self.is_from_price and self.price_age_days <= OLD_PRICE_DAYS
 
 
 @dataclass(frozen=True)
@@ -312,7 +333,11 @@ class Answer:
 
 
 def place_of(
-    offer: Offer, wanted: JobSpec | None = None, calibration: Calibration | None = None, torch: Torch | None = None
+    offer: Offer,
+    wanted: JobSpec | None = None,
+    calibration: Calibration | None = None,
+    torch: Torch | None = None,
+    today: date | None = None,
 ) -> Place | Rejected:
     """An offer as a place for a job; a rejection where the software or the GPU can't do what it takes.
 
@@ -339,7 +364,16 @@ def place_of(
         note = f"fp32, because {risk}" if precision == "fp32" else ""
     if risk and precision == "fp16":
         note = f"fp16 was asked for, but {risk}: a run that overflows has to be done again"
-    return Place(offer, device, precision, gpu.memory_bytes, calibration or Calibration(), precision_note=note)
+    age = max(0, (today - offer.date).days) if today is not None else 0
+    return Place(
+        offer,
+        device,
+        precision,
+        gpu.memory_bytes,
+        calibration or Calibration(),
+        precision_note=note,
+        price_age_days=age,
+    )
 
 
 def best_precision(gpu: Gpu, fp16_risk: str = "") -> str:
@@ -354,6 +388,14 @@ def memory_error(place: Place) -> float:
     if place.calibration.extra_bytes is None:
         return MEMORY_ERROR
     return 0.05 if place.is_cuda else 0.08  # a process keeps more than it needs: 4 and 6 % more than a shorter run's
+
+
+def price_error(place: Place) -> tuple[float, float]:
+    """Relative error of a price, downwards and upwards: of old ones, and of the lowest price of a marketplace."""
+    old = 0.0
+    if place.price_age_days > OLD_PRICE_DAYS:
+        old = min(0.9, OLD_PRICE_ERROR * place.price_age_days / 365)
+    return old, old + (FROM_PRICE_ERROR if place.is_from_price else 0.0)
 
 
 def speed_error(place: Place) -> float:

@@ -28,6 +28,10 @@ class Billing(NamedTuple):
     notes: str = ""
     source: str = ""
     date: date | None = None
+    deposit_usd: float = 0.0
+    """Paid before the first hour, and used up by later ones."""
+    prices_are: str = ""
+    """`from` where the listed price is the lowest of many hosts'."""
 
 
 class Offer(NamedTuple):
@@ -105,9 +109,9 @@ def bill(
 
 
 def up_front_usd(offer: Offer, usd: float) -> float:
-    """What has to be paid before a bill of `usd` can be met: whole packs where credits are sold in packs."""
+    """What has to be paid before a bill of `usd` can be met: whole packs where credits are sold in packs, or a deposit."""
     pack = offer.billing.pack_usd
-    return math.ceil(usd / pack - 1e-9) * pack if pack else usd
+    return max(offer.billing.deposit_usd, math.ceil(usd / pack - 1e-9) * pack if pack else usd)
 
 
 @cache
@@ -127,6 +131,8 @@ def billings() -> dict[str, Billing]:
                 notes=row["notes"],
                 source=row["source"],
                 date=date.fromisoformat(row["date"]),
+                deposit_usd=float(row["deposit_usd"] or 0),
+                prices_are=row["prices_are"],
             )
     return found
 

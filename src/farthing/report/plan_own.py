@@ -20,23 +20,14 @@ from farthing.units import say_seconds
 
 if TYPE_CHECKING:
     from farthing.planner.inputs import Study
-from farthing.report.plan_words import OWN, has_price, say_cost
+from farthing.report.plan_words import OWN, say_cost
 
-_DEARER = 2.0  # what being sooner may cost
-_SLOWEST, _PATIENCE_S = 10.0, 3600.0  # how much slower a machine without a price may be and still be the answer
 RENTED = ("on-demand", "spot")
 
 
 def best_of(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """The first that the trainer can run. A machine without a price is the answer only when it is not far slower."""
-    can = [row for row in rows if row["is_runnable"]]
-    priced = next((row for row in can if has_price(row)), None)
-    for row in can:
-        if has_price(row) or priced is None:
-            return row
-        if row["wall_s"] <= max(_PATIENCE_S, _SLOWEST * priced["wall_s"]):
-            return row
-    return None
+    """The first that the trainer can run; a machine without a price only where nothing else can."""
+    return next((row for row in rows if row["is_runnable"]), None)
 
 
 def services(study: Study) -> list[dict[str, Any]]:

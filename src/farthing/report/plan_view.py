@@ -15,7 +15,7 @@ import farthing
 from farthing.planner.ownership import (
     saving,
 )
-from farthing.planner.types import SPEED_ERROR, Plan, Rejected, speed_error, up_front
+from farthing.planner.types import OLD_PRICE_DAYS, SPEED_ERROR, Plan, Rejected, speed_error, up_front
 from farthing.prices.offers import Offer
 from farthing.units import plural, say_bytes, say_seconds
 
@@ -37,8 +37,6 @@ def plan_view(study: Study, runs_per_month: float | None = None) -> dict[str, An
     for row in _front([row for row in rows if row["is_runnable"]]):
         row["on_runnable_front"] = True
     best = best_of(rows)
-    if best is not None and best["rank"] > 1:
-        best["why"] = f"the first that will do, {best['why']}"
     view = {
         "kind": KIND,
         "version": farthing.__version__,
@@ -138,6 +136,9 @@ def _plan(rank: int, group: Sequence[Plan], law: str) -> dict[str, Any]:
         "usd_per_gpu_hour": None if offer.usd_per_hour is None else offer.usd_per_hour / max(1, offer.n_gpus),
         "price_source": offer.source,
         "price_date": offer.date.isoformat(),
+        "price_age_days": plan.place.price_age_days,
+        "price_is": "from" if plan.place.is_from_price else "",
+        "price_notes": price_notes(plan),
         "recipe": _recipe(plan),
         "memory": _memory(plan),
         "seconds": plan.seconds,
@@ -295,7 +296,33 @@ def _answer(view: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     rented = best_of([row for row in rows if row["kind"] in RENTED])
     if best["kind"] not in RENTED and rented is not None:
         text += f" Rented: {rented['name']}, {say_cost(rented['total_usd'])}, {say_seconds(rented['wall_s'])}."
+    here = next((row for row in rows if row["kind"] == "here" and not has_price(row)), None)
+    if here is not None and here is not best:
+        text += f" This machine: {_hours_in_words(here)}, no price is given."
     return text
+
+
+def _hours_in_words(row: Mapping[str, Any]) -> str:
+    """`27 min (19 min to 36 min)`."""
+    low, likely, high = (hours * 3600 for hours in row["hours_range"])
+    return f"{say_seconds(likely)} ({say_seconds(low)} to {say_seconds(high)})"
+
+
+def price_notes(plan: Plan) -> list[str]:
+    """What is to be known of a price beside its dollars."""
+    terms, place = plan.offer.billing, plan.place
+    found = []
+    if place.is_from_price:
+        found.append("the lowest of a marketplace, which may be taken")
+    if place.price_age_days > OLD_PRICE_DAYS:
+        found.append(f"the price is {place.price_age_days} days old")
+    if terms.pack_usd:
+        found.append(f"{say_cost(up_front(plan))} is paid before, in packs of {say_cost(terms.pack_usd)}")
+    elif terms.deposit_usd > plan.total_usd:
+        found.append(f"a deposit of {say_cost(terms.deposit_usd)} is paid before")
+    if plan.usd.get("rounding", 0.0) > 0.02 * plan.total_usd:
+        found.append(f"{say_cost(plan.usd['rounding'])} of it is the provider's minimum or rounding up")
+    return found
 
 
 def _figures(row: Mapping[str, Any]) -> str:
@@ -303,15 +330,16 @@ def _figures(row: Mapping[str, Any]) -> str:
     usd = f"{say_cost(likely)} ({say_cost(low).removeprefix('$')} to {say_cost(high).removeprefix('$')})"
     if not has_price(row):
         usd = "no price is given"
+    notes = "".join(f"; {words}" for words in row["price_notes"])
     fits = "fits, but tightly," if row["memory"]["is_tight"] else "fits"
-    return f"{usd}, {say_seconds(row['wall_s'])}, {fits} with {say_bytes(row['memory']['spare_bytes'])} to spare"
+    return f"{usd}, {_hours_in_words(row)}, {fits} with {say_bytes(row['memory']['spare_bytes'])} to spare{notes}"
 
 
 def _here(rows: Sequence[Mapping[str, Any]], study: Study) -> dict[str, Any] | None:
     """This machine: a plan, or why not."""
     row = next((row for row in rows if row["kind"] == "here"), None)
     if row is not None:
-        words = f"{say_seconds(row['wall_s'])}, "
+        words = f"{_hours_in_words(row)}, "
         words += say_cost(row["total_usd"]) if has_price(row) else "no price given (where.usd_per_hour)"
         words += f", fits with {say_bytes(row['memory']['spare_bytes'])} to spare"
         return {"name": row["name"], "rank": row["rank"], "words": words, "reason": "", "change": ""}
