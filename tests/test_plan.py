@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from farthing.errors import UserMistake
+from farthing.planner.confidence import speed_error
 from farthing.planner.lengths import Lengths, from_arrays
 from farthing.planner.model_config import known_config
 from farthing.planner.ranking import TIE
@@ -21,7 +22,7 @@ from farthing.planner.search import CPU_TOKENS, budgets, decide
 from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.spot import Interruptions
-from farthing.planner.types import SPEED_ERROR_UNKNOWN, Answer, JobSpec, Place, Plan, Rejected, place_of, up_front
+from farthing.planner.types import Answer, JobSpec, Place, Plan, Rejected, place_of, up_front
 from farthing.planner.uptime import Weibull
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Billing, Offer
@@ -243,7 +244,7 @@ def test_calibration_moves_and_narrows_the_ranges() -> None:
     def width(plan: Plan) -> float:
         return (plan.hours_range.high - plan.hours_range.low) / 2 / plan.hours_range.likely
 
-    assert width(before) == pytest.approx(SPEED_ERROR_UNKNOWN, rel=0.2)
+    assert width(before) == pytest.approx(speed_error(raw, "llama"), rel=0.2)
     assert width(after) < 0.09
     # places that differ in nothing but their measurements are told apart
     both = decide(wanted_of(), [raw, known]).plans

@@ -345,4 +345,4 @@ def test_how_sure_a_plan_is_and_why(study: Study) -> None:
     assert "nothing was measured on this processor" in bare["sure"]
     sure = {row["gpu"]: row["sure"] for row in rows}
     assert "published runs on this GPU" in sure["A100-80GB"]
-    assert "no published run on this GPU is known" in sure["L4"]
+    assert "no published runs on this GPU" in sure["L4"]

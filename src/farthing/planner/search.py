@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from farthing.errors import UserMistake
+from farthing.planner.confidence import memory_error
 from farthing.planner.lengths import Padded
 from farthing.planner.limits import meet_deadline, within_limits
 from farthing.planner.memory import Memory, estimate_memory, evaluation_memory
@@ -28,7 +29,7 @@ from farthing.planner.spot import (
     Interruptions,
     prior,
 )
-from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected, memory_error
+from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected
 from farthing.prices.offers import Offer, bill
 from farthing.units import say_bytes
 
@@ -167,9 +168,8 @@ class _Search:
             if self.needed_bytes(place, memory) <= place.memory_bytes
         ]
         # a run that dies of memory has cost its dollars: what fits with its error comes before what may not
-        sure = [
-            one for one in fitting if self.needed_bytes(place, one[1]) * (1 + memory_error(place)) <= place.memory_bytes
-        ]
+        most = place.memory_bytes / (1 + memory_error(place, self.wanted.shape.model_type))
+        sure = [one for one in fitting if self.needed_bytes(place, one[1]) <= most]
         if fitting and not sure:
             sure = [min(fitting, key=lambda one: self.needed_bytes(place, one[1]))]
         if fitting:

@@ -31,15 +31,7 @@ from farthing.prices.gpus import Gpu, gpus
 from farthing.prices.offers import Offer, up_front_usd
 from farthing.units import say_seconds
 
-# Relative error of tokens/s without calibration, by GPU: the 90th percentile that `bench/plan_accuracy.py` shows for
-# published runs (L40S 25 %, RTX 4090 20 %; A100-80GB 9 %, more because its share was fitted there; the 40 GB card is the same
-# chip); where there are none, by assumption.
-SPEED_ERROR = {"A100-40GB": 0.15, "A100-80GB": 0.15, "L40S": 0.25, "RTX 4090": 0.20}
-SPEED_ERROR_UNKNOWN = 0.40
-MEMORY_ERROR = 0.09
 OLD_PRICE_DAYS = 90  # an older price may have changed
-OLD_PRICE_ERROR = 0.30  # of a year, either way: by assumption
-FROM_PRICE_ERROR = 0.30  # upwards, of a marketplace's lowest price: by assumption
 
 
 class Assumptions(NamedTuple):
@@ -381,30 +373,6 @@ def best_precision(gpu: Gpu, fp16_risk: str = "") -> str:
     if gpu.has_bf16:
         return "bf16"
     return "fp16" if "fp16" in gpu.flops and not fp16_risk else "fp32"
-
-
-def memory_error(place: Place) -> float:
-    """Relative error of the bytes that a place is predicted to need, 80 % of cases."""
-    if place.calibration.extra_bytes is None:
-        return MEMORY_ERROR
-    return 0.05 if place.is_cuda else 0.08  # a process keeps more than it needs: 4 and 6 % more than a shorter run's
-
-
-def price_error(place: Place) -> tuple[float, float]:
-    """Relative error of a price, downwards and upwards: of old ones, and of the lowest price of a marketplace."""
-    old = 0.0
-    if place.price_age_days > OLD_PRICE_DAYS:
-        old = min(0.9, OLD_PRICE_ERROR * place.price_age_days / 365)
-    return old, old + (FROM_PRICE_ERROR if place.is_from_price else 0.0)
-
-
-def speed_error(place: Place) -> float:
-    """Relative error of the seconds that a place is predicted to take, 80 % of cases."""
-    if place.calibration.n_runs:
-        return place.calibration.spread
-    if not place.is_cuda:
-        return 0.6
-    return SPEED_ERROR.get(place.device.name, SPEED_ERROR_UNKNOWN)
 
 
 def up_front(plan: Plan) -> float:

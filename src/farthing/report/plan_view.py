@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import farthing
+from farthing.planner.confidence import how_sure
 from farthing.planner.ownership import (
     saving,
 )
-from farthing.planner.types import OLD_PRICE_DAYS, SPEED_ERROR, Plan, Rejected, speed_error, up_front
+from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front
 from farthing.prices.offers import Offer
 from farthing.units import plural, say_bytes, say_seconds
 
@@ -33,7 +34,7 @@ _DEARER = 2.0  # what being sooner may cost
 def plan_view(study: Study, runs_per_month: float | None = None) -> dict[str, Any]:
     """Everything a plan says. `runs_per_month` adds what a project of so many comes to in a year."""
     choices = _choices(study.answer.plans)
-    rows = [_plan(rank, group, study.law) for rank, group in enumerate(choices, 1)]
+    rows = [_plan(rank, group, study.law, study.wanted.shape.model_type) for rank, group in enumerate(choices, 1)]
     for row in _front([row for row in rows if row["is_runnable"]]):
         row["on_runnable_front"] = True
     best = best_of(rows)
@@ -119,7 +120,7 @@ def _choices(plans: Iterable[Plan]) -> list[list[Plan]]:
     return list(groups.values())
 
 
-def _plan(rank: int, group: Sequence[Plan], law: str) -> dict[str, Any]:
+def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> dict[str, Any]:
     plan, offer, step = group[0], group[0].offer, group[0].step
     return {
         "rank": rank,
@@ -160,7 +161,7 @@ def _plan(rank: int, group: Sequence[Plan], law: str) -> dict[str, Any]:
         "cache_bytes": plan.cache_bytes,
         "spot": _spot(plan, law),
         "chance": plan.chance,
-        "sure": _sure(plan),
+        "sure": how_sure(plan.place, family),
         "why": "; ".join(words for words in (plan.why, plan.mixture, plan.place.precision_note) if words),
         "on_front": any(one.on_front for one in group),
         "on_runnable_front": False,
@@ -271,17 +272,6 @@ def _spot(plan: Plan, law: str) -> dict[str, Any] | None:
         "law": law,
         "mixture": plan.mixture,
     }
-
-
-def _sure(plan: Plan) -> str:
-    known, error = plan.place.calibration, speed_error(plan.place)
-    if known.n_runs:
-        return f"calibrated by {known.source}: seconds within {error:.0%} in 4 of 5 cases"
-    if not plan.place.is_cuda:
-        return f"nothing was measured on this processor: {error:.0%} either way is supposed"
-    if plan.place.device.name in SPEED_ERROR:
-        return f"not measured by you; published runs on this GPU's chip were predicted within {error:.0%}, 9 of 10"
-    return f"not measured by you, and no published run on this GPU is known: {error:.0%} either way is supposed"
 
 
 def _answer(view: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
