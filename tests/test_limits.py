@@ -260,11 +260,14 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(seed: int, p
     assert receipt["restart_usd"] == pytest.approx(receipt["restart_s"] / 3600 * 7.2)
 
 
-def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again(plain: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cap", ["max_hours", "max_gpu_hours"])
+def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again(
+    cap: str, plain: Job, tmp_path: Path
+) -> None:
     dice = random.Random(1)
     costs = Costs(dice)
     costs.start_s, costs.mean_step_s, costs.evaluation_s = 20.0, 1.0, 0.0
-    job = plain.model_copy(update={"limits": plain.limits.model_copy(update={"max_hours": 100 / 3600})})
+    job = plain.model_copy(update={"limits": plain.limits.model_copy(update={cap: 100 / 3600})})
     machine, disk = Machine(), {}
     machine.kill_at = 97.0
     with pytest.raises(Killed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -299,3 +300,67 @@ def test_a_plan_comes_without_torch(job: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Prices: " in done.stdout
+
+
+# ---- figures of one's own ----
+
+SMALL = ("--mean-tokens", "300", "--provider", "OpenRelay")
+
+
+def by_hand(capsys: pytest.CaptureFixture[str], job: str, n: int, n_epochs: int, *argv: str) -> Any:
+    epochs = ("--set", f"train.num_train_epochs={n_epochs}", "--set", "train.save_minutes=5")
+    return run_json(capsys, job, *SMALL, "--examples", str(n), *epochs, *argv)["by_hand"]
+
+
+def test_a_throughput_that_is_known_is_reckoned_with_by_hand(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    spot = ("--spot-discount", "50%")
+    found = by_hand(capsys, job, 100_000, 3, "--samples-per-min", "1100", *spot, "--spot-overhead", "10%")
+    assert (round(found["hours"], 2), round(found["price_hours"], 2)) == (4.55, 4.55)
+    assert round(found["spot"]["price_hours"], 1) == 2.5
+    assert round(found["spot"]["saved_share"], 2) == 0.45
+    taken = (*spot, "--interrupted-every", "8h", "--restart", "3min")
+    found = by_hand(capsys, job, 200_000, 2, "--samples-per-min", "1200", *taken)
+    assert round(found["hours"], 2) == 5.56
+    assert found["spot"]["saved_share"] == pytest.approx(0.5, abs=0.02), "still about half"
+    tokens = by_hand(capsys, job, 200_000, 2, "--tokens-per-s", str(1200 * 300 / 60))
+    assert tokens["hours"] == pytest.approx(found["hours"], rel=0.01)
+    found = by_hand(capsys, job, 72_000, 1, "--samples-per-min", "100", *taken)
+    assert (found["hours"], found["n_interruptions"]) == (12.0, 1.5)
+    assert 8 <= found["lost_s"] / 60 <= 10
+    found = by_hand(capsys, job, 1000, 1, "--step-time", "200ms", "130ms")
+    assert (round(found["times_as_fast"], 2), round(found["saved_share"], 2)) == (1.54, 0.35)
+    _, out, _ = run(capsys, job, *SMALL, "--examples", "1000", "--step-time", "200ms", "130ms")
+    assert "1.54 x as fast, 35% fewer dollars" in out
+
+
+def test_a_cap_on_gpu_hours_says_the_throughput_that_would_do(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cap = ("--set", "limits.max_gpu_hours=12")
+    found = by_hand(capsys, job, 300_000, 1, *cap)
+    assert round(found["needed_samples_per_min"]) == 417
+    big = ("--set", "model.model_name_or_path=meta-llama/Llama-3.1-8B", *SMALL, "--examples", "300000", *cap)
+    code, out, _ = run(capsys, job, *big, "--max-gpus", "1", "--json")
+    rejected = [one for one in json.loads(out)["rejected"] if "GPU-hours" in one["reason"]]
+    assert rejected
+    assert code in (0, 2)
+    assert "the cap is 12" in rejected[0]["reason"]
+    assert re.search(r"or [\d,]+ samples/min instead of [\d,]+", rejected[0]["change"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--spot-discount", "half", "--samples-per-min", "9"), "not a share"),
+        (("--spot-discount", "50%"), "need a throughput"),
+        (("--samples-per-min", "0"), "--samples-per-min"),
+        (("--samples-per-min", "5", "--tokens-per-s", "5"), "one throughput is enough"),
+        (("--restart", "3min", "--samples-per-min", "5"), "--interrupted-every"),
+        (("--interrupted-every", "soon", "--samples-per-min", "5"), "--interrupted-every"),
+        (("--step-time", "0ms", "5ms"), "--step-time"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused_by_name(
+    job: str, argv: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, job, *SMALL, "--examples", "1000", *argv)
+    assert code == 2
+    assert words in err

@@ -106,6 +106,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--examples", type=int, metavar="N", help="plan for so many examples, whatever the data ...")
     sub.add_argument("--mean-tokens", type=float, metavar="M", help="... of so many tokens in the mean")
+    sub.add_argument(
+        "--samples-per-min", type=float, metavar="N", help="by hand: what a throughput that you know comes to"
+    )
+    sub.add_argument("--tokens-per-s", type=float, metavar="N", help="by hand: the same in tokens")
+    sub.add_argument("--spot-discount", metavar="SHARE", help="by hand: how much less an hour on spot costs, e.g. 50%%")
+    sub.add_argument("--spot-overhead", metavar="SHARE", help="by hand: how many more hours it takes there, e.g. 10%%")
+    sub.add_argument("--interrupted-every", metavar="TIME", help="by hand: e.g. 8h; with the job's train.save_minutes")
+    sub.add_argument("--restart", metavar="TIME", help="by hand: from an interruption until work goes on, e.g. 3min")
+    sub.add_argument("--step-time", nargs=2, metavar=("BEFORE", "AFTER"), help="by hand: of a step, e.g. 200ms 130ms")
     sub.add_argument("--limit", type=int, metavar="N", help="choices to show, 0 for all (default: 10; with --json all)")
     sub.add_argument(
         "--explain", nargs="?", const="", metavar="PLAN", help="the components of the best plan, or of a rank or name"
@@ -236,6 +245,7 @@ def _make_plan(arguments: argparse.Namespace) -> int:
 
     from farthing.config.load import load_job
     from farthing.planner.ownership import parse_owned
+    from farthing.planner.throughput_arithmetic import parse_figures
 
     now = datetime.now().astimezone().replace(second=0, microsecond=0)
     for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1)):
@@ -247,6 +257,10 @@ def _make_plan(arguments: argparse.Namespace) -> int:
         raise UserMistake(f"{runs:g} runs a month", where="--runs-per-month", to_do="give a number above 0")
     own = [parse_owned(text) for text in arguments.own]
     budget_usd, deadline_s = _dollars(arguments.budget), _seconds_until(arguments.deadline, now)
+    figures = parse_figures(
+        arguments.samples_per_min, arguments.tokens_per_s, arguments.spot_discount, arguments.spot_overhead,
+        arguments.interrupted_every, arguments.restart, arguments.step_time,
+    )  # fmt: skip
     html = None if arguments.html is None else _page_path(Path(arguments.html))
     job = load_job(arguments.job, arguments.set)
 
@@ -272,7 +286,7 @@ def _make_plan(arguments: argparse.Namespace) -> int:
         traces=None if arguments.traces is None else Path(arguments.traces),
         torch=arguments.torch,
     )
-    view = plan_view(study, runs)
+    view = plan_view(study, runs, figures)
     impossible = None
     if not view["plans"]:
         ways = "".join(f"\n    {number}. {way}" for number, way in enumerate(ways_out(view), 1))

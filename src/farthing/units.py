@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-_SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "hr": 3600.0, "d": 86400.0}
+_SECONDS = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "hr": 3600.0, "d": 86400.0}
 
 
 def _split(text: str, what: str) -> tuple[float, str]:
@@ -37,6 +37,18 @@ def parse_hours(value: str | float) -> float:
     if unit not in _SECONDS:
         raise ValueError(f'{value!r}: use one of {", ".join(_SECONDS)}, as in "3h"')
     return number * _SECONDS[unit] / 3600
+
+
+def parse_share(value: str) -> float:
+    """A share of 1 from `0.5` or `"50%"`; from 0 to below 1."""
+    text = value.strip()
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise ValueError(f'{value!r} is not a share such as "50%" or "0.5"')
+    return share
 
 
 def say_usd(usd: float | None) -> str:

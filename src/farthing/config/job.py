@@ -235,8 +235,15 @@ class LimitsSection(Section):
 
     max_usd: Usd | None = None
     max_hours: Hours | None = None
+    max_gpu_hours: Hours | None = None
+    """Hours times GPUs."""
     deadline: datetime | None = None
     """ISO date and time; without a zone it is the machine's own."""
+
+    def most_hours(self, n_gpus: int = 1) -> float | None:
+        """What `max_hours` and `max_gpu_hours` leave a run on so many GPUs."""
+        caps = [self.max_hours, None if self.max_gpu_hours is None else self.max_gpu_hours / n_gpus]
+        return min((cap for cap in caps if cap is not None), default=None)
 
 
 class WhereSection(Section):
@@ -290,7 +297,7 @@ class Job(Section):
     @model_validator(mode="after")
     def _a_fitted_schedule_has_a_budget(self) -> Job:
         limits = self.limits
-        if self.train.fit_schedule_to_budget and (limits.max_usd, limits.max_hours, limits.deadline) == (None,) * 3:
+        if self.train.fit_schedule_to_budget and (limits.max_usd, limits.most_hours(), limits.deadline) == (None,) * 3:
             raise ValueError("train.fit_schedule_to_budget fits to a limit; set limits.max_usd, max_hours or deadline")
         return self
 

@@ -196,6 +196,7 @@ def wanted_of(
         is_tokenized=lengths.is_exact,
         max_usd=job.limits.max_usd,
         max_hours=job.limits.max_hours,
+        max_gpu_hours=job.limits.max_gpu_hours,
         deadline_s=deadline_s,
     )
 
@@ -278,7 +279,7 @@ def plan_here(
     place = place_here(wanted, machine, job, measurements, today)
     if place is None or isinstance(place, Rejected):
         return place
-    open_ended = replace(wanted, max_usd=None, max_hours=None, deadline_s=None)
+    open_ended = replace(wanted, max_usd=None, max_hours=None, max_gpu_hours=None, deadline_s=None)
     answer = decide(open_ended, [place])
     return answer.plans[0] if answer.plans else answer.rejected[0]
 

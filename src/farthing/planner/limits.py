@@ -11,6 +11,7 @@ from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
+from farthing.planner.ownership import needed_samples_per_min
 from farthing.planner.spot import (
     Choice,
     Interruptions,
@@ -38,6 +39,16 @@ def within_limits(plan: Plan, wanted: JobSpec) -> Plan | Rejected:
         what = f"takes {say_seconds(hours * 3600)}, the cap is {say_seconds(wanted.max_hours * 3600)}"
         change = f"limits.max_hours: {_rounded_up(hours)}{_or_fewer_steps(plan, wanted, wanted.max_hours / hours)}"
         return Rejected(plan.offer, what, change, hours / max(wanted.max_hours, 1e-9))
+    gpu_hours, cap = hours * plan.recipe.n_gpus, wanted.max_gpu_hours
+    if cap is not None and gpu_hours > cap:
+        n_samples = wanted.n_steps * wanted.global_batch
+        needed, now = needed_samples_per_min(n_samples, 1, cap, plan.recipe.n_gpus), n_samples / (hours * 60)
+        what = f"takes {gpu_hours:,.3g} GPU-hours, the cap is {cap:g}"
+        change = (
+            f"limits.max_gpu_hours: {_rounded_up(gpu_hours)}, or {needed:,.0f} samples/min instead of {now:,.0f}"
+            f"{_or_fewer_steps(plan, wanted, cap / gpu_hours)}"
+        )
+        return Rejected(plan.offer, what, change, gpu_hours / max(cap, 1e-9))
     least_s = plan.wall_s - plan.seconds.get("waiting", 0.0)  # where spot waits, on demand may step in
     if wanted.deadline_s is not None and least_s > wanted.deadline_s:
         late = say_seconds(plan.wall_s - max(0.0, wanted.deadline_s))

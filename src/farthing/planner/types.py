@@ -100,6 +100,7 @@ class JobSpec:
     is_tokenized: bool = False
     max_usd: float | None = None
     max_hours: float | None = None
+    max_gpu_hours: float | None = None
     deadline_s: float | None = None
     """Seconds from now."""
     sure: float = 0.9

@@ -56,6 +56,7 @@ def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
             console.print(f"{number}. {escape(way)}")
     _draw_facts(console, view)
     _draw_why_not(console, view)
+    _draw_by_hand(console, view)
     _draw_own(console, view)
     _draw_sources(console, view)
 
@@ -297,6 +298,13 @@ def _draw_why_not(console: Console, view: Row) -> None:
     console.print(table)
     if len(groups) > _N_WHY_NOT:
         console.print(f"[dim]and {plural(len(groups) - _N_WHY_NOT, 'more machine')}: --json has all[/]")
+
+
+def _draw_by_hand(console: Console, view: Row) -> None:
+    if view["by_hand"] is not None:
+        console.print("\n[bold]By your own figures[/] (P: the price of an hour)")
+        for words in view["by_hand"]["words"]:
+            console.print(f"  {escape(words)}")
 
 
 def _draw_own(console: Console, view: Row) -> None:

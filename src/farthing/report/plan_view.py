@@ -16,6 +16,7 @@ from farthing.planner.confidence import how_sure
 from farthing.planner.ownership import (
     saving,
 )
+from farthing.planner.throughput_arithmetic import OwnFigures, by_hand
 from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front
 from farthing.prices.offers import Offer
 from farthing.units import plural, say_bytes, say_seconds
@@ -31,8 +32,9 @@ NOT_YET = "needs several GPUs, which farthing cannot train on yet"
 _DEARER = 2.0  # what being sooner may cost
 
 
-def plan_view(study: Study, runs_per_month: float | None = None) -> dict[str, Any]:
-    """Everything a plan says. `runs_per_month` adds what a project of so many comes to in a year."""
+def plan_view(study: Study, runs_per_month: float | None = None, figures: OwnFigures | None = None) -> dict[str, Any]:
+    """Everything a plan says. `runs_per_month` adds what a project of so many comes to in a year, `figures` what somebody
+    knows of the run from elsewhere."""
     choices = _choices(study.answer.plans)
     rows = [_plan(rank, group, study.law, study.wanted.shape.model_type) for rank, group in enumerate(choices, 1)]
     for row in _front([row for row in rows if row["is_runnable"]]):
@@ -62,7 +64,27 @@ def plan_view(study: Study, runs_per_month: float | None = None) -> dict[str, An
     view["answer"] = _answer(view, rows)
     view["own"] = [own_machine(owned, rows, best, study, runs_per_month) for owned in study.own]
     view["years"] = years_of(rows, view, study, runs_per_month) if runs_per_month else None
+    view["by_hand"] = _by_hand(study, figures or OwnFigures(), best)
     return dict(plain(view))
+
+
+def _by_hand(study: Study, figures: OwnFigures, best: Any) -> dict[str, Any] | None:
+    """What somebody's own figures come to; the throughput that the job's cap on GPU-hours asks for."""
+    wanted = study.wanted
+    if not figures.is_any and wanted.max_gpu_hours is None:
+        return None
+    n_samples, n_epochs = wanted.lengths.n_examples, wanted.n_epochs
+    if wanted.max_steps is not None:
+        n_samples, n_epochs = wanted.n_steps * wanted.global_batch, 1.0
+    return by_hand(
+        figures,
+        n_samples=n_samples,
+        n_epochs=n_epochs,
+        tokens_per_sample=wanted.tokens_per_example,
+        save_every_s=wanted.save_every_s,
+        max_gpu_hours=wanted.max_gpu_hours,
+        usd_per_hour=best["usd_per_hour"] if best is not None and best["kind"] in RENTED else None,
+    )
 
 
 # ---- the job, the prices ----
@@ -94,6 +116,7 @@ def _job(study: Study) -> dict[str, Any]:
         "limits": {
             "max_usd": wanted.max_usd,
             "max_hours": wanted.max_hours,
+            "max_gpu_hours": wanted.max_gpu_hours,
             "deadline_s": wanted.deadline_s,
             "sure": wanted.sure if wanted.deadline_s is not None else None,
         },

@@ -90,6 +90,8 @@ def limits_in_words(view: Mapping[str, Any]) -> str:
         words.append(f"at most {say_cost(limits['max_usd'])}")
     if limits["max_hours"] is not None:
         words.append(f"at most {say_seconds(limits['max_hours'] * 3600)}")
+    if limits["max_gpu_hours"] is not None:
+        words.append(f"at most {limits['max_gpu_hours']:g} GPU-hours")
     if limits["deadline_s"] is not None:
         words.append(
             f"done in {say_seconds(limits['deadline_s'])} from now, on spot with {limits['sure']:.0%} at least"

@@ -26,8 +26,9 @@ def over_limit(job: Job, ledger: Ledger, reserve_s: float) -> str | None:
         spent = ledger.spent_usd + reserve_s / 3600 * job.usd_per_hour
         if spent > limits.max_usd or (ledger.spent_usd >= limits.max_usd > 0):
             return f"the cap of {say_usd(limits.max_usd)}: {say_usd(ledger.spent_usd)} are spent"
-    if limits.max_hours is not None and ledger.spent_s + reserve_s > limits.max_hours * 3600:
-        return f"the cap of {say_seconds(limits.max_hours * 3600)}: {say_seconds(ledger.spent_s)} are spent"
+    most_hours = limits.most_hours()
+    if most_hours is not None and ledger.spent_s + reserve_s > most_hours * 3600:
+        return f"the cap of {say_seconds(most_hours * 3600)}: {say_seconds(ledger.spent_s)} are spent"
     if limits.deadline is not None and ledger.now + reserve_s > limits.deadline.timestamp():
         return f"the deadline {limits.deadline.isoformat(sep=' ', timespec='minutes')}"
     return None
@@ -38,8 +39,9 @@ def seconds_left(job: Job, ledger: Ledger) -> float:
     limits, left = job.limits, [math.inf]
     if limits.max_usd is not None and job.usd_per_hour > 0:
         left.append((limits.max_usd - ledger.spent_usd) / job.usd_per_hour * 3600)
-    if limits.max_hours is not None:
-        left.append(limits.max_hours * 3600 - ledger.spent_s)
+    most_hours = limits.most_hours()
+    if most_hours is not None:
+        left.append(most_hours * 3600 - ledger.spent_s)
     if limits.deadline is not None:
         left.append(limits.deadline.timestamp() - ledger.now)
     return max(0.0, min(left))
