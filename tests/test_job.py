@@ -193,7 +193,7 @@ def test_a_misspelt_key_in_the_wrong_section_is_sent_home_too(read: Any) -> None
 
 
 def test_an_unknown_key_like_no_other_gets_the_list(read: Any) -> None:
-    assert "max_usd, max_hours, deadline" in one_problem(read, "limits: {zzz: 1}\n")[2]
+    assert "max_usd, max_hours, max_gpu_hours, deadline" in one_problem(read, "limits: {zzz: 1}\n")[2]
 
 
 def yaml_keys(section: Any) -> dict[str, Any]:
