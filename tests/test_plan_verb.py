@@ -18,6 +18,7 @@ from farthing import cli
 from farthing.planner import inputs as study
 from farthing.planner.machine import Cpu, Machine
 from farthing.tiny import demo_rows, write_jsonl
+from farthing.units import said_apart, say_usd
 
 MACHINE = Machine("cpu", "Old CPU", 0, 8 << 30, 2, Cpu("Old CPU", 2, 2.0, frozenset({"avx2", "fma"})))
 BIG = ("--set", "model.model_name_or_path=meta-llama/Llama-3.1-8B", "--examples", "10000", "--mean-tokens", "400")
@@ -249,12 +250,6 @@ def test_mistakes_are_named(job: str, argv: tuple[str, ...], words: str, capsys:
         assert json.loads(out)["exit_code"] == 2
 
 
-def test_examples_without_their_tokens(job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, job, "--examples", "100")
-    assert code == 2
-    assert "give both" in err
-
-
 def test_an_impossible_job_names_the_three_nearest_ways(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, job, *BIG, "--budget", "0.01")
     assert code == 2
@@ -364,3 +359,55 @@ def test_figures_that_cannot_be_are_refused_by_name(
     code, _, err = run(capsys, job, *SMALL, "--examples", "1000", *argv)
     assert code == 2
     assert words in err
+
+
+# ---- words that say what they mean ----
+
+
+def test_a_gpu_that_nobody_sells_is_named_and_no_option_that_was_not_given(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, job, "--gpu", "MI300X")
+    assert code == 2
+    assert "no offer has gpu MI300X" in err
+    assert "--prices FILE" in err
+    assert "--provider" not in err
+    code, _, err = run(capsys, job, "--gpu", "H100", "--provider", "Colab")
+    assert code == 2
+    assert "no offer has gpu H100, provider Colab" in err
+    assert "--region" not in err
+
+
+def test_examples_alone_are_as_long_as_those_that_are_here(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    here = run_json(capsys, job)["job"]
+    found = run_json(capsys, job, "--examples", "5000")["job"]
+    assert found["n_examples"] == 5000
+    assert found["mean_tokens"] == pytest.approx(here["mean_tokens"])
+    assert found["longest_tokens"] == here["longest_tokens"]
+    assert not found["lengths_are_exact"]
+    longer = run_json(capsys, job, "--mean-tokens", "99")["job"]
+    assert (longer["n_examples"], round(longer["mean_tokens"])) == (here["n_examples"], 99)
+    code, _, err = run(capsys, job, "--set", "data.train=gone.jsonl", "--examples", "5000")
+    assert code == 2
+    assert "give --mean-tokens too" in err
+
+
+def test_the_longest_example_is_no_shorter_than_the_mean(
+    job: str, tmp_path: Path, tiny_folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "pairs.jsonl", [{"input": "a few words", "target": "many more words " * 9}] * 40)
+    changes = (
+        "task=seq2seq",
+        f"model.model_name_or_path={tiny_folders['t5']}",
+        f"data.train={tmp_path / 'pairs.jsonl'}",
+    )
+    found = run_json(
+        capsys, job, *(word for change in changes for word in ("--set", change)), "--set", "method.name=full"
+    )
+    assert found["job"]["mean_tokens"] <= found["job"]["longest_tokens"]
+
+
+def test_a_cap_and_what_passes_it_are_said_with_digits_that_tell_them_apart() -> None:
+    assert said_apart(5.004, 5.0, say_usd, "${}") == ("$5.004", "$5.000")
+    assert said_apart(6.0, 5.0, say_usd, "${}") == ("$6.00", "$5.00")
+    assert said_apart(2.0, 2.0, say_usd, "${}") == ("$2.00", "$2.00")

@@ -6,6 +6,7 @@ Inside farthing a quantity is a plain number whose name carries its unit: `_byte
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 _SECONDS = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "hr": 3600.0, "d": 86400.0}
 
@@ -49,6 +50,17 @@ def parse_share(value: str) -> float:
     if not 0 <= share < 1:
         raise ValueError(f'{value!r} is not a share such as "50%" or "0.5"')
     return share
+
+
+def said_apart(a: float, b: float, say: Callable[[float], str], unit: str) -> tuple[str, str]:
+    """Two figures in words that differ where the figures do; `unit` has `{}` for a number with as many digits as it takes."""
+    if a == b or say(a) != say(b):
+        return say(a), say(b)
+    for n_digits in range(2, 12):
+        one, other = (unit.format(f"{value:,.{n_digits}f}") for value in (a, b))
+        if one != other:
+            return one, other
+    return say(a), say(b)
 
 
 def say_usd(usd: float | None) -> str:

@@ -8,14 +8,14 @@ Refuses to import torch, to train and to print. The clock's time is handed in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 from farthing.config.job import Job
-from farthing.errors import UserMistake
+from farthing.errors import FarthingError, UserMistake
 from farthing.planner.calibration import calibrate, past_errors
 from farthing.planner.job_lengths import read_lengths
 from farthing.planner.lengths import Lengths, from_mean
@@ -99,6 +99,10 @@ def study_job(
     may = job.where
     chosen = _selected(catalog, gpu or may.gpu, provider or may.provider, region or may.region, kind or may.offers)
     offers = [offer for offer in chosen if offer.n_gpus <= max_gpus]
+    if not offers:
+        raise UserMistake(
+            f"no machine of at most {max_gpus} GPUs is among the offers", where="--max-gpus", to_do="give more"
+        )
     software = rented_torch() if torch is None else parse_torch(torch)
     notes.append(f"software: {runs_in_words(software)}")
     found: list[Place | Rejected] = []
@@ -120,12 +124,6 @@ def study_job(
             found.append(place_of(offer, wanted, known.of(offer.gpu), software, today))
     places = [place for place in found if isinstance(place, Place)]
     refused = [place for place in found if isinstance(place, Rejected)]
-    if not offers:
-        raise UserMistake(
-            "no offer is left to look at",
-            where="--gpu, --provider, --region, --offers",
-            to_do="leave one of them out; `farthing prices` lists what there is",
-        )
     managed = [offer for offer in offers if offer.usd_per_hour is None]
     assumptions = Assumptions()
     hazard, law = None, Study.law
@@ -210,14 +208,22 @@ def _drops(config: dict[str, Any]) -> bool:
 def _lengths(
     job: Job, cache_dir: Path, n_examples: int | None, mean_tokens: float | None
 ) -> tuple[Lengths, Lengths | None]:
-    if (n_examples is None) != (mean_tokens is None):
-        raise UserMistake("examples and tokens go together", where="--examples, --mean-tokens", to_do="give both")
-    if n_examples is not None and mean_tokens is not None:
-        target = mean_tokens / 4 if job.task == "seq2seq" else None
-        longest = max(job.max_length, int(mean_tokens) + 1)
-        lengths = from_mean(n_examples, mean_tokens, longest, mean_target=target)
-        return lengths, None
-    return read_lengths(job, cache_dir=cache_dir)
+    if n_examples is None and mean_tokens is None:
+        return read_lengths(job, cache_dir=cache_dir)
+    if n_examples is None or mean_tokens is None:  # the data says the other
+        try:
+            seen, held_out = read_lengths(job, cache_dir=cache_dir)
+        except FarthingError as error:
+            lacks = "--examples" if n_examples is None else "--mean-tokens"
+            to_do = f"give {lacks} too"
+            raise UserMistake(f"{lacks} is not known: {error.what}", where=error.where, to_do=to_do) from None
+        if mean_tokens is None and n_examples is not None:
+            return seen.repeated(n_examples), held_out
+        n_examples = seen.n_examples
+    assert mean_tokens is not None
+    target = mean_tokens / 4 if job.task == "seq2seq" else None
+    longest = max(job.max_length, int(mean_tokens) + 1)
+    return from_mean(n_examples, mean_tokens, longest, mean_target=target), None
 
 
 # ---- places ----
@@ -380,14 +386,37 @@ def _calibration(
 def _selected(
     catalog: Catalog, gpu: Sequence[str], provider: Sequence[str], region: Sequence[str], kind: str | None
 ) -> list[Offer]:
-    """Offers that have any of the names of each sort. Raises `UserMistake` for names that nothing has."""
+    """Offers that have any of the names of each sort. Raises `UserMistake` for names that nothing has, alone or together."""
     found = list(catalog.offers)
+    asked: list[str] = []
     for names, narrow in ((gpu, "gpu"), (provider, "provider"), (region, "region")):
-        if names:
-            keep: set[int] = set()
-            for name in names:
-                if narrow == "gpu":
-                    find_gpu(name)
-                keep |= {id(offer) for offer in select(catalog, **{narrow: name})}  # type: ignore[arg-type]
-            found = [offer for offer in found if id(offer) in keep]
-    return [offer for offer in found if kind is None or offer.kind == kind]
+        if not names:
+            continue
+        keep: set[int] = set()
+        for name in names:
+            if narrow == "gpu":
+                find_gpu(name)
+            keep |= {id(offer) for offer in select(catalog, **{narrow: name})}  # type: ignore[arg-type]
+        asked.append(f"{narrow} {' or '.join(names)}")
+        found = _left(found, lambda offer, keep=keep: id(offer) in keep, asked)  # type: ignore[misc]
+    if kind is not None:
+        asked.append(f"offers {kind}")
+        found = _left(found, lambda offer: offer.kind == kind, asked)
+    return found
+
+
+def _left(offers: Sequence[Offer], is_asked_for: Callable[[Offer], bool], asked: Sequence[str]) -> list[Offer]:
+    """Those that are asked for. Raises `UserMistake` with what was asked for where none is left."""
+    found = [offer for offer in offers if is_asked_for(offer)]
+    if found:
+        return found
+    last = asked[-1].partition(" ")[0]
+    to_do = "`farthing prices` lists what there is"
+    if len(asked) > 1:
+        to_do = f"leave out {asked[-1]}; {to_do}"
+    elif last == "gpu":
+        to_do = (
+            "the GPU is known, but no price of it is here: bring one with --prices FILE, or `farthing prices update`"
+        )
+    what = f"no offer has {', '.join(asked)}"
+    raise UserMistake(what, where=f"--{last}, or where.{last} in the job", to_do=to_do)

@@ -134,6 +134,18 @@ class Lengths:
         found: tuple[int, int] = self._known[key]
         return found
 
+    def repeated(self, n_examples: int) -> Lengths:
+        """So many examples of the same lengths."""
+        share = n_examples / self.n_examples
+        return replace(
+            self,
+            n_examples=n_examples,
+            n_tokens=self.n_tokens * share,
+            n_target_tokens=self.n_target_tokens * share,
+            is_exact=False,
+            source=f"{n_examples:,} examples as long as these: {self.source}",
+        )
+
     def truncated(self, most: int) -> Lengths:
         """The same examples with inputs of at most `most` tokens."""
         tokens = np.minimum(self.tokens, most)

@@ -20,7 +20,7 @@ from farthing.planner.spot import (
 )
 from farthing.planner.types import JobSpec, Plan, Range, Rejected
 from farthing.prices.offers import Offer
-from farthing.units import say_seconds, say_usd
+from farthing.units import said_apart, say_seconds, say_usd
 
 _80_PERCENT = NormalDist().inv_cdf(0.9)  # standard deviations on either side that hold 80 % of cases
 N_DRAWN = 40  # plans whose chance to meet the deadline is drawn
@@ -30,20 +30,22 @@ def within_limits(plan: Plan, wanted: JobSpec) -> Plan | Rejected:
     """The plan, or why it passes the dollars, the hours or the deadline of the job."""
     usd, hours = plan.total_usd, plan.wall_s / 3600
     if wanted.max_usd is not None and usd > wanted.max_usd:
-        what = f"costs {say_usd(usd)}, the cap is {say_usd(wanted.max_usd)}"
+        what = "costs {}, the cap is {}".format(*said_apart(usd, wanted.max_usd, say_usd, "${}"))
         change = (
             f"limits.max_usd: {_rounded_up(usd)}{_or_fewer_steps(plan, wanted, wanted.max_usd / usd, ('waiting',))}"
         )
         return Rejected(plan.offer, what, change, usd / max(wanted.max_usd, 1e-9))
     if wanted.max_hours is not None and hours > wanted.max_hours:
-        what = f"takes {say_seconds(hours * 3600)}, the cap is {say_seconds(wanted.max_hours * 3600)}"
+        says = said_apart(hours, wanted.max_hours, lambda h: say_seconds(h * 3600), "{} h")
+        what = "takes {}, the cap is {}".format(*says)
         change = f"limits.max_hours: {_rounded_up(hours)}{_or_fewer_steps(plan, wanted, wanted.max_hours / hours)}"
         return Rejected(plan.offer, what, change, hours / max(wanted.max_hours, 1e-9))
     gpu_hours, cap = hours * plan.recipe.n_gpus, wanted.max_gpu_hours
     if cap is not None and gpu_hours > cap:
         n_samples = wanted.n_steps * wanted.global_batch
         needed, now = needed_samples_per_min(n_samples, 1, cap, plan.recipe.n_gpus), n_samples / (hours * 60)
-        what = f"takes {gpu_hours:,.3g} GPU-hours, the cap is {cap:g}"
+        says = said_apart(gpu_hours, cap, lambda h: f"{h:,.3g} GPU-hours", "{} GPU-hours")
+        what = "takes {}, the cap is {}".format(*says)
         change = (
             f"limits.max_gpu_hours: {_rounded_up(gpu_hours)}, or {needed:,.0f} samples/min instead of {now:,.0f}"
             f"{_or_fewer_steps(plan, wanted, cap / gpu_hours)}"

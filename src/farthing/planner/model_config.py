@@ -101,15 +101,27 @@ def known_config(name: str) -> dict[str, Any] | None:
 
 
 def nearest_known(name: str) -> str:
-    """The known name most like this one, or nothing."""
+    """The known name most like this one, or nothing; never one of another version (Llama 2 for Llama 4)."""
     table = known_models()
     names = {full.lower(): full for full in (*table["models"], *table["same_as"])}
     by_end = {full.rpartition("/")[2]: full for full in names}
-    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.75)
+    version = _version_in(name)
+
+    def fits(known: str) -> bool:
+        return not version or version == _version_in(known)
+
+    near = [one for one in difflib.get_close_matches(name.lower(), names, cutoff=0.75) if fits(one)]
     if near:
         return names[near[0]]
-    near = difflib.get_close_matches(name.lower().rpartition("/")[2], by_end, n=1, cutoff=0.75)
+    end = name.lower().rpartition("/")[2]
+    near = [one for one in difflib.get_close_matches(end, by_end, cutoff=0.75) if fits(one)]
     return names[by_end[near[0]]] if near else ""
+
+
+def _version_in(name: str) -> str:
+    """The first number of a name that is no size: `25` of Qwen2.5-7B, `31` of Llama-3.1-8B; nothing in gpt-neox-20b."""
+    found = re.search(r"(?<![\d.])v?(\d+(?:\.\d+)?)(?![\d.]*[bmk](?![a-z]))", name.rpartition("/")[2].lower())
+    return found[1].replace(".", "") if found else ""
 
 
 # ---- the Hub ----

@@ -31,7 +31,7 @@ from farthing.planner.spot import (
 )
 from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected
 from farthing.prices.offers import Offer, bill
-from farthing.units import say_bytes
+from farthing.units import said_apart, say_bytes
 
 # of a micro-batch on a GPU: smaller ones leave it idle, but for longer examples
 FEWEST_TOKENS, MOST_TOKENS = 1024, 65_536
@@ -183,7 +183,8 @@ class _Search:
             recipe, memory, step, work = min(sure, key=cheapness)
             return Chosen(recipe, memory, step, self._pricing.seconds_of(place, recipe, step, work))
         least = min((self.needed_bytes(place, memory), recipe.in_words()) for recipe, memory, _ in found)
-        reason = f"needs {say_bytes(least[0])} at least, has {say_bytes(place.memory_bytes)} ({least[1]})"
+        gib = said_apart(least[0] / 2**30, place.memory_bytes / 2**30, lambda n: say_bytes(n * 2**30), "{} GiB")
+        reason = f"needs {gib[0]} at least, has {gib[1]} ({least[1]})"
         distance = least[0] / place.memory_bytes
         in_fp16 = self._fp16_instead(place, n_gpus)
         for change, n_bytes in self.changes(place.precision, n_gpus, place.is_cuda):

@@ -106,7 +106,7 @@ def _job(study: Study) -> dict[str, Any]:
         "n_steps": study.answer.n_steps,
         "global_batch": wanted.global_batch,
         "mean_tokens": wanted.tokens_per_example,
-        "longest_tokens": lengths.longest,
+        "longest_tokens": lengths.longest_example,
         "longest_target_tokens": lengths.longest_target or None,
         "n_tokens": study.answer.n_steps * wanted.global_batch * wanted.tokens_per_example,
         "lengths_are_exact": lengths.is_exact,
