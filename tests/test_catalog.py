@@ -529,3 +529,12 @@ def test_reading_prices_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_torch_can_have_of_a_gpu_is_less_than_what_its_driver_shows() -> None:
+    rows = facts("gpu_usable_memory.csv")
+    assert all(row["source"] and date.fromisoformat(row["date"]) <= TODAY for row in rows)
+    assert {row["gpu"] for row in rows} <= set(gpus())
+    for gpu in gpus().values():
+        assert 0.96 < gpu.usable_bytes / gpu.memory_bytes < 1, gpu.name
+    assert find_gpu("A100-80GB").usable_bytes == int(79.15 * 2**30)

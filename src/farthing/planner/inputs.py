@@ -253,7 +253,7 @@ def place_here(
             return judged
         precision, note = judged.precision, judged.precision_note
         device = device_of(gpu, precision)
-        memory_bytes, hardware = machine.memory_bytes, machine.hardware
+        memory_bytes, hardware = min(machine.memory_bytes, gpu.usable_bytes), machine.hardware
     else:
         precision = wanted.precision or "fp32"
         device = cpu_device(machine.cpu.name, machine.cpu.peak_flops(precision, machine.n_threads), machine.n_threads)

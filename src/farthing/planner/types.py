@@ -362,7 +362,7 @@ def place_of(
         offer,
         device,
         precision,
-        gpu.memory_bytes,
+        gpu.usable_bytes,
         calibration or Calibration(),
         precision_note=note,
         price_age_days=age,

@@ -43,6 +43,12 @@ class Gpu(NamedTuple):
         return "bf16" in self.flops
 
     @property
+    def usable_bytes(self) -> int:
+        """What torch can have of the memory: the driver keeps a part. Where it was not seen, the share of those that were."""
+        seen = _usable_gib().get(self.name)
+        return int(seen * 2**30 if seen is not None else self.memory_bytes * _usable_share())
+
+    @property
     def memory_gib(self) -> float:
         """Memory in GiB, as the driver shows it."""
         return self.memory_bytes / 2**30
@@ -75,6 +81,19 @@ def gpus() -> dict[str, Gpu]:
                 date=date.fromisoformat(row["date"]),
             )
     return found
+
+
+@cache
+def _usable_gib() -> dict[str, float]:
+    with open(FACTS / "gpu_usable_memory.csv", encoding="utf-8", newline="") as file:
+        return {row["gpu"]: float(row["usable_gib"]) for row in csv.DictReader(file)}
+
+
+@cache
+def _usable_share() -> float:
+    """The median over the GPUs of which it is known."""
+    shares = sorted(gib * 2**30 / gpus()[name].memory_bytes for name, gib in _usable_gib().items())
+    return shares[len(shares) // 2]
 
 
 def find_gpu(text: str, memory_gib: float | None = None) -> Gpu:
