@@ -26,6 +26,7 @@ from farthing.errors import (
 )
 
 DESCRIPTION = "Fine-tune a language model for the fewest dollars: resumable to the bit, with its bill."
+FINISHED_ALREADY = "it was finished already; nothing was trained"
 EPILOG = "exit codes: 0 finished, 1 crash, 2 mistake in the input, 3 stopped by a limit, 75 interrupted (run it again)"
 
 
@@ -356,27 +357,50 @@ def _page_path(path: Path) -> Path:
 def _train(arguments: argparse.Namespace) -> int:
     from farthing.config.load import load_job
 
+    if arguments.retry is not None and arguments.retry < 1:
+        raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
     job = load_job(arguments.job, arguments.set)
     offer = _scaling_offer(arguments, job)
 
+    from farthing.durability.run_folder import is_finished
+
+    if is_finished(Path(job.output_dir)):
+        from farthing.train.finished import receipt_of_finished
+
+        if receipt := receipt_of_finished(job):
+            console = _console(stderr=arguments.json)
+            return _show_end(arguments, console, "finished", FINISHED_ALREADY, receipt, EXIT_FINISHED)
+    if arguments.retry is not None:
+        return _train_until_it_ends(arguments, Path(job.output_dir))
+
+    from farthing.durability.opening import opened
+
+    with opened(Path(job.output_dir), job.usd_per_hour) as attempt:  # on the bill from here on
+        return _train_once(arguments, job, offer, attempt)
+
+
+def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any) -> int:
     from farthing.report.receipt import leave_receipt
     from farthing.report.terminal import Terminal
     from farthing.train.budget import stopped_before_start
 
     console = _console(stderr=arguments.json)
-    if reason := stopped_before_start(job):
-        return _show_end(arguments, console, "limit", reason, leave_receipt(Path(job.output_dir)), EXIT_LIMIT)
-    if arguments.retry is not None:
-        return _train_until_it_ends(arguments, Path(job.output_dir))
+    if reason := stopped_before_start(job, attempt):
+        return _show_end(arguments, console, "limit", reason, leave_receipt(attempt.folder), EXIT_LIMIT)
     terminal = Terminal(console, job.train.logging_steps)
     if offer:
         terminal("note", {"text": offer})
     terminal("starting", {"text": "loading torch and transformers"})
-    before = signal.signal(signal.SIGTERM, _leave_before_the_start)  # until the run itself listens
+
+    def leave(number: int, frame: Any) -> None:
+        attempt.ledger.end("interrupted")
+        _leave_before_the_start(number, frame)
+
+    before = signal.signal(signal.SIGTERM, leave)  # until the run itself listens
     try:
         from farthing.train.run import train
 
-        outcome = train(job, terminal, allow_restart=arguments.allow_restart)
+        outcome = train(job, terminal, allow_restart=arguments.allow_restart, attempt=attempt)
     finally:
         signal.signal(signal.SIGTERM, before)
         terminal.close()
@@ -389,8 +413,6 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:
 
     from farthing.durability.supervisor import Child, Supervisor, begin
 
-    if arguments.retry < 1:
-        raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
     words = ["train", arguments.job, *(word for value in arguments.set for word in ("--set", value))]
     with tempfile.TemporaryFile() as printed:
 

@@ -259,13 +259,12 @@ class Run:
 
     def restore(self, run_id: str, allow_restart: bool) -> None:
         """Go back to the newest whole checkpoint, or to the start when there never was one. Raises `RunDamaged`."""
-        facts = {"farthing": farthing.__version__, "attempt": self.ledger.number}
         self.checkpoints = Checkpoints(
             self.folder / CHECKPOINTS,
             run_id,
             self.job.train.save_total_limit,
             warn=self.warn,
-            facts=facts,
+            facts=lambda: {"farthing": farthing.__version__, **self.ledger.witness()},
             copy=self.mirror.offer if self.mirror is not None else None,
         )
         try:
