@@ -6,6 +6,8 @@ Torch is imported by the verbs that need it, so that `--help` and a wrong job fi
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import json
 import os
 import signal
@@ -32,7 +34,19 @@ EPILOG = "exit codes: 0 finished, 1 crash, 2 mistake in the input, 3 stopped by 
 
 def entry() -> None:
     """The `farthing` command."""
-    sys.exit(main())
+    ended_with: list[int] = []
+    atexit.register(_leave_at_once, ended_with)  # the first to be registered is the last to be called
+    ended_with.append(main())
+    sys.exit(ended_with[0])
+
+
+def _leave_at_once(ended_with: list[int]) -> None:
+    """End the process without taking its libraries apart: with torch that takes up to seconds, which would be paid for."""
+    if ended_with:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(ended_with[0])
 
 
 def main(argv: list[str] | None = None) -> int:
