@@ -18,7 +18,7 @@ from farthing.durability import files
 from farthing.durability.accounts import LOST, as_line, attempts_of, read_ledger
 from farthing.durability.files import commit_folder, write_json
 from farthing.durability.ledger import Ledger, Meter
-from farthing.durability.opening import opened
+from farthing.durability.opening import _likely_folder, opened
 from farthing.durability.run_folder import witnesses_of
 from farthing.errors import DataError, RunChanged, RunDamaged
 from farthing.report.receipt import build_receipt
@@ -310,3 +310,41 @@ def test_a_wrong_job_leaves_no_run_folder(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "data.jsonl").unlink()
     assert main(["train", str(path)]) == 2
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("output_dir: run", "run"), ("output_dir: ./a/run  # here\n", "a/run"), ('output_dir: "a run"', "a run"),
+        ("output_dir: 'x#y'", "x#y"), ("task: t\noutput_dir: out-1.b\nx: 1", "out-1.b"),
+        ("output_dir: &a run", None), ("output_dir: |\n  run", None), ("output_dir: a\noutput_dir: b", None),
+        ("x:\n  output_dir: run", None), ("{output_dir: run}", None), ("output_dir: [run]", None), ("", None),
+    ],
+)  # fmt: skip
+def test_the_folder_of_a_job_is_found_before_the_job_is_read_or_not_at_all(
+    text: str, name: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    found = _likely_folder(tmp_path / "job.yaml", [])
+    assert found == (None if name is None else tmp_path / name)
+    assert _likely_folder(tmp_path / "job.yaml", ["output_dir=/x/y"]) == Path("/x/y")
+
+
+def test_a_job_that_is_wrong_or_of_another_folder_leaves_the_bill_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workshop.job_file(tmp_path, max_steps=2, output_dir="run")
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    ledger.parent.mkdir()
+    three_attempts(ledger)
+    before = sums_of(ledger)
+    assert main(["train", str(path), "--set", "train.no_such_key=1"]) == 2
+    assert sums_of(ledger) == before
+    assert (
+        main(["train", str(path), "--set", "output_dir=" + str(tmp_path / "run"), "--set", "limits.max_hours=1s"]) == 3
+    )
+    assert sums_of(ledger)[1] == pytest.approx(before[1], abs=0.01), "a second or so, at the price of the job"
+    priced = [account.usd_per_hour for account in read_ledger(ledger).ordered]
+    assert priced == [*PRICES, 3.6]
+    assert main(["train", str(path), "--set", "limits.max_hours=1s"]) == 3
+    assert len(read_ledger(ledger).accounts) == 4, "asking again costs nothing"

@@ -369,27 +369,34 @@ def _page_path(path: Path) -> Path:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from farthing.config.load import load_job
+    from farthing.durability.opening import opened, opened_early
 
     if arguments.retry is not None and arguments.retry < 1:
         raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
-    job = load_job(arguments.job, arguments.set)
-    offer = _scaling_offer(arguments, job)
+    with contextlib.ExitStack() as stack:  # an attempt is on the bill from here on
+        attempt = None if arguments.retry else opened_early(stack, Path(arguments.job), arguments.set)
 
-    from farthing.durability.run_folder import is_finished
+        from farthing.config.load import load_job
+        from farthing.durability.run_folder import is_finished
 
-    if is_finished(Path(job.output_dir)):
-        from farthing.train.finished import receipt_of_finished
+        job = load_job(arguments.job, arguments.set)
+        folder = Path(job.output_dir)
+        if attempt is not None and attempt.folder != folder:
+            attempt.ledger.withdraw()
+            stack.close()
+            attempt = None
+        offer = _scaling_offer(arguments, job)
+        if is_finished(folder):
+            from farthing.train.finished import receipt_of_finished
 
-        if receipt := receipt_of_finished(job):
-            console = _console(stderr=arguments.json)
-            return _show_end(arguments, console, "finished", FINISHED_ALREADY, receipt, EXIT_FINISHED)
-    if arguments.retry is not None:
-        return _train_until_it_ends(arguments, Path(job.output_dir))
-
-    from farthing.durability.opening import opened
-
-    with opened(Path(job.output_dir), job.usd_per_hour) as attempt:  # on the bill from here on
+            if receipt := receipt_of_finished(job):
+                console = _console(stderr=arguments.json)
+                return _show_end(arguments, console, "finished", FINISHED_ALREADY, receipt, EXIT_FINISHED)
+        if arguments.retry is not None:
+            return _train_until_it_ends(arguments, folder)
+        if attempt is None:
+            attempt = stack.enter_context(opened(folder, job.usd_per_hour))
+        attempt.ledger.set_price(job.usd_per_hour)
         return _train_once(arguments, job, offer, attempt)
 
 

@@ -144,8 +144,8 @@ class Ledger:
     attempt at most, and never more than about a second. `witnesses` know of money that may be missing in the file.
     """
 
-    def __init__(self, path: Path, meter: Meter, usd_per_hour: float, witnesses: Iterable[Witness] = ()) -> None:
-        self._path, self._meter, self._usd_per_hour = path, meter, usd_per_hour
+    def __init__(self, path: Path, meter: Meter, usd_per_hour: float | None, witnesses: Iterable[Witness] = ()) -> None:
+        self._path, self._meter = path, meter
         self._file: int | None = None
         self._places = (0, 0)
         self._place_bytes = 0
@@ -155,12 +155,15 @@ class Ledger:
         self._is_withdrawn = False
         self._newest: dict[str, Any] = {}
         self._is_kept_aside = False
-        self._mine = Account(LOST, id=uuid.uuid4().hex[:12], usd_per_hour=usd_per_hour)
+        self._mine = Account(LOST, id=uuid.uuid4().hex[:12])
         self._past: dict[int, Account] = {}
         self._witnesses = list(witnesses)
         self.damage: Found | None = None
         """What was wrong with the ledger when it was read, if anything was."""
         self._read()
+        if usd_per_hour is None:
+            usd_per_hour = self.past[-1].usd_per_hour if self.past else 0.0
+        self.set_price(usd_per_hour)
         self.clock_back_s = max(0.0, max((account.at for account in self.past), default=0.0) - meter.now)
         """By how much the clock stands before the last moment of an earlier attempt."""
 
@@ -177,6 +180,10 @@ class Ledger:
         self._mine.number = wanted if wanted not in self._past and wanted != LOST else free
         self._past_s = sum(account.wall_s for account in self.past)
         self._past_usd = sum(account.usd for account in self.past)
+
+    def set_price(self, usd_per_hour: float) -> None:
+        """What an hour of this attempt costs, from its beginning on."""
+        self._mine.usd_per_hour = usd_per_hour
 
     @property
     def past(self) -> list[Account]:
@@ -216,7 +223,7 @@ class Ledger:
     @property
     def spent_usd(self) -> float:
         """Dollars of the whole run so far, all attempts."""
-        return self._past_usd + self._meter.wall_s / 3600 * self._usd_per_hour
+        return self._past_usd + self._meter.wall_s / 3600 * self._mine.usd_per_hour
 
     @property
     def spent_s(self) -> float:

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from farthing.durability.files import make_private, only_writer
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
-from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, RUN, witnesses_of
-from farthing.errors import Interrupted, NoSpace, RunBusy, RunChanged, RunDamaged, UserMistake
+from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, RUN, is_finished, witnesses_of
+from farthing.errors import FarthingError, Interrupted, JobError, NoSpace, RunBusy, RunChanged, RunDamaged, UserMistake
 from farthing.units import plural, say_seconds, say_usd
 
+_OUTPUT_DIR = re.compile(
+    r"""^output_dir:[ ]+(?:"([^"\\\n]*)"|'([^'\n]*)'|([\w./~-][^\n#:'"{}\[\]]*?))[ ]*(?:[ ]\#[^\n]*)?$""", re.MULTILINE
+)
 _counted_by: set[int] = set()
 """The process, once its age is on a bill."""
 
@@ -36,7 +40,8 @@ class Opened:
     def belongs_elsewhere(self, error: BaseException) -> bool:
         """Whether the attempt was none of this run: refused before there was a run, or because it is another one's."""
         is_first = not any(account.wall_s for account in self.ledger.past)
-        refused = isinstance(error, UserMistake) and (is_first or isinstance(error, RunBusy | RunChanged | RunDamaged))
+        of_others = isinstance(error, JobError | RunBusy | RunChanged | RunDamaged)
+        refused = isinstance(error, UserMistake) and (is_first or of_others)
         return refused and not self.is_accepted
 
     def damage_in_words(self) -> str | None:
@@ -67,10 +72,10 @@ class Opened:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, usd_per_hour: float) -> Iterator[Opened]:
+def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
     """An attempt in a run folder, which is made if need be and held by this process for as long as the block runs.
 
-    Raises `UserMistake` where the folder can't be made, `RunBusy`, `NoSpace`.
+    `usd_per_hour` None: as the attempt before. Raises `UserMistake` where the folder can't be made, `RunBusy`, `NoSpace`.
     """
     had_lock = (folder / ".lock").exists()
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -108,6 +113,38 @@ def opened(folder: Path, usd_per_hour: float) -> Iterator[Opened]:
         finally:
             with contextlib.suppress(OSError):
                 ledger.close()
+
+
+def opened_early(stack: contextlib.ExitStack, job: Path, overrides: Sequence[str]) -> Opened | None:
+    """An attempt on `stack` in the folder that a job file seems to name, before the file is understood: reading it takes a
+    while too. None where that is not plain to see, or no run has begun there.
+
+    The price is that of the attempt before until `Ledger.set_price` says otherwise.
+    """
+    folder = _likely_folder(job, overrides)
+    if folder is None or not (folder / LEDGER).is_file() or is_finished(folder):
+        return None
+    try:
+        attempt = stack.enter_context(opened(folder, None))
+    except (FarthingError, OSError):  # it will be said when it is known that this is the folder
+        return None
+    return attempt
+
+
+def _likely_folder(job: Path, overrides: Sequence[str]) -> Path | None:
+    """The `output_dir` of a job file where it is a plain word on a line of its own, or of the command line."""
+    try:
+        with open(job, encoding="utf-8-sig") as file:
+            lines = _OUTPUT_DIR.findall(file.read(1 << 20))
+        given = [text.partition("=")[2] for text in overrides if text.startswith("output_dir=")]
+        if given:
+            lines = _OUTPUT_DIR.findall(f"output_dir: {given[-1]}")
+        if len(lines) != 1:
+            return None
+        base = Path.cwd() if given else job.resolve().parent
+        return Path(os.path.abspath(base / Path("".join(lines[0])).expanduser()))
+    except (OSError, ValueError, RuntimeError):
+        return None
 
 
 def _age_to_count() -> float:
