@@ -33,7 +33,8 @@ def slow(tmp_path: Path) -> dict[str, str]:
     """An environment where importing torch never ends, and leaves the file `importing`."""
     (tmp_path / "slow" / "torch").mkdir(parents=True)
     (tmp_path / "slow" / "torch" / "__init__.py").write_text(
-        f"import pathlib, time\npathlib.Path({str(tmp_path / 'importing')!r}).touch()\nwhile True: time.sleep(0.01)\n"
+        f"import ctypes, pathlib\npathlib.Path({str(tmp_path / 'importing')!r}).touch()\n"
+        "while True: ctypes.PyDLL(None).usleep(900_000)\n"  # no other thread runs meanwhile, as where a library is loaded
     )
     return {**os.environ, "PYTHONPATH": str(tmp_path / "slow")}
 
@@ -135,8 +136,7 @@ def test_twenty_attempts_killed_in_their_first_seconds_are_billed_to_a_hundredth
         wall_s += time.monotonic() - began
     billed_s = sum(account.wall_s for account in read_ledger(run / "ledger.jsonl").ordered)
     print(f"{billed_s:.1f} s billed of {wall_s:.1f} s")
-    assert billed_s <= wall_s
-    assert billed_s >= 0.99 * wall_s
+    assert billed_s == pytest.approx(wall_s, rel=0.01)
     # and one that comes to its end by itself: what comes after the last step counts too
     began = time.monotonic()
     process = train(job, run, "--set", "limits.max_hours=" + f"{billed_s + 40}s")

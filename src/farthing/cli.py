@@ -419,7 +419,8 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
 
     before = signal.signal(signal.SIGTERM, leave)  # until the run itself listens
     try:
-        from farthing.train.run import train
+        with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
+            from farthing.train.run import train
 
         outcome = train(job, terminal, allow_restart=arguments.allow_restart, attempt=attempt)
     finally:

@@ -28,6 +28,7 @@ from farthing.durability.accounts import (
     read_ledger,
 )
 from farthing.durability.files import keep_aside, write_text
+from farthing.durability.watcher import Watcher, watch
 
 # The spans, in the order of the receipt, and what each is.
 SPANS = {
@@ -155,6 +156,7 @@ class Ledger:
         self._is_withdrawn = False
         self._newest: dict[str, Any] = {}
         self._is_kept_aside = False
+        self._watcher: Watcher | None = None
         self._mine = Account(LOST, id=uuid.uuid4().hex[:12])
         self._past: dict[int, Account] = {}
         self._witnesses = list(witnesses)
@@ -254,6 +256,8 @@ class Ledger:
 
     def beat(self, *, at_once: bool = False) -> None:
         """Say that time goes on, if nothing was said for a while."""
+        if self._watcher is not None:
+            return
         if at_once or self._meter.wall_s - self._last_line_at >= self._beat_s():
             self.write()
 
@@ -270,6 +274,31 @@ class Ledger:
 
         self._beats = threading.Thread(target=beats, name="ledger", daemon=True)
         self._beats.start()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within the block, in which libraries are loaded, another process beats for this one, see `watcher`."""
+        with self._meter.lock:  # so that the fork finds it free
+            if self._file is not None:
+                with contextlib.suppress(OSError):  # no process to be had: the thread has to do
+                    self._watcher = watch(self._watch, self._file, SOONEST_BEAT_S)
+        try:
+            yield
+        finally:
+            with self._meter.lock:
+                self._stop_watching()
+
+    def _watch(self) -> None:
+        self._watcher = None  # here, in the watching process
+        with contextlib.suppress(OSError):
+            self.write()
+
+    def _stop_watching(self) -> None:
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher = None
+            mine = [a for a in read_ledger(self._path).accounts.values() if a.id == self._mine.id]
+            self._mine.line = max([self._mine.line, *(account.line for account in mine)])
 
     def committed(self, step: int) -> None:
         """Note that the checkpoint of `step` is safe on disk."""
@@ -300,6 +329,7 @@ class Ledger:
         with self._meter.lock:
             if self._is_withdrawn:
                 return
+            self._stop_watching()
             mine, wall_s = self._mine, self._meter.wall_s
             mine.at, mine.state, mine.line = self._meter.now, state or mine.state, mine.line + 1
             mine.started_at = mine.started_at or mine.at - wall_s
@@ -376,6 +406,7 @@ class Ledger:
         """Take this attempt out again: it turned out to be none of this run. Without others the file goes."""
         with self._meter.lock:
             self._is_withdrawn = True
+            self._stop_watching()
             if self._file is not None:
                 self._forget_file()
                 if self._past:
