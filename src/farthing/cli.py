@@ -127,7 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = verb("train", _train, "start a job, or continue it where it was interrupted")
     _job_arguments(sub)
     sub.add_argument(
-        "--allow-restart", action="store_true", help="start from zero when no checkpoint of an earlier attempt is whole"
+        "--allow-restart",
+        action="store_true",
+        help="start from zero when no checkpoint is whole, count from zero when the ledger is gone",
     )
     sub.add_argument(
         "--retry",
@@ -414,7 +416,8 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
     terminal("starting", {"text": "loading torch and transformers"})
 
     def leave(number: int, frame: Any) -> None:
-        attempt.ledger.end("interrupted")
+        with contextlib.suppress(Exception):  # whatever it is, we were asked to leave
+            attempt.ledger.end("interrupted")
         _leave_before_the_start(number, frame)
 
     before = signal.signal(signal.SIGTERM, leave)  # until the run itself listens

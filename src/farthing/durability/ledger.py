@@ -166,8 +166,6 @@ class Ledger:
         if usd_per_hour is None:
             usd_per_hour = self.past[-1].usd_per_hour if self.past else 0.0
         self.set_price(usd_per_hour)
-        self.clock_back_s = max(0.0, max((account.at for account in self.past), default=0.0) - meter.now)
-        """By how much the clock stands before the last moment of an earlier attempt."""
 
     def _read(self) -> None:
         """Take over what the file knows of other attempts, beside what is known already; find the number of this one."""
@@ -236,6 +234,11 @@ class Ledger:
     def now(self) -> float:
         """The time of day, see `Meter`."""
         return self._meter.now
+
+    @property
+    def clock_back_s(self) -> float:
+        """By how much the clock stands before the last moment of an earlier attempt."""
+        return max(0.0, max((account.at for account in self.past), default=0.0) - self.now)
 
     def begin_at(self, step: int) -> None:
         """This attempt continues after `step`."""

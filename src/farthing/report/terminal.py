@@ -295,7 +295,11 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
             + ("" if fit["settled"] else ", not settled yet"),
         )
     if trust := receipt.get("ledger"):
-        lost = f"{_time_and_price({**receipt, **trust}, 'lost')} are known in sum only" if trust["lost_s"] else "no money is missing"
+        lost = (
+            f"{_time_and_price({**receipt, **trust}, 'lost')} are known in sum only"
+            if trust["lost_s"]
+            else "no money is missing"
+        )
         facts.add_row("[dim]ledger[/]", f"[yellow]damaged[/], {plural(trust['n_broken_lines'], 'broken line')}; {lost}")
     if receipt["skipped_steps"]:
         facts.add_row(
