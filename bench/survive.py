@@ -139,7 +139,9 @@ class Farthing:
 
     def resumed_at(self, run: Path) -> list[int]:
         """See `Contestant`."""
-        return [row["first_step"] for row in _rows(run / "ledger.jsonl", "state") if row["state"] == "started"]
+        from farthing.durability.accounts import read_ledger
+
+        return [account.first_step for account in read_ledger(run / "ledger.jsonl").ordered if account.began]
 
     def steps(self, run: Path) -> list[int]:
         """See `Contestant`."""
@@ -152,13 +154,13 @@ class Farthing:
 
 def say_where(where: Whereabouts) -> None:
     """Have this process note in `where` what its meter, its saves and its uploads are at."""
-    from farthing.durability import checkpoint
+    from farthing.durability import accounts, checkpoint
     from farthing.durability import ledger as meter
     from farthing.durability import replica as mirror
 
     spans = {"tokenize": "tokenization", "checkpoint": "save", "evaluation": "evaluation", "export": "export"}
     spans |= {"start_up": "start", "load_model": "start", "restore": "restore"}
-    spans |= dict.fromkeys(meter.WORK, "training step")
+    spans |= dict.fromkeys(accounts.WORK, "training step")
 
     def switched(switch: Callable[..., str], of: Any, name: str) -> str:
         where.enter(spans.get(name, "between"))

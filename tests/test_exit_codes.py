@@ -162,6 +162,5 @@ def test_train_has_every_code(
     assert main(["report", str(tmp_path / "run"), "--json"]) == 0
     receipt = json.loads(capsys.readouterr().out)
     ended = [attempt["ended"] for attempt in receipt["attempts"]]
-    assert [ended[0], ended[1], *ended[-2:]] == ["interrupted", "failed", "finished", "finished"]
-    assert set(ended[2:-2]) == {"limit", "failed"}
+    assert ended == ["interrupted", "failed", "limit", "finished"], "what was refused or had nothing to do is none"
     assert values["train"]["max_steps"] == 6

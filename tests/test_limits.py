@@ -393,7 +393,7 @@ def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: P
         )  # fmt: skip
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farthing.train.run.seconds_since_process_start", lambda: 0.0)
+        patch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
         job = make("a")
         stopped = farthing.train.run.train(job, when("step", 14, terminate))
         assert stopped.state == "interrupted"

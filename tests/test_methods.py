@@ -146,13 +146,14 @@ def test_random_weights_are_the_same_in_every_precision(tmp_path: Path) -> None:
 
 def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[farthing.train.loop.Run, Heard]:
     """A run on the CPU whose scaler is enabled as it is for fp16 on a GPU."""
+    from farthing.durability.files import make_private
     from farthing.durability.ledger import Ledger, Meter
     from farthing.durability.preemption import Notice
     from farthing.train.setup import build_model, open_examples, open_inputs
 
     job = make_job(tmp_path, max_grad_norm=0.5, **keys)
     heard = Heard()
-    folder = farthing.train.run.make_private(Path(job.output_dir))
+    folder = make_private(Path(job.output_dir))
     numerics = Numerics(torch.device("cpu"), autocast=None, needs_scaler=True)
     inputs = open_inputs(job)
     examples, held_out = open_examples(job, inputs, heard, lambda: False)

@@ -17,6 +17,7 @@ from farthing.config.load import load_job
 from farthing.durability import lease as lease_module
 from farthing.durability import object_store as store_module
 from farthing.durability import replica as mirror_module
+from farthing.durability.accounts import read_ledger
 from farthing.durability.files import unseal, verify_folder
 from farthing.durability.object_store import Entry, LocalStore, NoSuchObject, Store, StoreFault, open_store
 from farthing.durability.replica import Pace
@@ -156,7 +157,8 @@ def test_a_copy_goes_through_each_kind_of_store(store: Store, run: Path, tmp_pat
     assert delivered(mirror, 2, step_done(run, 2))
     mirror.close(1.0)
     assert taken(store, tmp_path / "empty") == 2
-    for name in ("log.jsonl", "ledger.jsonl", "checkpoints/step-00000002-0001/model.safetensors"):
+    assert read_ledger(tmp_path / "empty" / "ledger.jsonl") == read_ledger(run / "ledger.jsonl")
+    for name in ("log.jsonl", "checkpoints/step-00000002-0001/model.safetensors"):
         assert (tmp_path / "empty" / name).read_bytes() == (run / name).read_bytes()
 
 

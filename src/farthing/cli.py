@@ -6,6 +6,8 @@ Torch is imported by the verbs that need it, so that `--help` and a wrong job fi
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import json
 import os
 import signal
@@ -26,12 +28,25 @@ from farthing.errors import (
 )
 
 DESCRIPTION = "Fine-tune a language model for the fewest dollars: resumable to the bit, with its bill."
+FINISHED_ALREADY = "it was finished already; nothing was trained"
 EPILOG = "exit codes: 0 finished, 1 crash, 2 mistake in the input, 3 stopped by a limit, 75 interrupted (run it again)"
 
 
 def entry() -> None:
     """The `farthing` command."""
-    sys.exit(main())
+    ended_with: list[int] = []
+    atexit.register(_leave_at_once, ended_with)  # the first to be registered is the last to be called
+    ended_with.append(main())
+    sys.exit(ended_with[0])
+
+
+def _leave_at_once(ended_with: list[int]) -> None:
+    """End the process without taking its libraries apart: with torch that takes up to seconds, which would be paid for."""
+    if ended_with:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(ended_with[0])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -126,7 +141,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = verb("train", _train, "start a job, or continue it where it was interrupted")
     _job_arguments(sub)
     sub.add_argument(
-        "--allow-restart", action="store_true", help="start from zero when no checkpoint of an earlier attempt is whole"
+        "--allow-restart",
+        action="store_true",
+        help="start from zero when no checkpoint is whole, count from zero when the ledger is gone",
     )
     sub.add_argument(
         "--retry",
@@ -376,29 +393,61 @@ def _page_path(path: Path) -> Path:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from farthing.config.load import load_job
+    from farthing.durability.opening import opened, opened_early
 
-    job = load_job(arguments.job, arguments.set)
-    offer = _scaling_offer(arguments, job)
+    if arguments.retry is not None and arguments.retry < 1:
+        raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
+    with contextlib.ExitStack() as stack:  # an attempt is on the bill from here on
+        attempt = None if arguments.retry else opened_early(stack, Path(arguments.job), arguments.set)
 
+        from farthing.config.load import load_job
+        from farthing.durability.run_folder import is_finished
+
+        job = load_job(arguments.job, arguments.set)
+        folder = Path(job.output_dir)
+        if attempt is not None and attempt.folder != folder:
+            attempt.ledger.withdraw()
+            stack.close()
+            attempt = None
+        offer = _scaling_offer(arguments, job)
+        if is_finished(folder):
+            from farthing.train.finished import receipt_of_finished
+
+            if receipt := receipt_of_finished(job):
+                console = _console(stderr=arguments.json)
+                return _show_end(arguments, console, "finished", FINISHED_ALREADY, receipt, EXIT_FINISHED)
+        if arguments.retry is not None:
+            return _train_until_it_ends(arguments, folder)
+        if attempt is None:
+            attempt = stack.enter_context(opened(folder, job.usd_per_hour))
+        attempt.ledger.set_price(job.usd_per_hour)
+        return _train_once(arguments, job, offer, attempt)
+
+
+def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any) -> int:
     from farthing.report.receipt import leave_receipt
     from farthing.report.terminal import Terminal
     from farthing.train.budget import stopped_before_start
 
     console = _console(stderr=arguments.json)
-    if reason := stopped_before_start(job):
-        return _show_end(arguments, console, "limit", reason, leave_receipt(Path(job.output_dir)), EXIT_LIMIT)
-    if arguments.retry is not None:
-        return _train_until_it_ends(arguments, Path(job.output_dir))
+    if reason := stopped_before_start(job, attempt):
+        return _show_end(arguments, console, "limit", reason, leave_receipt(attempt.folder), EXIT_LIMIT)
     terminal = Terminal(console, job.train.logging_steps)
     if offer:
         terminal("note", {"text": offer})
     terminal("starting", {"text": "loading torch and transformers"})
-    before = signal.signal(signal.SIGTERM, _leave_before_the_start)  # until the run itself listens
-    try:
-        from farthing.train.run import train
 
-        outcome = train(job, terminal, allow_restart=arguments.allow_restart)
+    def leave(number: int, frame: Any) -> None:
+        with contextlib.suppress(Exception):  # whatever it is, we were asked to leave
+            attempt.ledger.end("interrupted")
+        _leave_before_the_start(number, frame)
+
+    before = signal.signal(signal.SIGTERM, leave)  # until the run itself listens
+    try:
+        with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
+            from farthing.train.run import train
+
+        outcome = train(job, terminal, allow_restart=arguments.allow_restart, attempt=attempt)
     finally:
         signal.signal(signal.SIGTERM, before)
         terminal.close()
@@ -411,8 +460,6 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:
 
     from farthing.durability.supervisor import Child, Supervisor, begin
 
-    if arguments.retry < 1:
-        raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
     words = ["train", arguments.job, *(word for value in arguments.set for word in ("--set", value))]
     with tempfile.TemporaryFile() as printed:
 

@@ -10,18 +10,18 @@ write anywhere but where a run folder has files. Checksums find accidents, not t
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from farthing.durability.accounts import Account, as_line, merge, read_ledger, take_in
 from farthing.durability.files import (
     Damaged,
-    JsonLines,
     discard,
     make_private,
     parse_json,
@@ -210,41 +210,12 @@ def _may_be_written(path: str) -> bool:
 # ---- spending ----
 
 
-def last_rows(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The last row of each attempt of a ledger."""
-    return {row["attempt"]: row for row in rows if isinstance(row.get("attempt"), int)}
-
-
 def join_ledgers(here: Path, from_store: Path, words: list[dict[str, Any]]) -> None:
-    """Write at `here` what the store's ledger, the lease's `words` and the ledger here know together.
-
-    No attempt is lost and none counted twice: where two know it, the longer account stands. Two of the same number that
-    began at different times are two (the store was away when ours began): ours gets a new number.
-    """
-    lines = list(JsonLines(from_store).rows())
-    known = last_rows(lines)
+    """Write at `here` what the store's ledger, the lease's `words` and the ledger here know together, see `merge`."""
+    told: dict[int, Account] = {}
     for row in words:
-        if isinstance(row.get("attempt"), int) and isinstance(row.get("spans"), dict):
-            number = row["attempt"]
-            if number not in known or _spent_s(row) > _spent_s(known[number]):
-                known[number] = {key: value for key, value in row.items() if key != "committed"}  # it was, elsewhere
-                lines.append(known[number])
-    ours = list(JsonLines(here).rows())
-    for number, last in last_rows(ours).items():
-        is_known = number in known and abs(_began_at(last) - _began_at(known[number])) < 60
-        if is_known and _spent_s(last) > _spent_s(known[number]):
-            lines.append(last)
-        if not is_known:
-            new = number if number not in known else max(known) + 1
-            lines += [{**row, "attempt": new} for row in ours if row.get("attempt") == number]
-            known[new] = last
-    if lines:
-        write_text(here, "".join(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in lines))
-
-
-def _spent_s(row: dict[str, Any]) -> float:
-    return float(sum(seconds for seconds in row.get("spans", {}).values() if isinstance(seconds, int | float)))
-
-
-def _began_at(row: dict[str, Any]) -> float:
-    return float(row.get("at", 0.0)) - _spent_s(row)
+        take_in(told, row)
+    told = {number: replace(account, committed=-1) for number, account in told.items()}  # it was, elsewhere
+    joined = merge(merge(read_ledger(from_store).accounts, told), read_ledger(here).accounts)
+    if joined:
+        write_text(here, "".join(as_line(joined[number]) + "\n" for number in sorted(joined)))

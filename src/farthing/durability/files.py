@@ -291,6 +291,15 @@ class JsonLines:
             return file.read(1) == b"\n"
 
 
+def keep_aside(path: Path) -> None:
+    """Keep what a file holds under another name beside it, for whoever wants to know what became of it."""
+    if path.exists():
+        number = 1
+        while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+            number += 1
+        shutil.copyfile(path, aside)
+
+
 def append_line(path: Path, row: dict[str, Any]) -> None:
     """Add a line of JSON in one write and force it to the disk: processes that do so together don't tear each other's.
 

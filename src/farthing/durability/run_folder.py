@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import farthing
+from farthing.durability.accounts import Witness, witnesses_in
 from farthing.durability.files import parse_json, write_json
 from farthing.errors import RunChanged, RunDamaged
 
@@ -88,6 +89,15 @@ def is_finished(folder: Path) -> bool:
         )
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def witnesses_of(folder: Path) -> list[Witness]:
+    """What the checkpoints of the run in `folder` know of the money that was spent."""
+    try:
+        run_id = str(parse_json((folder / RUN).read_text(encoding="utf-8"))["run_id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        run_id = None
+    return witnesses_in(folder / CHECKPOINTS, run_id)
 
 
 def _brief(value: Any) -> str:

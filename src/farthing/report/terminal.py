@@ -294,6 +294,13 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
             f"fitted to the budget: {fit['n_steps']:,} of {fit['asked_steps']:,} steps"
             + ("" if fit["settled"] else ", not settled yet"),
         )
+    if trust := receipt.get("ledger"):
+        lost = (
+            f"{_time_and_price({**receipt, **trust}, 'lost')} are known in sum only"
+            if trust["lost_s"]
+            else "no money is missing"
+        )
+        facts.add_row("[dim]ledger[/]", f"[yellow]damaged[/], {plural(trust['n_broken_lines'], 'broken line')}; {lost}")
     if receipt["skipped_steps"]:
         facts.add_row(
             "[dim]skipped[/]", f"{plural(receipt['skipped_steps'], 'step')} whose loss or gradient was not a number"

@@ -11,9 +11,9 @@ import math
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.durability.files import only_writer
-from farthing.durability.ledger import Ledger, Meter
-from farthing.durability.run_folder import LEDGER, MODEL, is_finished
+from farthing.durability.ledger import Ledger
+from farthing.durability.opening import Opened
+from farthing.durability.run_folder import MODEL, is_finished
 from farthing.units import say_seconds, say_usd
 
 LONGEST_START_S = 600.0  # what took longer was a download or a wait; another start is not expected to take it again
@@ -58,17 +58,18 @@ def why_not_start(job: Job, folder: Path, ledger: Ledger) -> str | None:
     return over_limit(job, ledger, 0.0) if ledger.committed_step <= 0 else None
 
 
-def stopped_before_start(job: Job) -> str | None:
-    """Why the run's limits leave no room for an attempt, which is then on the ledger; found in no time, and at no cost.
+def stopped_before_start(job: Job, attempt: Opened) -> str | None:
+    """Why the run's limits leave no room for an attempt, found before anything slow is imported.
 
-    Raises `RunBusy`.
+    It is on the ledger, unless the attempt before it has ended for the same reason.
     """
-    folder = Path(job.output_dir)
-    if not (folder / LEDGER).exists() or is_finished(folder):
+    ledger = attempt.ledger
+    if not ledger.past or is_finished(attempt.folder):
         return None
-    with only_writer(folder):
-        ledger = Ledger(folder / LEDGER, Meter(), job.usd_per_hour)
-        reason = why_not_start(job, folder, ledger)
-        if reason is not None:
-            ledger.close("limit")
-        return reason
+    reason = why_not_start(job, attempt.folder, ledger)
+    if reason is not None:
+        if ledger.past[-1].state == "limit":
+            ledger.withdraw()
+        else:
+            ledger.end("limit")
+    return reason

@@ -49,7 +49,6 @@ from farthing.model.hardware import (
     taken_bytes,
 )
 from farthing.model.liger import use_liger
-from farthing.model.lora_kernels import use_low_rank
 from farthing.planner.measurements import Record, leave_measurement
 from farthing.report.receipt import build_receipt
 from farthing.train.autotune import keep_setting, probe_run
@@ -127,7 +126,11 @@ class Run:
             "scaler": ScalerPart(self.scaler),
             "progress": self.progress,
         }
-        self.fused = use_low_rank(self.model) if job.method.name != "full" else None
+        self.fused = None
+        if job.method.name != "full":
+            from farthing.model.lora_kernels import use_low_rank  # takes peft along, which a full run has no use for
+
+            self.fused = use_low_rank(self.model)
         wants_liger, is_cuda = train.use_liger_kernel, self.numerics.device.type == "cuda"
         self.liger = use_liger(self.model) if wants_liger is True or (wants_liger and is_cuda) else None
         self.forward = Forward(
@@ -259,13 +262,12 @@ class Run:
 
     def restore(self, run_id: str, allow_restart: bool) -> None:
         """Go back to the newest whole checkpoint, or to the start when there never was one. Raises `RunDamaged`."""
-        facts = {"farthing": farthing.__version__, "attempt": self.ledger.number}
         self.checkpoints = Checkpoints(
             self.folder / CHECKPOINTS,
             run_id,
             self.job.train.save_total_limit,
             warn=self.warn,
-            facts=facts,
+            facts=lambda: {"farthing": farthing.__version__, **self.ledger.witness()},
             copy=self.mirror.offer if self.mirror is not None else None,
         )
         try:

@@ -19,8 +19,9 @@ import transformers
 
 from farthing.config.job import Job
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
-from farthing.durability.files import make_private, only_writer, write_json
+from farthing.durability.files import only_writer, write_json
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
+from farthing.durability.opening import Opened, opened
 from farthing.durability.preemption import Notice
 from farthing.durability.replica import Mirror, open_mirror
 from farthing.durability.run_folder import JOB, LEDGER, RUN, claim, is_finished
@@ -31,7 +32,6 @@ from farthing.errors import (
     Interrupted,
     NoSpace,
     OutOfMemory,
-    UserMistake,
 )
 from farthing.model.hardware import (
     Numerics,
@@ -49,6 +49,7 @@ from farthing.train.autotune import as_probed, is_worth_it, subject_of
 from farthing.train.autotune_cache import Subject
 from farthing.train.budget import over_limit, seconds_left, why_not_start
 from farthing.train.estimate import promised
+from farthing.train.finished import STAMPS, stamps_of
 from farthing.train.frozen import begin_behind_frozen_layers
 from farthing.train.loop import Run, note_news
 from farthing.train.setup import (
@@ -81,45 +82,34 @@ class Outcome:
         return {"finished": EXIT_FINISHED, "limit": EXIT_LIMIT, "interrupted": EXIT_INTERRUPTED}[self.state]
 
 
-def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
+def train(job: Job, tell: Tell, *, allow_restart: bool = False, attempt: Opened | None = None) -> Outcome:
     """Start, continue or find finished the run of `job` in its `output_dir`.
 
+    `attempt` where it was opened already, before this module was imported; who has opened it closes it.
     Raises `FarthingError`s in words; whatever was committed before stays valid.
     """
-    meter = Meter(already_s=seconds_since_process_start())
     quiet_libraries()
-    folder = Path(job.output_dir)
-    try:
-        make_private(folder)
-    except OSError as error:
-        raise UserMistake(
-            f"the run folder can't be made: {error.strerror}", where=str(folder), to_do="choose another output_dir"
-        ) from error
-    with (
-        only_writer(folder),
-        Notice() as notice,
-        watched(job, notice),
-        tracked(tell, job.train.report_to, folder) as tell,
-    ):
+    with contextlib.ExitStack() as stack:
+        if attempt is None:
+            attempt = stack.enter_context(opened(Path(job.output_dir), job.usd_per_hour))
+        folder, meter, ledger = attempt.folder, attempt.meter, attempt.ledger
+        notice = stack.enter_context(Notice())
+        stack.enter_context(watched(job, notice))
+        tell = stack.enter_context(tracked(tell, job.train.report_to, folder))
         mirror = open_mirror(
             job.output_store, folder, job.train.save_total_limit, lambda text: tell("warning", {"text": text})
         )
         if mirror is not None:
             with meter.span("restore"):
                 step = mirror.bring_back(allow_restart, lambda: bool(notice))
+            ledger.read_again()
             if step is not None:
                 tell("note", {"text": f"step {step} was brought back from {job.output_store}"})
-        try:
-            ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
-            ledger.write("starting")
-            ledger.keep_beating()
-        except OSError as error:
-            raise NoSpace(
-                f"the run folder can't be written: {error.strerror}", where=str(folder), to_do="make room there"
-            ) from error
+        if damage := attempt.damage_in_words():
+            tell("warning", {"text": damage})
         state = "failed"
         try:
-            state, reason = _train(job, folder, meter, ledger, notice, tell, allow_restart, mirror)
+            state, reason = _train(job, attempt, notice, tell, allow_restart, mirror)
         except Interrupted as error:
             state, reason = "interrupted", notice.reason or error.what
         except OSError as error:
@@ -145,29 +135,25 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
                 ledger.end(state)
             if state == "failed":
                 end_mirror(mirror, meter, ledger, notice)
-                with contextlib.suppress(OSError):
-                    ledger.close()
-        try:
+        receipt = leave_receipt(folder)
+        if mirror is not None:
+            mirror.offer_last_words()
+            end_mirror(mirror, meter, ledger, notice)
             receipt = leave_receipt(folder)
-            if mirror is not None:
-                mirror.offer_last_words()
-                end_mirror(mirror, meter, ledger, notice)
-                receipt = leave_receipt(folder)
-        finally:
-            ledger.close()
         return Outcome(state, reason, receipt)
 
 
 def _train(
     job: Job,
-    folder: Path,
-    meter: Meter,
-    ledger: Ledger,
+    attempt: Opened,
     notice: Notice,
     tell: Tell,
     allow_restart: bool,
     mirror: Mirror | None,
 ) -> tuple[str, str]:
+    folder, meter, ledger = attempt.folder, attempt.meter, attempt.ledger
+    attempt.refuse_forgotten(allow_restart=allow_restart)
+    stamps = stamps_of(job)  # as they are before anything is read
     numerics, inputs = _identify(job, meter)
     machine = {
         "device": device_name(numerics.device),
@@ -177,8 +163,10 @@ def _train(
         "transformers": transformers.__version__,
     }
     run_facts = claim(folder, inputs.identity, machine, lambda text: tell("warning", {"text": text}))
+    attempt.is_accepted = True
     write_json(folder / JOB, job.model_dump(mode="json"))
     if is_finished(folder):
+        ledger.withdraw()
         return "finished", "it was finished already; nothing was trained"
     if reason := why_not_start(job, folder, ledger):
         return "limit", reason
@@ -209,7 +197,7 @@ def _train(
         mirror.offer(run.progress.step, run.checkpoints.to_go_on(run.progress.step, run.progress.best_step))
     state, reason = run.loop()
     if state == "finished":
-        write_json(folder / RUN, {**run_facts, "finished": True})
+        write_json(folder / RUN, {**run_facts, "finished": True, STAMPS: stamps})
     if mirror is not None:
         at = run.progress
         mirror.offer(at.step, run.checkpoints.to_go_on(at.step, at.best_step), with_model=True)
