@@ -38,6 +38,7 @@ from farthing.model.hardware import (
     choose_numerics,
     device_name,
     hardware_key,
+    in_words,
     is_out_of_memory,
     taken_bytes,
 )
@@ -130,6 +131,8 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
                 to_do="make room or mend the disk, then run the same command again",
             ) from error
         except (RuntimeError, MemoryError) as error:
+            if refused := in_words(error):
+                raise refused from error
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(
@@ -253,7 +256,7 @@ def _identify(job: Job, meter: Meter) -> tuple[Numerics, Inputs]:
     numerics = choose_numerics(
         job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
     )
-    check_extras(job)
+    check_extras(job, numerics.device.type)
     meter.enter("tokenize")
     return numerics, open_inputs(job)
 
