@@ -75,6 +75,7 @@ def clean_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention_kernels, "choose_kernel", chosen)
     yield
     gc.collect()
+    torch.use_deterministic_algorithms(False)
     if HAS_GPU:
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.empty_cache()
@@ -328,6 +329,28 @@ def test_the_kernel_that_fp32_gets_has_the_same_gradients(tmp_path: Path, monkey
     loss, found = first_gradients(make_job(tmp_path / "chosen", **keys))
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert error(found, expected) < 1e-3
+
+
+@on_a_gpu
+def test_cudnn_attention_is_off_in_a_run(tmp_path: Path) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    with opened(make_job(tmp_path, **strict(precision="bf16"))):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_a_deterministic_step_with_dropout_has_the_same_bits_twice(
+    family: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no operation of it is refused for want of a deterministic kernel."""
+    monkeypatch.setattr(attention_kernels, "choose_kernel", choose_kernel)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    keys = strict(precision=precision, full_determinism=True, size={"hidden": 128, "layers": 3, "dropout": 0.1})
+    first, second = (first_gradients(make_job(tmp_path / name, family, **keys)) for name in ("first", "second"))
+    assert first[0] == second[0]
+    assert all(torch.equal(gradient, second[1][name]) for name, gradient in first[1].items())
 
 
 # ---- the head, adapters, checkpointing ----
