@@ -21,7 +21,8 @@ from farthing.data.packing import collate_flat
 from farthing.errors import ModelError
 from farthing.export import export_run
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
-from farthing.model.attention import flat_batch, go_flat
+from farthing.model.attention import go_flat
+from farthing.model.documents import flat_batch
 from farthing.model.frozen_cache import open_prefix_cache
 from farthing.model.frozen_layers import find_prefix
 from farthing.model.hardware import Numerics

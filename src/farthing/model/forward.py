@@ -24,7 +24,8 @@ from farthing.data.batches import Batches, collate
 from farthing.data.packing import collate_flat, cut_by_tokens, cut_padded, target_lengths_of
 from farthing.data.prefix_sharing import WORTH, collate_shared, cut_shared, saved_by_sharing
 from farthing.data.tokens import TokenSet
-from farthing.model.attention import can_go_flat, can_share, first_position, flat_batch, flat_logits, go_flat
+from farthing.model.attention import can_go_flat, can_share, first_position, flat_logits, go_flat
+from farthing.model.documents import flat_batch
 from farthing.model.frozen_cache import PrefixCache
 from farthing.model.frozen_layers import Prefix
 from farthing.model.hardware import Numerics

@@ -21,12 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from farthing.data.batches import IGNORED
-from farthing.model.loss import shifted_right, summed_loss
+from farthing.model.loss import POSITIONS, TARGETS, shifted_right, summed_loss
 from farthing.planner.families import KNOWN_HEADS
 from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
-
-# keys of a batch that only the loss reads
-POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
 
 
 @dataclass(frozen=True)

@@ -13,24 +13,30 @@ from torch import Tensor
 
 from farthing.data.batches import IGNORED
 
+# keys of a batch that only the loss reads
+POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
+
 
 def summed_loss(model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """(sum of cross-entropies in fp32, logits).
 
     causal-lm: each labelled token is predicted from the one before it, logits [B, T, V]; seq2seq: decoder logits
-    [B, T, V]; classification: logits [B, C], one target an example. Positions labelled -100 add nothing.
+    [B, T, V]; classification: logits [B, C], one target an example. Positions labelled -100 add nothing. A GPU is waited for
+    unless the batch says which positions are labelled.
     """
     logits = logits_of(model, batch, task)
     labels = batch["labels"]
-    if task == "causal-lm":
-        scores, labels = logits[:, :-1], labels[:, 1:]
+    if task == "classification":
+        scores = logits
+    elif POSITIONS in batch:
+        scores, labels = logits.flatten(0, 1).index_select(0, batch[POSITIONS]), batch[TARGETS]
+    else:
+        if task == "causal-lm":
+            scores, labels = logits[:, :-1], labels[:, 1:]
+        else:
+            scores = logits
         wanted = labels != IGNORED
         scores, labels = scores[wanted], labels[wanted]  # [n_targets, V], [n_targets]
-    elif task == "seq2seq":
-        wanted = labels != IGNORED
-        scores, labels = logits[wanted], labels[wanted]
-    else:
-        scores = logits
     return F.cross_entropy(scores.float(), labels, reduction="sum", label_smoothing=label_smoothing), logits
 
 

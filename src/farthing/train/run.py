@@ -38,6 +38,7 @@ from farthing.model.hardware import (
     choose_numerics,
     device_name,
     hardware_key,
+    in_words,
     is_out_of_memory,
     taken_bytes,
 )
@@ -121,6 +122,8 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False, attempt: Opened 
                 to_do="make room or mend the disk, then run the same command again",
             ) from error
         except (RuntimeError, MemoryError) as error:
+            if refused := in_words(error):
+                raise refused from error
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(
@@ -240,8 +243,7 @@ def watched(job: Job, notice: Notice) -> Iterator[None]:
 def _identify(job: Job, meter: Meter) -> tuple[Numerics, Inputs]:
     """What a run computes in and starts from; cheap, and what is wrong is found here."""
     asked = job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
-    choose_numerics(*asked)
-    check_extras(job)
+    check_extras(job, choose_numerics(*asked).device.type)
     meter.enter("tokenize")
     inputs = open_inputs(job)
     return choose_numerics(*asked, fp16_risk(inputs.config.to_dict())), inputs

@@ -20,11 +20,11 @@ from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.read import Source, open_sources
 from farthing.data.tokens import Recipe, TokenSet, tokenize, tokenizer_sha256
-from farthing.errors import DataError
+from farthing.errors import DataError, HardwareError
 from farthing.model.activation_checkpointing import MemoryNeed, choose_checkpointing
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.forward import Forward
-from farthing.model.hardware import Numerics, free_bytes
+from farthing.model.hardware import Numerics, free_bytes, why_not_deterministic
 from farthing.model.load import (
     ModelChoice,
     check_fits,
@@ -89,8 +89,19 @@ class Examples:
         return len(self.indices)
 
 
-def check_extras(job: Job) -> None:
-    """Refuse what needs bitsandbytes where it does not work, before anything else is done. Raises `HardwareError`."""
+def check_extras(job: Job, device: str) -> None:
+    """Refuse what can't work on this machine before anything else is done. Raises `HardwareError`.
+
+    That is what needs bitsandbytes where it does not work, and on CUDA what can't be deterministic where that is asked for.
+    """
+    if job.train.full_determinism and device == "cuda":
+        why_not = why_not_deterministic(job.model.attn_implementation, job.train.torch_compile)
+        if why_not:
+            raise HardwareError(
+                f"full_determinism can't be kept with {why_not}",
+                where="train.full_determinism",
+                to_do="leave one of the two out",
+            )
     if job.method.name == "qlora":
         need_bitsandbytes("method: qlora")
     if "8bit" in job.train.optim or "paged" in job.train.optim:
