@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import farthing
+from farthing.device_memory import set_allocator
 from farthing.errors import (
     EXIT_CRASH,
     EXIT_FINISHED,
@@ -37,6 +38,7 @@ def entry() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     arguments = _parser().parse_args(argv)
+    set_allocator(os.environ)  # before torch is imported
     as_json: bool = getattr(arguments, "json", False)
     try:
         return int(arguments.run(arguments))

@@ -9,6 +9,7 @@ the parts are: each gives tensors and plain values, and takes them back.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import threading
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import safetensors
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from farthing.device_memory import is_out_of_memory
 from farthing.durability.files import (
     Damaged,
     commit_folder,
@@ -86,9 +87,20 @@ class Checkpoints:
     # ---- saving ----
 
     def save(self, step: int, parts: Mapping[str, Part], best_step: int | None) -> SaveResult | None:
-        """Snapshot every part now and commit it in the background. Returns an earlier save's result."""
+        """Snapshot every part now and commit it in the background. Returns an earlier save's result.
+
+        A host without room for the snapshot is a save that failed, as a disk without room is.
+        """
         earlier = self.wait()
-        snapshot = {name: _copied(part.state()) for name, part in parts.items()}
+        try:
+            snapshot = _snapshot(parts)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._result = SaveResult(step, error=error)
+            self._thread = threading.Thread(target=lambda: None, name="checkpoint")  # it has failed already
+            self._thread.start()
+            return earlier
         self._thread = threading.Thread(target=self._write, args=(step, snapshot, best_step), name="checkpoint")
         self._thread.start()
         return earlier
@@ -208,9 +220,9 @@ class Checkpoints:
         for name, part in parts.items():
             try:
                 part.restore(*saved[name])
-            except torch.OutOfMemoryError:
-                raise
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                if is_out_of_memory(error):  # nothing is wrong with the checkpoint
+                    raise
                 raise RunDamaged(
                     f"the {name} of step {step} is not what this run has saved ({type(error).__name__}: {error})",
                     where=str(self.folder),
@@ -297,6 +309,17 @@ def _check_header(path: Path) -> None:
             pass  # shapes and offsets are those of the bytes that are there
     except safetensors.SafetensorError as error:
         raise Damaged(f"{path.name} is no file of tensors: {error}") from error
+
+
+def _snapshot(parts: Mapping[str, Part]) -> dict[str, State]:
+    """Every part apart from what training will change next. Memory that runs out is tried once more, with cycles gone."""
+    try:
+        return {name: _copied(part.state()) for name, part in parts.items()}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    gc.collect()
+    return {name: _copied(part.state()) for name, part in parts.items()}
 
 
 def _copied(state: State) -> State:
