@@ -176,6 +176,7 @@ class Run:
             self.meter,
             lambda: bool(self.notice),
             self.ran_out_of_memory,
+            self.wait_for_copies,
         )
         self.in_flight: deque[Taken] = deque()
         self.record = Record(loaded_bytes=before_bytes)
@@ -637,6 +638,17 @@ class Run:
             self._save_s = self.meter.wall_s - started_s
             self.ledger.held_up_by_save(self._save_s)
         self._saved_at_s, self._saved_mark, self._save_now = self.meter.wall_s, self._mark(), False
+
+    def wait_for_copies(self) -> None:
+        """Until weights and state may change: what a checkpoint still copies from a GPU would be of two steps."""
+        if not self.checkpoints.is_copying:
+            return
+        with self.meter.span("checkpoint"):
+            started_s = self.meter.wall_s
+            self.checkpoints.wait_until_copied()
+            waited_s = self.meter.wall_s - started_s
+            self._save_s += waited_s
+            self.ledger.held_up_by_save(waited_s, n_saves=0)
 
     def _mark(self) -> tuple[Any, ...]:
         """What tells one saved state from another."""
