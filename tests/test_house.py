@@ -93,7 +93,7 @@ def test_wings_import_only_from_wings_below() -> None:
 
 @pytest.mark.parametrize("name", ["durability", "data", "prices", "config", "planner", "report"])
 def test_wings_without_torch(name: str) -> None:
-    loads_tensors = {"durability.checkpoint"}
+    loads_tensors = {"durability.checkpoint", "durability.snapshot"}
     for path in room(name):
         if module_of(path) not in loads_tensors:
             assert not {module.split(".")[0] for module in imports(path, top_only=True)} & HEAVY, path

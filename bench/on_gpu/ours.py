@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 
+from farthing.train.optim import state_bytes
 from on_gpu.clocks import Busy, clean
 from on_gpu.work import LENGTHS, METHODS, Scale, job_values, opened
 from peers import figures
@@ -107,10 +108,8 @@ def resting_bytes() -> dict[str, int]:
 
 def happened_to(run: Any, found: dict[str, Any], rested: dict[str, int]) -> dict[str, Any]:
     """Memory by component and seconds, in the planner's words. `rest` is what no tensor that stays accounts for."""
-    state = [value for each in run.optimizer.state.values() for value in each.values() if torch.is_tensor(value)]
-    device = run.numerics.device
     weights = sum(p.nbytes for p in run.model.parameters())
-    optimizer = sum(value.nbytes for value in state if value.device == device)
+    optimizer = state_bytes(run.optimizer, run.numerics.device)
     gradients = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
     peak = found["peak_bytes"] - rested["allocated"]
     facts = {

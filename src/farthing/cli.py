@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import farthing
+from farthing.device_memory import set_allocator
 from farthing.errors import (
     EXIT_CRASH,
     EXIT_FINISHED,
@@ -52,6 +53,7 @@ def _leave_at_once(ended_with: list[int]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     arguments = _parser().parse_args(argv)
+    set_allocator(os.environ)  # before torch is imported
     as_json: bool = getattr(arguments, "json", False)
     try:
         return int(arguments.run(arguments))

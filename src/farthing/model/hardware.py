@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import resource
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
+from farthing.device_memory import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES, set_allocator
 from farthing.errors import HardwareError
 from farthing.planner.machine import hardware_key as hardware_name
 from farthing.planner.machine import local_cpu
@@ -80,6 +82,7 @@ def choose_numerics(
             )
         return Numerics(where, torch.bfloat16 if bf16 else None)
     must_be_built_for(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
+    _tell_allocator()
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     # cuDNN builds a graph for each new shape, and micro-batches seldom have the same: pytorch/pytorch#187770, #191576
@@ -189,6 +192,15 @@ def in_words(error: BaseException) -> HardwareError | None:
     )
 
 
+def _tell_allocator() -> None:
+    """Set torch's allocator where the command line has not done so before torch was imported, e.g. in a notebook."""
+    had_been_set = any(os.environ.get(name) for name in ALLOCATOR_VARIABLES)
+    set_allocator(os.environ)
+    if not had_been_set and not torch.cuda.is_initialized():
+        with contextlib.suppress(AttributeError, RuntimeError):  # the variable alone is read where this is not there
+            torch._C._accelerator_setAllocatorSettings(ALLOCATOR_SETTING)
+
+
 def device_name(device: torch.device) -> str:
     """The marketing name of the GPU, or of the CPU with its core count."""
     if device.type == "cuda":
@@ -202,11 +214,11 @@ def hardware_key(device: torch.device) -> str:
     return hardware_name(device.type, name, torch.get_num_threads())
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the host, had no room for a tensor. On a CPU torch has no error of its own for it."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+def free_cached(device: torch.device) -> None:
+    """Give back what nothing needs any more: cycles of references, and blocks that the allocator of a GPU keeps."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from farthing.config.job import Job
 from farthing.data.loader import Ready, micro_batches
+from farthing.device_memory import is_out_of_memory
 from farthing.durability.files import write_json
 from farthing.durability.run_folder import PLAN
 from farthing.errors import Interrupted
@@ -31,7 +32,6 @@ from farthing.model.activation_checkpointing import SHARE_OF_FREE, checkpoint_la
 from farthing.model.hardware import (
     free_bytes,
     hardware_key,
-    is_out_of_memory,
     reset_peak_bytes,
     taken_bytes,
     wait_for,

@@ -23,6 +23,7 @@ import torch
 import farthing
 from farthing.config.job import Job
 from farthing.data.batches import Batches
+from farthing.device_memory import is_out_of_memory
 from farthing.durability.checkpoint import Checkpoints, Part, SaveResult, n_bytes_of
 from farthing.durability.files import Damaged, JsonLines
 from farthing.durability.ledger import Ledger, Meter
@@ -44,7 +45,8 @@ from farthing.model.flops import flops_per_token
 from farthing.model.forward import Forward
 from farthing.model.hardware import (
     Numerics,
-    is_out_of_memory,
+    free_bytes,
+    free_cached,
     peak_bytes,
     taken_bytes,
 )
@@ -56,7 +58,7 @@ from farthing.train.autotune_cache import Subject
 from farthing.train.budget import LONGEST_START_S, over_limit, seconds_left
 from farthing.train.evaluate import evaluate
 from farthing.train.measure import measurement_of
-from farthing.train.optim import fitted_schedule, schedule
+from farthing.train.optim import allocate_state, fitted_schedule, schedule
 from farthing.train.schedule import Fit, first_fit, keep_fit, kept_fit, settled_fit
 from farthing.train.setup import (
     Examples,
@@ -68,10 +70,12 @@ from farthing.train.setup import (
 from farthing.train.state import ModelPart, OptimizerPart, Progress, ScalerPart
 from farthing.train.step import Steps, Taken
 from farthing.train.throughput import Pace
+from farthing.train.update_guard import OPTIMIZER_TO_DO, out_of_memory_said
 from farthing.units import plural, say_bytes
 
 FORECAST_AFTER_STEPS = 5
 SAVE_EVERY_S = 300.0  # where there is no plan
+LOOKED_AT_STEPS = 64  # of a run, before its first: whether they have several micro-batches
 COLLECT_EVERY_STEPS = 200  # cycles of references, each of which may hold on to tensors
 STARTING = ("start_up", "load_model", "restore")  # what a start takes when data is tokenized
 # a guess of what exporting takes until it is measured: files beside the weights, and a slow disk
@@ -145,8 +149,19 @@ class Run:
         most_tokens, every_n_layers = self.most_tokens(), self.promise.get("every_n_layers", 0)
         if self.ledger.out_of_memory:
             every_n_layers = self.ledger.out_of_memory[-1]["every_n_layers"] or every_n_layers
-        before_bytes = taken_bytes(self.numerics.device)
-        self.memory = settle_checkpointing(job, self.forward, self.train_examples, most_tokens, every_n_layers)
+        before_bytes, free = taken_bytes(self.numerics.device), free_bytes(self.numerics.device)
+        with out_of_memory_said(OPTIMIZER_TO_DO):
+            allocate_state(self.optimizer)
+        self.memory = settle_checkpointing(
+            job,
+            self.forward,
+            self.train_examples,
+            most_tokens,
+            every_n_layers,
+            optimizer=self.optimizer,
+            free_bytes=free,
+            accumulates=self.accumulates(most_tokens),
+        )
         self.promised_bytes = before_bytes + self.memory.total_bytes
         self.compiled = self._compile()
         self.steps = Steps(
@@ -164,6 +179,7 @@ class Run:
             self.meter,
             lambda: bool(self.notice),
             self.ran_out_of_memory,
+            self.wait_for_copies,
         )
         self.in_flight: deque[Taken] = deque()
         self.record = Record(loaded_bytes=before_bytes)
@@ -297,7 +313,7 @@ class Run:
         self.ledger.begin_at(at.step)
 
     def _refuse_small_disk(self) -> None:
-        state_bytes = n_bytes_of(self.parts) * (3 if self.progress.step == 0 else 1)  # the optimizer has no state yet
+        state_bytes = n_bytes_of(self.parts)
         n_aside = 2 if self.mirror is not None else 0  # one that is being sent, and the next
         need = state_bytes * (self.job.train.save_total_limit + 2 + n_aside)
         free = shutil.disk_usage(self.folder).free
@@ -337,8 +353,14 @@ class Run:
 
     def _need_of(self, most_tokens: int) -> MemoryNeed:
         """The memory of this run with larger micro-batches than those it was judged by."""
-        activations = self.memory.activations_bytes * most_tokens // self.steps.most_tokens
-        return replace(self.memory, activations_bytes=activations)
+        gradients = replace(self.memory.gradients, accumulate=self.accumulates(most_tokens))
+        return replace(self.memory, n_tokens=most_tokens, gradients=gradients)
+
+    def accumulates(self, most_tokens: int) -> bool:
+        """Whether a step may have several micro-batches of so many tokens, by the first steps."""
+        lengths = self.train_examples.tokens.lengths
+        steps = range(min(self.n_steps, LOOKED_AT_STEPS))
+        return any(int(lengths[self.batches.examples_of(step)].sum()) > most_tokens for step in steps)
 
     def probe(self) -> None:
         """Spend a minute to find a cheaper way to compute the same steps. Raises `Interrupted`."""
@@ -499,9 +521,14 @@ class Run:
                 to_do="lower learning_rate, look at these rows, or use bf16/fp32 instead of fp16",
             )
 
-    def ran_out_of_memory(self, step: int, why: str) -> None:
-        """Put on the receipt that a step is taken again with less at once."""
+    def ran_out_of_memory(self, step: int, why: str, is_less: bool) -> None:
+        """Say that a step is taken again, and put on the receipt that it is with less at once."""
         steps = self.steps
+        if not is_less:
+            self.warn(
+                f"step {step + 1}: out of memory ({why}); what was not needed was freed, it is taken again as it was"
+            )
+            return
         event = {"step": step + 1, "most_tokens": steps.most_tokens, "every_n_layers": steps.every_n_layers, "why": why}
         self.ledger.write("running", out_of_memory=event)
         self.warn(
@@ -540,16 +567,9 @@ class Run:
         longest = int(self.eval_examples.tokens.lengths[self.eval_examples.indices].max())
         n_before = self.forward.n_placed
         # as much at once as training was seen to have room for
-        most_tokens, metrics = min(self.steps.most_tokens, train.per_device_eval_batch_size * longest), None
+        most_tokens = min(self.steps.most_tokens, train.per_device_eval_batch_size * longest)
         with self.meter.span("evaluation"):
-            while metrics is None:
-                try:
-                    metrics = self.evaluated(most_tokens)
-                except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error) or most_tokens <= longest:
-                        raise
-                    most_tokens = max(longest, most_tokens // 2)
-                    self.warn(f"out of memory in the evaluation; it begins again with {most_tokens:,} tokens at a time")
+            metrics = self.evaluated_in_memory(most_tokens, longest)
         at.evaluated_step = at.step
         self.n_evaluated = self.forward.n_placed - n_before
         value = metrics.get(self.metric)
@@ -568,6 +588,21 @@ class Run:
         self.record.evaluations_s.append(self._last_evaluation_s)
         self.log.append({"step": at.step, "metrics": metrics, "is_best": is_best})
         self.tell("evaluation", {"step": at.step, "metrics": metrics, "is_best": is_best, "metric": self.metric})
+
+    def evaluated_in_memory(self, most_tokens: int, longest: int) -> dict[str, Any]:
+        """The metrics, with less at once where memory runs out: once as before, then halved to the `longest` example."""
+        has_freed = False
+        while True:
+            try:
+                return self.evaluated(most_tokens)
+            except Exception as error:
+                if not is_out_of_memory(error) or (has_freed and most_tokens <= longest):
+                    raise
+            if has_freed:
+                most_tokens = max(longest, most_tokens // 2)
+                self.warn(f"out of memory in the evaluation; it begins again with {most_tokens:,} tokens at a time")
+            free_cached(self.numerics.device)
+            has_freed = True
 
     def evaluated(self, most_tokens: int) -> dict[str, Any]:
         """The metrics of the model as it is. Raises `Interrupted`, and what says that the memory is full."""
@@ -605,6 +640,17 @@ class Run:
             self._save_s = self.meter.wall_s - started_s
             self.ledger.held_up_by_save(self._save_s)
         self._saved_at_s, self._saved_mark, self._save_now = self.meter.wall_s, self._mark(), False
+
+    def wait_for_copies(self) -> None:
+        """Until weights and state may change: what a checkpoint still copies from a GPU would be of two steps."""
+        if not self.checkpoints.is_copying:
+            return
+        with self.meter.span("checkpoint"):
+            started_s = self.meter.wall_s
+            self.checkpoints.wait_until_copied()
+            waited_s = self.meter.wall_s - started_s
+            self._save_s += waited_s
+            self.ledger.held_up_by_save(waited_s, n_saves=0)
 
     def _mark(self) -> tuple[Any, ...]:
         """What tells one saved state from another."""

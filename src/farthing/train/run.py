@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from farthing.config.job import Job
+from farthing.device_memory import is_out_of_memory, is_out_of_resources
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
 from farthing.durability.files import only_writer, write_json
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
@@ -29,6 +30,7 @@ from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_LIMIT,
+    HardwareError,
     Interrupted,
     NoSpace,
     OutOfMemory,
@@ -39,7 +41,6 @@ from farthing.model.hardware import (
     device_name,
     hardware_key,
     in_words,
-    is_out_of_memory,
     taken_bytes,
 )
 from farthing.model.load import quiet_libraries
@@ -114,6 +115,12 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False, attempt: Opened 
         except Interrupted as error:
             state, reason = "interrupted", notice.reason or error.what
         except OSError as error:
+            if is_out_of_memory(error):
+                raise OutOfMemory(
+                    f"the machine has no memory left: {error.strerror}",
+                    where=str(folder),
+                    to_do="end what else runs here, or use a machine with more main memory; the same command goes on",
+                ) from error
             if error.errno not in DISK_TROUBLE:
                 raise
             raise NoSpace(
@@ -121,13 +128,19 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False, attempt: Opened 
                 where=str(error.filename or folder),
                 to_do="make room or mend the disk, then run the same command again",
             ) from error
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
             if refused := in_words(error):
                 raise refused from error
+            if is_out_of_resources(error):
+                raise HardwareError(
+                    f"a kernel does not fit on this GPU: {_first_line(error)}",
+                    where="train.use_liger_kernel, train.torch_compile, model.attn_implementation",
+                    to_do="set the first two to false and the third to sdpa",
+                ) from error
             if not is_out_of_memory(error):
                 raise
             raise OutOfMemory(
-                f"the device has no memory left: {(str(error).splitlines() or [''])[0][:200]}",
+                f"the device has no memory left: {_first_line(error)}",
                 where=str(folder),
                 to_do="even one example at a time, every layer computed again, is too much: lower data.max_length, or use"
                 " method: qlora or a larger GPU",
@@ -144,6 +157,10 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False, attempt: Opened 
             end_mirror(mirror, meter, ledger, notice)
             receipt = leave_receipt(folder)
         return Outcome(state, reason, receipt)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _train(

@@ -21,10 +21,10 @@ from farthing.data.batches import split_by_input
 from farthing.data.read import Source, open_sources
 from farthing.data.tokens import Recipe, TokenSet, tokenize, tokenizer_sha256
 from farthing.errors import DataError, HardwareError
-from farthing.model.activation_checkpointing import MemoryNeed, choose_checkpointing
-from farthing.model.adapters import Adapter, add_adapter, count_parameters
+from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
+from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.forward import Forward
-from farthing.model.hardware import Numerics, free_bytes, why_not_deterministic
+from farthing.model.hardware import Numerics, why_not_deterministic
 from farthing.model.load import (
     ModelChoice,
     check_fits,
@@ -36,7 +36,8 @@ from farthing.model.load import (
     need_bitsandbytes,
 )
 from farthing.planner.job_lengths import note_token_set
-from farthing.train.optim import bytes_per_weight, make_optimizer
+from farthing.train.optim import make_optimizer, state_bytes
+from farthing.train.update_guard import update_bytes
 
 T = TypeVar("T")
 Tell = Callable[[str, dict[str, Any]], None]
@@ -284,25 +285,42 @@ def build_optimizer(job: Job, model: Any) -> torch.optim.Optimizer:
     )
 
 
-def settle_checkpointing(job: Job, forward: Forward, train: Examples, most_tokens: int, planned: int = 0) -> MemoryNeed:
-    """Measure a small forward pass and switch on as much activation checkpointing as the largest micro-batch needs.
+def settle_checkpointing(
+    job: Job,
+    forward: Forward,
+    train: Examples,
+    most_tokens: int,
+    planned: int,
+    *,
+    optimizer: torch.optim.Optimizer,
+    free_bytes: int,
+    accumulates: bool,
+) -> MemoryNeed:
+    """Measure small forward passes and switch on as much activation checkpointing as the largest micro-batch needs.
 
-    `planned` is what the plan has chosen: with `auto` no less is tried.
+    `planned` is what the plan has chosen: with `auto` no less is tried. `free_bytes` are those before the optimizer's
+    state was made; `accumulates` says that a step may have several micro-batches.
     """
     lengths = train.tokens.lengths[train.indices]
-    sample = train.indices[[int(np.argsort(lengths)[len(lengths) // 2])]]
-    arrays = forward.collate(train.tokens, sample)
-    batch = forward.place(arrays)
-    wanted, device = job.train.gradient_checkpointing, forward.numerics.device
+    middle = int(train.indices[int(np.argsort(lengths)[len(lengths) // 2])])
+
+    def sample_of(n_copies: int) -> Sample:
+        arrays = forward.collate(train.tokens, np.full(n_copies, middle))
+        batch = forward.place(arrays)
+        return Sample(forward.n_computed(arrays), lambda: forward.before_head(batch))
+
+    wanted, (head, twice) = job.train.gradient_checkpointing, (forward.head_bytes(most_tokens * n) for n in (1, 2))
+    is_cuda = forward.numerics.device.type == "cuda"
     return choose_checkpointing(
         forward.model,
-        forward=lambda: forward.before_head(batch),
-        sample_tokens=forward.n_computed(arrays),
+        samples=(sample_of(1), sample_of(2)),
         largest_tokens=most_tokens,
-        n_trained=count_parameters(forward.model)["trainable"],
-        optimizer_bytes_per_weight=bytes_per_weight(job.train.optim),
-        free_bytes=free_bytes(device),
+        accumulates=accumulates,
+        optimizer_bytes=state_bytes(optimizer, forward.numerics.device),
+        update_bytes=update_bytes(optimizer) if is_cuda else 0,
+        free_bytes=free_bytes,
         wanted=wanted if wanted == "auto" else int(wanted),
         planned=planned,
-        head_bytes=forward.head_bytes(most_tokens),
+        head=Linear(2 * head - twice, (twice - head) / max(1, most_tokens)),
+        autocast=forward.numerics.autocast,
     )
