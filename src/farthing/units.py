@@ -5,7 +5,9 @@ Inside farthing a quantity is a plain number whose name carries its unit: `_byte
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 
 _SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "hr": 3600.0, "d": 86400.0}
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -59,6 +61,12 @@ def say_usd(usd: float | None) -> str:
         return f"${usd:,.2f}"
     whole, _, decimals = (f"{usd:.4f}" if abs(usd) >= 0.001 else f"{usd:.6f}").partition(".")
     return f"${whole}.{decimals.rstrip('0').ljust(2, '0')}"
+
+
+def digits_of(total_usd: float) -> Callable[[float], str]:
+    """How to print a sum of dollars and its parts below each other: with the digits that show a thousandth of it."""
+    digits = min(8, max(2, 3 - math.floor(math.log10(abs(total_usd) or 1))))
+    return lambda usd: f"${usd:,.{digits}f}"
 
 
 def say_seconds(seconds: float | None) -> str:
