@@ -316,3 +316,23 @@ def test_a_card_that_is_gone_or_changed_is_written_anew_from_the_receipt(tmp_pat
     workshop.train(job, heard)
     assert "## Receipt" in card.read_text()
     assert not heard.warnings
+
+
+def test_a_merge_needs_no_attention_of_a_gpu_and_says_when_a_model_can_not_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, method="lora", pretrained=True, max_steps=1)
+    workshop.train(job)
+    run = Path(job.output_dir)
+    facts = json.loads((run / "job.json").read_text())
+    facts["model"]["attn_implementation"] = "flash_attention_2"
+    (run / "job.json").write_text(json.dumps(facts))
+    export_run(run, tmp_path / "merged", "merged")
+
+    def forward(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no kernel for this device")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    with pytest.raises(ModelError, match="can't be run here to check"):
+        export_run(run, tmp_path / "other", "merged")
+    assert not (tmp_path / "other").exists()

@@ -150,7 +150,7 @@ def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remot
         section["revision"],
         None,
         section["init"],
-        section["attn_implementation"],
+        None,  # the attention of the job may need a GPU, and is none of the weights
         trust_remote_code,
     )
     tuned = _tuned_config(source)
@@ -183,6 +183,7 @@ def _recast(run: Path, source: Path, folder: Path, dtype: str | None, trust_remo
     model = auto.from_pretrained(source, use_safetensors=True, dtype="auto", **trust).eval()
     examples = check_examples(job, tokenizer, model.config.get_text_config().vocab_size)
     expected = answers(model, examples)
+    del model
     model = auto.from_pretrained(source, use_safetensors=True, dtype=wanted, **trust)
     _write_whole(run, model, tokenizer, folder, lambda draft: _check(draft, job, examples, expected, trust_remote_code))
 

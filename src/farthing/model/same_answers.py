@@ -71,8 +71,15 @@ def _first_rows(job: dict[str, Any], tokenizer: Any) -> list[tuple[list[int], li
 
 @torch.no_grad()
 def answers(model: Any, examples: list[dict[str, Tensor]]) -> list[Tensor]:
-    """Logits of each example in fp32: [T, V], or [C] of a classifier."""
-    return [model(**example).logits[0].float() for example in examples]
+    """Logits of each example in fp32: [T, V], or [C] of a classifier. Raises `ModelError` where the model can't be run."""
+    try:
+        return [model(**example).logits[0].float() for example in examples]
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, ImportError) as error:
+        raise ModelError(
+            f"the model can't be run here to check what is written ({type(error).__name__}: {str(error)[:200]})",
+            where=type(model).__name__,
+            to_do="export it on a machine that can run it, or use --format adapter",
+        ) from error
 
 
 def refuse_other_answers(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype, name: str) -> None:
