@@ -336,3 +336,21 @@ def test_a_merge_needs_no_attention_of_a_gpu_and_says_when_a_model_can_not_be_ru
     with pytest.raises(ModelError, match="can't be run here to check"):
         export_run(run, tmp_path / "other", "merged")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_run_at_its_limit_is_let_in_to_write_a_damaged_model_again(tmp_path: Path) -> None:
+    job = make_job(tmp_path, max_steps=3, save_steps=1)
+    workshop.train(job)
+    run = Path(job.output_dir)
+    whole = files_of(run / "model")
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**facts, "finished": False}))
+    capped = make_job(tmp_path, max_steps=3, save_steps=1, limits={"max_hours": 1e-6})
+    heard = Heard()
+    assert workshop.train(capped, heard).state == "limit"
+    assert not heard.of("exported")
+    flip(run / "model")
+    assert workshop.train(capped, heard).state == "finished"
+    assert "model.safetensors differs" in heard.warnings
+    assert not heard.of("step")
+    assert files_of(run / "model") == whole
