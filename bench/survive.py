@@ -7,8 +7,8 @@ For each seed a small model is trained twice: once uninterrupted, once through a
 by the same command. Most kills are aimed at a part of the run (a training step, a save, an evaluation, tokenization, with
 a store an upload), the others strike at any time; with `--anywhere` all do. Where each struck is told by the run itself.
 Dropout is on. Equal means to the bit: every logged (step, example ids, loss, gradient norm, metrics), the final weights,
-the optimizer's state and the exported model. A last run of the same command must train nothing. Exits with 1 if anything
-differs.
+the optimizer's state and every file of the exported model, the bill on its card apart. A last run of the same command
+must train nothing. Exits with 1 if anything differs.
 
 The attempts are forked from a parent that has the libraries imported, so that a kill costs a second and not ten;
 `--spawn` starts a fresh Python each time instead. With `--new-machine` each kill takes the run folder and the cache too
@@ -183,8 +183,12 @@ def result_of(run: Path) -> dict[str, bytes | str]:
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
     newest = max((run / "checkpoints").glob("step-*"), key=lambda path: path.name[:13])
     result: dict[str, bytes | str] = {f"log line {index}": json.dumps(row) for index, row in enumerate(rows)}
-    for path in sorted([*newest.glob("*.safetensors"), newest / "state.json", *(run / "model").glob("*.safetensors")]):
+    exported = [path for path in (run / "model").rglob("*") if path.is_file()]
+    for path in sorted([*newest.glob("*.safetensors"), newest / "state.json", *exported]):
         result[f"{path.parent.name[:13]}/{path.name}"] = path.read_bytes()
+    card = (run / "model" / "README.md").read_text("utf-8")
+    card = card[: card.index("\n## Receipt\n")]  # from there on it is the bill, which kills raise
+    result["model/README.md"] = card.replace(f"# {run.name}\n", "")
     return result
 
 

@@ -401,7 +401,8 @@ def test_a_classifier_keeps_the_names_of_its_classes(tmp_path: Path, capsys: pyt
     out_of(capsys, "train", job_file(tmp_path, "bert", method="lora", pretrained=True, max_steps=15))
     for form in ("adapter", "merged"):
         out_of(capsys, "export", tmp_path / "run", "--output", tmp_path / form, "--format", form)
-        config = transformers.AutoConfig.from_pretrained(tmp_path / form)
+        named = tmp_path / form / ("model_config.json" if form == "adapter" else "")
+        config = transformers.AutoConfig.from_pretrained(named)
         assert config.id2label == {0: "food", 1: "sport", 2: "weather"}
         assert config.label2id == {"food": 0, "sport": 1, "weather": 2}
     merged: Any = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()

@@ -554,11 +554,19 @@ def _scaling_offer(arguments: argparse.Namespace, job: Any) -> str:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from farthing.durability.exported import damage_of
     from farthing.report.receipt import build_receipt, compare
 
     result = build_receipt(Path(arguments.folder))
+    damage = {str(folder): damage_of(Path(folder)) for folder in (arguments.folder, arguments.baseline) if folder}
+    for folder, words in damage.items():
+        if words:
+            print(f"farthing: {folder}: the exported model is damaged: {words}", file=sys.stderr)
+            print("  to do: run `farthing train` with its job again: it writes the model anew", file=sys.stderr)
     if arguments.baseline:
         result = compare(result, build_receipt(Path(arguments.baseline)))
+    else:
+        result["model_damage"] = damage[arguments.folder]
     if arguments.json:
         print(json.dumps(result, indent=1))
         return EXIT_FINISHED

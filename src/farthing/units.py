@@ -5,6 +5,7 @@ Inside farthing a quantity is a plain number whose name carries its unit: `_byte
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -71,6 +72,12 @@ def say_usd(usd: float | None) -> str:
         return f"${usd:,.2f}"
     whole, _, decimals = (f"{usd:.4f}" if abs(usd) >= 0.001 else f"{usd:.6f}").partition(".")
     return f"${whole}.{decimals.rstrip('0').ljust(2, '0')}"
+
+
+def digits_of(total_usd: float) -> Callable[[float], str]:
+    """How to print a sum of dollars and its parts below each other: with the digits that show a thousandth of it."""
+    digits = min(8, max(2, 3 - math.floor(math.log10(abs(total_usd) or 1))))
+    return lambda usd: f"${usd:,.{digits}f}"
 
 
 def say_seconds(seconds: float | None) -> str:

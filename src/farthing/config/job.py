@@ -201,7 +201,7 @@ class TrainSection(Section):
     early_stopping_patience: Positive | None = None
     """Stop after this many evaluations without an improvement."""
     early_stopping_threshold: Annotated[Number, Field(ge=0)] = 0.0
-    """The least change that counts as an improvement (min-delta)."""
+    """The least gain on the best so far that counts for the patience (min-delta). Which step is best does not depend on it."""
     save_steps: Positive | None = None
     """Optimizer steps between checkpoints. Default: by time, see save_minutes."""
     save_minutes: Annotated[Number, Field(gt=0)] | None = None

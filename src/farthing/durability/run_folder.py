@@ -1,11 +1,11 @@
 """What a run folder holds, and whose run it is. A folder belongs to one run for good.
 
 job.json          the job as it was read, every default spelled out
-run.json          the run's id, what identifies it (settings, data, tokenizer, model), where it began
+run.json          the run's id, what identifies it (settings, data, tokenizer, model), where it began, under which rules
 log.jsonl         one line a step: loss, gradient norm, examples; one line an evaluation
 ledger.jsonl      seconds and dollars of every attempt
 checkpoints/      see checkpoint.py
-model/            the trained model for others
+model/            the trained model for others, with a manifest, see exported.py
 receipt.json      written when an attempt ends
 measurements.json what each attempt took, see measurements.py
 plan.json         what the planner promised before the first attempt, and how it would have it run
@@ -38,6 +38,32 @@ JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
     "schedule.json",
 )
 
+RULES = 2
+"""What a run began under and keeps. 1: weights are decayed by their dimensions, and losses that farthing does not compute
+are left out; 2: weights are decayed by their names, and such losses are refused."""
+
+
+def rules_of(folder: Path) -> int:
+    """The rules that the run in `folder` began under; those of today where none has begun. Raises `RunDamaged`."""
+    try:
+        facts = parse_json((folder / RUN).read_text(encoding="utf-8"))
+        rules = facts.get("rules", 1)
+    except FileNotFoundError:
+        return RULES
+    except (OSError, ValueError, AttributeError) as error:
+        raise RunDamaged(
+            f"{RUN} can't be read ({type(error).__name__})",
+            where=str(folder / RUN),
+            to_do="bring it back from a copy, or give the job another output_dir",
+        ) from error
+    if rules not in range(1, RULES + 1):
+        raise RunDamaged(
+            f"it began under rules {rules!r}, this farthing knows up to {RULES}",
+            where=str(folder / RUN),
+            to_do="pip install --upgrade farthing",
+        )
+    return int(rules)
+
 
 def claim(
     folder: Path, identity: dict[str, Any], machine: dict[str, str], warn: Callable[[str], None]
@@ -51,6 +77,7 @@ def claim(
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "identity": identity,
             "machine": machine,
+            "rules": RULES,
         }
         write_json(path, facts)
         return facts

@@ -55,7 +55,7 @@ def can_go_flat(model: Any, task: str) -> str | None:
     if odd:
         return f"{kind}: layers of {', '.join(sorted(odd))}"
     if getattr(config, "output_router_logits", False):
-        return f"{kind}: the balance of its experts is counted over padded batches"
+        return f"{kind}: its configuration asks for the logits of its routers"
     if kind in DECODERS and getattr(config, "use_bidirectional_attention", False):
         return f"{kind}: it attends in both directions"
     if kind in ENCODERS and (getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False)):

@@ -19,6 +19,7 @@ from farthing.durability.ledger import SPANS
 from farthing.durability.run_folder import JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE, witnesses_of
 from farthing.errors import UserMistake
 from farthing.report.training_log import read_log
+from farthing.units import plural
 
 N_CURVE_POINTS = 60
 FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu")
@@ -39,6 +40,8 @@ def build_receipt(folder: Path) -> dict[str, Any]:
     state = accounts[-1].ended if accounts else "killed"
     exported_step = _newest(accounts, lambda a: a.exported)
     best, of_model = _evaluations_of_note(log.evaluations, exported_step)
+    facts = _read_json(folder / RUN) or {}
+    steps_per_epoch = facts.get("steps_per_epoch")
     return {
         "kind": "farthing receipt",
         "version": 1,
@@ -46,9 +49,12 @@ def build_receipt(folder: Path) -> dict[str, Any]:
         "state": state,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "job": job,
-        "machine": (_read_json(folder / RUN) or {}).get("machine"),
+        "identity": facts.get("identity"),
+        "machine": facts.get("machine"),
         "schedule": _read_json(folder / SCHEDULE),
         "steps": log.step,
+        "steps_per_epoch": steps_per_epoch,
+        "epochs": log.step / steps_per_epoch if steps_per_epoch else None,
         "tokens": log.n_tokens,
         "target_tokens": log.n_targets,
         "final_loss": log.loss,
@@ -130,36 +136,83 @@ def leave_receipt(folder: Path) -> dict[str, Any]:
 
 
 def compare(run: dict[str, Any], baseline: dict[str, Any]) -> dict[str, Any]:
-    """Two receipts side by side, and what the first saves against the second."""
+    """Two receipts side by side, what the first saves against the second, and what of it can't be compared.
 
-    def both(value: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    Raises `UserMistake` for runs of different tasks: nothing that they learned can be compared.
+    """
+    tasks = [(receipt["job"] or {}).get("task") for receipt in (run, baseline)]
+    if None not in tasks and tasks[0] != tasks[1]:
+        raise UserMistake(
+            f"one run is {tasks[0]}, the other {tasks[1]}: their losses and metrics can't be compared",
+            where=f"{run['run']}, {baseline['run']}",
+            to_do="compare runs of one task",
+        )
+    has_prices = run["usd_is_known"] and baseline["usd_is_known"]
+    unlike = _unlike(run, baseline)
+
+    def both(value: Callable[[dict[str, Any]], Any], *, is_like: bool = True) -> dict[str, Any]:
         ours, theirs = value(run), value(baseline)
-        ratio = ours / theirs if isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs else None
-        return {"run": ours, "baseline": theirs, "ratio": ratio}
+        numbers = isinstance(ours, int | float) and isinstance(theirs, int | float) and theirs
+        return {"run": ours, "baseline": theirs, "ratio": ours / theirs if is_like and numbers else None}
+
+    def price(key: str) -> dict[str, Any]:
+        return both(lambda r: r[key] if r["usd_is_known"] else None, is_like=has_prices)
 
     rows = {
-        "usd": both(lambda r: r["usd"]),
+        "usd": price("usd"),
         "wall_s": both(lambda r: r["wall_s"]),
         "steps": both(lambda r: r["steps"]),
         "tokens": both(lambda r: r["tokens"]),
         "tokens_per_s": both(lambda r: r["tokens_per_s"]),
-        "usd_per_million_tokens": both(lambda r: r["usd_per_million_tokens"]),
+        "usd_per_million_tokens": price("usd_per_million_tokens"),
         "peak_bytes": both(lambda r: r["peak_bytes"]),
         "interruptions": both(lambda r: r["interruptions"]),
-        "final_loss": both(lambda r: r["final_loss"]),
+        "final_loss": both(lambda r: r["final_loss"], is_like="train" not in unlike),
     }
     names = [k for k, v in (run["metrics"] or {}).items() if isinstance(v, float) and k in (baseline["metrics"] or {})]
-    rows |= {name: both(lambda r, name=name: r["metrics"][name]) for name in names}  # type: ignore[misc]
-    saved_usd = baseline["usd"] - run["usd"]
+    for name in names:
+        rows[name] = both(lambda r, name=name: r["metrics"][name], is_like="eval" not in unlike)  # type: ignore[misc]
+    saved_usd = baseline["usd"] - run["usd"] if has_prices else None
     return {
         "kind": "farthing comparison",
         "run": run["run"],
         "baseline": baseline["run"],
         "rows": rows,
+        "notes": list(unlike.values()),
         "saved_usd": saved_usd,
-        "saved_share": saved_usd / baseline["usd"] if baseline["usd"] else None,
+        "saved_share": saved_usd / baseline["usd"] if saved_usd is not None and baseline["usd"] else None,
         "saved_s": baseline["wall_s"] - run["wall_s"],
     }
+
+
+def _unlike(run: dict[str, Any], baseline: dict[str, Any]) -> dict[str, str]:
+    """In what two runs are not alike, so that some of their figures say nothing about each other: key -> words."""
+    found = {}
+    ours, theirs = run.get("identity") or {}, baseline.get("identity") or {}
+
+    def differ(*keys: str) -> bool:
+        return any(ours.get(key) != theirs.get(key) for key in keys)
+
+    of_words = [key for key in {**ours, **theirs} if key.startswith(("tokenization.", "tokenizer "))]
+    if differ("data.train (content)", "data.eval_fraction", "data.max_train_samples", *of_words):
+        found["train"] = "they trained on other data, or other tokens of it: the last training loss can't be compared"
+    held_out = ["data.eval (content)", "data.max_eval_samples"]
+    if not ours.get("data.eval (content)") or not theirs.get("data.eval (content)"):
+        held_out += ["data.train (content)", "data.eval_fraction", "train.seed"]
+    if run["metrics"] and baseline["metrics"] and differ(*held_out, *of_words):
+        found["eval"] = "they were evaluated on other examples, or other tokens of them: the metrics can't be compared"
+    known = [receipt["usd_is_known"] for receipt in (run, baseline)]
+    if known[0] != known[1]:
+        found["price"] = f"{'the baseline' if known[0] else 'the run'} has no price: dollars can't be compared"
+    if run["steps"] != baseline["steps"] or run["tokens"] != baseline["tokens"]:
+        found["work"] = (
+            f"they did not do the same work ({plural(run['steps'], 'step')} and {plural(baseline['steps'], 'step')}): "
+            "cost and time are of all that each has done"
+        )
+    states = {receipt["state"] for receipt in (run, baseline)}
+    if states != {"finished"}:
+        found["state"] = "not both have finished: the figures are as far as they came"
+    return found
 
 
 def _attempt(attempt: Attempt) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
+from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN_EVERY_S = 5.0
@@ -237,7 +236,7 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
     table.add_column("where the time went")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
-    dollars = _same_digits(receipt["usd"])
+    dollars = digits_of(receipt["usd"])
     if known:
         table.add_column("dollars", justify="right")
     for span in sorted(receipt["spans"], key=lambda span: -span["seconds"]):
@@ -316,9 +315,7 @@ def draw_comparison(console: Console, comparison: dict[str, Any]) -> None:
     for name in ("", "run", "baseline", "ratio"):
         table.add_column(name, justify="left" if not name else "right")
     for name, row in comparison["rows"].items():
-        say = {"usd": say_usd, "usd_per_million_tokens": say_usd, "wall_s": say_seconds, "peak_bytes": say_bytes}.get(
-            name, _number
-        )
+        say = {"wall_s": say_seconds, "peak_bytes": say_bytes}.get(name, _number)
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
         if "usd" in name:
             say = _price
@@ -328,11 +325,15 @@ def draw_comparison(console: Console, comparison: dict[str, Any]) -> None:
     console.print(table)
     usd, seconds = comparison["saved_usd"], comparison["saved_s"]
     words = []
-    if comparison["rows"]["usd"]["run"] and comparison["rows"]["usd"]["baseline"]:
+    if usd is not None:
         share = "" if comparison["saved_share"] is None else f" ({abs(comparison['saved_share']):.0%})"
         words.append(f"costs {say_usd(abs(usd))}{share} {'less' if usd >= 0 else 'more'}")
-    words.append(f"takes {say_seconds(abs(seconds))} {'less' if seconds >= 0 else 'more'}")
-    console.print(f"against the baseline the run {' and '.join(words)}")
+    if seconds is not None:
+        words.append(f"takes {say_seconds(abs(seconds))} {'less' if seconds >= 0 else 'more'}")
+    if words:
+        console.print(f"against the baseline the run {' and '.join(words)}")
+    for note in comparison["notes"]:
+        console.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
 
 
 _WORDS = {
@@ -347,18 +348,12 @@ _WORDS = {
 
 
 def _price(usd: float | None) -> str:
-    return say_usd(usd) if usd else "no price"
+    return "no price" if usd is None else say_usd(usd)
 
 
 def _time_and_price(receipt: dict[str, Any], what: str) -> str:
-    price = f" ({say_usd(receipt[f'{what}_usd'])})" if receipt["usd_is_known"] else ""
+    price = f" ({digits_of(receipt['usd'])(receipt[f'{what}_usd'])})" if receipt["usd_is_known"] else ""
     return say_seconds(receipt[f"{what}_s"]) + price
-
-
-def _same_digits(total_usd: float) -> Callable[[float], str]:
-    """How to print the parts of a sum below each other: with the digits that show a thousandth of it."""
-    digits = min(8, max(2, 3 - math.floor(math.log10(total_usd or 1))))
-    return lambda usd: f"${usd:,.{digits}f}"
 
 
 def sparkline(values: list[float], low: float | None = None, high: float | None = None) -> str:
@@ -373,16 +368,17 @@ def _draw_promise(console: Console, receipt: dict[str, Any]) -> None:
     promised, forecast = receipt["promised"], receipt["forecast"]
     if promised is None and forecast is None:
         return
+    dollars = digits_of(receipt["usd"])
     table = Table(box=None, padding=(0, 2), show_edge=False)
     for name in ("promised before the start" if promised else "", "promised", "happened", "ratio"):
         table.add_column(name, justify="right" if name in ("promised", "happened", "ratio") else "left")
 
     def rows(of: dict[str, Any], words: dict[str, str]) -> None:
-        for name, say in (("wall_s", say_seconds), ("usd", say_usd), ("peak_bytes", say_bytes)):
+        for name, say in (("wall_s", say_seconds), ("usd", dollars), ("peak_bytes", say_bytes)):
             if name in words and (name != "usd" or receipt["usd_is_known"]):
                 row(words[name], of[name], say)
 
-    def row(words: str, pair: dict[str, Any], say: Callable[[float | None], str]) -> None:
+    def row(words: str, pair: dict[str, Any], say: Callable[[Any], str]) -> None:
         ratio = "" if pair["ratio"] is None else f"{pair['ratio']:.2f}"
         table.add_row(words, say(pair["promised"]), say(pair["happened"]), ratio)
 

@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 
 from farthing.config.job import Job
+from farthing.durability.exported import damage_of
 from farthing.durability.ledger import Ledger
 from farthing.durability.opening import Opened
 from farthing.durability.run_folder import MODEL, is_finished
@@ -50,11 +51,13 @@ def seconds_left(job: Job, ledger: Ledger) -> float:
 def why_not_start(job: Job, folder: Path, ledger: Ledger) -> str | None:
     """Why another attempt is not worth its start; None where it is, or where it has yet to write a model.
 
-    A run that has a model starts again only where what is left pays for the start. One that has a checkpoint and no
+    A run that has a whole model starts again only where what is left pays for the start. One that has a checkpoint and no
     model is let in even at its cap: it writes the model and leaves.
     """
     if (folder / MODEL).is_dir():
-        return over_limit(job, ledger, ledger.takes.get("start_s", 0.0))
+        reason = over_limit(job, ledger, ledger.takes.get("start_s", 0.0))
+        if reason is None or damage_of(folder) is None:
+            return reason
     return over_limit(job, ledger, 0.0) if ledger.committed_step <= 0 else None
 
 

@@ -2,8 +2,7 @@
 
 What identifies a run is hashed when it is trained. Here the job's settings are compared in full, and of its local files the
 sizes and times that they had then; where anything differs, or was never noted, the whole check is left to `train`. Refuses
-to guess: it says "finished" only of what it knows to be the same. Whether the model is there and whole is for
-`run_folder.is_finished` to say.
+to guess: it says "finished" only of what it knows to be the same, and of a run whose model is what was written.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from farthing.config.job import Job
+from farthing.durability.exported import CARD, damage_of
 from farthing.durability.files import parse_json
-from farthing.durability.run_folder import JOB, RECEIPT, RUN, is_finished
+from farthing.durability.run_folder import JOB, MODEL, RECEIPT, RUN, is_finished
 from farthing.errors import UserMistake
 from farthing.report.receipt import build_receipt, leave_receipt
 
@@ -59,7 +59,7 @@ def receipt_of_finished(job: Job) -> dict[str, Any] | None:
             and facts.get(STAMPS) is not None
             and facts[STAMPS] == stamps_of(job)
         )
-        if not is_same:
+        if not is_same or damage_of(folder) is not None or not (folder / MODEL / CARD).is_file():
             return None
         return build_receipt(folder) if (folder / RECEIPT).exists() else leave_receipt(folder)
     except (OSError, ValueError, KeyError, TypeError, UserMistake):

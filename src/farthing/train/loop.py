@@ -29,7 +29,7 @@ from farthing.durability.files import Damaged, JsonLines
 from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.preemption import Heard, Notice
 from farthing.durability.replica import Mirror
-from farthing.durability.run_folder import CHECKPOINTS, LOG, MODEL, SCHEDULE
+from farthing.durability.run_folder import CHECKPOINTS, LOG, MODEL, SCHEDULE, rules_of
 from farthing.errors import (
     Interrupted,
     NoSpace,
@@ -120,7 +120,7 @@ class Run:
         if train.max_steps is not None:
             self.n_steps = train.max_steps
         self.fit = self.fitted() if train.fit_schedule_to_budget else None
-        self.optimizer = build_optimizer(job, self.model)
+        self.optimizer = build_optimizer(job, self.model, rules_of(self.folder))
         self.scaler = torch.amp.GradScaler(self.numerics.device.type, enabled=self.numerics.needs_scaler)
         self.set_schedule()
         self.parameters = count_parameters(self.model)
@@ -560,7 +560,11 @@ class Run:
         return (self.pace.step_s or 0.0) * len(self.eval_examples) / self.job.global_batch_size / 3
 
     def evaluate(self) -> None:
-        """Measure, and judge whether this is the best so far. Raises `Interrupted`."""
+        """Measure, and judge whether this is the best so far. Raises `Interrupted`.
+
+        Best is best, by however little; the threshold only says how much better than the best so far counts for the
+        patience (as `EarlyStoppingCallback` of transformers has it). Of equal ones the first is the best.
+        """
         assert self.eval_examples is not None
         self.settle()
         at, train, started_s = self.progress, self.job.train, self.meter.wall_s
@@ -576,12 +580,12 @@ class Run:
         greater = train.greater_is_better
         better = GREATER_IS_BETTER[self.metric] if greater is None else greater
         gain = None if value is None or at.best_metric is None else (value - at.best_metric) * (1 if better else -1)
-        is_best = value is not None and (gain is None or gain > train.early_stopping_threshold)
+        is_best = value is not None and (gain is None or gain > 0)
+        counts = is_best and (gain is None or gain > train.early_stopping_threshold)
+        at.n_evaluations_without_gain = 0 if counts else at.n_evaluations_without_gain + 1
         if is_best:
-            at.best_metric, at.best_step, at.n_evaluations_without_gain = value, at.step, 0
+            at.best_metric, at.best_step = value, at.step
             self._save_now = True
-        else:
-            at.n_evaluations_without_gain += 1
         patience = train.early_stopping_patience
         at.stopped_early = patience is not None and at.n_evaluations_without_gain >= patience
         self._last_evaluation_s = self.meter.wall_s - started_s

@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from farthing.durability.run_folder import RULES
 from farthing.errors import ModelError, UserMistake
 from farthing.model.load import need_bitsandbytes
 from farthing.train.offload import OffloadedAdamW
 
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay is for, by the rule of transformers' `Trainer`
+    (`get_decay_parameter_names` of version 5): all but those of a `LayerNorm` and those that are called bias or norm.
+
+    By name and not by shape: the magnitudes of DoRA and the `D` of Mamba are decayed, the biases of experts and T5's
+    biases of distances are not, though some of these are matrices.
+    """
+    norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm) and name)
+    return {
+        name
+        for name, _ in model.named_parameters()
+        if not name.startswith(norms) and not _UNDECAYED.search(name.lower())
+    }
+
 
 def make_optimizer(
-    model: Any, name: str, *, learning_rate: float, weight_decay: float, betas: tuple[float, float], epsilon: float
+    model: Any,
+    name: str,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    epsilon: float,
+    rules: int = RULES,
 ) -> torch.optim.Optimizer:
-    """An optimizer over the trainable weights. Biases and other vectors are not decayed.
+    """An optimizer over the trainable weights, those that are decayed in a group of their own.
 
+    `rules` are those that the run began under: an old one goes on to decay whatever has two dimensions.
     Raises `HardwareError` for an 8-bit or paged one where bitsandbytes does not work.
     """
-    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    decayed = {n for n, p in trainable.items() if p.ndim >= 2} if rules < 2 else decayed_names(model)
     groups = [
-        {"params": [p for _, p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for _, p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for n, p in trainable.items() if n in decayed], "weight_decay": weight_decay},
+        {"params": [p for n, p in trainable.items() if n not in decayed], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if name == "sgd":

@@ -20,12 +20,13 @@ import transformers
 from farthing.config.job import Job
 from farthing.device_memory import is_out_of_memory, is_out_of_resources
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
+from farthing.durability.exported import damage_of, set_aside
 from farthing.durability.files import only_writer, write_json
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
 from farthing.durability.opening import Opened, opened
 from farthing.durability.preemption import Notice
 from farthing.durability.replica import Mirror, open_mirror
-from farthing.durability.run_folder import JOB, LEDGER, RUN, claim, is_finished
+from farthing.durability.run_folder import JOB, LEDGER, MODEL, RUN, claim, is_finished, rules_of
 from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
@@ -35,6 +36,7 @@ from farthing.errors import (
     NoSpace,
     OutOfMemory,
 )
+from farthing.export import write_card
 from farthing.model.hardware import (
     Numerics,
     choose_numerics,
@@ -43,7 +45,7 @@ from farthing.model.hardware import (
     in_words,
     taken_bytes,
 )
-from farthing.model.load import quiet_libraries
+from farthing.model.load import left_out_loss, quiet_libraries
 from farthing.planner.lengths import from_token_set
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import leave_receipt
@@ -156,6 +158,8 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False, attempt: Opened 
             mirror.offer_last_words()
             end_mirror(mirror, meter, ledger, notice)
             receipt = leave_receipt(folder)
+        with contextlib.suppress(OSError):  # a full disk: the receipt is there
+            write_card(folder, receipt)
         return Outcome(state, reason, receipt)
 
 
@@ -185,9 +189,13 @@ def _train(
     run_facts = claim(folder, inputs.identity, machine, lambda text: tell("warning", {"text": text}))
     attempt.is_accepted = True
     write_json(folder / JOB, job.model_dump(mode="json"))
-    if is_finished(folder):
+    was_finished, is_cleared = is_finished(folder), clear_damaged_model(folder, tell)
+    if was_finished and not is_cleared:
         ledger.withdraw()
         return "finished", "it was finished already; nothing was trained"
+    if rules_of(folder) < 2 and (key := left_out_loss(inputs.config, job.task)):
+        tell("warning", {"text": f"`{key}` in the model's config.json is left out of the loss, as it was when this run"
+                         " began; new runs refuse it"})  # fmt: skip
     if reason := why_not_start(job, folder, ledger):
         return "limit", reason
     if ledger.clock_back_s > 60 and job.limits.deadline is not None:
@@ -198,12 +206,16 @@ def _train(
     meter.enter("restore")
     tell("working", {"on": "looking for a checkpoint"})
     run.restore(run_facts["run_id"], allow_restart)
-    if over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
+    if was_finished or over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
         return run.loop()
     with meter.span("prefix"):
         keeps = begin_behind_frozen_layers(run, run_facts.get("keeps_frozen_output"))
     shares = run.share_beginnings(run_facts.get("shares_beginnings"))
-    decided = {"keeps_frozen_output": keeps, "shares_beginnings": shares}
+    decided = {
+        "keeps_frozen_output": keeps,
+        "shares_beginnings": shares,
+        "steps_per_epoch": run.batches.steps_per_epoch,
+    }
     if run_facts | decided != run_facts:
         run_facts |= decided
         write_json(folder / RUN, run_facts)
@@ -217,7 +229,7 @@ def _train(
         mirror.offer(run.progress.step, run.checkpoints.to_go_on(run.progress.step, run.progress.best_step))
     state, reason = run.loop()
     if state == "finished":
-        write_json(folder / RUN, {**run_facts, "finished": True, STAMPS: stamps})
+        write_json(folder / RUN, {**run_facts, "finished": True, "sealed": True, STAMPS: stamps})
     if mirror is not None:
         at = run.progress
         mirror.offer(at.step, run.checkpoints.to_go_on(at.step, at.best_step), with_model=True)
@@ -227,6 +239,17 @@ def _train(
         mirror.check()
     run.leave_measurement()
     return state, reason
+
+
+def clear_damaged_model(folder: Path, tell: Tell) -> bool:
+    """Set an exported model aside that is not what was written, aloud; whether it was so."""
+    damage = damage_of(folder)
+    if damage is None:
+        return False
+    aside = set_aside(folder / MODEL)
+    text = f"the exported model is damaged ({damage}): set aside as {aside.name}, and written again from the checkpoint"
+    tell("warning", {"text": text})
+    return True
 
 
 def end_mirror(mirror: Mirror | None, meter: Meter, ledger: Ledger, notice: Notice) -> None:

@@ -20,6 +20,7 @@ from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.read import Source, open_sources
 from farthing.data.tokens import Recipe, TokenSet, tokenize, tokenizer_sha256
+from farthing.durability.run_folder import RULES, rules_of
 from farthing.errors import DataError, HardwareError
 from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
 from farthing.model.adapters import Adapter, add_adapter
@@ -34,6 +35,7 @@ from farthing.model.load import (
     max_positions,
     model_sha256,
     need_bitsandbytes,
+    refuse_left_out_loss,
 )
 from farthing.planner.job_lengths import note_token_set
 from farthing.train.optim import make_optimizer, state_bytes
@@ -113,6 +115,8 @@ def open_inputs(job: Job) -> Inputs:
     """Find and identify model, tokenizer and data. Raises `ModelError`, `DataError`."""
     choice = model_choice(job)
     config = load_config(choice)
+    if rules_of(Path(job.output_dir)) > 1:
+        refuse_left_out_loss(config, job.task, choice.name)
     tokenizer = load_tokenizer(choice, job.data.chat_template)
     limits = [n for n in (max_positions(config), tokenizer.model_max_length) if n]
     max_length = job.data.max_length or min([job.max_length, *limits])
@@ -272,8 +276,8 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
     return model
 
 
-def build_optimizer(job: Job, model: Any) -> torch.optim.Optimizer:
-    """The job's optimizer over the trained weights."""
+def build_optimizer(job: Job, model: Any, rules: int = RULES) -> torch.optim.Optimizer:
+    """The job's optimizer over the trained weights, by the `rules` that the run began under."""
     train = job.train
     return make_optimizer(
         model,
@@ -282,6 +286,7 @@ def build_optimizer(job: Job, model: Any) -> torch.optim.Optimizer:
         weight_decay=train.weight_decay,
         betas=(train.adam_beta1, train.adam_beta2),
         epsilon=train.adam_epsilon,
+        rules=rules,
     )
 
 
