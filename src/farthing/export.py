@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from farthing.durability.files import install_folder, parse_json
-from farthing.durability.run_folder import JOB, MODEL
+from farthing.durability.files import install_folder
+from farthing.durability.run_folder import JOB, MODEL, kept_job
 from farthing.errors import UserMistake
 from farthing.model.load import AUTO_CLASSES, ModelChoice, load_config, load_model, load_tokenizer, quiet_libraries
 from farthing.report.card import model_card
@@ -75,7 +75,7 @@ def _copy(source: Path, target: Path) -> None:
 def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool) -> None:
     import peft
 
-    job = parse_json((run / JOB).read_text(encoding="utf-8"))
+    job = kept_job(run)
     section = job["model"]
     if section["trust_remote_code"] and not trust_remote_code:
         raise UserMistake(
@@ -110,7 +110,7 @@ def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remot
 
 
 def _recast(run: Path, source: Path, folder: Path, dtype: str | None) -> None:
-    job = parse_json((run / JOB).read_text(encoding="utf-8"))
+    job = kept_job(run)
     wanted = getattr(torch, dtype) if dtype else "auto"
     model = AUTO_CLASSES[job["task"]].from_pretrained(source, use_safetensors=True, dtype=wanted)
     _write_whole(run, model, source, folder)

@@ -72,11 +72,11 @@ class Checkpoints:
         keep: int,
         *,
         warn: Callable[[str], None],
-        facts: Mapping[str, Any] | None = None,
+        facts: Callable[[], Mapping[str, Any]] = dict,
         copy: Callable[[int, list[Path]], None] | None = None,
     ) -> None:
         self.folder = make_private(folder)
-        self._run_id, self._keep, self._warn, self._facts = run_id, keep, warn, dict(facts or {})
+        self._run_id, self._keep, self._warn, self._facts = run_id, keep, warn, facts  # facts: for the manifest
         self._copy = copy  # gets a step and the folders to go on from there, in the writing thread; must not raise
         self._thread: threading.Thread | None = None
         self._result: SaveResult | None = None
@@ -88,8 +88,8 @@ class Checkpoints:
     def save(self, step: int, parts: Mapping[str, Part], best_step: int | None) -> SaveResult | None:
         """Snapshot every part now and commit it in the background. Returns an earlier save's result."""
         earlier = self.wait()
-        snapshot = {name: _copied(part.state()) for name, part in parts.items()}
-        self._thread = threading.Thread(target=self._write, args=(step, snapshot, best_step), name="checkpoint")
+        snapshot, facts = {name: _copied(part.state()) for name, part in parts.items()}, dict(self._facts())
+        self._thread = threading.Thread(target=self._write, args=(step, snapshot, best_step, facts), name="checkpoint")
         self._thread.start()
         return earlier
 
@@ -119,7 +119,9 @@ class Checkpoints:
             ) from result.error
         return result
 
-    def _write(self, step: int, snapshot: dict[str, State], best_step: int | None) -> None:
+    def _write(
+        self, step: int, snapshot: dict[str, State], best_step: int | None, own_facts: Mapping[str, Any]
+    ) -> None:
         def fill(draft: Path) -> None:
             for name, (tensors, _) in snapshot.items():
                 if tensors:
@@ -135,7 +137,7 @@ class Checkpoints:
                 "schema": SCHEMA,
                 "run_id": self._run_id,
                 "step": step,
-                **self._facts,
+                **own_facts,
             }
             serial = 1 + max((serial for _, serial in self._saves()), default=0)
             manifest = commit_folder(self._folder(step, serial), fill, facts)

@@ -16,6 +16,7 @@ from typing import Any
 from farthing.durability.files import JsonLines, parse_json, write_json
 from farthing.durability.ledger import SPANS, Attempt, read_attempts
 from farthing.durability.run_folder import JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE
+from farthing.durability.summed_lines import SummedLines
 from farthing.errors import UserMistake
 
 N_CURVE_POINTS = 60
@@ -27,7 +28,7 @@ def build_receipt(folder: Path) -> dict[str, Any]:
         raise UserMistake("not a run folder", where=str(folder), to_do="name the output_dir of a job that has started")
     rows = list(JsonLines(folder / LEDGER).rows())
     attempts = read_attempts(JsonLines(folder / LEDGER))
-    log = list(JsonLines(folder / LOG).rows())
+    log = list(SummedLines(folder / LOG).rows())
     steps = [row for row in log if "examples" in row]
     evaluations = [row for row in log if "metrics" in row]
     spans = {name: sum(a.spans.get(name, 0.0) for a in attempts) for name in SPANS}
@@ -239,5 +240,6 @@ def _curve(
 
 def _read_json(path: Path) -> Any:
     with contextlib.suppress(OSError, ValueError):
-        return parse_json(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
+        return {key: item for key, item in value.items() if key != "sha256"} if isinstance(value, dict) else value
     return None

@@ -11,6 +11,7 @@ import contextlib
 import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ import transformers
 
 from farthing.config.job import Job
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
-from farthing.durability.files import make_private, only_writer, write_json
+from farthing.durability.files import make_private, only_writer
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
 from farthing.durability.preemption import Notice
 from farthing.durability.replica import Mirror, open_mirror
-from farthing.durability.run_folder import JOB, LEDGER, RUN, claim, is_finished
+from farthing.durability.run_folder import LEDGER, RUN, claim, is_finished, keep, keep_job, mend, unclaim
 from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
@@ -49,6 +50,7 @@ from farthing.train.autotune_cache import Subject
 from farthing.train.budget import over_limit, seconds_left, why_not_start
 from farthing.train.estimate import promised
 from farthing.train.frozen import begin_behind_frozen_layers
+from farthing.train.identity import former_names
 from farthing.train.loop import Run, note_news
 from farthing.train.setup import (
     Inputs,
@@ -100,9 +102,9 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
         watched(job, notice),
         tracked(tell, job.train.report_to, folder) as tell,
     ):
-        mirror = open_mirror(
-            job.output_store, folder, job.train.save_total_limit, lambda text: tell("warning", {"text": text})
-        )
+        warn = partial(_warn, tell)
+        mend(folder, warn)
+        mirror = open_mirror(job.output_store, folder, job.train.save_total_limit, warn)
         if mirror is not None:
             with meter.span("restore"):
                 step = mirror.bring_back(allow_restart, lambda: bool(notice))
@@ -121,6 +123,10 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
             state, reason = _train(job, folder, meter, ledger, notice, tell, allow_restart, mirror)
         except Interrupted as error:
             state, reason = "interrupted", notice.reason or error.what
+        except UserMistake:
+            with contextlib.suppress(OSError):
+                unclaim(folder)
+            raise
         except OSError as error:
             if error.errno not in DISK_TROUBLE:
                 raise
@@ -175,8 +181,15 @@ def _train(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    run_facts = claim(folder, inputs.identity, machine, lambda text: tell("warning", {"text": text}))
-    write_json(folder / JOB, job.model_dump(mode="json"))
+    run_facts = claim(
+        folder,
+        inputs.identity,
+        machine,
+        partial(_warn, tell),
+        former=former_names(job, inputs.choice, inputs.config, inputs.identity),
+        allow_restart=allow_restart,
+    )
+    keep_job(folder, job.model_dump(mode="json"), run_facts)
     if is_finished(folder):
         return "finished", "it was finished already; nothing was trained"
     if reason := why_not_start(job, folder, ledger):
@@ -197,7 +210,7 @@ def _train(
     decided = {"keeps_frozen_output": keeps, "shares_beginnings": shares}
     if run_facts | decided != run_facts:
         run_facts |= decided
-        write_json(folder / RUN, run_facts)
+        keep(folder / RUN, run_facts)
     left_s, exact = seconds_left(job, ledger), job.train.full_determinism
     if run.progress.step == 0 and is_worth_it(job, run.promise, is_deterministic=exact, left_s=left_s):
         with meter.span("probe"):
@@ -208,7 +221,7 @@ def _train(
         mirror.offer(run.progress.step, run.checkpoints.to_go_on(run.progress.step, run.progress.best_step))
     state, reason = run.loop()
     if state == "finished":
-        write_json(folder / RUN, {**run_facts, "finished": True})
+        keep(folder / RUN, {**run_facts, "finished": True})
     if mirror is not None:
         at = run.progress
         mirror.offer(at.step, run.checkpoints.to_go_on(at.step, at.best_step), with_model=True)
@@ -218,6 +231,10 @@ def _train(
         mirror.check()
     run.leave_measurement()
     return state, reason
+
+
+def _warn(tell: Tell, text: str) -> None:
+    tell("warning", {"text": text})
 
 
 def end_mirror(mirror: Mirror | None, meter: Meter, ledger: Ledger, notice: Notice) -> None:
