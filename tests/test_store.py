@@ -17,9 +17,10 @@ from farthing.config.load import load_job
 from farthing.durability import lease as lease_module
 from farthing.durability import object_store as store_module
 from farthing.durability import replica as mirror_module
-from farthing.durability.files import unseal, verify_folder
+from farthing.durability.files import commit_folder, unseal, verify_folder
 from farthing.durability.object_store import Entry, LocalStore, NoSuchObject, Store, StoreFault, open_store
 from farthing.durability.replica import Pace
+from farthing.durability.run_folder import COPIES, kept
 from farthing.errors import JobError, RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from workshop import Heard, job_file, make_job, train
@@ -516,6 +517,40 @@ def test_what_was_lost_in_the_store_is_sent_again(with_best: Model, tmp_path: Pa
     mirror.close(1)
     assert taken(with_best, tmp_path / "other") == 4
     assert (tmp_path / "other" / "checkpoints" / "step-00000001-0001").is_dir()
+
+
+@pytest.mark.parametrize("name", ["run.json", "plan.json"])
+def test_a_file_that_decides_and_is_damaged_here_comes_back_from_the_store(
+    name: str, with_best: Model, run: Path
+) -> None:
+    """Checkpoints of earlier versions have no copies of these files: the store has."""
+    whole = json.loads((run / name).read_text())
+    (run / name).write_text("{")
+    mirror = mirror_of(with_best, run)
+    assert mirror.bring_back() == 3
+    mirror.close(1)
+    assert json.loads((run / name).read_text()) == whole
+    assert {path.name for path in (run / "checkpoints").glob("step-*[0-9]")} >= {"step-00000003-0001"}
+
+
+def test_what_was_damaged_when_it_was_sent_is_written_anew_from_the_checkpoint(tmp_path: Path) -> None:
+    run = folder_of_run(tmp_path / "run")
+    facts = {name: kept(run / name) for name in ("run.json", "plan.json")}
+
+    def fill(draft: Path) -> None:
+        (draft / "state.json").write_text("{}")
+
+    checkpoint = run / "checkpoints" / "step-00000002-0001"
+    commit_folder(checkpoint, fill, {"step": 2, "run_id": "run-1", COPIES: facts})
+    store = Model()
+    mirror = mirror_of(store, run)
+    mirror.bring_back()
+    for name in facts:
+        (run / name).write_text("{")
+    assert delivered(mirror, 2, checkpoint)
+    mirror.close(1)
+    assert taken(store, tmp_path / "empty") == 2
+    assert kept(tmp_path / "empty" / "plan.json") == facts["plan.json"]
 
 
 def test_a_commit_whose_data_is_gone_is_passed_over_and_what_no_commit_names_is_ignored(

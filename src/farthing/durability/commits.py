@@ -131,7 +131,8 @@ def take_newest(
         except (Damaged, NoSuchObject, Garbled) as error:
             warn(f"the copy of step {commit.step} in the store is damaged ({error}); trying the one before")
             continue
-        if (ours := run_id_of(folder)) is not None and ours != manifest.get("run_id"):
+        theirs = manifest.get("run_id")  # None where the file that says so was damaged when it was sent
+        if theirs is not None and (ours := run_id_of(folder)) is not None and ours != theirs:
             raise RunChanged(
                 f"the store holds another run than {folder}",
                 where=f"output_store: {store.name}",
@@ -190,7 +191,7 @@ def _install(
             spares = [entry for other in older for entry in other["files"] if entry["path"] == path]
             if any(not _fetch_all(store, draft, [spare]) for spare in spares):
                 lost[path] += "; an older copy is used"
-        if run_id_of(draft) != manifest.get("run_id"):
+        if run_id_of(draft) is None or manifest.get("run_id") not in (None, run_id_of(draft)):
             raise Damaged(lost.get(RUN, f"{RUN} is of another run"))
         for path, why in lost.items():
             warn(f"{path} of the copy of step {own} in the store is lost ({why}); the rest is used")
