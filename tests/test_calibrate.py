@@ -117,6 +117,16 @@ def test_runs_elsewhere_or_in_another_precision_say_nothing() -> None:
     assert calibrate(others, HERE, shape, RECIPE, DEVICE, None) == Calibration()
 
 
+def test_examples_of_other_lengths_set_no_pace() -> None:
+    shape = shape_of()
+    run = run_of(shape, 2.0)  # of 50 tokens in the mean
+
+    def with_mean(mean_tokens: float) -> int:
+        return calibrate([run], HERE, shape, RECIPE, DEVICE, None, mean_tokens=mean_tokens).n_runs
+
+    assert [with_mean(mean) for mean in (10, 20, 50, 140, 500)] == [0, 1, 1, 1, 0]
+
+
 def test_another_model_or_method_sets_no_pace() -> None:
     small, large = shape_of(), shape_of("HuggingFaceTB/SmolLM2-360M")
     run = run_of(small, 3.5)

@@ -23,6 +23,7 @@ from farthing.units import plural
 
 N_NEWEST = 5
 ENOUGH_STEPS = 10  # of a run that sets a pace; the first ones of a process are slower or quicker than the rest
+ALIKE_LENGTHS = 3.0  # longest over shortest mean of examples that say something of each other's pace
 N_AGREE, AGREE = 3, 0.10  # so many runs whose pace differs by less than this share of it, either way, agree
 SPREAD_FEW, SPREAD_SAME = (
     0.30,
@@ -38,12 +39,14 @@ def calibrate(
     device: Device,
     adapters: Adapters | None,
     labelled_share: float = 1.0,
+    mean_tokens: float | None = None,
 ) -> Calibration:
-    """The medians of the newest runs of this model and method on `hardware` that had enough steps; else nothing."""
+    """The medians of the newest runs of this model and method on `hardware` that had enough steps, and examples that are not
+    far longer or shorter than `mean_tokens`; else nothing."""
     of_device = matching(measurements, hardware=hardware, precision=recipe.precision)
     first_layer = adapters.first_layer if adapters is not None else 0
     same = [m for m in of_device if _is_same(m, shape, recipe) and m.first_layer == first_layer]
-    same = [m for m in same if m.n_steps >= ENOUGH_STEPS][:N_NEWEST]
+    same = [m for m in same if m.n_steps >= ENOUGH_STEPS and _is_alike(m, mean_tokens)][:N_NEWEST]
     if not same:
         return Calibration()
     found = [_compare(m, shape, recipe, device, adapters, labelled_share) for m in same]
@@ -90,6 +93,12 @@ def _agree(paces: Sequence[float]) -> bool:
     """Whether there are several runs, and their paces lie close together."""
     middle = statistics.median(paces)
     return len(paces) >= N_AGREE and all(abs(pace - middle) <= AGREE * middle for pace in paces)
+
+
+def _is_alike(m: Measurement, mean_tokens: float | None) -> bool:
+    """Whether a run's examples were about as long."""
+    mean = m.lengths.get("mean", 0.0)
+    return mean_tokens is None or mean <= 0 or 1 / ALIKE_LENGTHS <= mean / max(mean_tokens, 1e-9) <= ALIKE_LENGTHS
 
 
 def _is_same(m: Measurement, shape: Shape, recipe: Recipe) -> bool:
