@@ -11,8 +11,9 @@ the optimizer's state and every file of the exported model, the bill on its card
 must train nothing. Exits with 1 if anything differs.
 
 The attempts are forked from a parent that has the libraries imported, so that a kill costs a second and not ten;
-`--spawn` starts a fresh Python each time instead. With `--new-machine` each kill takes the run folder and the cache too
-(in every EVERYth run): the next attempt starts on an empty disk, from a store (a folder beside it) alone.
+`--spawn` starts a fresh Python each time instead. With `--new-machine` (in every EVERYth run) each kill takes the machine:
+the next attempt starts on an empty disk, from a store (a folder beside it) alone, with another path of everything else (job,
+model, data, cache, run folder, home), as another user and under another hostname.
 
 `--peer hf` puts `transformers.Trainer` through the same: same data, same kind of model, same job, kills drawn from the same
 seeds, resumed from `get_last_checkpoint`, as its own examples do; see peers/resumed.py. It runs in the peers'
@@ -27,6 +28,7 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -231,19 +233,30 @@ def survive(
         some_text = list(itertools.islice(file, 500))
     # in a child: training a tokenizer starts threads, and a process with threads must not be forked from
     _in_a_child(lambda: make_model_folder(folder / "model", some_text, FAMILY[task], hidden=32, layers=2, dropout=0.1))
-    store = folder / "store" if new_machine else None
     alone = _job(folder, "alone", train_file, task, method, seed)
-    killed = _job(folder, "killed", train_file, task, method, seed, store)
-    run, cache = folder / "killed", folder / "cache" / "killed"
+
+    def job_on_machine(number: int) -> Path:
+        """The killed run's job file; on a machine of its own where each kill takes it."""
+        if not new_machine:
+            return _job(folder, "killed", train_file, task, method, seed)
+        home = folder / f"machine-{number}" / f"user{number}"
+        shutil.copytree(folder / "model", home / "model")
+        (home / f"rows{number}").mkdir()
+        shutil.copy(train_file, data_there := home / f"rows{number}" / train_file.name)
+        return _job(home, f"run{number}", data_there, task, method, seed, folder / "store")
+
+    killed = job_on_machine(0)
     chain = Chain(seed, task, method, new_machine)
 
     def start(job: Path) -> Any:
         where.begin()
         words = job.with_suffix(".out")
+        home = job.parent if job != alone and new_machine else None
         if not spawn:
-            return Forked(lambda: contestant.attempt(job), words)
+            return Forked(lambda: [become(home), contestant.attempt(job)][1], words)  # type: ignore[list-item, return-value]
         with open(words, "wb") as output:
             command = [sys.executable, __file__, "--attempt", str(job), "--where", str(folder.parent / "where")]
+            command += ["--home", str(home)] if home else []
             return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
     def has_ended_well(job: Path) -> bool:
@@ -256,7 +269,9 @@ def survive(
     if not has_ended_well(alone):
         return chain
     duration_s = time.monotonic() - started
-    for moment in moments(seed, with_upload=new_machine, anywhere=anywhere):
+    for number, moment in enumerate(moments(seed, with_upload=new_machine, anywhere=anywhere), 1):
+        run = killed.with_suffix("")
+        cache = killed.parent / "cache" / run.name
         if moment.aim == "tokenization":
             shutil.rmtree(cache, ignore_errors=True)  # else nothing is tokenized twice
         left_s = duration_s * max(0.2, 1 - contestant.last_step(run) / N_STEPS)
@@ -269,10 +284,11 @@ def survive(
         chain.kills.append(contestant.last_step(run))
         chain.places.append(where.now())
         if new_machine:
-            shutil.rmtree(run, ignore_errors=True)
-            shutil.rmtree(cache, ignore_errors=True)
+            shutil.rmtree(killed.parents[1])
+            killed = job_on_machine(number)
     if not has_ended_well(killed):
         return chain
+    run = killed.with_suffix("")
     before, steps = contestant.result_of(run), Counter(contestant.steps(run))
     chain.differences = differences(contestant.result_of(folder / "alone"), before)
     chain.repeated = sum(count - 1 for count in steps.values())
@@ -281,6 +297,13 @@ def survive(
     if has_ended_well(killed):
         chain.went_further = contestant.result_of(run) != before
     return chain
+
+
+def become(home: Path | None) -> None:
+    """Have this process see another user's home, name and hostname, where one is given."""
+    if home is not None:
+        os.environ |= {"HOME": str(home), "USER": home.name, "LOGNAME": home.name}
+        socket.gethostname = lambda: home.parent.name  # type: ignore[assignment]
 
 
 def _data(folder: Path, data: Path | None, seed: int) -> tuple[Path, str]:
@@ -448,17 +471,18 @@ def main() -> int:
         const=1,
         default=0,
         metavar="EVERY",
-        help="in every EVERYth run (1) each kill takes the disk too: only a store is left",
+        help="in every EVERYth run (1) each kill takes the machine: only a store is left, and every path is another",
     )
     parser.add_argument("--peer", choices=["hf"], help="put transformers.Trainer through the same")
     parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON)
     parser.add_argument("--json", action="store_true", help="the figures as JSON; the seeds' lines go to stderr")
-    for inner in ("--contestant", "--attempt", "--where"):  # how this file starts itself
+    for inner in ("--contestant", "--attempt", "--where", "--home"):  # how this file starts itself
         parser.add_argument(inner, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     contestant, chains = _contestant(arguments.contestant or "farthing"), []
     if arguments.attempt:
+        become(Path(arguments.home) if arguments.home else None)
         contestant.prepare(Whereabouts(Path(arguments.where)))
         return contestant.attempt(Path(arguments.attempt))
     started = time.monotonic()

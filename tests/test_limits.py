@@ -26,7 +26,7 @@ import workshop
 from farthing.config.job import Job
 from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.preemption import Notice
-from farthing.durability.run_folder import LEDGER, MODEL
+from farthing.durability.run_folder import LEDGER, MODEL, kept
 from farthing.report.receipt import build_receipt
 from farthing.train.budget import over_limit, seconds_left, why_not_start
 from farthing.train.loop import Run
@@ -362,7 +362,12 @@ def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path: Pa
     keep_fit(tmp_path / "s", fit)
     assert kept_fit(tmp_path / "s") == fit
     (tmp_path / "s").write_text("{")
-    with pytest.raises(RunDamaged, match="schedule"):
+    assert kept_fit(tmp_path / "s") is None, "while nothing was saved by it, it is made anew"
+    (tmp_path / "checkpoints" / "step-00000005-0001").mkdir(parents=True)
+    with pytest.raises(RunDamaged, match="s can't be read"):
+        kept_fit(tmp_path / "s")
+    (tmp_path / "s").unlink()
+    with pytest.raises(RunDamaged, match="s is gone, which has the schedule"):
         kept_fit(tmp_path / "s")
 
 
@@ -397,7 +402,7 @@ def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: P
         job = make("a")
         stopped = farthing.train.run.train(job, when("step", 14, terminate))
         assert stopped.state == "interrupted"
-        before = json.loads(Path(job.output_dir, "schedule.json").read_text())
+        before = kept(Path(job.output_dir, "schedule.json"))
         heard = workshop.Heard()
         done = farthing.train.run.train(job, heard)
     fit = done.receipt["schedule"]

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import workshop
+from farthing.durability.preemption import SIGNALS
 from farthing.durability.supervisor import Standing, Supervisor, standing
 
 
@@ -120,11 +121,12 @@ def test_nothing_is_begun_on_a_machine_that_goes(tmp_path: Path) -> None:
     assert risk.supervised() == 0
 
 
-def test_a_signal_is_handed_on_and_nothing_is_begun_after_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_handed_on_and_nothing_is_begun_after_it(number: signal.Signals, tmp_path: Path) -> None:
     run = Run(tmp_path, (75, 7, 7), (0, 9, 9))
-    run.while_running = lambda: os.kill(os.getpid(), signal.SIGUSR1)
+    run.while_running = lambda: os.kill(os.getpid(), number)
     assert run.supervised() == 75
-    assert run.got == [signal.SIGUSR1]
+    assert run.got == [number]
     assert run.n_started == 1
 
 

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,39 @@ def _leave_at_once(ended_with: list[int]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb; returns the exit code."""
+    """Run one verb; returns the exit code. Who reads our words may stop reading: then the rest of them goes nowhere."""
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        return EXIT_FINISHED
+    except SystemExit:  # of argparse, after its help
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+            raise
+        _discard(sys.stdout)
+        return EXIT_FINISHED
+
+
+def _discard(stream: Any) -> None:
+    """From now on what is written to a stream whose reader is gone goes nowhere, also at the end of the process."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream of a test has no descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _complain(text: str) -> None:
+    """Say to stderr what went wrong; that nobody reads it changes no exit code."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _discard(sys.stderr)
+
+
+def _run(argv: list[str] | None) -> int:
     arguments = _parser().parse_args(argv)
     set_allocator(os.environ)  # before torch is imported
     as_json: bool = getattr(arguments, "json", False)
@@ -59,21 +92,28 @@ def main(argv: list[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except FarthingError as error:
         if as_json:
-            print(json.dumps(error.as_dict(), indent=1))
+            _print_json(error.as_dict())
         if not as_json or not sys.stderr.isatty():
-            print(f"farthing: {error}", file=sys.stderr)
+            _complain(f"farthing: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("farthing: interrupted", file=sys.stderr)
+        _complain("farthing: interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        sys.stderr.close()
-        return EXIT_FINISHED
     except Exception as error:
-        traceback.print_exc()
-        print(f"farthing: crashed: {type(error).__name__}: {error}", file=sys.stderr)
-        print("  to do: report the lines above; what was saved is whole, the same command goes on", file=sys.stderr)
+        if isinstance(error, BrokenPipeError) and arguments.run not in (_train, _probe):
+            raise  # those go on when nobody reads: a pipe that breaks in them is another
+        _complain(traceback.format_exc().rstrip("\n"))
+        _complain(f"farthing: crashed: {type(error).__name__}: {error}")
+        _complain("  to do: report the lines above; what was saved is whole, the same command goes on")
         return EXIT_CRASH
+
+
+def _print_json(value: Any) -> None:
+    """A value for programs whose exit code has to stay what it is, whoever reads."""
+    try:
+        print(json.dumps(value, indent=1), flush=True)
+    except BrokenPipeError:
+        _discard(sys.stdout)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -195,11 +235,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _console(*, stderr: bool = False) -> Any:
-    """Where people read; a log has no edge at column 80."""
+def _console(*, stderr: bool = False, goes_on: bool = False) -> Any:
+    """Where people read; a log has no edge at column 80. What `goes_on` does so when nobody reads any more."""
     from rich.console import Console
 
-    console = Console(stderr=stderr, highlight=False)
+    class Door(Console):
+        def on_broken_pipe(self) -> None:
+            if not goes_on:
+                raise BrokenPipeError
+            _discard(self.file)
+
+    console = Door(stderr=stderr, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 120
     return console
@@ -431,7 +477,7 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
     from farthing.report.terminal import Terminal
     from farthing.train.budget import stopped_before_start
 
-    console = _console(stderr=arguments.json)
+    console = _console(stderr=arguments.json, goes_on=True)
     if reason := stopped_before_start(job, attempt):
         return _show_end(arguments, console, "limit", reason, leave_receipt(attempt.folder), EXIT_LIMIT)
     terminal = Terminal(console, job.train.logging_steps)
@@ -444,14 +490,13 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
             attempt.ledger.end("interrupted")
         _leave_before_the_start(number, frame)
 
-    before = signal.signal(signal.SIGTERM, leave)  # until the run itself listens
     try:
-        with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
-            from farthing.train.run import train
+        with _ready_to_leave(leave):  # until the run itself listens
+            with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
+                from farthing.train.run import train
 
-        outcome = train(job, terminal, allow_restart=arguments.allow_restart, attempt=attempt)
+            outcome = train(job, terminal, allow_restart=arguments.allow_restart, attempt=attempt)
     finally:
-        signal.signal(signal.SIGTERM, before)
         terminal.close()
     return _show_end(arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code)
 
@@ -489,7 +534,7 @@ def _show_end(
     from farthing.report.terminal import draw_receipt
 
     if arguments.json:
-        print(json.dumps(receipt, indent=1))
+        _print_json(receipt)
     else:
         draw_receipt(console, receipt)
         console.print()
@@ -511,22 +556,34 @@ def _probe(arguments: argparse.Namespace) -> int:
 
     from farthing.report.terminal import Terminal, draw_probe
 
-    console = _console(stderr=arguments.json)
+    console = _console(stderr=arguments.json, goes_on=True)
     terminal = Terminal(console, job.train.logging_steps)
     terminal("starting", {"text": "loading torch and transformers"})
-    before = signal.signal(signal.SIGTERM, _leave_before_the_start)
     try:
-        from farthing.train.autotune import probe
+        with _ready_to_leave(_leave_before_the_start):
+            from farthing.train.autotune import probe
 
-        found = probe(job, terminal, arguments.seconds)
+            found = probe(job, terminal, arguments.seconds)
     finally:
-        signal.signal(signal.SIGTERM, before)
         terminal.close()
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
         draw_probe(console, found)
     return EXIT_FINISHED
+
+
+@contextlib.contextmanager
+def _ready_to_leave(leave: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within the block each signal that asks to leave calls `leave`."""
+    from farthing.durability.preemption import heeded
+
+    before = {number: signal.signal(number, leave) for number in heeded()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave_before_the_start(number: int, frame: Any) -> None:

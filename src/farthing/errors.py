@@ -89,6 +89,10 @@ class StoreDown(FarthingError):
     exit_code = EXIT_INTERRUPTED
 
 
+class FeedsDown(UserMistake):
+    """No price feed could be reached: what is known of prices stays as it is."""
+
+
 class SaveFailing(FarthingError):
     """Several checkpoints in a row could not be written."""
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from farthing.durability.exported import CARD, damage_of, seal_export
 from farthing.durability.files import MANIFEST, install_folder, parse_json, write_text
-from farthing.durability.run_folder import JOB, MODEL
+from farthing.durability.run_folder import JOB, MODEL, kept_job
 from farthing.errors import ModelError, UserMistake
 from farthing.model.adapters import break_ties
 from farthing.model.load import AUTO_CLASSES, ModelChoice, load_config, load_model, load_tokenizer, quiet_libraries
@@ -129,8 +129,8 @@ def _copy_adapter(run: Path, source: Path, draft: Path) -> None:
 
 
 def _job_of(run: Path, trust_remote_code: bool) -> dict[str, Any]:
-    """The job of a run. Raises `UserMistake` where it needs code that nobody has said to trust."""
-    job: dict[str, Any] = parse_json((run / JOB).read_text(encoding="utf-8"))
+    """The job of a run. Raises `RunDamaged`, and `UserMistake` where it needs code that nobody has said to trust."""
+    job = kept_job(run)
     if job["model"]["trust_remote_code"] and not trust_remote_code:
         raise UserMistake(
             "its job lets Python code run that comes with the base model",

@@ -279,11 +279,14 @@ class JsonLines:
         with open(draft, "w", encoding="utf-8") as file:
             for row in self.rows():
                 if wanted(row):
-                    file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
+                    file.write(self._text_of(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, self.path)
         fsync_path(self.path.parent)
+
+    def _text_of(self, row: dict[str, Any]) -> str:
+        return json.dumps(row, allow_nan=False, ensure_ascii=False)
 
     def _ends_a_line(self) -> bool:
         with open(self.path, "rb") as file:

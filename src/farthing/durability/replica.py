@@ -25,12 +25,10 @@ from farthing.durability.commits import (
     SMALL,
     Commit,
     Objects,
-    has_checkpoint,
     join_ledgers,
     list_commits,
     objects_of,
     read_commit,
-    run_id_of,
     take_newest,
 )
 from farthing.durability.files import (
@@ -44,7 +42,7 @@ from farthing.durability.files import (
 )
 from farthing.durability.lease import Lease, Lost
 from farthing.durability.object_store import Entry, NoSuchObject, Retrying, Store, StoreFault, StoreRefuses, open_store
-from farthing.durability.run_folder import CHECKPOINTS, LEDGER, MODEL, RUN
+from farthing.durability.run_folder import CHECKPOINTS, LEDGER, MODEL, RUN, has_checkpoint, is_damaged, run_id_of
 from farthing.errors import RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
 from farthing.units import plural
 
@@ -157,15 +155,14 @@ class Mirror:
     def _catch_up(self, words: list[dict[str, Any]], allow_restart: bool) -> int | None:
         store, step = self._patient(self.pace.deliver_s), None
         commits = list_commits(store)
-        is_empty = not (self.folder / RUN).exists()
+        is_empty = run_id_of(self.folder) is None or is_damaged(self.folder)
         if commits and (
             is_empty
             or commits[0].epoch > self._seen_epoch()  # it went on elsewhere
             or (commits[0].step > 0 and not has_checkpoint(self.folder))
         ):
             try:
-                commit, self._known[commit] = take_newest(store, self.folder, commits, words, self._warn)
-                step = commit.step
+                commit, step, self._known[commit] = take_newest(store, self.folder, commits, words, self._warn)
             except RunDamaged:
                 if not allow_restart:
                     raise

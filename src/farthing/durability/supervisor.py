@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from farthing.durability.accounts import read_ledger
-from farthing.durability.preemption import SIGNALS
+from farthing.durability.preemption import heeded
 from farthing.durability.run_folder import LEDGER
 from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE
 from farthing.units import plural, say_seconds
@@ -81,7 +81,7 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code of the last attempt (1 where it was killed)."""
-        before = {number: signal.signal(number, self._hand_on) for number in SIGNALS}
+        before = {number: signal.signal(number, self._hand_on) for number in heeded()}
         try:
             return self._run()
         finally:

@@ -6,6 +6,8 @@ Every failure of the libraries becomes a `ModelError` in words. Refuses to train
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from farthing.data.formats import DEFAULT_CHAT_TEMPLATE
-from farthing.durability.files import parse_json
+from farthing.durability.files import parse_json, sha256_of
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
 
@@ -258,22 +260,60 @@ def max_positions(config: Any) -> int | None:
 
 
 def model_sha256(choice: ModelChoice, config: Any) -> str:
-    """Identity of the model: configuration, and for a folder each weight file's size, head and tail.
+    """Identity of the model: what its files hold, wherever they lie and whichever library reads them.
 
-    The whole of a large model is not read: what is, tells one model, revision or download from another.
+    `config.json` without the path and the version that libraries write into it; of a model on the Hub its commit; of a folder
+    each weight file's size, head and tail, and the code that the job lets run. The whole of a large model is not read: what
+    is, tells one model, revision or download from another.
     """
-    digest = hashlib.sha256(config.to_json_string(use_diff=False).encode())
-    digest.update(f"{choice.init}".encode())
-    if choice.init == "pretrained":
-        digest.update(str(getattr(config, "_commit_hash", None)).encode())
-        if choice.is_local:
-            for path in sorted(Path(choice.name).glob("*.safetensors")):
-                with open(path, "rb") as file:
-                    size = path.stat().st_size
-                    digest.update(f"{path.name}:{size}".encode() + file.read(1 << 20))
-                    file.seek(max(0, size - (1 << 20)))
-                    digest.update(file.read())
+    commit = None if choice.is_local else getattr(config, "_commit_hash", None)
+    if choice.is_local:
+        written = parse_json((Path(choice.name) / "config.json").read_text(encoding="utf-8"))
+    else:
+        written, _ = transformers.PretrainedConfig.get_config_dict(choice.name, revision=commit or choice.revision)
+    content = [choice.init, _without_places(written), commit if choice.init == "pretrained" else None]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    if choice.is_local and choice.trust_remote_code:
+        for path in sorted(Path(choice.name).rglob("*.py")):
+            digest.update(f"{path.relative_to(choice.name)}:{sha256_of(path)}".encode())
+    if choice.is_local and choice.init == "pretrained":
+        _digest_weights(digest, Path(choice.name))
     return digest.hexdigest()
+
+
+def model_sha256_by_place(config: Any, choice: ModelChoice, name: str, library: str) -> str:
+    """`model_sha256` as runs have it that began when it was of the configuration as loaded: with the path or name that the
+    model had (`name`) and the version of transformers (`library`)."""
+    values = parse_json(config.to_json_string(use_diff=False))
+    values |= {"_name_or_path": name, "transformers_version": library}
+    digest = hashlib.sha256((json.dumps(values, indent=2, sort_keys=True) + "\n").encode() + choice.init.encode())
+    if choice.init == "pretrained":
+        commit = getattr(config, "_commit_hash", None)
+        if choice.is_local:  # transformers took it from the path
+            in_path = re.search(r"snapshots/([0-9a-f]{40})/", f"{name}/")
+            commit = in_path[1] if in_path else None
+        digest.update(str(commit).encode())
+        if choice.is_local:
+            _digest_weights(digest, Path(choice.name))
+    return digest.hexdigest()
+
+
+def _digest_weights(digest: Any, folder: Path) -> None:
+    """Each weight file's name, size, first and last MiB."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size}".encode() + file.read(1 << 20))
+            file.seek(max(0, size - (1 << 20)))
+            digest.update(file.read())
+
+
+def _without_places(value: Any) -> Any:
+    """A configuration without what tells where it was saved, and by which version of the library."""
+    if isinstance(value, dict):
+        places = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
+        return {key: _without_places(item) for key, item in value.items() if key not in places}
+    return [_without_places(item) for item in value] if isinstance(value, list) else value
 
 
 def _head_of(auto: Any, config: Any, choice: ModelChoice, task: str) -> list[str]:

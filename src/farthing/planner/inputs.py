@@ -379,8 +379,9 @@ def _calibration(
         return Calibration()
     recipe = recipe_of(wanted, precision, wanted.micro_tokens or CPU_TOKENS, wanted.every_n_layers or 0)
     return calibrate(
-        measurements, hardware, wanted.shape, recipe, device, wanted.adapters, labelled_share=wanted.labelled_share
-    )
+        measurements, hardware, wanted.shape, recipe, device, wanted.adapters,
+        labelled_share=wanted.labelled_share, mean_tokens=wanted.lengths.mean,
+    )  # fmt: skip
 
 
 def _selected(

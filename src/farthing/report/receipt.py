@@ -323,5 +323,6 @@ def _utilisation(accounts: list[Account]) -> list[list[float]]:
 
 def _read_json(path: Path) -> Any:
     with contextlib.suppress(OSError, ValueError):
-        return parse_json(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
+        return {key: item for key, item in value.items() if key != "sha256"} if isinstance(value, dict) else value
     return None

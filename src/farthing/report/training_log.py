@@ -1,7 +1,7 @@
 """What the receipt says of `log.jsonl`: sums, the newest step, evaluations and a loss curve, a line in memory at a time.
 
 A run of a month has a million lines: those that the loop writes for a step are taken apart without reading their list of
-examples, all others as JSON. Refuses nothing: a line torn by a kill is passed over.
+examples, all others as JSON. Refuses nothing: a line that is torn by a kill or damaged is passed over.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.durability.files import parse_json
+from farthing.durability.summed_lines import checked
 
 _STEP = re.compile(
     rb'\{"step": (\d+), "loss": ([^,]+), "grad_norm": [^,]+, "lr": [^,]+,'
@@ -47,12 +48,16 @@ class TrainingLog:
 
 def read_log(path: Path) -> TrainingLog:
     """The log at `path`; an empty one where there is none."""
-    log = TrainingLog()
+    log, has_sums = TrainingLog(), False
     if path.exists():
         with open(path, "rb") as file:
-            for line in file:
+            for whole in file:
+                line, has_sum = checked(whole)
+                has_sums |= has_sum
+                if line is None or (has_sums and not has_sum):
+                    continue
                 match = _STEP.match(line)
-                if match is not None and line.endswith(b"]}\n"):
+                if match is not None and line.endswith(b"]}"):
                     step, loss, n_targets, n_tokens = match.groups()
                     try:
                         log.add_step(int(step), None if loss == b"null" else float(loss), int(n_targets), int(n_tokens))

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from farthing.config.job import Job
 from farthing.data.loader import Ready, micro_batches
 from farthing.device_memory import is_out_of_memory
-from farthing.durability.files import write_json
-from farthing.durability.run_folder import PLAN
+from farthing.durability.run_folder import PLAN, keep
 from farthing.errors import Interrupted
 from farthing.model.activation_checkpointing import SHARE_OF_FREE, checkpoint_layers
 from farthing.model.hardware import (
@@ -266,7 +265,7 @@ def keep_setting(folder: Path, promise: dict[str, Any], setting: Setting) -> dic
         "tile_tokens": setting.tile_tokens,
         "probed": True,
     }
-    write_json(folder / PLAN, promise)
+    keep(folder / PLAN, promise)
     return promise
 
 

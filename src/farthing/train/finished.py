@@ -12,9 +12,9 @@ from typing import Any
 
 from farthing.config.job import Job
 from farthing.durability.exported import CARD, damage_of
-from farthing.durability.files import parse_json
-from farthing.durability.run_folder import JOB, MODEL, RECEIPT, RUN, is_finished
-from farthing.errors import UserMistake
+from farthing.durability.files import Damaged
+from farthing.durability.run_folder import MODEL, RECEIPT, RUN, is_finished, kept, kept_job
+from farthing.errors import FarthingError
 from farthing.report.receipt import build_receipt, leave_receipt
 
 MOST_FILES = 10_000
@@ -47,8 +47,7 @@ def receipt_of_finished(job: Job) -> dict[str, Any] | None:
     if not is_finished(folder):
         return None
     try:
-        facts = parse_json((folder / RUN).read_text(encoding="utf-8"))
-        before = parse_json((folder / JOB).read_text(encoding="utf-8"))
+        facts, before = kept(folder / RUN) or {}, kept_job(folder)
         now, settings = job.model_dump(mode="json"), job.identity()
         of_settings = {
             key for key in facts["identity"] if "(content)" not in key and not key.startswith("tokenization.")
@@ -62,5 +61,5 @@ def receipt_of_finished(job: Job) -> dict[str, Any] | None:
         if not is_same or damage_of(folder) is not None or not (folder / MODEL / CARD).is_file():
             return None
         return build_receipt(folder) if (folder / RECEIPT).exists() else leave_receipt(folder)
-    except (OSError, ValueError, KeyError, TypeError, UserMistake):
+    except (Damaged, OSError, ValueError, KeyError, TypeError, FarthingError):
         return None

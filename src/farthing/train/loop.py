@@ -25,11 +25,12 @@ from farthing.config.job import Job
 from farthing.data.batches import Batches
 from farthing.device_memory import is_out_of_memory
 from farthing.durability.checkpoint import Checkpoints, Part, SaveResult, n_bytes_of
-from farthing.durability.files import Damaged, JsonLines
+from farthing.durability.files import Damaged
 from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.preemption import Heard, Notice
 from farthing.durability.replica import Mirror
-from farthing.durability.run_folder import CHECKPOINTS, LOG, MODEL, SCHEDULE, rules_of
+from farthing.durability.run_folder import CHECKPOINTS, COPIES, LOG, MODEL, SCHEDULE, copies_of, rules_of
+from farthing.durability.summed_lines import SummedLines
 from farthing.errors import (
     Interrupted,
     NoSpace,
@@ -183,7 +184,7 @@ class Run:
         )
         self.in_flight: deque[Taken] = deque()
         self.record = Record(loaded_bytes=before_bytes)
-        self.log = JsonLines(self.folder / LOG)
+        self.log = SummedLines(self.folder / LOG)
         self.metric = (train.metric_for_best_model or "loss").removeprefix("eval_")  # known: the job was checked
         self.pace = Pace(self.numerics, flops_per_token(self.model, job.method.name), self.meter)
         minutes = train.save_minutes
@@ -195,6 +196,7 @@ class Run:
         self.n_evaluated = 0  # tokens of an evaluation, as computed
         self._save_s = self._settled_s = self._start_s = 0.0
         self._insured = False
+        self._copies: dict[str, Any] = {}
         self._n_graphs, self._compute_s = n_graphs(), 0.0
 
     def _compile(self) -> int | str:
@@ -283,7 +285,7 @@ class Run:
             run_id,
             self.job.train.save_total_limit,
             warn=self.warn,
-            facts=lambda: {"farthing": farthing.__version__, **self.ledger.witness()},
+            facts=self.manifest_facts,
             copy=self.mirror.offer if self.mirror is not None else None,
         )
         try:
@@ -305,12 +307,30 @@ class Run:
             self.tell("restored", {"step": step, "n_steps": self.n_steps, "attempt": self.ledger.number})
         elif self.ledger.number > 1:
             self.tell("note", {"text": "an earlier attempt left no checkpoint: starting at step 0"})
-        at = self.progress
-        self.log.keep(
-            lambda row: row.get("step", 0) <= at.step and ("metrics" not in row or row["step"] <= at.evaluated_step)
-        )
+        self._keep_log()
         self._refuse_small_disk()
-        self.ledger.begin_at(at.step)
+        self.ledger.begin_at(self.progress.step)
+
+    def _keep_log(self) -> None:
+        """Drop the log's lines of steps that are taken again; warn of damaged ones, and of steps that it does not have."""
+        at, steps = self.progress, set[int]()
+
+        def is_kept(row: dict[str, Any]) -> bool:
+            step = row.get("step", 0)
+            if "examples" in row and 0 < step <= at.step:
+                steps.add(step)
+            return step <= at.step and ("metrics" not in row or step <= at.evaluated_step)
+
+        self.log.keep(is_kept)
+        if n_damaged := len(self.log.damaged):
+            self.warn(f"{plural(n_damaged, 'line')} of {LOG} {'is' if n_damaged == 1 else 'are'} damaged: left out")
+        if n_lost := at.step - len(steps):
+            self.warn(f"{LOG} lacks {n_lost} of the {plural(at.step, 'step')} so far; the result is not touched by it")
+
+    def manifest_facts(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says of the run, the files that decide its result among it."""
+        self._copies = copies_of(self.folder, self._copies)
+        return {"farthing": farthing.__version__, **self.ledger.witness(), COPIES: self._copies}
 
     def _refuse_small_disk(self) -> None:
         state_bytes = n_bytes_of(self.parts)

@@ -11,6 +11,7 @@ import contextlib
 import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,23 @@ from farthing.config.job import Job
 from farthing.device_memory import is_out_of_memory, is_out_of_resources
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
 from farthing.durability.exported import damage_of, set_aside
-from farthing.durability.files import only_writer, write_json
+from farthing.durability.files import only_writer
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
 from farthing.durability.opening import Opened, opened
 from farthing.durability.preemption import Notice
 from farthing.durability.replica import Mirror, open_mirror
-from farthing.durability.run_folder import JOB, LEDGER, MODEL, RUN, claim, is_finished, rules_of
+from farthing.durability.run_folder import (
+    LEDGER,
+    MODEL,
+    RUN,
+    claim,
+    is_finished,
+    keep,
+    keep_job,
+    mend,
+    rules_of,
+    unclaim,
+)
 from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
@@ -35,6 +47,7 @@ from farthing.errors import (
     Interrupted,
     NoSpace,
     OutOfMemory,
+    UserMistake,
 )
 from farthing.export import write_card
 from farthing.model.hardware import (
@@ -55,6 +68,7 @@ from farthing.train.budget import over_limit, seconds_left, why_not_start
 from farthing.train.estimate import promised
 from farthing.train.finished import STAMPS, stamps_of
 from farthing.train.frozen import begin_behind_frozen_layers
+from farthing.train.identity import former_names
 from farthing.train.loop import Run, note_news
 from farthing.train.setup import (
     Inputs,
@@ -100,9 +114,9 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False, attempt: Opened 
         notice = stack.enter_context(Notice())
         stack.enter_context(watched(job, notice))
         tell = stack.enter_context(tracked(tell, job.train.report_to, folder))
-        mirror = open_mirror(
-            job.output_store, folder, job.train.save_total_limit, lambda text: tell("warning", {"text": text})
-        )
+        warn = partial(_warn, tell)
+        mend(folder, warn)
+        mirror = open_mirror(job.output_store, folder, job.train.save_total_limit, warn)
         if mirror is not None:
             with meter.span("restore"):
                 step = mirror.bring_back(allow_restart, lambda: bool(notice))
@@ -116,6 +130,10 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False, attempt: Opened 
             state, reason = _train(job, attempt, notice, tell, allow_restart, mirror)
         except Interrupted as error:
             state, reason = "interrupted", notice.reason or error.what
+        except UserMistake:
+            with contextlib.suppress(OSError):
+                unclaim(folder)
+            raise
         except OSError as error:
             if is_out_of_memory(error):
                 raise OutOfMemory(
@@ -186,9 +204,16 @@ def _train(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    run_facts = claim(folder, inputs.identity, machine, lambda text: tell("warning", {"text": text}))
+    run_facts = claim(
+        folder,
+        inputs.identity,
+        machine,
+        partial(_warn, tell),
+        former=former_names(job, inputs.choice, inputs.config, inputs.identity),
+        allow_restart=allow_restart,
+    )
     attempt.is_accepted = True
-    write_json(folder / JOB, job.model_dump(mode="json"))
+    keep_job(folder, job.model_dump(mode="json"), run_facts)
     was_finished, is_cleared = is_finished(folder), clear_damaged_model(folder, tell)
     if was_finished and not is_cleared:
         ledger.withdraw()
@@ -218,7 +243,7 @@ def _train(
     }
     if run_facts | decided != run_facts:
         run_facts |= decided
-        write_json(folder / RUN, run_facts)
+        keep(folder / RUN, run_facts)
     left_s, exact = seconds_left(job, ledger), job.train.full_determinism
     if run.progress.step == 0 and is_worth_it(job, run.promise, is_deterministic=exact, left_s=left_s):
         with meter.span("probe"):
@@ -229,7 +254,7 @@ def _train(
         mirror.offer(run.progress.step, run.checkpoints.to_go_on(run.progress.step, run.progress.best_step))
     state, reason = run.loop()
     if state == "finished":
-        write_json(folder / RUN, {**run_facts, "finished": True, "sealed": True, STAMPS: stamps})
+        keep(folder / RUN, {**run_facts, "finished": True, "sealed": True, STAMPS: stamps})
     if mirror is not None:
         at = run.progress
         mirror.offer(at.step, run.checkpoints.to_go_on(at.step, at.best_step), with_model=True)
@@ -250,6 +275,10 @@ def clear_damaged_model(folder: Path, tell: Tell) -> bool:
     text = f"the exported model is damaged ({damage}): set aside as {aside.name}, and written again from the checkpoint"
     tell("warning", {"text": text})
     return True
+
+
+def _warn(tell: Tell, text: str) -> None:
+    tell("warning", {"text": text})
 
 
 def end_mirror(mirror: Mirror | None, meter: Meter, ledger: Ledger, notice: Notice) -> None:

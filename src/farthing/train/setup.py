@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.read import Source, open_sources
-from farthing.data.tokens import Recipe, TokenSet, tokenize, tokenizer_sha256
+from farthing.data.tokens import Recipe, TokenSet, tokenize
 from farthing.durability.run_folder import RULES, rules_of
 from farthing.errors import DataError, HardwareError
 from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
@@ -33,11 +33,11 @@ from farthing.model.load import (
     load_model,
     load_tokenizer,
     max_positions,
-    model_sha256,
     need_bitsandbytes,
     refuse_left_out_loss,
 )
 from farthing.planner.job_lengths import note_token_set
+from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
 from farthing.train.update_guard import update_bytes
 
@@ -139,14 +139,7 @@ def open_inputs(job: Job) -> Inputs:
     opened = {"cache_dir": cache_dir, "config_name": data.dataset_config_name}
     train_sources = open_sources(data.train, split=data.train_split, **opened)  # type: ignore[arg-type]
     eval_sources = open_sources(data.eval, split=data.eval_split, **opened) if data.eval else []  # type: ignore[arg-type]
-    identity = {
-        **job.identity(),
-        "data.train (content)": [source.sha256 for source in train_sources],
-        "data.eval (content)": [source.sha256 for source in eval_sources],
-        "tokenizer (content)": tokenizer_sha256(tokenizer),
-        "model (content)": model_sha256(choice, config),
-        **{f"tokenization.{key}": value for key, value in asdict(recipe).items() if key != "label_names"},
-    }
+    identity = identity_of(job, choice, config, tokenizer, train_sources, eval_sources, recipe)
     return Inputs(choice, config, tokenizer, train_sources, eval_sources, recipe, identity)
 
 
