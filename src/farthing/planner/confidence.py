@@ -71,6 +71,8 @@ def speed_error(place: Place, family: str = "") -> float:
 
 def price_error(place: Place) -> tuple[float, float]:
     """Relative error of a price, downwards and upwards: of old ones, and of the lowest price of a marketplace."""
+    if place.has_firm_price:
+        return 0.0, 0.0
     old = 0.0
     if place.price_age_days > OLD_PRICE_DAYS:
         old = min(0.9, OLD_PRICE_ERROR * place.price_age_days / 365)

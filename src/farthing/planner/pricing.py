@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from farthing.planner.confidence import memory_error, price_error, speed_error
+from farthing.planner.confidence import price_error
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe
 from farthing.planner.speed import (
@@ -50,6 +50,8 @@ class Chosen(NamedTuple):
     memory: Memory
     step: StepTime
     seconds: dict[str, float]
+    speed_error: float
+    memory_error: float
 
 
 class _Swing(NamedTuple):
@@ -106,9 +108,10 @@ class Pricing:
             egress_gb=0.0 if place.is_local else wanted.n_trainable * 4 / 1e9,
         )
         total = sum(usd.values())
-        swing = _swing(place, seconds, spot, speed_error(place, wanted.shape.model_type))
+        moving_s = busy_s + (spot.likely.lost_s if spot else 0.0)
+        swing = _swing(place, moving_s, wall_s, spot, chosen.speed_error)
         cheaper, dearer = price_error(place)
-        around = memory_error(place, wanted.shape.model_type)
+        around = chosen.memory_error
         return Plan(
             place=place,
             recipe=chosen.recipe,
@@ -196,10 +199,8 @@ class Pricing:
         return expect_range(busy_s, Rhythm(interval_s, save_s, before_s), zone), interval_s
 
 
-def _swing(place: Place, seconds: dict[str, float], spot: SpotRange | None, error: float) -> _Swing:
+def _swing(place: Place, moving_once_s: float, wall_s: float, spot: SpotRange | None, error: float) -> _Swing:
     """By the error of the speed, and by how long spot capacity lasts."""
-    scaled = [name for name in seconds if name in ("frozen layers", "training", "evaluation", "lost work")]
-    moving_once_s = sum(seconds[name] for name in scaled)
     moving_s = error * moving_once_s
     rate = (place.offer.usd_per_hour or 0.0) / 3600
     again_s = moving_once_s if place.precision == "fp16" and place.precision_note else 0.0  # a run that overflows
@@ -209,7 +210,6 @@ def _swing(place: Place, seconds: dict[str, float], spot: SpotRange | None, erro
     less_s, less_usd = moving_s + max(0.0, likely.wall_s - good.wall_s), max(0.0, likely.billed_s - good.billed_s)
     less_usd = rate * (moving_s + less_usd)
     if not math.isfinite(bad.wall_s):  # a bad case that never ends: the range is only a warning
-        wall_s = sum(seconds.values())
         return _Swing(moving_s, (WORST - 1) * wall_s, rate * moving_s, (WORST - 1) * rate * likely.billed_s)
     more_s, more_billed_s = max(0.0, bad.wall_s - likely.wall_s), max(0.0, bad.billed_s - likely.billed_s)
     more_s, more_billed_s = more_s + again_s, more_billed_s + again_s

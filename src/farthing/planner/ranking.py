@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,6 +22,12 @@ class _Placed(NamedTuple):
     wall_s: float
     name: tuple[str, ...]
     plan: Plan
+    is_runnable: bool
+    is_priced: bool
+
+
+def _placed(plan: Plan) -> _Placed:
+    return _Placed(plan.total_usd, plan.wall_s, _name_key(plan.offer), plan, plan.is_runnable, plan.place.is_priced)
 
 
 def ranked(plans: Iterable[Plan]) -> list[Plan]:
@@ -29,25 +36,34 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
     Then by dollars: what can be run, what can't be run yet, and last what has no price. Among dollars that can't be told
     apart the sooner comes first.
     """
-    ordered = sorted((_Placed(p.total_usd, p.wall_s, _name_key(p.offer), p) for p in plans), key=lambda one: one[:3])
+    ordered = sorted((_placed(plan) for plan in plans), key=lambda one: one[:3])
     soonest, front = math.inf, set()
     for one in ordered:
-        if one.wall_s < soonest and one.plan.place.is_priced:
+        if one.wall_s < soonest and one.is_priced:
             soonest = one.wall_s
             front.add(id(one.plan))
-    runnable = [one for one in ordered if one.plan.is_runnable and one.plan.place.is_priced]
-    later = [one for one in ordered if not one.plan.is_runnable and one.plan.place.is_priced]
+    runnable = [one for one in ordered if one.is_runnable and one.is_priced]
+    later = [one for one in ordered if not one.is_runnable and one.is_priced]
     in_order = _by_dollars(runnable)
-    firm = _by_dollars([one for one in runnable if _can_be_had(one.plan)])
-    if firm:
-        in_order.remove(firm[0])
-        in_order.insert(0, firm[0])
+    first = _first_that_can_be_had(runnable)
+    if first is not None:
+        in_order = [first, *(one for one in in_order if one is not first)]
     in_order += _by_dollars(later)
-    in_order += [one for one in ordered if not one.plan.place.is_priced]
+    in_order += [one for one in ordered if not one.is_priced]
     return [
         replace(one.plan, on_front=id(one.plan) in front, why=_why(one, in_order[0], ordered, i == 0))
         for i, one in enumerate(in_order)
     ]
+
+
+def _first_that_can_be_had(runnable: Sequence[_Placed]) -> _Placed | None:
+    """Of those near the cheapest that can be had the soonest; `runnable` has the cheapest first."""
+    cheapest = next((one for one in runnable if _can_be_had(one.plan)), None)
+    if cheapest is None:
+        return None
+    most = cheapest.usd * (1 + TIE) + 1e-9
+    near = itertools.takewhile(lambda one: one.usd <= most, runnable)
+    return min((one for one in near if _can_be_had(one.plan)), key=lambda one: (one.wall_s, one.usd, one.name))
 
 
 def _can_be_had(plan: Plan) -> bool:
@@ -67,7 +83,7 @@ def _by_dollars(ordered: Sequence[_Placed]) -> list[_Placed]:
 
 
 def _why(one: _Placed, first: _Placed, ordered: Sequence[_Placed], is_first: bool) -> str:
-    if not one.plan.place.is_priced:
+    if not one.is_priced:
         return "no price is given for it (where.usd_per_hour)"
     if is_first:
         return _why_first(one, ordered)
@@ -80,15 +96,15 @@ def _why(one: _Placed, first: _Placed, ordered: Sequence[_Placed], is_first: boo
 
 
 def _why_first(one: _Placed, ordered: Sequence[_Placed]) -> str:
-    cheaper = [o for o in ordered if o.plan.place.is_priced and o.usd < one.usd]
-    can_be_had = [o for o in cheaper if o.plan.is_runnable and _can_be_had(o.plan)]
+    cheaper = [o for o in ordered if o.is_priced and o.usd < one.usd]
+    can_be_had = [o for o in cheaper if o.is_runnable and _can_be_had(o.plan)]
     words = "the cheapest"
     if can_be_had:
         usd = say_usd(can_be_had[0].usd)
         words = f"within {TIE:.0%} of the cheapest ({usd}), which estimates can't tell apart, and sooner"
-    if any(o.plan.is_runnable and not _can_be_had(o.plan) for o in cheaper):
+    if any(o.is_runnable and not _can_be_had(o.plan) for o in cheaper):
         words += " at a price that can be had"
-    if any(not o.plan.is_runnable for o in cheaper):
+    if any(not o.is_runnable for o in cheaper):
         words += " on one GPU"
     return words
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from farthing.errors import UserMistake
-from farthing.planner.confidence import memory_error
+from farthing.planner.confidence import memory_error, speed_error
 from farthing.planner.lengths import Padded
 from farthing.planner.limits import meet_deadline, within_limits
 from farthing.planner.memory import Memory, estimate_memory, evaluation_memory
@@ -29,7 +29,7 @@ from farthing.planner.spot import (
     Interruptions,
     prior,
 )
-from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected
+from farthing.planner.types import UNCALIBRATED, Answer, Assumptions, JobSpec, Place, Plan, Rejected
 from farthing.prices.offers import Offer, bill
 from farthing.units import said_apart, say_bytes
 
@@ -93,7 +93,7 @@ class _Search:
             place.is_local,
             place.is_cuda,
             place.memory_bytes,
-            place.calibration,
+            None if place.calibration is UNCALIBRATED else place.calibration,  # quicker to look up
         )
         if key not in self._chosen:
             self._chosen[key] = self._choose(place)
@@ -181,7 +181,9 @@ class _Search:
                 return step.seconds, recipe.every_n_layers, recipe.micro_tokens or 0
 
             recipe, memory, step, work = min(sure, key=cheapness)
-            return Chosen(recipe, memory, step, self._pricing.seconds_of(place, recipe, step, work))
+            family = self.wanted.shape.model_type
+            seconds = self._pricing.seconds_of(place, recipe, step, work)
+            return Chosen(recipe, memory, step, seconds, speed_error(place, family), memory_error(place, family))
         least = min((self.needed_bytes(place, memory), recipe.in_words()) for recipe, memory, _ in found)
         gib = said_apart(least[0] / 2**30, place.memory_bytes / 2**30, lambda n: say_bytes(n * 2**30), "{} GiB")
         reason = f"needs {gib[0]} at least, has {gib[1]} ({least[1]})"

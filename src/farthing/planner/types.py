@@ -7,7 +7,7 @@ rejections of them, ranking puts the plans in order. Refuses to decide anything 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -31,6 +31,7 @@ from farthing.prices.gpus import Gpu, gpus
 from farthing.prices.offers import Offer, up_front_usd
 from farthing.units import say_seconds
 
+UNCALIBRATED = Calibration()
 OLD_PRICE_DAYS = 90  # an older price may have changed
 
 
@@ -206,7 +207,7 @@ class Place:
     device: Device
     precision: str
     memory_bytes: int
-    calibration: Calibration = field(default_factory=Calibration)
+    calibration: Calibration = UNCALIBRATED
     is_local: bool = False
     """This machine: nothing is set up or downloaded, and nobody takes it away."""
     is_cuda: bool = True
@@ -363,7 +364,7 @@ def place_of(
         device,
         precision,
         gpu.usable_bytes,
-        calibration or Calibration(),
+        calibration or UNCALIBRATED,
         precision_note=note,
         price_age_days=age,
     )

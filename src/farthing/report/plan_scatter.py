@@ -116,18 +116,7 @@ def cost_against_time(rows: Sequence[Row], best: Row) -> str:
         '<title id="cost-title">Dollars against hours of every choice</title>',
         f'<desc id="cost-text">{escape(_front_words(front))}</desc>',
     ]
-    for words, hours_tick in x_ticks:
-        x = to_x(hours_tick)
-        svg.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-        svg.append(f'<text class="axis" x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{words}</text>')
-    for usd_tick in y_ticks:
-        y = to_y(usd_tick)
-        svg.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        svg.append(f'<text class="axis" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">${usd_tick:g}</text>')
-    svg.append(
-        f'<text class="axis" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 8}" text-anchor="end">time from now to the end</text>'
-    )
-    svg.append(f'<text class="axis" x="{_LEFT - 8}" y="{_TOP - 6}" text-anchor="end">dollars</text>')
+    svg += _axes(x_ticks, y_ticks, to_x, to_y)
 
     def at(row: Row) -> tuple[float, float]:
         return to_x(row["hours"]), to_y(row["total_usd"])
@@ -158,6 +147,29 @@ def cost_against_time(rows: Sequence[Row], best: Row) -> str:
         f'<h2>Cost against time</h2>\n<figure><div class="wide" tabindex="0" role="region" aria-label="Cost against time">'
         f"{''.join(svg)}</div><figcaption>{escape(caption)}</figcaption>{_scatter_key(shown, later)}</figure>"
     )
+
+
+def _axes(
+    x_ticks: Sequence[tuple[str, float]],
+    y_ticks: Sequence[float],
+    to_x: Callable[[float], float],
+    to_y: Callable[[float], float],
+) -> list[str]:
+    """The grid with its figures, and what the axes are of."""
+    svg: list[str] = []
+    for words, hours_tick in x_ticks:
+        x = to_x(hours_tick)
+        svg.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
+        svg.append(f'<text class="axis" x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{words}</text>')
+    for usd_tick in y_ticks:
+        y = to_y(usd_tick)
+        svg.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        svg.append(f'<text class="axis" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">${usd_tick:g}</text>')
+    svg.append(
+        f'<text class="axis" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 8}" text-anchor="end">time from now to the end</text>'
+    )
+    svg.append(f'<text class="axis" x="{_LEFT - 8}" y="{_TOP - 6}" text-anchor="end">dollars</text>')
+    return svg
 
 
 def _along(points: Sequence[tuple[float, float]], n: int = 12) -> list[tuple[float, float]]:
