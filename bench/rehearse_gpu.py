@@ -66,6 +66,7 @@ NAMED_OTHERWISE: dict[str, dict[str, Any]] = {
     **{name: {"d_model": 64, "d_ff": 48, "d_kv": 16, "num_layers": 2, "num_heads": 4} for name in ("t5", "mt5")},
     "distilbert": {"dim": 64, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
     "bloom": {"n_head": 4, "n_layer": 2},
+    "falcon": {"num_hidden_layers": 2, "num_attention_heads": 4},
 }
 RATES = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout_rate", "dropout")
 
@@ -210,10 +211,9 @@ def config_of(case: Case) -> Any:
     """A small configuration of the family."""
     rates = dict.fromkeys(RATES, 0.1 if case.besides == "dropout" else 0.0)
     own = NAMED_OTHERWISE.get(case.family, {})
-    size = {
-        name: value for name, value in SIZE.items() if not (own and name.startswith("num_") and "labels" not in name)
-    }
-    config = AutoConfig.for_model(case.family, **size, **own, **rates)
+    general = {name: value for name, value in SIZE.items() if not (own and name.startswith(("num_", "head_")))}
+    size = general | {"num_labels": SIZE["num_labels"]} | own
+    config = AutoConfig.for_model(case.family, **size, **rates)
     if config.is_encoder_decoder:
         config.decoder_start_token_id = 1
     config.use_cache = False
@@ -437,7 +437,7 @@ def main(arguments: list[str]) -> int:
     work = [(line, attempt) for line, attempt in work if all(word in line.split() for word in options.only)]
     groups = itertools.groupby(work, key=lambda one: one[0].split()[0])
     for line, end, said in itertools.chain.from_iterable(in_children(list(group)) for _, group in groups):
-        reasons[said] += end == "skipped"
+        reasons.update([said] if end == "skipped" else [])
         ends[end] += 1
         if end == "failed" or not options.quiet:
             print(f"{end:8}{line}: {said}", flush=True)
