@@ -663,6 +663,85 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
     must_agree(short, plain, SAME)
 
 
+@on_a_gpu
+def test_the_allocator_grows_its_segments(tmp_path: Path) -> None:
+    """Never run. In a process of its own: the allocator is told once, before it starts."""
+    code = (
+        "import farthing.cli\n"
+        "from farthing.model.hardware import choose_numerics\n"
+        "choose_numerics('cuda', None, None)\n"
+        "import torch\n"
+        "kept = [torch.empty(n << 20, dtype=torch.uint8, device='cuda') for n in (30, 50, 70)]\n"
+        "assert any(segment['is_expandable'] for segment in torch.cuda.memory_snapshot()), torch.cuda.memory_snapshot()\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("every", [False, 2, True])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_need_judged_before_the_first_step_is_the_peak(method: str, every: bool | int, tmp_path: Path) -> None:
+    """Never run."""
+    keys = {"rows": uneven_rows(64), "size": {"hidden": 1024, "layers": 6}, "global_batch_size": 64, "method": method}
+    keys |= {"micro_batch_tokens": 1 << 13, "gradient_checkpointing": every, "data": {"max_length": 1024}}
+    resting = torch.cuda.memory_allocated()
+    with opened(make_job(tmp_path, **strict(precision="bf16", **keys))) as run:
+        run.take_step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        run.take_step()
+        run.settle()
+        peak = torch.cuda.max_memory_allocated() - resting
+        assert run.promised_bytes - resting == pytest.approx(peak, rel=0.1)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("share", [0.5, 0.0], ids=["into memory", "into the file"])
+def test_a_checkpoint_fetched_behind_the_next_step_is_of_one_step(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never run. Against copies that are made at once."""
+    keys = strict(max_steps=6, save_steps=2, save_total_limit=5, size={"hidden": 512, "layers": 4}, n_rows=64)
+    monkeypatch.setattr("farthing.durability.snapshot.HOST_SHARE", share)
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in ("later", "at once"):
+        if name == "at once":
+            monkeypatch.setattr("farthing.durability.checkpoint.can_wait", lambda tensor: False)
+        assert workshop.train(make_job(tmp_path / name, full_determinism=True, **keys)).state == "finished"
+        saved = sorted((tmp_path / name / "run/checkpoints").glob("step-*/*.safetensors"))
+        found[name] = {f"{p.parent.name} {p.name} {k}": v for p in saved for k, v in load_file(p).items()}
+    assert found["later"].keys() == found["at once"].keys()
+    assert all(torch.equal(found["later"][name], tensor) for name, tensor in found["at once"].items())
+
+
+@on_a_gpu
+def test_paged_state_comes_back_into_pages(tmp_path: Path) -> None:
+    """Never run."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    with opened(make_job(tmp_path, **strict(optim="paged_adamw_32bit", size={"hidden": 512}))) as run:
+        run.take_step()
+        run.settle()
+        tensors, values = run.parts["optimizer"].state()
+        run.parts["optimizer"].restore({name: tensor.clone() for name, tensor in tensors.items()}, values)
+        states = [value for state in run.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        assert any(getattr(value, "is_paged", False) for value in states)
+        assert all(getattr(value, "is_paged", False) for value in states if value.numel() >= 1e5)
+        run.take_step()
+        run.settle()
+
+
+@on_a_gpu
+def test_pinned_blocks_are_not_rounded_up(tmp_path: Path) -> None:
+    """Never run."""
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    with opened(make_job(tmp_path, **strict(optim="adamw_torch_offload", size={"hidden": 768, "layers": 4}))) as run:
+        trained = sum(p.nbytes for p in run.model.parameters())
+        taken = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
+        assert 2 * trained <= taken < 2.2 * trained
+
+
 # ---- what is said of a run ----
 
 

@@ -569,3 +569,14 @@ def test_units_of_gigabytes_and_packs_are_paid_up_front() -> None:
     gib = gpus()["T4"].memory_gib
     assert plan.total_usd == pytest.approx(gib * plan.wall_s / H * 0.0999, rel=2e-3)
     assert up_front(plan) == pytest.approx(9.99 * -(-plan.total_usd // 9.99))
+
+
+def test_a_host_without_room_for_the_copy_of_a_checkpoint_takes_it_at_the_pace_of_its_disk() -> None:
+    wanted = wanted_of(method="full", optim="adamw_torch_fused")
+    checkpoint_gib = wanted.save_bytes / 2**30
+    of_offer = place("H100-80GB", 2.0)
+    seconds = {}
+    for ram_gib in (None, 2.1 * checkpoint_gib, 1.9 * checkpoint_gib):
+        there = replace(of_offer, offer=of_offer.offer._replace(ram_gib=ram_gib))
+        seconds[ram_gib is None or ram_gib > 2 * checkpoint_gib] = only(decide(wanted, [there])).seconds["checkpoints"]
+    assert seconds[False] > 2 * seconds[True]

@@ -130,10 +130,16 @@ class Pricing:
         )
 
     def save_s(self, place: Place) -> float:
-        """Seconds that training stands still for a checkpoint."""
+        """Seconds that training stands still for a checkpoint.
+
+        Its copy goes to main memory where it takes no more than half of that, else straight to the disk.
+        """
         if place.calibration.save_s is not None:
             return place.calibration.save_s
-        return 0.05 + self.wanted.save_bytes / self.assumptions.snapshot_bytes_per_s
+        ram_gib = place.offer.ram_gib
+        has_room = not place.is_cuda or ram_gib is None or self.wanted.save_bytes <= 0.5 * ram_gib * 2**30
+        rate = self.assumptions.snapshot_bytes_per_s if has_room else self.assumptions.disk_bytes_per_s
+        return 0.05 + self.wanted.save_bytes / rate
 
     def seconds_of(self, place: Place, recipe: Recipe, step: StepTime, work: Work) -> dict[str, float]:
         """Seconds of the whole job by what they go to, interruptions and checkpoints aside."""

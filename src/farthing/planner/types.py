@@ -54,7 +54,8 @@ class Assumptions(NamedTuple):
             f"{self.download_bytes_per_s / 1e6:.0f} MB/s",
             f"imports take {self.import_s:.0f} s, weights load at {self.load_bytes_per_s / 1e9:g} GB/s",
             f"tokenizing runs at {self.tokenize_tokens_per_s / 1e6:g} M tokens/s",
-            f"a checkpoint halts training while {self.snapshot_bytes_per_s / 1e9:g} GB/s go to host memory",
+            f"a checkpoint halts training while {self.snapshot_bytes_per_s / 1e9:g} GB/s go to host memory, or "
+            f"{self.disk_bytes_per_s / 1e6:.0f} MB/s to the disk where it takes more than half of that memory",
         ]
 
 

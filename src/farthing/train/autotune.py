@@ -40,6 +40,7 @@ from farthing.planner.lengths import Lengths
 from farthing.planner.tiles import default_tile_tokens
 from farthing.train.autotune_cache import PROBES, Setting, Subject, known_setting, leave_probe
 from farthing.train.setup import Tell
+from farthing.train.update_guard import update_bytes
 
 PROBE_S = 60.0
 TRIALS = 16  # that should fit into that time
@@ -184,9 +185,16 @@ class Prober:
         finally:
             self.steps.optimizer.zero_grad(set_to_none=True)
         seconds = self._clock() - started
-        peak = window_peak_bytes(self.device)
+        peak = max(window_peak_bytes(self.device), self._update_peak_bytes())
         failed = failed or peak > self._cap_bytes
         return Trial(setting, float("inf") if failed else seconds / n_tokens, n_tokens / n_computed, peak)
+
+    def _update_peak_bytes(self) -> int:
+        """What the update of a step takes, which no trial makes: gradients and more beside weights and state. 0 on a CPU."""
+        if self.device.type != "cuda":
+            return 0
+        gradients = sum(weight.nbytes for weight in self.steps.trained)
+        return taken_bytes(self.device) + gradients + update_bytes(self.steps.optimizer)
 
     def _apply(self, setting: Setting) -> None:
         self.steps.most_tokens, self.forward.tile_tokens = setting.most_tokens, setting.tile_tokens

@@ -5,10 +5,12 @@ Data flows from a run that stands at its first step to `tell`. Refuses to decide
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farthing.config.job import Job
+from farthing.device_memory import set_allocator
 from farthing.model.hardware import device_name
 from farthing.units import plural, say_bytes, say_seconds, say_usd
 
@@ -40,7 +42,7 @@ def say_what_was_decided(run: Run) -> None:
             "device": device_name(run.numerics.device),
             "computed": _computed_in_words(run),
             "gradient_checkpointing": checkpointing,
-            "memory": f"{say_bytes(run.promised_bytes)} expected, {say_bytes(run.memory.free_bytes)} free",
+            "memory": _memory_in_words(run),
             "checkpoints": _interval_in_words(run),
             "promised": _promise_in_words(run.promise),
             "price": _price_in_words(job),
@@ -53,6 +55,11 @@ def say_what_was_decided(run: Run) -> None:
         )
     if job.limits.max_usd is not None and job.usd_per_hour == 0:
         run.warn("limits.max_usd can't bind at $0 an hour: set where.usd_per_hour")
+
+
+def _memory_in_words(run: Run) -> str:
+    words = f"{say_bytes(run.promised_bytes)} expected, {say_bytes(run.memory.free_bytes)} free"
+    return f"{words}; allocator: {set_allocator(os.environ)}" if run.numerics.device.type == "cuda" else words
 
 
 def _computed_in_words(run: Run) -> str:
