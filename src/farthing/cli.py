@@ -25,8 +25,10 @@ from farthing.errors import (
     EXIT_LIMIT,
     EXIT_MISTAKE,
     FarthingError,
+    JobError,
     UserMistake,
 )
+from farthing.printable import printable, printable_lines
 
 DESCRIPTION = "Fine-tune a language model for the fewest dollars: resumable to the bit, with its bill."
 FINISHED_ALREADY = "it was finished already; nothing was trained"
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         if as_json:
             print(json.dumps(error.as_dict(), indent=1))
         if not as_json or not sys.stderr.isatty():
-            print(f"farthing: {error}", file=sys.stderr)
+            _say(error, sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("farthing: interrupted", file=sys.stderr)
@@ -70,14 +72,27 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.close()
         return EXIT_FINISHED
     except Exception as error:
-        traceback.print_exc()
-        print(f"farthing: crashed: {type(error).__name__}: {error}", file=sys.stderr)
+        print(printable_lines(traceback.format_exc()).rstrip(), file=sys.stderr)
+        _say(f"crashed: {type(error).__name__}: {error}", sys.stderr)
         print("  to do: report the lines above; what was saved is whole, the same command goes on", file=sys.stderr)
         return EXIT_CRASH
 
 
+def _say(what: object, file: Any) -> None:
+    """Our own words, which may hold names and texts of others. Of several problems each has lines of its own."""
+    problems = what.problems if isinstance(what, JobError) else [what]
+    print("farthing: " + "\n".join(printable_lines(problem) for problem in problems), file=file, flush=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Repeats what was typed without obeying it."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message("\n".join(map(printable, message.split("\n"))), file)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="farthing", description=DESCRIPTION, epilog=EPILOG)
+    parser = _Parser(prog="farthing", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"farthing {farthing.__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
@@ -197,9 +212,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _console(*, stderr: bool = False) -> Any:
     """Where people read; a log has no edge at column 80."""
-    from rich.console import Console
+    from farthing.report.safe import SafeConsole
 
-    console = Console(stderr=stderr, highlight=False)
+    console = SafeConsole(stderr=stderr, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 120
     return console
@@ -245,7 +260,7 @@ def _init(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"written": str(written), "next": next_step}))
     else:
-        print(f"wrote {written}\nnext: {next_step}")
+        print(f"wrote {printable(written)}\nnext: {printable(next_step)}")
     return EXIT_FINISHED
 
 
@@ -284,10 +299,12 @@ def _make_plan(arguments: argparse.Namespace) -> int:
     job = load_job(arguments.job, arguments.set)
 
     from farthing.planner.inputs import study_job
+    from farthing.planner.preflight import look_over
     from farthing.report.plan_compare import compare_plans, find_plan
     from farthing.report.plan_view import plan_view
     from farthing.report.plan_words import ways_out
 
+    look_over(job, only_plans=True, with_data=arguments.examples is None)
     study = study_job(
         job,
         now=now,
@@ -332,7 +349,7 @@ def _make_plan(arguments: argparse.Namespace) -> int:
             view |= impossible.as_dict()
         print(json.dumps(view, indent=1, allow_nan=False))
         if impossible:
-            print(f"farthing: {impossible}", file=sys.stderr)
+            _say(impossible, sys.stderr)
         return EXIT_MISTAKE if impossible else EXIT_FINISHED
     from farthing.report.plan_table import draw_compared, draw_components, draw_header, draw_nothing, draw_plan
 
@@ -348,7 +365,7 @@ def _make_plan(arguments: argparse.Namespace) -> int:
     else:
         draw_plan(console, view, len(view["plans"]) if arguments.limit == 0 else arguments.limit)
     if html is not None:
-        print(f"\nwrote {html}")
+        print(f"\nwrote {printable(html)}")
     return EXIT_FINISHED
 
 
@@ -404,6 +421,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
         from farthing.config.load import load_job
         from farthing.durability.run_folder import is_finished
+        from farthing.planner.preflight import look_over
 
         job = load_job(arguments.job, arguments.set)
         folder = Path(job.output_dir)
@@ -419,6 +437,7 @@ def _train(arguments: argparse.Namespace) -> int:
                 console = _console(stderr=arguments.json)
                 return _show_end(arguments, console, "finished", FINISHED_ALREADY, receipt, EXIT_FINISHED)
         if arguments.retry is not None:
+            look_over(job)
             return _train_until_it_ends(arguments, folder)
         if attempt is None:
             attempt = stack.enter_context(opened(folder, job.usd_per_hour))
@@ -427,6 +446,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any) -> int:
+    from farthing.planner.preflight import look_over
     from farthing.report.receipt import leave_receipt
     from farthing.report.terminal import Terminal
     from farthing.train.budget import stopped_before_start
@@ -434,6 +454,7 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
     console = _console(stderr=arguments.json)
     if reason := stopped_before_start(job, attempt):
         return _show_end(arguments, console, "limit", reason, leave_receipt(attempt.folder), EXIT_LIMIT)
+    look_over(job)
     terminal = Terminal(console, job.train.logging_steps)
     if offer:
         terminal("note", {"text": offer})
@@ -473,9 +494,7 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:
             printed.truncate()
             return begin([*words, *once, "--json"], stdout=printed)
 
-        supervisor = Supervisor(
-            folder, start, lambda text: print(f"farthing: {text}", file=sys.stderr, flush=True), tries=arguments.retry
-        )
+        supervisor = Supervisor(folder, start, lambda text: _say(text, sys.stderr), tries=arguments.retry)
         code = supervisor.run()
         printed.seek(0)
         sys.stdout.write(printed.read().decode())
@@ -486,6 +505,7 @@ def _show_end(
     arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: dict[str, Any], code: int
 ) -> int:
     """The receipt, and how it ended."""
+    from farthing.report.safe import escape
     from farthing.report.terminal import draw_receipt
 
     if arguments.json:
@@ -494,9 +514,9 @@ def _show_end(
         draw_receipt(console, receipt)
         console.print()
     words = {
-        "finished": f"[green]finished[/]: {reason}",
-        "limit": f"[yellow]stopped[/] by {reason}; raise the limit and run the same command to go on",
-        "interrupted": f"[yellow]interrupted[/] ({reason}); run the same command to go on",
+        "finished": f"[green]finished[/]: {escape(reason)}",
+        "limit": f"[yellow]stopped[/] by {escape(reason)}; raise the limit and run the same command to go on",
+        "interrupted": f"[yellow]interrupted[/] ({escape(reason)}); run the same command to go on",
     }
     console.print(words[state], highlight=False, soft_wrap=True)
     return code
@@ -509,8 +529,10 @@ def _probe(arguments: argparse.Namespace) -> int:
         raise UserMistake(f"{arguments.seconds:g} seconds", where="--seconds", to_do="give 5 to 3600")
     job = load_job(arguments.job, arguments.set)
 
+    from farthing.planner.preflight import look_over
     from farthing.report.terminal import Terminal, draw_probe
 
+    look_over(job)
     console = _console(stderr=arguments.json)
     terminal = Terminal(console, job.train.logging_steps)
     terminal("starting", {"text": "loading torch and transformers"})
@@ -586,7 +608,7 @@ def _export(arguments: argparse.Namespace) -> int:
     else:
         from farthing.units import say_bytes
 
-        print(f"wrote {written['folder']} ({written['format']}, {say_bytes(written['bytes'])})")
+        print(f"wrote {printable(written['folder'])} ({written['format']}, {say_bytes(written['bytes'])})")
     return EXIT_FINISHED
 
 
@@ -596,10 +618,9 @@ def _prices(arguments: argparse.Namespace) -> int:
     from farthing.prices.catalog import cache_path, read_catalog, select, sort_offers
 
     if arguments.action == "update":
-        from rich.markup import escape
-
         from farthing.prices.feeds import update
         from farthing.report.price_table import draw_update, update_as_json
+        from farthing.report.safe import escape
 
         console = _console(stderr=arguments.json)
         with console.status("asking the price feeds") as status:
@@ -631,28 +652,28 @@ def _prices(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.set and not arguments.job:
         raise UserMistake("there is no job to override", where="--set", to_do="name the job file as well")
-    from farthing.doctor import check_job, check_machine
+    from farthing.doctor import check_before, check_job, check_machine
 
-    checks = list(check_machine(Path.cwd()))
-    if arguments.job:
+    faults = check_before(Path(arguments.job), arguments.set) if arguments.job else []
+    checks = list(check_machine(Path.cwd(), with_device=not faults)) + faults
+    if arguments.job and not faults:
         checks += check_job(Path(arguments.job), arguments.set)
     failed = [check for check in checks if check.state == "failed"]
     if arguments.json:
         print(json.dumps({"ok": not failed, "checks": [check.as_dict() for check in checks]}, indent=1))
     else:
-        from rich.markup import escape
-
+        from farthing.report.safe import escape, escape_lines
         from farthing.units import plural
 
         console = _console()
         colours = {"ok": "green", "warning": "yellow", "failed": "red"}
         for check in checks:
             console.print(
-                f"[{colours[check.state]}]{check.state:8}[/] [bold]{escape(check.name)}[/]: {escape(check.found)}",
+                f"[{colours[check.state]}]{check.state:8}[/] [bold]{escape(check.name)}[/]: {escape_lines(check.found)}",
                 soft_wrap=True,
             )
             if check.to_do and (check.state != "ok"):
-                console.print(f"         to do: {escape(check.to_do)}", soft_wrap=True)
+                console.print(f"         to do: {escape_lines(check.to_do)}", soft_wrap=True)
         n_warnings = sum(check.state == "warning" for check in checks)
         also = f", {plural(n_warnings, 'warning')}" if n_warnings else ""
         if failed:

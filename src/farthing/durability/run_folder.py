@@ -26,6 +26,7 @@ from farthing.durability.accounts import Witness, witnesses_in
 from farthing.durability.files import parse_json, write_json
 from farthing.errors import RunChanged, RunDamaged
 
+DATA_NOTES = "data_notes.json"  # columns that are not used, and the like
 JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
     "job.json",
     "run.json",

@@ -16,7 +16,7 @@ from typing import Any
 from farthing.durability.accounts import LOST, Account, Attempt, Found, attempts_of, read_ledger
 from farthing.durability.files import parse_json, write_json
 from farthing.durability.ledger import SPANS
-from farthing.durability.run_folder import JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE, witnesses_of
+from farthing.durability.run_folder import DATA_NOTES, JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE, witnesses_of
 from farthing.errors import UserMistake
 from farthing.report.training_log import read_log
 
@@ -47,6 +47,7 @@ def build_receipt(folder: Path) -> dict[str, Any]:
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "job": job,
         "machine": (_read_json(folder / RUN) or {}).get("machine"),
+        "data_notes": _read_json(folder / DATA_NOTES) or [],
         "schedule": _read_json(folder / SCHEDULE),
         "steps": log.step,
         "tokens": log.n_tokens,
