@@ -20,6 +20,7 @@ from farthing.data.batches import IGNORED, collate
 from farthing.data.encode import Encoder, bytes_of_tokens
 from farthing.data.formats import Text
 from farthing.data.read import Source, open_sources
+from farthing.data.rows import BadRow, Reading, Row
 from farthing.data.tokens import Recipe, TokenSet, tokenize
 from farthing.errors import DataError, Interrupted
 from farthing.tiny import write_jsonl
@@ -266,7 +267,7 @@ def test_a_stop_leaves_neither_a_thread_nor_a_draft(
     monkeypatch.setattr(tokens_module, "CHUNK_ROWS", 10)
     n_seen = 0
 
-    def noting(n_rows: int, n_tokens: int) -> None:
+    def noting(n_rows: int, n_tokens: int, share: float) -> None:
         nonlocal n_seen
         n_seen = n_rows
 
@@ -284,12 +285,14 @@ def test_the_first_mistake_is_the_one_that_is_told(
 ) -> None:
     monkeypatch.setattr(tokens_module, "CHUNK_ROWS", 2)
 
-    class CutShort:
-        def __iter__(self) -> Iterator[dict[str, str]]:
-            yield from ({"text": "long " * (50 if n == 3 else 1)} for n in range(6))
+    class CutShort(Source):
+        n_bytes = 1
+
+        def rows(self, reading: Reading | None = None) -> Iterator[Row | BadRow]:
+            yield from (Row(n + 1, {"text": "long " * (50 if n == 3 else 1)}) for n in range(6))
             raise DataError("the disk fails")
 
-    source = Source("a set", "0", "dataset", dataset=CutShort())
+    source = CutShort("a set", "0", "dataset")
     with pytest.raises(DataError, match="longer than max_length 12") as caught:
         tokenize([source], tokenizers["llama"], Recipe("causal-lm", 12, too_long="error"), tmp_path)
     assert caught.value.where == "a set:4"

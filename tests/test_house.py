@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,47 @@ def test_every_public_function_says_what_it_is() -> None:
             if not node.name.startswith("_") and not ast.get_docstring(node):
                 missing.append(f"{path.name}:{node.lineno} {node.name}")
     assert missing == []
+
+
+DISTRIBUTIONS = {
+    "yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "rouge_score": "rouge-score", "pynvml": "nvidia-ml-py",
+    "liger_kernel": "liger-kernel", "google": "protobuf", "triton": "torch",
+}  # fmt: skip
+"""Packages whose distribution has another name; triton comes with torch."""
+BUILT_BY_HAND = {"flash_attn"}
+"""Used where somebody has built it, which no installer does by itself."""
+
+
+def declared() -> dict[str, set[str]]:
+    """Names of distributions in pyproject.toml: those that are always installed, and those of each extra."""
+    project = tomllib.loads((SOURCE.parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[\[<>=~!; ]", text)[0].lower() for text in requirements}
+
+    return {"": names(project["dependencies"])} | {
+        extra: names(wanted) for extra, wanted in project["optional-dependencies"].items() if extra != "dev"
+    }
+
+
+def undeclared(path: Path, known: set[str]) -> set[str]:
+    """Packages of others that a file imports, by their distribution, and that are not among the known."""
+    tops = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names) - {"farthing"}
+    return {DISTRIBUTIONS.get(top, top) for top in tops} - known
+
+
+def test_what_is_imported_is_declared() -> None:
+    distributions = declared()
+    always = {"numpy", "pydantic", "pyyaml", "rich", "torch", "transformers", "pyarrow", "fsspec"}
+    assert always <= distributions[""]
+    known = BUILT_BY_HAND.union(*distributions.values())
+    assert {path.name: names for path in FILES if (names := undeclared(path, known))} == {}
+    assert undeclared(SOURCE / "data" / "arrow.py", known - {"pyarrow"}) == {"pyarrow"}, "and it would have been found"
+    at_top = {path.name: undeclared_at_top(path, distributions[""]) for path in FILES}
+    assert {name: names for name, names in at_top.items() if names} == {}, "an extra is imported where it is needed"
+
+
+def undeclared_at_top(path: Path, known: set[str]) -> set[str]:
+    """The same for what is imported whenever the file is."""
+    tops = {name.split(".")[0] for name in imports(path, top_only=True)} - set(sys.stdlib_module_names) - {"farthing"}
+    return {DISTRIBUTIONS.get(top, top) for top in tops} - known

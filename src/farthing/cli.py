@@ -26,8 +26,10 @@ from farthing.errors import (
     EXIT_LIMIT,
     EXIT_MISTAKE,
     FarthingError,
+    JobError,
     UserMistake,
 )
+from farthing.printable import printable, printable_lines
 
 DESCRIPTION = "Fine-tune a language model for the fewest dollars: resumable to the bit, with its bill."
 FINISHED_ALREADY = "it was finished already; nothing was trained"
@@ -76,8 +78,14 @@ def _discard(stream: Any) -> None:
         os.close(nowhere)
 
 
-def _complain(text: str) -> None:
-    """Say to stderr what went wrong; that nobody reads it changes no exit code."""
+def _complain(what: object) -> None:
+    """Our own words, which may hold names and texts of others, to stderr. Of several problems each has lines of its own."""
+    problems = what.problems if isinstance(what, JobError) else [what]
+    _write("farthing: " + "\n".join(printable_lines(problem) for problem in problems))
+
+
+def _write(text: str) -> None:
+    """To stderr; that nobody reads it changes no exit code."""
     try:
         print(text, file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -94,17 +102,17 @@ def _run(argv: list[str] | None) -> int:
         if as_json:
             _print_json(error.as_dict())
         if not as_json or not sys.stderr.isatty():
-            _complain(f"farthing: {error}")
+            _complain(error)
         return error.exit_code
     except KeyboardInterrupt:
-        _complain("farthing: interrupted")
+        _complain("interrupted")
         return EXIT_INTERRUPTED
     except Exception as error:
         if isinstance(error, BrokenPipeError) and arguments.run not in (_train, _probe):
             raise  # those go on when nobody reads: a pipe that breaks in them is another
-        _complain(traceback.format_exc().rstrip("\n"))
-        _complain(f"farthing: crashed: {type(error).__name__}: {error}")
-        _complain("  to do: report the lines above; what was saved is whole, the same command goes on")
+        _write(printable_lines(traceback.format_exc()).rstrip())
+        _complain(f"crashed: {type(error).__name__}: {error}")
+        _write("  to do: report the lines above; what was saved is whole, the same command goes on")
         return EXIT_CRASH
 
 
@@ -116,8 +124,15 @@ def _print_json(value: Any) -> None:
         _discard(sys.stdout)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Repeats what was typed without obeying it."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message("\n".join(map(printable, message.split("\n"))), file)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="farthing", description=DESCRIPTION, epilog=EPILOG)
+    parser = _Parser(prog="farthing", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"farthing {farthing.__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
@@ -237,9 +252,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _console(*, stderr: bool = False, goes_on: bool = False) -> Any:
     """Where people read; a log has no edge at column 80. What `goes_on` does so when nobody reads any more."""
-    from rich.console import Console
+    from farthing.report.safe import SafeConsole
 
-    class Door(Console):
+    class Door(SafeConsole):
         def on_broken_pipe(self) -> None:
             if not goes_on:
                 raise BrokenPipeError
@@ -291,7 +306,7 @@ def _init(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"written": str(written), "next": next_step}))
     else:
-        print(f"wrote {written}\nnext: {next_step}")
+        print(f"wrote {printable(written)}\nnext: {printable(next_step)}")
     return EXIT_FINISHED
 
 
@@ -330,10 +345,12 @@ def _make_plan(arguments: argparse.Namespace) -> int:
     job = load_job(arguments.job, arguments.set)
 
     from farthing.planner.inputs import study_job
+    from farthing.planner.preflight import look_over
     from farthing.report.plan_compare import compare_plans, find_plan
     from farthing.report.plan_view import plan_view
     from farthing.report.plan_words import ways_out
 
+    look_over(job, only_plans=True, with_data=arguments.examples is None)
     study = study_job(
         job,
         now=now,
@@ -378,7 +395,7 @@ def _make_plan(arguments: argparse.Namespace) -> int:
             view |= impossible.as_dict()
         print(json.dumps(view, indent=1, allow_nan=False))
         if impossible:
-            print(f"farthing: {impossible}", file=sys.stderr)
+            _complain(impossible)
         return EXIT_MISTAKE if impossible else EXIT_FINISHED
     from farthing.report.plan_table import draw_compared, draw_components, draw_header, draw_nothing, draw_plan
 
@@ -394,7 +411,7 @@ def _make_plan(arguments: argparse.Namespace) -> int:
     else:
         draw_plan(console, view, len(view["plans"]) if arguments.limit == 0 else arguments.limit)
     if html is not None:
-        print(f"\nwrote {html}")
+        print(f"\nwrote {printable(html)}")
     return EXIT_FINISHED
 
 
@@ -450,6 +467,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
         from farthing.config.load import load_job
         from farthing.durability.run_folder import is_finished
+        from farthing.planner.preflight import look_over
 
         job = load_job(arguments.job, arguments.set)
         folder = Path(job.output_dir)
@@ -465,6 +483,7 @@ def _train(arguments: argparse.Namespace) -> int:
                 console = _console(stderr=arguments.json)
                 return _show_end(arguments, console, "finished", FINISHED_ALREADY, receipt, EXIT_FINISHED)
         if arguments.retry is not None:
+            look_over(job)
             return _train_until_it_ends(arguments, folder)
         if attempt is None:
             attempt = stack.enter_context(opened(folder, job.usd_per_hour))
@@ -473,6 +492,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any) -> int:
+    from farthing.planner.preflight import look_over
     from farthing.report.receipt import leave_receipt
     from farthing.report.terminal import Terminal
     from farthing.train.budget import stopped_before_start
@@ -480,6 +500,7 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
     console = _console(stderr=arguments.json, goes_on=True)
     if reason := stopped_before_start(job, attempt):
         return _show_end(arguments, console, "limit", reason, leave_receipt(attempt.folder), EXIT_LIMIT)
+    look_over(job)
     terminal = Terminal(console, job.train.logging_steps)
     if offer:
         terminal("note", {"text": offer})
@@ -518,9 +539,7 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:
             printed.truncate()
             return begin([*words, *once, "--json"], stdout=printed)
 
-        supervisor = Supervisor(
-            folder, start, lambda text: print(f"farthing: {text}", file=sys.stderr, flush=True), tries=arguments.retry
-        )
+        supervisor = Supervisor(folder, start, _complain, tries=arguments.retry)
         code = supervisor.run()
         printed.seek(0)
         sys.stdout.write(printed.read().decode())
@@ -531,6 +550,7 @@ def _show_end(
     arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: dict[str, Any], code: int
 ) -> int:
     """The receipt, and how it ended."""
+    from farthing.report.safe import escape
     from farthing.report.terminal import draw_receipt
 
     if arguments.json:
@@ -539,9 +559,9 @@ def _show_end(
         draw_receipt(console, receipt)
         console.print()
     words = {
-        "finished": f"[green]finished[/]: {reason}",
-        "limit": f"[yellow]stopped[/] by {reason}; raise the limit and run the same command to go on",
-        "interrupted": f"[yellow]interrupted[/] ({reason}); run the same command to go on",
+        "finished": f"[green]finished[/]: {escape(reason)}",
+        "limit": f"[yellow]stopped[/] by {escape(reason)}; raise the limit and run the same command to go on",
+        "interrupted": f"[yellow]interrupted[/] ({escape(reason)}); run the same command to go on",
     }
     console.print(words[state], highlight=False, soft_wrap=True)
     return code
@@ -554,8 +574,10 @@ def _probe(arguments: argparse.Namespace) -> int:
         raise UserMistake(f"{arguments.seconds:g} seconds", where="--seconds", to_do="give 5 to 3600")
     job = load_job(arguments.job, arguments.set)
 
+    from farthing.planner.preflight import look_over
     from farthing.report.terminal import Terminal, draw_probe
 
+    look_over(job)
     console = _console(stderr=arguments.json, goes_on=True)
     terminal = Terminal(console, job.train.logging_steps)
     terminal("starting", {"text": "loading torch and transformers"})
@@ -618,8 +640,8 @@ def _report(arguments: argparse.Namespace) -> int:
     damage = {str(folder): damage_of(Path(folder)) for folder in (arguments.folder, arguments.baseline) if folder}
     for folder, words in damage.items():
         if words:
-            print(f"farthing: {folder}: the exported model is damaged: {words}", file=sys.stderr)
-            print("  to do: run `farthing train` with its job again: it writes the model anew", file=sys.stderr)
+            _complain(f"{folder}: the exported model is damaged: {words}")
+            _write("  to do: run `farthing train` with its job again: it writes the model anew")
     if arguments.baseline:
         result = compare(result, build_receipt(Path(arguments.baseline)))
     else:
@@ -651,7 +673,7 @@ def _export(arguments: argparse.Namespace) -> int:
     else:
         from farthing.units import say_bytes
 
-        print(f"wrote {written['folder']} ({written['format']}, {say_bytes(written['bytes'])})")
+        print(f"wrote {printable(written['folder'])} ({written['format']}, {say_bytes(written['bytes'])})")
     return EXIT_FINISHED
 
 
@@ -661,10 +683,9 @@ def _prices(arguments: argparse.Namespace) -> int:
     from farthing.prices.catalog import cache_path, read_catalog, select, sort_offers
 
     if arguments.action == "update":
-        from rich.markup import escape
-
         from farthing.prices.feeds import update
         from farthing.report.price_table import draw_update, update_as_json
+        from farthing.report.safe import escape
 
         console = _console(stderr=arguments.json)
         with console.status("asking the price feeds") as status:
@@ -696,28 +717,28 @@ def _prices(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.set and not arguments.job:
         raise UserMistake("there is no job to override", where="--set", to_do="name the job file as well")
-    from farthing.doctor import check_job, check_machine
+    from farthing.doctor import check_before, check_job, check_machine
 
-    checks = list(check_machine(Path.cwd()))
-    if arguments.job:
+    faults = check_before(Path(arguments.job), arguments.set) if arguments.job else []
+    checks = list(check_machine(Path.cwd(), with_device=not faults)) + faults
+    if arguments.job and not faults:
         checks += check_job(Path(arguments.job), arguments.set)
     failed = [check for check in checks if check.state == "failed"]
     if arguments.json:
         print(json.dumps({"ok": not failed, "checks": [check.as_dict() for check in checks]}, indent=1))
     else:
-        from rich.markup import escape
-
+        from farthing.report.safe import escape, escape_lines
         from farthing.units import plural
 
         console = _console()
         colours = {"ok": "green", "warning": "yellow", "failed": "red"}
         for check in checks:
             console.print(
-                f"[{colours[check.state]}]{check.state:8}[/] [bold]{escape(check.name)}[/]: {escape(check.found)}",
+                f"[{colours[check.state]}]{check.state:8}[/] [bold]{escape(check.name)}[/]: {escape_lines(check.found)}",
                 soft_wrap=True,
             )
             if check.to_do and (check.state != "ok"):
-                console.print(f"         to do: {escape(check.to_do)}", soft_wrap=True)
+                console.print(f"         to do: {escape_lines(check.to_do)}", soft_wrap=True)
         n_warnings = sum(check.state == "warning" for check in checks)
         also = f", {plural(n_warnings, 'warning')}" if n_warnings else ""
         if failed:

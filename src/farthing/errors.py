@@ -55,6 +55,14 @@ class JobError(UserMistake):
         }
 
 
+class Mistakes(JobError):
+    """Several things are wrong that were looked at before the start; each with its place and what to do."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Every problem, for `--json`."""
+        return {**super().as_dict(), "error": f"{len(self.problems)} things are wrong"}
+
+
 class DataError(UserMistake):
     """The data can't be used as the job asks."""
 

@@ -26,6 +26,9 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text/label": (("text", "label"), ("classification",)),
     "text": (("text",), ("causal-lm",)),
 }
+ALSO_READ = {
+    "messages": ("tools",), "conversations": ("system", "tools"), "instruction": ("input", "system"),
+}  # fmt: skip
 COLUMNS = {
     "messages", "tools", "conversations", "system", "instruction", "input", "output", "prompt", "completion",
     "target", "text", "label",
@@ -92,6 +95,11 @@ def recognise(columns: set[str], task: str, renamed: dict[str, str], where: str)
     )
 
 
+def used_columns(format_name: str, renamed: dict[str, str]) -> set[str]:
+    """The columns of the data, by their own names, that a format reads; all others are ignored."""
+    return {renamed.get(name, name) for name in (*FORMATS[format_name][0], *ALSO_READ.get(format_name, ()))}
+
+
 def converter(
     format_name: str, renamed: dict[str, str], label_map: dict[str, str], tokenizer: Any, task: str
 ) -> Callable[[dict[str, Any]], Text]:
@@ -141,10 +149,15 @@ def _string(row: dict[str, Any], column: str, *, may_be_empty: bool = False) -> 
     return value
 
 
+_KINDS = {
+    "dict": "an object", "list": "a list", "int": "a number", "float": "a number", "bool": "true/false",
+    "Decimal": "a decimal number", "date": "a date", "datetime": "a date with time", "time": "a time of day",
+    "timedelta": "a duration", "bytes": "bytes", "NoneType": "nothing", "Timestamp": "a date with time",
+}  # fmt: skip
+
+
 def _kind(value: Any) -> str:
-    return {dict: "an object", list: "a list", int: "a number", float: "a number", bool: "true/false"}.get(
-        type(value), type(value).__name__
-    )
+    return _KINDS.get(type(value).__name__, type(value).__name__)
 
 
 def _pair(row: dict[str, Any], source: str, target: str) -> Text:
@@ -155,7 +168,7 @@ def _labelled(row: dict[str, Any], label_map: dict[str, str]) -> Text:
     label = row.get("label")
     if label is None or label == "":
         raise Unusable("no `label`")
-    if isinstance(label, dict | list | float):
+    if not isinstance(label, str | int):
         what = f"{label}, a number with a fraction" if isinstance(label, float) else _kind(label)
         raise Unusable(f"`label` is {what}, not a class (text or a whole number)")
     name = str(label)

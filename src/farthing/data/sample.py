@@ -22,14 +22,17 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.data.arrow import bytes_of_rows, open_parquet, table_rows
 from farthing.data.encode import Encoder, Encoding
-from farthing.data.formats import DEFAULT_CHAT_TEMPLATE, Text, Unusable, converter, recognise
-from farthing.data.read import BadRow, Row, Source, json_row
+from farthing.data.foreign import Watch, say_ignored
+from farthing.data.formats import DEFAULT_CHAT_TEMPLATE, Text, Unusable, converter, recognise, used_columns
+from farthing.data.read import Source, json_row, n_characters
+from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
 from farthing.data.tokens import Recipe
 from farthing.errors import DataError
 
 MOST_ROWS = 2000
-_FEWEST_ROWS = 250
+_FEWEST_ROWS, _MOST_BYTES_OF_FEWEST = 250, 64 << 20
 _MOST_SAMPLED_BYTES = 800_000  # what is tokenized in about a quarter of a second
 _MOST_READ_ROWS, _MOST_ROW_BYTES = 6000, 4_000_000  # rows and bytes that are read; a tenth of a second
 _RENDERED = (
@@ -53,6 +56,8 @@ class Sampled(NamedTuple):
     n_rows: int
     n_tokenized: int
     is_all_read: bool  # the file was; else its rows are estimated too
+    notes: tuple[str, ...] = ()
+    """Columns that nobody reads, and what the job has chosen to learn of data of another kind."""
 
 
 def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sampled:
@@ -63,16 +68,20 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
     if n_seen == 0:
         raise DataError("no rows", where=sources[0].name, to_do="check how the file was written")
     of_rows = n_seen / max(1.0, total_bytes)
-    n_wanted = min(MOST_ROWS, max(_FEWEST_ROWS, int(_MOST_SAMPLED_BYTES * of_rows)))
+    fewest = max(1, min(_FEWEST_ROWS, int(_MOST_BYTES_OF_FEWEST * of_rows)))
+    n_wanted = min(MOST_ROWS, max(fewest, int(_MOST_SAMPLED_BYTES * of_rows)))
     n_read = min(_MOST_READ_ROWS, max(n_wanted, int(_MOST_ROW_BYTES * of_rows)))
     lengths, weights = [], []
     n_rows, n_tokenized = 0.0, 0
-    why = ""
+    why, notes = "", []
     for source, population in zip(sources, populations, strict=True):
         share = len(population.sizes) / n_seen
         picked, stratum = _strata(population.sizes, max(1, round(n_read * share)))
         rows = population.rows(picked)
+        watch = Watch(recipe.task, recipe.columns, source.name)
+        watch(rows)
         of_picked, n_encoded, reasons = _tokenized(source, rows, max(1, round(n_wanted * share)), tokenizer, recipe)
+        notes += _said_of(source, watch, recipe)
         why = why or next(iter(reasons), "")
         of_all = _spread(of_picked, population.sizes[picked], population.sizes, stratum)
         of_all[picked] = of_picked
@@ -105,7 +114,18 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         n_rows=round(n_rows),
         n_tokenized=n_tokenized,
         is_all_read=all(each.is_whole for each in populations),
+        notes=tuple(notes),
     )
+
+
+def _said_of(source: Source, watch: Watch, recipe: Recipe) -> list[str]:
+    if not watch.columns:
+        return []
+    name = recognise(watch.columns, recipe.task, recipe.columns, source.name)
+    ignored = say_ignored(watch.ignored(used_columns(name, recipe.columns)), watch.n_rows)
+    return [f"{source.name}: columns that are not used: {ignored}"] * bool(ignored) + [
+        f"{source.name}: {what}" for what in watch.chosen()
+    ]
 
 
 def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -145,7 +165,7 @@ def _tokenized(
     convert = converter(name, recipe.columns, recipe.label_map, tokenizer, recipe.task)
     all_good, picked, stands_for, sizes = good, np.arange(0), None, np.arange(0)
     if recipe.task == "causal-lm" and name in _RENDERED:
-        sizes = np.array([_n_characters(value) for _, value in good])
+        sizes = np.array([n_characters(value) for _, value in good])
         picked, stands_for = _strata(sizes, n_wanted)
         good = [good[i] for i in picked]
     n_encoded = 0
@@ -270,9 +290,15 @@ def _lines(path: Path, source: Source) -> _Population:
 
     def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
         lines = ((int(i) + 1, content[starts[i] : starts[i] + sizes[i]]) for i in picked)
-        return [json_row(line, number) if line.strip() else BadRow(number, "empty") for number, line in lines]
+        return [_line(line, number) for number, line in lines]
 
     return _Population(sizes, len(sizes) / share, rows, share == 1.0)
+
+
+def _line(line: bytes, number: int) -> Row | BadRow:
+    if len(line) > MAX_ROW_BYTES:
+        return BadRow(number, too_large(len(line)))
+    return json_row(line, number) if line.strip() else BadRow(number, "empty")
 
 
 def _records(path: Path, source: Source) -> _Population:
@@ -290,6 +316,9 @@ def _records(path: Path, source: Source) -> _Population:
     def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
         found: list[Row | BadRow] = []
         for i in picked:
+            if sizes[i + 1] > MAX_ROW_BYTES:
+                found.append(BadRow(int(i) + 2, too_large(int(sizes[i + 1]))))
+                continue
             try:
                 values = fields(int(i) + 1)
             except csv.Error as error:
@@ -306,23 +335,15 @@ def _records(path: Path, source: Source) -> _Population:
 
 def _array(path: Path, source: Source) -> _Population:
     values = list(source.rows())
-    sizes = np.array([_n_characters(row.value) if isinstance(row, Row) else 1 for row in values], np.int64)
+    sizes = np.array([n_characters(row.value) if isinstance(row, Row) else 1 for row in values], np.int64)
     return _Population(sizes, len(values), lambda picked: [values[i] for i in picked])
-
-
-def _n_characters(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + sum(_n_characters(part) for part in parts)
 
 
 def _parquet(path: Path, source: Source) -> _Population:
     import pyarrow
-    import pyarrow.parquet
 
+    file = open_parquet(path, source.name)
     try:
-        file = pyarrow.parquet.ParquetFile(path)
         groups: list[int] = []
         seen_bytes = 0
         n_groups = file.metadata.num_row_groups
@@ -338,14 +359,13 @@ def _parquet(path: Path, source: Source) -> _Population:
         raise DataError(
             f"not a readable Parquet file: {why}", where=source.name, to_do="bring it back whole"
         ) from error
-    sizes = np.ones(len(table), np.int64)
-    for column in table.columns:
-        if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
-            sizes += pyarrow.compute.binary_length(column).fill_null(0).to_numpy()
+    sizes = bytes_of_rows(table)
 
     def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
-        values = table.take(picked).to_pylist()
-        return [Row(int(i) + 1, value) for i, value in zip(picked, values, strict=True)]
+        found: list[Row | BadRow] = []
+        for i in picked.tolist():
+            found += table_rows(table.slice(i, 1), i)
+        return found
 
     return _Population(sizes, file.metadata.num_rows, rows, len(groups) == n_groups)
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,25 +30,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.encode import Encoded, Encoder
-from farthing.data.formats import Text, Unusable, converter, recognise
+from farthing.data.foreign import Watch, say_ignored
+from farthing.data.formats import Text, Unusable, converter, recognise, used_columns
 from farthing.data.loader import Ahead
-from farthing.data.read import BadRow, Row, Source
+from farthing.data.read import Source, n_characters
+from farthing.data.rows import BadRow, Reading, Row
 from farthing.durability.files import (
     Damaged,
     commit_folder,
     discard,
-    make_private,
+    is_own,
+    own_folder,
     read_manifest,
     sweep_drafts,
     verify_folder,
 )
 from farthing.errors import DataError, Interrupted
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 CHUNK_ROWS = 1024  # that are read together
+MOST_CHARACTERS_TOGETHER = 32 << 20
 CHUNK_CHARACTERS = 1 << 18  # that are encoded together: enough for the threads of many cores, and few for their caches
 CHUNKS_AHEAD = 1  # that wait for the tokenizer, and as many after it
 LINE_BITS = 40
+Progress = Callable[[int, int, float], None]
 Indices = Sequence[int] | NDArray[np.int64]
 _DTYPES: dict[str, Any] = {
     "ids": np.int32, "targets": np.uint8, "offsets": np.int64, "lines": np.int64, "groups": np.uint64, "labels": np.int32,
@@ -156,17 +161,22 @@ def tokenize(
     recipe: Recipe,
     cache_dir: Path,
     *,
-    progress: Callable[[int, int], None] = lambda rows, tokens: None,
+    progress: Progress = lambda rows, tokens, share: None,
     should_stop: Callable[[], bool] = lambda: False,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> TokenSet:
     """The token set of these sources: from the cache when it is there, else made and committed whole.
 
-    `tokenizer` is a fast transformers tokenizer with its chat template set. `progress(rows, tokens)` is called about
-    once a chunk. Raises `DataError` (too many bad rows, nothing usable, nothing to predict), `Interrupted`.
+    `tokenizer` is a fast transformers tokenizer with its chat template set. `progress(rows, tokens, share)` is called about
+    once a chunk; `share` of the sources' bytes is read, from 0 to 1. A set that another user could have changed is made
+    again, which `warn` is told. Raises `DataError` (too many bad rows, nothing usable, nothing to predict), `Interrupted`.
     """
     facts: dict[str, Any] = {}
     try:
-        folder = make_private(cache_dir / "tokens") / set_key(sources, tokenizer_sha256(tokenizer), recipe)
+        folder = own_folder(cache_dir / "tokens", warn) / set_key(sources, tokenizer_sha256(tokenizer), recipe)
+        if os.path.lexists(folder) and not is_own(folder):
+            warn(f"another user made or could change the tokens in {folder}: they are made again")
+            discard(folder)
         if folder.exists():
             try:
                 return open_token_set(folder)
@@ -207,6 +217,15 @@ def open_token_set(folder: Path, *, check_bytes: bool = True) -> TokenSet:
     return TokenSet(folder, facts, **arrays)
 
 
+def notes_of(facts: dict[str, Any]) -> tuple[str, ...]:
+    """What there is to say of a set's sources: columns that are not used, data of another kind that the job has chosen."""
+    ignored = [
+        f"{each['source']}: columns that are not used: {say_ignored(each['columns'], each['n_rows'])}"
+        for each in facts.get("ignored_columns", ())
+    ]
+    return (*ignored, *(f"{each['source']}: {each['what']}" for each in facts.get("chosen", ())))
+
+
 def _check_sizes(folder: Path) -> dict[str, Any]:
     facts = read_manifest(folder)
     for entry in facts["files"]:
@@ -245,6 +264,7 @@ class _Chunk:
     source_number: int
     n_rows: int = 0
     n_characters: int = 0
+    share: float = 0.0
     texts: list[Text] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
@@ -260,7 +280,7 @@ def _write(
     sources: list[Source],
     tokenizer: Any,
     recipe: Recipe,
-    progress: Callable[[int, int], None],
+    progress: Progress,
     should_stop: Callable[[], bool],
 ) -> dict[str, Any]:
     """Fill `draft`; returns the facts of the set for its manifest."""
@@ -268,12 +288,13 @@ def _write(
     encode = Encoder(tokenizer, recipe.task, recipe.max_length, recipe.max_target_length, recipe.train_on_prompt)
     n_tokens, n_targets = 0, 0
     formats: list[str] = []
+    watches: list[Watch] = []
     all_groups = [np.zeros(0, np.uint64)]
     names = [name for name in _DTYPES if name != "labels"]
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(open(draft / f"{name}.bin", "wb")) for name in names}
         files["offsets"].write(np.int64(0).tobytes())
-        chunks = _ahead(_chunks(sources, tokenizer, recipe, formats), stack)  # one thread reads and renders
+        chunks = _ahead(_chunks(sources, tokenizer, recipe, formats, watches), stack)  # one thread reads and renders
         asked = _ahead(((chunk, encode.ask(chunk.texts)) for chunk in chunks), stack)  # one waits for the tokenizer
         for chunk, answers in asked:
             if should_stop():
@@ -297,7 +318,7 @@ def _write(
             all_groups.append(columns["groups"])
             n_tokens += len(encoded.ids)
             n_targets += int(encoded.is_target.sum())
-            progress(tally.n_rows, n_tokens)
+            progress(tally.n_rows, n_tokens, chunk.share)
     groups = np.concatenate(all_groups)
     if recipe.task == "classification":
         labels.numbered().tofile(draft / "labels.bin")
@@ -316,10 +337,22 @@ def _write(
         "n_skipped_long": tally.n_skipped_long,
         "n_without_target": tally.n_without_target,
         "bad_rows": tally.bad,
+        "ignored_columns": _ignored(formats, watches, recipe),
+        "chosen": [{"source": watch.where, "what": what} for watch in watches for what in watch.chosen()],
         "label_names": labels.names,
     }
     _refuse_unusable(facts, recipe)
     return facts
+
+
+def _ignored(formats: list[str], watches: list[Watch], recipe: Recipe) -> list[dict[str, Any]]:
+    """What nobody reads of each source: {source, columns: rows that have it by column, n_rows}."""
+    found = []
+    for name, watch in zip(formats, watches, strict=False):
+        columns = watch.ignored(used_columns(name, recipe.columns))
+        if columns:
+            found.append({"source": watch.where, "columns": columns, "n_rows": watch.n_rows})
+    return found
 
 
 Item = TypeVar("Item")
@@ -408,21 +441,28 @@ def _refuse_unusable(facts: dict[str, Any], recipe: Recipe) -> None:
         )
 
 
-def _chunks(sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list[str]) -> Iterator[_Chunk]:
-    """The rows of all sources as texts, in order; the format of each source goes to `formats`."""
+def _chunks(
+    sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list[str], watches: list[Watch]
+) -> Iterator[_Chunk]:
+    """The rows of all sources as texts, in order; format and watch of each source with rows go to `formats`, `watches`."""
+    sizes = [source.n_bytes for source in sources]
     for number, source in enumerate(sources):
         convert: Callable[[dict[str, Any]], Text] | None = None
-        for rows in _batched(source.rows()):
+        reading, watch = Reading(), Watch(recipe.task, recipe.columns, source.name)
+        for rows in _batched(source.rows(reading)):
+            watch(rows)
             if convert is None:
                 columns: set[str] = set().union(*(row.value.keys() for row in rows if isinstance(row, Row)))
                 if any(isinstance(row, Row) for row in rows):
                     formats.append(recognise(columns, recipe.task, recipe.columns, source.name))
+                    watches.append(watch)
                     convert = converter(formats[-1], recipe.columns, recipe.label_map, tokenizer, recipe.task)
-            chunk = _Chunk(source.name, number)
+            share = (sum(sizes[:number]) + sizes[number] * reading.share()) / max(1, sum(sizes))
+            chunk = _Chunk(source.name, number, share=share)
             for row in rows:
                 if chunk.n_characters > CHUNK_CHARACTERS:
                     yield chunk
-                    chunk = _Chunk(source.name, number)
+                    chunk = _Chunk(source.name, number, share=share)
                 chunk.n_rows += 1
                 if isinstance(row, BadRow) or convert is None:
                     reason = row.reason if isinstance(row, BadRow) else "no usable row before it"
@@ -440,8 +480,17 @@ def _chunks(sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list
             yield chunk
 
 
-def _batched(rows: Iterator[Row | BadRow]) -> Iterator[tuple[Row | BadRow, ...]]:
-    while chunk := tuple(itertools.islice(rows, CHUNK_ROWS)):
+def _batched(rows: Iterator[Row | BadRow]) -> Iterator[list[Row | BadRow]]:
+    """Rows that are read together: so many, or fewer where they are large."""
+    chunk: list[Row | BadRow] = []
+    n = 0
+    for row in rows:
+        chunk.append(row)
+        n += n_characters(row.value) if isinstance(row, Row) else 0
+        if len(chunk) == CHUNK_ROWS or n > MOST_CHARACTERS_TOGETHER:
+            yield chunk
+            chunk, n = [], 0
+    if chunk:
         yield chunk
 
 

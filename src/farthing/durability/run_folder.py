@@ -41,6 +41,7 @@ from farthing.durability.files import (
 )
 from farthing.errors import RunChanged, RunDamaged
 
+DATA_NOTES = "data_notes.json"  # columns that are not used, and the like
 JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
     "job.json",
     "run.json",

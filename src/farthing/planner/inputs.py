@@ -86,6 +86,7 @@ def study_job(
     notes.append(f"model: {where}")
     lengths, held_out = _lengths(job, cache_dir, n_examples, mean_tokens)
     notes.append(f"data: {lengths.source}")
+    notes += list(dict.fromkeys([*lengths.notes, *(held_out.notes if held_out else ())]))
     wanted = wanted_of(job, shape_of(job, config), lengths, held_out, config=config, now=now)
     if budget_usd is not None:
         wanted = replace(wanted, max_usd=budget_usd)

@@ -20,8 +20,8 @@ from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.read import KINDS, Source, folder_sha256, is_dataset, kind_of_file, short_name
 from farthing.data.sample import Sampled, light_tokenizer, sample_lengths
-from farthing.data.tokens import CACHE_VERSION, Recipe, TokenSet, open_token_set
-from farthing.durability.files import Damaged, make_private, sha256_of, write_json
+from farthing.data.tokens import CACHE_VERSION, Recipe, TokenSet, notes_of, open_token_set
+from farthing.durability.files import Damaged, belongs_to_another, is_own, make_private, sha256_of, write_json
 from farthing.errors import FarthingError, ModelError, UserMistake
 from farthing.planner.lengths import Lengths, from_arrays, from_token_set
 from farthing.planner.model_config import CONFIG, cached_snapshot, find_config
@@ -77,7 +77,7 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
     def lengths_of(of: TokenSet, indices: NDArray[np.int64]) -> Lengths:
         words = f"token cache, {plural(len(indices), 'example')}"
         words += "" if is_exact else "; the data was not looked at again"
-        found = from_token_set(of, indices, job.task, source=words)
+        found = replace(from_token_set(of, indices, job.task, source=words), notes=notes_of(of.facts))
         return found if is_exact else replace(found, is_exact=False)
 
     if held_out is None:
@@ -115,7 +115,7 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
         words = f"{found.n_tokenized:,} of {n_rows} rows tokenized"
         if not tokenizer.is_exact:
             words = f"guessed from characters, no tokenizer was found here: {found.n_tokenized:,} of {n_rows} rows"
-        return from_arrays(
+        lengths = from_arrays(
             found.tokens,
             found.targets,
             n_examples=n_examples if most is None else min(most, n_examples),
@@ -123,6 +123,7 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
             is_exact=False,
             source=words,
         )
+        return replace(lengths, notes=found.notes)
 
     data = job.data
     train = sampled(data.train, data.train_split)
@@ -151,14 +152,14 @@ def _local_sources(names: tuple[str, ...], split: str) -> list[Source]:
                 where=without_secrets(name),
                 to_do="give --examples N --mean-tokens M, or run `farthing train` once: tokenized data is remembered",
             )
-        paths = _files_of_split(Path(name), split) if Path(name).is_dir() else [Path(name)]
+        paths = files_of_split(Path(name), split) if Path(name).is_dir() else [Path(name)]
         for path in paths:
             shown = short_name(str(path))
             sources.append(Source(shown, "", kind_of_file(path, shown), path))
     return sources
 
 
-def _files_of_split(folder: Path, split: str) -> list[Path]:
+def files_of_split(folder: Path, split: str) -> list[Path]:
     """The data files of a data set folder that hold a split: its name is in theirs, or no file names a split at all."""
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in KINDS and path.is_file())
     files = [path for path in files if path.name not in ("dataset_info.json", "state.json", "dataset_dict.json")]
@@ -186,7 +187,10 @@ def _tokens_of(job: Job, role: str, cache: Path) -> TokenSet | None:
     try:
         key = _index_key(job, role, {})
         name = None if key is None else _noted(cache, key)
-        return None if name is None else open_token_set(cache / "tokens" / name, check_bytes=False)
+        folder = cache / "tokens" / (name or "")
+        if name is None or belongs_to_another(cache / INDEX) or belongs_to_another(folder.parent) or not is_own(folder):
+            return None
+        return open_token_set(folder, check_bytes=False)
     except (OSError, ValueError, Damaged):
         return None
 

@@ -83,6 +83,8 @@ class Lengths:
     is_exact: bool
     source: str
     """Where the lengths are from, in words."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What there is to say of the data: columns that nobody reads, and the like."""
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.config.job import Job
+from farthing.printable import printable
 from farthing.units import digits_of, plural, say_bytes, say_count
 
 _PIPELINES = {
@@ -27,7 +28,7 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
     task, method = job.get("task", "causal-lm"), (job.get("method") or {}).get("name", "full")
     base = (job.get("model") or {}).get("model_name_or_path", "unknown")
     is_local = Path(base).is_absolute()
-    shown = Path(base).name if is_local else base
+    shown = _cell(Path(base).name if is_local else base)
     is_adapter = method != "full" and not is_merged
     meta = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", f"pipeline_tag: {_PIPELINES[task]}"]
     if not is_local:
@@ -36,7 +37,7 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
     form = "an adapter for" if is_adapter else "a fine-tune of"
     train, steps_per_epoch = job.get("train") or {}, receipt.get("steps_per_epoch")
     lines = [
-        f"# {Path(receipt['run']).name}",
+        f"# {_cell(Path(receipt['run']).name)}",
         "",
         f"This is {form} `{shown}`, made by farthing with method `{method}` for {task}.",
         "",
@@ -44,7 +45,7 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
         "",
         "| | |",
         "|---|---|",
-        f"| data | {', '.join(Path(name).name for name in (job.get('data') or {}).get('train', []))} |",
+        f"| data | {', '.join(_cell(Path(name).name) for name in (job.get('data') or {}).get('train', []))} |",
         f"| step | {step} of {receipt['steps']} |",
         f"| tokens | {say_count(receipt['tokens'])} ({say_count(receipt['target_tokens'])} of them targets) |",
         *([f"| epochs | {step / steps_per_epoch:.3g} |"] if steps_per_epoch else []),
@@ -127,8 +128,9 @@ def _learning_rate(job: dict[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A name as a table cell: no column and no line of its own."""
-    return " ".join(text.replace("|", "\\|").split())
+    """A name as a table cell: no column, no line and no tag of its own, and nothing that steers a terminal."""
+    words = " ".join(str(text).split())
+    return printable(words).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _machine(receipt: dict[str, Any]) -> str:

@@ -7,9 +7,9 @@ files, and to name an address that a browser would open by itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
 
+from farthing.report.page_text import escape
 from farthing.report.plan_scatter import cost_against_time
 from farthing.report.plan_words import (
     break_even_words,

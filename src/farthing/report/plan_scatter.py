@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
 from typing import Any, NamedTuple
 
+from farthing.report.page_text import escape
 from farthing.report.plan_words import has_price, say_cost
 from farthing.units import plural, say_seconds
 

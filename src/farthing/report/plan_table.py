@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
@@ -20,6 +19,7 @@ from farthing.report.plan_words import (
     summary,
     ways_out,
 )
+from farthing.report.safe import escape
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 _N_SHOWN, _N_SEVERAL, _N_WHY_NOT = 10, 3, 6

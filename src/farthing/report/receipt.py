@@ -16,7 +16,7 @@ from typing import Any
 from farthing.durability.accounts import LOST, Account, Attempt, Found, attempts_of, read_ledger
 from farthing.durability.files import parse_json, write_json
 from farthing.durability.ledger import SPANS
-from farthing.durability.run_folder import JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE, witnesses_of
+from farthing.durability.run_folder import DATA_NOTES, JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE, witnesses_of
 from farthing.errors import UserMistake
 from farthing.report.training_log import read_log
 from farthing.units import plural
@@ -51,6 +51,7 @@ def build_receipt(folder: Path) -> dict[str, Any]:
         "job": job,
         "identity": facts.get("identity"),
         "machine": facts.get("machine"),
+        "data_notes": _read_json(folder / DATA_NOTES) or [],
         "schedule": _read_json(folder / SCHEDULE),
         "steps": log.step,
         "steps_per_epoch": steps_per_epoch,

@@ -8,10 +8,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from farthing.printable import printable
+from farthing.report.safe import escape
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -21,8 +22,11 @@ _PLAIN_EVERY_S = 5.0
 class Terminal:
     """Renders the events of a run. On a terminal the last line is alive; in a log, a line every few seconds."""
 
-    def __init__(self, console: Console, logging_steps: int) -> None:
+    def __init__(self, console: Console, logging_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console
+        self._clock = clock
+        self._work = ""  # what is being read or tokenized, since when, and when a log is told of it next
+        self._work_began = self._work_due = 0.0
         self._logging_steps = logging_steps
         self._live: Live | None = None
         self._last_at = 0.0
@@ -52,7 +56,13 @@ class Terminal:
         self._say(f"[yellow]warning:[/] {escape(facts['text'])}")
 
     def _on_tokenizing(self, facts: dict[str, Any]) -> None:
-        self._alive(f"tokenizing: {facts['rows']:,} rows, {say_count(facts['tokens'])} tokens")
+        words = f"{facts['rows']:,} rows, {say_count(facts['tokens'])} tokens"
+        self._on_the_way(f"tokenizing {facts['role']}", facts["share"], words)
+
+    def _on_reading(self, facts: dict[str, Any]) -> None:
+        done, total = facts["done_bytes"], facts["total_bytes"]
+        words = say_bytes(done) + (f" of {say_bytes(total)}" if total else "")
+        self._on_the_way(facts["what"], done / total if total else None, words)
 
     def _on_data(self, facts: dict[str, Any]) -> None:
         formats = ", ".join(sorted(set(facts["formats"])))
@@ -70,6 +80,8 @@ class Terminal:
         if facts["n_without_target"]:
             words.append(f"{facts['n_without_target']:,} left out: no target token")
         self._say(f"[bold]{facts['role']}[/] {escape(names)} ({formats}): {', '.join(words)}")
+        for text in facts["notes"]:
+            self._on_warning({"text": text})
         if facts["n_bad"]:
             self._say(
                 f"[yellow]warning:[/] {facts['n_bad']:,} of {facts['n_rows']:,} rows can't be used and are left out:"
@@ -119,16 +131,16 @@ class Terminal:
         due = facts["step"] % self._logging_steps == 0 or facts["step"] == facts["n_steps"]
         if self.console.is_terminal:
             self._alive(line)
-            if due and time.monotonic() - self._last_at >= _PLAIN_EVERY_S:
+            if due and self._clock() - self._last_at >= _PLAIN_EVERY_S:
                 self._say(line)
-                self._last_at = time.monotonic()
+                self._last_at = self._clock()
         elif (
             self._n_said == 0
-            or (due and time.monotonic() - self._last_at >= _PLAIN_EVERY_S)
+            or (due and self._clock() - self._last_at >= _PLAIN_EVERY_S)
             or facts["step"] == facts["n_steps"]
         ):
             self._say(line)
-            self._last_at = time.monotonic()
+            self._last_at = self._clock()
             self._n_said += 1
 
     def _on_working(self, facts: dict[str, Any]) -> None:
@@ -174,7 +186,24 @@ class Terminal:
         # a terminal is given whole words, a log whole lines
         self.console.print(markup, highlight=False, soft_wrap=not self.console.is_terminal)
 
+    def _on_the_way(self, what: str, share: float | None, words: str) -> None:
+        """How far something has got: a bar on a terminal; in a log a line after 5 s, and then ever more seldom."""
+        now = self._clock()
+        if what != self._work:
+            self._work, self._work_began, self._work_due = what, now, now + _PLAIN_EVERY_S
+        percent = "" if share is None else f"{share:.0%}, "
+        if self.console.is_terminal:
+            n = 0 if share is None else round(20 * min(1.0, share))
+            bar = "" if share is None else f" {'█' * n}{'░' * (20 - n)}"
+            self._alive(f"{what}{bar} {percent}{words}")
+        elif now >= self._work_due:
+            took_s = now - self._work_began
+            to_go = f", {say_seconds(took_s / share - took_s)} to go" if share and share < 1 else ""
+            self._say(escape(f"{what}: {percent}{words}{to_go}"))
+            self._work_due = now + min(60.0, max(2 * _PLAIN_EVERY_S, took_s / 5))
+
     def _alive(self, text: str) -> None:
+        text = printable(text)
         if not self.console.is_terminal:
             return
         if self._live is None:

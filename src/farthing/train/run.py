@@ -19,15 +19,17 @@ import torch
 import transformers
 
 from farthing.config.job import Job
+from farthing.data.tokens import notes_of
 from farthing.device_memory import is_out_of_memory, is_out_of_resources
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
 from farthing.durability.exported import damage_of, set_aside
-from farthing.durability.files import only_writer
+from farthing.durability.files import only_writer, write_json
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
 from farthing.durability.opening import Opened, opened
 from farthing.durability.preemption import Notice
 from farthing.durability.replica import Mirror, open_mirror
 from farthing.durability.run_folder import (
+    DATA_NOTES,
     LEDGER,
     MODEL,
     RUN,
@@ -196,7 +198,7 @@ def _train(
     folder, meter, ledger = attempt.folder, attempt.meter, attempt.ledger
     attempt.refuse_forgotten(allow_restart=allow_restart)
     stamps = stamps_of(job)  # as they are before anything is read
-    numerics, inputs = _identify(job, meter)
+    numerics, inputs = _identify(job, meter, tell)
     machine = {
         "device": device_name(numerics.device),
         "precision": numerics.name,
@@ -309,12 +311,12 @@ def watched(job: Job, notice: Notice) -> Iterator[None]:
         watch.stop()
 
 
-def _identify(job: Job, meter: Meter) -> tuple[Numerics, Inputs]:
+def _identify(job: Job, meter: Meter, tell: Tell) -> tuple[Numerics, Inputs]:
     """What a run computes in and starts from; cheap, and what is wrong is found here."""
     asked = job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
     check_extras(job, choose_numerics(*asked).device.type)
     meter.enter("tokenize")
-    inputs = open_inputs(job)
+    inputs = open_inputs(job, tell)
     return choose_numerics(*asked, fp16_risk(inputs.config.to_dict())), inputs
 
 
@@ -335,6 +337,8 @@ def _open(
         if job.task != "classification":  # whose head waits for the labels; else the model is read meanwhile
             loading = stack.enter_context(Meanwhile(lambda: build_model(job, inputs, numerics, ())))
         train_examples, eval_examples = open_examples(job, inputs, tell, lambda: bool(notice))
+        sets = [each.tokens for each in (train_examples, eval_examples) if each is not None]
+        write_json(folder / DATA_NOTES, list(dict.fromkeys(note for each in sets for note in notes_of(each.facts))))
         promise = promised(job, folder, inputs, numerics, train_examples, eval_examples, tell)
         lengths = from_token_set(train_examples.tokens, train_examples.indices, job.task, source="")
         subject = subject_of(job, inputs.config, lengths, numerics.name, hardware_key(numerics.device))
@@ -357,7 +361,7 @@ def opened_run(job: Job, tell: Tell) -> Iterator[tuple[Run, Subject]]:
     quiet_libraries()
     with only_writer(folder), Notice() as notice:
         ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
-        numerics, inputs = _identify(job, meter)
+        numerics, inputs = _identify(job, meter, tell)
         run = _open(job, folder, inputs, numerics, meter, ledger, notice, tell)
         run.restore("probe", allow_restart=False)
         assert run.subject is not None

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.read import Source, open_sources
-from farthing.data.tokens import Recipe, TokenSet, tokenize
+from farthing.data.tokens import Recipe, TokenSet, notes_of, tokenize
 from farthing.durability.run_folder import RULES, rules_of
 from farthing.errors import DataError, HardwareError
 from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
@@ -111,8 +111,8 @@ def check_extras(job: Job, device: str) -> None:
         need_bitsandbytes(f"optim: {job.train.optim}")
 
 
-def open_inputs(job: Job) -> Inputs:
-    """Find and identify model, tokenizer and data. Raises `ModelError`, `DataError`."""
+def open_inputs(job: Job, tell: Tell = lambda kind, facts: None) -> Inputs:
+    """Find and identify model, tokenizer and data, telling how far it has read. Raises `ModelError`, `DataError`."""
     choice = model_choice(job)
     config = load_config(choice)
     if rules_of(Path(job.output_dir)) > 1:
@@ -136,7 +136,12 @@ def open_inputs(job: Job) -> Inputs:
         max_bad_rows=data.max_bad_rows,
     )
     cache_dir = Path(job.cache_dir or ".")
-    opened = {"cache_dir": cache_dir, "config_name": data.dataset_config_name}
+    opened = {
+        "cache_dir": cache_dir,
+        "config_name": data.dataset_config_name,
+        "progress": lambda what, done, total: tell("reading", {"what": what, "done_bytes": done, "total_bytes": total}),
+        "warn": lambda text: tell("warning", {"text": text}),
+    }
     train_sources = open_sources(data.train, split=data.train_split, **opened)  # type: ignore[arg-type]
     eval_sources = open_sources(data.eval, split=data.eval_split, **opened) if data.eval else []  # type: ignore[arg-type]
     identity = identity_of(job, choice, config, tokenizer, train_sources, eval_sources, recipe)
@@ -150,25 +155,30 @@ def open_examples(
     cache_dir = Path(job.cache_dir or ".")
     n_chunks = 0
 
-    def progress(rows: int, n_tokens: int) -> None:
-        nonlocal n_chunks
-        n_chunks += 1
-        tell("tokenizing", {"rows": rows, "tokens": n_tokens})
-
     def tokens_of(role: str, sources: list[Source], recipe: Recipe) -> TokenSet:
-        tokens = tokenize(sources, inputs.tokenizer, recipe, cache_dir, progress=progress, should_stop=should_stop)
+        def progress(rows: int, n_tokens: int, share: float) -> None:
+            nonlocal n_chunks
+            n_chunks += 1
+            tell("tokenizing", {"role": role, "rows": rows, "tokens": n_tokens, "share": share})
+
+        def warn(text: str) -> None:
+            tell("warning", {"text": text})
+
+        tokens = tokenize(
+            sources, inputs.tokenizer, recipe, cache_dir, progress=progress, should_stop=should_stop, warn=warn
+        )
         with contextlib.suppress(OSError):  # a plan would have to do without
             note_token_set(job, role, inputs.train_sources, inputs.eval_sources, tokens.folder, cache_dir=cache_dir)
         return tokens
 
     train_tokens = tokens_of("train", inputs.train_sources, inputs.recipe)
-    tell("data", {"role": "train", **_without_rows(train_tokens.facts)})
+    _tell_data("train", train_tokens, tell)
     train = np.arange(len(train_tokens))
     held_out: Examples | None = None
     if inputs.eval_sources:
         recipe = Recipe(**{**asdict(inputs.recipe), "label_names": train_tokens.label_names})
         eval_tokens = tokens_of("eval", inputs.eval_sources, recipe)
-        tell("data", {"role": "eval", **_without_rows(eval_tokens.facts)})
+        _tell_data("eval", eval_tokens, tell)
         held_out = Examples(eval_tokens, np.arange(len(eval_tokens)))
     elif job.data.eval_fraction > 0:
         train, chosen = split_by_input(train_tokens.groups, job.data.eval_fraction, job.train.seed)
@@ -186,8 +196,9 @@ def open_examples(
     return train_examples, held_out
 
 
-def _without_rows(facts: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in facts.items() if key != "files"}
+def _tell_data(role: str, tokens: TokenSet, tell: Tell) -> None:
+    facts = {key: value for key, value in tokens.facts.items() if key != "files"}
+    tell("data", {"role": role, **facts, "notes": list(notes_of(facts))})
 
 
 def _say_unseen_labels(train: Examples, held_out: Examples, tell: Tell) -> None:
