@@ -142,7 +142,16 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
             good = [row for row in rows if isinstance(row, Row)]
             columns: set[str] = set().union(*(row.value.keys() for row in good))
             name = recognise(columns, job.task, dict(job.data.columns), source.name)
-            convert = converter(name, dict(job.data.columns), dict(job.data.label_map), inputs.tokenizer, job.task)
+            recipe = inputs.recipe
+            convert = converter(
+                name,
+                recipe.columns,
+                recipe.label_map,
+                inputs.tokenizer,
+                job.task,
+                on=recipe.date,
+                version=recipe.version,
+            )
             n_bad = len(rows) - len(good)
             for row in good:
                 try:

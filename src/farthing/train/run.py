@@ -25,7 +25,7 @@ from farthing.durability.ledger import Ledger, Meter, seconds_since_process_star
 from farthing.durability.opening import Opened, opened
 from farthing.durability.preemption import Notice
 from farthing.durability.replica import Mirror, open_mirror
-from farthing.durability.run_folder import JOB, LEDGER, RUN, claim, is_finished
+from farthing.durability.run_folder import JOB, LEDGER, RUN, claim, is_finished, same_examples
 from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
@@ -60,6 +60,7 @@ from farthing.train.setup import (
     Tell,
     build_model,
     check_extras,
+    examples_sha256,
     open_examples,
     open_inputs,
 )
@@ -194,6 +195,7 @@ def _train(
         tell("warning", {"text": f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
                          " the deadline is where this clock has it"})  # fmt: skip
     run = _open(job, folder, inputs, numerics, meter, ledger, notice, tell)
+    run_facts = same_examples(folder, run_facts, examples_sha256(run.train_examples, run.eval_examples))
     run.mirror = mirror
     meter.enter("restore")
     tell("working", {"on": "looking for a checkpoint"})

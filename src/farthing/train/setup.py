@@ -6,9 +6,10 @@ Cheap checks come before dear ones: a wrong name or a changed file is found befo
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -18,8 +19,10 @@ from numpy.typing import NDArray
 
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
+from farthing.data.chat import TEXT_VERSION, asks_for_the_date
 from farthing.data.read import Source, open_sources
 from farthing.data.tokens import Recipe, TokenSet, tokenize, tokenizer_sha256
+from farthing.durability.run_folder import began
 from farthing.errors import DataError, HardwareError
 from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
 from farthing.model.adapters import Adapter, add_adapter
@@ -34,10 +37,12 @@ from farthing.model.load import (
     max_positions,
     model_sha256,
     need_bitsandbytes,
+    set_languages,
 )
 from farthing.planner.job_lengths import note_token_set
 from farthing.train.optim import make_optimizer, state_bytes
 from farthing.train.update_guard import update_bytes
+from farthing.units import plural
 
 T = TypeVar("T")
 Tell = Callable[[str, dict[str, Any]], None]
@@ -113,7 +118,8 @@ def open_inputs(job: Job) -> Inputs:
     """Find and identify model, tokenizer and data. Raises `ModelError`, `DataError`."""
     choice = model_choice(job)
     config = load_config(choice)
-    tokenizer = load_tokenizer(choice, job.data.chat_template)
+    day, text_version = began(Path(job.output_dir), TEXT_VERSION)
+    tokenizer = load_tokenizer(choice, job.data.chat_template, text_version)
     limits = [n for n in (max_positions(config), tokenizer.model_max_length) if n]
     max_length = job.data.max_length or min([job.max_length, *limits])
     data = job.data
@@ -121,6 +127,7 @@ def open_inputs(job: Job) -> Inputs:
     if job.task == "seq2seq":
         lengths["data.max_target_length"] = data.max_target_length
     check_fits(config, tokenizer, lengths, choice.name)
+    source_lang, target_lang = set_languages(tokenizer, job.task, data.source_lang, data.target_lang, text_version)
     recipe = Recipe(
         task=job.task,
         max_length=max_length,
@@ -130,6 +137,10 @@ def open_inputs(job: Job) -> Inputs:
         columns=dict(data.columns),
         label_map=dict(data.label_map),
         max_bad_rows=data.max_bad_rows,
+        source_lang=source_lang,
+        target_lang=target_lang,
+        date=day if job.task == "causal-lm" and asks_for_the_date(tokenizer.chat_template) else "",
+        version=text_version,
     )
     cache_dir = Path(job.cache_dir or ".")
     opened = {"cache_dir": cache_dir, "config_name": data.dataset_config_name}
@@ -141,8 +152,10 @@ def open_inputs(job: Job) -> Inputs:
         "data.eval (content)": [source.sha256 for source in eval_sources],
         "tokenizer (content)": tokenizer_sha256(tokenizer),
         "model (content)": model_sha256(choice, config),
-        **{f"tokenization.{key}": value for key, value in asdict(recipe).items() if key != "label_names"},
+        **{f"tokenization.{key}": value for key, value in recipe.settings().items() if key != "label_names"},
     }
+    if text_version == 1:  # whose runs did not note it
+        identity.pop("tokenization.date", None)
     return Inputs(choice, config, tokenizer, train_sources, eval_sources, recipe, identity)
 
 
@@ -164,17 +177,29 @@ def open_examples(
             note_token_set(job, role, inputs.train_sources, inputs.eval_sources, tokens.folder, cache_dir=cache_dir)
         return tokens
 
+    def tell_of(role: str, tokens: TokenSet) -> None:
+        tell("data", {"role": role, **_without_rows(tokens.facts)})
+        if n_turns := tokens.facts.get("n_unlearned_turns", 0):
+            text = (
+                f"{plural(n_turns, 'assistant turn')} of the {role} data are context and not learned: the chat template"
+            )
+            text += (
+                " shows them in another form once the chat goes on (a template with {% generation %} marks learns them)"
+            )
+            tell("warning", {"text": text})
+
     train_tokens = tokens_of("train", inputs.train_sources, inputs.recipe)
-    tell("data", {"role": "train", **_without_rows(train_tokens.facts)})
+    tell_of("train", train_tokens)
     train = np.arange(len(train_tokens))
     held_out: Examples | None = None
     if inputs.eval_sources:
-        recipe = Recipe(**{**asdict(inputs.recipe), "label_names": train_tokens.label_names})
+        recipe = replace(inputs.recipe, label_names=train_tokens.label_names)
         eval_tokens = tokens_of("eval", inputs.eval_sources, recipe)
-        tell("data", {"role": "eval", **_without_rows(eval_tokens.facts)})
+        tell_of("eval", eval_tokens)
         held_out = Examples(eval_tokens, np.arange(len(eval_tokens)))
     elif job.data.eval_fraction > 0:
-        train, chosen = split_by_input(train_tokens.groups, job.data.eval_fraction, job.train.seed)
+        groups, inputs_of_all = train_tokens.groups, train_tokens.inputs
+        train, chosen = split_by_input(groups, job.data.eval_fraction, job.train.seed, inputs_of_all)
         if len(chosen) == 0:
             raise DataError(
                 "too few distinct inputs to hold any out for evaluation",
@@ -187,6 +212,16 @@ def open_examples(
         held_out = Examples(held_out.tokens, held_out.indices[: job.data.max_eval_samples])
         _say_unseen_labels(train_examples, held_out, tell)
     return train_examples, held_out
+
+
+def examples_sha256(train: Examples, held_out: Examples | None) -> str:
+    """Identity of what a run reads: the tokens and targets of its examples, and which of them are held out."""
+    digest = hashlib.sha256()
+    for examples in (train, held_out):
+        if examples is not None:
+            digest.update(examples.tokens.content_sha256.encode())
+            digest.update(np.ascontiguousarray(examples.indices, dtype=np.int64).tobytes())
+    return digest.hexdigest()
 
 
 def _without_rows(facts: dict[str, Any]) -> dict[str, Any]:
