@@ -21,6 +21,7 @@ from farthing.data.encode import first_tokens
 from farthing.durability.files import parse_json
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
+from farthing.model.loss import decoder_inputs
 
 AUTO_CLASSES = {
     "causal-lm": transformers.AutoModelForCausalLM,
@@ -230,6 +231,8 @@ def load_model(
     except Exception as error:
         raise _in_words(f"can't be loaded for {task}", choice.name, error) from error
     model.config.use_cache = False
+    if task == "seq2seq":
+        decoder_inputs(model, torch.tensor([[0, 0]]))  # what it lacks is found now, not at the first step
     return model
 
 

@@ -70,7 +70,7 @@ def decoder_inputs(inner: Any, labels: Tensor) -> Tensor:
         if shift is None:
             raise ValueError("transformers has no function that makes its decoder's inputs of labels")
         inputs: Tensor = shift(labels.clone(), *arguments)  # a copy: some write into what they are given
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (AttributeError, ValueError, TypeError, RuntimeError) as error:
         why = " ".join(str(error).split())[:200]
         raise ModelError(
             f"a {config.model_type} for seq2seq can't be trained: {why}",

@@ -75,7 +75,14 @@ class Inputs:
 
     @property
     def pad_id(self) -> int:
-        """The token that fills a batch; its positions are masked, so any will do."""
+        """The token that fills a batch; its positions are masked, so any will do.
+
+        But for classification, where some models look for the last token that is not what their own config calls padding.
+        """
+        text_config = self.config.get_text_config()
+        own = getattr(text_config, "pad_token_id", None) if self.recipe.task == "classification" else None
+        if own is not None and 0 <= own < text_config.vocab_size:
+            return int(own)
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
