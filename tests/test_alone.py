@@ -13,11 +13,14 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from farthing.data.batches import IGNORED
+from farthing.data.encode import Encoder
+from farthing.data.formats import Text
 from farthing.data.tokens import TokenSet
 from farthing.errors import ModelError
 from farthing.model.apart import longrope_limit
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
+from farthing.model.load import set_languages, speak
 from farthing.model.loss import decoder_inputs
 from farthing.planner.families import DECODERS, ENCODERS, PADS_SAFELY
 from test_pieces import token_set
@@ -119,7 +122,7 @@ def test_every_family_that_is_padded_gives_the_classes_of_single_examples(kind: 
 def test_a_model_that_reads_padding_gets_inputs_of_one_length(kind: str) -> None:
     forward, n_pieces = check_classification(kind)
     assert forward.apart is not None
-    assert "one length at a time" in forward.apart.why
+    assert "of one length at a time" in forward.apart.why
     assert n_pieces == 6
 
 
@@ -135,12 +138,12 @@ SEQ2SEQ = [
 def test_the_decoder_begins_as_the_model_itself_would_have_it(kind: str) -> None:
     """The loss is that of transformers for the same labels, one example at a time, padded or not."""
     model = small(kind, AutoModelForSeq2SeqLM)
-    tokens = examples_of([9, 30, 17, 12])
-    lengths = [int(tokens.example(index)[1].sum()) for index in range(4)]
+    tokens = examples_of([9, 30, 17, 12, 9])
+    lengths = [int(tokens.example(index)[1].sum()) for index in range(5)]
     forward = Forward(model, "seq2seq", model.config.pad_token_id, CPU)
     summed, alone = 0.0, 0.0
     with torch.no_grad():
-        for piece in forward.cut(tokens, np.arange(4), 400):
+        for piece in forward.cut(tokens, np.arange(5), 400):
             summed += float(forward.loss(forward.place(forward.collate(tokens, piece))))
         for index, length in enumerate(lengths):
             ids, is_target = (torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index))
@@ -207,3 +210,67 @@ def test_short_documents_keep_their_factors_beside_long_ones(how: str) -> None:
 def _backward(loss: torch.Tensor) -> float:
     loss.backward()
     return float(loss.detach())
+
+
+# ---- languages ----
+
+CODES = {"mbart": ("en_XX", "de_DE"), "mbart50": ("en_XX", "de_DE"), "nllb": ("eng_Latn", "deu_Latn")}
+
+
+def speaking(family: str) -> Any:
+    """A tokenizer of a family that writes languages into texts, with a few words."""
+    words = ["▁the", "▁bread", "▁das", "▁Brot", "▁"]
+    first = ["<s>", "<pad>", "</s>", "<unk>"]
+    if family == "nllb":
+        vocabulary = {word: place for place, word in enumerate([*first, *words, *CODES["nllb"]])}
+        return transformers.NllbTokenizer(vocab=vocabulary, merges=[], additional_special_tokens=[*CODES["nllb"]])
+    kind = {"mbart": transformers.MBartTokenizer, "mbart50": transformers.MBart50Tokenizer}[family]
+    return kind(vocab=[(word, -1.0) for word in [*first, *words, *CODES[family]]])
+
+
+@pytest.mark.parametrize("family", CODES)
+def test_inputs_and_targets_carry_their_own_languages(family: str) -> None:
+    source, target = CODES[family]
+    tokenizer = speaking(family)
+    assert set_languages(tokenizer, "seq2seq", source, target) == (source, target)
+    text = Text((("the bread", False), ("das Brot", True)))
+    before = tokenizer.backend_tokenizer.to_str()
+    ((ids, is_target),) = Encoder(tokenizer, "seq2seq", 20, 20)([text]).examples()
+    assert tokenizer.backend_tokenizer.to_str() == before
+    expected = tokenizer("the bread", text_target="das Brot")
+    assert ids[is_target == 0].tolist() == expected["input_ids"]
+    assert ids[is_target == 1].tolist() == expected["labels"]
+    codes = tokenizer.convert_tokens_to_ids([source, target])
+    assert codes[1] in ids[is_target == 1]
+    assert codes[0] not in ids[is_target == 1]
+
+
+@pytest.mark.parametrize("family", CODES)
+def test_languages_that_are_not_said_or_not_known_are_refused(family: str) -> None:
+    source, target = CODES[family]
+    with pytest.raises(ModelError, match=r"data.target_lang is not set"):
+        set_languages(speaking(family), "seq2seq", source, None)
+    with pytest.raises(ModelError, match=f"'{target}x' is no language of its tokenizer"):
+        set_languages(speaking(family), "seq2seq", source, f"{target}x")
+    assert set_languages(speaking(family), "seq2seq", None, None, text_version=1) == ("", "")
+
+
+def test_a_tokenizer_without_languages_takes_none(tokenizers: dict[str, Any]) -> None:
+    assert set_languages(tokenizers["t5"], "seq2seq", None, None) == ("", "")
+    with pytest.raises(ModelError, match="writes no language into a text"):
+        set_languages(tokenizers["t5"], "seq2seq", "en", "de")
+
+
+@pytest.mark.parametrize("family", ["mbart", "nllb"])
+def test_a_model_that_was_told_the_language_generates_in_it(family: str) -> None:
+    source, target = CODES[family]
+    tokenizer = speaking(family)
+    set_languages(tokenizer, "seq2seq", source, target)
+    code = tokenizer.convert_tokens_to_ids(target)
+    model = small({"mbart": "mbart", "nllb": "m2m_100"}[family], AutoModelForSeq2SeqLM, vocab_size=len(tokenizer))
+    speak(model, tokenizer, target)
+    written = model.generate(input_ids=torch.tensor([[5, 6, 2]]), max_new_tokens=3)[0].tolist()
+    labels = torch.tensor([tokenizer(text_target="das Brot")["input_ids"]])
+    expected = decoder_inputs(model, labels)[0, :2].tolist()
+    assert written[: 2 if family == "nllb" else 1] == expected[: 2 if family == "nllb" else 1]
+    assert code in written[:2]

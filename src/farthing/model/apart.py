@@ -25,9 +25,14 @@ class Apart(NamedTuple):
     above: int | None
     """Inputs of more tokens than this go apart from the others; None: every length goes by itself."""
 
-    def classes(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n] from the input tokens of each example [n]: those with equal numbers may be computed together."""
-        return lengths if self.above is None else (lengths > self.above).astype(np.int64)
+    def classes(self, lengths: NDArray[np.int64], targets: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        """[n] from the input tokens of each example [n] and, for seq2seq, its target tokens [n], which are padded too.
+
+        Examples with equal numbers may be computed together.
+        """
+        if self.above is not None:
+            return (lengths > self.above).astype(np.int64)
+        return lengths if targets is None else lengths * (1 + int(targets.max())) + targets
 
 
 def kept_apart(inner: Any, task: str, *, is_flat: bool) -> Apart | None:
@@ -35,7 +40,7 @@ def kept_apart(inner: Any, task: str, *, is_flat: bool) -> Apart | None:
     config = inner.config
     kind = config.model_type
     if not is_flat and task in PADS_SAFELY and (kind not in PADS_SAFELY[task] or _is_blocked(config)):
-        return Apart(f"inputs of one length at a time: a {kind} may read padding", None)
+        return Apart(f"examples of one length at a time: a {kind} may read padding", None)
     limit = longrope_limit(config)
     if limit is not None:
         return Apart(f"inputs above {limit:,} tokens apart: their rotary factors are others", limit)

@@ -119,8 +119,11 @@ class Forward:
     def _classes(self, tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n]: examples with equal numbers may be computed together."""
         assert self.apart is not None
-        lengths = tokens.lengths[examples]
-        return self.apart.classes(lengths - target_lengths_of(tokens, examples) if self.task == "seq2seq" else lengths)
+        lengths, targets = tokens.lengths[examples], None
+        if self.task == "seq2seq":
+            targets = target_lengths_of(tokens, examples)
+            lengths = lengths - targets
+        return self.apart.classes(lengths, targets)
 
     def _cut(self, tokens: TokenSet, examples: NDArray[np.int64], most_tokens: int) -> list[NDArray[np.int64]]:
         if self.shares:

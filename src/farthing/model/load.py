@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from farthing.data.chat import TEXT_VERSION, default_template
-from farthing.data.encode import first_tokens
+from farthing.data.encode import first_tokens, sides_of
 from farthing.durability.files import parse_json
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
@@ -172,6 +172,15 @@ def language_id(tokenizer: Any, language: str) -> int | None:
     codes = getattr(tokenizer, "lang_code_to_id", None) or {}
     found = codes.get(language, tokenizer.convert_tokens_to_ids(language))
     return None if found is None or found == tokenizer.unk_token_id else int(found)
+
+
+def speak(model: Any, tokenizer: Any, language: str) -> None:
+    """Have the model generate in a language by itself: with the tokens that the decoder's inputs begin with in training."""
+    own = sides_of(tokenizer, is_pair=True)[1]
+    labels = own.encode("").ids  # of an empty text: the language, and the end
+    settings = model.generation_config
+    settings.decoder_start_token_id = int(decoder_inputs(model, torch.tensor([labels]))[0, 0])
+    settings.forced_bos_token_id = labels[0] if labels[0] == language_id(tokenizer, language) else None
 
 
 def load_model(

@@ -352,7 +352,7 @@ PADS_SAFELY = {
                 "mbart",
                 "mt5",
             ),
-            *("mvp", "pegasus", "pegasus_x", "plbart", "prophetnet", "t5", "umt5"),
+            *("mvp", "pegasus", "pegasus_x", "plbart", "t5", "umt5"),
         }
     ),
 }

@@ -38,6 +38,7 @@ from farthing.model.load import (
     model_sha256,
     need_bitsandbytes,
     set_languages,
+    speak,
 )
 from farthing.planner.job_lengths import note_token_set
 from farthing.train.optim import make_optimizer, state_bytes
@@ -297,6 +298,8 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
         quantize_on=numerics.device if quantize else None,
         unquantized=method.modules_to_save,
     )
+    if inputs.recipe.target_lang:
+        speak(model, inputs.tokenizer, inputs.recipe.target_lang)
     if method.name != "full":
         adapter = Adapter(
             method.lora_r,
