@@ -214,6 +214,13 @@ def test_the_newline_behind_the_end_of_a_turn_is_not_learned(made: Any) -> None:
     assert former.segments[-1][1]
 
 
+def test_the_end_of_a_turn_is_found_in_a_template_that_must_have_a_system_message(made: Any) -> None:
+    tokenizer = made("{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML)
+    ids, is_target = read(tokenizer, SYSTEM + CHAT)
+    assert tokenizer.decode([i for i, target in zip(ids, is_target, strict=True) if target]).endswith("<|im_end|>")
+    assert is_target[-1] == 0
+
+
 def test_thinking_that_a_prompt_opens_is_learned_from_there(made: Any) -> None:
     tokenizer = made(DEEPSEEK_R1)
     thought = [*CHAT[:3], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFood."}]

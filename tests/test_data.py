@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import http.server
 import json
 import os
@@ -692,6 +693,17 @@ def test_the_use_of_a_tokenizer_does_not_change_its_identity(tokenizers: dict[st
     before = tokenizer_sha256(tokenizer)
     tokenizer(["one two three", "four"], truncation=True, max_length=2, padding=True)
     assert tokenizer_sha256(tokenizer) == before
+
+
+def test_a_set_of_an_earlier_run_keeps_its_name(source: Source) -> None:
+    """As it was before texts had versions: a hash of the fields of then."""
+    recipe = Recipe("causal-lm", 64, version=1)
+    former = {
+        "task": "causal-lm", "max_length": 64, "max_target_length": 128, "too_long": "truncate", "train_on_prompt": False,
+        "columns": {}, "label_map": {}, "max_bad_rows": 0.01, "label_names": [],
+    }  # fmt: skip
+    content = json.dumps([1, [source.sha256], "a tokenizer", former], sort_keys=True)
+    assert set_key([source], "a tokenizer", recipe) == hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def test_whatever_a_set_follows_from_changes_its_name(

@@ -278,10 +278,14 @@ def _added_tokens(tokenizer: Any) -> list[str]:
 
 def _ending(render: Renderer, tokens: Sequence[str]) -> tuple[str, str]:
     """What a template writes behind an answer, as in `ChatReader.ending`; nothing where it can't be seen."""
-    try:
-        text = render([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _PROBE}], None)
-    except Exception:  # the rows will say why
-        return "", ""
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _PROBE}]
+    text = ""
+    for messages in (chat, [{"role": "system", "content": "Hello"}, *chat]):  # some must have a system message
+        try:
+            text = render(messages, None)
+            break
+        except Exception:  # the rows will say why
+            continue
     answer, found, behind = text.rpartition(_PROBE)
     if not found or _PROBE in answer:
         return "", ""

@@ -7,8 +7,9 @@ rendered by the tokenizer's own template. Refuses to tokenize and to read files.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,3 +238,20 @@ def _conversations(row: dict[str, Any]) -> list[dict[str, Any]]:
             raise Unusable(f"turn {index} has no known `from` with a text `value`")
         messages.append({"role": _ROLES[who], "content": said})
     return messages
+
+
+def group_of(text: Text, version: int) -> int:
+    """A hash of what the row's owner wrote as input. Version 1: of what is given in the rendered text, or of all of it."""
+    if version > 1:
+        return hash_of_input(text.given)
+    given = "\0".join([part for part, is_target in text.segments if not is_target])
+    return _hash_of(given or "\0".join([part for part, _ in text.segments]))
+
+
+def hash_of_input(given: Sequence[str]) -> int:
+    """A hash of `Text.given`, 64 bits; spaces around its parts make no difference, as most templates strip them."""
+    return _hash_of("\0".join([part.strip() for part in given]))
+
+
+def _hash_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")

@@ -31,9 +31,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.chat import TEXT_VERSION
+from farthing.data.chat import TEXT_VERSION, Unusable
 from farthing.data.encode import Encoded, Encoder
-from farthing.data.formats import Text, Unusable, converter, recognise
+from farthing.data.formats import Text, converter, group_of, hash_of_input, recognise
 from farthing.data.loader import Ahead
 from farthing.data.read import BadRow, Row, Source
 from farthing.durability.files import (
@@ -482,11 +482,11 @@ def _chunks(sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list
                     text = convert(row.value)
                 except Unusable as error:
                     chunk.rejected.append((row.line, str(error)))
-                    chunk.groups_of_rejected += [_hash_of(error.given)] if error.given else []
+                    chunk.groups_of_rejected += [hash_of_input(error.given)] if error.given else []
                     continue
                 chunk.texts.append(text)
                 chunk.lines.append(row.line)
-                chunk.groups.append(_group(text, recipe.version))
+                chunk.groups.append(group_of(text, recipe.version))
                 chunk.n_characters += sum([len(part) for part, _ in text.segments])
             yield chunk
 
@@ -494,16 +494,3 @@ def _chunks(sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list
 def _batched(rows: Iterator[Row | BadRow]) -> Iterator[tuple[Row | BadRow, ...]]:
     while chunk := tuple(itertools.islice(rows, CHUNK_ROWS)):
         yield chunk
-
-
-def _group(text: Text, version: int) -> int:
-    """A hash of what the row's owner wrote as input. Version 1: of what is given in the rendered text, or of all of it."""
-    if version > 1:
-        return _hash_of(text.given)
-    given = "\0".join([part for part, is_target in text.segments if not is_target])
-    return _hash_of([given or "\0".join([part for part, _ in text.segments])], is_plain=True)
-
-
-def _hash_of(parts: Sequence[str], *, is_plain: bool = False) -> int:
-    content = "\0".join(parts if is_plain else [part.strip() for part in parts])
-    return int.from_bytes(hashlib.blake2b(content.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
