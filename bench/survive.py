@@ -1,7 +1,7 @@
 """Kill a training run at random moments, again and again, and hold the result against one that was left alone.
 
     python bench/survive.py --seeds 50 --first-seed 0 [--data FILE.jsonl] [--anywhere] [--new-machine [EVERY]]
-                            [--spawn] [--json] [--peer hf [--peers-python PATH]]
+                            [--next-day] [--spawn] [--json] [--peer hf [--peers-python PATH]]
 
 For each seed a small model is trained twice: once uninterrupted, once through a chain of 3 to 5 SIGKILLs, then to the end
 by the same command. Most kills are aimed at a part of the run (a training step, a save, an evaluation, tokenization, with
@@ -14,6 +14,9 @@ The attempts are forked from a parent that has the libraries imported, so that a
 `--spawn` starts a fresh Python each time instead. With `--new-machine` (in every EVERYth run) each kill takes the machine:
 the next attempt starts on an empty disk, from a store (a folder beside it) alone, with another path of everything else (job,
 model, data, cache, run folder, home), as another user and under another hostname.
+
+With `--next-day` chats are learned by a template that asks for the date, and after each kill it is the next day and the
+token cache is empty.
 
 `--peer hf` puts `transformers.Trainer` through the same: same data, same kind of model, same job, kills drawn from the same
 seeds, resumed from `get_last_checkpoint`, as its own examples do; see peers/resumed.py. It runs in the peers'
@@ -36,6 +39,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date, timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +50,7 @@ from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from kills import PLACES, Forked, Whereabouts, finish, kill_at, moments, patched
 
 N_STEPS = 18
+DATED = "dated.jinja"
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}
 PEERS_PYTHON = Path(__file__).parents[1] / ".venv" / "peers" / "bin" / "python"
 
@@ -224,10 +229,14 @@ def survive(
     spawn: bool = False,
     new_machine: bool = False,
     anywhere: bool = False,
+    next_day: bool = False,
 ) -> Chain:
     """Run one seed in `folder`; the chain says what differed (nothing, if all is well)."""
     folder.mkdir(parents=True, exist_ok=True)
-    train_file, task = _data(folder, data, seed)
+    train_file, task = _chats(folder, seed) if next_day else _data(folder, data, seed)
+    first_day = date(2026, 2, 26)
+    if next_day:
+        os.environ["FARTHING_TODAY"] = first_day.isoformat()
     method = ["full", "lora"][seed // 3 % 2]
     with open(train_file, encoding="utf-8-sig", errors="replace") as file:
         some_text = list(itertools.islice(file, 500))
@@ -286,6 +295,10 @@ def survive(
         if new_machine:
             shutil.rmtree(killed.parents[1])
             killed = job_on_machine(number)
+        elif next_day:
+            shutil.rmtree(cache, ignore_errors=True)
+        if next_day:
+            os.environ["FARTHING_TODAY"] = (first_day + timedelta(days=len(chain.kills))).isoformat()
     if not has_ended_well(killed):
         return chain
     run = killed.with_suffix("")
@@ -326,6 +339,19 @@ def _data(folder: Path, data: Path | None, seed: int) -> tuple[Path, str]:
     return write_jsonl(folder / "data.jsonl", rows), task
 
 
+def _chats(folder: Path, seed: int) -> tuple[Path, str]:
+    """Chats, and beside them the template that asks for the date; causal-lm."""
+    (folder / DATED).write_text(
+        "{{ strftime_now('%A %d %B') }}\n"
+        "{% for m in messages %}{{ '# ' + m['role'] + '\n' + m['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '# assistant\n' }}{% endif %}",
+        encoding="utf-8",
+    )
+    roles = (("user", "prompt"), ("assistant", "completion"))
+    chats = ([{"role": role, "content": row[column]} for role, column in roles] for row in demo_rows(80, seed))
+    return write_jsonl(folder / "data.jsonl", ({"messages": chat} for chat in chats)), "causal-lm"
+
+
 def _job(
     folder: Path, name: str, train_file: Path, task: str, method: str, seed: int, store: Path | None = None
 ) -> Path:
@@ -340,7 +366,8 @@ def _job(
             "max_train_samples": 64,
             "max_eval_samples": 8,
             "max_bad_rows": 0.2,
-        },
+        }
+        | ({"chat_template": str(folder / DATED)} if (folder / DATED).exists() else {}),
         "method": {"name": method, "lora_r": 4, "lora_dropout": 0.1},
         "train": {
             "max_steps": N_STEPS,
@@ -462,6 +489,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10, help="how many chains")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="train on this JSONL file instead of made-up rows")
+    parser.add_argument("--next-day", action="store_true", help="after each kill it is the next day, the cache empty")
     parser.add_argument("--anywhere", action="store_true", help="aim no kill: all strike at any time")
     parser.add_argument("--spawn", action="store_true", help="a fresh Python for each attempt")
     parser.add_argument(
@@ -503,6 +531,7 @@ def main() -> int:
                     spawn=arguments.spawn,
                     new_machine=new_machine,
                     anywhere=arguments.anywhere,
+                    next_day=arguments.next_day,
                 )
             )
             shutil.rmtree(its_folder, ignore_errors=True)

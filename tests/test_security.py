@@ -32,7 +32,8 @@ import torch
 import yaml
 
 from farthing.cli import main
-from farthing.data.formats import Unusable, converter
+from farthing.data.chat import Unusable
+from farthing.data.formats import converter
 from farthing.data.sample import light_tokenizer
 from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.files import _sealed as sealed

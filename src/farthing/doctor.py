@@ -156,17 +156,18 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     for source in [*inputs.train_sources, *inputs.eval_sources]:
 
         def first_rows(source: Any = source) -> str:
-            return _first_rows(job, source, inputs.tokenizer)
+            return _first_rows(job, source, inputs)
 
         yield from _try(f"data {source.name}", first_rows)
     if job.usd_per_hour == 0:
         yield Check("price", "warning", "none given", "set where.usd_per_hour, or power_watts and usd_per_kwh")
 
 
-def _first_rows(job: Any, source: Any, tokenizer: Any) -> str:
+def _first_rows(job: Any, source: Any, inputs: Any) -> str:
     """What the first 200 rows of a source are, and what of them is not used. Raises `DataError`."""
+    from farthing.data.chat import Unusable
     from farthing.data.foreign import Watch, say_ignored
-    from farthing.data.formats import Unusable, converter, recognise, used_columns
+    from farthing.data.formats import converter, recognise, used_columns
     from farthing.data.rows import BadRow, Row
 
     rows = list(itertools.islice(source.rows(), 200))
@@ -177,7 +178,10 @@ def _first_rows(job: Any, source: Any, tokenizer: Any) -> str:
     if not good:
         raise DataError(f"none of the first {plural(len(rows), 'row')} can be used ({reasons[0]})", to_do="mend them")
     name = recognise(watch.columns, job.task, columns, source.name)
-    convert = converter(name, columns, dict(job.data.label_map), tokenizer, job.task)
+    recipe = inputs.recipe
+    convert = converter(
+        name, columns, recipe.label_map, inputs.tokenizer, job.task, on=recipe.date, version=recipe.version
+    )
     for row in good:
         try:
             convert(row.value)

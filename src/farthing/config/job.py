@@ -92,6 +92,10 @@ class DataSection(Section):
     """What to do with an example over its limit. It is counted whatever is chosen."""
     train_on_prompt: bool = False
     """Causal-lm: take the loss on prompt and user tokens too."""
+    source_lang: str | None = None
+    """Seq2seq: the language of the inputs, as the tokenizer names it (eng_Latn, en_XX), for models that are told it."""
+    target_lang: str | None = None
+    """Seq2seq: the language of the targets."""
     chat_template: str | None = None
     """A Jinja file to use instead of the tokenizer's chat template."""
     max_bad_rows: Share = 0.01

@@ -1,7 +1,8 @@
 """What a run folder holds, and whose run it is. A folder belongs to one run for good.
 
 job.json          the job as it was read, every default spelled out
-run.json          the run's id, what identifies it (settings, data, tokenizer, model), where it began, under which rules
+run.json          the run's id, what identifies it (settings, data, tokenizer, model), where and on which date it began, and
+                  under which rules
 log.jsonl         one line a step: loss, gradient norm, examples; one line an evaluation
 ledger.jsonl      seconds and dollars of every attempt
 checkpoints/      see checkpoint.py
@@ -24,11 +25,12 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import farthing
+from farthing.clock import today
 from farthing.durability.accounts import Witness, read_ledger, witnesses_in
 from farthing.durability.files import (
     Damaged,
@@ -58,7 +60,7 @@ DECIDING = (RUN, PLAN, SCHEDULE)
 COPIES = "run_files"
 """Under this name a checkpoint's manifest has a copy of each, None where there is no such file."""
 CHECKPOINT_NAME = re.compile(r"step-\d{8,}-\d{4,}")
-_OF_ATTEMPTS = ("keeps_frozen_output", "shares_beginnings", "steps_per_epoch", "finished")
+_OF_ATTEMPTS = ("keeps_frozen_output", "shares_beginnings", "steps_per_epoch", "examples_sha256", "finished")
 _SEAL = "sha256"
 
 Warn = Callable[[str], None]
@@ -252,6 +254,46 @@ def rules_of(folder: Path) -> int:
     return int(rules)
 
 
+class Began(NamedTuple):
+    """When a run began, and how it makes tokens of rows: what later attempts, plans and other machines go by."""
+
+    date: str
+    """ISO date."""
+    text_version: int
+
+
+def began(folder: Path, text_version: int) -> Began:
+    """As `run.json` says; of a run that is yet to begin: today, with `text_version`.
+
+    A run from before dates were noted began on the day its run.json was made, and has text version 1 unless it says so.
+    """
+    try:
+        facts = kept(folder / RUN)
+        if facts is not None:
+            version = int(facts["identity"].get("tokenization.version", 1))
+            day = facts.get("date") or datetime.fromisoformat(facts["started"]).astimezone().date().isoformat()
+            return Began(str(date.fromisoformat(day)), version)
+    except (Damaged, ValueError, KeyError, TypeError, AttributeError):
+        pass  # damaged: `claim` says so
+    return Began(today().isoformat(), text_version)
+
+
+def same_examples(folder: Path, facts: dict[str, Any], sha256: str) -> dict[str, Any]:
+    """Note which examples the run has, or check that they are those it began with. Raises `RunChanged`."""
+    before = facts.get("examples_sha256")
+    if before is None:
+        facts = {**facts, "examples_sha256": sha256}
+        keep(folder / RUN, facts)
+    elif before != sha256:
+        raise RunChanged(
+            "this run began with other examples: the same rows were made into other tokens, or split in another way",
+            where=str(folder),
+            to_do="continue it with the versions of farthing, transformers and tokenizers that it began with, or give the"
+            " job another output_dir",
+        )
+    return facts
+
+
 def claim(
     folder: Path,
     identity: dict[str, Any],
@@ -273,6 +315,7 @@ def claim(
             "run_id": uuid.uuid4().hex,
             "farthing": farthing.__version__,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "date": identity.get("tokenization.date") or today().isoformat(),
             "identity": identity,
             "machine": machine,
             "rules": RULES,

@@ -5,6 +5,7 @@ Every failure of the libraries becomes a `ModelError` in words. Refuses to train
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
@@ -17,10 +18,12 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from farthing.data.formats import DEFAULT_CHAT_TEMPLATE
+from farthing.data.chat import TEXT_VERSION, default_template
+from farthing.data.encode import first_tokens, sides_of
 from farthing.durability.files import parse_json, sha256_of
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
+from farthing.model.loss import decoder_inputs
 
 AUTO_CLASSES = {
     "causal-lm": transformers.AutoModelForCausalLM,
@@ -111,8 +114,12 @@ def refuse_left_out_loss(config: Any, task: str, name: str) -> None:
         )
 
 
-def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
-    """The fast tokenizer, its chat template set (the job's, its own, or farthing's default). Raises `ModelError`."""
+def load_tokenizer(choice: ModelChoice, chat_template: str | None, text_version: int = TEXT_VERSION) -> Any:
+    """The fast tokenizer, its chat template set (the job's, its own, or farthing's default). Raises `ModelError`.
+
+    Truncation and padding that its files ask for are taken off: they would cut texts without a word, here and wherever
+    it is exported to.
+    """
     name = choice.tokenizer_name or choice.name
     if Path(name).is_absolute():
         folder = Path(name)
@@ -139,6 +146,8 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
         raise _in_words("the tokenizer can't be loaded", name, error) from error
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError("the tokenizer has no fast version", where=name, to_do="convert it to a tokenizer.json")
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -148,10 +157,68 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
             raise ModelError(what, where=chat_template, to_do="check data.chat_template: a Jinja file") from error
     elif tokenizer.chat_template is None or not isinstance(tokenizer.chat_template, str):
         own = tokenizer.chat_template
+        adds_bos = text_version > 1 and bool(first_tokens(tokenizer))
         tokenizer.chat_template = (
-            own["default"] if isinstance(own, dict) and "default" in own else DEFAULT_CHAT_TEMPLATE
+            own["default"] if isinstance(own, dict) and "default" in own else default_template(adds_bos)
         )
     return tokenizer
+
+
+def set_languages(
+    tokenizer: Any, task: str, source: str | None, target: str | None, text_version: int = TEXT_VERSION
+) -> tuple[str, str]:
+    """The languages of inputs and targets, which a tokenizer is set to that writes them into each text; else empty.
+
+    They are the job's, or the tokenizer's own. Raises `ModelError`: a text marked with the wrong language would be learned in
+    silence. A run of text version 1 goes on with what the tokenizer does by itself.
+    """
+    if text_version == 1 and not source and not target:
+        return "", ""
+    writes_them = task == "seq2seq" and hasattr(tokenizer, "set_tgt_lang_special_tokens")
+    if not writes_them:
+        if source or target:
+            raise ModelError(
+                "its tokenizer writes no language into a text",
+                where=tokenizer.name_or_path,
+                to_do="take data.source_lang and data.target_lang out of the job",
+            )
+        return "", ""
+    own = tokenizer.init_kwargs
+    found = {"source_lang": source or own.get("src_lang"), "target_lang": target or own.get("tgt_lang")}
+    missing = [f"data.{key}" for key, value in found.items() if not value]
+    if missing:
+        raise ModelError(
+            f"its tokenizer writes the language into each text, and {' and '.join(missing)} is not set",
+            where=tokenizer.name_or_path,
+            to_do="name them as the tokenizer does, e.g. data.source_lang: eng_Latn (NLLB) or en_XX (mBART)",
+        )
+    for key, language in found.items():
+        if language_id(tokenizer, language) is None:
+            known = [token for token in tokenizer.get_vocab() if "_" in token.strip("_")]
+            near = difflib.get_close_matches(language, known, n=1)
+            raise ModelError(
+                f"data.{key} {language!r} is no language of its tokenizer",
+                where=tokenizer.name_or_path,
+                to_do=f"did you mean {near[0]}?" if near else "use a code of the tokenizer's own",
+            )
+    tokenizer.src_lang, tokenizer.tgt_lang = found["source_lang"], found["target_lang"]
+    return tokenizer.src_lang, tokenizer.tgt_lang
+
+
+def language_id(tokenizer: Any, language: str) -> int | None:
+    """The token of a language; None where there is none."""
+    codes = getattr(tokenizer, "lang_code_to_id", None) or {}
+    found = codes.get(language, tokenizer.convert_tokens_to_ids(language))
+    return None if found is None or found == tokenizer.unk_token_id else int(found)
+
+
+def speak(model: Any, tokenizer: Any, language: str) -> None:
+    """Have the model generate in a language by itself: with the tokens that the decoder's inputs begin with in training."""
+    own = sides_of(tokenizer, is_pair=True)[1]
+    labels = own.encode("").ids  # of an empty text: the language, and the end
+    settings = model.generation_config
+    settings.decoder_start_token_id = int(decoder_inputs(model, torch.tensor([labels]))[0, 0])
+    settings.forced_bos_token_id = labels[0] if labels[0] == language_id(tokenizer, language) else None
 
 
 def load_model(
@@ -211,6 +278,8 @@ def load_model(
     except Exception as error:
         raise _in_words(f"can't be loaded for {task}", choice.name, error) from error
     model.config.use_cache = False
+    if task == "seq2seq":
+        decoder_inputs(model, torch.tensor([[0, 0]]))  # what it lacks is found now, not at the first step
     return model
 
 

@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
+from farthing.data.chat import TEXT_VERSION, asks_for_the_date
 from farthing.data.read import KINDS, Source, folder_sha256, is_dataset, kind_of_file, short_name
-from farthing.data.sample import Sampled, light_tokenizer, sample_lengths
+from farthing.data.sample import Sampled, light_tokenizer, own_template, sample_lengths
 from farthing.data.tokens import CACHE_VERSION, Recipe, TokenSet, notes_of, open_token_set
 from farthing.durability.files import Damaged, belongs_to_another, is_own, make_private, sha256_of, write_json
+from farthing.durability.run_folder import began
 from farthing.errors import FarthingError, ModelError, UserMistake
 from farthing.planner.lengths import Lengths, from_arrays, from_token_set
 from farthing.planner.model_config import CONFIG, cached_snapshot, find_config
@@ -69,7 +71,7 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
             return None
         held_out = eval_tokens, np.arange(len(eval_tokens))
     elif job.data.eval_fraction > 0:
-        train, chosen = split_by_input(tokens.groups, job.data.eval_fraction, job.train.seed)
+        train, chosen = split_by_input(tokens.groups, job.data.eval_fraction, job.train.seed, tokens.inputs)
         held_out = (tokens, chosen) if len(chosen) else None
     train = train[: job.data.max_train_samples]
     is_exact = not any(_is_elsewhere(name) for name in (*job.data.train, *job.data.eval))
@@ -88,14 +90,8 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
 def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
     """From a sample of the rows."""
     folder = _tokenizer_folder(job)
-    template = None
-    if job.data.chat_template is not None:
-        try:
-            template = Path(job.data.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            what = f"the chat template can't be read ({type(error).__name__})"
-            raise ModelError(what, where=job.data.chat_template, to_do="check data.chat_template") from error
-    tokenizer = light_tokenizer(folder, template)
+    tokenizer = light_tokenizer(folder, _template_of_job(job))
+    day, text_version = began(Path(job.output_dir), TEXT_VERSION)
     recipe = Recipe(
         task=job.task,
         max_length=_max_length(job, folder),
@@ -104,6 +100,10 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
         train_on_prompt=job.data.train_on_prompt,
         columns=dict(job.data.columns),
         label_map=dict(job.data.label_map),
+        source_lang=job.data.source_lang or "",
+        target_lang=job.data.target_lang or "",
+        date=day if asks_for_the_date(tokenizer.chat_template) else "",
+        version=text_version,
     )
 
     def sampled(names: tuple[str, ...], split: str) -> Sampled:
@@ -134,6 +134,17 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
         held_out = lengths_of(train, data.eval_fraction, data.max_eval_samples)
         return lengths_of(train, 1 - data.eval_fraction, data.max_train_samples), held_out
     return lengths_of(train, 1.0, data.max_train_samples), None
+
+
+def _template_of_job(job: Job) -> str | None:
+    """The chat template that the job names. Raises `ModelError`."""
+    if job.data.chat_template is None:
+        return None
+    try:
+        return Path(job.data.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"the chat template can't be read ({type(error).__name__})"
+        raise ModelError(what, where=job.data.chat_template, to_do="check data.chat_template") from error
 
 
 def _is_elsewhere(name: str) -> bool:
@@ -213,6 +224,8 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
     if folder is None:
         return None
     data = job.data
+    day, text_version = began(Path(job.output_dir), TEXT_VERSION)
+    is_of_a_day = asks_for_the_date(_template_of_job(job) or own_template(folder))
     names = {"train": (data.train, data.train_split), "eval": (data.eval, data.eval_split)}
     template = data.chat_template
     content = {
@@ -227,9 +240,11 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
         "model": sha256_of(config) if (config := _model_folder(job) / CONFIG).is_file() else None,
         "max_length": job.max_length,
         "template": sha256_of(Path(template)) if template else None,
+        "text": [text_version, day if is_of_a_day else ""],
         "settings": data.model_dump(
             include={
                 "columns", "label_map", "max_length", "max_target_length", "too_long", "train_on_prompt", "max_bad_rows",
+                "source_lang", "target_lang",
             }
         ),
     }  # fmt: skip

@@ -7,7 +7,7 @@ Refuses to decide whether a run may go on: `durability.run_folder.claim` does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from farthing.config.job import Job
@@ -28,13 +28,16 @@ def identity_of(
     recipe: Recipe,
 ) -> dict[str, Any]:
     """The identity of a run, flat: what two attempts have to agree on."""
+    tokenization = recipe.settings()
+    if recipe.version == 1:  # whose runs did not note it
+        tokenization.pop("date", None)
     return {
         **job.identity(),
         "data.train (content)": [source.sha256 for source in train_sources],
         "data.eval (content)": [source.sha256 for source in eval_sources],
         "tokenizer (content)": tokenizer_sha256(tokenizer),
         MODEL_CONTENT: model_sha256(choice, config),
-        **{f"tokenization.{key}": value for key, value in asdict(recipe).items() if key != "label_names"},
+        **{f"tokenization.{key}": value for key, value in tokenization.items() if key != "label_names"},
     }
 
 

@@ -39,6 +39,7 @@ from farthing.durability.run_folder import (
     keep_job,
     mend,
     rules_of,
+    same_examples,
     unclaim,
 )
 from farthing.errors import (
@@ -78,6 +79,7 @@ from farthing.train.setup import (
     Tell,
     build_model,
     check_extras,
+    examples_sha256,
     open_examples,
     open_inputs,
 )
@@ -229,6 +231,7 @@ def _train(
         tell("warning", {"text": f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
                          " the deadline is where this clock has it"})  # fmt: skip
     run = _open(job, folder, inputs, numerics, meter, ledger, notice, tell)
+    run_facts = same_examples(folder, run_facts, examples_sha256(run.train_examples, run.eval_examples))
     run.mirror = mirror
     meter.enter("restore")
     tell("working", {"on": "looking for a checkpoint"})

@@ -6,9 +6,10 @@ Cheap checks come before dear ones: a wrong name or a changed file is found befo
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
+from farthing.data.chat import TEXT_VERSION, asks_for_the_date
 from farthing.data.read import Source, open_sources
 from farthing.data.tokens import Recipe, TokenSet, notes_of, tokenize
-from farthing.durability.run_folder import RULES, rules_of
+from farthing.durability.run_folder import RULES, began, rules_of
 from farthing.errors import DataError, HardwareError
 from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
 from farthing.model.adapters import Adapter, add_adapter
@@ -35,11 +37,14 @@ from farthing.model.load import (
     max_positions,
     need_bitsandbytes,
     refuse_left_out_loss,
+    set_languages,
+    speak,
 )
 from farthing.planner.job_lengths import note_token_set
 from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
 from farthing.train.update_guard import update_bytes
+from farthing.units import plural
 
 T = TypeVar("T")
 Tell = Callable[[str, dict[str, Any]], None]
@@ -72,7 +77,14 @@ class Inputs:
 
     @property
     def pad_id(self) -> int:
-        """The token that fills a batch; its positions are masked, so any will do."""
+        """The token that fills a batch; its positions are masked, so any will do.
+
+        But for classification, where some models look for the last token that is not what their own config calls padding.
+        """
+        text_config = self.config.get_text_config()
+        own = getattr(text_config, "pad_token_id", None) if self.recipe.task == "classification" else None
+        if own is not None and 0 <= own < text_config.vocab_size:
+            return int(own)
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
@@ -117,7 +129,8 @@ def open_inputs(job: Job, tell: Tell = lambda kind, facts: None) -> Inputs:
     config = load_config(choice)
     if rules_of(Path(job.output_dir)) > 1:
         refuse_left_out_loss(config, job.task, choice.name)
-    tokenizer = load_tokenizer(choice, job.data.chat_template)
+    day, text_version = began(Path(job.output_dir), TEXT_VERSION)
+    tokenizer = load_tokenizer(choice, job.data.chat_template, text_version)
     limits = [n for n in (max_positions(config), tokenizer.model_max_length) if n]
     max_length = job.data.max_length or min([job.max_length, *limits])
     data = job.data
@@ -125,6 +138,7 @@ def open_inputs(job: Job, tell: Tell = lambda kind, facts: None) -> Inputs:
     if job.task == "seq2seq":
         lengths["data.max_target_length"] = data.max_target_length
     check_fits(config, tokenizer, lengths, choice.name)
+    source_lang, target_lang = set_languages(tokenizer, job.task, data.source_lang, data.target_lang, text_version)
     recipe = Recipe(
         task=job.task,
         max_length=max_length,
@@ -134,6 +148,10 @@ def open_inputs(job: Job, tell: Tell = lambda kind, facts: None) -> Inputs:
         columns=dict(data.columns),
         label_map=dict(data.label_map),
         max_bad_rows=data.max_bad_rows,
+        source_lang=source_lang,
+        target_lang=target_lang,
+        date=day if job.task == "causal-lm" and asks_for_the_date(tokenizer.chat_template) else "",
+        version=text_version,
     )
     cache_dir = Path(job.cache_dir or ".")
     opened = {
@@ -176,12 +194,13 @@ def open_examples(
     train = np.arange(len(train_tokens))
     held_out: Examples | None = None
     if inputs.eval_sources:
-        recipe = Recipe(**{**asdict(inputs.recipe), "label_names": train_tokens.label_names})
+        recipe = replace(inputs.recipe, label_names=train_tokens.label_names)
         eval_tokens = tokens_of("eval", inputs.eval_sources, recipe)
         _tell_data("eval", eval_tokens, tell)
         held_out = Examples(eval_tokens, np.arange(len(eval_tokens)))
     elif job.data.eval_fraction > 0:
-        train, chosen = split_by_input(train_tokens.groups, job.data.eval_fraction, job.train.seed)
+        groups, inputs_of_all = train_tokens.groups, train_tokens.inputs
+        train, chosen = split_by_input(groups, job.data.eval_fraction, job.train.seed, inputs_of_all)
         if len(chosen) == 0:
             raise DataError(
                 "too few distinct inputs to hold any out for evaluation",
@@ -199,6 +218,22 @@ def open_examples(
 def _tell_data(role: str, tokens: TokenSet, tell: Tell) -> None:
     facts = {key: value for key, value in tokens.facts.items() if key != "files"}
     tell("data", {"role": role, **facts, "notes": list(notes_of(facts))})
+    if n_turns := facts.get("n_unlearned_turns", 0):
+        text = (
+            f"{plural(n_turns, 'assistant turn')} of the {role} data are context and not learned: the chat template shows"
+            " them in another form once the chat goes on (a template with {% generation %} marks learns them)"
+        )
+        tell("warning", {"text": text})
+
+
+def examples_sha256(train: Examples, held_out: Examples | None) -> str:
+    """Identity of what a run reads: the tokens and targets of its examples, and which of them are held out."""
+    digest = hashlib.sha256()
+    for examples in (train, held_out):
+        if examples is not None:
+            digest.update(examples.tokens.content_sha256.encode())
+            digest.update(np.ascontiguousarray(examples.indices, dtype=np.int64).tobytes())
+    return digest.hexdigest()
 
 
 def _say_unseen_labels(train: Examples, held_out: Examples, tell: Tell) -> None:
@@ -263,6 +298,8 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
         quantize_on=numerics.device if quantize else None,
         unquantized=method.modules_to_save,
     )
+    if inputs.recipe.target_lang:
+        speak(model, inputs.tokenizer, inputs.recipe.target_lang)
     if method.name != "full":
         adapter = Adapter(
             method.lora_r,

@@ -68,6 +68,9 @@ def _computed_in_words(run: Run) -> str:
     words = [f"padded ({forward.why_padded})" if forward.why_padded else "documents end to end, no padding"]
     if run.job.task != "classification":
         words.append(forward.why_all_scored or "labelled positions scored")
+    if forward.mixes(run.train_examples.tokens, run.train_examples.indices):
+        assert forward.apart is not None
+        words.append(forward.apart.why)
     if forward.shares:
         words.append("common beginnings once")
     if forward.prefix is not None:
