@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-all check setup peers clean
+.PHONY: demo test test-all check setup peers rehearse-gpu clean
 
 demo: setup  ## a fine-tune that is killed, carries on exactly, and prints its receipt
 	$(RUN)/python bench/demo.py
@@ -39,6 +39,16 @@ peers: setup $(VENV)/peers/.ready  ## what bench/compare.py runs beside farthing
 $(VENV)/peers/.ready: bench/peers.txt constraints.txt
 	$(PYTHON) -m venv $(VENV)/peers
 	$(VENV)/peers/bin/python -m pip install --quiet -c constraints.txt -r bench/peers.txt
+	touch $@
+
+rehearse-gpu: $(VENV)/rehearse/.ready  ## forward passes on CUDA tensors without data: no GPU is needed, 6 GB of disk are
+	$(VENV)/rehearse/bin/python bench/rehearse_gpu.py
+
+# `===`: the build without a local version, which on Linux is for CUDA; constraints.txt may name a CPU's elsewhere
+$(VENV)/rehearse/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)/rehearse
+	$(VENV)/rehearse/bin/python -m pip install --quiet "torch===$$(sed -n 's/^torch==//p' constraints.txt)"
+	$(VENV)/rehearse/bin/python -m pip install --quiet -c constraints.txt -e . liger-kernel
 	touch $@
 
 clean:

@@ -31,8 +31,10 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
+failed=() left_out=()
 if [[ -n $wheels ]]; then
-  "$python" -m pip install --quiet --no-index --find-links "$wheels" --no-deps --no-compile --target "$site" "$wheels"/*.whl
+  "$python" -m pip install --quiet --no-index --find-links "$wheels" --no-deps --no-compile --target "$site" "$wheels"/*.whl ||
+    failed+=("the wheels of $wheels")
 fi
 export PYTHONPATH="$site:$root/src:$root/bench${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 
@@ -57,12 +59,32 @@ fi
 left() { echo $((minutes * 60 - (SECONDS - began))); }
 
 cd "$root"
+# part NAME COMMAND...: one part of the work; the others follow whatever becomes of it
+part() {
+  local name=$1
+  shift
+  if (($(left) < 5)); then
+    left_out+=("$name: no time left")
+  elif ! "$@"; then
+    failed+=("$name")
+  fi
+}
+tests() {  # tests LOG WHICH: those of tests/test_gpu.py, into LOG.txt and LOG.xml
+  FARTHING_GPU=${FARTHING_GPU:-1} timeout -s INT "$(left)" "$python" -m pytest tests/test_gpu.py -k "$2" -p no:cacheprovider \
+    -rA --tb=short --durations=15 -o junit_logging=no --junitxml="$out/$1.xml" 2>&1 | tee "$out/$1.txt"
+}
 if [[ $verb == right ]]; then
-  "$python" bench/gpu.py "$out" --only-ceilings --minutes 2 ${rest[@]+"${rest[@]}"}
-  status=0
-  FARTHING_GPU=${FARTHING_GPU:-1} timeout -s INT "$(left)" "$python" -m pytest tests/test_gpu.py -p no:cacheprovider -rA \
-    --tb=short --durations=15 -o junit_logging=no --junitxml="$out/tests.xml" 2>&1 | tee "$out/tests.txt" || status=$?
-  exit "$status"
+  slow="flex or compile or fp32_gets"  # kernels that are compiled first: tens of seconds each
+  part "the quick tests" tests tests "not ($slow)"
+  part "the ceilings" "$python" bench/gpu.py "$out" --only-ceilings --minutes 2 ${rest[@]+"${rest[@]}"}
+  part "the tests that compile" tests tests-compiled "$slow"
+else
+  fast() {
+    "$python" bench/gpu.py "$out" --minutes "$("$python" -c "print(max(0.2, $(left) / 60))")" "$@" 2>&1 | tee "$out/log.txt"
+  }
+  part "the bench" fast ${rest[@]+"${rest[@]}"}
 fi
-"$python" bench/gpu.py "$out" --minutes "$("$python" -c "print(max(0.2, $(left) / 60))")" ${rest[@]+"${rest[@]}"} 2>&1 |
-  tee "$out/log.txt"
+for name in ${failed[@]+"${failed[@]}"}; do echo "failed: $name"; done | tee "$out/failed.txt"
+for name in ${left_out[@]+"${left_out[@]}"}; do echo "left out: $name"; done | tee -a "$out/failed.txt"
+((${#failed[@]} == 0 && ${#left_out[@]} == 0)) && echo "every part ran"
+((${#failed[@]} == 0))

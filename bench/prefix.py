@@ -22,7 +22,8 @@ import torch
 from farthing.data.packing import collate_flat
 from farthing.data.tokens import TokenSet
 from farthing.model.activation_checkpointing import checkpoint_layers
-from farthing.model.attention import flat_batch, go_flat
+from farthing.model.attention import go_flat
+from farthing.model.documents import flat_batch
 from farthing.model.frozen_cache import open_prefix_cache
 from farthing.model.frozen_layers import find_prefix
 from farthing.model.hardware import Numerics

@@ -36,7 +36,7 @@ import yaml
 
 import survive
 from farthing.durability import replica as mirror
-from farthing.durability.ledger import WORK
+from farthing.durability.accounts import WORK
 from farthing.planner.spot import Rhythm, best_interval_s, fit
 from farthing.planner.spot_traces import Trace, read_traces
 from farthing.planner.uptime import spells_of

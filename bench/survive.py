@@ -1,18 +1,22 @@
 """Kill a training run at random moments, again and again, and hold the result against one that was left alone.
 
     python bench/survive.py --seeds 50 --first-seed 0 [--data FILE.jsonl] [--anywhere] [--new-machine [EVERY]]
-                            [--spawn] [--json] [--peer hf [--peers-python PATH]]
+                            [--next-day] [--spawn] [--json] [--peer hf [--peers-python PATH]]
 
 For each seed a small model is trained twice: once uninterrupted, once through a chain of 3 to 5 SIGKILLs, then to the end
 by the same command. Most kills are aimed at a part of the run (a training step, a save, an evaluation, tokenization, with
 a store an upload), the others strike at any time; with `--anywhere` all do. Where each struck is told by the run itself.
 Dropout is on. Equal means to the bit: every logged (step, example ids, loss, gradient norm, metrics), the final weights,
-the optimizer's state and the exported model. A last run of the same command must train nothing. Exits with 1 if anything
-differs.
+the optimizer's state and every file of the exported model, the bill on its card apart. A last run of the same command
+must train nothing. Exits with 1 if anything differs.
 
 The attempts are forked from a parent that has the libraries imported, so that a kill costs a second and not ten;
-`--spawn` starts a fresh Python each time instead. With `--new-machine` each kill takes the run folder and the cache too
-(in every EVERYth run): the next attempt starts on an empty disk, from a store (a folder beside it) alone.
+`--spawn` starts a fresh Python each time instead. With `--new-machine` (in every EVERYth run) each kill takes the machine:
+the next attempt starts on an empty disk, from a store (a folder beside it) alone, with another path of everything else (job,
+model, data, cache, run folder, home), as another user and under another hostname.
+
+With `--next-day` chats are learned by a template that asks for the date, and after each kill it is the next day and the
+token cache is empty.
 
 `--peer hf` puts `transformers.Trainer` through the same: same data, same kind of model, same job, kills drawn from the same
 seeds, resumed from `get_last_checkpoint`, as its own examples do; see peers/resumed.py. It runs in the peers'
@@ -27,6 +31,7 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +39,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date, timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,6 +50,7 @@ from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from kills import PLACES, Forked, Whereabouts, finish, kill_at, moments, patched
 
 N_STEPS = 18
+DATED = "dated.jinja"
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}
 PEERS_PYTHON = Path(__file__).parents[1] / ".venv" / "peers" / "bin" / "python"
 
@@ -139,7 +146,9 @@ class Farthing:
 
     def resumed_at(self, run: Path) -> list[int]:
         """See `Contestant`."""
-        return [row["first_step"] for row in _rows(run / "ledger.jsonl", "state") if row["state"] == "started"]
+        from farthing.durability.accounts import read_ledger
+
+        return [account.first_step for account in read_ledger(run / "ledger.jsonl").ordered if account.began]
 
     def steps(self, run: Path) -> list[int]:
         """See `Contestant`."""
@@ -152,13 +161,13 @@ class Farthing:
 
 def say_where(where: Whereabouts) -> None:
     """Have this process note in `where` what its meter, its saves and its uploads are at."""
-    from farthing.durability import checkpoint
+    from farthing.durability import accounts, checkpoint
     from farthing.durability import ledger as meter
     from farthing.durability import replica as mirror
 
     spans = {"tokenize": "tokenization", "checkpoint": "save", "evaluation": "evaluation", "export": "export"}
     spans |= {"start_up": "start", "load_model": "start", "restore": "restore"}
-    spans |= dict.fromkeys(meter.WORK, "training step")
+    spans |= dict.fromkeys(accounts.WORK, "training step")
 
     def switched(switch: Callable[..., str], of: Any, name: str) -> str:
         where.enter(spans.get(name, "between"))
@@ -181,8 +190,12 @@ def result_of(run: Path) -> dict[str, bytes | str]:
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
     newest = max((run / "checkpoints").glob("step-*"), key=lambda path: path.name[:13])
     result: dict[str, bytes | str] = {f"log line {index}": json.dumps(row) for index, row in enumerate(rows)}
-    for path in sorted([*newest.glob("*.safetensors"), newest / "state.json", *(run / "model").glob("*.safetensors")]):
+    exported = [path for path in (run / "model").rglob("*") if path.is_file()]
+    for path in sorted([*newest.glob("*.safetensors"), newest / "state.json", *exported]):
         result[f"{path.parent.name[:13]}/{path.name}"] = path.read_bytes()
+    card = (run / "model" / "README.md").read_text("utf-8")
+    card = card[: card.index("\n## Receipt\n")]  # from there on it is the bill, which kills raise
+    result["model/README.md"] = card.replace(f"# {run.name}\n", "")
     return result
 
 
@@ -216,28 +229,43 @@ def survive(
     spawn: bool = False,
     new_machine: bool = False,
     anywhere: bool = False,
+    next_day: bool = False,
 ) -> Chain:
     """Run one seed in `folder`; the chain says what differed (nothing, if all is well)."""
     folder.mkdir(parents=True, exist_ok=True)
-    train_file, task = _data(folder, data, seed)
+    train_file, task = _chats(folder, seed) if next_day else _data(folder, data, seed)
+    first_day = date(2026, 2, 26)
+    if next_day:
+        os.environ["FARTHING_TODAY"] = first_day.isoformat()
     method = ["full", "lora"][seed // 3 % 2]
     with open(train_file, encoding="utf-8-sig", errors="replace") as file:
         some_text = list(itertools.islice(file, 500))
     # in a child: training a tokenizer starts threads, and a process with threads must not be forked from
     _in_a_child(lambda: make_model_folder(folder / "model", some_text, FAMILY[task], hidden=32, layers=2, dropout=0.1))
-    store = folder / "store" if new_machine else None
     alone = _job(folder, "alone", train_file, task, method, seed)
-    killed = _job(folder, "killed", train_file, task, method, seed, store)
-    run, cache = folder / "killed", folder / "cache" / "killed"
+
+    def job_on_machine(number: int) -> Path:
+        """The killed run's job file; on a machine of its own where each kill takes it."""
+        if not new_machine:
+            return _job(folder, "killed", train_file, task, method, seed)
+        home = folder / f"machine-{number}" / f"user{number}"
+        shutil.copytree(folder / "model", home / "model")
+        (home / f"rows{number}").mkdir()
+        shutil.copy(train_file, data_there := home / f"rows{number}" / train_file.name)
+        return _job(home, f"run{number}", data_there, task, method, seed, folder / "store")
+
+    killed = job_on_machine(0)
     chain = Chain(seed, task, method, new_machine)
 
     def start(job: Path) -> Any:
         where.begin()
         words = job.with_suffix(".out")
+        home = job.parent if job != alone and new_machine else None
         if not spawn:
-            return Forked(lambda: contestant.attempt(job), words)
+            return Forked(lambda: [become(home), contestant.attempt(job)][1], words)  # type: ignore[list-item, return-value]
         with open(words, "wb") as output:
             command = [sys.executable, __file__, "--attempt", str(job), "--where", str(folder.parent / "where")]
+            command += ["--home", str(home)] if home else []
             return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
     def has_ended_well(job: Path) -> bool:
@@ -250,7 +278,9 @@ def survive(
     if not has_ended_well(alone):
         return chain
     duration_s = time.monotonic() - started
-    for moment in moments(seed, with_upload=new_machine, anywhere=anywhere):
+    for number, moment in enumerate(moments(seed, with_upload=new_machine, anywhere=anywhere), 1):
+        run = killed.with_suffix("")
+        cache = killed.parent / "cache" / run.name
         if moment.aim == "tokenization":
             shutil.rmtree(cache, ignore_errors=True)  # else nothing is tokenized twice
         left_s = duration_s * max(0.2, 1 - contestant.last_step(run) / N_STEPS)
@@ -263,10 +293,15 @@ def survive(
         chain.kills.append(contestant.last_step(run))
         chain.places.append(where.now())
         if new_machine:
-            shutil.rmtree(run, ignore_errors=True)
+            shutil.rmtree(killed.parents[1])
+            killed = job_on_machine(number)
+        elif next_day:
             shutil.rmtree(cache, ignore_errors=True)
+        if next_day:
+            os.environ["FARTHING_TODAY"] = (first_day + timedelta(days=len(chain.kills))).isoformat()
     if not has_ended_well(killed):
         return chain
+    run = killed.with_suffix("")
     before, steps = contestant.result_of(run), Counter(contestant.steps(run))
     chain.differences = differences(contestant.result_of(folder / "alone"), before)
     chain.repeated = sum(count - 1 for count in steps.values())
@@ -275,6 +310,13 @@ def survive(
     if has_ended_well(killed):
         chain.went_further = contestant.result_of(run) != before
     return chain
+
+
+def become(home: Path | None) -> None:
+    """Have this process see another user's home, name and hostname, where one is given."""
+    if home is not None:
+        os.environ |= {"HOME": str(home), "USER": home.name, "LOGNAME": home.name}
+        socket.gethostname = lambda: home.parent.name  # type: ignore[assignment]
 
 
 def _data(folder: Path, data: Path | None, seed: int) -> tuple[Path, str]:
@@ -297,6 +339,19 @@ def _data(folder: Path, data: Path | None, seed: int) -> tuple[Path, str]:
     return write_jsonl(folder / "data.jsonl", rows), task
 
 
+def _chats(folder: Path, seed: int) -> tuple[Path, str]:
+    """Chats, and beside them the template that asks for the date; causal-lm."""
+    (folder / DATED).write_text(
+        "{{ strftime_now('%A %d %B') }}\n"
+        "{% for m in messages %}{{ '# ' + m['role'] + '\n' + m['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '# assistant\n' }}{% endif %}",
+        encoding="utf-8",
+    )
+    roles = (("user", "prompt"), ("assistant", "completion"))
+    chats = ([{"role": role, "content": row[column]} for role, column in roles] for row in demo_rows(80, seed))
+    return write_jsonl(folder / "data.jsonl", ({"messages": chat} for chat in chats)), "causal-lm"
+
+
 def _job(
     folder: Path, name: str, train_file: Path, task: str, method: str, seed: int, store: Path | None = None
 ) -> Path:
@@ -311,7 +366,8 @@ def _job(
             "max_train_samples": 64,
             "max_eval_samples": 8,
             "max_bad_rows": 0.2,
-        },
+        }
+        | ({"chat_template": str(folder / DATED)} if (folder / DATED).exists() else {}),
         "method": {"name": method, "lora_r": 4, "lora_dropout": 0.1},
         "train": {
             "max_steps": N_STEPS,
@@ -433,6 +489,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10, help="how many chains")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="train on this JSONL file instead of made-up rows")
+    parser.add_argument("--next-day", action="store_true", help="after each kill it is the next day, the cache empty")
     parser.add_argument("--anywhere", action="store_true", help="aim no kill: all strike at any time")
     parser.add_argument("--spawn", action="store_true", help="a fresh Python for each attempt")
     parser.add_argument(
@@ -442,17 +499,18 @@ def main() -> int:
         const=1,
         default=0,
         metavar="EVERY",
-        help="in every EVERYth run (1) each kill takes the disk too: only a store is left",
+        help="in every EVERYth run (1) each kill takes the machine: only a store is left, and every path is another",
     )
     parser.add_argument("--peer", choices=["hf"], help="put transformers.Trainer through the same")
     parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON)
     parser.add_argument("--json", action="store_true", help="the figures as JSON; the seeds' lines go to stderr")
-    for inner in ("--contestant", "--attempt", "--where"):  # how this file starts itself
+    for inner in ("--contestant", "--attempt", "--where", "--home"):  # how this file starts itself
         parser.add_argument(inner, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     contestant, chains = _contestant(arguments.contestant or "farthing"), []
     if arguments.attempt:
+        become(Path(arguments.home) if arguments.home else None)
         contestant.prepare(Whereabouts(Path(arguments.where)))
         return contestant.attempt(Path(arguments.attempt))
     started = time.monotonic()
@@ -473,6 +531,7 @@ def main() -> int:
                     spawn=arguments.spawn,
                     new_machine=new_machine,
                     anywhere=arguments.anywhere,
+                    next_day=arguments.next_day,
                 )
             )
             shutil.rmtree(its_folder, ignore_errors=True)

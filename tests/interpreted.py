@@ -25,7 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime import interpreter
 
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import flat_batch, flat_logits, go_flat
+from farthing.model.attention import flat_logits, go_flat
+from farthing.model.documents import flat_batch
 from farthing.model.liger import patch
 from farthing.model.lora_kernels import use_low_rank
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from farthing.data.batches import IGNORED
-from farthing.model import attention
+from farthing.model import attention_kernels
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import (
@@ -24,7 +24,6 @@ from farthing.model.attention import (
     Documents,
     attend,
     can_go_flat,
-    choose_kernel,
     first_position,
     flat_logits,
     go_flat,
@@ -337,7 +336,7 @@ def test_boundaries_and_masks_are_made_once_a_batch(monkeypatch: pytest.MonkeyPa
     batch = flat(model, documents)
     seen: list[Any] = []
     made: list[Any] = []
-    real, mask = attention._per_document, attention._seen
+    real, mask = attention_kernels._per_document, attention_kernels.causal_mask
 
     def watched(*args: Any, **kwargs: Any) -> Tensor:
         seen.append(args[3])
@@ -347,8 +346,8 @@ def test_boundaries_and_masks_are_made_once_a_batch(monkeypatch: pytest.MonkeyPa
         made.append(args[:2])
         return mask(*args)
 
-    monkeypatch.setitem(attention.KERNELS, "documents", watched)
-    monkeypatch.setattr(attention, "_seen", counted)
+    monkeypatch.setitem(attention_kernels.KERNELS, "documents", watched)
+    monkeypatch.setattr(attention_kernels, "causal_mask", counted)
     monkeypatch.setattr(Documents, "of", lambda *args: pytest.fail("boundaries are computed again"))
     flat_logits(model, batch, "causal-lm")
     assert len(seen) == 4
@@ -429,22 +428,20 @@ WAYS += [(True, 3, 1.5), (False, None, 1.5)]
 
 
 @pytest.mark.parametrize(("causal", "window", "cap"), WAYS)
-@pytest.mark.parametrize("kernel", ["documents", "flex"])
+@pytest.mark.parametrize("kernel", ["documents", "padded", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_kernels_follow_the_formula(
     kernel: str, causal: bool, window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr(attention, "choose_kernel", lambda *args: kernel)
-    monkeypatch.setattr(attention, "_flex", lambda: flex_attention)  # not compiled, as it runs on a CPU
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: kernel)
+    monkeypatch.setattr(attention_kernels, "_flex", lambda: flex_attention)  # not compiled, as it runs on a CPU
     for lengths in ([1, 4, 4, 2, 1, 9], [6], [1, 1, 1]):
         q, k, v = heads(sum(lengths))
         documents = Documents.of(lengths)
         theirs = formula(q, k, v, lengths, causal=causal, window=window, cap=cap)
-        inputs = (
-            (q, k, v) if kernel == "documents" else (q.detach(), k.detach(), v.detach())
-        )  # flex: forward only on a CPU
+        inputs = (q.detach(), k.detach(), v.detach()) if kernel == "flex" else (q, k, v)  # flex: forward only on a CPU
         ours, weights = attend(
             Layer(), *inputs, None, sliding_window=window, softcap=cap, is_causal=causal, documents=documents
         )
@@ -496,41 +493,6 @@ def test_a_model_that_drops_is_repeatable_in_training_and_exact_in_evaluation(fa
 # ---- kernels this machine lacks ----
 
 
-def test_kernels_are_chosen_by_what_they_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def varlen(query: Any, key: Any, value: Any, *, window_size: Any = (-1, -1)) -> None: ...
-    def flash(query: Any, key: Any, value: Any, window_size: Any = None, softcap: float = 0.0) -> None: ...
-
-    here: dict[str, Any] = {"varlen": varlen, "flash": flash, "flex": object(), "compute": (9, 0)}
-    for name in ("varlen", "flash", "flex"):
-        monkeypatch.setattr(attention, f"_{name}", lambda name=name: here[name])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: here["compute"])
-
-    def chosen(
-        device: str = "cuda", dtype: Any = torch.bfloat16, size: int = 64, window: int | None = None, **has: bool
-    ) -> str:
-        choose_kernel.cache_clear()
-        return choose_kernel(
-            torch.device(device), dtype, size, has.get("dropout", False), has.get("softcap", False), window
-        )
-
-    assert chosen("cpu") == "documents"
-    assert chosen() == chosen(window=8) == "varlen"
-    assert chosen(dropout=True) == chosen(softcap=True) == "flash"
-    assert chosen(dtype=torch.float32) == chosen(size=512) == "flex"
-    assert chosen(dtype=torch.float32, dropout=True) == "documents"
-    here["flash"] = None
-    assert chosen(softcap=True) == "flex"
-    assert chosen(dropout=True) == "documents"
-    here["compute"] = (7, 5)
-    assert chosen() == "documents"
-    here.update(compute=(8, 0), varlen=lambda query, key, value, is_causal=False: None)
-    assert chosen() == "varlen"
-    assert chosen(window=8) == "flex"
-    here["varlen"] = here["flex"] = None
-    assert chosen() == "documents"
-    choose_kernel.cache_clear()
-
-
 def fake_varlen(new: bool, said: dict[str, Any]) -> Callable[..., Tensor]:
     """A stand-in with the parameters of a newer or an older torch, which answers by the formula."""
 
@@ -539,7 +501,7 @@ def fake_varlen(new: bool, said: dict[str, Any]) -> Callable[..., Tensor]:
     ) -> Tensor:
         assert bounds.dtype == torch.int32
         q = q * scale * q.shape[-1] ** 0.5
-        reach = None if window[0] < 0 else window[0] + 1
+        reach = window[0] + 1 if causal and window[0] >= 0 else None
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
         return formula(q, k, v, bounds.diff().tolist(), causal=causal, window=reach, cap=None)[0]
 
@@ -591,8 +553,8 @@ def test_varlen_is_called_as_its_version_wants(
 ) -> None:
     said: dict[str, Any] = {}
     fake = fake_varlen(new, said)
-    monkeypatch.setattr(attention, "_varlen", lambda: fake)
-    monkeypatch.setattr(attention, "choose_kernel", lambda *args: "varlen")
+    monkeypatch.setattr(attention_kernels, "_varlen", lambda: fake)
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: "varlen")
     lengths = [1, 4, 4, 9]
     q, k, v = heads(sum(lengths))
     ours = attend(
@@ -602,12 +564,14 @@ def test_varlen_is_called_as_its_version_wants(
     torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
     assert said["max"] == (9, 9)
     if new:
-        assert said["window_size"] == ((-1 if window is None else window - 1, 0) if causal else (-1, -1))
+        assert said["window_size"] == (
+            (-1 if window is None else window - 1, 0) if causal else (9, 9)
+        )  # all, and nothing for cuDNN
         assert said["enable_gqa"]
         assert said["heads"] == 2
     else:
         assert said["is_causal"] == causal
-        assert said["heads"] == 4
+        assert said["heads"] == 2
 
 
 def test_flash_attention_is_told_of_windows_caps_and_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -617,8 +581,8 @@ def test_flash_attention_is_told_of_windows_caps_and_dropout(monkeypatch: pytest
         said.update(options, bounds=bounds)
         return torch.zeros_like(q)
 
-    monkeypatch.setattr(attention, "_flash", lambda: fake)
-    monkeypatch.setattr(attention, "choose_kernel", lambda *args: "flash")
+    monkeypatch.setattr(attention_kernels, "_flash", lambda: fake)
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: "flash")
     documents = Documents.of([1, 4, 9])
     out, _ = attend(Layer(), *heads(14), None, 0.1, 0.3, sliding_window=3, softcap=1.5, documents=documents)
     assert out.shape == (1, 14, 4, 16)
@@ -685,7 +649,7 @@ def test_models_that_must_stay_padded_say_why() -> None:
     llama.config.layer_types = ["full_attention", "linear_attention"]
     assert "linear_attention" in str(can_go_flat(llama, "causal-lm"))
     mixtral = model_of("mixtral", output_router_logits=True)
-    assert "experts" in str(can_go_flat(mixtral, "causal-lm"))
+    assert "routers" in str(can_go_flat(mixtral, "causal-lm"))
     assert "not among" in str(can_go_flat(model_of("bert", "classification"), "causal-lm"))
 
 

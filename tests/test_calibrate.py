@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from farthing.planner.calibration import N_NEWEST, SPREAD_OTHER, SPREAD_SAME, as_run, calibrate
+from farthing.planner.calibration import N_AGREE, N_NEWEST, SPREAD_FEW, SPREAD_SAME, as_run, calibrate
 from farthing.planner.measurements import Measurement
 from farthing.planner.memory import estimate_memory
 from farthing.planner.model_config import known_config
@@ -63,8 +63,8 @@ def test_runs_of_the_same_model_give_their_factors_back() -> None:
     assert found.waiting_s == pytest.approx(0.05)
     assert (found.start_s, found.save_s) == (5.0, 0.5)
     assert found.extra_bytes == 100 << 20
-    assert (found.spread, found.n_runs) == (SPREAD_SAME, 1)
-    assert found.source == "1 run of this model here, the last on 2026-11-21"
+    assert (found.spread, found.n_runs) == (SPREAD_FEW, 1)
+    assert found.source == "1 run of this model here, the last on 2026-11-21 (too few to agree)"
 
 
 def test_a_run_is_taken_as_it_was_cut() -> None:
@@ -88,13 +88,27 @@ def test_runs_of_other_layers_are_others() -> None:
     assert calibrate([run], HERE, shape, RECIPE, DEVICE, None) == Calibration()
 
 
-def test_the_median_of_the_newest_counts_and_many_runs_narrow_it() -> None:
+def test_the_median_of_the_newest_counts_and_only_runs_that_agree_narrow_the_range() -> None:
     shape = shape_of()
-    runs = [run_of(shape, factor, when=f"2026-11-{20 - n}T10:00") for n, factor in enumerate([2, 2.2, 2.1, 9, 1.9, 50])]
-    found = calibrate(runs, HERE, shape, RECIPE, DEVICE, None)
+
+    def after(*factors: float) -> Calibration:
+        runs = [run_of(shape, factor, when=f"2026-11-{20 - n}T10:00") for n, factor in enumerate(factors)]
+        return calibrate(runs, HERE, shape, RECIPE, DEVICE, None)
+
+    found = after(2, 2.2, 2.1, 9, 1.9, 50)
     assert found.n_runs == N_NEWEST
     assert found.compute == pytest.approx(2.1)
-    assert found.spread < SPREAD_SAME
+    assert found.spread == SPREAD_FEW >= 0.3
+    assert "they differ" in found.source
+    assert after(*[2.0] * (N_AGREE - 1)).spread == SPREAD_FEW
+    assert after(2.0, 2.1, 1.9).spread == SPREAD_SAME < SPREAD_FEW
+
+
+def test_a_few_steps_set_no_pace() -> None:
+    shape = shape_of()
+    run = run_of(shape, 3.5)
+    assert calibrate([replace(run, n_steps=5)], HERE, shape, RECIPE, DEVICE, None) == Calibration()
+    assert calibrate([run, replace(run, n_steps=5)], HERE, shape, RECIPE, DEVICE, None).n_runs == 1
 
 
 def test_runs_elsewhere_or_in_another_precision_say_nothing() -> None:
@@ -103,12 +117,20 @@ def test_runs_elsewhere_or_in_another_precision_say_nothing() -> None:
     assert calibrate(others, HERE, shape, RECIPE, DEVICE, None) == Calibration()
 
 
-def test_other_models_here_say_less_and_only_by_their_promises() -> None:
+def test_examples_of_other_lengths_set_no_pace() -> None:
+    shape = shape_of()
+    run = run_of(shape, 2.0)  # of 50 tokens in the mean
+
+    def with_mean(mean_tokens: float) -> int:
+        return calibrate([run], HERE, shape, RECIPE, DEVICE, None, mean_tokens=mean_tokens).n_runs
+
+    assert [with_mean(mean) for mean in (10, 20, 50, 140, 500)] == [0, 1, 1, 1, 0]
+
+
+def test_another_model_or_method_sets_no_pace() -> None:
     small, large = shape_of(), shape_of("HuggingFaceTB/SmolLM2-360M")
-    silent = run_of(small, 2.0)
-    assert calibrate([silent], HERE, large, RECIPE, DEVICE, None) == Calibration()
-    promised = {"formula": {"compute_s": silent.compute_s / 10 / 1.6, "optimizer_s": silent.optimizer_s / 10}}
-    found = calibrate([replace(silent, promised=promised)], HERE, large, RECIPE, DEVICE, None)
-    assert found.compute == pytest.approx(1.6)
-    assert found.spread == SPREAD_OTHER
-    assert found.extra_bytes is None
+    run = run_of(small, 3.5)
+    promised = {"formula": {"compute_s": run.compute_s / 10 / 3.5, "optimizer_s": run.optimizer_s / 10}}
+    others = [replace(run, promised=promised, when=f"2026-11-{day:02}") for day in range(1, 5)]
+    assert calibrate(others, HERE, large, RECIPE, DEVICE, None) == Calibration()
+    assert calibrate(others, HERE, small, replace(RECIPE, method="lora"), DEVICE, None) == Calibration()

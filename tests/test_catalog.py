@@ -15,21 +15,9 @@ import pytest
 
 from farthing.errors import UserMistake
 from farthing.prices import catalog as rooms
-from farthing.prices.catalog import (
-    Billing,
-    Catalog,
-    Offer,
-    bill,
-    billings,
-    find_gpu,
-    gpu_of_device,
-    gpus,
-    read_catalog,
-    read_feed,
-    select,
-    sort_offers,
-    up_front_usd,
-)
+from farthing.prices.catalog import Catalog, read_catalog, read_feed, select, sort_offers
+from farthing.prices.gpus import find_gpu, gpu_of_device, gpus, name_key
+from farthing.prices.offers import Billing, Offer, bill, billings, up_front_usd
 
 TODAY = date(2026, 11, 21)
 
@@ -82,7 +70,7 @@ def test_no_name_means_two_gpus() -> None:
     owner: dict[str, str] = {}
     for gpu in gpus().values():
         for name in (gpu.name, *gpu.aliases):
-            assert owner.setdefault(rooms._key(name), gpu.name) == gpu.name, name
+            assert owner.setdefault(name_key(name), gpu.name) == gpu.name, name
 
 
 def test_every_price_has_a_source_a_date_and_a_sane_size() -> None:
@@ -541,3 +529,12 @@ def test_reading_prices_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_torch_can_have_of_a_gpu_is_less_than_what_its_driver_shows() -> None:
+    rows = facts("gpu_usable_memory.csv")
+    assert all(row["source"] and date.fromisoformat(row["date"]) <= TODAY for row in rows)
+    assert {row["gpu"] for row in rows} <= set(gpus())
+    for gpu in gpus().values():
+        assert 0.96 < gpu.usable_bytes / gpu.memory_bytes < 1, gpu.name
+    assert find_gpu("A100-80GB").usable_bytes == int(79.15 * 2**30)

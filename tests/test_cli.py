@@ -24,6 +24,7 @@ import farthing.train.run
 import workshop
 from farthing.cli import main
 from farthing.config.load import job_schema, load_job
+from farthing.durability.accounts import as_line, read_ledger
 from farthing.metrics import OF_TASK
 from workshop import job_file, log_of, losses_of
 
@@ -328,8 +329,9 @@ def test_report_prints_the_receipt_again(finished: Path, capsys: pytest.CaptureF
 
 def test_report_reads_the_folder_of_a_killed_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (finished / "receipt.json").unlink()
-    ledger = (finished / "ledger.jsonl").read_bytes()
-    (finished / "ledger.jsonl").write_bytes(ledger[: len(ledger) - 40])
+    account = read_ledger(finished / "ledger.jsonl").accounts[1]
+    account.state = "running"  # as a kill leaves it
+    (finished / "ledger.jsonl").write_text(as_line(account) + "\n" + as_line(account)[:200])
     receipt = json_of(capsys, "report", finished)
     assert receipt["state"] == "killed"
     assert receipt["steps"] == 8
@@ -401,7 +403,8 @@ def test_a_classifier_keeps_the_names_of_its_classes(tmp_path: Path, capsys: pyt
     out_of(capsys, "train", job_file(tmp_path, "bert", method="lora", pretrained=True, max_steps=15))
     for form in ("adapter", "merged"):
         out_of(capsys, "export", tmp_path / "run", "--output", tmp_path / form, "--format", form)
-        config = transformers.AutoConfig.from_pretrained(tmp_path / form)
+        named = tmp_path / form / ("model_config.json" if form == "adapter" else "")
+        config = transformers.AutoConfig.from_pretrained(named)
         assert config.id2label == {0: "food", 1: "sport", 2: "weather"}
         assert config.label2id == {"food": 0, "sport": 1, "weather": 2}
     merged: Any = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from transformers import (
 import workshop
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import flat_batch, flat_logits, go_flat
+from farthing.model.attention import flat_logits, go_flat
 from farthing.model.compiled import (
     CUDA_S_PER_KIND,
     CUDA_SAVED_SHARE,
+    MOST_PROGRAMS,
     compile_blocks,
     compile_seconds,
     find_compiler,
@@ -39,6 +41,7 @@ from farthing.model.compiled import (
     why_not_compiled,
     worth_compiling,
 )
+from farthing.model.documents import flat_batch
 from farthing.model.lora_kernels import use_low_rank
 
 SMALL = {
@@ -236,6 +239,27 @@ def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every: int) -> 
     assert 4 <= made <= (8 if every == 1 else 14)
     checkpointed, kept = (saved_bytes(one, lambda one=one: loss_of(one, 5)) for one in (model, without(model)))
     assert checkpointed < 0.8 * kept
+
+
+def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
+    """torch keeps them by thread, and on CUDA what is recomputed is computed in a thread of autograd."""
+    seen: list[tuple[bool, int]] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.append((torch._dynamo.config.suppress_errors, torch._dynamo.config.recompile_limit))
+        return graph
+
+    for every in (0, 1):
+        seen.clear()
+        model = flat(causal_model())
+        checkpoint_layers(model, every)
+        compile_blocks(model, backend)
+        thread = threading.Thread(target=lambda model=model: gradients(model, flat_loss, 0))
+        thread.start()
+        thread.join()
+        assert seen
+        assert set(seen) == {(True, MOST_PROGRAMS)}
+        torch._dynamo.reset()
 
 
 def without(model: Any) -> Any:

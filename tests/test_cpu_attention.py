@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from farthing.model import attention
+from farthing.model import attention_kernels
 from farthing.model.attention import Documents
 from farthing.model.cpu_attention import blocked_attention, is_quicker_in_blocks
 
@@ -98,13 +98,13 @@ def test_documents_go_through_it_where_nothing_stands_against_it(
         used.append(tuple(query.shape))
         return blocked_attention(query, *tensors, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(attention, "blocked_attention", seen)
+    monkeypatch.setattr(attention_kernels, "blocked_attention", seen)
     lengths = [50, 50, 9]
     query, key, value = (torch.randn(sum(lengths), 2, 8, dtype=torch.bfloat16) for _ in range(3))
-    options = {"causal": True, "scale": 0.3, "window": None, "dropout": 0.0, "softcap": None} | keys
-    out = attention.KERNELS["documents"](query, key, value, Documents.of(lengths), **options)
+    how = attention_kernels.How(**{"causal": True, "scale": 0.3} | keys)  # type: ignore[arg-type]
+    out = attention_kernels.KERNELS["documents"](query, key, value, Documents.of(lengths), how)
     assert used == ([(2, 2, 50, 8), (1, 2, 9, 8)] if is_used else [])
-    monkeypatch.setattr(attention, "is_quicker_in_blocks", lambda *_: False)
+    monkeypatch.setattr(attention_kernels, "is_quicker_in_blocks", lambda *_: False)
     if not keys.get("dropout"):
-        other = attention.KERNELS["documents"](query, key, value, Documents.of(lengths), **options)
+        other = attention_kernels.KERNELS["documents"](query, key, value, Documents.of(lengths), how)
         assert torch.allclose(out.float(), other.float(), atol=2e-2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import http.server
 import json
 import os
@@ -22,7 +23,8 @@ import pytest
 
 from farthing.addresses import without_secrets
 from farthing.data.batches import IGNORED, Batches, collate, permutation, split_by_input
-from farthing.data.formats import DEFAULT_CHAT_TEMPLATE, Unusable, converter, recognise
+from farthing.data.chat import DEFAULT_CHAT_TEMPLATE, Unusable
+from farthing.data.formats import converter, recognise
 from farthing.data.read import BadRow, Row, Source, open_sources
 from farthing.data.tokens import Recipe, TokenSet, set_key, tokenize, tokenizer_sha256
 from farthing.errors import DataError
@@ -223,6 +225,7 @@ def test_names_are_shown_without_secrets(name: str, shown: str) -> None:
 
 def test_a_scheme_without_its_package_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)  # where other tests have used it
     with pytest.raises(DataError, match=r"pip install 'farthing\[s3\]'"):
         opened("s3://bucket/a.jsonl", tmp_path)
 
@@ -406,12 +409,17 @@ def test_what_the_assistant_says_is_learned_and_nothing_else(with_template: Any,
     assert [part for part, is_target in parts if is_target] == ["Hello.<|end|>", "See you.<|end|>"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused_with_its_reason(with_template: Any) -> None:
+def test_a_turn_that_the_template_rewrites_later_is_context_and_not_learned(with_template: Any) -> None:
     tokenizer = with_template(REWRITING)
     thinking = [dict(turn) for turn in CHAT]
     thinking[2]["content"] = "<think>hm</think>Hello."
+    row = {"messages": thinking}
+    text = converter("messages", {}, {}, tokenizer, "causal-lm")(row)
+    assert [part for part, is_target in text.segments if is_target] == ["See you.<|end|>"]
+    assert "<|assistant|>Hello.<|end|>" in text.segments[0][0]
+    assert text.n_unlearned == 1
     with pytest.raises(Unusable, match=r"rewrites earlier turns; give one with \{% generation %\} marks"):
-        segments({"messages": thinking}, "causal-lm", tokenizer)
+        converter("messages", {}, {}, tokenizer, "causal-lm", version=1)(row)
     assert [part for part, is_target in segments({"messages": thinking[:3]}, "causal-lm", tokenizer) if is_target] == [
         "<think>hm</think>Hello.<|end|>"
     ]
@@ -663,7 +671,7 @@ class Counting:
 
     n_rows = 0
 
-    def __call__(self, rows: int, n_tokens: int) -> None:
+    def __call__(self, rows: int, n_tokens: int, share: float) -> None:
         self.n_rows = rows
 
 
@@ -688,6 +696,17 @@ def test_the_use_of_a_tokenizer_does_not_change_its_identity(tokenizers: dict[st
     assert tokenizer_sha256(tokenizer) == before
 
 
+def test_a_set_of_an_earlier_run_keeps_its_name(source: Source) -> None:
+    """As it was before texts had versions: a hash of the fields of then."""
+    recipe = Recipe("causal-lm", 64, version=1)
+    former = {
+        "task": "causal-lm", "max_length": 64, "max_target_length": 128, "too_long": "truncate", "train_on_prompt": False,
+        "columns": {}, "label_map": {}, "max_bad_rows": 0.01, "label_names": [],
+    }  # fmt: skip
+    content = json.dumps([1, [source.sha256], "a tokenizer", former], sort_keys=True)
+    assert set_key([source], "a tokenizer", recipe) == hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
 def test_whatever_a_set_follows_from_changes_its_name(
     source: Source, tmp_path: Path, tiny_folders: dict[str, Path]
 ) -> None:
@@ -700,7 +719,7 @@ def test_whatever_a_set_follows_from_changes_its_name(
     changes: list[dict[str, Any]] = [
         {"task": "seq2seq"}, {"max_length": 65}, {"max_target_length": 5}, {"too_long": "skip"},
         {"train_on_prompt": True}, {"columns": {"text": "x"}}, {"label_map": {"a": "b"}}, {"max_bad_rows": 0.02},
-        {"label_names": ("a",)},
+        {"label_names": ("a",)}, {"source_lang": "en"}, {"target_lang": "de"}, {"date": "2026-01-01"}, {"version": 1},
     ]  # fmt: skip
     keys += [set_key([source], hashes[0], replace(recipe, **change)) for change in changes]
     keys.append(set_key([source, source], hashes[0], recipe))
@@ -745,7 +764,7 @@ def test_a_writer_that_is_killed_leaves_nothing_usable(tmp_path: Path, tiny_fold
         "from farthing.data.read import open_sources; from farthing.data.tokens import Recipe, tokenize\n"
         "tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])\n"
         "sources = open_sources((os.path.abspath('a.jsonl'),), cache_dir=Path('cache'), split='train')\n"
-        "stop = lambda rows, tokens: os.kill(os.getpid(), signal.SIGKILL) if rows > 2000 else None\n"
+        "stop = lambda rows, tokens, share: os.kill(os.getpid(), signal.SIGKILL) if rows > 2000 else None\n"
         "tokenize(sources, tokenizer, Recipe('causal-lm', 64), Path('cache'), progress=stop)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tiny_folders["llama"])], cwd=tmp_path, capture_output=True)

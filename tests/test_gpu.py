@@ -34,12 +34,14 @@ import farthing.train.run
 import test_prefix
 import workshop
 from farthing.data.loader import micro_batches
-from farthing.model import attention
-from farthing.model.attention import KERNELS, Documents, choose_kernel
-from farthing.model.compiled import find_compiler
+from farthing.model import attention_kernels
+from farthing.model.attention_choice import Asked, choose
+from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here
+from farthing.model.documents import Documents
+from farthing.model.hardware import find_compiler
 from farthing.model.head import Labelled, head_loss
 from farthing.model.lora_kernels import leave_low_rank
-from farthing.prices.catalog import gpu_of_device
+from farthing.prices.gpus import gpu_of_device
 from farthing.report.receipt import build_receipt
 from farthing.train.attempt import Attempt
 from farthing.train.frozen import begin_behind_frozen_layers
@@ -70,12 +72,13 @@ def clean_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing of one test in the memory, or in the settings, of the next; in fp32 no kernel that has to be compiled first."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
-    def chosen(device: torch.device, dtype: torch.dtype, *others: Any) -> str:
-        return "documents" if dtype == torch.float32 else choose_kernel(device, dtype, *others)
+    def chosen(query: Tensor, how: How) -> str:
+        return "documents" if query.dtype == torch.float32 else choose_kernel(query, how)
 
-    monkeypatch.setattr(attention, "choose_kernel", chosen)
+    monkeypatch.setattr(attention_kernels, "choose_kernel", chosen)
     yield
     gc.collect()
+    torch.use_deterministic_algorithms(False)
     if HAS_GPU:
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.empty_cache()
@@ -205,9 +208,9 @@ def test_a_whole_run_in_half_precision_learns_as_in_fp32(precision: str, family:
 
 def must_be_here(kernel: str) -> None:
     """Skip where a kernel can't be had."""
-    if kernel != "documents" and not HAS_GPU:
+    if kernel not in ("documents", "padded") and not HAS_GPU:
         pytest.skip("only a GPU can show this")
-    made = {"varlen": attention._varlen, "flash": attention._flash, "flex": attention._flex}
+    made = {"varlen": attention_kernels._varlen, "flash": attention_kernels._flash, "flex": attention_kernels._flex}
     if kernel in made and made[kernel]() is None:
         pytest.skip(f"the kernel {kernel} is not installed")
 
@@ -229,9 +232,9 @@ def with_a_beginning() -> tuple[Documents, int]:
 def attended(kernel: str, documents: Documents, tensors: list[Tensor], dtype: torch.dtype, **how: Any) -> list[Tensor]:
     """Output [T, H, D] of a kernel, and the gradients of queries, keys and values [T, H, D], in fp32."""
     leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
-    query, key, value = leaves[0], *(attention._as_seen(leaf, documents) for leaf in leaves[1:])
-    how = {"causal": True, "window": None, "softcap": None, "dropout": 0.0, "scale": query.shape[-1] ** -0.5} | how
-    out = KERNELS[kernel](query, key, value, documents, **how)
+    query, key, value = leaves[0], *(attention_kernels.keys_as_seen(leaf, documents) for leaf in leaves[1:])
+    how = {"causal": True, "scale": query.shape[-1] ** -0.5} | how
+    out = KERNELS[kernel](query, key, value, documents, How(**how))
     weights = torch.linspace(-1, 1, out.numel(), device=DEVICE).view(out.shape)
     (out.float() * weights).sum().backward()
     return [out.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)]
@@ -248,7 +251,7 @@ CASES = [*(("bf16", 64, asked) for asked in ASKED), ("bf16", 128, "causal"), ("f
 
 
 @pytest.mark.parametrize(("precision", "head_size", "asked"), CASES)
-@pytest.mark.parametrize("kernel", ["documents", "varlen", "flash", "flex"])
+@pytest.mark.parametrize("kernel", ["documents", "padded", "varlen", "flash", "flex"])
 def test_a_kernel_attends_as_documents_one_by_one(kernel: str, precision: str, head_size: int, asked: str) -> None:
     must_be_here(kernel)
     how: dict[str, Any] = {
@@ -256,8 +259,8 @@ def test_a_kernel_attends_as_documents_one_by_one(kernel: str, precision: str, h
         "window": {"window": 40},
         "softcap": {"softcap": 5.0},
     }.get(asked, {})
-    made = {"varlen": attention._varlen, "flash": attention._flash}
-    parameters = attention._parameters_of(made[kernel]() if kernel in made else None)
+    made = {"varlen": attention_kernels._varlen, "flash": attention_kernels._flash}
+    parameters = attention_kernels._parameters_of(made[kernel]() if kernel in made else None)
     if (asked == "window" and kernel in ("varlen", "flash") and "window_size" not in parameters) or (
         asked == "softcap" and (kernel == "varlen" or (kernel == "flash" and "softcap" not in parameters))
     ):
@@ -273,7 +276,7 @@ def test_a_kernel_attends_as_documents_one_by_one(kernel: str, precision: str, h
         assert off < KERNEL_ROUNDED[precision], (what, off)
 
 
-@pytest.mark.parametrize("kernel", ["documents", "varlen", "flash", "flex"])
+@pytest.mark.parametrize("kernel", ["documents", "padded", "varlen", "flash", "flex"])
 def test_no_document_sees_another(kernel: str) -> None:
     must_be_here(kernel)
     documents, n_tokens = one_after_another()
@@ -291,29 +294,31 @@ def test_no_document_sees_another(kernel: str) -> None:
 
 @on_a_gpu
 def test_one_kernel_takes_all_documents_where_the_gpu_has_one(record_property: Any) -> None:
-    choose_kernel.cache_clear()
-    chosen = {
-        "plain": choose_kernel(torch.device("cuda"), torch.bfloat16, 64, False, False, None),
-        "window": choose_kernel(torch.device("cuda"), torch.bfloat16, 128, False, False, 4096),
-        "softcap": choose_kernel(torch.device("cuda"), torch.bfloat16, 256, False, True, None),
-        "fp32": choose_kernel(torch.device("cuda"), torch.float32, 64, False, False, None),
-        "dropout": choose_kernel(torch.device("cuda"), torch.bfloat16, 64, True, False, None),
+    machine = here(torch.device("cuda"), False)
+    asked = {
+        "plain": Asked("bf16", 64),
+        "window": Asked("bf16", 128, has_window=True),
+        "softcap": Asked("bf16", 256, has_softcap=True),
+        "fp32": Asked("fp32", 64),
+        "dropout": Asked("bf16", 64, has_dropout=True),
     }
+    chosen = {name: choose(one, machine).kernel for name, one in asked.items()}
     record_property("kernels", json.dumps(chosen))
-    print("kernels chosen:", chosen)
+    print("torch", torch.__version__, "cuDNN", torch.backends.cudnn.version(), "built for", torch.cuda.get_arch_list())
+    print("kernels chosen:", chosen, "on", machine)
     if torch.cuda.get_device_capability() >= (8, 0):
         assert chosen["plain"] in ("varlen", "flash", "flex")
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
-@pytest.mark.parametrize("kernel", ["documents", "varlen", "flash", "flex"])
+@pytest.mark.parametrize("kernel", ["documents", "padded", "varlen", "flash", "flex"])
 def test_a_model_with_any_kernel_has_the_same_gradients(
     kernel: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     must_be_here(kernel)
     keys = strict(precision="bf16", **({"rows": uneven_rows()} if family == "llama" else {}))
     with monkeypatch.context() as patched:
-        patched.setattr(attention, "choose_kernel", lambda *_: kernel)
+        patched.setattr(attention_kernels, "choose_kernel", lambda *_: kernel)
         loss, found = first_gradients(make_job(tmp_path / kernel, family, **keys))
     fp32_loss, expected = first_gradients(make_job(tmp_path / "fp32", family, **keys | {"bf16": False}))
     assert loss == pytest.approx(fp32_loss, rel=LOSS_ROUNDED["bf16"])
@@ -323,10 +328,32 @@ def test_a_model_with_any_kernel_has_the_same_gradients(
 def test_the_kernel_that_fp32_gets_has_the_same_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = strict(rows=uneven_rows())
     expected_loss, expected = first_gradients(make_job(tmp_path / "documents", **keys))
-    monkeypatch.setattr(attention, "choose_kernel", choose_kernel)
+    monkeypatch.setattr(attention_kernels, "choose_kernel", choose_kernel)
     loss, found = first_gradients(make_job(tmp_path / "chosen", **keys))
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert error(found, expected) < 1e-3
+
+
+@on_a_gpu
+def test_cudnn_attention_is_off_in_a_run(tmp_path: Path) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    with opened(make_job(tmp_path, **strict(precision="bf16"))):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_a_deterministic_step_with_dropout_has_the_same_bits_twice(
+    family: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no operation of it is refused for want of a deterministic kernel."""
+    monkeypatch.setattr(attention_kernels, "choose_kernel", choose_kernel)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    keys = strict(precision=precision, full_determinism=True, size={"hidden": 128, "layers": 3, "dropout": 0.1})
+    first, second = (first_gradients(make_job(tmp_path / name, family, **keys)) for name in ("first", "second"))
+    assert first[0] == second[0]
+    assert all(torch.equal(gradient, second[1][name]) for name, gradient in first[1].items())
 
 
 # ---- the head, adapters, checkpointing ----
@@ -637,6 +664,85 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
     assert events[0]["step"] == 1
     assert "out of memory; it goes on" in heard.warnings
     must_agree(short, plain, SAME)
+
+
+@on_a_gpu
+def test_the_allocator_grows_its_segments(tmp_path: Path) -> None:
+    """Never run. In a process of its own: the allocator is told once, before it starts."""
+    code = (
+        "import farthing.cli\n"
+        "from farthing.model.hardware import choose_numerics\n"
+        "choose_numerics('cuda', None, None)\n"
+        "import torch\n"
+        "kept = [torch.empty(n << 20, dtype=torch.uint8, device='cuda') for n in (30, 50, 70)]\n"
+        "assert any(segment['is_expandable'] for segment in torch.cuda.memory_snapshot()), torch.cuda.memory_snapshot()\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@on_a_gpu
+@pytest.mark.parametrize("every", [False, 2, True])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_need_judged_before_the_first_step_is_the_peak(method: str, every: bool | int, tmp_path: Path) -> None:
+    """Never run."""
+    keys = {"rows": uneven_rows(64), "size": {"hidden": 1024, "layers": 6}, "global_batch_size": 64, "method": method}
+    keys |= {"micro_batch_tokens": 1 << 13, "gradient_checkpointing": every, "data": {"max_length": 1024}}
+    resting = torch.cuda.memory_allocated()
+    with opened(make_job(tmp_path, **strict(precision="bf16", **keys))) as run:
+        take_step(run)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        take_step(run)
+        settle(run)
+        peak = torch.cuda.max_memory_allocated() - resting
+        assert run.promised_bytes - resting == pytest.approx(peak, rel=0.1)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("share", [0.5, 0.0], ids=["into memory", "into the file"])
+def test_a_checkpoint_fetched_behind_the_next_step_is_of_one_step(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never run. Against copies that are made at once."""
+    keys = strict(max_steps=6, save_steps=2, save_total_limit=5, size={"hidden": 512, "layers": 4}, n_rows=64)
+    monkeypatch.setattr("farthing.durability.snapshot.HOST_SHARE", share)
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in ("later", "at once"):
+        if name == "at once":
+            monkeypatch.setattr("farthing.durability.checkpoint.can_wait", lambda tensor: False)
+        assert workshop.train(make_job(tmp_path / name, full_determinism=True, **keys)).state == "finished"
+        saved = sorted((tmp_path / name / "run/checkpoints").glob("step-*/*.safetensors"))
+        found[name] = {f"{p.parent.name} {p.name} {k}": v for p in saved for k, v in load_file(p).items()}
+    assert found["later"].keys() == found["at once"].keys()
+    assert all(torch.equal(found["later"][name], tensor) for name, tensor in found["at once"].items())
+
+
+@on_a_gpu
+def test_paged_state_comes_back_into_pages(tmp_path: Path) -> None:
+    """Never run."""
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    with opened(make_job(tmp_path, **strict(optim="paged_adamw_32bit", size={"hidden": 512}))) as run:
+        take_step(run)
+        settle(run)
+        tensors, values = run.state["optimizer"].state()
+        run.state["optimizer"].restore({name: tensor.clone() for name, tensor in tensors.items()}, values)
+        states = [value for state in run.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        assert any(getattr(value, "is_paged", False) for value in states)
+        assert all(getattr(value, "is_paged", False) for value in states if value.numel() >= 1e5)
+        take_step(run)
+        settle(run)
+
+
+@on_a_gpu
+def test_pinned_blocks_are_not_rounded_up(tmp_path: Path) -> None:
+    """Never run."""
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    with opened(make_job(tmp_path, **strict(optim="adamw_torch_offload", size={"hidden": 768, "layers": 4}))) as run:
+        trained = sum(p.nbytes for p in run.model.parameters())
+        taken = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
+        assert 2 * trained <= taken < 2.2 * trained
 
 
 # ---- what is said of a run ----

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import gpu
 from farthing.planner.shapes import read_shape
+from farthing.train.optim import state_bytes
 from on_gpu import others, table, work
 from on_gpu.work import FULL, LABELLED, SHAPES, SMALL
 
@@ -163,6 +165,65 @@ def test_wrong_words_get_the_usage() -> None:
         done = call(*words)
         assert done.returncode == 2
         assert "bench/gpu.sh right OUT" in done.stderr
+
+
+FAKE_PYTHON = """#!/usr/bin/env bash
+# a Python whose parts fail: PARTS_FAIL names them by a word of their command
+case "$*" in
+  *"-m pytest"*) echo "pytest $*" >> "$CALLS" ;;
+  *"bench/gpu.py"*) echo "bench $*" >> "$CALLS" ;;
+  *) exec "$REAL_PYTHON" "$@" ;;
+esac
+for word in $PARTS_FAIL; do case "$*" in *"$word"*) exit 1 ;; esac; done
+exit 0
+"""
+
+
+@pytest.mark.parametrize("fails", ["", "--only-ceilings", "tests/test_gpu.py", "--only-ceilings tests/test_gpu.py"])
+def test_a_part_that_fails_does_not_keep_the_others_from_running(fails: str, tmp_path: Path) -> None:
+    fake = tmp_path / "python"
+    fake.write_text(FAKE_PYTHON)
+    fake.chmod(0o755)
+    calls = tmp_path / "calls.txt"
+    more = {"PYTHON": str(fake), "REAL_PYTHON": sys.executable, "CALLS": str(calls), "PARTS_FAIL": fails}
+    done = call("right", str(tmp_path / "out"), **more)
+    lines = calls.read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["pytest", "bench", "pytest"]
+    assert "not (flex or compile or fp32_gets)" in lines[0]
+    assert "-k flex or compile or fp32_gets" in lines[2]
+    assert done.returncode == (1 if fails else 0), done.stderr
+    said = (tmp_path / "out" / "failed.txt").read_text()
+    assert ("failed: the ceilings" in said) == ("ceilings" in fails)
+    assert ("failed: the quick tests" in said) == ("failed: the tests that compile" in said) == ("test_gpu" in fails)
+    assert ("every part ran" in done.stdout) == (not fails)
+
+
+def test_what_has_no_time_is_said_at_the_end(tmp_path: Path) -> None:
+    done = call("right", str(tmp_path), "--minutes", "0")
+    assert done.returncode == 0
+    assert (tmp_path / "failed.txt").read_text().count("left out: ") == 3
+    assert "every part ran" not in done.stdout
+
+
+def test_state_of_the_optimizer_is_counted_on_a_device_with_a_number_and_without() -> None:
+    model = torch.nn.Linear(100, 100, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=False)
+    optimizer.state[model.weight] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(model.weight)}
+    assert state_bytes(optimizer, torch.device("meta", 0)) == state_bytes(optimizer, torch.device("meta")) == 40_000
+
+
+def test_ceilings_that_fail_leave_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("on_gpu.clocks.ceilings", failing)
+    asked = gpu.arguments([str(tmp_path), "--smoke"])
+    asked.work = tmp_path
+    gpu.prepare(asked, SMALL, gpu.Rows(tmp_path / "rows.jsonl", say=False))
+    rows = table.read_rows(tmp_path / "rows.jsonl")
+    assert [row["kind"] for row in rows[:2]] == ["left out", "facts"]
+    assert [row["kind"] for row in rows[2:]] == ["work", "work"]
+    assert "Promised and happened" in table.draw(rows, 3.0) or "no row" in table.draw(rows, 3.0)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,7 @@ def test_wings_import_only_from_wings_below() -> None:
 
 @pytest.mark.parametrize("name", ["durability", "data", "prices", "config", "planner", "report"])
 def test_wings_without_torch(name: str) -> None:
-    loads_tensors = {"durability.checkpoint"}
+    loads_tensors = {"durability.checkpoint", "durability.snapshot"}
     for path in room(name):
         if module_of(path) not in loads_tensors:
             assert not {module.split(".")[0] for module in imports(path, top_only=True)} & HEAVY, path
@@ -110,7 +111,7 @@ CLOCKS = {"time", "socket", "http", "urllib.request", "requests", "farthing.pric
 
 def test_what_the_planner_says_hangs_on_no_clock_and_no_network() -> None:
     measures_or_reads = {
-        "planner.lengths",
+        "planner.job_lengths",
         "planner.machine",
         "planner.measurements",
         "planner.model_config",
@@ -158,3 +159,47 @@ def test_every_public_function_says_what_it_is() -> None:
             if not node.name.startswith("_") and not ast.get_docstring(node):
                 missing.append(f"{path.name}:{node.lineno} {node.name}")
     assert missing == []
+
+
+DISTRIBUTIONS = {
+    "yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "rouge_score": "rouge-score", "pynvml": "nvidia-ml-py",
+    "liger_kernel": "liger-kernel", "google": "protobuf", "triton": "torch",
+}  # fmt: skip
+"""Packages whose distribution has another name; triton comes with torch."""
+BUILT_BY_HAND = {"flash_attn"}
+"""Used where somebody has built it, which no installer does by itself."""
+
+
+def declared() -> dict[str, set[str]]:
+    """Names of distributions in pyproject.toml: those that are always installed, and those of each extra."""
+    project = tomllib.loads((SOURCE.parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[\[<>=~!; ]", text)[0].lower() for text in requirements}
+
+    return {"": names(project["dependencies"])} | {
+        extra: names(wanted) for extra, wanted in project["optional-dependencies"].items() if extra != "dev"
+    }
+
+
+def undeclared(path: Path, known: set[str]) -> set[str]:
+    """Packages of others that a file imports, by their distribution, and that are not among the known."""
+    tops = {name.split(".")[0] for name in imports(path)} - set(sys.stdlib_module_names) - {"farthing"}
+    return {DISTRIBUTIONS.get(top, top) for top in tops} - known
+
+
+def test_what_is_imported_is_declared() -> None:
+    distributions = declared()
+    always = {"numpy", "pydantic", "pyyaml", "rich", "torch", "transformers", "pyarrow", "fsspec"}
+    assert always <= distributions[""]
+    known = BUILT_BY_HAND.union(*distributions.values())
+    assert {path.name: names for path in FILES if (names := undeclared(path, known))} == {}
+    assert undeclared(SOURCE / "data" / "arrow.py", known - {"pyarrow"}) == {"pyarrow"}, "and it would have been found"
+    at_top = {path.name: undeclared_at_top(path, distributions[""]) for path in FILES}
+    assert {name: names for name, names in at_top.items() if names} == {}, "an extra is imported where it is needed"
+
+
+def undeclared_at_top(path: Path, known: set[str]) -> set[str]:
+    """The same for what is imported whenever the file is."""
+    tops = {name.split(".")[0] for name in imports(path, top_only=True)} - set(sys.stdlib_module_names) - {"farthing"}
+    return {DISTRIBUTIONS.get(top, top) for top in tops} - known

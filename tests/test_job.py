@@ -97,6 +97,8 @@ def test_a_section_of_comments_is_as_good_as_absent(read: Any) -> None:
 def test_numbers_may_be_written_as_people_write_them(read: Any) -> None:
     job = read("train: {learning_rate: 1e-4}\nlimits: {max_usd: $5, max_hours: 90min}\nwhere: {usd_per_hour: '0.36'}\n")
     assert (job.learning_rate, job.limits.max_usd, job.limits.max_hours) == (1e-4, 5.0, 1.5)
+    capped = job.limits.model_copy(update={"max_gpu_hours": 2.0})
+    assert (job.limits.most_hours(8), capped.most_hours(), capped.most_hours(4)) == (1.5, 1.5, 0.5)
     assert job.usd_per_hour == 0.36
 
 
@@ -191,7 +193,7 @@ def test_a_misspelt_key_in_the_wrong_section_is_sent_home_too(read: Any) -> None
 
 
 def test_an_unknown_key_like_no_other_gets_the_list(read: Any) -> None:
-    assert "max_usd, max_hours, deadline" in one_problem(read, "limits: {zzz: 1}\n")[2]
+    assert "max_usd, max_hours, max_gpu_hours, deadline" in one_problem(read, "limits: {zzz: 1}\n")[2]
 
 
 def yaml_keys(section: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ triton`, then `PYTHONPATH=liger python -m pytest tests/test_liger.py`.
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -21,6 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
+from farthing.model import liger
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.liger import FAMILIES, patch, use_liger, why_not_liger
 
@@ -58,6 +60,9 @@ def test_reasons_are_given_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert use_liger(model) == "no Liger kernels: they are for GPUs"
     on_gpu = [SimpleNamespace(device=torch.device("cuda"))]
     monkeypatch.setattr(torch.nn.Module, "parameters", lambda self: iter(on_gpu))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    assert why_not_liger(model) == "they are for GPUs from Ampere on"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install 'farthing[gpu]'" in str(why_not_liger(model))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
@@ -135,6 +140,42 @@ def test_a_model_with_an_adapter_is_patched_within(kernels: list[int]) -> None:
     assert patch(model)["rotations"] == 2
     gradients(model)
     assert len(kernels) == 2
+
+
+class Norm(torch.nn.Module):
+    """In place of Liger's: what Triton would do at its first kernel, forward or backward."""
+
+    fails: type[Exception] | None = None
+    width = 0
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width))
+        Norm.width = width
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.fails is not None:
+            raise self.fails("Failed to find C compiler.\nPlease specify via CC environment variable.")
+        return rows * self.weight
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError, AssertionError, None])
+def test_a_model_is_left_as_it_is_where_the_first_kernel_fails(
+    error: type[Exception] | None, kernels: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liger, "why_not_liger", lambda model: None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.8.5")
+    monkeypatch.setattr(sys.modules["liger_kernel.transformers"], "LigerRMSNorm", Norm, raising=False)
+    monkeypatch.setattr(Norm, "fails", error)
+    model = small_model()
+    said = use_liger(model)
+    assert Norm.width == 64
+    if error is None:
+        assert said == "liger-kernel 0.8.5: 5 norms, 2 rotations"
+        return
+    assert said == f"no Liger kernels: {error.__name__}: Failed to find C compiler."
+    assert not any("forward" in vars(module) for module in model.modules())
+    gradients(model)
 
 
 # ---- the real kernels ----

@@ -28,7 +28,7 @@ import workshop
 from farthing.config.job import Job
 from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.preemption import Notice
-from farthing.durability.run_folder import LEDGER, MODEL
+from farthing.durability.run_folder import LEDGER, MODEL, kept
 from farthing.report.receipt import build_receipt
 from farthing.train.attempt import Attempt, Clocks, Context, Saving
 from farthing.train.budget import over_limit, seconds_left, why_not_start
@@ -263,11 +263,14 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(seed: int, p
     assert receipt["restart_usd"] == pytest.approx(receipt["restart_s"] / 3600 * 7.2)
 
 
-def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again(plain: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cap", ["max_hours", "max_gpu_hours"])
+def test_killed_in_its_last_seconds_a_run_has_its_model_and_does_not_start_again(
+    cap: str, plain: Job, tmp_path: Path
+) -> None:
     dice = random.Random(1)
     costs = Costs(dice)
     costs.start_s, costs.mean_step_s, costs.evaluation_s = 20.0, 1.0, 0.0
-    job = plain.model_copy(update={"limits": plain.limits.model_copy(update={"max_hours": 100 / 3600})})
+    job = plain.model_copy(update={"limits": plain.limits.model_copy(update={cap: 100 / 3600})})
     machine, disk = Machine(), {}
     machine.kill_at = 97.0
     with pytest.raises(Killed):
@@ -362,7 +365,12 @@ def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path: Pa
     keep_fit(tmp_path / "s", fit)
     assert kept_fit(tmp_path / "s") == fit
     (tmp_path / "s").write_text("{")
-    with pytest.raises(RunDamaged, match="schedule"):
+    assert kept_fit(tmp_path / "s") is None, "while nothing was saved by it, it is made anew"
+    (tmp_path / "checkpoints" / "step-00000005-0001").mkdir(parents=True)
+    with pytest.raises(RunDamaged, match="s can't be read"):
+        kept_fit(tmp_path / "s")
+    (tmp_path / "s").unlink()
+    with pytest.raises(RunDamaged, match="s is gone, which has the schedule"):
         kept_fit(tmp_path / "s")
 
 
@@ -393,11 +401,11 @@ def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: P
         )  # fmt: skip
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farthing.train.run.seconds_since_process_start", lambda: 0.0)
+        patch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
         job = make("a")
         stopped = farthing.train.run.train(job, when("step", 14, terminate))
         assert stopped.state == "interrupted"
-        before = json.loads(Path(job.output_dir, "schedule.json").read_text())
+        before = kept(Path(job.output_dir, "schedule.json"))
         heard = workshop.Heard()
         done = farthing.train.run.train(job, heard)
     fit = done.receipt["schedule"]

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -63,6 +64,18 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert found.n_skipped == 0
     assert path.stat().st_mode & 0o077 == 0
     assert read_measurements(tmp_path) == [], "a folder holds none"
+
+
+def test_a_flipped_bit_of_a_measurement_is_found(tmp_path: Path) -> None:
+    path = tmp_path / MEASUREMENTS
+    append_measurement(path, some())
+    whole, n_found = path.read_bytes(), 0
+    for at in range(len(whole) - 1):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        found = read_measurements(path)
+        assert list(found) in ([], [some()])
+        n_found += found.n_skipped
+    assert n_found > 0.9 * len(whole)
 
 
 def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -255,7 +268,7 @@ def test_every_attempt_is_measured_by_itself(tmp_path: Path) -> None:
 
 
 def test_a_limit_is_an_end_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farthing.train.run.seconds_since_process_start", lambda: 0.0)
+    monkeypatch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
     job = make_job(tmp_path, max_steps=5000, limits={"max_hours": "4s"}, size={"hidden": 32})
     assert train(job).state == "limit"
     assert len(kept(job)) == 1
@@ -265,7 +278,7 @@ def test_what_was_promised_is_kept(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     train(job)
     (found,) = kept(job)
-    assert found.promised == json.loads((Path(job.output_dir) / "plan.json").read_text())
+    assert found.promised | {"sha256": ANY} == json.loads((Path(job.output_dir) / "plan.json").read_text())
     assert found.promised["wall_s"] > 0
     assert found.promised["formula"]["compute_s"] > 0
 

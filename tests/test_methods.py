@@ -13,10 +13,15 @@ import pytest
 import torch
 import transformers
 
-import farthing.train.run
 import workshop
 from farthing.errors import ModelError, UserMistake
-from farthing.model.activation_checkpointing import checkpoint_layers, choose_checkpointing, saved_bytes
+from farthing.model.activation_checkpointing import (
+    Linear,
+    Sample,
+    checkpoint_layers,
+    choose_checkpointing,
+    saved_bytes,
+)
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.hardware import Numerics, choose_numerics
 from farthing.model.load import ModelChoice, load_config, load_model
@@ -147,6 +152,7 @@ def test_random_weights_are_the_same_in_every_precision(tmp_path: Path) -> None:
 
 def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Attempt, Heard]:
     """A run on the CPU whose scaler is enabled as it is for fp16 on a GPU."""
+    from farthing.durability.files import make_private
     from farthing.durability.ledger import Ledger, Meter
     from farthing.durability.preemption import Notice
     from farthing.train.assemble import assemble
@@ -156,7 +162,7 @@ def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Attempt, Heard]:
 
     job = make_job(tmp_path, max_grad_norm=0.5, **keys)
     heard = Heard()
-    folder = farthing.train.run.make_private(Path(job.output_dir))
+    folder = make_private(Path(job.output_dir))
     numerics = Numerics(torch.device("cpu"), autocast=None, needs_scaler=True)
     inputs = open_inputs(job)
     examples = open_examples(job, inputs, heard, lambda: False)
@@ -435,8 +441,10 @@ def test_real_models_count_what_their_makers_say(name: str, n_parameters: int) -
 # ---- activation checkpointing ----
 
 
-def small_model(family: str, folder: Path, method: str = "full", dropout: float = 0.0) -> tuple[Any, Callable[[], Any]]:
-    """A model of four layers in training mode, and its forward pass."""
+def small_model(
+    family: str, folder: Path, method: str = "full", dropout: float = 0.0
+) -> tuple[Any, Callable[..., Any]]:
+    """A model of four layers in training mode, and its forward pass, of so many copies of a batch."""
     workshop.make_folder(folder, family, layers=4, dropout=dropout)
     choice, task = ModelChoice(str(folder), init="random"), workshop.TASK[family]
     model: Any = load_model(choice, load_config(choice), task, dtype=torch.float32, seed=0, label_names=("a", "b", "c"))
@@ -446,7 +454,12 @@ def small_model(family: str, folder: Path, method: str = "full", dropout: float 
     ids = torch.randint(5, 200, (4, 24), generator=torch.Generator().manual_seed(1))
     labels = torch.tensor([0, 1, 2, 0]) if family == "bert" else ids
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-    return model, lambda: summed_loss(model, batch, task)[0]
+
+    def forward(n_copies: int = 1) -> torch.Tensor:
+        copies = {name: value.repeat(n_copies, *[1] * (value.ndim - 1)) for name, value in batch.items()}
+        return summed_loss(model, copies, task)[0]
+
+    return model, forward
 
 
 def gradients(model: Any, forward: Callable[[], Any]) -> dict[str, torch.Tensor]:
@@ -473,14 +486,15 @@ def test_checkpointing_saves_memory_and_changes_no_bit_of_the_gradients(
     assert saved_bytes(model, forward) == kept[0]
 
 
-def choose(model: Any, forward: Callable[[], Any], free_bytes: int, wanted: bool | int | str = "auto") -> Any:
+def choose(model: Any, forward: Callable[..., Any], free_bytes: int, wanted: bool | int | str = "auto") -> Any:
     return choose_checkpointing(
         model,
-        forward=forward,
-        sample_tokens=24,
-        largest_tokens=96,
-        n_trained=count_parameters(model)["trainable"],
-        optimizer_bytes_per_weight=8.0,
+        samples=(Sample(96, forward), Sample(192, lambda: forward(2))),
+        largest_tokens=4000,
+        accumulates=False,
+        optimizer_bytes=8 * count_parameters(model)["trainable"],
+        update_bytes=0,
+        head=Linear(),
         free_bytes=free_bytes,
         wanted=wanted,
     )
@@ -493,13 +507,25 @@ def test_auto_checkpoints_no_more_than_the_memory_asks_for(family: str, method: 
     ample, tiny = choose(model, forward, 1 << 40), choose(model, forward, 1)
     assert (ample.every_n_layers, ample.fits) == (0, True)
     assert (tiny.every_n_layers, tiny.fits) == (1, False)
-    assert tiny.activations_bytes < ample.activations_bytes
     half = choose(model, forward, 1, wanted=2)
-    assert tiny.activations_bytes < half.activations_bytes < ample.activations_bytes
+    assert tiny.saved.at(4000) < half.saved.at(4000) < ample.saved.at(4000)
+    assert tiny.total_bytes < half.total_bytes < ample.total_bytes
     between = (half.total_bytes + ample.total_bytes) / 2
     assert choose(model, forward, int(between / 0.9)).every_n_layers == 2
-    assert ample.gradients_bytes == 4 * count_parameters(model)["trainable"]
-    assert ample.optimizer_bytes == 2 * ample.gradients_bytes
+    assert ample.gradients.all_bytes == 4 * count_parameters(model)["trainable"]
+
+
+def test_a_sample_without_room_is_a_mode_that_does_not_fit(tmp_path: Path) -> None:
+    model, forward = small_model("llama", tmp_path / "base")
+
+    def short(n_copies: int = 1) -> torch.Tensor:
+        if not any(getattr(module, "gradient_checkpointing", False) for module in model.model.layers):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(n_copies)
+
+    assert choose(model, short, 1 << 40).every_n_layers == 2
+    with pytest.raises(torch.OutOfMemoryError):
+        choose(model, short, 1 << 40, wanted=False)
 
 
 @pytest.mark.parametrize(("wanted", "every"), [(True, 1), (False, 0), (3, 3)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+import farthing.train.run
 import workshop
+from farthing.errors import Interrupted
 from farthing.metrics import GREATER_IS_BETTER, OF_TASK, classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import choose_numerics
+from farthing.train import evaluation
 from farthing.train.evaluate import evaluate
 from farthing.train.setup import open_examples, open_inputs
 from workshop import Heard, Watched, log_of, make_job
@@ -220,12 +224,61 @@ def test_patience_counts_evaluations_without_a_gain(tmp_path: Path, monkeypatch:
     assert workshop.train(job).receipt["steps"] == 6  # the same command trains nothing more
 
 
-def test_a_gain_below_the_threshold_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gain_below_the_threshold_does_not_count_for_patience_and_is_still_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_metrics(monkeypatch, 3.0, 2.95, 2.91, 2.0)
     job = judged_job(tmp_path, early_stopping_patience=2, early_stopping_threshold=0.1, max_steps=20)
     outcome = workshop.train(job)
     assert outcome.receipt["steps"] == 3
-    assert outcome.receipt["best_step"] == 1
+    assert outcome.receipt["best_step"] == 3
+    assert [row["is_best"] for row in evaluations(job)] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("values", "greater", "best_step"),
+    [
+        ((9.0, 8.9, 8.8, 8.7), False, 4),
+        ((2.0, 1.0, 1.0, 1.5), False, 2),  # of equal ones the first
+        ((0.1, 0.2, 0.2, 0.15), True, 2),
+        ((None, 3.0, None, 2.9), False, 4),
+        ((2.0, 2.4, 1.9, 1.95), False, 3),
+    ],
+)
+def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
+    values: tuple[float | None, ...], greater: bool, best_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "_measured", lambda run: {"loss": values[run.progress.step - 1], "n_examples": 1})
+    job = judged_job(tmp_path, greater_is_better=greater, early_stopping_threshold=0.5, max_steps=4, save_steps=1)
+
+    def stop(kind: str, facts: dict[str, Any]) -> None:
+        if kind == "saved" and facts["step"] == 2:
+            raise Interrupted("asked to leave")
+
+    assert farthing.train.run.train(job, stop).state == "interrupted"
+    outcome = workshop.train(job)
+    assert (outcome.state, outcome.receipt["best_step"]) == ("finished", best_step)
+    exported, best = load_file(tmp_path / "run/model/model.safetensors"), checkpoint_weights(job, best_step)
+    assert all(torch.equal(exported[name], best[name]) for name in exported)
+
+
+def test_patience_is_that_of_transformers_early_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = (3.0, 2.8, 2.4, 2.3, 2.25, 1.6, 1.55, 1.5, 1.5, 1.45, 0.1)
+    theirs = transformers.EarlyStoppingCallback(early_stopping_patience=3, early_stopping_threshold=0.3)
+    arguments: Any = SimpleNamespace(greater_is_better=False)
+    state: Any = SimpleNamespace(best_metric=None)
+    stopped_at = 0
+    for step, value in enumerate(values, 1):
+        theirs.check_metric_value(arguments, state, None, value)
+        state.best_metric = value if state.best_metric is None else min(value, state.best_metric)
+        if theirs.early_stopping_patience_counter >= 3:
+            stopped_at = step
+            break
+    set_metrics(monkeypatch, *values)
+    job = judged_job(tmp_path, early_stopping_patience=3, early_stopping_threshold=0.3, max_steps=20)
+    outcome = workshop.train(job)
+    assert outcome.receipt["steps"] == stopped_at == 9
+    assert outcome.receipt["best_step"] == 8
 
 
 @pytest.mark.parametrize(

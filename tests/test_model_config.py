@@ -228,12 +228,29 @@ def test_names_that_are_not_known() -> None:
         ("meta-lama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
         ("Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
         ("qwen/qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B-Instruct"),
-        ("gpt3", "gpt2"),
+        ("gpt_2", "gpt2"),
     ):
         with pytest.raises(ModelError) as caught:
             find_config(wrong)
         assert f"did you mean {near}?" in caught.value.to_do.replace("unsloth", "meta-llama"), wrong
     assert nearest_known("somebody/entirely-different") == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("meta-llama/Llama-4-Scout-17B-16E", ""),
+        ("meta-llama/Llama-4-7b-hf", ""),
+        ("Qwen/Qwen4-8B", ""),
+        ("google/gemma-4-2b", ""),
+        ("meta-llama/Lama-2-7b-hf", "meta-llama/Llama-2-7b-hf"),
+        ("mistralai/Mistral-7B-v01", "mistralai/Mistral-7B"),
+        ("EleutherAI/gpt-neox20b", "EleutherAI/gpt-neox-20b"),
+    ],
+)
+def test_a_model_of_another_version_is_not_what_was_meant(name: str, near: str) -> None:
+    assert nearest_known(name).startswith(near)
+    assert bool(nearest_known(name)) == bool(near)
     for wrong in ("/no/such/folder", "./none", "a/b/c", "a b", "https://x.y/z", ""):
         with pytest.raises(ModelError, match=r"no such folder|no config"):
             find_config(wrong)

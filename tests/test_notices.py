@@ -31,7 +31,7 @@ from farthing.durability.cloud_preemption import (
     Watch,
     services_for,
 )
-from farthing.durability.preemption import Notice
+from farthing.durability.preemption import SIGNALS, Notice
 from farthing.errors import UserMistake
 from farthing.train.run import train
 from mirrored import QUICK
@@ -377,7 +377,7 @@ def test_a_signal_after_a_clouds_notice_is_not_a_second_one() -> None:
         assert notice.news() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_the_first_signal_is_noted_and_the_second_leaves_at_once(number: signal.Signals) -> None:
     code = (
         "import os, sys\nfrom farthing.durability.preemption import Notice\n"
@@ -390,6 +390,19 @@ def test_the_first_signal_is_noted_and_the_second_leaves_at_once(number: signal.
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (75, number.name)
     assert "second signal" in done.stderr
+
+
+def test_the_signals_of_schedulers_and_terminals_are_heard_and_nohup_is_heeded() -> None:
+    names = {number.name for number in SIGNALS}
+    assert names == {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"}
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Notice() as notice:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGCONT)
+            assert not notice
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_risk_sets_no_flag() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import farthing.train.offload
 import survive
 import workshop
 from farthing.errors import ModelError
-from farthing.train.optim import bytes_per_weight, load_state, make_optimizer, state_tensors
+from farthing.train.offload import ALIGNED_BYTES, pack
+from farthing.train.optim import load_state, make_optimizer, state_bytes, state_tensors
 from workshop import Heard, losses_of, make_job
 
 NAME = "adamw_torch_offload"
@@ -74,7 +76,9 @@ def test_a_weight_without_a_gradient_stays_as_it_is() -> None:
     step(model, optimizer, 0)
     assert torch.equal(model[0].weight, small_model()[0].weight)
     assert not torch.equal(model[3].weight, small_model()[3].weight)
-    assert model[0].weight not in optimizer.state
+    state = optimizer.state[model[0].weight]
+    assert float(state["step"]) == 0
+    assert not state["exp_avg"].any()
 
 
 def test_a_restored_model_and_state_go_on_exactly() -> None:
@@ -113,7 +117,7 @@ def test_state_and_arithmetic_never_come_near_a_device_without_room() -> None:
         load_state(other, far.named_parameters(), tensors, values)
         devices = {value.device.type for state in other.state.values() for value in state.values()}
         assert devices == ({"cpu"} if stays else {"meta"})
-    assert bytes_per_weight(NAME) == 0
+    assert state_bytes(optimizer, torch.device("cuda")) == 0
 
 
 def test_gradients_are_unscaled_and_an_overflow_skips_the_step() -> None:
@@ -132,6 +136,34 @@ def test_gradients_are_unscaled_and_an_overflow_skips_the_step() -> None:
     scaler.update()
     assert scaler.get_scale() == 2.0**9
     assert same(before, {name: p.detach() for name, p in model.named_parameters()})
+
+
+SIZES = {
+    "8B": [4 * n for n in (128256 * 4096, *32 * (4096 * 4096, 4096 * 1024, 4096 * 1024, 14336 * 4096), 4096)],
+    "just over half": [33 << 20] * 100,
+    "one": [5000],
+    "tiny": [12, 4, 0, 100],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("kind", list(SIZES))
+def test_pinned_copies_share_blocks_that_torch_does_not_round_up(kind: str) -> None:
+    sizes = SIZES[kind]
+    places, blocks = pack(sizes)
+    assert all(size & (size - 1) == 0 for size in blocks)
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for (block, start), size in zip(places, sizes, strict=True):
+        assert start % ALIGNED_BYTES == 0
+        taken.setdefault(block, []).append((start, start + size))
+    for block, pieces in taken.items():
+        pieces.sort()
+        assert all(end <= start for (_, end), (start, _) in pairwise(pieces))
+        assert pieces[-1][1] <= blocks[block]
+    if sum(sizes) > 1 << 20:
+        alone = sum(1 << (size - 1).bit_length() for size in sizes)
+        assert sum(blocks) < 1.05 * sum(sizes)
+        assert sum(blocks) < 0.95 * alone
 
 
 def test_weights_that_are_not_fp32_are_refused_in_words() -> None:

@@ -25,7 +25,8 @@ from farthing.data.packing import (
 )
 from farthing.data.tokens import TokenSet
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import first_position, flat_batch, flat_logits, go_flat
+from farthing.model.attention import first_position, flat_logits, go_flat
+from farthing.model.documents import flat_batch
 from farthing.model.head import language_model_loss
 from farthing.model.loss import summed_loss
 

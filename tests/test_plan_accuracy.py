@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import csv
 import os
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import plan_accuracy
-from plan_accuracy import (
+from farthing.planner.confidence import how_sure, memory_error, speed_error
+from farthing.planner.speed import device_of
+from farthing.planner.types import Place
+from farthing.prices.gpus import find_gpu
+from farthing.prices.offers import Billing, Offer
+from plan_accuracy import judge, predict
+from plan_coverage import held_by, left_out, width_of
+from plan_rows import (
     GIB,
     STAND_INS,
     Case,
     NotExpressed,
     gpu_of,
-    judge,
     meter_of,
     n_micro_batches_of,
     plain_name,
-    predict,
     read_case,
     shape_of,
 )
@@ -301,3 +307,37 @@ def test_a_file_without_a_row_that_can_be_judged_prints_its_reasons(
     monkeypatch.setattr("sys.argv", ["plan_accuracy.py", "--measurements", str(path), "--rows"])
     plan_accuracy.main()
     assert "no shapes for the family of tiiuae/falcon-7b" in capsys.readouterr().out
+
+
+# ---- coverage ----
+
+
+def test_a_width_holds_its_share_of_new_rows_and_each_group_counts_the_same() -> None:
+    small = [0.01 * k for k in range(1, 101)]
+    assert width_of({"a": small}) == pytest.approx(0.81), "80 of 100, and one more for the sample"
+    assert width_of({"a": small, "b": [5.0] * 1000}) == 5.0
+    assert width_of({"a": small * 10, "b": [0.1] * 50}) < width_of({"a": small * 10})
+    assert width_of({"a": [0.1, 0.2]}) == 0.2
+
+
+def test_a_source_has_no_say_in_its_own_range() -> None:
+    rows = [{"source": source, "e": error} for source, error in (("a", 0.1), ("a", -0.1), ("b", 0.3), ("c", None))]
+    whole, a, b = left_out(rows, "e")
+    assert (a["width"], a["n_held"], b["width"], b["n_held"]) == (0.3, 2, 0.1, 0)
+    assert (whole["n"], whole["n_held"], whole["share"]) == (3, 2, pytest.approx(2 / 3))
+    assert left_out(rows[:2], "e") == []
+    assert held_by(rows, "e", lambda row: 0.2)["share"] == pytest.approx(2 / 3)
+
+
+def test_what_plans_say_of_their_errors_is_wider_where_less_is_known() -> None:
+    def place(gpu: str) -> Place:
+        offer = Offer("", "", gpu, 1, "", "", False, "machine_hour", 1.0, "", date.min, Billing(""))
+        device = device_of(find_gpu(gpu), "bf16")
+        assert device is not None
+        return Place(offer, device, "bf16", 1)
+
+    seen, unseen = place("A100-80GB"), place("H100-80GB")
+    assert speed_error(seen, "llama") < speed_error(seen, "gemma2") < speed_error(unseen, "llama")
+    assert memory_error(seen, "llama") < memory_error(seen, "something new")
+    assert "its family" in how_sure(seen, "llama")
+    assert "no published runs on this GPU" in how_sure(unseen, "llama")

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from farthing.planner.ownership import parse_owned
-from farthing.report.plan_page import place_labels, plan_page
-from farthing.report.plan_view import plan_view, say_cost
+from farthing.report.plan_page import plan_page
+from farthing.report.plan_scatter import place_labels
+from farthing.report.plan_view import plan_view
+from farthing.report.plan_words import say_cost
 from farthing.units import say_seconds
 from test_plan_view import OWN, ask
 

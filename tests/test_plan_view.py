@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,13 @@ from farthing.config.job import Job
 from farthing.errors import UserMistake
 from farthing.planner.inputs import Study, study_job
 from farthing.planner.ownership import break_even_hours, parse_owned, run_on_own
-from farthing.planner.plan import Assumptions, Place, decide, place_of
+from farthing.planner.search import decide
 from farthing.planner.speed import Calibration, cpu_device
-from farthing.prices.catalog import Billing, Offer
-from farthing.report.plan_view import (
-    break_even_words,
-    compare_plans,
-    find_plan,
-    limits_in_words,
-    plan_view,
-    summary,
-    ways_out,
-)
+from farthing.planner.types import Assumptions, Place, place_of
+from farthing.prices.offers import Billing, Offer
+from farthing.report.plan_compare import compare_plans, find_plan
+from farthing.report.plan_view import plan_view
+from farthing.report.plan_words import break_even_words, limits_in_words, summary, ways_out
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 OWN = "RTX 4090:1600usd:0.45kW"
@@ -128,7 +124,9 @@ def test_the_answer_says_what_to_do_and_what_it_comes_to(tmp_path: Path, view: d
     assert rented["answer"].startswith("Rent 1x ")
     assert " to spare." in rented["answer"]
     assert rented["best"] in rented["plans"]
-    assert rented["best"]["rank"] == 1 or rented["best"]["why"].startswith("the first that will do, ")
+    assert rented["best"]["rank"] == 1, "`--explain 1` explains the headline"
+    assert find_plan(rented, "1") == rented["best"]
+    assert re.search(r"\(\S.* to .*\), .* \(.* to .*\), fits", rented["answer"]), "dollars and hours with their ranges"
     assert "10,000 examples x 3 epochs, 1,875 steps of 16" in summary(rented)
 
 
@@ -285,14 +283,56 @@ def with_here(study: Study, place: Place) -> dict[str, Any]:
     return plan_view(replace(study, answer=answer, own=()))
 
 
-def test_a_slow_machine_without_a_price_is_not_the_answer(study: Study) -> None:
-    found = with_here(study, here(0.0, 1e11))
-    assert found["plans"][0]["kind"] == "here", "it costs nothing, so dollars put it first"
+@pytest.mark.parametrize("flops", [1e11, 1e15])
+def test_this_machine_without_a_price_is_shown_apart_with_its_hours(study: Study, flops: float) -> None:
+    found = with_here(study, here(0.0, flops))
+    last = found["plans"][-1]
+    assert last["kind"] == "here"
+    assert "no price is given" in last["why"]
+    assert "cheapest" not in last["why"]
     assert found["answer"].startswith("Rent ")
+    assert "This machine: " in found["answer"]
     assert "no price given" in found["here"]["words"]
-    quick = with_here(study, here(0.0, 1e15))
-    assert quick["answer"].startswith("Use this machine (Old CPU): no price is given, ")
-    assert quick["best"]["kind"] == "here"
+    assert found["here"]["rank"] == last["rank"]
+    assert not last["on_front"]
+    priced = with_here(study, here(0.0001, 1e15))
+    assert priced["best"]["kind"] == "here", "with a price it is a choice like the others"
+
+
+def test_the_first_is_at_a_price_that_can_be_had(study: Study) -> None:
+    def at(provider: str, usd: float, days: int, **terms: Any) -> Place:
+        day = date(2026, 11, 20) - timedelta(days=days)
+        billing = Billing(provider, **terms)
+        offer = Offer(provider, "", "L4", 1, "", "", False, "machine_hour", usd, "made", day, billing)
+        found = place_of(offer, today=date(2026, 11, 20))
+        assert isinstance(found, Place)
+        return found
+
+    firm = at("Firm", 0.5, 5)
+    answers = {
+        "from": at("Market", 0.2, 5, prices_are="from"),
+        "old": at("Old", 0.2, 400),
+        "pack": at("Packs", 0.2, 5, pack_usd=50.0),
+        "deposit": at("Deposit", 0.2, 5, deposit_usd=50.0),
+    }
+    for name, other in answers.items():
+        found = plan_view(replace(study, answer=decide(study.wanted, [firm, other]), own=()))
+        first, second = found["plans"]
+        assert first["provider"] == "Firm", name
+        assert first["why"] == "the cheapest at a price that can be had"
+        assert second["price_notes"], name
+        assert ("400 days" in " ".join(second["price_notes"])) == (name == "old")
+    alone = decide(study.wanted, [firm]).plans[0]
+
+    def spread(place: Place, side: int) -> float:
+        plan = decide(study.wanted, [place]).plans[0]
+        return plan.usd_range.as_list()[side] / plan.total_usd
+
+    low, _, high = (usd / alone.total_usd for usd in alone.usd_range.as_list())
+    assert spread(answers["old"], 0) < low
+    assert spread(answers["old"], 2) > high
+    assert spread(answers["from"], 0) == pytest.approx(low)
+    assert spread(answers["from"], 2) > high
 
 
 def test_how_sure_a_plan_is_and_why(study: Study) -> None:
@@ -305,4 +345,4 @@ def test_how_sure_a_plan_is_and_why(study: Study) -> None:
     assert "nothing was measured on this processor" in bare["sure"]
     sure = {row["gpu"]: row["sure"] for row in rows}
     assert "published runs on this GPU" in sure["A100-80GB"]
-    assert "no published run on this GPU is known" in sure["L4"]
+    assert "no published runs on this GPU" in sure["L4"]

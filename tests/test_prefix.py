@@ -31,7 +31,8 @@ from farthing.errors import Interrupted
 from farthing.model import frozen_cache as prefix_cache
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import DECODERS, ENCODERS, first_position, flat_batch, flat_logits, go_flat
+from farthing.model.attention import DECODERS, ENCODERS, first_position, flat_logits, go_flat
+from farthing.model.documents import flat_batch
 from farthing.model.frozen_cache import PrefixCache, open_prefix_cache
 from farthing.model.frozen_layers import Prefix, find_prefix
 from farthing.model.hardware import Numerics

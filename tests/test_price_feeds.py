@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from farthing.errors import FarthingError, UserMistake
+from farthing.errors import FarthingError, FeedsDown, UserMistake
 from farthing.prices import feeds as price_feeds
 from farthing.prices.catalog import read_catalog, read_refreshed
 from farthing.prices.feeds import Feed, known_feeds, update
@@ -156,10 +156,9 @@ def test_nothing_changes_when_every_feed_fails(server: Server, tmp_path: Path) -
     update(path, TODAY, both(server))
     before = path.read_bytes()
     server.answers.clear()
-    with pytest.raises(FarthingError, match="none of the 2 price feeds answered") as caught:
+    with pytest.raises(FeedsDown, match="none of the 2 price feeds answered") as caught:
         update(path, TODAY, both(server))
-    assert not isinstance(caught.value, UserMistake)
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 2, "no crash"
     assert "HTTP 404" in str(caught.value)
     assert path.read_bytes() == before
     with pytest.raises(FarthingError):

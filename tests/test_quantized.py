@@ -21,12 +21,14 @@ from farthing.data.packing import collate_flat
 from farthing.errors import ModelError
 from farthing.export import export_run
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
-from farthing.model.attention import flat_batch, go_flat
+from farthing.model.attention import go_flat
+from farthing.model.documents import flat_batch
 from farthing.model.frozen_cache import open_prefix_cache
 from farthing.model.frozen_layers import find_prefix
 from farthing.model.hardware import Numerics
 from farthing.model.head import language_model_loss
 from farthing.model.load import ModelChoice, load_config, load_model
+from farthing.train.optim import load_state, make_optimizer, state_tensors
 from test_pieces import token_set
 from workshop import Heard, Watched, losses_of, make_folder, make_job
 
@@ -209,3 +211,30 @@ def test_frozen_layers_in_four_bits_are_computed_once_and_told_apart_by_their_sc
     before = prefix.sha256()
     prefix.layers[0].mlp.up_proj.weight.quant_state.state2.absmax[0] *= 1.01
     assert prefix.sha256() != before
+
+
+def test_state_is_there_before_the_first_step_and_comes_back_into_the_same_pages() -> None:
+    """On a GPU `get_state_buffer` gives pages that the driver moves; here it is watched for being asked."""
+    model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 4))
+    settings = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99), "epsilon": 1e-8}
+    names = {id(p): name for name, p in model.named_parameters()}
+    for optim in EIGHT_BIT:
+        first, second = (make_optimizer(model, optim, **settings) for _ in range(2))  # type: ignore[arg-type]
+        model(torch.ones(2, 128)).sum().backward()
+        first.step()
+        tensors, values = state_tensors(first, names)
+        tensors = {place: tensor.clone() for place, tensor in tensors.items()}
+        asked, honest = [], second.get_state_buffer
+        second.get_state_buffer = lambda p, dtype, asked=asked, honest=honest: (
+            asked.append(honest(p, dtype)) or asked[-1]
+        )
+        load_state(second, model.named_parameters(), tensors, values)
+        kept = {
+            id(value) for state in second.state.values() for key, value in state.items() if key in ("state1", "state2")
+        }
+        assert kept == {id(buffer) for buffer in asked}
+        assert len(kept) == 2 * 4
+        found, numbers = state_tensors(second, names)
+        assert numbers == values
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(found[place], tensors[place]) for place in tensors)

@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 
 import workshop
+from farthing.durability.preemption import SIGNALS
 from farthing.durability.supervisor import Standing, Supervisor, standing
+
+
+def row_of(attempt: int, step: int) -> dict[str, Any]:
+    """A line of the ledger, as earlier versions wrote it."""
+    row: dict[str, Any] = {"attempt": attempt, "step": step, "state": "running", "at": 1000.0 * attempt + step}
+    return row | {"usd_per_hour": 1.0, "first_step": 0, "spans": {"compute": float(step)}}
 
 
 class Run:
@@ -41,7 +48,7 @@ class Run:
         """Let it end."""
         code, step, committed = self.ends[self.n_started - 1]
         self.while_running()
-        row: dict[str, Any] = {"attempt": self.n_started, "step": step, "committed": committed}
+        row = row_of(self.n_started, step) | {"committed": committed}
         if self.notice:
             row["notice"] = self.notice
         with open(self.folder / "ledger.jsonl", "a") as file:
@@ -114,11 +121,12 @@ def test_nothing_is_begun_on_a_machine_that_goes(tmp_path: Path) -> None:
     assert risk.supervised() == 0
 
 
-def test_a_signal_is_handed_on_and_nothing_is_begun_after_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_handed_on_and_nothing_is_begun_after_it(number: signal.Signals, tmp_path: Path) -> None:
     run = Run(tmp_path, (75, 7, 7), (0, 9, 9))
-    run.while_running = lambda: os.kill(os.getpid(), signal.SIGUSR1)
+    run.while_running = lambda: os.kill(os.getpid(), number)
     assert run.supervised() == 75
-    assert run.got == [signal.SIGUSR1]
+    assert run.got == [number]
     assert run.n_started == 1
 
 
@@ -142,7 +150,7 @@ def test_handlers_are_put_back(tmp_path: Path) -> None:
 
 def test_where_a_run_stands_is_read_from_its_ledger(tmp_path: Path) -> None:
     assert standing(tmp_path) == Standing()
-    rows = [{"attempt": 1, "step": 9, "committed": 8}, {"attempt": 2, "step": 8}, {"attempt": 2, "step": 10}]
+    rows = [row_of(1, 9) | {"committed": 8}, row_of(2, 8), row_of(2, 10)]
     (tmp_path / "ledger.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + '\n{"attempt": 3, "st')
     assert standing(tmp_path) == Standing(step=10, committed=8)
 

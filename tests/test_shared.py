@@ -28,19 +28,11 @@ from farthing.data.prefix_sharing import (
     saved_by_sharing,
 )
 from farthing.data.tokens import Recipe, TokenSet, tokenize
-from farthing.model import attention
+from farthing.model import attention_kernels
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import (
-    DECODERS,
-    ENCODERS,
-    Documents,
-    attend,
-    can_share,
-    flat_batch,
-    flat_logits,
-    go_flat,
-)
+from farthing.model.attention import DECODERS, ENCODERS, attend, can_share, flat_logits, go_flat
+from farthing.model.documents import Documents, flat_batch
 from farthing.model.head import find_labelled, language_model_loss
 from farthing.model.loss import summed_loss
 from farthing.tiny import write_jsonl
@@ -413,7 +405,7 @@ def test_gradients_of_many_copies_are_added_up_in_fp32() -> None:
     documents = Documents.of(lengths, "cpu", [1] + [2] * (n - 1), rows.astype(np.int64))
     keys = torch.zeros(n, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     with Adds() as adds:
-        (found,) = torch.autograd.grad(attention._as_seen(keys, documents).sum(), keys)
+        (found,) = torch.autograd.grad(attention_kernels.keys_as_seen(keys, documents).sum(), keys)
     assert found.dtype == torch.bfloat16
     assert found.flatten().tolist() == [n, *[1] * (n - 1)]
     assert adds.dtypes == [torch.float32]
@@ -515,20 +507,20 @@ WAYS = [(None, None), (3, None), (1, None), (100, None), (None, 1.5), (3, 1.5)]
 
 @pytest.mark.usefixtures("_takes_little")
 @pytest.mark.parametrize(("window", "cap"), WAYS)
-@pytest.mark.parametrize("kernel", ["documents", "flex"])
+@pytest.mark.parametrize("kernel", ["documents", "padded", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_kernels_follow_the_formula(
     kernel: str, window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr(attention, "choose_kernel", lambda *args: kernel)
-    monkeypatch.setattr(attention, "_flex", lambda: flex_attention)  # not compiled, as it runs on a CPU
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: kernel)
+    monkeypatch.setattr(attention_kernels, "_flex", lambda: flex_attention)  # not compiled, as it runs on a CPU
     for seed in range(3):
         documents, seen = a_batch(seed)
         q, k, v = heads(len(seen))
         theirs = formula(q, k, v, seen, distances(documents), window, cap)
-        inputs = (q, k, v) if kernel == "documents" else (q.detach(), k.detach(), v.detach())
+        inputs = (q.detach(), k.detach(), v.detach()) if kernel == "flex" else (q, k, v)
         ours = attend(Layer(), *inputs, None, sliding_window=window, softcap=cap, documents=documents)[0]
         torch.testing.assert_close(ours, theirs, rtol=CLOSE, atol=CLOSE)
         if ours.requires_grad:
@@ -602,8 +594,8 @@ def test_kernels_of_a_gpu_are_told_which_keys_are_seen(
         return lower_right(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, reach)
 
     fakes = {"varlen": varlen, "flash": flash}
-    monkeypatch.setattr(attention, f"_{kernel}", lambda: fakes[kernel])
-    monkeypatch.setattr(attention, "choose_kernel", lambda *args: kernel)
+    monkeypatch.setattr(attention_kernels, f"_{kernel}", lambda: fakes[kernel])
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *args: kernel)
     documents, seen = a_batch()
     q, k, v = heads(len(seen))
     ours = attend(Layer(), q, k, v, None, sliding_window=window, documents=documents)[0]
@@ -632,13 +624,13 @@ def test_a_shared_forward_pass_never_waits_for_the_device(task: str) -> None:
 @pytest.mark.usefixtures("_takes_little")
 def test_masks_are_made_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, int]] = []
-    mask = attention._seen
+    mask = attention_kernels.causal_mask
 
     def counted(n_keys: int, window: Any, device: Any, n_queries: int) -> Tensor:
         made.append((n_queries, n_keys))
         return mask(n_keys, window, device, n_queries)
 
-    monkeypatch.setattr(attention, "_seen", counted)
+    monkeypatch.setattr(attention_kernels, "causal_mask", counted)
     model, tokens = model_of("llama", num_hidden_layers=4), some_tree(1)
     go_flat(model)
     batch = flat_batch(collate_shared(tokens, np.arange(8), "causal-lm"))

@@ -22,13 +22,12 @@ from farthing.planner.speed import (
     Work,
     cpu_device,
     device_of,
-    estimate_step,
     forward_work,
     prefix_work,
     step_time,
     work_of,
 )
-from farthing.prices.catalog import find_gpu
+from farthing.prices.gpus import find_gpu
 
 
 def shape_of(name: str, task: str = "causal-lm") -> Shape:
@@ -302,8 +301,6 @@ def test_calibration_multiplies_what_it_was_measured_on() -> None:
     assert known["optimizer"] == pytest.approx(3.0 * raw["optimizer"])
     assert known["data"] == 0.02
     assert "data" not in raw
-    both = estimate_step(LLAMA, FULL, DEVICE, flat(1024), 1024.0, calibration=Calibration(compute=1.5))
-    assert both.parts["matmul"] == known["matmul"]
 
 
 @pytest.mark.parametrize(("recipe", "share"), [(FULL, 1 / 3), (LORA, 1 / 2), (replace(FULL, every_n_layers=1), 1 / 4)])

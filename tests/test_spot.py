@@ -16,13 +16,11 @@ from farthing.planner.spot import (
     Rhythm,
     best_interval_s,
     choose,
-    daly_interval_s,
     draw_paths,
     drawn_together,
     expect,
     expect_range,
     fit,
-    interval_steps,
     prior,
     young_interval_s,
 )
@@ -95,11 +93,10 @@ def test_exponential_spells_give_dalys_formula(work_h: float, tau: float, save: 
 def test_the_best_interval_of_exponential_spells_is_dalys() -> None:
     assert young_interval_s(20, 4 * H) == pytest.approx(math.sqrt(2 * 20 * 4 * H))
     assert young_interval_s(20, 4 * H) / 60 == pytest.approx(12.6, abs=0.1)
-    assert daly_interval_s(10, 4) == 4
     for save_s in (5, 30, 300):
-        assert best_interval_s(save_s, 300, exponential(4 * H)) == pytest.approx(
-            daly_interval_s(save_s, 4 * H), rel=0.02
-        )
+        x = save_s / (2 * 4 * H)
+        daly = young_interval_s(save_s, 4 * H) * (1 + math.sqrt(x) / 3 + x / 9) - save_s
+        assert best_interval_s(save_s, 300, exponential(4 * H)) == pytest.approx(daly, rel=0.02)
 
 
 def test_no_interval_does_better_than_the_best_one() -> None:
@@ -107,11 +104,6 @@ def test_no_interval_does_better_than_the_best_one() -> None:
         best = best_interval_s(30, 300, zone)
         hours = [expect(100 * H, Rhythm(tau, 30, 300), zone).billed_s for tau in (best, best / 2, best * 2)]
         assert hours[0] < min(hours[1:])
-
-
-def test_minutes_become_steps() -> None:
-    assert interval_steps(600, 1.3) == 462
-    assert interval_steps(1, 30) == 1
 
 
 # ---- renewal equations against drawn paths ----
@@ -158,13 +150,12 @@ def test_short_means_and_survivals_are_those_of_the_law() -> None:
 
 
 def test_the_young_are_at_risk() -> None:
-    assert BURSTY.hazard_per_h(0) > 2 * BURSTY.hazard_per_h(2 * H)
-    assert (
-        exponential(4 * H).hazard_per_h(0)
-        == pytest.approx(exponential(4 * H).hazard_per_h(9 * H))
-        == pytest.approx(0.25)
-    )
-    assert measured(BURSTY, 300).hazard_per_h(1e9) == math.inf
+    def loss(zone: Interruptions, age_s: float) -> float:
+        now, then = zone.up.survival([age_s, age_s + 600])
+        return 1 - float(then / now)
+
+    assert loss(BURSTY, 0) > 2 * loss(BURSTY, 2 * H)
+    assert loss(exponential(4 * H), 0) == pytest.approx(loss(exponential(4 * H), 9 * H))
 
 
 def test_fits_find_the_law_again_with_spells_cut_short() -> None:

@@ -252,6 +252,28 @@ def test_a_large_file_goes_in_parts_and_comes_back(proxy: GcsProxy, address: str
     assert (tmp_path / "back").read_bytes() == content
 
 
+def test_training_reads_its_data_from_a_bucket(proxy: GcsProxy, address: str, tmp_path: Path) -> None:
+    import gcsfs
+
+    gcsfs.GCSFileSystem.clear_instance_cache()  # of other tests, with the addresses of their servers
+    bucket = address.split("/")[2]
+    job = machine(tmp_path, "local", None)
+    content = (tmp_path / "data.jsonl").read_bytes()
+    (tmp_path / "copy").write_bytes(content)
+    open_store(f"gs://{bucket}/sets").put("a.jsonl", tmp_path / "copy")
+    assert train(job).exit_code == 0
+    data = job.data.model_copy(update={"train": (f"gs://{bucket}/sets/a.jsonl",)})
+    remote = job.model_copy(update={"data": data, "output_dir": str(tmp_path / "remote")})
+    heard = Heard()
+    assert train(remote, heard).exit_code == 0
+    assert same_result(tmp_path / "local", tmp_path / "remote") == []
+    assert heard.of("reading")[0]["what"] == f"downloading gs://{bucket}/sets/a.jsonl"
+    assert heard.of("reading")[0]["done_bytes"] == len(content)
+    missing = data.model_copy(update={"train": (f"gs://{bucket}/sets/b.jsonl",)})
+    with pytest.raises(UserMistake, match="no such file"):
+        train(remote.model_copy(update={"data": missing, "output_dir": str(tmp_path / "missing")}))
+
+
 def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
     proxy: GcsProxy, address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -261,6 +261,34 @@ def test_a_kill_at_any_request_of_an_upload_leaves_a_whole_copy(
 # ---- whole runs ----
 
 
+def test_training_reads_its_data_from_a_bucket(proxy: FaultProxy, address: str, tmp_path: Path) -> None:
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()  # of other tests, with the addresses of their servers
+    bucket = address.split("/")[2]
+    job = machine(tmp_path, "local", None)
+    content = (tmp_path / "data.jsonl").read_bytes()
+    s3fs.S3FileSystem().pipe(f"{bucket}/sets/a.jsonl", content)
+    assert train(job).exit_code == 0
+    data = job.data.model_copy(update={"train": (f"s3://{bucket}/sets/a.jsonl",)})
+    remote = job.model_copy(update={"data": data, "output_dir": str(tmp_path / "remote")})
+    heard = Heard()
+    assert train(remote, heard).exit_code == 0
+    assert same_result(tmp_path / "local", tmp_path / "remote") == []
+    assert heard.of("reading")[0] == {
+        "what": f"downloading s3://{bucket}/sets/a.jsonl", "done_bytes": len(content), "total_bytes": len(content),
+    }  # fmt: skip
+    proxy.begin(lambda number, method, path: "403" if method == "GET" else None)
+    assert train(remote.model_copy(update={"output_dir": str(tmp_path / "again")})).exit_code == 0, "it is in the cache"
+    proxy.begin()
+    s3fs.S3FileSystem().pipe(f"{bucket}/sets/a.jsonl", content + content)
+    with pytest.raises(UserMistake, match="content"):
+        train(remote)
+    missing = data.model_copy(update={"train": (f"s3://{bucket}/sets/b.jsonl",)})
+    with pytest.raises(UserMistake, match="no such file"):
+        train(remote.model_copy(update={"data": missing, "output_dir": str(tmp_path / "missing")}))
+
+
 def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
     proxy: FaultProxy, address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -96,6 +96,13 @@ def test_a_chain_of_kills_changes_nothing_for_ten_seeds(first_seed: int) -> None
 
 
 @pytest.mark.slow
+def test_a_chain_of_kills_over_several_days_changes_nothing() -> None:
+    result = chains("--seeds", "1", "--next-day")
+    assert [chain["differences"] for chain in result["chains"]] == [[]]
+    assert result["kills"] > 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("first_seed", range(10, 60, 10))
 def test_a_chain_of_kills_changes_nothing_for_fifty_more(first_seed: int) -> None:
     result = chains("--seeds", "10", "--first-seed", str(first_seed))

@@ -11,7 +11,7 @@ import pytest
 from farthing.errors import UserMistake
 from farthing.planner.spot import prior
 from farthing.planner.spot_traces import hazards, read_traces
-from farthing.prices.catalog import Billing, Offer
+from farthing.prices.offers import Billing, Offer
 
 
 def write(folder: Path, name: str, data: object, gap_s: object = 60) -> Path:

@@ -21,6 +21,7 @@ from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.attention import Documents, flat_logits, go_flat
 from farthing.model.head import POSITIONS, TARGETS, language_model_loss
 from farthing.model.lora_kernels import use_low_rank
+from farthing.planner.memory import NF4_BYTES
 
 CLASSES: dict[str, Any] = {
     "causal-lm": AutoModelForCausalLM,
@@ -100,6 +101,82 @@ def own_loss(model: Any, ids: Tensor, task: str, n_targets: int, documents: tupl
     return language_model_loss(model, batch, task)
 
 
+def fake_model(
+    config: Any,
+    task: str,
+    *,
+    method: str,
+    weights: str,
+    every_n_layers: int,
+    lora: dict[str, Any] | None = None,
+    adapters_fp32: bool = True,
+    is_own: bool = False,
+    is_flat: bool = False,
+) -> Any:
+    """A model of tensors without data, in training mode, set up as the trainer does where `is_own`; within FakeTensorMode."""
+    config.use_cache = False
+    with torch.device("meta"):
+        model: Any = CLASSES[task].from_config(config, dtype=DTYPES[weights])
+        if method != "full":
+            kind = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS"}[task]
+            chosen = peft.LoraConfig(task_type=kind, **(lora or {}))
+            model = peft.get_peft_model(model, chosen, autocast_adapter_dtype=adapters_fp32)
+    made: dict[int, tuple[Any, Any]] = {}
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):
+            if weight is None:
+                continue
+            if id(weight) not in made:
+                empty = torch.empty(weight.shape, dtype=weight.dtype)
+                made[id(weight)] = torch.nn.Parameter(empty, requires_grad=weight.requires_grad), weight
+            module._parameters[name] = made[id(weight)][0]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    if method == "qlora":
+        for module in model.modules():
+            if isinstance(module, peft.tuners.lora.Linear):
+                module.base_layer = InFourBits(module.base_layer)
+    model.train()
+    checkpoint_layers(model, every_n_layers)
+    if is_own:
+        use_low_rank(model)
+    if is_flat:
+        go_flat(model)
+    return model
+
+
+class InFourBits(torch.nn.Module):
+    """A frozen linear layer as bitsandbytes keeps it: half a byte a weight, made whole for each product."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        n_bytes = int(linear.weight.numel() * NF4_BYTES)
+        self.weight = torch.nn.Parameter(torch.empty(n_bytes, dtype=torch.uint8), requires_grad=False)
+        self.shape, self.dtype = linear.weight.shape, linear.weight.dtype
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., i] -> [..., o]."""
+        return _FourBitProduct.apply(x.to(self.dtype), self.weight, self.shape, self.dtype)
+
+
+class _FourBitProduct(torch.autograd.Function):
+    """Keeps the weight as it is, not the input: `MatMul4Bit` of bitsandbytes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.how = shape, dtype
+        return x @ weight.new_empty(shape, dtype=dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        shape, dtype = ctx.how
+        return grad @ weight.new_empty(shape, dtype=dtype), None, None, None
+
+
 def traced_peak(
     config: Any,
     task: str,
@@ -122,32 +199,18 @@ def traced_peak(
     A padded batch of `n_rows`, or `documents` of so many tokens laid end to end; `n_targets` labelled of a row, or of all
     documents. With `own_loss` the model is set up as the trainer does.
     """
-    config.use_cache = False
-    with torch.device("meta"):
-        model: Any = CLASSES[task].from_config(config, dtype=DTYPES[weights])
-        if method == "lora":
-            kind = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS"}[task]
-            chosen = peft.LoraConfig(task_type=kind, **(lora or {}))
-            model = peft.get_peft_model(model, chosen, autocast_adapter_dtype=adapters_fp32)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        made: dict[int, tuple[Any, Any]] = {}
-        for module in model.modules():
-            for name, weight in list(module._parameters.items()):
-                if weight is None:
-                    continue
-                if id(weight) not in made:
-                    empty = torch.empty(weight.shape, dtype=weight.dtype)
-                    made[id(weight)] = torch.nn.Parameter(empty, requires_grad=weight.requires_grad), weight
-                module._parameters[name] = made[id(weight)][0]
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-        model.train()
-        checkpoint_layers(model, every_n_layers)
-        if loss is own_loss:
-            use_low_rank(model)
-        if documents:
-            go_flat(model)
+        model = fake_model(
+            config,
+            task,
+            method=method,
+            weights=weights,
+            every_n_layers=every_n_layers,
+            lora=lora,
+            adapters_fp32=adapters_fp32,
+            is_own=loss is own_loss,
+            is_flat=bool(documents),
+        )
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
         for weight in trained:  # its state is there from the second step on

@@ -115,7 +115,7 @@ def here() -> torch.device:
 
 def machine() -> dict[str, Any]:
     """What it runs on."""
-    from farthing.prices.catalog import gpu_of_device
+    from farthing.prices.gpus import gpu_of_device
     from peers.contestant import versions
 
     found: dict[str, Any] = {

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 
+from farthing.train.optim import state_bytes
 from on_gpu.clocks import Busy, clean
 from on_gpu.work import LENGTHS, METHODS, Scale, job_values, opened
 from peers import figures
@@ -112,10 +113,8 @@ def resting_bytes() -> dict[str, int]:
 
 def happened_to(run: Any, found: dict[str, Any], rested: dict[str, int]) -> dict[str, Any]:
     """Memory by component and seconds, in the planner's words. `rest` is what no tensor that stays accounts for."""
-    state = [value for each in run.optimizer.state.values() for value in each.values() if torch.is_tensor(value)]
-    device = run.numerics.device
     weights = sum(p.nbytes for p in run.model.parameters())
-    optimizer = sum(value.nbytes for value in state if value.device == device)
+    optimizer = state_bytes(run.optimizer, run.numerics.device)
     gradients = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
     peak = found["peak_bytes"] - rested["allocated"]
     facts = {
@@ -136,7 +135,8 @@ def happened_to(run: Any, found: dict[str, Any], rested: dict[str, int]) -> dict
 
 def settings_of(run: Any) -> dict[str, Any]:
     """How it computed."""
-    from farthing.model.attention import choose_kernel
+    from farthing.model.attention_choice import Asked, choose
+    from farthing.model.attention_kernels import DTYPES, here
 
     config = run.inputs.config.get_text_config()
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -145,7 +145,7 @@ def settings_of(run: Any) -> dict[str, Any]:
         "micro_batch_tokens": run.steps.most_tokens,
         "every_n_layers": run.steps.every_n_layers,
         "tile_tokens": run.forward.tile_tokens,
-        "attention": choose_kernel(run.numerics.device, computed, head_size, False, False, None),
+        "attention": choose(Asked(DTYPES[computed], head_size), here(run.numerics.device, False)).kernel,
         "precision": run.numerics.name,
         "liger": run.kernels.liger,
         "adapters": str(run.kernels.lora) if run.kernels.lora is not None else None,
@@ -271,11 +271,11 @@ def ways(run: Any, scale: Scale) -> Iterator[tuple[str, str, Way]]:
 
 def kernels() -> list[str]:
     """Those of documents end to end that are here."""
-    from farthing.model import attention
+    from farthing.model import attention_kernels
 
-    found = ["documents"]
+    found = ["documents", "padded"]
     if torch.cuda.is_available():
-        made = {"varlen": attention._varlen, "flash": attention._flash, "flex": attention._flex}
+        made = {"varlen": attention_kernels._varlen, "flash": attention_kernels._flash, "flex": attention_kernels._flex}
         found += [name for name, make in made.items() if make() is not None]
     return found
 
@@ -335,9 +335,9 @@ def attention_by(kernel: str) -> Way:
 
     @contextlib.contextmanager
     def way(run: Any) -> Iterator[None]:
-        from farthing.model import attention
+        from farthing.model import attention_kernels
 
-        with mock.patch.object(attention, "choose_kernel", return_value=kernel):
+        with mock.patch.object(attention_kernels, "choose_kernel", return_value=kernel):
             yield
 
     return way

@@ -6,15 +6,19 @@ Torch is imported by the verbs that need it, so that `--help` and a wrong job fi
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import json
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import farthing
+from farthing.device_memory import set_allocator
 from farthing.errors import (
     EXIT_CRASH,
     EXIT_FINISHED,
@@ -22,45 +26,113 @@ from farthing.errors import (
     EXIT_LIMIT,
     EXIT_MISTAKE,
     FarthingError,
+    JobError,
     UserMistake,
 )
+from farthing.printable import printable, printable_lines
 
 DESCRIPTION = "Fine-tune a language model for the fewest dollars: resumable to the bit, with its bill."
+FINISHED_ALREADY = "it was finished already; nothing was trained"
 EPILOG = "exit codes: 0 finished, 1 crash, 2 mistake in the input, 3 stopped by a limit, 75 interrupted (run it again)"
 
 
 def entry() -> None:
     """The `farthing` command."""
-    sys.exit(main())
+    ended_with: list[int] = []
+    atexit.register(_leave_at_once, ended_with)  # the first to be registered is the last to be called
+    ended_with.append(main())
+    sys.exit(ended_with[0])
+
+
+def _leave_at_once(ended_with: list[int]) -> None:
+    """End the process without taking its libraries apart: with torch that takes up to seconds, which would be paid for."""
+    if ended_with:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(ended_with[0])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb; returns the exit code."""
+    """Run one verb; returns the exit code. Who reads our words may stop reading: then the rest of them goes nowhere."""
+    try:
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        return EXIT_FINISHED
+    except SystemExit:  # of argparse, after its help
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+            raise
+        _discard(sys.stdout)
+        return EXIT_FINISHED
+
+
+def _discard(stream: Any) -> None:
+    """From now on what is written to a stream whose reader is gone goes nowhere, also at the end of the process."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream of a test has no descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def _complain(what: object) -> None:
+    """Our own words, which may hold names and texts of others, to stderr. Of several problems each has lines of its own."""
+    problems = what.problems if isinstance(what, JobError) else [what]
+    _write("farthing: " + "\n".join(printable_lines(problem) for problem in problems))
+
+
+def _write(text: str) -> None:
+    """To stderr; that nobody reads it changes no exit code."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        _discard(sys.stderr)
+
+
+def _run(argv: list[str] | None) -> int:
     arguments = _parser().parse_args(argv)
+    set_allocator(os.environ)  # before torch is imported
     as_json: bool = getattr(arguments, "json", False)
     try:
         return int(arguments.run(arguments))
     except FarthingError as error:
         if as_json:
-            print(json.dumps(error.as_dict(), indent=1))
+            _print_json(error.as_dict())
         if not as_json or not sys.stderr.isatty():
-            print(f"farthing: {error}", file=sys.stderr)
+            _complain(error)
         return error.exit_code
     except KeyboardInterrupt:
-        print("farthing: interrupted", file=sys.stderr)
+        _complain("interrupted")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        sys.stderr.close()
-        return EXIT_FINISHED
     except Exception as error:
-        traceback.print_exc()
-        print(f"farthing: crashed: {type(error).__name__}: {error}", file=sys.stderr)
-        print("  to do: report the lines above; what was saved is whole, the same command goes on", file=sys.stderr)
+        if isinstance(error, BrokenPipeError) and arguments.run not in (_train, _probe):
+            raise  # those go on when nobody reads: a pipe that breaks in them is another
+        _write(printable_lines(traceback.format_exc()).rstrip())
+        _complain(f"crashed: {type(error).__name__}: {error}")
+        _write("  to do: report the lines above; what was saved is whole, the same command goes on")
         return EXIT_CRASH
 
 
+def _print_json(value: Any) -> None:
+    """A value for programs whose exit code has to stay what it is, whoever reads."""
+    try:
+        print(json.dumps(value, indent=1), flush=True)
+    except BrokenPipeError:
+        _discard(sys.stdout)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Repeats what was typed without obeying it."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message("\n".join(map(printable, message.split("\n"))), file)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="farthing", description=DESCRIPTION, epilog=EPILOG)
+    parser = _Parser(prog="farthing", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"farthing {farthing.__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
@@ -99,8 +171,22 @@ def _parser() -> argparse.ArgumentParser:
         "--traces", metavar="DIR", help="traces of spot capacity, instead of the prior where they tell more"
     )
     sub.add_argument("--prices", metavar="FILE", help="a CSV of prices of your own, taken alone")
+    sub.add_argument(
+        "--torch",
+        metavar="VERSION",
+        help="what rented machines get, e.g. 2.13.0+cu126 (default: as it is installed here)",
+    )
     sub.add_argument("--examples", type=int, metavar="N", help="plan for so many examples, whatever the data ...")
     sub.add_argument("--mean-tokens", type=float, metavar="M", help="... of so many tokens in the mean")
+    sub.add_argument(
+        "--samples-per-min", type=float, metavar="N", help="by hand: what a throughput that you know comes to"
+    )
+    sub.add_argument("--tokens-per-s", type=float, metavar="N", help="by hand: the same in tokens")
+    sub.add_argument("--spot-discount", metavar="SHARE", help="by hand: how much less an hour on spot costs, e.g. 50%%")
+    sub.add_argument("--spot-overhead", metavar="SHARE", help="by hand: how many more hours it takes there, e.g. 10%%")
+    sub.add_argument("--interrupted-every", metavar="TIME", help="by hand: e.g. 8h; with the job's train.save_minutes")
+    sub.add_argument("--restart", metavar="TIME", help="by hand: from an interruption until work goes on, e.g. 3min")
+    sub.add_argument("--step-time", nargs=2, metavar=("BEFORE", "AFTER"), help="by hand: of a step, e.g. 200ms 130ms")
     sub.add_argument("--limit", type=int, metavar="N", help="choices to show, 0 for all (default: 10; with --json all)")
     sub.add_argument(
         "--explain", nargs="?", const="", metavar="PLAN", help="the components of the best plan, or of a rank or name"
@@ -112,7 +198,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = verb("train", _train, "start a job, or continue it where it was interrupted")
     _job_arguments(sub)
     sub.add_argument(
-        "--allow-restart", action="store_true", help="start from zero when no checkpoint of an earlier attempt is whole"
+        "--allow-restart",
+        action="store_true",
+        help="start from zero when no checkpoint is whole, count from zero when the ledger is gone",
     )
     sub.add_argument(
         "--retry",
@@ -162,11 +250,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _console(*, stderr: bool = False) -> Any:
-    """Where people read; a log has no edge at column 80."""
-    from rich.console import Console
+def _console(*, stderr: bool = False, goes_on: bool = False) -> Any:
+    """Where people read; a log has no edge at column 80. What `goes_on` does so when nobody reads any more."""
+    from farthing.report.safe import SafeConsole
 
-    console = Console(stderr=stderr, highlight=False)
+    class Door(SafeConsole):
+        def on_broken_pipe(self) -> None:
+            if not goes_on:
+                raise BrokenPipeError
+            _discard(self.file)
+
+    console = Door(stderr=stderr, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 120
     return console
@@ -212,7 +306,7 @@ def _init(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"written": str(written), "next": next_step}))
     else:
-        print(f"wrote {written}\nnext: {next_step}")
+        print(f"wrote {printable(written)}\nnext: {printable(next_step)}")
     return EXIT_FINISHED
 
 
@@ -231,6 +325,7 @@ def _make_plan(arguments: argparse.Namespace) -> int:
 
     from farthing.config.load import load_job
     from farthing.planner.ownership import parse_owned
+    from farthing.planner.throughput_arithmetic import parse_figures
 
     now = datetime.now().astimezone().replace(second=0, microsecond=0)
     for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1)):
@@ -242,12 +337,20 @@ def _make_plan(arguments: argparse.Namespace) -> int:
         raise UserMistake(f"{runs:g} runs a month", where="--runs-per-month", to_do="give a number above 0")
     own = [parse_owned(text) for text in arguments.own]
     budget_usd, deadline_s = _dollars(arguments.budget), _seconds_until(arguments.deadline, now)
+    figures = parse_figures(
+        arguments.samples_per_min, arguments.tokens_per_s, arguments.spot_discount, arguments.spot_overhead,
+        arguments.interrupted_every, arguments.restart, arguments.step_time,
+    )  # fmt: skip
     html = None if arguments.html is None else _page_path(Path(arguments.html))
     job = load_job(arguments.job, arguments.set)
 
     from farthing.planner.inputs import study_job
-    from farthing.report.plan_view import compare_plans, find_plan, plan_view, ways_out
+    from farthing.planner.preflight import look_over
+    from farthing.report.plan_compare import compare_plans, find_plan
+    from farthing.report.plan_view import plan_view
+    from farthing.report.plan_words import ways_out
 
+    look_over(job, only_plans=True, with_data=arguments.examples is None)
     study = study_job(
         job,
         now=now,
@@ -263,8 +366,9 @@ def _make_plan(arguments: argparse.Namespace) -> int:
         n_examples=arguments.examples,
         mean_tokens=arguments.mean_tokens,
         traces=None if arguments.traces is None else Path(arguments.traces),
+        torch=arguments.torch,
     )
-    view = plan_view(study, runs)
+    view = plan_view(study, runs, figures)
     impossible = None
     if not view["plans"]:
         ways = "".join(f"\n    {number}. {way}" for number, way in enumerate(ways_out(view), 1))
@@ -291,7 +395,7 @@ def _make_plan(arguments: argparse.Namespace) -> int:
             view |= impossible.as_dict()
         print(json.dumps(view, indent=1, allow_nan=False))
         if impossible:
-            print(f"farthing: {impossible}", file=sys.stderr)
+            _complain(impossible)
         return EXIT_MISTAKE if impossible else EXIT_FINISHED
     from farthing.report.plan_table import draw_compared, draw_components, draw_header, draw_nothing, draw_plan
 
@@ -307,7 +411,7 @@ def _make_plan(arguments: argparse.Namespace) -> int:
     else:
         draw_plan(console, view, len(view["plans"]) if arguments.limit == 0 else arguments.limit)
     if html is not None:
-        print(f"\nwrote {html}")
+        print(f"\nwrote {printable(html)}")
     return EXIT_FINISHED
 
 
@@ -354,31 +458,66 @@ def _page_path(path: Path) -> Path:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from farthing.config.load import load_job
+    from farthing.durability.opening import opened, opened_early
 
-    job = load_job(arguments.job, arguments.set)
-    offer = _scaling_offer(arguments, job)
+    if arguments.retry is not None and arguments.retry < 1:
+        raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
+    with contextlib.ExitStack() as stack:  # an attempt is on the bill from here on
+        attempt = None if arguments.retry else opened_early(stack, Path(arguments.job), arguments.set)
 
+        from farthing.config.load import load_job
+        from farthing.durability.run_folder import is_finished
+        from farthing.planner.preflight import look_over
+
+        job = load_job(arguments.job, arguments.set)
+        folder = Path(job.output_dir)
+        if attempt is not None and attempt.folder != folder:
+            attempt.ledger.withdraw()
+            stack.close()
+            attempt = None
+        offer = _scaling_offer(arguments, job)
+        if is_finished(folder):
+            from farthing.train.finished import receipt_of_finished
+
+            if receipt := receipt_of_finished(job):
+                console = _console(stderr=arguments.json)
+                return _show_end(arguments, console, "finished", FINISHED_ALREADY, receipt, EXIT_FINISHED)
+        if arguments.retry is not None:
+            look_over(job)
+            return _train_until_it_ends(arguments, folder)
+        if attempt is None:
+            attempt = stack.enter_context(opened(folder, job.usd_per_hour))
+        attempt.ledger.set_price(job.usd_per_hour)
+        return _train_once(arguments, job, offer, attempt)
+
+
+def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any) -> int:
+    from farthing.planner.preflight import look_over
     from farthing.report.receipt import leave_receipt
     from farthing.report.terminal import Terminal
     from farthing.train.budget import stopped_before_start
 
-    console = _console(stderr=arguments.json)
-    if reason := stopped_before_start(job):
-        return _show_end(arguments, console, "limit", reason, leave_receipt(Path(job.output_dir)), EXIT_LIMIT)
-    if arguments.retry is not None:
-        return _train_until_it_ends(arguments, Path(job.output_dir))
+    console = _console(stderr=arguments.json, goes_on=True)
+    if reason := stopped_before_start(job, attempt):
+        return _show_end(arguments, console, "limit", reason, leave_receipt(attempt.folder), EXIT_LIMIT)
+    look_over(job)
     terminal = Terminal(console, job.train.logging_steps)
     if offer:
         terminal("note", {"text": offer})
     terminal("starting", {"text": "loading torch and transformers"})
-    before = signal.signal(signal.SIGTERM, _leave_before_the_start)  # until the run itself listens
-    try:
-        from farthing.train.run import train
 
-        outcome = train(job, terminal, allow_restart=arguments.allow_restart)
+    def leave(number: int, frame: Any) -> None:
+        with contextlib.suppress(Exception):  # whatever it is, we were asked to leave
+            attempt.ledger.end("interrupted")
+        _leave_before_the_start(number, frame)
+
+    try:
+        with _ready_to_leave(leave):  # until the run itself listens
+            with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
+                from farthing.train.run import train
+
+            outcome = train(job, terminal, allow_restart=arguments.allow_restart, begun=attempt)
     finally:
-        signal.signal(signal.SIGTERM, before)
         terminal.close()
     return _show_end(arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code)
 
@@ -389,8 +528,6 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:
 
     from farthing.durability.supervisor import Child, Supervisor, begin
 
-    if arguments.retry < 1:
-        raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
     words = ["train", arguments.job, *(word for value in arguments.set for word in ("--set", value))]
     with tempfile.TemporaryFile() as printed:
 
@@ -402,9 +539,7 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:
             printed.truncate()
             return begin([*words, *once, "--json"], stdout=printed)
 
-        supervisor = Supervisor(
-            folder, start, lambda text: print(f"farthing: {text}", file=sys.stderr, flush=True), tries=arguments.retry
-        )
+        supervisor = Supervisor(folder, start, _complain, tries=arguments.retry)
         code = supervisor.run()
         printed.seek(0)
         sys.stdout.write(printed.read().decode())
@@ -415,17 +550,18 @@ def _show_end(
     arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: dict[str, Any], code: int
 ) -> int:
     """The receipt, and how it ended."""
+    from farthing.report.safe import escape
     from farthing.report.terminal import draw_receipt
 
     if arguments.json:
-        print(json.dumps(receipt, indent=1))
+        _print_json(receipt)
     else:
         draw_receipt(console, receipt)
         console.print()
     words = {
-        "finished": f"[green]finished[/]: {reason}",
-        "limit": f"[yellow]stopped[/] by {reason}; raise the limit and run the same command to go on",
-        "interrupted": f"[yellow]interrupted[/] ({reason}); run the same command to go on",
+        "finished": f"[green]finished[/]: {escape(reason)}",
+        "limit": f"[yellow]stopped[/] by {escape(reason)}; raise the limit and run the same command to go on",
+        "interrupted": f"[yellow]interrupted[/] ({escape(reason)}); run the same command to go on",
     }
     console.print(words[state], highlight=False, soft_wrap=True)
     return code
@@ -438,24 +574,38 @@ def _probe(arguments: argparse.Namespace) -> int:
         raise UserMistake(f"{arguments.seconds:g} seconds", where="--seconds", to_do="give 5 to 3600")
     job = load_job(arguments.job, arguments.set)
 
+    from farthing.planner.preflight import look_over
     from farthing.report.terminal import Terminal, draw_probe
 
-    console = _console(stderr=arguments.json)
+    look_over(job)
+    console = _console(stderr=arguments.json, goes_on=True)
     terminal = Terminal(console, job.train.logging_steps)
     terminal("starting", {"text": "loading torch and transformers"})
-    before = signal.signal(signal.SIGTERM, _leave_before_the_start)
     try:
-        from farthing.train.probe import probe
+        with _ready_to_leave(_leave_before_the_start):
+            from farthing.train.probe import probe
 
-        found = probe(job, terminal, arguments.seconds)
+            found = probe(job, terminal, arguments.seconds)
     finally:
-        signal.signal(signal.SIGTERM, before)
         terminal.close()
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
         draw_probe(console, found)
     return EXIT_FINISHED
+
+
+@contextlib.contextmanager
+def _ready_to_leave(leave: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within the block each signal that asks to leave calls `leave`."""
+    from farthing.durability.preemption import heeded
+
+    before = {number: signal.signal(number, leave) for number in heeded()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _leave_before_the_start(number: int, frame: Any) -> None:
@@ -483,11 +633,19 @@ def _scaling_offer(arguments: argparse.Namespace, job: Any) -> str:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from farthing.durability.exported import damage_of
     from farthing.report.receipt import build_receipt, compare
 
     result = build_receipt(Path(arguments.folder))
+    damage = {str(folder): damage_of(Path(folder)) for folder in (arguments.folder, arguments.baseline) if folder}
+    for folder, words in damage.items():
+        if words:
+            _complain(f"{folder}: the exported model is damaged: {words}")
+            _write("  to do: run `farthing train` with its job again: it writes the model anew")
     if arguments.baseline:
         result = compare(result, build_receipt(Path(arguments.baseline)))
+    else:
+        result["model_damage"] = damage[arguments.folder]
     if arguments.json:
         print(json.dumps(result, indent=1))
         return EXIT_FINISHED
@@ -515,7 +673,7 @@ def _export(arguments: argparse.Namespace) -> int:
     else:
         from farthing.units import say_bytes
 
-        print(f"wrote {written['folder']} ({written['format']}, {say_bytes(written['bytes'])})")
+        print(f"wrote {printable(written['folder'])} ({written['format']}, {say_bytes(written['bytes'])})")
     return EXIT_FINISHED
 
 
@@ -525,10 +683,9 @@ def _prices(arguments: argparse.Namespace) -> int:
     from farthing.prices.catalog import cache_path, read_catalog, select, sort_offers
 
     if arguments.action == "update":
-        from rich.markup import escape
-
         from farthing.prices.feeds import update
         from farthing.report.price_table import draw_update, update_as_json
+        from farthing.report.safe import escape
 
         console = _console(stderr=arguments.json)
         with console.status("asking the price feeds") as status:
@@ -560,28 +717,28 @@ def _prices(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.set and not arguments.job:
         raise UserMistake("there is no job to override", where="--set", to_do="name the job file as well")
-    from farthing.doctor import check_job, check_machine
+    from farthing.doctor import check_before, check_job, check_machine
 
-    checks = list(check_machine(Path.cwd()))
-    if arguments.job:
+    faults = check_before(Path(arguments.job), arguments.set) if arguments.job else []
+    checks = list(check_machine(Path.cwd(), with_device=not faults)) + faults
+    if arguments.job and not faults:
         checks += check_job(Path(arguments.job), arguments.set)
     failed = [check for check in checks if check.state == "failed"]
     if arguments.json:
         print(json.dumps({"ok": not failed, "checks": [check.as_dict() for check in checks]}, indent=1))
     else:
-        from rich.markup import escape
-
+        from farthing.report.safe import escape, escape_lines
         from farthing.units import plural
 
         console = _console()
         colours = {"ok": "green", "warning": "yellow", "failed": "red"}
         for check in checks:
             console.print(
-                f"[{colours[check.state]}]{check.state:8}[/] [bold]{escape(check.name)}[/]: {escape(check.found)}",
+                f"[{colours[check.state]}]{check.state:8}[/] [bold]{escape(check.name)}[/]: {escape_lines(check.found)}",
                 soft_wrap=True,
             )
             if check.to_do and (check.state != "ok"):
-                console.print(f"         to do: {escape(check.to_do)}", soft_wrap=True)
+                console.print(f"         to do: {escape_lines(check.to_do)}", soft_wrap=True)
         n_warnings = sum(check.state == "warning" for check in checks)
         also = f", {plural(n_warnings, 'warning')}" if n_warnings else ""
         if failed:

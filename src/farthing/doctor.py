@@ -5,6 +5,7 @@ Each check gives a state (ok, warning, failed), what was found and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -19,7 +20,8 @@ from typing import Any
 from farthing.config.load import load_job
 from farthing.durability.files import parse_json
 from farthing.durability.run_folder import CHECKPOINTS, RUN
-from farthing.errors import DataError, FarthingError
+from farthing.errors import DataError, FarthingError, JobError, Mistakes
+from farthing.planner.preflight import look_over
 from farthing.units import plural, say_bytes
 
 EXTRAS = {
@@ -46,17 +48,53 @@ class Check:
         return asdict(self)
 
 
-def check_machine(folder: Path) -> Iterator[Check]:
-    """Python, torch, device, memory, disk, extras."""
-    import psutil
-    import torch
+def check_before(path: Path, overrides: list[str]) -> list[Check]:
+    """What can be seen to be wrong with a job without torch: everything that is, or nothing."""
+    try:
+        look_over(load_job(path, overrides))
+    except JobError as error:
+        return [_failed("job" if not isinstance(error, Mistakes) else "model and data", one) for one in error.problems]
+    except FarthingError as error:
+        return [_failed("model and data", error)]
+    return []
 
-    from farthing.model.compiled import find_compiler
+
+def check_machine(folder: Path, *, with_device: bool = True) -> Iterator[Check]:
+    """Python, torch, device, memory, disk, extras. Without `with_device` what torch would tell is left out."""
+    import psutil
 
     version = ".".join(str(part) for part in sys.version_info[:3])
     yield Check("python", "ok" if sys.version_info >= (3, 11) else "failed", version, "use Python 3.11 or later")
     for package in ("torch", "transformers", "peft", "datasets"):
         yield Check(package, "ok", importlib.metadata.version(package))
+    if with_device:
+        yield from _device()
+    else:
+        yield Check("gpu and cpu", "ok", "not looked at: mend first what failed below")
+    memory = psutil.virtual_memory()
+    enough = memory.available > 2 << 30
+    yield Check(
+        "memory",
+        "ok" if enough else "warning",
+        f"{say_bytes(memory.available)} of {say_bytes(memory.total)} free",
+        "close something: loading a model needs twice its size",
+    )
+    disk = shutil.disk_usage(_nearest(folder))
+    enough = disk.free > 5 << 30
+    yield Check(
+        "disk", "ok" if enough else "warning", f"{say_bytes(disk.free)} free at {_nearest(folder)}", "make room"
+    )
+    for module, (extra, what) in EXTRAS.items():
+        there = importlib.util.find_spec(module) is not None
+        absent = f"not installed; only for {what}: pip install 'farthing[{extra}]'"
+        yield Check(module, "ok", "installed" if there else absent)
+
+
+def _device() -> Iterator[Check]:
+    import torch
+
+    from farthing.model.compiled import find_compiler
+
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(index)
@@ -77,34 +115,17 @@ def check_machine(folder: Path) -> Iterator[Check]:
         f"{plural(os.cpu_count() or 1, 'core')}, {plural(torch.get_num_threads(), 'torch thread')}"
         + (", bf16" if bf16 else ""),
     )
-    memory = psutil.virtual_memory()
-    enough = memory.available > 2 << 30
-    yield Check(
-        "memory",
-        "ok" if enough else "warning",
-        f"{say_bytes(memory.available)} of {say_bytes(memory.total)} free",
-        "close something: loading a model needs twice its size",
-    )
-    disk = shutil.disk_usage(_nearest(folder))
-    enough = disk.free > 5 << 30
-    yield Check(
-        "disk", "ok" if enough else "warning", f"{say_bytes(disk.free)} free at {_nearest(folder)}", "make room"
-    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     compiler = find_compiler(device) or f"no {'C' if device == 'cuda' else 'C++'} one; only for train.torch_compile"
     yield Check("compiler", "ok", compiler)
-    for module, (extra, what) in EXTRAS.items():
-        there = importlib.util.find_spec(module) is not None
-        absent = f"not installed; only for {what}: pip install 'farthing[{extra}]'"
-        yield Check(module, "ok", "installed" if there else absent)
 
 
 def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     """The job file, then model, tokenizer and data as far as they can be tried without training."""
-    from farthing.data.formats import converter, recognise
-    from farthing.data.read import Row
     from farthing.model.hardware import choose_numerics, device_name
     from farthing.model.load import need_bitsandbytes, quiet_libraries
+    from farthing.planner.model_config import find_config
+    from farthing.planner.software import fp16_risk
     from farthing.train.setup import open_inputs
 
     try:
@@ -117,7 +138,10 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     quiet_libraries()
 
     def precision() -> str:
-        numerics = choose_numerics(job.where.device, job.train.bf16, job.train.fp16)
+        risk = ""
+        with contextlib.suppress(FarthingError):
+            risk = fp16_risk(find_config(job.model.model_name_or_path, job.model.revision, ask_hub=False)[0])
+        numerics = choose_numerics(job.where.device, job.train.bf16, job.train.fp16, fp16_risk=risk)
         return f"{device_name(numerics.device)} in {numerics.name}"
 
     yield from _try("computes on", precision)
@@ -132,25 +156,47 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
     for source in [*inputs.train_sources, *inputs.eval_sources]:
 
         def first_rows(source: Any = source) -> str:
-            rows = list(itertools.islice(source.rows(), 200))
-            good = [row for row in rows if isinstance(row, Row)]
-            columns: set[str] = set().union(*(row.value.keys() for row in good))
-            name = recognise(columns, job.task, dict(job.data.columns), source.name)
-            convert = converter(name, dict(job.data.columns), dict(job.data.label_map), inputs.tokenizer, job.task)
-            n_bad = len(rows) - len(good)
-            for row in good:
-                try:
-                    convert(row.value)
-                except Exception:  # the reason is named, with its line, when the set is tokenized
-                    n_bad += 1
-            first = plural(len(rows), "row")
-            if n_bad == len(rows):
-                raise DataError(f"format {name}; none of the first {first} can be used", to_do="see data.columns")
-            return f"format {name}; " + (f"{n_bad} of the first {first} can't be used" if n_bad else f"{first} tried")
+            return _first_rows(job, source, inputs)
 
         yield from _try(f"data {source.name}", first_rows)
     if job.usd_per_hour == 0:
         yield Check("price", "warning", "none given", "set where.usd_per_hour, or power_watts and usd_per_kwh")
+
+
+def _first_rows(job: Any, source: Any, inputs: Any) -> str:
+    """What the first 200 rows of a source are, and what of them is not used. Raises `DataError`."""
+    from farthing.data.chat import Unusable
+    from farthing.data.foreign import Watch, say_ignored
+    from farthing.data.formats import converter, recognise, used_columns
+    from farthing.data.rows import BadRow, Row
+
+    rows = list(itertools.islice(source.rows(), 200))
+    columns, watch = dict(job.data.columns), Watch(job.task, dict(job.data.columns), source.name)
+    watch(rows)
+    good = [row for row in rows if isinstance(row, Row)]
+    reasons = [f"row {row.line}: {row.reason}" for row in rows if isinstance(row, BadRow)]
+    if not good:
+        raise DataError(f"none of the first {plural(len(rows), 'row')} can be used ({reasons[0]})", to_do="mend them")
+    name = recognise(watch.columns, job.task, columns, source.name)
+    recipe = inputs.recipe
+    convert = converter(
+        name, columns, recipe.label_map, inputs.tokenizer, job.task, on=recipe.date, version=recipe.version
+    )
+    for row in good:
+        try:
+            convert(row.value)
+        except Unusable as error:
+            reasons.append(f"row {row.line}: {error}")
+    n_bad = len(reasons)
+    first = plural(len(rows), "row")
+    if n_bad == len(rows):
+        what = f"format {name}; none of the first {first} can be used ({reasons[0]})"
+        raise DataError(what, to_do="mend them, or see data.columns")
+    words = f"format {name}; " + (
+        f"{n_bad} of the first {first} can't be used ({reasons[0]})" if n_bad else f"{first} tried"
+    )
+    ignored = say_ignored(watch.ignored(used_columns(name, columns)), watch.n_rows)
+    return "; ".join([words, *([f"columns that are not used: {ignored}"] if ignored else []), *watch.chosen()])
 
 
 def _run_folder(folder: Path) -> Iterator[Check]:

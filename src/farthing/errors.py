@@ -55,6 +55,14 @@ class JobError(UserMistake):
         }
 
 
+class Mistakes(JobError):
+    """Several things are wrong that were looked at before the start; each with its place and what to do."""
+
+    def as_dict(self) -> dict[str, object]:
+        """Every problem, for `--json`."""
+        return {**super().as_dict(), "error": f"{len(self.problems)} things are wrong"}
+
+
 class DataError(UserMistake):
     """The data can't be used as the job asks."""
 
@@ -87,6 +95,10 @@ class StoreDown(FarthingError):
     """The store that holds the run does not answer, and nothing here can stand in for it: try again later."""
 
     exit_code = EXIT_INTERRUPTED
+
+
+class FeedsDown(UserMistake):
+    """No price feed could be reached: what is known of prices stays as it is."""
 
 
 class SaveFailing(FarthingError):

@@ -1,29 +1,41 @@
 """A trained model for others: a Hugging Face folder (safetensors, tokenizer, model card), adapter-only or merged.
 
-The folder appears whole or not at all. Refuses to train.
+The folder appears whole or not at all, and a merged model only after it was read back and has answered as the adapter
+does. What a run exports follows from the run, not from how often it was killed: only the bill on the card tells of that.
+Refuses to train.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
-from farthing.durability.files import install_folder, parse_json
-from farthing.durability.run_folder import JOB, MODEL
-from farthing.errors import UserMistake
+from farthing.durability.exported import CARD, damage_of, seal_export
+from farthing.durability.files import MANIFEST, install_folder, parse_json, write_text
+from farthing.durability.run_folder import JOB, MODEL, kept_job
+from farthing.errors import ModelError, UserMistake
+from farthing.model.adapters import break_ties
 from farthing.model.load import AUTO_CLASSES, ModelChoice, load_config, load_model, load_tokenizer, quiet_libraries
+from farthing.model.same_answers import answers, check_examples, refuse_other_answers
 from farthing.report.card import model_card
 from farthing.report.receipt import build_receipt
 
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MODEL_CONFIG = "model_config.json"
+"""The configuration of an adapter's whole model. It is not called config.json: a folder that has one beside an adapter is
+taken by transformers for a whole model."""
 
 
 def export_model(folder: Path, model: Any, tokenizer: Any, receipt: dict[str, Any], step: int) -> None:
-    """Write `model` as it was trained (an adapter, or the whole model), its tokenizer and a card with the receipt.
+    """Write `model` as it was trained (an adapter, or the whole model), its tokenizer, a card and a manifest.
 
     An adapter comes with the configuration of the whole, so that the names of its classes are not lost.
     """
@@ -32,13 +44,45 @@ def export_model(folder: Path, model: Any, tokenizer: Any, receipt: dict[str, An
         model.config.use_cache = True
         try:
             model.save_pretrained(draft, safe_serialization=True)
-            model.config.save_pretrained(draft)
+            if (draft / ADAPTER_CONFIG).exists():
+                _in_one_order(draft / ADAPTER_CONFIG)
+                model.config.to_json_file(draft / MODEL_CONFIG)
         finally:
             model.config.use_cache = False
-        tokenizer.save_pretrained(draft)
-        (draft / "README.md").write_text(model_card(receipt, step, is_merged=False), encoding="utf-8")
+        _save_tokenizer(tokenizer, draft)
+        (draft / CARD).write_text(model_card(receipt, step, is_merged=False), encoding="utf-8")
+        seal_export(draft)
 
     install_folder(folder, fill)
+
+
+def write_card(run: Path, receipt: dict[str, Any]) -> None:
+    """Bring the card of a run's exported model up to its receipt. Nothing is done where no model is. Raises `OSError`."""
+    folder = run / MODEL
+    if folder.is_dir() and not folder.is_symlink():
+        write_text(folder / CARD, model_card(receipt, _step_of(receipt), is_merged=False))
+
+
+def _step_of(receipt: dict[str, Any]) -> int:
+    return int(receipt["exported_step"] or receipt["steps"])
+
+
+def _in_one_order(path: Path) -> None:
+    """Sort the names of layers, which `peft` keeps as a set: its order is another one in every process."""
+    values = parse_json(path.read_text(encoding="utf-8"))
+    for key, value in values.items():
+        if key in ("target_modules", "exclude_modules") and isinstance(value, list):
+            values[key] = sorted(value)
+    path.write_text(json.dumps(values, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Without the truncation and padding that the last call asked it for: those are of one attempt, not of the model."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    tokenizer.save_pretrained(folder)
 
 
 def export_run(
@@ -47,7 +91,8 @@ def export_run(
     """Write the model of a run to `folder` as `adapter` (what was trained) or `merged` (the whole, ready to serve).
 
     Whether code that came with the base model may run is not the run folder's to say. Returns what was written. Raises
-    `UserMistake` when the run has no model, or no adapter, or `folder` is in use.
+    `UserMistake` when the run has no model, or a damaged one, or no adapter, or `folder` is in use; `ModelError` when the
+    model that was written does not answer as the trained one.
     """
     quiet_libraries()
     source = run / MODEL
@@ -55,75 +100,136 @@ def export_run(
         raise UserMistake("this run has exported no model yet", where=str(run), to_do="let `farthing train` finish it")
     if folder.exists() and any(folder.iterdir()):
         raise UserMistake("the folder is not empty", where=str(folder), to_do="name a new one with --output")
+    if damage := damage_of(run):
+        raise UserMistake(
+            f"the run's model is damaged: {damage}",
+            where=str(source),
+            to_do="run `farthing train` with its job again: it writes the model anew from the checkpoint",
+        )
     is_adapter = (source / ADAPTER_CONFIG).exists()
     if form == "adapter":
         if not is_adapter:
             raise UserMistake("a full fine-tune has no adapter", where=str(run), to_do="use --format merged")
-        install_folder(folder, lambda draft: _copy(source, draft))
+        install_folder(folder, lambda draft: _copy_adapter(run, source, draft))
     elif is_adapter:
         _merge(run, source, folder, dtype, trust_remote_code)
     else:
-        _recast(run, source, folder, dtype)
+        _recast(run, source, folder, dtype, trust_remote_code)
     n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return {"folder": str(folder), "format": form, "bytes": n_bytes}
 
 
-def _copy(source: Path, target: Path) -> None:
-    shutil.copytree(source, target, dirs_exist_ok=True)
+def _copy_adapter(run: Path, source: Path, draft: Path) -> None:
+    """The adapter's folder with today's card; that of an older farthing under today's names."""
+    shutil.copytree(source, draft, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
+    if (draft / "config.json").exists():
+        (draft / "config.json").rename(draft / MODEL_CONFIG)
+    receipt = build_receipt(run)
+    (draft / CARD).write_text(model_card(receipt, _step_of(receipt), is_merged=False), encoding="utf-8")
 
 
-def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool) -> None:
-    import peft
-
-    job = parse_json((run / JOB).read_text(encoding="utf-8"))
-    section = job["model"]
-    if section["trust_remote_code"] and not trust_remote_code:
+def _job_of(run: Path, trust_remote_code: bool) -> dict[str, Any]:
+    """The job of a run. Raises `RunDamaged`, and `UserMistake` where it needs code that nobody has said to trust."""
+    job = kept_job(run)
+    if job["model"]["trust_remote_code"] and not trust_remote_code:
         raise UserMistake(
             "its job lets Python code run that comes with the base model",
             where=str(run / JOB),
             to_do="read that code; if you trust it: --trust-remote-code",
         )
+    return job
+
+
+def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool) -> None:
+    import peft
+
+    job = _job_of(run, trust_remote_code)
+    section = job["model"]
     choice = ModelChoice(
         section["model_name_or_path"],
         section["revision"],
         None,
         section["init"],
-        section["attn_implementation"],
+        None,  # the attention of the job may need a GPU, and is none of the weights
         trust_remote_code,
     )
-    tuned = load_config(ModelChoice(str(source)))
+    tuned = _tuned_config(source)
     base = load_model(
         choice,
         load_config(choice),
         job["task"],
         dtype=getattr(torch, dtype or "float32"),
         seed=job["train"]["seed"],
-        label_names=tuple(name for _, name in sorted(tuned.id2label.items()))
-        if job["task"] == "classification"
-        else (),
-        pad_id=tuned.pad_token_id,
+        label_names=_label_names(tuned) if job["task"] == "classification" else (),
+        pad_id=tuned.get("pad_token_id"),
     )
+    with safe_open(source / ADAPTER_WEIGHTS, framework="pt") as weights:
+        break_ties(base, weights.keys())
     with warnings.catch_warnings():  # of an output layer that is no longer tied to the embedding: it is saved beside it
         warnings.simplefilter("ignore")
-        model = peft.PeftModel.from_pretrained(base, source).merge_and_unload()
-    _write_whole(run, model, source, folder)
+        model = peft.PeftModel.from_pretrained(base, source).eval()
+        tokenizer = load_tokenizer(ModelChoice(str(source)), None)
+        examples = check_examples(job, tokenizer, model.config.get_text_config().vocab_size)
+        expected = answers(model, examples)
+        model = model.merge_and_unload()
+    _write_whole(run, model, tokenizer, folder, lambda draft: _check(draft, job, examples, expected, trust_remote_code))
 
 
-def _recast(run: Path, source: Path, folder: Path, dtype: str | None) -> None:
-    job = parse_json((run / JOB).read_text(encoding="utf-8"))
+def _recast(run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool) -> None:
+    job = _job_of(run, trust_remote_code)
     wanted = getattr(torch, dtype) if dtype else "auto"
-    model = AUTO_CLASSES[job["task"]].from_pretrained(source, use_safetensors=True, dtype=wanted)
-    _write_whole(run, model, source, folder)
+    auto, trust = AUTO_CLASSES[job["task"]], {"trust_remote_code": trust_remote_code}
+    tokenizer = load_tokenizer(ModelChoice(str(source)), None)
+    model = auto.from_pretrained(source, use_safetensors=True, dtype="auto", **trust).eval()
+    examples = check_examples(job, tokenizer, model.config.get_text_config().vocab_size)
+    expected = answers(model, examples)
+    del model
+    model = auto.from_pretrained(source, use_safetensors=True, dtype=wanted, **trust)
+    _write_whole(run, model, tokenizer, folder, lambda draft: _check(draft, job, examples, expected, trust_remote_code))
 
 
-def _write_whole(run: Path, model: Any, source: Path, folder: Path) -> None:
+def _check(
+    draft: Path, job: dict[str, Any], examples: list[dict[str, Tensor]], expected: list[Tensor], trust: bool
+) -> None:
+    """Read the written model back and hold its answers against those expected. Raises `ModelError`."""
+    auto = AUTO_CLASSES[job["task"]]
+    written = auto.from_pretrained(draft, use_safetensors=True, dtype="auto", trust_remote_code=trust).eval()
+    refuse_other_answers(answers(written, examples), expected, written.dtype, job["model"]["model_name_or_path"])
+
+
+def _tuned_config(source: Path) -> dict[str, Any]:
+    """The configuration of the whole model as it stands beside an adapter. Raises `ModelError`."""
+    path = source / MODEL_CONFIG
+    if not path.exists():
+        path = source / "config.json"  # where an older farthing has put it
+    try:
+        values = parse_json(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"the adapter's configuration can't be read ({type(error).__name__})",
+            where=str(path),
+            to_do="run `farthing train` with the job again: it writes the model anew from the checkpoint",
+        ) from error
+    return values
+
+
+def _label_names(tuned: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the classes in order; transformers leaves out those that it would make up itself."""
+    names = {int(index): str(name) for index, name in tuned.get("id2label", {}).items()}
+    return tuple(name for _, name in sorted(names.items())) or ("LABEL_0", "LABEL_1")
+
+
+def _write_whole(run: Path, model: Any, tokenizer: Any, folder: Path, check: Callable[[Path], None]) -> None:
     receipt = build_receipt(run)
 
     def fill(draft: Path) -> None:
         model.config.use_cache = True
         model.save_pretrained(draft, safe_serialization=True)
-        load_tokenizer(ModelChoice(str(source)), None).save_pretrained(draft)
-        step = receipt["exported_step"] or receipt["steps"]
-        (draft / "README.md").write_text(model_card(receipt, step, is_merged=True), encoding="utf-8")
+        _save_tokenizer(tokenizer, draft)
+        (draft / CARD).write_text(model_card(receipt, _step_of(receipt), is_merged=True), encoding="utf-8")
+        model.to("meta")  # its memory is for the copy that is read back
+        check(draft)
 
     install_folder(folder, fill)

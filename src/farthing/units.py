@@ -1,15 +1,15 @@
-"""Bytes, seconds and dollars: parse what people write ("24GB", "$5", "3h"), print what people read.
+"""Bytes, seconds and dollars: parse what people write ("$5", "3h"), print what people read.
 
 Inside farthing a quantity is a plain number whose name carries its unit: `_bytes`, `_s`, `_usd`.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 
-_SECONDS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "hr": 3600.0, "d": 86400.0}
-_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SECONDS = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "hr": 3600.0, "d": 86400.0}
 
 
 def _split(text: str, what: str) -> tuple[float, str]:
@@ -41,14 +41,27 @@ def parse_hours(value: str | float) -> float:
     return number * _SECONDS[unit] / 3600
 
 
-def parse_bytes(value: str | int) -> int:
-    """Bytes from `1024`, `"24GB"` (10^9) or `"24GiB"` (2^30)."""
-    if isinstance(value, int):
-        return value
-    number, unit = _split(value, 'a size such as "24GB" or "24GiB"')
-    if unit and unit not in _BYTES:
-        raise ValueError(f'{value!r}: use one of {", ".join(_BYTES)}, as in "24GB"')
-    return int(number * _BYTES.get(unit, 1))
+def parse_share(value: str) -> float:
+    """A share of 1 from `0.5` or `"50%"`; from 0 to below 1."""
+    text = value.strip()
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise ValueError(f'{value!r} is not a share such as "50%" or "0.5"')
+    return share
+
+
+def said_apart(a: float, b: float, say: Callable[[float], str], unit: str) -> tuple[str, str]:
+    """Two figures in words that differ where the figures do; `unit` has `{}` for a number with as many digits as it takes."""
+    if a == b or say(a) != say(b):
+        return say(a), say(b)
+    for n_digits in range(2, 12):
+        one, other = (unit.format(f"{value:,.{n_digits}f}") for value in (a, b))
+        if one != other:
+            return one, other
+    return say(a), say(b)
 
 
 def say_usd(usd: float | None) -> str:
@@ -59,6 +72,12 @@ def say_usd(usd: float | None) -> str:
         return f"${usd:,.2f}"
     whole, _, decimals = (f"{usd:.4f}" if abs(usd) >= 0.001 else f"{usd:.6f}").partition(".")
     return f"${whole}.{decimals.rstrip('0').ljust(2, '0')}"
+
+
+def digits_of(total_usd: float) -> Callable[[float], str]:
+    """How to print a sum of dollars and its parts below each other: with the digits that show a thousandth of it."""
+    digits = min(8, max(2, 3 - math.floor(math.log10(abs(total_usd) or 1))))
+    return lambda usd: f"${usd:,.{digits}f}"
 
 
 def say_seconds(seconds: float | None) -> str:

@@ -92,6 +92,10 @@ class DataSection(Section):
     """What to do with an example over its limit. It is counted whatever is chosen."""
     train_on_prompt: bool = False
     """Causal-lm: take the loss on prompt and user tokens too."""
+    source_lang: str | None = None
+    """Seq2seq: the language of the inputs, as the tokenizer names it (eng_Latn, en_XX), for models that are told it."""
+    target_lang: str | None = None
+    """Seq2seq: the language of the targets."""
     chat_template: str | None = None
     """A Jinja file to use instead of the tokenizer's chat template."""
     max_bad_rows: Share = 0.01
@@ -201,7 +205,7 @@ class TrainSection(Section):
     early_stopping_patience: Positive | None = None
     """Stop after this many evaluations without an improvement."""
     early_stopping_threshold: Annotated[Number, Field(ge=0)] = 0.0
-    """The least change that counts as an improvement (min-delta)."""
+    """The least gain on the best so far that counts for the patience (min-delta). Which step is best does not depend on it."""
     save_steps: Positive | None = None
     """Optimizer steps between checkpoints. Default: by time, see save_minutes."""
     save_minutes: Annotated[Number, Field(gt=0)] | None = None
@@ -235,8 +239,15 @@ class LimitsSection(Section):
 
     max_usd: Usd | None = None
     max_hours: Hours | None = None
+    max_gpu_hours: Hours | None = None
+    """Hours times GPUs."""
     deadline: datetime | None = None
     """ISO date and time; without a zone it is the machine's own."""
+
+    def most_hours(self, n_gpus: int = 1) -> float | None:
+        """What `max_hours` and `max_gpu_hours` leave a run on so many GPUs."""
+        caps = [self.max_hours, None if self.max_gpu_hours is None else self.max_gpu_hours / n_gpus]
+        return min((cap for cap in caps if cap is not None), default=None)
 
 
 class WhereSection(Section):
@@ -290,7 +301,7 @@ class Job(Section):
     @model_validator(mode="after")
     def _a_fitted_schedule_has_a_budget(self) -> Job:
         limits = self.limits
-        if self.train.fit_schedule_to_budget and (limits.max_usd, limits.max_hours, limits.deadline) == (None,) * 3:
+        if self.train.fit_schedule_to_budget and (limits.max_usd, limits.most_hours(), limits.deadline) == (None,) * 3:
             raise ValueError("train.fit_schedule_to_budget fits to a limit; set limits.max_usd, max_hours or deadline")
         return self
 

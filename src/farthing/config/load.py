@@ -106,7 +106,7 @@ def job_schema() -> dict[str, Any]:
                 definition["properties"][key] = {**one_or_many, "description": value.get("description", "")}
             if key == "report_to":
                 definition["properties"][key] = {"anyOf": [value["items"], value]}
-            if key in ("max_usd", "usd_per_hour", "usd_per_kwh", "max_hours"):
+            if key in ("max_usd", "usd_per_hour", "usd_per_kwh", "max_hours", "max_gpu_hours"):
                 definition["properties"][key] = {
                     "anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}],
                     "description": value.get("description", ""),

@@ -64,13 +64,14 @@ def _fold(*numbers: int) -> int:
 
 
 def split_by_input(
-    groups: NDArray[np.uint64], fraction: float, seed: int
+    groups: NDArray[np.uint64], fraction: float, seed: int, inputs: NDArray[np.uint64] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(train, eval) example indices. Examples with equal input fall on the same side; `fraction` is of distinct inputs.
 
     The distinct inputs are ranked by a hash of (input, seed): which side one falls on hardly depends on the others.
+    `inputs` are those of all rows, also of rows that became no example, so that it does not depend on why they did not.
     """
-    distinct = np.unique(groups)
+    distinct = np.unique(groups if inputs is None else inputs)
     n_eval = min(max(1, round(fraction * len(distinct))), len(distinct) - 1)
     with np.errstate(over="ignore"):  # the finaliser of splitmix64 (Steele, Lea, Flood 2014), modulo 2^64
         mixed = distinct + np.uint64(_fold(seed) & 0xFFFFFFFFFFFFFFFF)

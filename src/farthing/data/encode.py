@@ -6,6 +6,7 @@ to read rows, to render chats and to write anything.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import unicodedata
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.data.chat import TEXT_VERSION
 from farthing.data.formats import Text
 
 
@@ -70,6 +72,40 @@ class Asked(NamedTuple):
     encodings: list[Encoding]
 
 
+def sides_of(tokenizer: Any, *, is_pair: bool) -> tuple[Any, Any]:
+    """The Rust tokenizers of inputs and of targets, copies that nobody else holds; of the planner's tokenizer none.
+
+    With `is_pair` targets are encoded as `tokenizer(text_target=...)` does, in the tokenizer's target language where it has
+    one, else as inputs.
+    """
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        return None, None
+    own, target = tokenizer, None
+    if is_pair and hasattr(tokenizer, "_switch_to_target_mode"):
+        own = copy.deepcopy(tokenizer)
+        own._switch_to_target_mode()
+        target = _copied(own)
+        own._switch_to_input_mode()
+    source = _copied(own)
+    return source, source if target is None else target
+
+
+def _copied(tokenizer: Any) -> Any:
+    """A copy of the Rust tokenizer, without the truncation and padding that others asked for."""
+    rust = tokenizer.backend_tokenizer
+    copied = type(rust).from_str(rust.to_str())
+    copied.no_truncation()
+    copied.no_padding()
+    return copied
+
+
+def first_tokens(tokenizer: Any) -> list[int]:
+    """The beginning that a tokenizer puts before every text: none, or its first token."""
+    rust = getattr(tokenizer, "backend_tokenizer", None)
+    ids = rust.encode("").ids if rust is not None else tokenizer.encode([""], True)[0].ids
+    return list(ids[:1]) if ids and ids[0] == tokenizer.bos_token_id else []
+
+
 class Encoder:
     """Texts to examples, in two steps: `ask` is the tokenizer's and leaves Python to other threads, the rest is ours.
 
@@ -80,15 +116,21 @@ class Encoder:
     """
 
     def __init__(
-        self, tokenizer: Any, task: str, max_length: int, max_target_length: int, train_on_prompt: bool = False
+        self,
+        tokenizer: Any,
+        task: str,
+        max_length: int,
+        max_target_length: int,
+        train_on_prompt: bool = False,
+        version: int = TEXT_VERSION,
     ) -> None:
-        self.tokenizer, self.task, self.train_on_prompt = tokenizer, task, train_on_prompt
+        self.tokenizer, self.task, self.train_on_prompt, self.version = tokenizer, task, train_on_prompt, version
         self.max_length, self.max_target_length = max_length, max_target_length
-        empty = list(tokenizer("")["input_ids"])  # also undoes the truncation and padding that others asked for
-        self.bos = empty[:1] if empty and empty[0] == tokenizer.bos_token_id else []
+        self._sides = sides_of(tokenizer, is_pair=task == "seq2seq" and version > 1)
+        self.bos = first_tokens(tokenizer)
         self.eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self._rust = getattr(tokenizer, "backend_tokenizer", None)
-        self._sizes = None if self._rust is None or task != "causal-lm" else bytes_of_tokens(self._rust)
+        rust = self._sides[0]
+        self._sizes = None if rust is None or task != "causal-lm" else bytes_of_tokens(rust)
 
     def __call__(self, texts: Sequence[Text], asked: list[Asked] | None = None) -> Encoded:
         """The examples of `texts`, in order, cut to the limits; `asked` is `ask(texts)`."""
@@ -107,21 +149,26 @@ class Encoder:
         asked = []
         for side, limit in ((False, self.max_length), (True, self.max_target_length)):
             strings = ["".join([part for part, is_target in text.segments if is_target == side]) for text in texts]
-            asked.append(self._ask(strings, special=True, limit=limit))
+            asked.append(self._ask(strings, special=True, limit=limit, side=int(side)))
         return asked
 
-    def _ask(self, strings: list[str], *, special: bool, limit: int | None = None, with_map: bool = False) -> Asked:
+    def _ask(
+        self, strings: list[str], *, special: bool, limit: int | None = None, with_map: bool = False, side: int = 0
+    ) -> Asked:
         """Equal strings are encoded once. With a limit the tokenizer truncates, and puts its special tokens around that."""
         distinct = list(dict.fromkeys(strings))
-        found = dict(zip(distinct, self._encode(distinct, special, limit, with_map), strict=True))
+        found = dict(zip(distinct, self._encode(distinct, special, limit, with_map, side), strict=True))
         return Asked(strings, [found[string] for string in strings])
 
-    def _encode(self, strings: list[str], special: bool, limit: int | None, with_map: bool) -> list[Encoding]:
-        if self._rust is None:  # the planner's, which does without transformers
+    def _encode(
+        self, strings: list[str], special: bool, limit: int | None, with_map: bool, side: int = 0
+    ) -> list[Encoding]:
+        rust = self._sides[side]
+        if rust is None:  # the planner's, which does without transformers
             return list(self.tokenizer.encode(strings, special))
         if limit is not None:
-            self._rust.enable_truncation(limit, direction=self.tokenizer.truncation_side)
-        run: Callable[..., list[Encoding]] = self._rust.encode_batch if with_map else self._rust.encode_batch_fast
+            rust.enable_truncation(limit, direction=self.tokenizer.truncation_side)
+        run: Callable[..., list[Encoding]] = rust.encode_batch if with_map else rust.encode_batch_fast
         return run(strings, add_special_tokens=special)
 
     # ---- one text with targets in it ----
@@ -130,7 +177,8 @@ class Encoder:
         rows = [encoding.ids for encoding in asked.encodings]
         has_head, has_tail = np.zeros((2, len(rows)), bool)
         for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
-            has_head[index] = bool(self.bos) and row[:1] != self.bos
+            is_framed = not text.is_raw and self.version > 1  # a chat template says itself what a chat begins with
+            has_head[index] = bool(self.bos) and row[:1] != self.bos and not is_framed
             if self.eos and text.is_raw and text.segments[-1][1] and row[-1:] != self.eos:
                 has_tail[index] = True
                 row += self.eos

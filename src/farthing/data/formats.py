@@ -7,12 +7,13 @@ rendered by the tokenizer's own template. Refuses to tokenize and to read files.
 from __future__ import annotations
 
 import difflib
-import functools
-import re
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from farthing.data.chat import TEXT_VERSION, ChatReader, Unusable
 from farthing.durability.files import parse_json
 from farthing.errors import DataError
 
@@ -26,45 +27,34 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text/label": (("text", "label"), ("classification",)),
     "text": (("text",), ("causal-lm",)),
 }
+ALSO_READ = {
+    "messages": ("tools",), "conversations": ("system", "tools"), "instruction": ("input", "system"),
+}  # fmt: skip
 COLUMNS = {
     "messages", "tools", "conversations", "system", "instruction", "input", "output", "prompt", "completion",
     "target", "text", "label",
 }  # fmt: skip
+RENDERED = ("messages", "conversations", "instruction")  # by a chat template, for causal-lm
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
     "observation": "tool", "tool": "tool", "function_call": "assistant", "function_response": "tool",
 }  # fmt: skip
-
-# For a tokenizer without a template of its own: readable headers, generation marks around what the model says.
-DEFAULT_CHAT_TEMPLATE = (
-    "{%- if tools %}### Tools\n{{ tools | tojson }}\n\n{% endif -%}"
-    "{%- for message in messages %}"
-    "{{- '### ' + message['role'] | capitalize + '\n' }}"
-    "{%- if message['role'] == 'assistant' %}{% generation %}"
-    "{{- message['content'] or '' }}"
-    "{%- if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}"
-    "{{- eos_token }}{% endgeneration %}{{ '\n\n' }}"
-    "{%- else %}{{ (message['content'] or '') + '\n\n' }}{% endif %}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{ '### Assistant\n' }}{% endif %}"
-)
-
-
-class Unusable(Exception):
-    """A row that can't become an example. The message is the reason, in words for its owner."""
 
 
 @dataclass(frozen=True)
 class Text:
     """One example before tokenization.
 
-    `segments`: (text, is_target) in order. `label`: classification only. `is_raw`: no template closes the text, so
-    that an end-of-sequence token has to.
+    `segments`: (text, is_target) in order. `label`: classification only. `is_raw`: no template frames the text, so that
+    the tokenizer's first token and an end-of-sequence token have to. `given`: what the row's owner wrote as input, before
+    anything is rendered; rows that agree in it are one input. `n_unlearned`: assistant turns that are context only.
     """
 
     segments: tuple[tuple[str, bool], ...]
     label: str | None = None
     is_raw: bool = True
+    given: tuple[str, ...] = ()
+    n_unlearned: int = 0
 
 
 def recognise(columns: set[str], task: str, renamed: dict[str, str], where: str) -> str:
@@ -92,19 +82,35 @@ def recognise(columns: set[str], task: str, renamed: dict[str, str], where: str)
     )
 
 
+def used_columns(format_name: str, renamed: dict[str, str]) -> set[str]:
+    """The columns of the data, by their own names, that a format reads; all others are ignored."""
+    return {renamed.get(name, name) for name in (*FORMATS[format_name][0], *ALSO_READ.get(format_name, ()))}
+
+
 def converter(
-    format_name: str, renamed: dict[str, str], label_map: dict[str, str], tokenizer: Any, task: str
+    format_name: str,
+    renamed: dict[str, str],
+    label_map: dict[str, str],
+    tokenizer: Any,
+    task: str,
+    *,
+    on: str = "",
+    version: int = TEXT_VERSION,
 ) -> Callable[[dict[str, Any]], Text]:
-    """A function from a row to its `Text`. It raises `Unusable` with the reason."""
-    render = functools.partial(_render_chat, tokenizer=tokenizer)
+    """A function from a row to its `Text`. It raises `Unusable` with the reason.
+
+    `on` is the ISO date that a chat template sees which asks for it.
+    """
+    is_chat = format_name in RENDERED and task == "causal-lm"
+    read = ChatReader.of(tokenizer, on, version) if is_chat else None
     one: Callable[[dict[str, Any]], Text] = {
-        "messages": lambda row: render(_messages(row), row.get("tools")),
-        "conversations": lambda row: render(_conversations(row), row.get("tools")),
-        "instruction": lambda row: _instruction(row, render if task == "causal-lm" else None),
+        "messages": lambda row: _chat(_messages(row), row.get("tools"), read),
+        "conversations": lambda row: _chat(_conversations(row), row.get("tools"), read),
+        "instruction": lambda row: _instruction(row, read),
         "prompt/completion": lambda row: _pair(row, "prompt", "completion"),
         "input/target": lambda row: _pair(row, "input", "target"),
         "text/label": lambda row: _labelled(row, label_map),
-        "text": lambda row: Text(((_string(row, "text"), True),)),
+        "text": lambda row: Text(((_string(row, "text"), True),), given=(_string(row, "text"),)),
     }[format_name]
 
     def convert(row: dict[str, Any]) -> Text:
@@ -141,36 +147,60 @@ def _string(row: dict[str, Any], column: str, *, may_be_empty: bool = False) -> 
     return value
 
 
+_KINDS = {
+    "dict": "an object", "list": "a list", "int": "a number", "float": "a number", "bool": "true/false",
+    "Decimal": "a decimal number", "date": "a date", "datetime": "a date with time", "time": "a time of day",
+    "timedelta": "a duration", "bytes": "bytes", "NoneType": "nothing", "Timestamp": "a date with time",
+}  # fmt: skip
+
+
 def _kind(value: Any) -> str:
-    return {dict: "an object", list: "a list", int: "a number", float: "a number", bool: "true/false"}.get(
-        type(value), type(value).__name__
-    )
+    return _KINDS.get(type(value).__name__, type(value).__name__)
 
 
 def _pair(row: dict[str, Any], source: str, target: str) -> Text:
-    return Text(((_string(row, source), False), (_string(row, target), True)))
+    given = _string(row, source)
+    return Text(((given, False), (_string(row, target), True)), given=(given,))
 
 
 def _labelled(row: dict[str, Any], label_map: dict[str, str]) -> Text:
     label = row.get("label")
     if label is None or label == "":
         raise Unusable("no `label`")
-    if isinstance(label, dict | list | float):
+    if not isinstance(label, str | int):
         what = f"{label}, a number with a fraction" if isinstance(label, float) else _kind(label)
         raise Unusable(f"`label` is {what}, not a class (text or a whole number)")
     name = str(label)
-    return Text(((_string(row, "text"), False),), label=label_map.get(name, name))
+    text = _string(row, "text")
+    return Text(((text, False),), label=label_map.get(name, name), given=(text,))
 
 
-def _instruction(row: dict[str, Any], render: Callable[..., Text] | None) -> Text:
+def _instruction(row: dict[str, Any], read: ChatReader | None) -> Text:
     """Alpaca rows are a chat of one turn, so that the tokenizer's template frames them; seq2seq needs no frame."""
     instruction, more = _string(row, "instruction"), _string(row, "input", may_be_empty=True)
     asked, answer = f"{instruction}\n\n{more}" if more.strip() else instruction, _string(row, "output")
     system = _string(row, "system", may_be_empty=True)
-    if render is None:
-        return Text(((f"{system}\n\n{asked}" if system else asked, False), (answer, True)))
+    if read is None:
+        asked = f"{system}\n\n{asked}" if system else asked
+        return Text(((asked, False), (answer, True)), given=(asked,))
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-    return render(([{"role": "system", "content": system}] if system else []) + messages, None)
+    return _chat(([{"role": "system", "content": system}] if system else []) + messages, None, read)
+
+
+def _chat(messages: list[dict[str, Any]], tools: Any, read: ChatReader | None) -> Text:
+    """A chat as text. What its owner gave: all that the assistant does not say, or all where only it speaks."""
+    assert read is not None
+    tools = (_as_list(tools, "tools") if tools and tools != "[]" else None) or None
+    others = [message for message in messages if message["role"] != "assistant"] or messages
+    given = [str(message.get("content") or "").strip() for message in others]
+    if tools:
+        given.append(json.dumps(tools, sort_keys=True, default=str))
+    try:
+        chat = read(messages, tools)
+    except Unusable as error:
+        error.given = tuple(given)
+        raise
+    return Text(chat.segments, is_raw=False, given=tuple(given), n_unlearned=chat.n_unlearned)
 
 
 def _as_list(value: Any, column: str) -> list[Any]:
@@ -223,60 +253,18 @@ def _conversations(row: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _render_chat(messages: list[dict[str, Any]], tools: Any, *, tokenizer: Any) -> Text:
-    """Render a chat and find what the assistant says in it.
-
-    A template with generation marks says so itself. Without them the text of an assistant turn is what the render up
-    to it adds to the render before it; a template that rewrites earlier turns can't be split that way.
-    """
-    if not any(message["role"] == "assistant" for message in messages):
-        raise Unusable("no assistant turn: there is nothing to learn")
-    tools = (_as_list(tools, "tools") if tools and tools != "[]" else None) or None
-    try:
-        if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", tokenizer.chat_template):
-            return _by_marks(messages, tools, tokenizer)
-        return _by_prefixes(messages, tools, tokenizer)
-    except Unusable:
-        raise
-    except Exception as error:  # templates are programs: they raise what they like
-        raise Unusable(f"the chat template refuses it: {str(error)[:200]}") from error
+def group_of(text: Text, version: int) -> int:
+    """A hash of what the row's owner wrote as input. Version 1: of what is given in the rendered text, or of all of it."""
+    if version > 1:
+        return hash_of_input(text.given)
+    given = "\0".join([part for part, is_target in text.segments if not is_target])
+    return _hash_of(given or "\0".join([part for part, _ in text.segments]))
 
 
-def _by_marks(messages: list[dict[str, Any]], tools: Any, tokenizer: Any) -> Text:
-    if hasattr(tokenizer, "render_with_spans"):  # the planner's, which does without transformers
-        rendered, spans = tokenizer.render_with_spans(messages, tools)
-    else:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        rendered, spans = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=tokenizer.chat_template,
-            return_assistant_tokens_mask=True,
-            **tokenizer.special_tokens_map,
-        )
-    text, segments, at = rendered[0], [], 0
-    for start, end in spans[0]:
-        segments += [(text[at:start], False), (text[start:end], True)]
-        at = end
-    segments.append((text[at:], False))
-    return Text(tuple((part, is_target) for part, is_target in segments if part), is_raw=False)
+def hash_of_input(given: Sequence[str]) -> int:
+    """A hash of `Text.given`, 64 bits; spaces around its parts make no difference, as most templates strip them."""
+    return _hash_of("\0".join([part.strip() for part in given]))
 
 
-def _by_prefixes(messages: list[dict[str, Any]], tools: Any, tokenizer: Any) -> Text:
-    def render(n: int, prompt: bool) -> str:
-        return str(
-            tokenizer.apply_chat_template(messages[:n], tools=tools, tokenize=False, add_generation_prompt=prompt)
-        )
-
-    whole, segments, at = render(len(messages), False), [], 0
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before, after = (render(index, True) if index else ""), render(index + 1, False)
-        if not (whole.startswith(before) and whole.startswith(after) and at <= len(before) < len(after)):
-            raise Unusable("the chat template rewrites earlier turns; give one with {% generation %} marks")
-        segments += [(whole[at : len(before)], False), (whole[len(before) : len(after)], True)]
-        at = len(after)
-    segments.append((whole[at:], False))
-    return Text(tuple((part, is_target) for part, is_target in segments if part), is_raw=False)
+def _hash_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")

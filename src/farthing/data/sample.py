@@ -2,41 +2,40 @@
 
 The rows are ordered by their bytes and cut into strata; one row of each is read, and of those again some are tokenized
 exactly as for training. The others are taken to have as many tokens a character, and the rows that were not read as many a
-byte, as the one that stands for them. The longest rows are strata of their own. Chat templates are rendered by jinja2 in the
-sandbox that transformers uses. Refuses to import transformers and to reach the network.
+byte, as the one that stands for them. The longest rows are strata of their own.
+
+Refuses to import transformers and to reach the network.
 """
 
 from __future__ import annotations
 
 import csv
-import functools
 import gzip
 import json
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.encode import Encoder, Encoding
-from farthing.data.formats import DEFAULT_CHAT_TEMPLATE, Text, Unusable, converter, recognise
-from farthing.data.read import BadRow, Row, Source, json_row
+from farthing.data.arrow import bytes_of_rows, open_parquet, table_rows
+from farthing.data.chat import Unusable, default_template
+from farthing.data.encode import Encoder, Encoding, first_tokens
+from farthing.data.foreign import Watch, say_ignored
+from farthing.data.formats import RENDERED, Text, converter, recognise, used_columns
+from farthing.data.read import Source, json_row, n_characters
+from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
 from farthing.data.tokens import Recipe
 from farthing.errors import DataError
 
 MOST_ROWS = 2000
-_FEWEST_ROWS = 250
+_FEWEST_ROWS, _MOST_BYTES_OF_FEWEST = 250, 64 << 20
 _MOST_SAMPLED_BYTES = 800_000  # what is tokenized in about a quarter of a second
 _MOST_READ_ROWS, _MOST_ROW_BYTES = 6000, 4_000_000  # rows and bytes that are read; a tenth of a second
-_RENDERED = (
-    "messages",
-    "conversations",
-    "instruction",
-)  # by a chat template, which is too slow for rows that are only read
 _N_LONGEST = 16  # rows that are strata of their own
 _MOST_READ_BYTES = 256 << 20
 _N_BLOCKS, _BLOCK_BYTES = 64, 4 << 20  # of a larger file
@@ -53,6 +52,8 @@ class Sampled(NamedTuple):
     n_rows: int
     n_tokenized: int
     is_all_read: bool  # the file was; else its rows are estimated too
+    notes: tuple[str, ...] = ()
+    """Columns that nobody reads, and what the job has chosen to learn of data of another kind."""
 
 
 def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sampled:
@@ -63,16 +64,20 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
     if n_seen == 0:
         raise DataError("no rows", where=sources[0].name, to_do="check how the file was written")
     of_rows = n_seen / max(1.0, total_bytes)
-    n_wanted = min(MOST_ROWS, max(_FEWEST_ROWS, int(_MOST_SAMPLED_BYTES * of_rows)))
+    fewest = max(1, min(_FEWEST_ROWS, int(_MOST_BYTES_OF_FEWEST * of_rows)))
+    n_wanted = min(MOST_ROWS, max(fewest, int(_MOST_SAMPLED_BYTES * of_rows)))
     n_read = min(_MOST_READ_ROWS, max(n_wanted, int(_MOST_ROW_BYTES * of_rows)))
     lengths, weights = [], []
     n_rows, n_tokenized = 0.0, 0
-    why = ""
+    why, notes = "", []
     for source, population in zip(sources, populations, strict=True):
         share = len(population.sizes) / n_seen
         picked, stratum = _strata(population.sizes, max(1, round(n_read * share)))
         rows = population.rows(picked)
+        watch = Watch(recipe.task, recipe.columns, source.name)
+        watch(rows)
         of_picked, n_encoded, reasons = _tokenized(source, rows, max(1, round(n_wanted * share)), tokenizer, recipe)
+        notes += _said_of(source, watch, recipe)
         why = why or next(iter(reasons), "")
         of_all = _spread(of_picked, population.sizes[picked], population.sizes, stratum)
         of_all[picked] = of_picked
@@ -105,7 +110,18 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         n_rows=round(n_rows),
         n_tokenized=n_tokenized,
         is_all_read=all(each.is_whole for each in populations),
+        notes=tuple(notes),
     )
+
+
+def _said_of(source: Source, watch: Watch, recipe: Recipe) -> list[str]:
+    if not watch.columns:
+        return []
+    name = recognise(watch.columns, recipe.task, recipe.columns, source.name)
+    ignored = say_ignored(watch.ignored(used_columns(name, recipe.columns)), watch.n_rows)
+    return [f"{source.name}: columns that are not used: {ignored}"] * bool(ignored) + [
+        f"{source.name}: {what}" for what in watch.chosen()
+    ]
 
 
 def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -142,10 +158,12 @@ def _tokenized(
     if not good:
         return found, 0, reasons
     name = recognise(set().union(*(value.keys() for _, value in good)), recipe.task, recipe.columns, source.name)
-    convert = converter(name, recipe.columns, recipe.label_map, tokenizer, recipe.task)
+    convert = converter(
+        name, recipe.columns, recipe.label_map, tokenizer, recipe.task, on=recipe.date, version=recipe.version
+    )
     all_good, picked, stands_for, sizes = good, np.arange(0), None, np.arange(0)
-    if recipe.task == "causal-lm" and name in _RENDERED:
-        sizes = np.array([_n_characters(value) for _, value in good])
+    if recipe.task == "causal-lm" and name in RENDERED:
+        sizes = np.array([n_characters(value) for _, value in good])
         picked, stands_for = _strata(sizes, n_wanted)
         good = [good[i] for i in picked]
     n_encoded = 0
@@ -177,7 +195,7 @@ def _of_texts(texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe) 
         characters = np.column_stack([characters[:, 0] * 0, characters.sum(axis=1)])
     picked, stands_for = _strata(characters.sum(axis=1).astype(np.int64), n_wanted)
     found = np.zeros((len(texts), 3))
-    encode = Encoder(tokenizer, recipe.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt)
+    encode = Encoder(tokenizer, recipe.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt, version=recipe.version)
     for index, (ids, mask) in zip(picked, encode([texts[index] for index in picked]).examples(), strict=True):
         n_targets = int(mask.sum())
         if n_targets == 0 and recipe.task != "classification":
@@ -270,9 +288,15 @@ def _lines(path: Path, source: Source) -> _Population:
 
     def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
         lines = ((int(i) + 1, content[starts[i] : starts[i] + sizes[i]]) for i in picked)
-        return [json_row(line, number) if line.strip() else BadRow(number, "empty") for number, line in lines]
+        return [_line(line, number) for number, line in lines]
 
     return _Population(sizes, len(sizes) / share, rows, share == 1.0)
+
+
+def _line(line: bytes, number: int) -> Row | BadRow:
+    if len(line) > MAX_ROW_BYTES:
+        return BadRow(number, too_large(len(line)))
+    return json_row(line, number) if line.strip() else BadRow(number, "empty")
 
 
 def _records(path: Path, source: Source) -> _Population:
@@ -290,6 +314,9 @@ def _records(path: Path, source: Source) -> _Population:
     def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
         found: list[Row | BadRow] = []
         for i in picked:
+            if sizes[i + 1] > MAX_ROW_BYTES:
+                found.append(BadRow(int(i) + 2, too_large(int(sizes[i + 1]))))
+                continue
             try:
                 values = fields(int(i) + 1)
             except csv.Error as error:
@@ -306,23 +333,15 @@ def _records(path: Path, source: Source) -> _Population:
 
 def _array(path: Path, source: Source) -> _Population:
     values = list(source.rows())
-    sizes = np.array([_n_characters(row.value) if isinstance(row, Row) else 1 for row in values], np.int64)
+    sizes = np.array([n_characters(row.value) if isinstance(row, Row) else 1 for row in values], np.int64)
     return _Population(sizes, len(values), lambda picked: [values[i] for i in picked])
-
-
-def _n_characters(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + sum(_n_characters(part) for part in parts)
 
 
 def _parquet(path: Path, source: Source) -> _Population:
     import pyarrow
-    import pyarrow.parquet
 
+    file = open_parquet(path, source.name)
     try:
-        file = pyarrow.parquet.ParquetFile(path)
         groups: list[int] = []
         seen_bytes = 0
         n_groups = file.metadata.num_row_groups
@@ -338,14 +357,13 @@ def _parquet(path: Path, source: Source) -> _Population:
         raise DataError(
             f"not a readable Parquet file: {why}", where=source.name, to_do="bring it back whole"
         ) from error
-    sizes = np.ones(len(table), np.int64)
-    for column in table.columns:
-        if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
-            sizes += pyarrow.compute.binary_length(column).fill_null(0).to_numpy()
+    sizes = bytes_of_rows(table)
 
     def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
-        values = table.take(picked).to_pylist()
-        return [Row(int(i) + 1, value) for i, value in zip(picked, values, strict=True)]
+        found: list[Row | BadRow] = []
+        for i in picked.tolist():
+            found += table_rows(table.slice(i, 1), i)
+        return found
 
     return _Population(sizes, file.metadata.num_rows, rows, len(groups) == n_groups)
 
@@ -381,55 +399,38 @@ class LightTokenizer:
     special_tokens_map: dict[str, str]
     chat_template: str
     is_exact: bool = True
-
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        """Token ids of a text."""
-        return {"input_ids": self.encode([text], True)[0].ids}
-
-    def apply_chat_template(self, messages: Any, *, tools: Any, tokenize: bool, add_generation_prompt: bool) -> str:
-        """The text of a chat, by the tokenizer's template."""
-        return self._render(messages, tools, add_generation_prompt).replace(_START, "").replace(_STOP, "")
-
-    def render_with_spans(self, messages: Any, tools: Any) -> tuple[list[str], list[list[tuple[int, int]]]]:
-        """The text of a chat, and from where to where the template marks it as what the model says."""
-        text, spans = "", []
-        for part in self._render(messages, tools, False).split(_START):
-            said, stop, rest = part.partition(_STOP)
-            if stop:
-                spans.append((len(text), len(text) + len(said)))
-            text += said + rest
-        return [text], [spans]
-
-    def _render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
-        return str(
-            _template(self.chat_template).render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self.special_tokens_map
-            )
-        )
-
-
-_START, _STOP = "\ufdd0", "\ufdd1"  # code points that no text may hold
+    added_tokens: tuple[str, ...] = ()
+    """Words beside those it learned."""
 
 
 def light_tokenizer(folder: Path | None, chat_template: str | None) -> LightTokenizer:
     """The tokenizer in a folder (tokenizer.json, or a SentencePiece model); without one, a token for every 4 characters."""
-    says, specials = _settings(folder)
-    template = chat_template or says.get("chat_template")
-    if folder is not None and not chat_template and (folder / "chat_template.jinja").is_file():
+    template = chat_template or own_template(folder)
+    tokenizer = _from_folder(folder, _settings(folder)[1])
+    return replace(tokenizer, chat_template=template or default_template(bool(first_tokens(tokenizer))))
+
+
+def own_template(folder: Path | None) -> str | None:
+    """The chat template that is with a tokenizer; none where it has none."""
+    template = _settings(folder)[0].get("chat_template")
+    if folder is not None and (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     if isinstance(template, list):
         template = {each.get("name"): each.get("template") for each in template}.get("default")
-    template = template if isinstance(template, str) else DEFAULT_CHAT_TEMPLATE
+    return template if isinstance(template, str) else None
+
+
+def _from_folder(folder: Path | None, specials: dict[str, str]) -> LightTokenizer:
     if folder is not None and (folder / "tokenizer.json").is_file():
-        return _from_json(folder, specials, template)
+        return _from_json(folder, specials)
     model = next((folder / name for name in _SENTENCEPIECE if (folder / name).is_file()), None) if folder else None
     if model is not None:
-        return _from_sentencepiece(model, specials, template)
+        return _from_sentencepiece(model, specials)
 
     def encode(texts: list[str], special: bool) -> Sequence[Encoding]:
         return [_Encoded([1] * -(-len(text) // 4), list(range(0, len(text), 4))) for text in texts]
 
-    return LightTokenizer("4 characters a token", None, 0, encode, specials, template, is_exact=False)
+    return LightTokenizer("4 characters a token", None, 0, encode, specials, "", is_exact=False)
 
 
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
@@ -452,7 +453,7 @@ def _settings(folder: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
     return found, specials
 
 
-def _from_json(folder: Path, specials: dict[str, str], template: str) -> LightTokenizer:
+def _from_json(folder: Path, specials: dict[str, str]) -> LightTokenizer:
     from tokenizers import Tokenizer
 
     try:
@@ -468,10 +469,11 @@ def _from_json(folder: Path, specials: dict[str, str], template: str) -> LightTo
         return own.encode_batch(texts, add_special_tokens=special)
 
     bos, eos = (own.token_to_id(specials.get(name, "")) for name in ("bos_token", "eos_token"))
-    return LightTokenizer("tokenizer.json", bos, eos, encode, specials, template)
+    added = tuple(token.content for token in own.get_added_tokens_decoder().values())
+    return LightTokenizer("tokenizer.json", bos, eos, encode, specials, "", added_tokens=added)
 
 
-def _from_sentencepiece(path: Path, specials: dict[str, str], template: str) -> LightTokenizer:
+def _from_sentencepiece(path: Path, specials: dict[str, str]) -> LightTokenizer:
     import sentencepiece
 
     own = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -491,46 +493,5 @@ def _from_sentencepiece(path: Path, specials: dict[str, str], template: str) -> 
 
     bos, eos = (None if i < 0 else i for i in (own.bos_id(), own.eos_id()))
     names = {"bos_token": own.id_to_piece(bos) if bos else "", "eos_token": own.id_to_piece(eos) if eos else ""}
-    return LightTokenizer(path.name, bos, eos, encode, names | specials, template)
-
-
-@functools.lru_cache(maxsize=8)
-def _template(source: str) -> Any:
-    """A chat template as transformers compiles it."""
-    import jinja2
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} ... {% endgeneration %}: what the model says."""
-
-        tags = {"generation"}  # noqa: RUF012 - as jinja2 wants it
-
-        def parse(self, parser: Any) -> Any:
-            """The block's content between marks."""
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Any) -> str:
-            return f"{_START}{caller()}{_STOP}"
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def today(form: str) -> str:
-        from datetime import datetime
-
-        return datetime.now().strftime(form)
-
-    def as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = as_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = today
-    return environment.from_string(source)
+    specials = names | specials
+    return LightTokenizer(path.name, bos, eos, encode, specials, "", added_tokens=tuple(specials.values()))

@@ -7,8 +7,10 @@ So a stale set can't be used, and a set that exists is complete. On disk, flat:
     targets.bin  uint8  [n_tokens]      1 where the model must predict the token
     offsets.bin  int64  [n_examples+1]  where each example begins
     lines.bin    int64  [n_examples]    the row it came from: source number * 2^40 + line
-    groups.bin   uint64 [n_examples]    hash of the input text: equal inputs are never split between train and eval
+    groups.bin   uint64 [n_examples]    hash of the input as it was written: equal inputs are never split between train and eval
     labels.bin   int32  [n_examples]    classification only: index into the label names
+    inputs.bin   uint64 [n_inputs]      the distinct inputs of all rows that could be read, sorted, those among them that
+                                        became no example: which side of a split an input is on must not hang on limits
 
 A seq2seq example is its input followed by its target. Refuses to batch and to know what trains on it.
 """
@@ -18,40 +20,47 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.data.chat import TEXT_VERSION, Unusable
 from farthing.data.encode import Encoded, Encoder
-from farthing.data.formats import Text, Unusable, converter, recognise
+from farthing.data.foreign import Watch, say_ignored
+from farthing.data.formats import Text, converter, group_of, hash_of_input, recognise, used_columns
 from farthing.data.loader import Ahead
-from farthing.data.read import BadRow, Row, Source
+from farthing.data.read import Source, n_characters
+from farthing.data.rows import BadRow, Reading, Row
 from farthing.durability.files import (
     Damaged,
     commit_folder,
     discard,
-    make_private,
+    is_own,
+    own_folder,
     read_manifest,
     sweep_drafts,
     verify_folder,
 )
 from farthing.errors import DataError, Interrupted
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 CHUNK_ROWS = 1024  # that are read together
+MOST_CHARACTERS_TOGETHER = 32 << 20
 CHUNK_CHARACTERS = 1 << 18  # that are encoded together: enough for the threads of many cores, and few for their caches
 CHUNKS_AHEAD = 1  # that wait for the tokenizer, and as many after it
 LINE_BITS = 40
+Progress = Callable[[int, int, float], None]
 Indices = Sequence[int] | NDArray[np.int64]
 _DTYPES: dict[str, Any] = {
     "ids": np.int32, "targets": np.uint8, "offsets": np.int64, "lines": np.int64, "groups": np.uint64, "labels": np.int32,
+    "inputs": np.uint64,
 }  # fmt: skip
 
 
@@ -69,6 +78,17 @@ class Recipe:
     max_bad_rows: float = 0.01
     label_names: tuple[str, ...] = ()
     """Known labels; empty: take the data's own, sorted."""
+    source_lang: str = ""
+    target_lang: str = ""
+    """Languages that the tokenizer is set to, where it writes them into each text."""
+    date: str = ""
+    """ISO date that a chat template sees which asks for it; empty: it does not."""
+    version: int = TEXT_VERSION
+
+    def settings(self) -> dict[str, Any]:
+        """Every field; those that came later only where they say something, so that older names and runs stay theirs."""
+        former = {"source_lang": "", "target_lang": "", "date": "", "version": 1}
+        return {key: value for key, value in asdict(self).items() if key not in former or value != former[key]}
 
 
 @dataclass(frozen=True)
@@ -83,6 +103,7 @@ class TokenSet:
     lines: NDArray[np.int64]
     groups: NDArray[np.uint64]
     labels: NDArray[np.int32] | None
+    inputs: NDArray[np.uint64] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -91,6 +112,14 @@ class TokenSet:
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each example [n_examples]."""
         return np.diff(self.offsets)
+
+    @property
+    def content_sha256(self) -> str:
+        """Identity of the examples: of every byte that training reads."""
+        names = ("ids.bin", "targets.bin", "offsets.bin", "groups.bin", "labels.bin")
+        files = {entry["name"]: entry["sha256"] for entry in self.facts["files"]}
+        content = [[name, files.get(name)] for name in names] + [list(self.label_names)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -146,7 +175,7 @@ def _definition_sha256(definition: str, others: str) -> str:
 
 def set_key(sources: list[Source], tokenizer_hash: str, recipe: Recipe) -> str:
     """The name of a token set: a hash of everything it follows from."""
-    content = [CACHE_VERSION, [source.sha256 for source in sources], tokenizer_hash, asdict(recipe)]
+    content = [CACHE_VERSION, [source.sha256 for source in sources], tokenizer_hash, recipe.settings()]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -156,17 +185,26 @@ def tokenize(
     recipe: Recipe,
     cache_dir: Path,
     *,
-    progress: Callable[[int, int], None] = lambda rows, tokens: None,
+    progress: Progress = lambda rows, tokens, share: None,
     should_stop: Callable[[], bool] = lambda: False,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> TokenSet:
     """The token set of these sources: from the cache when it is there, else made and committed whole.
 
-    `tokenizer` is a fast transformers tokenizer with its chat template set. `progress(rows, tokens)` is called about
-    once a chunk. Raises `DataError` (too many bad rows, nothing usable, nothing to predict), `Interrupted`.
+    `tokenizer` is a fast transformers tokenizer with its chat template set. `progress(rows, tokens, share)` is called about
+    once a chunk; `share` of the sources' bytes is read, from 0 to 1. A set that another user could have changed is made
+    again, which `warn` is told. Raises `DataError` (too many bad rows, nothing usable, nothing to predict), `Interrupted`.
     """
     facts: dict[str, Any] = {}
     try:
-        folder = make_private(cache_dir / "tokens") / set_key(sources, tokenizer_sha256(tokenizer), recipe)
+        cache, identity = own_folder(cache_dir / "tokens", warn), tokenizer_sha256(tokenizer)
+        folder = cache / set_key(sources, identity, recipe)
+        if recipe.version == 1 and recipe.date:  # what a run of then would find: keys had no date
+            found = cache / set_key(sources, identity, replace(recipe, date=""))
+            folder = found if found.exists() else folder
+        if os.path.lexists(folder) and not is_own(folder):
+            warn(f"another user made or could change the tokens in {folder}: they are made again")
+            discard(folder)
         if folder.exists():
             try:
                 return open_token_set(folder)
@@ -207,6 +245,15 @@ def open_token_set(folder: Path, *, check_bytes: bool = True) -> TokenSet:
     return TokenSet(folder, facts, **arrays)
 
 
+def notes_of(facts: dict[str, Any]) -> tuple[str, ...]:
+    """What there is to say of a set's sources: columns that are not used, data of another kind that the job has chosen."""
+    ignored = [
+        f"{each['source']}: columns that are not used: {say_ignored(each['columns'], each['n_rows'])}"
+        for each in facts.get("ignored_columns", ())
+    ]
+    return (*ignored, *(f"{each['source']}: {each['what']}" for each in facts.get("chosen", ())))
+
+
 def _check_sizes(folder: Path) -> dict[str, Any]:
     facts = read_manifest(folder)
     for entry in facts["files"]:
@@ -228,6 +275,7 @@ class Tally:
     n_too_long: int = 0
     n_skipped_long: int = 0
     n_without_target: int = 0
+    n_unlearned_turns: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
 
     def reject(self, place: str, reason: str) -> None:
@@ -245,9 +293,11 @@ class _Chunk:
     source_number: int
     n_rows: int = 0
     n_characters: int = 0
+    share: float = 0.0
     texts: list[Text] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
+    groups_of_rejected: list[int] = field(default_factory=list)
     rejected: list[tuple[int, str]] = field(default_factory=list)
 
     def place(self, line: int) -> str:
@@ -260,20 +310,28 @@ def _write(
     sources: list[Source],
     tokenizer: Any,
     recipe: Recipe,
-    progress: Callable[[int, int], None],
+    progress: Progress,
     should_stop: Callable[[], bool],
 ) -> dict[str, Any]:
     """Fill `draft`; returns the facts of the set for its manifest."""
     tally, labels = Tally(), _Labels(recipe.label_names)
-    encode = Encoder(tokenizer, recipe.task, recipe.max_length, recipe.max_target_length, recipe.train_on_prompt)
+    encode = Encoder(
+        tokenizer,
+        recipe.task,
+        recipe.max_length,
+        recipe.max_target_length,
+        recipe.train_on_prompt,
+        recipe.version,
+    )
     n_tokens, n_targets = 0, 0
     formats: list[str] = []
-    all_groups = [np.zeros(0, np.uint64)]
-    names = [name for name in _DTYPES if name != "labels"]
+    watches: list[Watch] = []
+    all_groups, all_inputs = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
+    names = [name for name in _DTYPES if name not in ("labels", "inputs")]
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(open(draft / f"{name}.bin", "wb")) for name in names}
         files["offsets"].write(np.int64(0).tobytes())
-        chunks = _ahead(_chunks(sources, tokenizer, recipe, formats), stack)  # one thread reads and renders
+        chunks = _ahead(_chunks(sources, tokenizer, recipe, formats, watches), stack)  # one thread reads and renders
         asked = _ahead(((chunk, encode.ask(chunk.texts)) for chunk in chunks), stack)  # one waits for the tokenizer
         for chunk, answers in asked:
             if should_stop():
@@ -283,7 +341,9 @@ def _write(
                 tally.reject(chunk.place(line), reason)
             encoded = encode(chunk.texts, answers)
             kept = _usable(encoded, chunk, recipe, tally)
+            all_inputs.append(np.unique(np.array(chunk.groups + chunk.groups_of_rejected, np.uint64)))
             labels.take(chunk, kept, tally)
+            tally.n_unlearned_turns += sum(chunk.texts[index].n_unlearned for index in np.flatnonzero(kept))
             encoded = encoded.only(kept)
             columns: dict[str, NDArray[Any]] = {
                 "ids": encoded.ids,
@@ -297,10 +357,12 @@ def _write(
             all_groups.append(columns["groups"])
             n_tokens += len(encoded.ids)
             n_targets += int(encoded.is_target.sum())
-            progress(tally.n_rows, n_tokens)
+            progress(tally.n_rows, n_tokens, chunk.share)
     groups = np.concatenate(all_groups)
     if recipe.task == "classification":
         labels.numbered().tofile(draft / "labels.bin")
+    if recipe.version > 1:
+        np.unique(np.concatenate(all_inputs)).tofile(draft / "inputs.bin")
     facts = {
         "kind": "farthing token set",
         "version": CACHE_VERSION,
@@ -315,11 +377,24 @@ def _write(
         "n_too_long": tally.n_too_long,
         "n_skipped_long": tally.n_skipped_long,
         "n_without_target": tally.n_without_target,
+        "n_unlearned_turns": tally.n_unlearned_turns,
         "bad_rows": tally.bad,
+        "ignored_columns": _ignored(formats, watches, recipe),
+        "chosen": [{"source": watch.where, "what": what} for watch in watches for what in watch.chosen()],
         "label_names": labels.names,
     }
     _refuse_unusable(facts, recipe)
     return facts
+
+
+def _ignored(formats: list[str], watches: list[Watch], recipe: Recipe) -> list[dict[str, Any]]:
+    """What nobody reads of each source: {source, columns: rows that have it by column, n_rows}."""
+    found = []
+    for name, watch in zip(formats, watches, strict=False):
+        columns = watch.ignored(used_columns(name, recipe.columns))
+        if columns:
+            found.append({"source": watch.where, "columns": columns, "n_rows": watch.n_rows})
+    return found
 
 
 Item = TypeVar("Item")
@@ -408,21 +483,36 @@ def _refuse_unusable(facts: dict[str, Any], recipe: Recipe) -> None:
         )
 
 
-def _chunks(sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list[str]) -> Iterator[_Chunk]:
-    """The rows of all sources as texts, in order; the format of each source goes to `formats`."""
+def _chunks(
+    sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list[str], watches: list[Watch]
+) -> Iterator[_Chunk]:
+    """The rows of all sources as texts, in order; format and watch of each source with rows go to `formats`, `watches`."""
+    sizes = [source.n_bytes for source in sources]
     for number, source in enumerate(sources):
         convert: Callable[[dict[str, Any]], Text] | None = None
-        for rows in _batched(source.rows()):
+        reading, watch = Reading(), Watch(recipe.task, recipe.columns, source.name)
+        for rows in _batched(source.rows(reading)):
+            watch(rows)
             if convert is None:
                 columns: set[str] = set().union(*(row.value.keys() for row in rows if isinstance(row, Row)))
                 if any(isinstance(row, Row) for row in rows):
                     formats.append(recognise(columns, recipe.task, recipe.columns, source.name))
-                    convert = converter(formats[-1], recipe.columns, recipe.label_map, tokenizer, recipe.task)
-            chunk = _Chunk(source.name, number)
+                    watches.append(watch)
+                    convert = converter(
+                        formats[-1],
+                        recipe.columns,
+                        recipe.label_map,
+                        tokenizer,
+                        recipe.task,
+                        on=recipe.date,
+                        version=recipe.version,
+                    )
+            share = (sum(sizes[:number]) + sizes[number] * reading.share()) / max(1, sum(sizes))
+            chunk = _Chunk(source.name, number, share=share)
             for row in rows:
                 if chunk.n_characters > CHUNK_CHARACTERS:
                     yield chunk
-                    chunk = _Chunk(source.name, number)
+                    chunk = _Chunk(source.name, number, share=share)
                 chunk.n_rows += 1
                 if isinstance(row, BadRow) or convert is None:
                     reason = row.reason if isinstance(row, BadRow) else "no usable row before it"
@@ -432,21 +522,24 @@ def _chunks(sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list
                     text = convert(row.value)
                 except Unusable as error:
                     chunk.rejected.append((row.line, str(error)))
+                    chunk.groups_of_rejected += [hash_of_input(error.given)] if error.given else []
                     continue
                 chunk.texts.append(text)
                 chunk.lines.append(row.line)
-                chunk.groups.append(_group(text))
+                chunk.groups.append(group_of(text, recipe.version))
                 chunk.n_characters += sum([len(part) for part, _ in text.segments])
             yield chunk
 
 
-def _batched(rows: Iterator[Row | BadRow]) -> Iterator[tuple[Row | BadRow, ...]]:
-    while chunk := tuple(itertools.islice(rows, CHUNK_ROWS)):
+def _batched(rows: Iterator[Row | BadRow]) -> Iterator[list[Row | BadRow]]:
+    """Rows that are read together: so many, or fewer where they are large."""
+    chunk: list[Row | BadRow] = []
+    n = 0
+    for row in rows:
+        chunk.append(row)
+        n += n_characters(row.value) if isinstance(row, Row) else 0
+        if len(chunk) == CHUNK_ROWS or n > MOST_CHARACTERS_TOGETHER:
+            yield chunk
+            chunk, n = [], 0
+    if chunk:
         yield chunk
-
-
-def _group(text: Text) -> int:
-    """A hash of what is given in a text; of all of it where all is learned."""
-    given = "\0".join([part for part, is_target in text.segments if not is_target])
-    given = given or "\0".join([part for part, _ in text.segments])
-    return int.from_bytes(hashlib.blake2b(given.encode(), digest_size=8).digest(), "little")

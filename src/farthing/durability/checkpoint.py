@@ -9,6 +9,7 @@ the parts are: each gives tensors and plain values, and takes them back.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import threading
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import safetensors
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from farthing.device_memory import is_out_of_memory
 from farthing.durability.files import (
     Damaged,
     commit_folder,
@@ -32,6 +33,7 @@ from farthing.durability.files import (
     sweep_drafts,
     verify_folder,
 )
+from farthing.durability.snapshot import CudaLane, Later, can_wait
 from farthing.errors import RunChanged, RunDamaged, SaveFailing
 
 SCHEMA = 1
@@ -72,26 +74,53 @@ class Checkpoints:
         keep: int,
         *,
         warn: Callable[[str], None],
-        facts: Mapping[str, Any] | None = None,
+        facts: Callable[[], Mapping[str, Any]] = dict,
         copy: Callable[[int, list[Path]], None] | None = None,
     ) -> None:
         self.folder = make_private(folder)
-        self._run_id, self._keep, self._warn, self._facts = run_id, keep, warn, dict(facts or {})
+        self._run_id, self._keep, self._warn = run_id, keep, warn
+        self._facts = facts  # asked at each save, for its manifest
         self._copy = copy  # gets a step and the folders to go on from there, in the writing thread; must not raise
         self._thread: threading.Thread | None = None
         self._result: SaveResult | None = None
+        self._later: Later | None = None
         self._n_failed = 0
         self.n_swept = sweep_drafts(folder)
 
     # ---- saving ----
 
     def save(self, step: int, parts: Mapping[str, Part], best_step: int | None) -> SaveResult | None:
-        """Snapshot every part now and commit it in the background. Returns an earlier save's result."""
+        """Snapshot every part now and commit it in the background. Returns an earlier save's result.
+
+        A host without room for the snapshot is a save that failed, as a disk without room is.
+        """
         earlier = self.wait()
-        snapshot = {name: _copied(part.state()) for name, part in parts.items()}
-        self._thread = threading.Thread(target=self._write, args=(step, snapshot, best_step), name="checkpoint")
+        later: Later | None = None
+        try:
+            snapshot, later = _snapshot(parts)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._result = SaveResult(step, error=error)
+            self._thread = threading.Thread(target=lambda: None, name="checkpoint")  # it has failed already
+            self._thread.start()
+            return earlier
+        self._later = later
+        arguments = (step, snapshot, later, best_step, dict(self._facts()))
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
         return earlier
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether tensors that training will change are still being copied."""
+        return self._later is not None and not self._later.is_copied
+
+    def wait_until_copied(self) -> None:
+        """Until training may change weights and state. What has to be written still is written behind it."""
+        if self._later is not None:
+            self._later.wait()
+            self._later = None
 
     def finished_save(self) -> SaveResult | None:
         """The result of the background save if it has just ended; raises `SaveFailing` after several failures."""
@@ -119,23 +148,32 @@ class Checkpoints:
             ) from result.error
         return result
 
-    def _write(self, step: int, snapshot: dict[str, State], best_step: int | None) -> None:
+    def _write(
+        self, step: int, snapshot: dict[str, State], later: Later | None, best_step: int | None, more: dict[str, Any]
+    ) -> None:
         def fill(draft: Path) -> None:
             for name, (tensors, _) in snapshot.items():
-                if tensors:
-                    save_file(tensors, draft / f"{name}.safetensors")
+                own = later.copies(name) if later is not None else {}
+                if later is not None and own and not later.keeps_in_memory:
+                    later.write(name, tensors, draft / f"{name}.safetensors")
+                elif tensors or own:
+                    save_file({**tensors, **own}, draft / f"{name}.safetensors")
+            if later is not None:
+                later.release()
             values = {name: values for name, (_, values) in snapshot.items()}
             with open(draft / "state.json", "w", encoding="utf-8") as file:
                 json.dump(values, file, allow_nan=False)
 
         result = SaveResult(step)
         try:
+            if later is not None:
+                later.fetch()
             facts = {
                 "kind": "farthing checkpoint",
                 "schema": SCHEMA,
                 "run_id": self._run_id,
                 "step": step,
-                **self._facts,
+                **more,
             }
             serial = 1 + max((serial for _, serial in self._saves()), default=0)
             manifest = commit_folder(self._folder(step, serial), fill, facts)
@@ -143,8 +181,11 @@ class Checkpoints:
             if self._copy is not None:
                 self._copy(step, self.to_go_on(step, best_step))
             self._rotate(best_step)
-        except (OSError, safetensors.SafetensorError, ValueError) as error:
+        except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:
             result.error = error
+        finally:
+            if later is not None:
+                later.release()
         self._result = result
 
     def _rotate(self, best_step: int | None) -> None:
@@ -208,9 +249,9 @@ class Checkpoints:
         for name, part in parts.items():
             try:
                 part.restore(*saved[name])
-            except torch.OutOfMemoryError:
-                raise
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                if is_out_of_memory(error):  # nothing is wrong with the checkpoint
+                    raise
                 raise RunDamaged(
                     f"the {name} of step {step} is not what this run has saved ({type(error).__name__}: {error})",
                     where=str(self.folder),
@@ -297,6 +338,28 @@ def _check_header(path: Path) -> None:
             pass  # shapes and offsets are those of the bytes that are there
     except safetensors.SafetensorError as error:
         raise Damaged(f"{path.name} is no file of tensors: {error}") from error
+
+
+def _snapshot(parts: Mapping[str, Part]) -> tuple[dict[str, State], Later | None]:
+    """(every part apart from what training will change next, what of it is fetched from a GPU later).
+
+    Memory that runs out is tried once more, with cycles gone.
+    """
+    for is_last in (False, True):
+        try:
+            states = {name: part.state() for name, part in parts.items()}
+            waiting = {name: {k: t for k, t in tensors.items() if can_wait(t)} for name, (tensors, _) in states.items()}
+            now = {
+                name: _copied(({k: t for k, t in tensors.items() if k not in waiting[name]}, values))
+                for name, (tensors, values) in states.items()
+            }
+            first = next((tensor for of_part in waiting.values() for tensor in of_part.values()), None)
+            return now, None if first is None else Later(waiting, CudaLane(first.device))
+        except Exception as error:
+            if is_last or not is_out_of_memory(error):
+                raise
+        gc.collect()
+    raise AssertionError
 
 
 def _copied(state: State) -> State:

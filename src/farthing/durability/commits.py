@@ -10,35 +10,47 @@ write anywhere but where a run folder has files. Checksums find accidents, not t
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from farthing.durability.accounts import Account, as_line, merge, read_ledger, take_in
 from farthing.durability.files import (
     Damaged,
-    JsonLines,
     discard,
     make_private,
-    parse_json,
     sha256_of,
     sweep_drafts,
     unseal,
     write_text,
 )
 from farthing.durability.object_store import Garbled, NoSuchObject, Store, TooLarge
-from farthing.durability.run_folder import CHECKPOINTS, JOB, LEDGER, LOG, MODEL, PLAN, RECEIPT, RUN, SCHEDULE
+from farthing.durability.run_folder import (
+    CHECKPOINT_NAME,
+    CHECKPOINTS,
+    JOB,
+    LEDGER,
+    LOG,
+    MODEL,
+    PLAN,
+    RECEIPT,
+    RUN,
+    SCHEDULE,
+    is_checkpoint,
+    mend,
+    run_id_of,
+)
 from farthing.errors import NoSpace, RunChanged, RunDamaged
 from farthing.units import say_bytes
 
 SCHEMA = 1
 SMALL = (JOB, RUN, PLAN, SCHEDULE, LOG, LEDGER, RECEIPT, "measurements.json")
 _COMMIT = re.compile(r"commits/(\d{8})-(\d{6})-(\d{8,})\.json")
-_CHECKPOINT = re.compile(r"step-\d{8,}-\d{4,}")
 _DRAFT = ".draft-"
 
 Objects = dict[tuple[str, str], str]
@@ -100,44 +112,42 @@ def objects_of(manifest: dict[str, Any]) -> Objects:
     return {(entry["path"], entry["sha256"]): entry["object"] for entry in manifest["files"]}
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether a run folder holds a committed checkpoint, whole or not."""
-    checkpoints = folder / CHECKPOINTS
-    return checkpoints.is_dir() and any(_CHECKPOINT.fullmatch(path.name) for path in checkpoints.iterdir())
-
-
-def run_id_of(folder: Path) -> str | None:
-    """The id of the run in a folder; None where it can't be read."""
-    try:
-        return str(parse_json((folder / RUN).read_text(encoding="utf-8"))["run_id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 # ---- onto a disk ----
 
 
 def take_newest(
     store: Store, folder: Path, commits: list[Commit], words: list[dict[str, Any]], warn: Callable[[str], None]
-) -> tuple[Commit, Objects]:
-    """Bring the newest whole commit into a run folder; the ledger is joined with `words`, see `join_ledgers`.
+) -> tuple[Commit, int, Objects]:
+    """Bring the newest commit whose own checkpoint is whole into a run folder, else the newest other checkpoint that is.
 
-    Damaged ones are said aloud. Raises `RunDamaged` when none is whole, `RunChanged` when the folder holds another run,
-    `NoSpace`, `StoreFault`.
+    Returns (commit, step of its newest checkpoint, the objects that were found whole). What else of it is lost is said aloud
+    and done without; the ledger is joined with `words`, see `join_ledgers`. Raises `RunDamaged` when no checkpoint is whole,
+    `RunChanged` when the folder holds another run, `NoSpace`, `StoreFault`.
     """
+    readable: list[tuple[Commit, dict[str, Any]]] = []
     for commit in commits:
         try:
             manifest = read_commit(store, commit)
-            if (ours := run_id_of(folder)) is not None and ours != manifest.get("run_id"):
-                raise RunChanged(
-                    f"the store holds another run than {folder}",
-                    where=f"output_store: {store.name}",
-                    to_do="give this job another output_store, or the store's run an empty output_dir",
-                )
-            _install(store, folder, manifest, words, warn)
-            return commit, objects_of(manifest)
         except (Damaged, NoSuchObject, Garbled) as error:
             warn(f"the copy of step {commit.step} in the store is damaged ({error}); trying the one before")
+            continue
+        theirs = manifest.get("run_id")  # None where the file that says so was damaged when it was sent
+        if theirs is not None and (ours := run_id_of(folder)) is not None and ours != theirs:
+            raise RunChanged(
+                f"the store holds another run than {folder}",
+                where=f"output_store: {store.name}",
+                to_do="give this job another output_store, or the store's run an empty output_dir",
+            )
+        readable.append((commit, manifest))
+    for needs_its_step in (True, False):
+        for at, (commit, manifest) in enumerate(readable):
+            older = [other for _, other in readable[at + 1 :]]
+            try:
+                step, objects = _install(store, folder, manifest, older, words, warn, needs_its_step=needs_its_step)
+                return commit, step, objects
+            except (Damaged, NoSuchObject, Garbled) as error:
+                if needs_its_step:
+                    warn(f"the copy of step {commit.step} in the store is damaged ({error}); trying the one before")
     raise RunDamaged(
         f"none of the {len(commits)} commits in the store is whole",
         where=store.name,
@@ -146,9 +156,21 @@ def take_newest(
 
 
 def _install(
-    store: Store, folder: Path, manifest: dict[str, Any], words: list[dict[str, Any]], warn: Callable[[str], None]
-) -> None:
-    """Fetch every file, verify it, and only then put all of them in place."""
+    store: Store,
+    folder: Path,
+    manifest: dict[str, Any],
+    older: list[dict[str, Any]],
+    words: list[dict[str, Any]],
+    warn: Callable[[str], None],
+    *,
+    needs_its_step: bool,
+) -> tuple[int, Objects]:
+    """Fetch every file, verify it, and only then put in place what is whole.
+
+    A checkpoint or model with a file that is lost is left out. A lost small file is taken from `older` commits, where they
+    have it; those that decide the result come from the checkpoint, see `run_folder.mend`. Raises `Damaged` when there would be
+    no step to go on from.
+    """
     n_bytes = sum(entry["size"] for entry in manifest["files"])
     if shutil.disk_usage(folder).free < 2 * n_bytes:
         raise NoSpace(
@@ -159,18 +181,57 @@ def _install(
     sweep_drafts(folder)
     draft = make_private(folder / f"restore{_DRAFT}{uuid.uuid4().hex[:8]}")
     try:
-        for entry in manifest["files"]:
-            path = draft / entry["path"]
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lost = _fetch_all(store, draft, manifest["files"])
+        steps = {int(path.name.split("-")[1]) for path in (draft / CHECKPOINTS).glob("*")}
+        own = manifest["step"]
+        if lost and own > 0 and (not steps or (needs_its_step and own not in steps)):
+            raise Damaged(next(iter(lost.values())))
+        mend(draft, lambda text: None)
+        for path in [path for path in lost if path in SMALL and path != SCHEDULE and not (draft / path).exists()]:
+            spares = [entry for other in older for entry in other["files"] if entry["path"] == path]
+            if any(not _fetch_all(store, draft, [spare]) for spare in spares):
+                lost[path] += "; an older copy is used"
+        if run_id_of(draft) is None or manifest.get("run_id") not in (None, run_id_of(draft)):
+            raise Damaged(lost.get(RUN, f"{RUN} is of another run"))
+        for path, why in lost.items():
+            warn(f"{path} of the copy of step {own} in the store is lost ({why}); the rest is used")
+        _put_in_place(draft, folder, manifest["step"], words, warn)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    whole = [entry for entry in manifest["files"] if _unit(entry["path"]) not in lost]
+    return max((step for step in steps if step <= own), default=own), objects_of({"files": whole})
+
+
+def _fetch_all(store: Store, draft: Path, entries: list[dict[str, Any]]) -> dict[str, str]:
+    """Fetch and verify the files of a commit into `draft`; what is lost, by path, and why. A checkpoint or a model is there
+    whole or not at all. Raises `StoreFault`."""
+    lost: dict[str, str] = {}
+    for entry in entries:
+        unit = _unit(entry["path"])
+        if unit in lost:
+            continue
+        path = draft / entry["path"]
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
             store.fetch(entry["object"], path, entry["size"])
             size = path.stat().st_size
             if size != entry["size"]:
                 raise Damaged(f"{entry['path']} has {size} bytes, {entry['size']} were sent")
             if sha256_of(path) != entry["sha256"]:
                 raise Damaged(f"{entry['path']} differs from what was sent (sha256)")
-        _put_in_place(draft, folder, manifest["step"], words, warn)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        except (Damaged, NoSuchObject, Garbled) as error:
+            lost[unit] = str(error)
+            gone = draft / unit
+            if gone.is_dir():
+                shutil.rmtree(gone)
+            gone.unlink(missing_ok=True)
+    return lost
+
+
+def _unit(path: str) -> str:
+    """What has to be whole together: a checkpoint, the model, or a file by itself."""
+    parts = path.split("/")
+    return "/".join(parts[:2]) if parts[0] == CHECKPOINTS else parts[0]
 
 
 def _put_in_place(
@@ -179,7 +240,7 @@ def _put_in_place(
     """Checkpoints and model first, run.json last: a kill in between leaves a folder that is brought back again."""
     checkpoints = make_private(folder / CHECKPOINTS)
     arrived = {path.name: path for path in (draft / CHECKPOINTS).glob("*")}
-    for path in [path for path in checkpoints.iterdir() if _CHECKPOINT.fullmatch(path.name)]:
+    for path in [path for path in checkpoints.iterdir() if is_checkpoint(path)]:
         if path.name in arrived:
             discard(path)
         elif int(path.name.split("-")[1]) >= step:
@@ -203,48 +264,19 @@ def _may_be_written(path: str) -> bool:
     if "\\" in path or "\0" in path or any(part in ("", ".", "..") or len(part) > 200 for part in parts):
         return False
     if parts[0] == CHECKPOINTS:
-        return len(parts) == 3 and _CHECKPOINT.fullmatch(parts[1]) is not None
+        return len(parts) == 3 and CHECKPOINT_NAME.fullmatch(parts[1]) is not None
     return (parts[0] == MODEL and len(parts) > 1) or path in SMALL
 
 
 # ---- spending ----
 
 
-def last_rows(rows: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The last row of each attempt of a ledger."""
-    return {row["attempt"]: row for row in rows if isinstance(row.get("attempt"), int)}
-
-
 def join_ledgers(here: Path, from_store: Path, words: list[dict[str, Any]]) -> None:
-    """Write at `here` what the store's ledger, the lease's `words` and the ledger here know together.
-
-    No attempt is lost and none counted twice: where two know it, the longer account stands. Two of the same number that
-    began at different times are two (the store was away when ours began): ours gets a new number.
-    """
-    lines = list(JsonLines(from_store).rows())
-    known = last_rows(lines)
+    """Write at `here` what the store's ledger, the lease's `words` and the ledger here know together, see `merge`."""
+    told: dict[int, Account] = {}
     for row in words:
-        if isinstance(row.get("attempt"), int) and isinstance(row.get("spans"), dict):
-            number = row["attempt"]
-            if number not in known or _spent_s(row) > _spent_s(known[number]):
-                known[number] = {key: value for key, value in row.items() if key != "committed"}  # it was, elsewhere
-                lines.append(known[number])
-    ours = list(JsonLines(here).rows())
-    for number, last in last_rows(ours).items():
-        is_known = number in known and abs(_began_at(last) - _began_at(known[number])) < 60
-        if is_known and _spent_s(last) > _spent_s(known[number]):
-            lines.append(last)
-        if not is_known:
-            new = number if number not in known else max(known) + 1
-            lines += [{**row, "attempt": new} for row in ours if row.get("attempt") == number]
-            known[new] = last
-    if lines:
-        write_text(here, "".join(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in lines))
-
-
-def _spent_s(row: dict[str, Any]) -> float:
-    return float(sum(seconds for seconds in row.get("spans", {}).values() if isinstance(seconds, int | float)))
-
-
-def _began_at(row: dict[str, Any]) -> float:
-    return float(row.get("at", 0.0)) - _spent_s(row)
+        take_in(told, row)
+    told = {number: replace(account, committed=-1) for number, account in told.items()}  # it was, elsewhere
+    joined = merge(merge(read_ledger(from_store).accounts, told), read_ledger(here).accounts)
+    if joined:
+        write_text(here, "".join(as_line(joined[number]) + "\n" for number in sorted(joined)))

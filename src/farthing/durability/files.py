@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,10 +58,17 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256_of(path: Path) -> str:
-    """Hex digest of a file's bytes."""
+def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
+    """Hex digest of a file's bytes; `progress(bytes read)` is called about once for 16 MB."""
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        if progress is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest, done = hashlib.sha256(), 0
+        while piece := file.read(16 << 20):
+            digest.update(piece)
+            done += len(piece)
+            progress(done)
+        return digest.hexdigest()
 
 
 def make_private(folder: Path) -> Path:
@@ -71,6 +79,39 @@ def make_private(folder: Path) -> Path:
     with contextlib.suppress(OSError):
         folder.chmod(0o700)
     return folder
+
+
+def belongs_to_another(path: Path) -> bool:
+    """Whether a file, folder or link was made by another user than root and whoever runs this."""
+    return path.lstat().st_uid not in (0, os.geteuid())
+
+
+def own_folder(folder: Path, warn: Callable[[str], None]) -> Path:
+    """`make_private`, or in place of a folder that belongs to another user one beside it, which `warn` is told.
+
+    What another user has put there could be anything: data to learn among it. Raises `OSError`.
+    """
+    if os.path.lexists(folder) and (belongs_to_another(folder) or (folder.exists() and _is_anothers(folder))):
+        own = folder.with_name(f"{folder.name}-of-{os.geteuid()}")
+        if os.path.lexists(own) and (belongs_to_another(own) or own.is_symlink()):
+            raise PermissionError(errno.EPERM, f"{own} belongs to another user")
+        warn(f"{folder} belongs to another user (uid {folder.stat().st_uid}) and is not used; {own} is")
+        folder = own
+    return make_private(folder)
+
+
+def _is_anothers(folder: Path) -> bool:
+    return folder.stat().st_uid not in (0, os.geteuid())
+
+
+def is_own(folder: Path) -> bool:
+    """Whether a folder and the files in it are one's own (or root's), and nobody else can write to them."""
+
+    def is_mine(path: Path, is_kind: Callable[[int], bool]) -> bool:
+        found = path.lstat()
+        return is_kind(found.st_mode) and found.st_uid in (0, os.geteuid()) and not found.st_mode & 0o022
+
+    return is_mine(folder, stat.S_ISDIR) and all(is_mine(path, stat.S_ISREG) for path in folder.iterdir())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -133,10 +174,12 @@ def commit_folder(final: Path, fill: Callable[[Path], None], facts: dict[str, An
         fill(draft)
         entries = []
         for path in sorted(draft.iterdir()):
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)  # whatever the umask: nobody else may change it
             fsync_path(path)
             entries.append({"name": path.name, "size": path.stat().st_size, "sha256": sha256_of(path)})
         manifest = _sealed({**facts, "files": entries})
         write_json(draft / MANIFEST, manifest)
+        (draft / MANIFEST).chmod(0o600)
         os.rename(draft, final)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -279,16 +322,28 @@ class JsonLines:
         with open(draft, "w", encoding="utf-8") as file:
             for row in self.rows():
                 if wanted(row):
-                    file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
+                    file.write(self._text_of(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, self.path)
         fsync_path(self.path.parent)
 
+    def _text_of(self, row: dict[str, Any]) -> str:
+        return json.dumps(row, allow_nan=False, ensure_ascii=False)
+
     def _ends_a_line(self) -> bool:
         with open(self.path, "rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) == b"\n"
+
+
+def keep_aside(path: Path) -> None:
+    """Keep what a file holds under another name beside it, for whoever wants to know what became of it."""
+    if path.exists():
+        number = 1
+        while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+            number += 1
+        shutil.copyfile(path, aside)
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:

@@ -1,8 +1,10 @@
 """Every second of a run has a name and a price.
 
 A `Meter` is always in exactly one span, so the spans of an attempt add up to its wall time by construction. The
-`Ledger` keeps the last word of every attempt on disk, apart from the checkpoints: time that was paid for stays on the
-bill even when its work was lost. Refuses to know what is being measured: it gets names and numbers.
+`Ledger` keeps the account of every attempt on disk, apart from the checkpoints: time that was paid for stays on the
+bill even when its work was lost. The file has a line an attempt; that of the running one is written anew, in two places
+in turn, so that a kill at any moment leaves one of them whole. Refuses to know what is being measured: it gets names and
+numbers.
 """
 
 from __future__ import annotations
@@ -11,14 +13,22 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from farthing.durability.files import JsonLines
+from farthing.durability.accounts import (
+    LOST,
+    Account,
+    Found,
+    Witness,
+    as_line,
+    merge,
+    read_ledger,
+)
+from farthing.durability.files import keep_aside, write_text
+from farthing.durability.watcher import Watcher, watch
 
 # The spans, in the order of the receipt, and what each is.
 SPANS = {
@@ -37,8 +47,12 @@ SPANS = {
     "checkpoint": "checkpoints",
     "export": "exporting the model",
     "idle": "everything else",
+    "lost": "known in sum only: its lines in the ledger are lost",
 }
-WORK = ("compile", "data_wait", "host_to_device", "compute", "optimizer")
+BEAT_S, SOONEST_BEAT_S, BEAT_SHARE = 1.0, 0.05, 0.01
+"""A running attempt is written every second; a young one sooner, so that a kill forgets no more than a hundredth of it."""
+N_LONG = 8  # newest attempts whose lines are kept with all their detail
+MARGIN_BYTES, BLOCK_BYTES = 256, 512
 
 
 def seconds_since_boot() -> float:
@@ -52,6 +66,8 @@ def seconds_since_process_start() -> float:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age = seconds_since_boot() - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
+        import psutil
+
         age = time.time() - psutil.Process().create_time()
     return age if 0 <= age < 3600 else 0.0
 
@@ -121,70 +137,93 @@ class Meter:
             return before
 
 
-@dataclass
-class Attempt:
-    """What one process has cost: its spans, its price, and how far it came."""
-
-    number: int
-    spans: dict[str, float] = field(default_factory=dict)
-    usd_per_hour: float = 0.0
-    started_at: float = 0.0
-    first_step: int = 0
-    last_step: int = 0
-    began: bool = False
-    ended: str = "killed"
-    redone_s: float = 0.0
-    n_saves: int = 0
-    save_held_up_s: float = 0.0
-    """For how long saving has held the loop up; what a thread writes meanwhile does not."""
-
-    @property
-    def wall_s(self) -> float:
-        """Seconds of this attempt."""
-        return sum(self.spans.values())
-
-    @property
-    def usd(self) -> float:
-        """Dollars of this attempt."""
-        return self.wall_s / 3600 * self.usd_per_hour
-
-
 class Ledger:
-    """The attempts of a run, in `ledger.jsonl`: one line a step or so, the last line of each attempt counts.
+    """The accounts of a run's attempts, in `ledger.jsonl`, of which this process writes one. Nothing is written before
+    `write` is called for the first time.
 
-    What a process spends between its last line and a kill is the only time that is not on the bill; it is less than two
-    seconds.
+    What a process spends between its last line and a kill is the only time that is not on the bill: a hundredth of the
+    attempt at most, and never more than about a second. `witnesses` know of money that may be missing in the file.
     """
 
-    def __init__(self, path: Path, meter: Meter, usd_per_hour: float) -> None:
-        self._lines = JsonLines(path)
-        self._meter = meter
-        self._usd_per_hour = usd_per_hour
-        self.past = read_attempts(self._lines)
-        self.number = len(self.past) + 1
-        self._past_s = sum(attempt.wall_s for attempt in self.past)
-        self._past_usd = sum(attempt.usd for attempt in self.past)
-        self._first_step = self._step = 0
+    def __init__(self, path: Path, meter: Meter, usd_per_hour: float | None, witnesses: Iterable[Witness] = ()) -> None:
+        self._path, self._meter = path, meter
+        self._file: int | None = None
+        self._places = (0, 0)
+        self._place_bytes = 0
         self._last_line_at = -1e9
-        self._began = False
         self._beats: threading.Thread | None = None
         self._closed = threading.Event()
-        self._facts: dict[str, Any] = {}
-        self._ended = ""
-        self._saves = {"n": 0, "held_up_s": 0.0}
-        rows = list(self._lines.rows())
-        self.committed_step = max((row.get("committed", -1) for row in rows), default=-1)
-        self.out_of_memory: list[dict[str, Any]] = [row["out_of_memory"] for row in rows if "out_of_memory" in row]
-        self.forecast: dict[str, Any] | None = next((row["forecast"] for row in rows if "forecast" in row), None)
-        self.takes: dict[str, float] = next((row["takes"] for row in reversed(rows) if "takes" in row), {})
+        self._is_withdrawn = False
+        self._newest: dict[str, Any] = {}
+        self._is_kept_aside = False
+        self._watcher: Watcher | None = None
+        self._mine = Account(LOST, id=uuid.uuid4().hex[:12])
+        self._past: dict[int, Account] = {}
+        self._witnesses = list(witnesses)
+        self.damage: Found | None = None
+        """What was wrong with the ledger when it was read, if anything was."""
+        self._read()
+        if usd_per_hour is None:
+            usd_per_hour = self.past[-1].usd_per_hour if self.past else 0.0
+        self.set_price(usd_per_hour)
+
+    def _read(self) -> None:
+        """Take over what the file knows of other attempts, beside what is known already; find the number of this one."""
+        found = read_ledger(self._path, self._witnesses)
+        if found.is_damaged:
+            self.damage, self._is_kept_aside = found, False
+        mine = [account for account in found.accounts.values() if account.id == self._mine.id]
+        others = {number: account for number, account in found.accounts.items() if account not in mine}
+        self._past = merge(others, self._past)
+        wanted = mine[0].number if mine else self._mine.number
+        free = max(self._past, default=LOST) + 1
+        self._mine.number = wanted if wanted not in self._past and wanted != LOST else free
+        self._past_s = sum(account.wall_s for account in self.past)
+        self._past_usd = sum(account.usd for account in self.past)
+
+    def set_price(self, usd_per_hour: float) -> None:
+        """What an hour of this attempt costs, from its beginning on."""
+        self._mine.usd_per_hour = usd_per_hour
+
+    @property
+    def past(self) -> list[Account]:
+        """The other attempts, in order."""
+        return [self._past[number] for number in sorted(self._past)]
+
+    @property
+    def number(self) -> int:
+        """Of this attempt, from 1."""
+        return self._mine.number
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether this attempt has said how it ended."""
+        return self._mine.ended == self._mine.state
+
+    @property
+    def committed_step(self) -> int:
+        """The newest step that was ever saved; -1 where there is none."""
+        return max([self._mine.committed, *(account.committed for account in self.past)])
+
+    @property
+    def out_of_memory(self) -> list[dict[str, Any]]:
+        """What was done whenever memory ran out."""
+        return [event for account in [*self.past, self._mine] for event in account.out_of_memory]
+
+    @property
+    def forecast(self) -> dict[str, Any] | None:
+        """The first forecast of the run."""
+        return next((account.forecast for account in [*self.past, self._mine] if account.forecast), None)
+
+    @property
+    def takes(self) -> dict[str, float]:
         """Seconds that parts of an attempt took in earlier ones: start_s, step_s, save_s, evaluation_s."""
-        self.clock_back_s = max(0.0, max((row["at"] for row in rows if "at" in row), default=0.0) - meter.now)
-        """By how much the clock stands before the last moment of an earlier attempt."""
+        return next((account.facts["takes"] for account in reversed(self.past) if "takes" in account.facts), {})
 
     @property
     def spent_usd(self) -> float:
         """Dollars of the whole run so far, all attempts."""
-        return self._past_usd + self._meter.wall_s / 3600 * self._usd_per_hour
+        return self._past_usd + self._meter.wall_s / 3600 * self._mine.usd_per_hour
 
     @property
     def spent_s(self) -> float:
@@ -196,125 +235,205 @@ class Ledger:
         """The time of day, see `Meter`."""
         return self._meter.now
 
+    @property
+    def clock_back_s(self) -> float:
+        """By how much the clock stands before the last moment of an earlier attempt."""
+        return max(0.0, max((account.at for account in self.past), default=0.0) - self.now)
+
     def begin_at(self, step: int) -> None:
         """This attempt continues after `step`."""
-        self._first_step = self._step = step
-        self._began = True
+        self._mine.first_step = self._mine.step = step
+        self._mine.began = True
         self.write("started")
 
     def at_step(self, step: int, facts: dict[str, Any], forecast: dict[str, Any] | None = None) -> None:
-        """Note that `step` is done. Written at most once a second, so that quick steps cost nothing; a first forecast
+        """Note that `step` is done. Written no oftener than a beat, so that quick steps cost nothing; a first forecast
         is written at once and kept for the whole run."""
-        self._step, self._facts = step, facts
+        with self._meter.lock:
+            self._mine.step = step
+            self._newest = facts
         if forecast is not None and self.forecast is None:
-            self.forecast = forecast
             self.write("running", forecast=forecast)
-        elif self._meter.wall_s - self._last_line_at >= 1.0:
-            self.write("running")
+        else:
+            self.beat()
 
     def beat(self, *, at_once: bool = False) -> None:
-        """Say that time goes on, if nothing was said for a second."""
-        if at_once or self._meter.wall_s - self._last_line_at >= 1.0:
-            self.write(self._ended or ("running" if self._began else "starting"))
+        """Say that time goes on, if nothing was said for a while."""
+        if self._watcher is not None:
+            return
+        if at_once or self._meter.wall_s - self._last_line_at >= self._beat_s():
+            self.write()
+
+    def _beat_s(self) -> float:
+        return min(BEAT_S, max(SOONEST_BEAT_S, BEAT_SHARE * self._meter.wall_s))
 
     def keep_beating(self) -> None:
-        """`beat` every second from a thread until `close`: a kill in a long step or evaluation is on the bill."""
+        """`beat` from a thread until `close`: a kill in a long import, step or evaluation is on the bill."""
 
         def beats() -> None:
-            while not self._closed.wait(1.0):
+            while not self._closed.wait(self._beat_s()):
                 with contextlib.suppress(OSError):  # a full disk is the loop's to judge
                     self.beat()
 
         self._beats = threading.Thread(target=beats, name="ledger", daemon=True)
         self._beats.start()
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within the block, in which libraries are loaded, another process beats for this one, see `watcher`."""
+        with self._meter.lock:  # so that the fork finds it free
+            if self._file is not None:
+                with contextlib.suppress(OSError):  # no process to be had: the thread has to do
+                    self._watcher = watch(self._watch, self._file, SOONEST_BEAT_S)
+        try:
+            yield
+        finally:
+            with self._meter.lock:
+                self._stop_watching()
+
+    def _watch(self) -> None:
+        self._watcher = None  # here, in the watching process
+        with contextlib.suppress(OSError):
+            self.write()
+
+    def _stop_watching(self) -> None:
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher = None
+            mine = [a for a in read_ledger(self._path).accounts.values() if a.id == self._mine.id]
+            self._mine.line = max([self._mine.line, *(account.line for account in mine)])
+
     def committed(self, step: int) -> None:
         """Note that the checkpoint of `step` is safe on disk."""
-        self.committed_step = max(self.committed_step, step)
         self.write("running", committed=step)
 
     def held_up_by_save(self, seconds: float, n_saves: int = 1) -> None:
         """Note that saving has held the loop up, for the next line."""
-        self._saves = {"n": self._saves["n"] + n_saves, "held_up_s": round(self._saves["held_up_s"] + seconds, 5)}
-
-    def write(self, state: str, **facts: Any) -> None:
-        """Write a line now. `state` is what the attempt is if this stays its last line."""
         with self._meter.lock:
-            wall_s = self._meter.wall_s
+            self._mine.n_saves += n_saves
+            self._mine.held_up_s += seconds
+            self._mine.spans = dict(self._meter.spans)
+            if n_saves:
+                self._mine.mark_save()
+
+    def witness(self) -> dict[str, Any]:
+        """What a checkpoint has to know, to bear witness when the ledger is damaged: written to the ledger first."""
+        with self._meter.lock:
+            self.write()
+            mine = self._mine
+            return {
+                "attempt": mine.number,
+                "spent_s": self._past_s + mine.wall_s,
+                "spent_usd": self._past_usd + mine.usd,
+            }
+
+    def write(self, state: str = "", **facts: Any) -> None:
+        """Write this attempt's line now. `state` is what the attempt is if nothing more is said."""
+        with self._meter.lock:
+            if self._is_withdrawn:
+                return
+            self._stop_watching()
+            mine, wall_s = self._mine, self._meter.wall_s
+            mine.at, mine.state, mine.line = self._meter.now, state or mine.state, mine.line + 1
+            mine.started_at = mine.started_at or mine.at - wall_s
+            mine.spans = {name: round(seconds, 4) for name, seconds in self._meter.spans.items()}
+            mine.note({**self._newest, **facts})
+            self._newest = {}
+            if mine.began:
+                mine.mark()
             self._last_line_at = wall_s
-            self._lines.append(
-                {
-                    "attempt": self.number,
-                    "state": state,
-                    "at": self._meter.now,
-                    "usd_per_hour": self._usd_per_hour,
-                    "first_step": self._first_step,
-                    "step": self._step,
-                    "spans": {name: round(seconds, 4) for name, seconds in self._meter.spans.items()},
-                    "saves": self._saves,
-                    **self._facts,
-                    **facts,
-                }
-            )
+            self._put()
+
+    # ---- on the disk ----
+
+    def _put(self) -> None:
+        """The line of this attempt, in the place that does not hold its newest; the whole file anew where it must be."""
+        if self._file is None or not self._is_as_left():
+            self._begin_file()
+            return
+        line = self._line()
+        if len(line) >= self._place_bytes:
+            self._begin_file()
+        else:
+            self._write_at(self._places[self._mine.line % 2], line)
+
+    def _write_at(self, place: int, line: bytes) -> None:
+        assert self._file is not None
+        os.pwrite(self._file, line.ljust(self._place_bytes - 1) + b"\n", place)
+
+    def _line(self) -> bytes:
+        self._mine.past_s, self._mine.past_usd = self._past_s, self._past_usd
+        return as_line(self._mine).encode()
+
+    def _is_as_left(self) -> bool:
+        """Whether the file at the path is the one that this process writes, with the size that it has given it."""
+        assert self._file is not None
+        ours = os.fstat(self._file)
+        try:
+            there = os.stat(self._path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        size = self._places[1] + self._place_bytes
+        return (there.st_ino, there.st_dev, there.st_size) == (ours.st_ino, ours.st_dev, size)
+
+    def _begin_file(self) -> None:
+        """Replace the file in one step: a line for each other attempt, and two equal ones of this, with room to grow."""
+        if self._file is not None or self._path.exists():
+            self._read()
+        if self.damage is not None and not self._is_kept_aside:
+            keep_aside(self._path)
+            self._is_kept_aside = True
+        self._forget_file()
+        for account in self.past[:-N_LONG]:
+            account.shorten()
+        before = "".join(as_line(account) + "\n" for account in self.past).encode()
+        line = self._line()
+        self._place_bytes = -(-(len(line) + MARGIN_BYTES) // BLOCK_BYTES) * BLOCK_BYTES
+        place = (line.ljust(self._place_bytes - 1) + b"\n").decode()
+        write_text(self._path, before.decode() + 2 * place)
+        self._places = (len(before), len(before) + self._place_bytes)
+        self._file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
+
+    def _forget_file(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def read_again(self) -> None:
+        """Take over what others have written to the file: the store's copy was joined with it."""
+        with self._meter.lock:
+            if self._file is not None and not self._is_as_left():
+                self._begin_file()
+
+    def withdraw(self) -> None:
+        """Take this attempt out again: it turned out to be none of this run. Without others the file goes."""
+        with self._meter.lock:
+            self._is_withdrawn = True
+            self._stop_watching()
+            if self._file is not None:
+                self._forget_file()
+                if self._past:
+                    write_text(self._path, "".join(as_line(account) + "\n" for account in self.past))
+                else:
+                    self._path.unlink(missing_ok=True)
 
     def end(self, state: str) -> None:
         """The attempt's last word, forced to the disk; time goes on until `close`."""
-        self._ended = state
         self.write(state)
-        self._lines.sync()
+        self._sync()
 
     def close(self, state: str = "") -> None:
-        """Stop, with a last word where it was not said before; what was written is forced to the disk."""
+        """Stop, with the attempt's last line in both its places, forced to the disk."""
         self._closed.set()
         if self._beats is not None:
             self._beats.join()
-        if state:
+            self._beats = None
+        if self._file is not None or (state and not self._is_withdrawn):
             self.write(state)
-        self._lines.sync()
-        self._lines.close()
+            self.write()
+            self._sync()
+        self._forget_file()
 
-
-def read_attempts(lines: JsonLines) -> list[Attempt]:
-    """The attempts of a ledger. Work that a later attempt had to redo is priced by the seconds it had taken."""
-    attempts: dict[int, Attempt] = {}
-    work_s_at: dict[int, dict[int, float]] = {}
-    for row in lines.rows():
-        if not _is_whole(row):
-            continue
-        number = row["attempt"]
-        attempt = attempts.setdefault(number, Attempt(number, started_at=row["at"] - sum(row["spans"].values())))
-        attempt.spans = row["spans"]
-        attempt.usd_per_hour = row["usd_per_hour"]
-        attempt.first_step, attempt.last_step = row["first_step"], row["step"]
-        attempt.began |= row["state"] == "started"
-        if isinstance(row.get("saves"), dict):
-            attempt.n_saves, attempt.save_held_up_s = row["saves"].get("n", 0), row["saves"].get("held_up_s", 0.0)
-        attempt.ended = row["state"] if row["state"] not in ("starting", "started", "running") else "killed"
-        work_s = sum(row["spans"].get(name, 0.0) for name in WORK)
-        work_s_at.setdefault(number, {}).setdefault(row["step"], work_s)  # its first line: the moment it was done
-    ordered = [attempts[number] for number in sorted(attempts)]
-    for index, attempt in enumerate(ordered):
-        kept_step = min((later.first_step for later in ordered[index + 1 :] if later.began), default=attempt.last_step)
-        if attempt.began and attempt.last_step > kept_step:
-            work_s = work_s_at[attempt.number]
-            attempt.redone_s = work_s[attempt.last_step] - _between(work_s, kept_step)
-    return ordered
-
-
-def _is_whole(row: dict[str, Any]) -> bool:
-    """Whether a line is what `Ledger.write` writes: it may have come from a store."""
-    numbers = [row.get(name) for name in ("attempt", "at", "usd_per_hour", "first_step", "step")]
-    spans = row.get("spans")
-    return (
-        isinstance(spans, dict)
-        and isinstance(row.get("state"), str)
-        and all(isinstance(number, int | float) for number in (*numbers, *spans.values()))
-    )
-
-
-def _between(work_s: dict[int, float], step: int) -> float:
-    """Seconds of work at `step`, on the straight line between the nearest steps that have a line in the ledger."""
-    before = max((known for known in work_s if known <= step), default=min(work_s))
-    after = min((known for known in work_s if known >= step), default=max(work_s))
-    share = (step - before) / (after - before) if after > before else 0.0
-    return work_s[before] + share * (work_s[after] - work_s[before])
+    def _sync(self) -> None:
+        if self._file is not None:
+            os.fsync(self._file)

@@ -17,8 +17,18 @@ from typing import Any
 
 from farthing.errors import EXIT_INTERRUPTED
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+SIGNALS = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),  # of schedulers, before they kill
+)
+"""Each is a wish that the run saves and leaves; stopped and continued (SIGSTOP, SIGTSTP, SIGCONT) it just goes on."""
 LAST_WORDS_S = 5.0  # before the machine goes: receipt, lease and the end of the process
+
+
+def heeded() -> list[signal.Signals]:
+    """The signals to listen to: all of `SIGNALS`, but for a SIGHUP that the caller has switched off (`nohup`)."""
+    is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in SIGNALS if not (is_nohup and number == signal.SIGHUP)]
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class Notice:
 
     def __enter__(self) -> Notice:
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in heeded():
                 self._before[number] = signal.signal(number, self._signal)
         return self
 

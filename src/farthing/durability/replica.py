@@ -19,23 +19,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from farthing.durability.accounts import read_ledger
 from farthing.durability.commits import (
     SCHEMA,
     SMALL,
     Commit,
     Objects,
-    has_checkpoint,
     join_ledgers,
-    last_rows,
     list_commits,
     objects_of,
     read_commit,
-    run_id_of,
     take_newest,
 )
 from farthing.durability.files import (
     Damaged,
-    JsonLines,
     make_private,
     parse_json,
     seal,
@@ -45,11 +42,12 @@ from farthing.durability.files import (
 )
 from farthing.durability.lease import Lease, Lost
 from farthing.durability.object_store import Entry, NoSuchObject, Retrying, Store, StoreFault, StoreRefuses, open_store
-from farthing.durability.run_folder import CHECKPOINTS, LEDGER, MODEL, RUN
+from farthing.durability.run_folder import CHECKPOINTS, LEDGER, MODEL, RUN, has_checkpoint, is_damaged, run_id_of
 from farthing.errors import RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
 from farthing.units import plural
 
 OUTBOX, SEEN = "outbox", "store.json"
+N_WORDS = 64
 SAFE_AGE_S = 86400.0  # what no commit names is removed when it is older
 
 
@@ -107,7 +105,6 @@ class Mirror:
         """Step of the newest commit of this attempt."""
         self._store, self._keep, self._warn = store, keep, warn
         self._lease = Lease(folder, pace.lease_s, self._words, self._say_at_once)
-        self._past: list[dict[str, Any]] = []  # ledger rows of earlier attempts
         self._known: dict[Commit, Objects] = {}
         self._newest: dict[str, Any] | None = None
         self._n_commits = 0
@@ -150,7 +147,6 @@ class Mirror:
                 ) from error
             self._lease.epoch = None
             self._warn(f"the store does not answer ({error}); the run goes on from this folder")
-        self._past = list(last_rows(JsonLines(self.folder / LEDGER).rows()).values())
         for work in (self._keep_lease, self._keep_sending):
             self._threads.append(threading.Thread(target=work, name="store", daemon=True))
             self._threads[-1].start()
@@ -159,15 +155,14 @@ class Mirror:
     def _catch_up(self, words: list[dict[str, Any]], allow_restart: bool) -> int | None:
         store, step = self._patient(self.pace.deliver_s), None
         commits = list_commits(store)
-        is_empty = not (self.folder / RUN).exists()
+        is_empty = run_id_of(self.folder) is None or is_damaged(self.folder)
         if commits and (
             is_empty
             or commits[0].epoch > self._seen_epoch()  # it went on elsewhere
             or (commits[0].step > 0 and not has_checkpoint(self.folder))
         ):
             try:
-                commit, self._known[commit] = take_newest(store, self.folder, commits, words, self._warn)
-                step = commit.step
+                commit, step, self._known[commit] = take_newest(store, self.folder, commits, words, self._warn)
             except RunDamaged:
                 if not allow_restart:
                     raise
@@ -175,7 +170,7 @@ class Mirror:
         elif commits:
             with contextlib.suppress(Damaged, NoSuchObject):
                 self._known[commits[0]] = objects_of(read_commit(store, commits[0]))
-        elif is_empty:
+        if words and step is None:
             join_ledgers(self.folder / LEDGER, self.folder / "none", words)
         self._note_seen()
         return step
@@ -255,15 +250,12 @@ class Mirror:
         return Retrying(self._store, total_s, self._stop, pause_s=self.pace.pause_s)
 
     def _words(self) -> list[dict[str, Any]]:
-        """The last ledger row of every attempt: spending that no commit holds yet travels with the lease."""
-        rows = last_rows(self._past)
-        with contextlib.suppress(OSError), open(self.folder / LEDGER, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - (64 << 10)))
-            for line in file.read().decode("utf-8", errors="replace").splitlines():
-                with contextlib.suppress(ValueError):
-                    row = parse_json(line)
-                    rows |= last_rows([row] if isinstance(row, dict) else [])
-        return list(rows.values())
+        """The accounts of the newest attempts: spending that no commit holds yet travels with the lease. Each knows what
+        all before it have cost."""
+        try:
+            return [account.as_row() for account in read_ledger(self.folder / LEDGER).ordered[-N_WORDS:]]
+        except OSError:
+            return []
 
     # ---- the threads ----
 

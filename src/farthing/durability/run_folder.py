@@ -1,30 +1,49 @@
 """What a run folder holds, and whose run it is. A folder belongs to one run for good.
 
 job.json          the job as it was read, every default spelled out
-run.json          the run's id, what identifies it (settings, data, tokenizer, model), where it began
+run.json          the run's id, what identifies it (settings, data, tokenizer, model), where and on which date it began, and
+                  under which rules
 log.jsonl         one line a step: loss, gradient norm, examples; one line an evaluation
 ledger.jsonl      seconds and dollars of every attempt
 checkpoints/      see checkpoint.py
-model/            the trained model for others
+model/            the trained model for others, with a manifest, see exported.py
 receipt.json      written when an attempt ends
 measurements.json what each attempt took, see measurements.py
 plan.json         what the planner promised before the first attempt, and how it would have it run
 schedule.json     how many steps the budget buys, where the schedule is fitted to it
+
+run.json, plan.json and schedule.json decide the result. Each carries the sha256 of its own content, and each checkpoint's
+manifest a copy of all three: one that is damaged or gone is written anew from there, or the run is refused. Those of runs
+from before there were checksums are taken as they are, once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import re
 import uuid
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
+from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import farthing
-from farthing.durability.files import parse_json, write_json
+from farthing.clock import today
+from farthing.durability.accounts import Witness, read_ledger, witnesses_in
+from farthing.durability.files import (
+    Damaged,
+    make_private,
+    parse_json,
+    read_manifest,
+    seal,
+    unseal,
+    write_text,
+)
 from farthing.errors import RunChanged, RunDamaged
 
+DATA_NOTES = "data_notes.json"  # columns that are not used, and the like
 JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
     "job.json",
     "run.json",
@@ -36,58 +55,355 @@ JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
     "receipt.json",
     "schedule.json",
 )
+DECIDING = (RUN, PLAN, SCHEDULE)
+"""The files that decide the result."""
+COPIES = "run_files"
+"""Under this name a checkpoint's manifest has a copy of each, None where there is no such file."""
+CHECKPOINT_NAME = re.compile(r"step-\d{8,}-\d{4,}")
+_OF_ATTEMPTS = ("keeps_frozen_output", "shares_beginnings", "steps_per_epoch", "examples_sha256", "finished")
+_SEAL = "sha256"
+
+Warn = Callable[[str], None]
+FormerNames = Callable[[dict[str, Any], Any], dict[str, Any]]
+"""A run's facts and its job as it was kept -> what earlier versions wrote, by key, for the identity that the run has now."""
 
 
-def claim(
-    folder: Path, identity: dict[str, Any], machine: dict[str, str], warn: Callable[[str], None]
-) -> dict[str, Any]:
-    """Write what this run is, or check that the folder's run is this one. Raises `RunChanged`, `RunDamaged`."""
-    path = folder / RUN
-    if not path.exists():
-        facts = {
-            "run_id": uuid.uuid4().hex,
-            "farthing": farthing.__version__,
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "identity": identity,
-            "machine": machine,
-        }
-        write_json(path, facts)
-        return facts
+# ---- files that decide ----
+
+
+def keep(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file that decides the result, with its checksum, in one step. Raises `OSError`."""
+    write_text(path, seal(dict(value)))
+
+
+def kept(path: Path) -> dict[str, Any] | None:
+    """What `keep` wrote; None where there is no such file. Raises `Damaged`.
+
+    A file without a checksum is of an earlier farthing, and taken as it is.
+    """
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[dict[str, Any] | None, bool]:
+    """(value, whether it had a checksum). Raises `Damaged`."""
     try:
-        facts = parse_json(path.read_text(encoding="utf-8"))
-        before = facts["identity"]
-        facts["run_id"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise RunDamaged(
-            f"{RUN} can't be read ({type(error).__name__})",
-            where=str(path),
-            to_do="bring it back from a copy, or give the job another output_dir",
-        ) from error
-    now = json.loads(json.dumps(identity))
-    changed = [f"{key}: {_brief(before.get(key))} -> {_brief(now.get(key))}" for key in {**before, **now}
-               if before.get(key) != now.get(key)]  # fmt: skip
-    if changed:
-        raise RunChanged(
-            "this folder holds a run of something else:\n    " + "\n    ".join(changed),
-            where=str(folder),
-            to_do="undo the change to continue it, or give the job another output_dir"
-            f" (to train its result further: model: {folder / MODEL})",
-        )
-    moved = [f"{key} {facts['machine'].get(key)} -> {value}" for key, value in machine.items()
-             if facts["machine"].get(key) != value]  # fmt: skip
-    if moved and not facts.get("finished"):
-        warn(f"resumed under other conditions ({'; '.join(moved)}): equal to rounding, not to the bit")
-    return dict(facts)
+        text = path.read_text(encoding="utf-8")
+        value = parse_json(text)
+    except FileNotFoundError:
+        return None, False
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{path.name} can't be read ({type(error).__name__})") from error
+    if not isinstance(value, dict):
+        raise Damaged(f"{path.name} holds something else")
+    last = list(value.values())[-1] if value else None
+    # the checksum comes last: a digest there under another name is one whose name was damaged
+    is_sealed = _SEAL in value or (isinstance(last, str) and re.fullmatch(r"[0-9a-f]{64}", last) is not None)
+    if is_sealed:
+        value = unseal(text, path.name)
+    return {key: item for key, item in value.items() if key != _SEAL}, is_sealed
+
+
+def copies_of(folder: Path, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The deciding files of a run folder, for the manifest of a checkpoint. What is damaged or gone is as it was `before`."""
+    copies: dict[str, Any] = {}
+    for name in DECIDING:
+        copies[name] = (before or {}).get(name)
+        with contextlib.suppress(Damaged):
+            value = kept(folder / name)
+            copies[name] = copies[name] if value is None else value
+    return copies
+
+
+def mend(folder: Path, warn: Warn) -> None:
+    """Write the deciding files that are damaged, gone or without their checksum anew from the newest checkpoint that has a
+    copy of them; runs without such a checkpoint are left as they are. Raises `OSError`."""
+    manifest = _newest_with_copies(folder)
+    if manifest is None:
+        return
+    for name in DECIDING:
+        path, copy = folder / name, manifest[COPIES].get(name)
+        try:
+            value, is_sealed = _read(path)
+            if is_sealed or (value is None and copy is None):
+                continue
+            why = f"{name} is gone" if value is None else f"{name} has lost its checksum"
+        except Damaged as error:
+            why = str(error)
+        if copy is None:
+            path.unlink(missing_ok=True)
+            warn(f"{why}: removed, the run had none at its checkpoint of step {manifest['step']}")
+        else:
+            keep(path, copy)
+            warn(f"{why}: written anew from the checkpoint of step {manifest['step']}")
+
+
+def _newest_with_copies(folder: Path) -> dict[str, Any] | None:
+    """The manifest of the newest checkpoint that has copies of the deciding files, of this run where that is known."""
+    run_id, checkpoints = run_id_of(folder), folder / CHECKPOINTS
+    names = [path for path in checkpoints.iterdir() if is_checkpoint(path)] if checkpoints.is_dir() else []
+    for path in sorted(names, reverse=True):
+        with contextlib.suppress(Damaged, OSError):
+            manifest = read_manifest(path)
+            copies = manifest.get(COPIES)
+            is_ours = run_id is None or manifest.get("run_id") == run_id
+            if is_ours and isinstance(copies, dict) and isinstance(copies.get(RUN), dict):
+                return manifest
+    return None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is named as a committed checkpoint is."""
+    return CHECKPOINT_NAME.fullmatch(path.name) is not None
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run folder holds a committed checkpoint, whole or not."""
+    checkpoints = folder / CHECKPOINTS
+    return checkpoints.is_dir() and any(is_checkpoint(path) for path in checkpoints.iterdir())
+
+
+def is_damaged(folder: Path) -> bool:
+    """Whether a deciding file of a run folder can't be trusted."""
+    try:
+        for name in DECIDING:
+            kept(folder / name)
+    except Damaged:
+        return True
+    return False
+
+
+def has_committed(folder: Path) -> bool:
+    """Whether the run in a folder has ever saved a step, by its checkpoints, its model or its ledger."""
+    return (
+        has_checkpoint(folder)
+        or (folder / MODEL).exists()
+        or any(account.committed > 0 for account in read_ledger(folder / LEDGER).ordered)
+    )
+
+
+def run_id_of(folder: Path) -> str | None:
+    """The id of the run in a folder; None where it can't be read."""
+    try:
+        facts = kept(folder / RUN)
+        return None if facts is None else str(facts["run_id"])
+    except (Damaged, KeyError):
+        return None
 
 
 def is_finished(folder: Path) -> bool:
     """Whether the run in `folder` has come to its end, and its model is there."""
     try:
-        return (
-            bool(parse_json((folder / RUN).read_text(encoding="utf-8")).get("finished")) and (folder / MODEL).is_dir()
-        )
-    except (OSError, ValueError, AttributeError):
+        return bool((kept(folder / RUN) or {}).get("finished")) and (folder / MODEL).is_dir()
+    except Damaged:
         return False
+
+
+# ---- the job as it was read ----
+
+
+def keep_job(folder: Path, job: Mapping[str, Any], facts: dict[str, Any]) -> None:
+    """Write the job beside the run, and its digest with the run's `facts`. Raises `OSError`."""
+    text = json.dumps(job, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    if facts.get("job_sha256") != digest:
+        facts["job_sha256"] = digest
+        keep(folder / RUN, facts)
+    write_text(folder / JOB, text)
+
+
+def kept_job(folder: Path) -> dict[str, Any]:
+    """The job of a run as it was read. Raises `RunDamaged` where it is not what was written."""
+    to_do = "run `farthing train` with the job once more: it writes the file anew"
+    try:
+        text = (folder / JOB).read_text(encoding="utf-8")
+        digest = (kept(folder / RUN) or {}).get("job_sha256")
+        job = parse_json(text)
+    except (OSError, ValueError, Damaged) as error:
+        raise RunDamaged(f"can't be read ({type(error).__name__})", where=str(folder / JOB), to_do=to_do) from error
+    if not isinstance(job, dict) or digest not in (None, hashlib.sha256(text.encode()).hexdigest()):
+        raise RunDamaged("differs from what was written (sha256)", where=str(folder / JOB), to_do=to_do)
+    return job
+
+
+# ---- whose run it is ----
+
+RULES = 2
+"""What a run began under and keeps. 1: weights are decayed by their dimensions, and losses that farthing does not compute
+are left out; 2: weights are decayed by their names, and such losses are refused."""
+
+
+def rules_of(folder: Path) -> int:
+    """The rules that the run in `folder` began under; those of today where none has begun. Raises `RunDamaged`."""
+    try:
+        facts = kept(folder / RUN)
+    except Damaged as error:
+        raise RunDamaged(
+            str(error),
+            where=str(folder / RUN),
+            to_do="bring it back from a copy, or give the job another output_dir",
+        ) from error
+    if facts is None:
+        return RULES
+    rules = facts.get("rules", 1)
+    if rules not in range(1, RULES + 1):
+        raise RunDamaged(
+            f"it began under rules {rules!r}, this farthing knows up to {RULES}",
+            where=str(folder / RUN),
+            to_do="pip install --upgrade farthing",
+        )
+    return int(rules)
+
+
+class Began(NamedTuple):
+    """When a run began, and how it makes tokens of rows: what later attempts, plans and other machines go by."""
+
+    date: str
+    """ISO date."""
+    text_version: int
+
+
+def began(folder: Path, text_version: int) -> Began:
+    """As `run.json` says; of a run that is yet to begin: today, with `text_version`.
+
+    A run from before dates were noted began on the day its run.json was made, and has text version 1 unless it says so.
+    """
+    try:
+        facts = kept(folder / RUN)
+        if facts is not None:
+            version = int(facts["identity"].get("tokenization.version", 1))
+            day = facts.get("date") or datetime.fromisoformat(facts["started"]).astimezone().date().isoformat()
+            return Began(str(date.fromisoformat(day)), version)
+    except (Damaged, ValueError, KeyError, TypeError, AttributeError):
+        pass  # damaged: `claim` says so
+    return Began(today().isoformat(), text_version)
+
+
+def same_examples(folder: Path, facts: dict[str, Any], sha256: str) -> dict[str, Any]:
+    """Note which examples the run has, or check that they are those it began with. Raises `RunChanged`."""
+    before = facts.get("examples_sha256")
+    if before is None:
+        facts = {**facts, "examples_sha256": sha256}
+        keep(folder / RUN, facts)
+    elif before != sha256:
+        raise RunChanged(
+            "this run began with other examples: the same rows were made into other tokens, or split in another way",
+            where=str(folder),
+            to_do="continue it with the versions of farthing, transformers and tokenizers that it began with, or give the"
+            " job another output_dir",
+        )
+    return facts
+
+
+def claim(
+    folder: Path,
+    identity: dict[str, Any],
+    machine: dict[str, str],
+    warn: Warn,
+    *,
+    former: FormerNames = lambda facts, job: {},
+    allow_restart: bool = False,
+) -> dict[str, Any]:
+    """Write what this run is, or check that the folder's run is this one, and return its facts.
+
+    A run that has saved nothing yet follows the job as it is now. Raises `RunChanged`, `RunDamaged`.
+    """
+    facts = _facts_of(folder, warn, allow_restart=allow_restart)
+    if facts is None:
+        for name in (PLAN, SCHEDULE):
+            (folder / name).unlink(missing_ok=True)  # of a run that is not known
+        facts = {
+            "run_id": uuid.uuid4().hex,
+            "farthing": farthing.__version__,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "date": identity.get("tokenization.date") or today().isoformat(),
+            "identity": identity,
+            "machine": machine,
+            "rules": RULES,
+        }
+        keep(make_private(folder) / RUN, facts)
+        return facts
+    now = json.loads(json.dumps(identity))
+    try:
+        job = parse_json((folder / JOB).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        job = None
+    changed = _changed(facts["identity"], now, former(facts, job) if facts["identity"] != now else {})
+    if changed and has_committed(folder):
+        model = folder / MODEL
+        further = f" (to train its result further: model: {model})" if model.is_dir() else ""
+        raise RunChanged(
+            "this folder holds a run of something else:\n    " + "\n    ".join(changed),
+            where=str(folder),
+            to_do=f"undo the change to continue it, or give the job another output_dir{further}",
+        )
+    if changed:
+        warn(f"nothing was saved of the run in this folder: it follows the job as it is now ({'; '.join(changed)})")
+        for name in (PLAN, SCHEDULE):
+            (folder / name).unlink(missing_ok=True)
+        facts = {key: value for key, value in facts.items() if key not in _OF_ATTEMPTS}
+        facts["machine"] = machine
+    moved = [f"{key} {facts['machine'].get(key)} -> {value}" for key, value in machine.items()
+             if facts["machine"].get(key) != value]  # fmt: skip
+    if moved and not facts.get("finished"):
+        warn(f"resumed under other conditions ({'; '.join(moved)}): equal to rounding, not to the bit")
+    if facts["identity"] != now or changed:
+        facts["identity"] = now
+        keep(folder / RUN, facts)
+    _seal_all(folder)
+    return facts
+
+
+def _seal_all(folder: Path) -> None:
+    """Give the deciding files of an earlier farthing their checksums; one that is damaged is for its reader to refuse."""
+    for name in DECIDING:
+        with contextlib.suppress(Damaged):
+            value, is_sealed = _read(folder / name)
+            if value is not None and not is_sealed:
+                keep(folder / name, value)
+
+
+def unclaim(folder: Path) -> None:
+    """Take back what a run that has saved nothing says of itself; its ledger stays. Raises `OSError`."""
+    if not has_committed(folder):
+        for name in (*DECIDING, JOB):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> dict[str, Any] | None:
+    """What the folder's run says of itself; None where there is none. Raises `RunDamaged` where steps would be lost."""
+    why = f"{RUN} is gone"
+    try:
+        facts = kept(folder / RUN)
+        if facts is not None:
+            if not isinstance(facts.get("identity"), dict) or not isinstance(facts.get("run_id"), str):
+                raise Damaged(f"{RUN} holds something else")
+            return {**facts, "machine": facts["machine"] if isinstance(facts.get("machine"), dict) else {}}
+        if not has_committed(folder):
+            return None
+    except Damaged as error:
+        why = str(error)
+    if has_committed(folder) and not allow_restart:
+        raise RunDamaged(
+            f"{why}: which run this is can't be told",
+            where=str(folder / RUN),
+            to_do="bring it back from a copy, give the job another output_dir, or start anew with --allow-restart",
+        )
+    warn(f"{why}, and nothing can be gone on from: the run begins anew")
+    return None
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any], former: dict[str, Any]) -> list[str]:
+    """What differs between two identities, a line for each key."""
+    return [
+        f"{key}: {_brief(before.get(key))} -> {_brief(now.get(key))}"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key) and not (key in former and before.get(key) == former[key])
+    ]
+
+
+def witnesses_of(folder: Path) -> list[Witness]:
+    """What the checkpoints of the run in `folder` know of the money that was spent."""
+    return witnesses_in(folder / CHECKPOINTS, run_id_of(folder))
 
 
 def _brief(value: Any) -> str:

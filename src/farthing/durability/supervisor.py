@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from farthing.durability.files import JsonLines
-from farthing.durability.preemption import SIGNALS
+from farthing.durability.accounts import read_ledger
+from farthing.durability.preemption import heeded
 from farthing.durability.run_folder import LEDGER
 from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE
 from farthing.units import plural, say_seconds
@@ -53,14 +53,13 @@ class Standing:
 
 def standing(folder: Path) -> Standing:
     """Where the run in `folder` stands; at zero before it has begun."""
-    rows = list(JsonLines(folder / LEDGER).rows())
-    if not rows:
+    accounts = read_ledger(folder / LEDGER).ordered
+    if not accounts:
         return Standing()
-    last = [row for row in rows if row.get("attempt") == rows[-1].get("attempt")]
-    notices = [row["notice"] for row in last if "notice" in row]
-    leaving = [note["what"] for note in notices if note.get("is_certain") and note.get("source") != "signal"]
-    committed = max((row.get("committed", 0) for row in rows), default=0)
-    return Standing(int(last[-1].get("step", 0)), committed, leaving[-1] if leaving else "")
+    said = [each["notice"] for each in accounts[-1].notices]
+    leaving = [str(note.get("what")) for note in said if note.get("is_certain") and note.get("source") != "signal"]
+    committed = max(0, *(account.committed for account in accounts))
+    return Standing(accounts[-1].step, committed, leaving[-1] if leaving else "")
 
 
 class Supervisor:
@@ -82,7 +81,7 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code of the last attempt (1 where it was killed)."""
-        before = {number: signal.signal(number, self._hand_on) for number in SIGNALS}
+        before = {number: signal.signal(number, self._hand_on) for number in heeded()}
         try:
             return self._run()
         finally:

@@ -1,37 +1,104 @@
 """Activation checkpointing chosen by measured need: off, every second layer, or every layer.
 
-One short forward pass is run and every tensor that autograd saves is counted; activations grow linearly with the
-tokens of a micro-batch (attention is never materialised with sdpa), so the largest micro-batch follows.
+A short forward pass is run at two lengths, and every tensor that autograd saves is counted. What grows between the two grows
+linearly with the tokens of a micro-batch (attention is never materialised with sdpa); what does not, copies of the trained
+matrices in the precision of the run among it, is there once. The need is that of the moment that takes most, as the
+planner's `memory` has them: the loss, the backward pass, its end with all gradients, the update.
+
+Refuses to judge what the loop does not do: there is one optimizer, and its state is there from the beginning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from farthing.device_memory import is_out_of_memory
+from farthing.planner.memory import WORKING_MLP_PLAIN, WORKING_STREAM
+
 SHARE_OF_FREE = 0.9  # the rest is for the allocator's slack
+
+
+class Linear(NamedTuple):
+    """Bytes that grow with the tokens of a micro-batch."""
+
+    constant_bytes: float = 0.0
+    bytes_per_token: float = 0.0
+
+    def at(self, n_tokens: int) -> float:
+        """Bytes for so many tokens."""
+        return self.constant_bytes + self.bytes_per_token * n_tokens
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Bytes of gradients, and what some of them take besides."""
+
+    all_bytes: int = 0
+    layer_bytes: int = 0
+    """Of one layer: the last one's are not there yet when its activations are."""
+    head_bytes: int = 0
+    """Of a trained head, made together with the loss."""
+    embedding_bytes: int = 0
+    is_tied: bool = False
+    """The head's weight is the embeddings': its two gradients are added up at the end."""
+    accumulate: bool = False
+    """A step has several micro-batches: the gradients of earlier ones are held."""
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
     """What training takes beyond the loaded weights, in bytes, and the checkpointing that makes it fit."""
 
-    gradients_bytes: int
+    n_tokens: int
+    """Of the largest micro-batch."""
+    gradients: Gradients
     optimizer_bytes: int
-    activations_bytes: int
+    update_bytes: int
+    """That the update takes besides."""
+    saved: Linear
+    """What autograd keeps of the forward pass, inputs of checkpointed layers included."""
+    layer: Linear
+    """What it keeps of one layer while that is computed again."""
+    working: Linear
+    """Of the backward pass of a layer, besides what was saved."""
+    casts_bytes: int
+    """Copies of trained matrices that autocast keeps until the forward pass is over."""
+    head: Linear
+    """Of the loss."""
     free_bytes: int
     every_n_layers: int
     """0: no layer is checkpointed; 1: each; 2: each second."""
+    begins_with_a_layer: bool = False
+    """The last layer is checkpointed: the backward pass begins with computing it again, beside all that was saved."""
+
+    def moments(self) -> dict[str, float]:
+        """Bytes besides weights and optimizer state, at each moment of a step."""
+        grad, n = self.gradients, self.n_tokens
+        held = grad.all_bytes if grad.accumulate else 0
+        saved, working = self.saved.at(n), self.working.at(n)
+        waiting = grad.head_bytes if grad.is_tied and held else 0
+        layer = self.layer.at(n) if self.begins_with_a_layer else 0.0
+        almost_all = grad.all_bytes - grad.embedding_bytes - grad.layer_bytes
+        copies = max(0.0, self.casts_bytes - self.saved.constant_bytes)
+        sums = grad.embedding_bytes * ((2 if grad.is_tied else 0) + (1 if held else 0))
+        return {
+            "loss": held + grad.head_bytes + saved + copies + self.head.at(n),
+            "backward": (held or grad.head_bytes) + waiting + saved + layer + working,
+            "last layer": (held or almost_all) + waiting + self.layer.at(n) + working,
+            "embeddings": grad.all_bytes + sums,
+            "update": grad.all_bytes + self.update_bytes,
+        }
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
-        return self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+        """At the moment that takes most."""
+        return int(self.optimizer_bytes + max(self.moments().values()))
 
     @property
     def fits(self) -> bool:
@@ -56,16 +123,24 @@ def checkpoint_layers(model: Any, every_n_layers: int) -> None:
     inner._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recompute, every_n_layers=every_n_layers)
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A forward pass of so many computed tokens through the body, whose loss it returns."""
+
+    n_tokens: int
+    forward: Callable[[], Tensor]
+
+
 def saved_bytes(model: Any, forward: Callable[[], Tensor]) -> int:
     """Bytes that autograd keeps for the backward pass of `forward`, weights left out."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
     storages: dict[int, int] = {}
     alive: list[Tensor] = []  # so that an address is not given out twice while we count
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in weights:
+            storages[storage._cdata] = storage.nbytes()
             alive.append(tensor)
         return tensor
 
@@ -75,26 +150,33 @@ def saved_bytes(model: Any, forward: Callable[[], Tensor]) -> int:
     return sum(storages.values())
 
 
+def saved_linear(model: Any, samples: tuple[Sample, Sample]) -> Linear:
+    """What autograd keeps, as it grows between a sample and a larger one."""
+    small, large = (saved_bytes(model, sample.forward) for sample in samples)
+    of_each = max(0.0, (large - small) / max(1, samples[1].n_tokens - samples[0].n_tokens))
+    return Linear(max(0.0, small - of_each * samples[0].n_tokens), of_each)
+
+
 def choose_checkpointing(
     model: Any,
     *,
-    forward: Callable[[], Tensor],
-    sample_tokens: int,
+    samples: tuple[Sample, Sample],
     largest_tokens: int,
-    n_trained: int,
-    optimizer_bytes_per_weight: float,
+    accumulates: bool,
+    optimizer_bytes: int,
+    update_bytes: int,
     free_bytes: int,
     wanted: bool | int | str,
+    head: Linear,
     planned: int = 0,
-    head_bytes: int = 0,
+    autocast: torch.dtype | None = None,
 ) -> MemoryNeed:
     """Set and return the checkpointing of a run.
 
-    `forward` runs a sample of `sample_tokens` computed tokens through the body; `largest_tokens` is the size of the
-    largest micro-batch, for which the head takes `head_bytes` more. `wanted` is true, false, k, or "auto" for the least
-    that fits in `free_bytes`, beginning at `planned`.
+    `samples` go through the body, the second is the larger; `largest_tokens` is the size of the largest micro-batch, for
+    which the head takes `head` more. `wanted` is true, false, k, or "auto" for the least that fits in `free_bytes`,
+    beginning at `planned`. Raises what says that memory ran out where even a sample has no room.
     """
-    scale = largest_tokens / max(1, sample_tokens)
     layers = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
     modes = {0: [0, 2, 1], 1: [1]}.get(planned, [2, 1]) if wanted == "auto" else [int(wanted)]
     if wanted == "auto" and not layers:
@@ -102,32 +184,103 @@ def choose_checkpointing(
     need = None
     for every in modes:
         checkpoint_layers(model, every) if layers or every else None
-        # a recomputed layer's input is kept by the recomputation itself, out of sight of the hooks
-        inputs = _layer_inputs_bytes(model, sample_tokens) if every else 0
-        activations = int((saved_bytes(model, forward) + inputs) * scale) + head_bytes
-        need = MemoryNeed(4 * n_trained, int(optimizer_bytes_per_weight * n_trained), activations, free_bytes, every)
+        try:
+            saved = saved_linear(model, samples)
+            layer = saved_of_a_layer(model, samples, saved)
+        except Exception as error:
+            if every == modes[-1] or not is_out_of_memory(error):
+                raise
+            continue
+        need = MemoryNeed(
+            n_tokens=largest_tokens,
+            gradients=gradients_of(model, accumulates),
+            optimizer_bytes=optimizer_bytes,
+            update_bytes=update_bytes,
+            saved=saved,
+            layer=layer,
+            working=_working(model),
+            casts_bytes=_casts_bytes(model, autocast),
+            head=head,
+            free_bytes=free_bytes,
+            every_n_layers=every,
+            begins_with_a_layer=bool(every) and _last_layer_is_checkpointed(model),
+        )
         if need.fits:
             break
     assert need is not None
     return need
 
 
-def _layer_inputs_bytes(model: Any, n_tokens: int) -> int:
-    """Inputs of the layers that the backward pass reaches: nothing is kept below the first trained weight."""
-    config = model.config.get_text_config()
-    hidden = getattr(config, "hidden_size", None) or getattr(config, "d_model", 0)
+def saved_of_a_layer(model: Any, samples: tuple[Sample, Sample], saved: Linear) -> Linear:
+    """What autograd keeps of the last checkpointed layer while it is computed again; of one layer where none is.
+
+    `saved` is what it keeps of all as they are.
+    """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    in_layers = {id(p) for layer in layers for p in layer.parameters()}
-    reached = any(p.requires_grad and id(p) not in in_layers for p in _below(model, layers))
-    n_reached = 0
-    for layer in layers:
-        reached = reached or any(p.requires_grad for p in layer.parameters())
-        n_reached += reached
-    return int(n_reached * (hidden or 0) * n_tokens * 4)
+    layer = next((layer for layer in reversed(layers) if layer.gradient_checkpointing), None)
+    if layer is None:
+        return Linear(*(n_bytes / max(1, len(layers)) for n_bytes in saved))
+    layer.gradient_checkpointing = False
+    try:
+        but_one = saved_linear(model, samples)
+    finally:
+        layer.gradient_checkpointing = True
+    return Linear(*(max(0.0, more - less) for more, less in zip(but_one, saved, strict=True)))
 
 
-def _below(model: Any, layers: list[Any]) -> list[Tensor]:
-    """Weights that stand before the layers: the embeddings'."""
+def gradients_of(model: Any, accumulate: bool) -> Gradients:
+    """The gradients of the weights that are trained, fp32 as these are."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    embeddings = inner.get_input_embeddings()
-    return [] if embeddings is None else list(embeddings.parameters())
+    embedding, head = (getattr(module, "weight", None) for module in _ends(inner))
+
+    def bytes_of(weight: Tensor | None) -> int:
+        return weight.nbytes if isinstance(weight, Tensor) and weight.requires_grad else 0
+
+    of_layers = sum(bytes_of(p) for layer in layers for p in layer.parameters())
+    return Gradients(
+        all_bytes=sum(p.nbytes for p in trained),
+        layer_bytes=of_layers // max(1, len(layers)),
+        head_bytes=bytes_of(head),
+        embedding_bytes=bytes_of(embedding),
+        is_tied=head is not None and head is embedding,
+        accumulate=accumulate,
+    )
+
+
+def _ends(inner: Any) -> tuple[Any, Any]:
+    """Input embeddings and output layer, where there are such."""
+    return inner.get_input_embeddings(), inner.get_output_embeddings()
+
+
+def _working(model: Any) -> Linear:
+    """What the backward pass of a layer needs besides what was saved: the planner's figures, and a matrix made whole."""
+    config = model.config.get_text_config()
+    hidden = getattr(config, "hidden_size", None) or getattr(config, "d_model", 0) or 0
+    names = ("intermediate_size", "d_ff", "ffn_dim", "n_inner", "hidden_dim")
+    ffn = next((width for name in names if (width := getattr(config, name, None))), 4 * hidden)
+    in_four_bits = (p for p in model.parameters() if not p.is_floating_point())
+    return Linear(
+        4.0 * max((p.numel() for p in in_four_bits), default=0), WORKING_MLP_PLAIN * ffn + WORKING_STREAM * hidden
+    )
+
+
+def _last_layer_is_checkpointed(model: Any) -> bool:
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    return bool(layers) and bool(layers[-1].gradient_checkpointing)
+
+
+def _casts_bytes(model: Any, autocast: torch.dtype | None) -> int:
+    """Copies of the matrices of layers that autocast makes once in a forward pass and keeps until its end."""
+    if autocast is None:
+        return 0
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = inner.get_output_embeddings()
+    weights = {
+        id(m.weight): m.weight
+        for m in model.modules()
+        if isinstance(m, nn.Linear) and m is not head and m.weight.ndim > 1
+    }
+    trained = [w for w in weights.values() if w.requires_grad and w.dtype == torch.float32]
+    return sum(w.numel() * autocast.itemsize for w in trained)

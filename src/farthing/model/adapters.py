@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +101,35 @@ def _query_and_value(model: Any) -> list[str]:
         where="method.target_modules",
         to_do=f"name them, or use all-linear; its linear layers: {', '.join(sorted(names))}",
     )
+
+
+@torch.no_grad()
+def break_ties(model: Any, adapter_names: Iterable[str]) -> bool:
+    """Give each use of a shared weight a weight of its own, where an adapter changes one of the uses; whether it did.
+
+    `adapter_names` are those of the adapter's tensors (`base_model.model.lm_head.lora_A.weight`). In training the other
+    uses kept the frozen weight: merged into a shared one, the adapter would change them too.
+    """
+    tied = {name: dict(model.named_parameters(remove_duplicate=False))[name] for name in _tied_names(model)}
+    places = tuple(f"base_model.model.{name.rpartition('.')[0]}." for name in tied)
+    if not places or not any(name.startswith(places) for name in adapter_names):
+        return False
+    for name, parameter in tied.items():
+        module, _, leaf = name.rpartition(".")
+        own = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        setattr(model.get_submodule(module), leaf, own)
+    model.all_tied_weights_keys = {}  # what saving and loading in transformers 5 go by
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    return True
+
+
+def _tied_names(model: Any) -> list[str]:
+    """Every name of the parameters that have more than one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [name for shared in names.values() if len(shared) > 1 for name in shared]
 
 
 def count_parameters(model: Any) -> dict[str, int]:

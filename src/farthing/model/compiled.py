@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
-import shutil
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -24,6 +23,7 @@ import torch
 
 from farthing.model.attention import NAME as ATTENTION
 from farthing.model.attention import attend
+from farthing.model.hardware import find_compiler
 
 # of a step's seconds. Published: torchtune 21 % (Llama 3.2 3B, A100, README), Axolotl 14 to 19 % (8B LoRA, RTX 3090 and 5090),
 # torchtitan 14 % (Llama 3.1 8B, H100), all as of 2026; the least of them is expected
@@ -92,12 +92,6 @@ def n_kinds(model: Any) -> int:
 # ---- the compiling ----
 
 
-def find_compiler(device: str) -> str | None:
-    """The compiler that torch.compile would call for this kind of device: C++ on a CPU, C for Triton on CUDA."""
-    names = [os.environ.get("CC"), "gcc", "clang"] if device == "cuda" else [os.environ.get("CXX"), "g++", "clang++"]
-    return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
 def why_not_compiled(model: Any) -> str | None:
     """Why the layers of this model can't be compiled here, in words; None if they can."""
     device = next(model.parameters()).device.type
@@ -114,13 +108,10 @@ def compile_blocks(model: Any, backend: str = "inductor") -> int | str:
     """Compile every layer in place and return how many there are, or why none is.
 
     The compiling itself happens in the first steps (see `n_graphs`), and again after `checkpoint_layers` changed what is
-    recomputed. What torch fails to trace is computed as it was. To be called in the thread that trains: torch keeps its
-    settings by thread.
+    recomputed. What torch fails to trace is computed as it was.
     """
     if reason := why_not_compiled(model):
         return reason
-    torch._dynamo.config.suppress_errors = True
-    torch._dynamo.config.recompile_limit = max(MOST_PROGRAMS, torch._dynamo.config.recompile_limit)
     _keep_attention_out()
     how: dict[str, Any] = {"dynamic": True, "backend": backend}
     if backend == "inductor":
@@ -148,7 +139,7 @@ def n_graphs() -> int:
 
 def _in_training(layer: Any, how: dict[str, Any]) -> Callable[..., Any]:
     """What calling the layer does: the compiled program in training; one that is recomputed has it further within."""
-    compiled = torch.compile(layer._call_impl, **how)
+    compiled = _compile(layer._call_impl, how)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not (layer.training and torch.is_grad_enabled()):
@@ -158,6 +149,26 @@ def _in_training(layer: Any, how: dict[str, Any]) -> Callable[..., Any]:
         if not isinstance(layer._gradient_checkpointing_func, _Recomputed):
             layer._gradient_checkpointing_func = _Recomputed(layer._gradient_checkpointing_func, how)
         return layer._call_impl(*args, **kwargs)
+
+    return call
+
+
+_SETTLED = threading.local()
+
+
+def _compile(function: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:
+    """`function` compiled with our settings, in whatever thread it is called.
+
+    torch keeps its settings by thread, and layers on CUDA are recomputed in autograd's.
+    """
+    compiled = torch.compile(function, **how)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not hasattr(_SETTLED, "is_done"):
+            torch._dynamo.config.suppress_errors = True
+            torch._dynamo.config.recompile_limit = max(MOST_PROGRAMS, torch._dynamo.config.recompile_limit)
+            _SETTLED.is_done = True
+        return compiled(*args, **kwargs)
 
     return call
 
@@ -176,7 +187,7 @@ class _Recomputed:
         """`function` is what transformers wants recomputed: a partial of the layer's own forward."""
         body = function.func
         if body not in self._compiled:
-            self._compiled[body] = torch.compile(body, **self._how)
+            self._compiled[body] = _compile(body, self._how)
         compiled = functools.partial(self._compiled[body], *function.args, **function.keywords)
         return self.checkpointing(compiled, *args, **kwargs)
 

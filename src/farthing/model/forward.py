@@ -24,7 +24,9 @@ from farthing.data.batches import Batches, collate
 from farthing.data.packing import collate_flat, cut_by_tokens, cut_padded, target_lengths_of
 from farthing.data.prefix_sharing import WORTH, collate_shared, cut_shared, saved_by_sharing
 from farthing.data.tokens import TokenSet
-from farthing.model.attention import can_go_flat, can_share, first_position, flat_batch, flat_logits, go_flat
+from farthing.model.apart import kept_apart
+from farthing.model.attention import can_go_flat, can_share, first_position, flat_logits, go_flat
+from farthing.model.documents import flat_batch
 from farthing.model.frozen_cache import PrefixCache
 from farthing.model.frozen_layers import Prefix
 from farthing.model.hardware import Numerics
@@ -66,6 +68,7 @@ class Forward:
         self.why_all_scored = head if isinstance(head, str) and task != "classification" else None
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._first_position = first_position(inner.config)
+        self.apart = kept_apart(inner, task, is_flat=self.is_flat)
         self.shares = False
         self.n_placed = 0  # computed tokens of everything that was brought to the device
         self.prefix: Prefix | None = None
@@ -102,6 +105,27 @@ class Forward:
 
     def cut(self, tokens: TokenSet, examples: NDArray[np.int64], most_tokens: int) -> list[NDArray[np.int64]]:
         """`examples` in micro-batches of at most `most_tokens` computed tokens; a longer example goes alone."""
+        if self.apart is None:
+            return self._cut(tokens, examples, most_tokens)
+        classes = self._classes(tokens, examples)
+        parts = [examples[classes == each] for each in np.unique(classes)]
+        pieces = [piece for part in parts for piece in self._cut(tokens, part, most_tokens)]
+        return sorted(pieces, key=lambda piece: -int(tokens.lengths[piece].sum()))
+
+    def mixes(self, tokens: TokenSet, examples: NDArray[np.int64]) -> bool:
+        """Whether some of these examples must not be computed together."""
+        return self.apart is not None and len(np.unique(self._classes(tokens, examples))) > 1
+
+    def _classes(self, tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n]: examples with equal numbers may be computed together."""
+        assert self.apart is not None
+        lengths, targets = tokens.lengths[examples], None
+        if self.task == "seq2seq":
+            targets = target_lengths_of(tokens, examples)
+            lengths = lengths - targets
+        return self.apart.classes(lengths, targets)
+
+    def _cut(self, tokens: TokenSet, examples: NDArray[np.int64], most_tokens: int) -> list[NDArray[np.int64]]:
         if self.shares:
             return cut_shared(tokens, examples, most_tokens)
         if self.is_flat:

@@ -45,7 +45,8 @@ from farthing.durability.files import (
     verify_folder,
 )
 from farthing.errors import Interrupted, RunBusy
-from farthing.model.attention import first_position, flat_batch
+from farthing.model.attention import first_position
+from farthing.model.documents import flat_batch
 from farthing.model.frozen_layers import Prefix
 from farthing.model.hardware import Numerics, device_name
 from farthing.planner.frozen_cache_cost import DISK_SHARE, prefix_cache_bytes

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import re
 import resource
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
 
+from farthing.device_memory import ALLOCATOR_SETTING, ALLOCATOR_VARIABLES, set_allocator
 from farthing.errors import HardwareError
 from farthing.planner.machine import hardware_key as hardware_name
 from farthing.planner.machine import local_cpu
-from farthing.prices.catalog import gpu_of_device
+from farthing.prices.gpus import gpu_of_device
 from farthing.units import plural
 
 
@@ -50,9 +54,16 @@ class Numerics:
 
 
 def choose_numerics(
-    device: str, bf16: bool | None, fp16: bool | None, tf32: bool = True, full_determinism: bool = False
+    device: str,
+    bf16: bool | None,
+    fp16: bool | None,
+    tf32: bool = True,
+    full_determinism: bool = False,
+    fp16_risk: str = "",
 ) -> Numerics:
     """The device and precision of a run: bf16 on GPUs that have it natively, fp16 on older ones, fp32 on a CPU.
+
+    With an `fp16_risk` (why the model should not be computed in fp16) older GPUs compute in fp32 unless fp16 is asked for.
 
     Raises `HardwareError` when the job asks for what is not here.
     """
@@ -70,11 +81,14 @@ def choose_numerics(
                 to_do="leave it out to use fp32, or set train.bf16: true",
             )
         return Numerics(where, torch.bfloat16 if bf16 else None)
+    must_be_built_for(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
+    _tell_allocator()
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
+    # cuDNN builds a graph for each new shape, and micro-batches seldom have the same: pytorch/pytorch#187770, #191576
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if full_determinism:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        be_deterministic()
     native = torch.cuda.get_device_capability()[0] >= 8
     if bf16 and not native:
         raise HardwareError(
@@ -84,9 +98,107 @@ def choose_numerics(
         )
     if bf16 or (bf16 is None and fp16 is None and native):
         return Numerics(where, torch.bfloat16)
-    if fp16 or (fp16 is None and bf16 is None):
+    if fp16 or (fp16 is None and bf16 is None and not fp16_risk):
         return Numerics(where, torch.float16, needs_scaler=True)
     return Numerics(where, None)
+
+
+def find_compiler(device: str) -> str | None:
+    """The compiler that torch.compile would call for this kind of device: C++ on a CPU, C for Triton on CUDA."""
+    names = [os.environ.get("CC"), "gcc", "clang"] if device == "cuda" else [os.environ.get("CXX"), "g++", "clang++"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+# CUDA 13 has dropped everything before sm_75; torch 2.14 is the last with wheels of CUDA 12.6 (pytorch/pytorch#190385)
+CUDA_12_WHEELS = "https://download.pytorch.org/whl/cu126"
+
+
+def must_be_built_for(name: str, capability: tuple[int, int], built_for: list[str]) -> None:
+    """Refuse a GPU that this build of torch has no kernels for: the first of them would fail. Raises `HardwareError`.
+
+    `built_for` is like ["sm_80", "sm_90", "compute_90"]. A cubin runs on its generation's later GPUs, PTX on all later ones
+    (CUDA C++ Programming Guide, 5.2 and 5.3); letters behind a number bind it to that one GPU.
+    """
+    major, minor = capability
+    if not built_for:
+        return
+    for one in built_for:
+        kind, _, number = one.partition("_")
+        if not number.isdigit():  # sm_90a
+            fits = number.rstrip("af") == f"{major}{minor}"
+        elif kind == "compute":
+            fits = int(number) <= major * 10 + minor
+        else:
+            fits = int(number) // 10 == major and int(number) % 10 <= minor
+        if fits:
+            return
+    to_do = "pip install --upgrade torch, or use another GPU"
+    if capability < (7, 5):
+        to_do = (
+            f"pip install 'torch<2.15' --index-url {CUDA_12_WHEELS} (the last for sm_50 to sm_70), or use another GPU"
+        )
+    raise HardwareError(
+        f"torch {torch.__version__} has no kernels for {name} (sm_{major}{minor}): it is built for {', '.join(built_for)}",
+        where="where.device",
+        to_do=to_do,
+    )
+
+
+CUBLAS_WORKSPACES = (
+    ":4096:8",
+    ":16:8",
+)  # with which cuBLAS is deterministic (its documentation, "Results Reproducibility")
+
+
+def be_deterministic() -> None:
+    """From now on only kernels that give the same bits each time; an operation that has none raises. For this process.
+
+    With `warn_only` flash attention's and the memory-efficient backward pass would go on adding in any order. cuDNN attention
+    looks at none of it, and is off. transformers' own calls of flash-attn go by a variable. Raises `HardwareError` where the
+    environment asks cuBLAS for the contrary.
+    """
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES[0])
+    if workspace not in CUBLAS_WORKSPACES:
+        raise HardwareError(
+            f"cuBLAS is not deterministic with CUBLAS_WORKSPACE_CONFIG={workspace}",
+            where="train.full_determinism",
+            to_do=f"unset the variable, or set it to {' or '.join(CUBLAS_WORKSPACES)}",
+        )
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def why_not_deterministic(attn_implementation: str | None, torch_compile: bool | Literal["auto"]) -> str | None:
+    """What of a job can't give the same bits each time on CUDA, in words; None if all can."""
+    if torch_compile is True:
+        return "train.torch_compile: programs are made for the first lengths that are seen, and others after a resume"
+    known = {None, "eager", "sdpa", "flash_attention_2"}
+    if attn_implementation not in known:
+        return f"model.attn_implementation: {attn_implementation} is not known to be deterministic"
+    return None
+
+
+def in_words(error: BaseException) -> HardwareError | None:
+    """An operation that refused to run deterministically, as an error in words; None for other errors."""
+    found = re.match(r"(\S+) does not have a deterministic implementation", str(error))
+    if found is None:
+        return None
+    return HardwareError(
+        f"this model needs {found[1]}, which is not deterministic on CUDA",
+        where="train.full_determinism",
+        to_do="leave it out, or train this model on a CPU",
+    )
+
+
+def _tell_allocator() -> None:
+    """Set torch's allocator where the command line has not done so before torch was imported, e.g. in a notebook."""
+    had_been_set = any(os.environ.get(name) for name in ALLOCATOR_VARIABLES)
+    set_allocator(os.environ)
+    if not had_been_set and not torch.cuda.is_initialized():
+        with contextlib.suppress(AttributeError, RuntimeError):  # the variable alone is read where this is not there
+            torch._C._accelerator_setAllocatorSettings(ALLOCATOR_SETTING)
 
 
 def device_name(device: torch.device) -> str:
@@ -102,11 +214,11 @@ def hardware_key(device: torch.device) -> str:
     return hardware_name(device.type, name, torch.get_num_threads())
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the host, had no room for a tensor. On a CPU torch has no error of its own for it."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+def free_cached(device: torch.device) -> None:
+    """Give back what nothing needs any more: cycles of references, and blocks that the allocator of a GPU keeps."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -21,12 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from farthing.data.batches import IGNORED
-from farthing.model.loss import shifted_right, summed_loss
+from farthing.model.loss import POSITIONS, TARGETS, decoder_inputs, summed_loss
 from farthing.planner.families import KNOWN_HEADS
 from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
-
-# keys of a batch that only the loss reads
-POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
 
 
 @dataclass(frozen=True)
@@ -317,7 +314,7 @@ def _decoder_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
     inputs = _inputs(batch)
     source = inner.encoder(**inputs).last_hidden_state
     states: Tensor = inner.decoder(
-        input_ids=shifted_right(batch["labels"], inner.config),
+        input_ids=decoder_inputs(inner, batch["labels"]),
         encoder_hidden_states=source,
         encoder_attention_mask=inputs.get("attention_mask"),
         use_cache=False,

@@ -6,8 +6,8 @@ Its cross-entropies are not used: `model/head.py` makes no logits either, and is
 stay as they are.
 
 Families are those whose loss and gradients agreed with the plain model when Liger's own kernels ran in Triton's interpreter
-on a CPU (tests/test_liger.py). Never run on a GPU. Refuses other families, models that are not on CUDA, and feed-forwards
-with an activation that the kernel does not have.
+on a CPU (tests/test_liger.py). Never run on a GPU. Refuses other families, models that are not on CUDA, GPUs before Ampere,
+a machine on which Triton's first kernel fails, and feed-forwards with an activation that the kernel does not have.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ ROTATION = "apply_rotary_pos_emb"
 def why_not_liger(model: Any) -> str | None:
     """Why this model can't use Liger's kernels here, in words; None if it can."""
     inner = _inner(model)
-    kind = inner.config.model_type
-    if next(inner.parameters()).device.type != "cuda":
+    kind, device = inner.config.model_type, next(inner.parameters()).device
+    if device.type != "cuda":
         return "they are for GPUs"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "they are for GPUs from Ampere on"
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed: pip install 'farthing[gpu]'"
     if kind not in FAMILIES or not type(inner).__module__.startswith("transformers."):
@@ -52,13 +54,30 @@ def use_liger(model: Any) -> str:
     reason = why_not_liger(model)
     if reason is None:
         try:
+            try_one_kernel(model)
             counts = patch(model)
-        except (ImportError, AttributeError, ValueError) as error:  # a version of Liger or Triton that is not ours
-            reason = f"{type(error).__name__}: {error}"
+        except Exception as error:  # a Triton without a compiler, a GPU it does not know, a version that is not ours
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     if reason is not None:
         return f"no Liger kernels: {reason}"
     words = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
     return f"liger-kernel {importlib.metadata.version('liger-kernel')}: {words}"
+
+
+def try_one_kernel(model: Any) -> None:
+    """A norm of the model's width, forward and backward, waited for: Triton fails here, if it does, and not in the first step.
+
+    Raises what Triton, the driver or Liger raise.
+    """
+    from liger_kernel.transformers import LigerRMSNorm
+
+    inner = _inner(model)
+    weight = next(inner.parameters())
+    norm = LigerRMSNorm(inner.config.get_text_config().hidden_size).to(weight.device)
+    rows = torch.ones(2, norm.weight.numel(), dtype=torch.float32, device=weight.device, requires_grad=True)
+    found = torch.autograd.grad(norm(rows).sum(), [rows, norm.weight])
+    if not all(bool(gradient.isfinite().all()) for gradient in found):
+        raise ArithmeticError("its norm gives no finite gradients")
 
 
 def patch(model: Any) -> dict[str, int]:

@@ -5,7 +5,10 @@ Every failure of the libraries becomes a `ModelError` in words. Refuses to train
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,12 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from farthing.data.formats import DEFAULT_CHAT_TEMPLATE
-from farthing.durability.files import parse_json
+from farthing.data.chat import TEXT_VERSION, default_template
+from farthing.data.encode import first_tokens, sides_of
+from farthing.durability.files import parse_json, sha256_of
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
+from farthing.model.loss import decoder_inputs
 
 AUTO_CLASSES = {
     "causal-lm": transformers.AutoModelForCausalLM,
@@ -73,8 +78,48 @@ def load_config(choice: ModelChoice) -> Any:
     return config
 
 
-def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
-    """The fast tokenizer, its chat template set (the job's, its own, or farthing's default). Raises `ModelError`."""
+_ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef", "moe_loss_weight")
+
+
+def left_out_loss(config: Any, task: str) -> str:
+    """What the model class of transformers would add to the loss by this configuration, and farthing does not; or "".
+
+    The balance of the experts (`output_router_logits`, Fedus et al. 2021, section 2.2) is a product of two means over all
+    tokens of a step, which does not come apart into micro-batches. Classification heads add none of these.
+    """
+    if task == "classification":
+        return ""
+    for part in (config, config.get_text_config()):
+        if getattr(part, "output_router_logits", False):
+            of_experts = getattr(part, "ffn_config", None)
+            weights = [getattr(of, name, None) for of in (part, of_experts) for name in _ROUTER_WEIGHTS]
+            known = [weight for weight in weights if weight is not None]
+            if any(known) or not known:
+                return "output_router_logits"
+        if getattr(part, "z_loss_coefficient", None):
+            return "z_loss_coefficient"
+    return ""
+
+
+def refuse_left_out_loss(config: Any, task: str, name: str) -> None:
+    """Refuse a configuration by which a part of the loss would be left out. Raises `ModelError`."""
+    key = left_out_loss(config, task)
+    if key:
+        what = "the balance of the experts" if key == "output_router_logits" else "a penalty on large logits"
+        raise ModelError(
+            f"`{key}` in the model's config.json adds {what} to the loss, which farthing does not compute",
+            where=name,
+            to_do=f"train without it: use a copy of the model folder whose config.json has"
+            f" `{key}: {'false' if key == 'output_router_logits' else '0'}`",
+        )
+
+
+def load_tokenizer(choice: ModelChoice, chat_template: str | None, text_version: int = TEXT_VERSION) -> Any:
+    """The fast tokenizer, its chat template set (the job's, its own, or farthing's default). Raises `ModelError`.
+
+    Truncation and padding that its files ask for are taken off: they would cut texts without a word, here and wherever
+    it is exported to.
+    """
     name = choice.tokenizer_name or choice.name
     if Path(name).is_absolute():
         folder = Path(name)
@@ -101,6 +146,8 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
         raise _in_words("the tokenizer can't be loaded", name, error) from error
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError("the tokenizer has no fast version", where=name, to_do="convert it to a tokenizer.json")
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -110,10 +157,68 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None) -> Any:
             raise ModelError(what, where=chat_template, to_do="check data.chat_template: a Jinja file") from error
     elif tokenizer.chat_template is None or not isinstance(tokenizer.chat_template, str):
         own = tokenizer.chat_template
+        adds_bos = text_version > 1 and bool(first_tokens(tokenizer))
         tokenizer.chat_template = (
-            own["default"] if isinstance(own, dict) and "default" in own else DEFAULT_CHAT_TEMPLATE
+            own["default"] if isinstance(own, dict) and "default" in own else default_template(adds_bos)
         )
     return tokenizer
+
+
+def set_languages(
+    tokenizer: Any, task: str, source: str | None, target: str | None, text_version: int = TEXT_VERSION
+) -> tuple[str, str]:
+    """The languages of inputs and targets, which a tokenizer is set to that writes them into each text; else empty.
+
+    They are the job's, or the tokenizer's own. Raises `ModelError`: a text marked with the wrong language would be learned in
+    silence. A run of text version 1 goes on with what the tokenizer does by itself.
+    """
+    if text_version == 1 and not source and not target:
+        return "", ""
+    writes_them = task == "seq2seq" and hasattr(tokenizer, "set_tgt_lang_special_tokens")
+    if not writes_them:
+        if source or target:
+            raise ModelError(
+                "its tokenizer writes no language into a text",
+                where=tokenizer.name_or_path,
+                to_do="take data.source_lang and data.target_lang out of the job",
+            )
+        return "", ""
+    own = tokenizer.init_kwargs
+    found = {"source_lang": source or own.get("src_lang"), "target_lang": target or own.get("tgt_lang")}
+    missing = [f"data.{key}" for key, value in found.items() if not value]
+    if missing:
+        raise ModelError(
+            f"its tokenizer writes the language into each text, and {' and '.join(missing)} is not set",
+            where=tokenizer.name_or_path,
+            to_do="name them as the tokenizer does, e.g. data.source_lang: eng_Latn (NLLB) or en_XX (mBART)",
+        )
+    for key, language in found.items():
+        if language_id(tokenizer, language) is None:
+            known = [token for token in tokenizer.get_vocab() if "_" in token.strip("_")]
+            near = difflib.get_close_matches(language, known, n=1)
+            raise ModelError(
+                f"data.{key} {language!r} is no language of its tokenizer",
+                where=tokenizer.name_or_path,
+                to_do=f"did you mean {near[0]}?" if near else "use a code of the tokenizer's own",
+            )
+    tokenizer.src_lang, tokenizer.tgt_lang = found["source_lang"], found["target_lang"]
+    return tokenizer.src_lang, tokenizer.tgt_lang
+
+
+def language_id(tokenizer: Any, language: str) -> int | None:
+    """The token of a language; None where there is none."""
+    codes = getattr(tokenizer, "lang_code_to_id", None) or {}
+    found = codes.get(language, tokenizer.convert_tokens_to_ids(language))
+    return None if found is None or found == tokenizer.unk_token_id else int(found)
+
+
+def speak(model: Any, tokenizer: Any, language: str) -> None:
+    """Have the model generate in a language by itself: with the tokens that the decoder's inputs begin with in training."""
+    own = sides_of(tokenizer, is_pair=True)[1]
+    labels = own.encode("").ids  # of an empty text: the language, and the end
+    settings = model.generation_config
+    settings.decoder_start_token_id = int(decoder_inputs(model, torch.tensor([labels]))[0, 0])
+    settings.forced_bos_token_id = labels[0] if labels[0] == language_id(tokenizer, language) else None
 
 
 def load_model(
@@ -173,6 +278,8 @@ def load_model(
     except Exception as error:
         raise _in_words(f"can't be loaded for {task}", choice.name, error) from error
     model.config.use_cache = False
+    if task == "seq2seq":
+        decoder_inputs(model, torch.tensor([[0, 0]]))  # what it lacks is found now, not at the first step
     return model
 
 
@@ -222,22 +329,60 @@ def max_positions(config: Any) -> int | None:
 
 
 def model_sha256(choice: ModelChoice, config: Any) -> str:
-    """Identity of the model: configuration, and for a folder each weight file's size, head and tail.
+    """Identity of the model: what its files hold, wherever they lie and whichever library reads them.
 
-    The whole of a large model is not read: what is, tells one model, revision or download from another.
+    `config.json` without the path and the version that libraries write into it; of a model on the Hub its commit; of a folder
+    each weight file's size, head and tail, and the code that the job lets run. The whole of a large model is not read: what
+    is, tells one model, revision or download from another.
     """
-    digest = hashlib.sha256(config.to_json_string(use_diff=False).encode())
-    digest.update(f"{choice.init}".encode())
-    if choice.init == "pretrained":
-        digest.update(str(getattr(config, "_commit_hash", None)).encode())
-        if choice.is_local:
-            for path in sorted(Path(choice.name).glob("*.safetensors")):
-                with open(path, "rb") as file:
-                    size = path.stat().st_size
-                    digest.update(f"{path.name}:{size}".encode() + file.read(1 << 20))
-                    file.seek(max(0, size - (1 << 20)))
-                    digest.update(file.read())
+    commit = None if choice.is_local else getattr(config, "_commit_hash", None)
+    if choice.is_local:
+        written = parse_json((Path(choice.name) / "config.json").read_text(encoding="utf-8"))
+    else:
+        written, _ = transformers.PretrainedConfig.get_config_dict(choice.name, revision=commit or choice.revision)
+    content = [choice.init, _without_places(written), commit if choice.init == "pretrained" else None]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    if choice.is_local and choice.trust_remote_code:
+        for path in sorted(Path(choice.name).rglob("*.py")):
+            digest.update(f"{path.relative_to(choice.name)}:{sha256_of(path)}".encode())
+    if choice.is_local and choice.init == "pretrained":
+        _digest_weights(digest, Path(choice.name))
     return digest.hexdigest()
+
+
+def model_sha256_by_place(config: Any, choice: ModelChoice, name: str, library: str) -> str:
+    """`model_sha256` as runs have it that began when it was of the configuration as loaded: with the path or name that the
+    model had (`name`) and the version of transformers (`library`)."""
+    values = parse_json(config.to_json_string(use_diff=False))
+    values |= {"_name_or_path": name, "transformers_version": library}
+    digest = hashlib.sha256((json.dumps(values, indent=2, sort_keys=True) + "\n").encode() + choice.init.encode())
+    if choice.init == "pretrained":
+        commit = getattr(config, "_commit_hash", None)
+        if choice.is_local:  # transformers took it from the path
+            in_path = re.search(r"snapshots/([0-9a-f]{40})/", f"{name}/")
+            commit = in_path[1] if in_path else None
+        digest.update(str(commit).encode())
+        if choice.is_local:
+            _digest_weights(digest, Path(choice.name))
+    return digest.hexdigest()
+
+
+def _digest_weights(digest: Any, folder: Path) -> None:
+    """Each weight file's name, size, first and last MiB."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            size = path.stat().st_size
+            digest.update(f"{path.name}:{size}".encode() + file.read(1 << 20))
+            file.seek(max(0, size - (1 << 20)))
+            digest.update(file.read())
+
+
+def _without_places(value: Any) -> Any:
+    """A configuration without what tells where it was saved, and by which version of the library."""
+    if isinstance(value, dict):
+        places = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
+        return {key: _without_places(item) for key, item in value.items() if key not in places}
+    return [_without_places(item) for item in value] if isinstance(value, list) else value
 
 
 def _head_of(auto: Any, config: Any, choice: ModelChoice, task: str) -> list[str]:

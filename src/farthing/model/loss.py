@@ -5,32 +5,39 @@ One function for the three tasks. Shapes: B examples, T tokens, V words, C class
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from farthing.data.batches import IGNORED
+from farthing.errors import ModelError
+
+# keys of a batch that only the loss reads
+POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
 
 
 def summed_loss(model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """(sum of cross-entropies in fp32, logits).
 
     causal-lm: each labelled token is predicted from the one before it, logits [B, T, V]; seq2seq: decoder logits
-    [B, T, V]; classification: logits [B, C], one target an example. Positions labelled -100 add nothing.
+    [B, T, V]; classification: logits [B, C], one target an example. Positions labelled -100 add nothing. A GPU is waited for
+    unless the batch says which positions are labelled.
     """
     logits = logits_of(model, batch, task)
     labels = batch["labels"]
-    if task == "causal-lm":
-        scores, labels = logits[:, :-1], labels[:, 1:]
+    if task == "classification":
+        scores = logits
+    elif POSITIONS in batch:
+        scores, labels = logits.flatten(0, 1).index_select(0, batch[POSITIONS]), batch[TARGETS]
+    else:
+        if task == "causal-lm":
+            scores, labels = logits[:, :-1], labels[:, 1:]
+        else:
+            scores = logits
         wanted = labels != IGNORED
         scores, labels = scores[wanted], labels[wanted]  # [n_targets, V], [n_targets]
-    elif task == "seq2seq":
-        wanted = labels != IGNORED
-        scores, labels = logits[wanted], labels[wanted]
-    else:
-        scores = logits
     return F.cross_entropy(scores.float(), labels, reduction="sum", label_smoothing=label_smoothing), logits
 
 
@@ -39,7 +46,7 @@ def logits_of(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     if task == "seq2seq":
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        inputs["decoder_input_ids"] = shifted_right(batch["labels"], inner.config)
+        inputs["decoder_input_ids"] = decoder_inputs(inner, batch["labels"])
         inputs["use_cache"] = False
     elif task == "causal-lm":
         inputs["use_cache"] = False
@@ -47,10 +54,27 @@ def logits_of(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
     return logits
 
 
-def shifted_right(labels: Tensor, config: Any) -> Tensor:
-    """Decoder inputs [B, T]: the start token, then the labels without their last; -100 becomes padding."""
-    start = config.decoder_start_token_id
-    if start is None:
-        start = config.pad_token_id
-    inputs = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], dim=1)
-    return inputs.masked_fill(inputs == IGNORED, config.pad_token_id)
+def decoder_inputs(inner: Any, labels: Tensor) -> Tensor:
+    """Decoder inputs [B, T] for labels [B, T] with -100 as padding, by the model's own function.
+
+    Families differ: most begin with `decoder_start_token_id`, mBART with the last token of the target. Raises `ModelError` for
+    a model that has no such function, or not the tokens that it needs.
+    """
+    config = inner.config
+    shift = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
+    arguments: tuple[Any, ...] = ()
+    if shift is None:  # some have it in their module alone: (ids, padding, start)
+        shift = getattr(sys.modules[type(inner).__module__], "shift_tokens_right", None)
+        arguments = (config.pad_token_id, config.decoder_start_token_id)
+    try:
+        if shift is None:
+            raise ValueError("transformers has no function that makes its decoder's inputs of labels")
+        inputs: Tensor = shift(labels.clone(), *arguments)  # a copy: some write into what they are given
+    except (AttributeError, ValueError, TypeError, RuntimeError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"a {config.model_type} for seq2seq can't be trained: {why}",
+            where=str(config.name_or_path or config.model_type),
+            to_do="set decoder_start_token_id and pad_token_id in its config.json",
+        ) from error
+    return inputs

@@ -1,7 +1,8 @@
 """Measurements of a device -> what to make of its predictions.
 
 A run of the same model and method is computed again with the formulas, as it was run; what it took, divided by that, is the
-factor. Other runs on the same device say less: there the formula's own prediction, kept with the measurement, is compared.
+factor. A run of another model or method, or of a few steps, sets no pace: what it was off by need not be what this one is off
+by, and the formulas' own range is the honest one. Until several runs agree the range stays wide.
 
 Refuses to import torch and to read files.
 """
@@ -21,7 +22,13 @@ from farthing.planner.speed import Calibration, Device, forward_work, step_time,
 from farthing.units import plural
 
 N_NEWEST = 5
-SPREAD_SAME, SPREAD_OTHER = 0.08, 0.20  # what is left of the error after runs of the same model, or of others only
+ENOUGH_STEPS = 10  # of a run that sets a pace; the first ones of a process are slower or quicker than the rest
+ALIKE_LENGTHS = 3.0  # longest over shortest mean of examples that say something of each other's pace
+N_AGREE, AGREE = 3, 0.10  # so many runs whose pace differs by less than this share of it, either way, agree
+SPREAD_FEW, SPREAD_SAME = (
+    0.30,
+    0.08,
+)  # what is left of the error after runs of the same model: before and once they agree
 
 
 def calibrate(
@@ -32,19 +39,25 @@ def calibrate(
     device: Device,
     adapters: Adapters | None,
     labelled_share: float = 1.0,
+    mean_tokens: float | None = None,
 ) -> Calibration:
-    """The medians of the newest runs of this model and method on `hardware`; else of any run there; else nothing."""
+    """The medians of the newest runs of this model and method on `hardware` that had enough steps, and examples that are not
+    far longer or shorter than `mean_tokens`; else nothing."""
     of_device = matching(measurements, hardware=hardware, precision=recipe.precision)
     first_layer = adapters.first_layer if adapters is not None else 0
-    same = [m for m in of_device if _is_same(m, shape, recipe) and m.first_layer == first_layer][:N_NEWEST]
+    same = [m for m in of_device if _is_same(m, shape, recipe) and m.first_layer == first_layer]
+    same = [m for m in same if m.n_steps >= ENOUGH_STEPS and _is_alike(m, mean_tokens)][:N_NEWEST]
     if not same:
-        return _from_others(of_device[:N_NEWEST])
+        return Calibration()
     found = [_compare(m, shape, recipe, device, adapters, labelled_share) for m in same]
 
     def median(name: str) -> float:
         return statistics.median(getattr(one, name) for one in found)
 
+    is_agreed = _agree([one.compute for one in found])
     runs = f"{plural(len(same), 'run')} of this model here, the last on {same[0].when[:10]}"
+    if not is_agreed:
+        runs += f" ({'too few to agree' if len(same) < N_AGREE else 'they differ'})"
     return Calibration(
         compute=median("compute"),
         optimizer=median("optimizer"),
@@ -54,7 +67,7 @@ def calibrate(
         save_s=statistics.median([m.save_s / m.n_saves for m in same if m.n_saves] or [0.1]),
         export_s=statistics.median([m.export_s for m in same if m.export_s > 0] or [0.5]),
         extra_bytes=int(max(one.extra_bytes or 0 for one in found)),
-        spread=SPREAD_SAME if len(same) < 3 else SPREAD_SAME * 0.75,
+        spread=SPREAD_SAME if is_agreed else SPREAD_FEW,
         n_runs=len(same),
         source=runs,
     )
@@ -74,6 +87,18 @@ def past_errors(measurements: Sequence[Measurement], hardware: str) -> str:
         f"{plural(len(steps), 'earlier promise')} here: off by {statistics.median(steps):.0%} in time and "
         f"{statistics.median(peaks):.0%} in memory, median"
     )
+
+
+def _agree(paces: Sequence[float]) -> bool:
+    """Whether there are several runs, and their paces lie close together."""
+    middle = statistics.median(paces)
+    return len(paces) >= N_AGREE and all(abs(pace - middle) <= AGREE * middle for pace in paces)
+
+
+def _is_alike(m: Measurement, mean_tokens: float | None) -> bool:
+    """Whether a run's examples were about as long."""
+    mean = m.lengths.get("mean", 0.0)
+    return mean_tokens is None or mean <= 0 or 1 / ALIKE_LENGTHS <= mean / max(mean_tokens, 1e-9) <= ALIKE_LENGTHS
 
 
 def _is_same(m: Measurement, shape: Shape, recipe: Recipe) -> bool:
@@ -126,20 +151,4 @@ def _compare(
         evaluation=evaluation,
         waiting_s=(m.data_wait_s + m.host_to_device_s) / m.n_steps,
         extra_bytes=m.peak_bytes - memory,
-    )
-
-
-def _from_others(runs: Sequence[Measurement]) -> Calibration:
-    """The ratio to what the formula alone had said of these runs."""
-    kept = [(m, m.promised.get("formula")) for m in runs]
-    pairs = [(m, f) for m, f in kept if isinstance(f, dict) and f.get("compute_s") and f.get("optimizer_s")]
-    if not pairs:
-        return Calibration()
-    return Calibration(
-        compute=statistics.median(m.compute_s / m.n_steps / f["compute_s"] for m, f in pairs),
-        optimizer=statistics.median(m.optimizer_s / m.n_steps / f["optimizer_s"] for m, f in pairs),
-        start_s=statistics.median(m.start_up_s + m.load_model_s for m, _ in pairs),
-        spread=SPREAD_OTHER,
-        n_runs=len(pairs),
-        source=f"{plural(len(pairs), 'run')} of other models here",
     )

@@ -1,43 +1,37 @@
 """A job -> the planner's question, and its answer: the shape of the model, the lengths of the data, offers, measurements.
 
 This is where the planner's values come from: config.json, token caches or a sample of rows, the price snapshot, the file of
-measurements, and what this machine is. `plan.decide` gets them and nothing else.
+measurements, and what this machine is. `search.decide` gets them and nothing else.
 
 Refuses to import torch, to train and to print. The clock's time is handed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 from farthing.config.job import Job
-from farthing.errors import UserMistake
+from farthing.errors import FarthingError, UserMistake
 from farthing.planner.calibration import calibrate, past_errors
-from farthing.planner.lengths import Lengths, from_mean, read_lengths
-from farthing.planner.machine import Machine, free_memory_bytes, local_machine
+from farthing.planner.job_lengths import read_lengths
+from farthing.planner.lengths import Lengths, from_mean
+from farthing.planner.machine import Machine, free_memory_bytes, installed_torch, local_machine
 from farthing.planner.measurements import MEASUREMENTS, Measurement, read_measurements
 from farthing.planner.model_config import find_config
 from farthing.planner.ownership import Owned
-from farthing.planner.plan import (
-    CPU_TOKENS,
-    Answer,
-    Assumptions,
-    Place,
-    Plan,
-    Rejected,
-    Wanted,
-    decide,
-    place_of,
-    recipe_of,
-)
+from farthing.planner.search import CPU_TOKENS, decide, recipe_of
 from farthing.planner.shapes import Shape, read_shape
+from farthing.planner.software import OLDEST_TORCH, Torch, fp16_risk, parse_torch, runs_in_words
 from farthing.planner.speed import Calibration, Device, cpu_device, device_of, step_time, work_of
 from farthing.planner.spot_traces import hazards, read_traces
-from farthing.prices.catalog import Billing, Catalog, Offer, find_gpu, gpu_of_device, gpus, read_catalog, select
+from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected, best_precision, place_of
+from farthing.prices.catalog import Catalog, read_catalog, select
+from farthing.prices.gpus import find_gpu, gpu_of_device, gpus
+from farthing.prices.offers import Billing, Offer
 
 HERE, OWN = "this machine", "own"
 
@@ -47,7 +41,7 @@ class Study:
     """A question to the planner with its answer, and everything that went into it."""
 
     job: Job
-    wanted: Wanted
+    wanted: JobSpec
     answer: Answer
     catalog: Catalog
     machine: Machine
@@ -77,11 +71,13 @@ def study_job(
     mean_tokens: float | None = None,
     traces: Path | None = None,
     is_local: bool = True,
+    torch: str | None = None,
 ) -> Study:
     """Plan a job on every offer that is asked for, on this machine, and on GPUs of one's own.
 
     `gpu`, `provider` and `region` are names, any of which will do; like `kind`, they are the job's own unless given.
     `n_examples` and `mean_tokens` stand for data that can't be seen from here; `traces` is a folder of spot capacity.
+    `torch` is what rented machines get ("2.13.0+cu126"); without it the version and build that are installed here.
     Raises `UserMistake`, `DataError`, `ModelError`.
     """
     notes: list[str] = []
@@ -90,6 +86,7 @@ def study_job(
     notes.append(f"model: {where}")
     lengths, held_out = _lengths(job, cache_dir, n_examples, mean_tokens)
     notes.append(f"data: {lengths.source}")
+    notes += list(dict.fromkeys([*lengths.notes, *(held_out.notes if held_out else ())]))
     wanted = wanted_of(job, shape_of(job, config), lengths, held_out, config=config, now=now)
     if budget_usd is not None:
         wanted = replace(wanted, max_usd=budget_usd)
@@ -103,37 +100,31 @@ def study_job(
     may = job.where
     chosen = _selected(catalog, gpu or may.gpu, provider or may.provider, region or may.region, kind or may.offers)
     offers = [offer for offer in chosen if offer.n_gpus <= max_gpus]
-    places: list[Place] = []
-    refused: list[Rejected] = []
+    if not offers:
+        raise UserMistake(
+            f"no machine of at most {max_gpus} GPUs is among the offers", where="--max-gpus", to_do="give more"
+        )
+    software = rented_torch() if torch is None else parse_torch(torch)
+    notes.append(f"software: {runs_in_words(software)}")
+    found: list[Place | Rejected] = []
     if is_local:
         here = place_here(wanted, machine, job, measurements, today)
         if here is not None:
-            places.append(here)
+            found.append(here)
         else:
             notes.append(
                 f"this machine: {machine.device_name} is no GPU that is known here, so nothing is planned on it"
             )
     for owned in own:
         offer = owned_offer(owned, today)
-        found = place_of(offer, wanted.precision, known.of(offer.gpu))
-        if isinstance(found, Place):  # nothing is rented, so nothing has to be set up
-            places.append(replace(found, is_local=True))
-        else:
-            refused.append(found)
+        place = place_of(offer, wanted, known.of(offer.gpu), software)
+        # nothing is rented, so nothing has to be set up
+        found.append(replace(place, is_local=True) if isinstance(place, Place) else place)
     for offer in offers:
-        if offer.usd_per_hour is None:
-            continue
-        found = place_of(offer, wanted.precision, known.of(offer.gpu))
-        if isinstance(found, Place):
-            places.append(found)
-        else:
-            refused.append(found)
-    if not offers:
-        raise UserMistake(
-            "no offer is left to look at",
-            where="--gpu, --provider, --region, --offers",
-            to_do="leave one of them out; `farthing prices` lists what there is",
-        )
+        if offer.usd_per_hour is not None:
+            found.append(place_of(offer, wanted, known.of(offer.gpu), software, today))
+    places = [place for place in found if isinstance(place, Place)]
+    refused = [place for place in found if isinstance(place, Rejected)]
     managed = [offer for offer in offers if offer.usd_per_hour is None]
     assumptions = Assumptions()
     hazard, law = None, Study.law
@@ -163,7 +154,7 @@ def shape_of(job: Job, config: dict[str, Any], n_labels: int = 2) -> Shape:
 
 def wanted_of(
     job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None, *, config: dict[str, Any], now: datetime
-) -> Wanted:
+) -> JobSpec:
     """What a job asks of the planner; `config` is the model's."""
     train, method = job.train, job.method
     precision = "bf16" if train.bf16 else "fp16" if train.fp16 else "fp32" if train.bf16 is False else None
@@ -175,7 +166,7 @@ def wanted_of(
     if job.limits.deadline is not None:
         deadline_s = job.limits.deadline.timestamp() - now.timestamp()
     is_generated = job.task == "seq2seq" and train.predict_with_generate
-    return Wanted(
+    return JobSpec(
         shape=shape,
         method=method.name,
         optim=train.optim,
@@ -188,6 +179,8 @@ def wanted_of(
         caches_prefix=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
         every_n_layers=None if checkpointing == "auto" else int(checkpointing),
         precision=precision,
+        fp16_risk=fp16_risk(config),
+        attention=job.model.attn_implementation or "",
         lora_r=method.lora_r,
         lora_dropout=method.lora_dropout,
         target_modules=method.target_modules,
@@ -202,6 +195,7 @@ def wanted_of(
         is_tokenized=lengths.is_exact,
         max_usd=job.limits.max_usd,
         max_hours=job.limits.max_hours,
+        max_gpu_hours=job.limits.max_gpu_hours,
         deadline_s=deadline_s,
     )
 
@@ -215,27 +209,36 @@ def _drops(config: dict[str, Any]) -> bool:
 def _lengths(
     job: Job, cache_dir: Path, n_examples: int | None, mean_tokens: float | None
 ) -> tuple[Lengths, Lengths | None]:
-    if (n_examples is None) != (mean_tokens is None):
-        raise UserMistake("examples and tokens go together", where="--examples, --mean-tokens", to_do="give both")
-    if n_examples is not None and mean_tokens is not None:
-        target = mean_tokens / 4 if job.task == "seq2seq" else None
-        longest = max(job.max_length, int(mean_tokens) + 1)
-        lengths = from_mean(n_examples, mean_tokens, longest, mean_target=target)
-        return lengths, None
-    return read_lengths(job, cache_dir=cache_dir)
+    if n_examples is None and mean_tokens is None:
+        return read_lengths(job, cache_dir=cache_dir)
+    if n_examples is None or mean_tokens is None:  # the data says the other
+        try:
+            seen, held_out = read_lengths(job, cache_dir=cache_dir)
+        except FarthingError as error:
+            lacks = "--examples" if n_examples is None else "--mean-tokens"
+            to_do = f"give {lacks} too"
+            raise UserMistake(f"{lacks} is not known: {error.what}", where=error.where, to_do=to_do) from None
+        if mean_tokens is None and n_examples is not None:
+            return seen.repeated(n_examples), held_out
+        n_examples = seen.n_examples
+    assert mean_tokens is not None
+    target = mean_tokens / 4 if job.task == "seq2seq" else None
+    longest = max(job.max_length, int(mean_tokens) + 1)
+    return from_mean(n_examples, mean_tokens, longest, mean_target=target), None
 
 
 # ---- places ----
 
 
 def place_here(
-    wanted: Wanted, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
-) -> Place | None:
+    wanted: JobSpec, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
+) -> Place | Rejected | None:
     """This machine as the trainer would use it; None for a GPU that is not known.
 
     A CPU computes in fp32 unless asked for bf16.
     """
     is_cuda = machine.kind == "cuda" and job.where.device != "cpu"
+    note = ""
     offer = Offer(
         HERE, machine.device_name if is_cuda else machine.cpu.name, "", 1, "", "", job.where.spot, "machine_hour",
         job.usd_per_hour, "the job's own price: where.usd_per_hour and electricity", today, Billing(HERE),
@@ -244,10 +247,14 @@ def place_here(
         gpu = gpu_of_device(machine.device_name)
         if gpu is None:
             return None
-        precision = wanted.precision or ("bf16" if gpu.has_bf16 else "fp16")
-        device = device_of(gpu, precision)
+        version, build = installed_torch()
         offer = offer._replace(gpu=gpu.name)
-        memory_bytes, hardware = machine.memory_bytes, machine.hardware
+        judged = place_of(offer, wanted, torch=Torch(version, build) if version else None)
+        if isinstance(judged, Rejected):
+            return judged
+        precision, note = judged.precision, judged.precision_note
+        device = device_of(gpu, precision)
+        memory_bytes, hardware = min(machine.memory_bytes, gpu.usable_bytes), machine.hardware
     else:
         precision = wanted.precision or "fp32"
         device = cpu_device(machine.cpu.name, machine.cpu.peak_flops(precision, machine.n_threads), machine.n_threads)
@@ -257,22 +264,34 @@ def place_here(
         return None
     known = _calibration(wanted, measurements, hardware, precision, device)
     memory_bytes -= memory_bytes % 2**30 if memory_bytes > 2**30 else 0  # what is free moves; a plan should not
-    return Place(offer, device, precision, memory_bytes, known, is_local=True, is_cuda=is_cuda)
+    return Place(offer, device, precision, memory_bytes, known, is_local=True, is_cuda=is_cuda, precision_note=note)
+
+
+def rented_torch() -> Torch:
+    """The torch that a rented machine is taken to get: the version and the build for GPUs that are installed here.
+
+    Where that is for CPUs alone, or too old to be known, the one that PyPI has of it, or of the oldest known.
+    """
+    version, build = installed_torch()
+    try:
+        return parse_torch(f"{version}+{build}" if build and build != "cpu" else version)
+    except UserMistake:
+        return Torch(OLDEST_TORCH)
 
 
 def plan_here(
-    wanted: Wanted, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
+    wanted: JobSpec, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
 ) -> Plan | Rejected | None:
     """The plan for this machine alone, limits aside; None where it can't be planned on."""
     place = place_here(wanted, machine, job, measurements, today)
-    if place is None:
-        return None
-    open_ended = replace(wanted, max_usd=None, max_hours=None, deadline_s=None)
+    if place is None or isinstance(place, Rejected):
+        return place
+    open_ended = replace(wanted, max_usd=None, max_hours=None, max_gpu_hours=None, deadline_s=None)
     answer = decide(open_ended, [place])
     return answer.plans[0] if answer.plans else answer.rejected[0]
 
 
-def promise_of(plan: Plan, wanted: Wanted) -> dict[str, Any]:
+def promise_of(plan: Plan, wanted: JobSpec) -> dict[str, Any]:
     """What a plan promises a run, in plain values: kept with the run, and held against what happens.
 
     `formula` is what would have been said without any measurement, for the plans of other models on the same device.
@@ -324,7 +343,7 @@ def owned_offer(owned: Owned, today: date) -> Offer:
 class _Known:
     """Calibrations of GPUs that runs were measured on, made when first asked for."""
 
-    def __init__(self, wanted: Wanted, measurements: Sequence[Measurement]) -> None:
+    def __init__(self, wanted: JobSpec, measurements: Sequence[Measurement]) -> None:
         self._wanted = wanted
         self._measurements = measurements
         self._hardware: dict[str, str] = {}
@@ -340,8 +359,7 @@ class _Known:
         if hardware is None:
             return None
         if gpu not in self._made:
-            has_bf16 = gpus()[gpu].has_bf16
-            precision = self._wanted.precision or ("bf16" if has_bf16 else "fp16")
+            precision = self._wanted.precision or best_precision(gpus()[gpu], self._wanted.fp16_risk)
             device = device_of(gpus()[gpu], precision)
             made = Calibration()
             if device is not None:
@@ -356,27 +374,51 @@ class _Known:
 
 
 def _calibration(
-    wanted: Wanted, measurements: Sequence[Measurement], hardware: str, precision: str, device: Device
+    wanted: JobSpec, measurements: Sequence[Measurement], hardware: str, precision: str, device: Device
 ) -> Calibration:
     if not measurements:
         return Calibration()
     recipe = recipe_of(wanted, precision, wanted.micro_tokens or CPU_TOKENS, wanted.every_n_layers or 0)
     return calibrate(
-        measurements, hardware, wanted.shape, recipe, device, wanted.adapters, labelled_share=wanted.labelled_share
-    )
+        measurements, hardware, wanted.shape, recipe, device, wanted.adapters,
+        labelled_share=wanted.labelled_share, mean_tokens=wanted.lengths.mean,
+    )  # fmt: skip
 
 
 def _selected(
     catalog: Catalog, gpu: Sequence[str], provider: Sequence[str], region: Sequence[str], kind: str | None
 ) -> list[Offer]:
-    """Offers that have any of the names of each sort. Raises `UserMistake` for names that nothing has."""
+    """Offers that have any of the names of each sort. Raises `UserMistake` for names that nothing has, alone or together."""
     found = list(catalog.offers)
+    asked: list[str] = []
     for names, narrow in ((gpu, "gpu"), (provider, "provider"), (region, "region")):
-        if names:
-            keep: set[int] = set()
-            for name in names:
-                if narrow == "gpu":
-                    find_gpu(name)
-                keep |= {id(offer) for offer in select(catalog, **{narrow: name})}  # type: ignore[arg-type]
-            found = [offer for offer in found if id(offer) in keep]
-    return [offer for offer in found if kind is None or offer.kind == kind]
+        if not names:
+            continue
+        keep: set[int] = set()
+        for name in names:
+            if narrow == "gpu":
+                find_gpu(name)
+            keep |= {id(offer) for offer in select(catalog, **{narrow: name})}  # type: ignore[arg-type]
+        asked.append(f"{narrow} {' or '.join(names)}")
+        found = _left(found, lambda offer, keep=keep: id(offer) in keep, asked)  # type: ignore[misc]
+    if kind is not None:
+        asked.append(f"offers {kind}")
+        found = _left(found, lambda offer: offer.kind == kind, asked)
+    return found
+
+
+def _left(offers: Sequence[Offer], is_asked_for: Callable[[Offer], bool], asked: Sequence[str]) -> list[Offer]:
+    """Those that are asked for. Raises `UserMistake` with what was asked for where none is left."""
+    found = [offer for offer in offers if is_asked_for(offer)]
+    if found:
+        return found
+    last = asked[-1].partition(" ")[0]
+    to_do = "`farthing prices` lists what there is"
+    if len(asked) > 1:
+        to_do = f"leave out {asked[-1]}; {to_do}"
+    elif last == "gpu":
+        to_do = (
+            "the GPU is known, but no price of it is here: bring one with --prices FILE, or `farthing prices update`"
+        )
+    what = f"no offer has {', '.join(asked)}"
+    raise UserMistake(what, where=f"--{last}, or where.{last} in the job", to_do=to_do)

@@ -211,8 +211,17 @@ def _gpus() -> list[tuple[str, int]]:
     return [(name, n_bytes) for _, _, name, n_bytes in found]
 
 
-def _torch_is_for_cpus() -> bool:
+def installed_torch() -> tuple[str, str]:
+    """Version and build of the torch that is installed here (`2.13.0`, `cu126`); empty where there is none.
+
+    The build is empty where PyPI's own was taken.
+    """
     try:
-        return importlib.metadata.version("torch").endswith("+cpu")
+        version, _, build = importlib.metadata.version("torch").partition("+")
     except importlib.metadata.PackageNotFoundError:
-        return False
+        return "", ""
+    return version, build
+
+
+def _torch_is_for_cpus() -> bool:
+    return installed_torch()[1] == "cpu"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.durability.files import append_line, write_json
+from farthing.durability.summed_lines import read_line, with_sum
 
 MEASUREMENTS = "measurements.jsonl"  # in the cache
 OF_RUN = "measurements.json"  # in a run's folder
@@ -203,11 +204,11 @@ def append_measurement(path: Path, measurement: Measurement) -> None:
 
     Raises `OSError`.
     """
-    append_line(path, dataclasses.asdict(measurement))
+    append_line(path, with_sum(dataclasses.asdict(measurement)))
 
 
 def read_measurements(path: Path) -> Measurements:
-    """What the file holds, oldest first; lines that are torn, foreign or of another version are skipped and counted.
+    """What the file holds, oldest first; lines that are torn, damaged, foreign or of another version are skipped and counted.
 
     A file that is not there, or can't be read, holds nothing.
     """
@@ -246,11 +247,8 @@ def _parsed(line: bytes) -> Measurement | None:
     """A line's measurement; None for anything else."""
     if len(line) > _MOST_LINE_BYTES:
         return None
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict) or row.get("version") != VERSION or not set(row) >= _REQUIRED:
+    row, _ = read_line(line)
+    if row is None or row.get("version") != VERSION or not set(row) >= _REQUIRED:
         return None
     row = {name: value for name, value in row.items() if name in _TYPES}
     return Measurement(**row) if all(_is_a(value, _TYPES[name]) for name, value in row.items()) else None

@@ -40,7 +40,7 @@ def find_config(name_or_path: str, revision: str | None = None, *, ask_hub: bool
                 f"no {CONFIG} in the folder", where=name_or_path, to_do="name a folder in Hugging Face format"
             )
         return _parsed(path.read_bytes(), str(path)), f"{CONFIG} in {name_or_path}"
-    if folder.is_absolute() or not _is_hub_name(name_or_path):
+    if folder.is_absolute() or not is_hub_name(name_or_path):
         raise ModelError("no such folder for the model", where=name_or_path, to_do="check model: in the job")
     snapshot = cached_snapshot(name_or_path, revision)
     if snapshot is not None and (snapshot / CONFIG).is_file():
@@ -69,7 +69,7 @@ def hub_cache() -> Path:
 
 def cached_snapshot(name: str, revision: str | None = None) -> Path | None:
     """The folder of a model's files in the cache, as they were at the revision; None when it was never downloaded."""
-    if not _is_hub_name(name):
+    if not is_hub_name(name):
         return None
     folder = hub_cache() / f"models--{name.replace('/', '--')}"
     commit = revision or "main"
@@ -101,41 +101,59 @@ def known_config(name: str) -> dict[str, Any] | None:
 
 
 def nearest_known(name: str) -> str:
-    """The known name most like this one, or nothing."""
+    """The known name most like this one, or nothing; never one of another version (Llama 2 for Llama 4)."""
     table = known_models()
     names = {full.lower(): full for full in (*table["models"], *table["same_as"])}
     by_end = {full.rpartition("/")[2]: full for full in names}
-    near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.75)
+    version = _version_in(name)
+
+    def fits(known: str) -> bool:
+        return not version or version == _version_in(known)
+
+    near = [one for one in difflib.get_close_matches(name.lower(), names, cutoff=0.75) if fits(one)]
     if near:
         return names[near[0]]
-    near = difflib.get_close_matches(name.lower().rpartition("/")[2], by_end, n=1, cutoff=0.75)
+    end = name.lower().rpartition("/")[2]
+    near = [one for one in difflib.get_close_matches(end, by_end, cutoff=0.75) if fits(one)]
     return names[by_end[near[0]]] if near else ""
+
+
+def _version_in(name: str) -> str:
+    """The first number of a name that is no size: `25` of Qwen2.5-7B, `31` of Llama-3.1-8B; nothing in gpt-neox-20b."""
+    found = re.search(r"(?<![\d.])v?(\d+(?:\.\d+)?)(?![\d.]*[bmk](?![a-z]))", name.rpartition("/")[2].lower())
+    return found[1].replace(".", "") if found else ""
 
 
 # ---- the Hub ----
 
 
+def is_offline(variable: str = "HF_HUB_OFFLINE") -> bool:
+    """Whether the Hub may not be asked."""
+    return os.environ.get(variable, "").lower() in _YES
+
+
 def _from_hub(name: str, revision: str | None) -> dict[str, Any]:
-    """One request for one small file. Raises `ModelError`."""
+    """Its configuration by one request, for a model that is not in the table either. Raises `ModelError`."""
+    return ask_hub(name, revision, nowhere="neither in the Hugging Face cache nor in farthing's table")
+
+
+def ask_hub(name: str, revision: str | None, *, nowhere: str = "not in the Hugging Face cache") -> dict[str, Any]:
+    """A model's configuration by one request for one small file, not tried again. Raises `ModelError`.
+
+    `nowhere` says where it has been looked for before.
+    """
     near = nearest_known(name)
-    first = f"did you mean {near}? " if near else ""
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in _YES:
+    first = f"did you mean {near}? " if near and near != name else ""
+    or_else = f"{first}{'else ' if first else ''}"
+    if is_offline():
         raise ModelError(
-            "neither in the Hugging Face cache nor in farthing's table, and HF_HUB_OFFLINE is set",
+            f"{nowhere}, and HF_HUB_OFFLINE is set",
             where=name,
-            to_do=f"{first}{'else ' if near else ''}give a folder with its {CONFIG}, or unset HF_HUB_OFFLINE",
+            to_do=f"{or_else}check the name or the network: give a folder with its {CONFIG}, or unset HF_HUB_OFFLINE",
         )
-    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     quoted = urllib.parse.quote(revision or "main", safe="")
-    url = f"{endpoint}/{name}/resolve/{quoted}/{CONFIG}"
-    if not url.startswith(("https://", "http://")):
-        raise ModelError("HF_ENDPOINT is no http address", where=name, to_do="unset HF_ENDPOINT, or mend it")
-    request = urllib.request.Request(url, headers={"User-Agent": "farthing"})
-    if os.environ.get("HF_TOKEN") and url.startswith("https://"):  # not sent on to where the Hub redirects
-        request.add_unredirected_header("Authorization", f"Bearer {os.environ['HF_TOKEN']}")
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            content = answer.read(_MOST_BYTES + 1)
+        content = read_from_hub(f"{name}/resolve/{quoted}/{CONFIG}")
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             what, to_do = "the Hub does not show it", "check the name; accept its licence on the Hub and set HF_TOKEN"
@@ -147,13 +165,38 @@ def _from_hub(name: str, revision: str | None) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", None) or error
         raise ModelError(
-            f"neither in the Hugging Face cache nor in farthing's table, and the Hub can't be reached ({why})",
+            f"{nowhere}, and the Hub can't be reached ({why})",
             where=name,
-            to_do=f"{first}{'else ' if near else ''}give a folder with its {CONFIG}, or check the network",
+            to_do=f"{or_else}check the name or the network, or give a folder with its {CONFIG}",
         ) from error
     if len(content) > _MOST_BYTES:
         raise ModelError(f"its {CONFIG} is larger than {_MOST_BYTES:,} bytes", where=name, to_do="check the name")
     return _parsed(content, name)
+
+
+def read_from_hub(path: str) -> bytes:
+    """The first megabyte and a byte of something small on the Hub: one request. Raises `OSError`, `ValueError`."""
+    endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    if not endpoint.startswith(("https://", "http://")):
+        raise ValueError("HF_ENDPOINT is no http address")
+    request = urllib.request.Request(f"{endpoint}/{path}", headers={"User-Agent": "farthing"})
+    token = _hub_token()
+    if token and endpoint.startswith("https://"):  # not sent on to where the Hub redirects
+        request.add_unredirected_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        return bytes(answer.read(_MOST_BYTES + 1))
+
+
+def _hub_token() -> str:
+    """The token of the environment, or of `hf auth login`; nothing without one."""
+    if os.environ.get("HF_TOKEN"):
+        return os.environ["HF_TOKEN"]
+    path = Path(os.environ.get("HF_TOKEN_PATH") or hub_cache().parent / "token")
+    try:
+        found = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return found if re.fullmatch(r"[\w-]+", found) else ""
 
 
 def _parsed(content: bytes, where: str) -> dict[str, Any]:
@@ -166,5 +209,6 @@ def _parsed(content: bytes, where: str) -> dict[str, Any]:
     return config
 
 
-def _is_hub_name(name: str) -> bool:
+def is_hub_name(name: str) -> bool:
+    """Whether a name can be one on the Hub: ORGANISATION/NAME, or an old one of one word."""
     return re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) is not None and ".." not in name

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from farthing.errors import UserMistake
-from farthing.prices.catalog import HOURS_PER_MONTH, find_gpu
+from farthing.prices.gpus import find_gpu
+from farthing.prices.offers import HOURS_PER_MONTH
 from farthing.units import parse_hours, parse_usd
 
 MONTHS_PER_YEAR = 12

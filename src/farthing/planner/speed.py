@@ -25,7 +25,7 @@ from farthing.planner.lengths import Padded
 from farthing.planner.memory import NF4_BYTES, block_of
 from farthing.planner.recipe import CHUNKED, FUSED, POSITIONS, TILED, Recipe
 from farthing.planner.shapes import Adapters, Shape
-from farthing.prices.catalog import Gpu
+from farthing.prices.gpus import Gpu
 
 MATMUL_SHARE = {  # of the dense peak that products of a training step reach
     "Pascal": 0.80,
@@ -255,22 +255,6 @@ def forward_work(work: Work, n_steps: float) -> Work:
         sent_bytes=0.0,
         bus_bytes=0.0,
     )
-
-
-def estimate_step(
-    shape: Shape,
-    recipe: Recipe,
-    device: Device,
-    padded: Padded,
-    mean_tokens: float,
-    adapters: Adapters | None = None,
-    *,
-    labelled_share: float = 1.0,
-    calibration: Calibration | None = None,
-) -> StepTime:
-    """`step_time` of `work_of`."""
-    work = work_of(shape, recipe, padded, mean_tokens, adapters, labelled_share=labelled_share)
-    return step_time(work, device, calibration)
 
 
 class _Flops(NamedTuple):

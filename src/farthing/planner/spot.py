@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -58,11 +59,6 @@ class Interruptions:
     def survival(self, t_s: ArrayLike) -> Floats:
         """Chance that an instance is kept for `t_s` or longer, from the moment capacity came."""
         return self.up.survival(t_s)
-
-    def hazard_per_h(self, age_s: float, window_s: float = 600.0) -> float:
-        """Interruptions per hour in the `window_s` after age `age_s`."""
-        now, then = float(self.up.survival(age_s)), float(self.up.survival(age_s + window_s))
-        return math.inf if then == 0 else math.log(now / then) / window_s * 3600
 
     @property
     def spread(self) -> float:
@@ -234,10 +230,18 @@ def _solved(first_column: Floats, right: Floats) -> Floats:
     return np.asarray(found[:n])
 
 
-def expect_range(work_s: float, rhythm: Rhythm, zone: Interruptions) -> tuple[Expected, Expected, Expected]:
+class SpotRange(NamedTuple):
+    """What interruptions do to a job: with capacity that lasts longer, on average, and with such that is taken sooner."""
+
+    good: Expected
+    likely: Expected
+    bad: Expected
+
+
+def expect_range(work_s: float, rhythm: Rhythm, zone: Interruptions) -> SpotRange:
     """Good, likely and bad case: mean spells longer and shorter by the zone's spread."""
     good, bad = zone.shifted(zone.spread), zone.shifted(1 / zone.spread)
-    return expect(work_s, rhythm, good), expect(work_s, rhythm, zone), expect(work_s, rhythm, bad)
+    return SpotRange(expect(work_s, rhythm, good), expect(work_s, rhythm, zone), expect(work_s, rhythm, bad))
 
 
 def _stretches_kept(interval_s: ArrayLike, save_s: float, restart_s: float, zone: Interruptions) -> Floats:
@@ -254,14 +258,6 @@ def young_interval_s(save_s: float, mean_between_s: float) -> float:
     return math.sqrt(2 * save_s * mean_between_s)
 
 
-def daly_interval_s(save_s: float, mean_between_s: float) -> float:
-    """Daly's interval for exponential spells: sqrt(2 d M) (1 + sqrt(x)/3 + x/9) - d with x = d / 2M; M when x >= 1."""
-    x = save_s / (2 * mean_between_s)
-    return (
-        mean_between_s if x >= 1 else math.sqrt(2 * save_s * mean_between_s) * (1 + math.sqrt(x) / 3 + x / 9) - save_s
-    )
-
-
 def best_interval_s(save_s: float, restart_s: float, zone: Interruptions) -> float:
     """The interval that keeps most work per billed second in the long run, for any law (renewal-reward theorem).
 
@@ -272,11 +268,6 @@ def best_interval_s(save_s: float, restart_s: float, zone: Interruptions) -> flo
     kept = intervals * _stretches_kept(intervals, save_s, restart_s, zone)
     smooth = np.convolve(np.pad(kept, 6, mode="edge"), np.full(13, 1 / 13), mode="valid")
     return float(intervals[int(np.argmax(smooth))])
-
-
-def interval_steps(interval_s: float, step_s: float) -> int:
-    """Whole steps nearest to an interval, at least one: checkpoints are taken at the ends of steps."""
-    return max(1, round(interval_s / step_s))
 
 
 @dataclass(frozen=True, eq=False)

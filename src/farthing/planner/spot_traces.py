@@ -18,7 +18,8 @@ from typing import Any
 from farthing.errors import UserMistake
 from farthing.planner.spot import Interruptions, drawn_together, fit, prior
 from farthing.planner.uptime import spells_of
-from farthing.prices.catalog import Offer, find_gpu
+from farthing.prices.gpus import find_gpu
+from farthing.prices.offers import Offer
 from farthing.units import plural
 
 HALF_LIFE_S = (

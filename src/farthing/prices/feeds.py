@@ -26,8 +26,11 @@ from typing import Any, NamedTuple
 
 from farthing.addresses import without_secrets
 from farthing.durability.files import write_text
-from farthing.errors import FarthingError, UserMistake
-from farthing.prices.catalog import COLUMNS, FACTS, Offer, read_feed, read_refreshed
+from farthing.errors import FeedsDown, UserMistake
+from farthing.prices.catalog import read_feed, read_refreshed
+from farthing.prices.formats import COLUMNS
+from farthing.prices.gpus import FACTS
+from farthing.prices.offers import Offer
 from farthing.units import plural
 
 MAX_FEED_BYTES = 96 << 20
@@ -90,7 +93,7 @@ def update(
     """Ask the feeds, at once, and put what they say into the file at `path`.
 
     `GPUHUNT_CATALOG_DIR` (a folder of CSVs) and `GPUHUNT_CATALOG_URL` (a mirror) stand in for the servers of gpuhunt,
-    as they do for the library. Raises `FarthingError` when no feed answered; the file is then as it was.
+    as they do for the library. Raises `FeedsDown` when no feed answered; the file is then as it was.
     """
     asked = known_feeds() if feeds is None else tuple(feeds)
     with tempfile.TemporaryDirectory(prefix="farthing-prices-") as folder:
@@ -114,7 +117,7 @@ def update(
     if not fresh:
         failed = [outcome for outcome in outcomes if outcome.problem]
         first = _words(failed[0]) if failed else "no feed is known"
-        raise FarthingError(
+        raise FeedsDown(
             f"none of the {plural(len(asked), 'price feed')} answered; the prices stay as they are ({first})",
             where=str(path),
             to_do="check the network, or give a price file of your own with --prices",
@@ -176,6 +179,9 @@ class _Absent(Exception):
 def _reason(error: Exception) -> str:
     reason = getattr(error, "reason", None)
     text = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else str(reason or error)
+    for trouble in (reason, error):
+        if isinstance(trouble, OSError) and trouble.strerror and text.startswith("[Errno"):
+            text = trouble.strerror
     return (text or type(error).__name__).splitlines()[0][:200]
 
 

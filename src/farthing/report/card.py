@@ -6,12 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from farthing.config.job import Job
-from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
+from farthing.printable import printable
+from farthing.units import digits_of, plural, say_bytes, say_count
 
 _PIPELINES = {
     "causal-lm": "text-generation",
     "seq2seq": "text2text-generation",
     "classification": "text-classification",
+}
+
+_CLASSES = {
+    "causal-lm": "AutoModelForCausalLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "classification": "AutoModelForSequenceClassification",
 }
 
 
@@ -21,16 +28,16 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
     task, method = job.get("task", "causal-lm"), (job.get("method") or {}).get("name", "full")
     base = (job.get("model") or {}).get("model_name_or_path", "unknown")
     is_local = Path(base).is_absolute()
-    shown = Path(base).name if is_local else base
+    shown = _cell(Path(base).name if is_local else base)
     is_adapter = method != "full" and not is_merged
     meta = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", f"pipeline_tag: {_PIPELINES[task]}"]
     if not is_local:
         meta.append(f"base_model: {base}")
     meta += ["tags:", "- farthing", *([f"- {method}"] if method != "full" else []), "---", ""]
     form = "an adapter for" if is_adapter else "a fine-tune of"
-    train = job.get("train") or {}
+    train, steps_per_epoch = job.get("train") or {}, receipt.get("steps_per_epoch")
     lines = [
-        f"# {Path(receipt['run']).name}",
+        f"# {_cell(Path(receipt['run']).name)}",
         "",
         f"This is {form} `{shown}`, made by farthing with method `{method}` for {task}.",
         "",
@@ -38,10 +45,10 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
         "",
         "| | |",
         "|---|---|",
-        f"| data | {', '.join(Path(name).name for name in (job.get('data') or {}).get('train', []))} |",
+        f"| data | {', '.join(_cell(Path(name).name) for name in (job.get('data') or {}).get('train', []))} |",
         f"| step | {step} of {receipt['steps']} |",
         f"| tokens | {say_count(receipt['tokens'])} ({say_count(receipt['target_tokens'])} of them targets) |",
-        f"| epochs | {train.get('num_train_epochs')} |",
+        *([f"| epochs | {step / steps_per_epoch:.3g} |"] if steps_per_epoch else []),
         f"| learning rate | {_learning_rate(job)}, {train.get('lr_scheduler_type')} |",
         f"| seed | {train.get('seed')} |",
         f"| machine | {_machine(receipt)} |",
@@ -65,26 +72,52 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
             f"| {_cell(name)} | {row['precision']:.3f} | {row['recall']:.3f} | {row['f1']:.3f} | {row['n']} |"
             for name, row in classes.items()
         ]
-    cost = say_usd(receipt["usd"]) if receipt["usd_is_known"] else "no price was given"
-    lines += [
+    lines += _how_to_load(receipt, shown) if is_adapter else []
+    lines += _bill(receipt)
+    return "\n".join([*meta, *lines]) + "\n"
+
+
+def _how_to_load(receipt: dict[str, Any], base: str) -> list[str]:
+    """What loads an adapter; a classifier's needs the classes, which are in model_config.json and not in the base."""
+    job = receipt["job"] or {}
+    if (job.get("model") or {}).get("init") == "random":
+        words = f"`{base}` has no weights, they were drawn from the seed: take the whole model,"
+        return ["", "## Use", "", f"{words} which `farthing export --format merged` writes."]
+    name = _CLASSES[job.get("task", "causal-lm")]
+    lines = ["", "## Use", "", "In this folder, with `peft` installed:", "", "```python"]
+    if job.get("task") == "classification":
+        lines += [
+            f"from transformers import AutoConfig, {name}",
+            "",
+            'config = AutoConfig.from_pretrained("model_config.json")  # the names of the classes',
+            f'model = {name}.from_pretrained(".", config=config, ignore_mismatched_sizes=True)',
+        ]
+    else:
+        lines += [f"from transformers import {name}", "", f'model = {name}.from_pretrained(".")']
+    return [*lines, "```"]
+
+
+def _bill(receipt: dict[str, Any]) -> list[str]:
+    """What it cost, in the digits of the receipt: all on the card that depends on how often the run was interrupted."""
+    dollars = digits_of(receipt["usd"])
+    cost = dollars(receipt["usd"]) if receipt["usd_is_known"] else "no price was given"
+    lines = [
         "",
         "## Receipt",
         "",
         "| | |",
         "|---|---|",
         f"| cost | {cost} |",
-        f"| time | {say_seconds(receipt['wall_s'])}, {plural(receipt['interruptions'], 'interruption')} |",
+        f"| time | {receipt['wall_s']:.1f} s, {plural(receipt['interruptions'], 'interruption')} |",
         f"| peak memory | {say_bytes(receipt['peak_bytes'])} |",
         "",
-        "| where the time went | seconds | dollars |",
-        "|---|---|---|",
     ]
-    lines += [
-        f"| {span['what']} | {span['seconds']:.1f} | {say_usd(span['usd'])} |"
-        for span in receipt["spans"]
-        if span["seconds"] >= 0.005
-    ]
-    return "\n".join([*meta, *lines]) + "\n"
+    spans = [span for span in receipt["spans"] if span["seconds"] >= 0.005]
+    if not receipt["usd_is_known"]:
+        lines += ["| where the time went | seconds |", "|---|---|"]
+        return lines + [f"| {span['what']} | {span['seconds']:.1f} |" for span in spans]
+    lines += ["| where the time went | seconds | dollars |", "|---|---|---|"]
+    return lines + [f"| {span['what']} | {span['seconds']:.1f} | {dollars(span['usd'])} |" for span in spans]
 
 
 def _learning_rate(job: dict[str, Any]) -> str:
@@ -95,8 +128,9 @@ def _learning_rate(job: dict[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A name as a table cell: no column and no line of its own."""
-    return " ".join(text.replace("|", "\\|").split())
+    """A name as a table cell: no column, no line and no tag of its own, and nothing that steers a terminal."""
+    words = " ".join(str(text).split())
+    return printable(words).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _machine(receipt: dict[str, Any]) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from farthing.report.plan_view import (
+from farthing.planner.types import OLD_PRICE_DAYS
+from farthing.report.plan_words import (
     break_even_words,
     has_price,
     limits_in_words,
@@ -19,14 +19,17 @@ from farthing.report.plan_view import (
     summary,
     ways_out,
 )
+from farthing.report.safe import escape
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 _N_SHOWN, _N_SEVERAL, _N_WHY_NOT = 10, 3, 6
-_COLUMNS = ("#", "provider", "GPU", "kind", "$", "range", "hours", "GiB", "tok/s")
+_COLUMNS = ("#", "provider", "GPU", "kind", "$", "range", "hours", "GiB", "price")
+_MORE_COLUMNS = (*_COLUMNS, "tok/s")  # where there is room
+_WIDE = 100
 _RIGHT = ("#", "$", "range", "hours", "GiB", "tok/s")
 _LEGEND = (
     "* none is both cheaper and sooner; spot 0.3: interruptions to expect; GiB: needed/there, ! where it may not fit; "
-    "range: 4 of 5 cases; tok/s: useful tokens"
+    "range and hours: 4 of 5 cases; price: `from` is a marketplace's lowest, its age where over 90 days, what is paid before"
 )
 _BAR, _BAR_WIDTH = "█", 24
 Row = Mapping[str, Any]
@@ -53,6 +56,7 @@ def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
             console.print(f"{number}. {escape(way)}")
     _draw_facts(console, view)
     _draw_why_not(console, view)
+    _draw_by_hand(console, view)
     _draw_own(console, view)
     _draw_sources(console, view)
 
@@ -113,7 +117,9 @@ def draw_components(console: Console, row: Row) -> None:
     console.print(f"\n[bold]Dollars[/]: {words}")
     _draw_bars(console, row["usd"], say_usd, row["total_usd"])
     if row["up_front_usd"] > row["total_usd"] + 0.005:
-        console.print(f"  to be paid before: {say_cost(row['up_front_usd'])}, whole packs of credits")
+        console.print(f"  to be paid before: {say_cost(row['up_front_usd'])}")
+    for words in row["price_notes"]:
+        console.print(f"  {words}")
     spot = row["spot"]
     if spot:
         console.print(
@@ -180,23 +186,25 @@ def draw_compared(console: Console, comparison: Row, a: Row, b: Row) -> None:
 
 def _draw_rows(console: Console, rows: Sequence[Row]) -> None:
     cells = [_cells(row) for row in rows]
-    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in _COLUMNS}
-    gap = 2 if sum(widths.values()) + 2 * (len(_COLUMNS) - 1) <= console.width else 1
-    over = sum(widths.values()) + gap * (len(_COLUMNS) - 1) - console.width
+    all_names = _MORE_COLUMNS if console.width >= _WIDE else _COLUMNS
+    names = [name for name in all_names if name != "price" or any(row["price"] for row in cells)]
+    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in names}
+    gap = 2 if sum(widths.values()) + 2 * (len(names) - 1) <= console.width else 1
+    over = sum(widths.values()) + gap * (len(names) - 1) - console.width
     for name, least in (("provider", 8), ("GPU", 12)):
         cut = max(0, min(over, widths[name] - least))
         widths[name] -= cut
         over -= cut
-    has_room = console.width >= sum(widths.values()) + gap * len(_COLUMNS) + 40
+    has_room = console.width >= sum(widths.values()) + gap * len(names) + 40
     table = Table(box=None, padding=(0, gap, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
-    for name in _COLUMNS:
+    for name in names:
         justify: Any = "right" if name in _RIGHT else "left"
         table.add_column(name, justify=justify, no_wrap=True, min_width=widths[name], max_width=widths[name])
     if has_room:
         table.add_column("why it stands here", no_wrap=True)
     for row, cell in zip(rows, cells, strict=True):
         more = [escape(row["why"])] if has_room else []
-        table.add_row(*(escape(cell[name]) for name in _COLUMNS), *more)
+        table.add_row(*(escape(cell[name]) for name in names), *more)
     console.print(table)
 
 
@@ -215,10 +223,21 @@ def _cells(row: Row) -> dict[str, str]:
         "kind": kind,
         "$": _plain_usd(usd) if has_price(row) else "?",
         "range": range_words if has_price(row) else "",
-        "hours": _hours(row["hours"]),
+        "hours": "{}-{}".format(*(_hours(row["hours_range"][i]) for i in (0, 2))),
         "GiB": f"{_gib(memory['needed_bytes'])}/{_gib(memory['capacity_bytes'])}{'!' if memory['is_tight'] else ''}",
         "tok/s": _say_speed(row["step"]["tokens_per_s"]),
+        "price": _price_cell(row),
     }
+
+
+def _price_cell(row: Row) -> str:
+    """`from`, `389 d`, `$9.99`: whose price it is, its age, what is paid before."""
+    words = [row["price_is"]] if row["price_is"] else []
+    if row["price_age_days"] > OLD_PRICE_DAYS:
+        words.append(f"{row['price_age_days']}d")
+    if row["up_front_usd"] > row["total_usd"] + 0.005:
+        words.append(f"${row['up_front_usd']:.4g}")
+    return " ".join(words)
 
 
 def _draw_rest(console: Console, n_rest: int, shown: Sequence[Row]) -> None:
@@ -279,6 +298,13 @@ def _draw_why_not(console: Console, view: Row) -> None:
     console.print(table)
     if len(groups) > _N_WHY_NOT:
         console.print(f"[dim]and {plural(len(groups) - _N_WHY_NOT, 'more machine')}: --json has all[/]")
+
+
+def _draw_by_hand(console: Console, view: Row) -> None:
+    if view["by_hand"] is not None:
+        console.print("\n[bold]By your own figures[/] (P: the price of an hour)")
+        for words in view["by_hand"]["words"]:
+            console.print(f"  {escape(words)}")
 
 
 def _draw_own(console: Console, view: Row) -> None:

@@ -7,10 +7,11 @@ from datetime import date
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from farthing.prices.catalog import Catalog, Offer
+from farthing.prices.catalog import Catalog
+from farthing.prices.offers import Offer
+from farthing.report.safe import escape
 from farthing.units import plural, say_usd
 
 _UNITS = {"gb_hour": "a GB-hour", "run": "a run", "million_tokens": "/M tokens"}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
+from farthing.printable import printable
+from farthing.report.safe import escape
+from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN_EVERY_S = 5.0
@@ -22,8 +22,11 @@ _PLAIN_EVERY_S = 5.0
 class Terminal:
     """Renders the events of a run. On a terminal the last line is alive; in a log, a line every few seconds."""
 
-    def __init__(self, console: Console, logging_steps: int) -> None:
+    def __init__(self, console: Console, logging_steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console
+        self._clock = clock
+        self._work = ""  # what is being read or tokenized, since when, and when a log is told of it next
+        self._work_began = self._work_due = 0.0
         self._logging_steps = logging_steps
         self._live: Live | None = None
         self._last_at = 0.0
@@ -53,7 +56,13 @@ class Terminal:
         self._say(f"[yellow]warning:[/] {escape(facts['text'])}")
 
     def _on_tokenizing(self, facts: dict[str, Any]) -> None:
-        self._alive(f"tokenizing: {facts['rows']:,} rows, {say_count(facts['tokens'])} tokens")
+        words = f"{facts['rows']:,} rows, {say_count(facts['tokens'])} tokens"
+        self._on_the_way(f"tokenizing {facts['role']}", facts["share"], words)
+
+    def _on_reading(self, facts: dict[str, Any]) -> None:
+        done, total = facts["done_bytes"], facts["total_bytes"]
+        words = say_bytes(done) + (f" of {say_bytes(total)}" if total else "")
+        self._on_the_way(facts["what"], done / total if total else None, words)
 
     def _on_data(self, facts: dict[str, Any]) -> None:
         formats = ", ".join(sorted(set(facts["formats"])))
@@ -71,6 +80,8 @@ class Terminal:
         if facts["n_without_target"]:
             words.append(f"{facts['n_without_target']:,} left out: no target token")
         self._say(f"[bold]{facts['role']}[/] {escape(names)} ({formats}): {', '.join(words)}")
+        for text in facts["notes"]:
+            self._on_warning({"text": text})
         if facts["n_bad"]:
             self._say(
                 f"[yellow]warning:[/] {facts['n_bad']:,} of {facts['n_rows']:,} rows can't be used and are left out:"
@@ -120,16 +131,16 @@ class Terminal:
         due = facts["step"] % self._logging_steps == 0 or facts["step"] == facts["n_steps"]
         if self.console.is_terminal:
             self._alive(line)
-            if due and time.monotonic() - self._last_at >= _PLAIN_EVERY_S:
+            if due and self._clock() - self._last_at >= _PLAIN_EVERY_S:
                 self._say(line)
-                self._last_at = time.monotonic()
+                self._last_at = self._clock()
         elif (
             self._n_said == 0
-            or (due and time.monotonic() - self._last_at >= _PLAIN_EVERY_S)
+            or (due and self._clock() - self._last_at >= _PLAIN_EVERY_S)
             or facts["step"] == facts["n_steps"]
         ):
             self._say(line)
-            self._last_at = time.monotonic()
+            self._last_at = self._clock()
             self._n_said += 1
 
     def _on_working(self, facts: dict[str, Any]) -> None:
@@ -175,7 +186,24 @@ class Terminal:
         # a terminal is given whole words, a log whole lines
         self.console.print(markup, highlight=False, soft_wrap=not self.console.is_terminal)
 
+    def _on_the_way(self, what: str, share: float | None, words: str) -> None:
+        """How far something has got: a bar on a terminal; in a log a line after 5 s, and then ever more seldom."""
+        now = self._clock()
+        if what != self._work:
+            self._work, self._work_began, self._work_due = what, now, now + _PLAIN_EVERY_S
+        percent = "" if share is None else f"{share:.0%}, "
+        if self.console.is_terminal:
+            n = 0 if share is None else round(20 * min(1.0, share))
+            bar = "" if share is None else f" {'█' * n}{'░' * (20 - n)}"
+            self._alive(f"{what}{bar} {percent}{words}")
+        elif now >= self._work_due:
+            took_s = now - self._work_began
+            to_go = f", {say_seconds(took_s / share - took_s)} to go" if share and share < 1 else ""
+            self._say(escape(f"{what}: {percent}{words}{to_go}"))
+            self._work_due = now + min(60.0, max(2 * _PLAIN_EVERY_S, took_s / 5))
+
     def _alive(self, text: str) -> None:
+        text = printable(text)
         if not self.console.is_terminal:
             return
         if self._live is None:
@@ -237,7 +265,7 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
     table.add_column("where the time went")
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
-    dollars = _same_digits(receipt["usd"])
+    dollars = digits_of(receipt["usd"])
     if known:
         table.add_column("dollars", justify="right")
     for span in sorted(receipt["spans"], key=lambda span: -span["seconds"]):
@@ -294,6 +322,13 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
             f"fitted to the budget: {fit['n_steps']:,} of {fit['asked_steps']:,} steps"
             + ("" if fit["settled"] else ", not settled yet"),
         )
+    if trust := receipt.get("ledger"):
+        lost = (
+            f"{_time_and_price({**receipt, **trust}, 'lost')} are known in sum only"
+            if trust["lost_s"]
+            else "no money is missing"
+        )
+        facts.add_row("[dim]ledger[/]", f"[yellow]damaged[/], {plural(trust['n_broken_lines'], 'broken line')}; {lost}")
     if receipt["skipped_steps"]:
         facts.add_row(
             "[dim]skipped[/]", f"{plural(receipt['skipped_steps'], 'step')} whose loss or gradient was not a number"
@@ -309,9 +344,7 @@ def draw_comparison(console: Console, comparison: dict[str, Any]) -> None:
     for name in ("", "run", "baseline", "ratio"):
         table.add_column(name, justify="left" if not name else "right")
     for name, row in comparison["rows"].items():
-        say = {"usd": say_usd, "usd_per_million_tokens": say_usd, "wall_s": say_seconds, "peak_bytes": say_bytes}.get(
-            name, _number
-        )
+        say = {"wall_s": say_seconds, "peak_bytes": say_bytes}.get(name, _number)
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
         if "usd" in name:
             say = _price
@@ -321,11 +354,15 @@ def draw_comparison(console: Console, comparison: dict[str, Any]) -> None:
     console.print(table)
     usd, seconds = comparison["saved_usd"], comparison["saved_s"]
     words = []
-    if comparison["rows"]["usd"]["run"] and comparison["rows"]["usd"]["baseline"]:
+    if usd is not None:
         share = "" if comparison["saved_share"] is None else f" ({abs(comparison['saved_share']):.0%})"
         words.append(f"costs {say_usd(abs(usd))}{share} {'less' if usd >= 0 else 'more'}")
-    words.append(f"takes {say_seconds(abs(seconds))} {'less' if seconds >= 0 else 'more'}")
-    console.print(f"against the baseline the run {' and '.join(words)}")
+    if seconds is not None:
+        words.append(f"takes {say_seconds(abs(seconds))} {'less' if seconds >= 0 else 'more'}")
+    if words:
+        console.print(f"against the baseline the run {' and '.join(words)}")
+    for note in comparison["notes"]:
+        console.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
 
 
 _WORDS = {
@@ -340,18 +377,12 @@ _WORDS = {
 
 
 def _price(usd: float | None) -> str:
-    return say_usd(usd) if usd else "no price"
+    return "no price" if usd is None else say_usd(usd)
 
 
 def _time_and_price(receipt: dict[str, Any], what: str) -> str:
-    price = f" ({say_usd(receipt[f'{what}_usd'])})" if receipt["usd_is_known"] else ""
+    price = f" ({digits_of(receipt['usd'])(receipt[f'{what}_usd'])})" if receipt["usd_is_known"] else ""
     return say_seconds(receipt[f"{what}_s"]) + price
-
-
-def _same_digits(total_usd: float) -> Callable[[float], str]:
-    """How to print the parts of a sum below each other: with the digits that show a thousandth of it."""
-    digits = min(8, max(2, 3 - math.floor(math.log10(total_usd or 1))))
-    return lambda usd: f"${usd:,.{digits}f}"
 
 
 def sparkline(values: list[float], low: float | None = None, high: float | None = None) -> str:
@@ -366,16 +397,17 @@ def _draw_promise(console: Console, receipt: dict[str, Any]) -> None:
     promised, forecast = receipt["promised"], receipt["forecast"]
     if promised is None and forecast is None:
         return
+    dollars = digits_of(receipt["usd"])
     table = Table(box=None, padding=(0, 2), show_edge=False)
     for name in ("promised before the start" if promised else "", "promised", "happened", "ratio"):
         table.add_column(name, justify="right" if name in ("promised", "happened", "ratio") else "left")
 
     def rows(of: dict[str, Any], words: dict[str, str]) -> None:
-        for name, say in (("wall_s", say_seconds), ("usd", say_usd), ("peak_bytes", say_bytes)):
+        for name, say in (("wall_s", say_seconds), ("usd", dollars), ("peak_bytes", say_bytes)):
             if name in words and (name != "usd" or receipt["usd_is_known"]):
                 row(words[name], of[name], say)
 
-    def row(words: str, pair: dict[str, Any], say: Callable[[float | None], str]) -> None:
+    def row(words: str, pair: dict[str, Any], say: Callable[[Any], str]) -> None:
         ratio = "" if pair["ratio"] is None else f"{pair['ratio']:.2f}"
         table.add_row(words, say(pair["promised"]), say(pair["happened"]), ratio)
 

@@ -13,25 +13,28 @@ import farthing
 from farthing.config.job import Job
 from farthing.data.batches import Batches
 from farthing.durability.checkpoint import Checkpoints
-from farthing.durability.files import JsonLines
 from farthing.durability.ledger import Ledger
-from farthing.durability.run_folder import CHECKPOINTS, LOG
+from farthing.durability.run_folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
+from farthing.durability.summed_lines import SummedLines
 from farthing.model.adapters import count_parameters
 from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
 from farthing.model.flops import flops_per_token
 from farthing.model.forward import Forward
-from farthing.model.hardware import Numerics, taken_bytes
+from farthing.model.hardware import Numerics, free_bytes, taken_bytes
 from farthing.model.liger import use_liger
-from farthing.model.lora_kernels import use_low_rank
 from farthing.planner.measurements import Record
 from farthing.train.attempt import Attempt, Clocks, Context, Kernels, Saving
 from farthing.train.autotune_cache import Subject
 from farthing.train.learning_rate import first_schedule
+from farthing.train.optim import allocate_state
+from farthing.train.prefix_budget import accumulates
+from farthing.train.saver import wait_for_copies
 from farthing.train.setup import Examples, Inputs, build_optimizer, settle_checkpointing
 from farthing.train.state import ModelPart, OptimizerPart, Progress, ScalerPart
 from farthing.train.step import Steps
 from farthing.train.step_log import note_out_of_memory
 from farthing.train.throughput import Pace
+from farthing.train.update_guard import OPTIMIZER_TO_DO, out_of_memory_said
 
 SAVE_EVERY_S = 300.0  # where there is no plan
 
@@ -50,10 +53,14 @@ def assemble(
     train, ledger, (train_examples, eval_examples) = job.train, context.ledger, examples
     batches = Batches(train_examples.indices, job.global_batch_size, train.seed)
     schedule = first_schedule(job, context.folder, ledger, promise, batches.steps_per_epoch)
-    optimizer = build_optimizer(job, model)
+    optimizer = build_optimizer(job, model, rules_of(context.folder))
     scaler = torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler)
     parameters, progress = count_parameters(model), Progress()
-    lora = use_low_rank(model) if job.method.name != "full" else None
+    lora = None
+    if job.method.name != "full":
+        from farthing.model.lora_kernels import use_low_rank  # takes peft along, which a full run has no use for
+
+        lora = use_low_rank(model)
     wants_liger, is_cuda = train.use_liger_kernel, numerics.device.type == "cuda"
     liger = use_liger(model) if wants_liger is True or (wants_liger and is_cuda) else None
     forward = Forward(
@@ -66,8 +73,19 @@ def assemble(
         tile_tokens=promise.get("tile_tokens"),
     )
     most_tokens, every_n_layers = micro_batch_tokens(job, train_examples, promise, ledger)
-    before_bytes = taken_bytes(numerics.device)
-    memory = settle_checkpointing(job, forward, train_examples, most_tokens, every_n_layers)
+    before_bytes, free = taken_bytes(numerics.device), free_bytes(numerics.device)
+    with out_of_memory_said(OPTIMIZER_TO_DO):
+        allocate_state(optimizer)
+    memory = settle_checkpointing(
+        job,
+        forward,
+        train_examples,
+        most_tokens,
+        every_n_layers,
+        optimizer=optimizer,
+        free_bytes=free,
+        accumulates=accumulates(train_examples, batches, schedule.n_steps, most_tokens),
+    )
     kernels = Kernels(lora, liger, _compile(job, model, numerics, liger, promise.get("step_s"), schedule.n_steps))
     steps = Steps(
         forward,
@@ -83,7 +101,8 @@ def assemble(
         memory.every_n_layers,
         context.meter,
         lambda: bool(context.notice),
-        lambda step, why: note_out_of_memory(attempt, step, why),
+        lambda step, why, is_less: note_out_of_memory(attempt, step, why, is_less),
+        lambda: wait_for_copies(attempt),
     )
     attempt = Attempt(
         job=job,
@@ -113,7 +132,7 @@ def assemble(
             "progress": progress,
         },
         checkpoints=_checkpoints(job, context),
-        log=JsonLines(context.folder / LOG),
+        log=SummedLines(context.folder / LOG),
         pace=Pace(numerics, flops_per_token(model, job.method.name), context.meter),
         record=Record(loaded_bytes=before_bytes),
         saving=Saving(_save_every_s(job, promise), context.meter.wall_s, (0, 0, False)),
@@ -153,14 +172,21 @@ def _compile(
 
 
 def _checkpoints(job: Job, context: Context) -> Checkpoints:
+    copies: dict[str, Any] = {}
     return Checkpoints(
         context.folder / CHECKPOINTS,
         context.run_id,
         job.train.save_total_limit,
         warn=lambda text: context.tell("warning", {"text": text}),
-        facts={"farthing": farthing.__version__, "attempt": context.ledger.number},
+        facts=lambda: manifest_facts(context, copies),
         copy=context.replica.offer if context.replica is not None else None,
     )
+
+
+def manifest_facts(context: Context, copies: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's manifest says of the run, the files that decide its result among it. Brings `copies` up to date."""
+    copies.update(copies_of(context.folder, copies))
+    return {"farthing": farthing.__version__, **context.ledger.witness(), COPIES: dict(copies)}
 
 
 def _save_every_s(job: Job, promise: dict[str, Any]) -> float:

@@ -16,10 +16,10 @@ import torch
 from farthing.config.job import Job
 from farthing.data.batches import Batches
 from farthing.durability.checkpoint import Checkpoints, Part
-from farthing.durability.files import JsonLines
 from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.preemption import Notice
 from farthing.durability.replica import Mirror
+from farthing.durability.summed_lines import SummedLines
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
@@ -120,7 +120,7 @@ class Attempt:
     state: dict[str, Part]
     """Everything resumable."""
     checkpoints: Checkpoints
-    log: JsonLines
+    log: SummedLines
     pace: Pace
     record: Record
     saving: Saving

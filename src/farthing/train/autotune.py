@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 
 from farthing.config.job import Job
 from farthing.data.loader import Ready, micro_batches
-from farthing.durability.files import write_json
-from farthing.durability.run_folder import PLAN
+from farthing.device_memory import is_out_of_memory
+from farthing.durability.run_folder import PLAN, keep
 from farthing.errors import Interrupted
 from farthing.model.activation_checkpointing import SHARE_OF_FREE, checkpoint_layers
 from farthing.model.hardware import (
     free_bytes,
-    is_out_of_memory,
     reset_peak_bytes,
     taken_bytes,
     wait_for,
@@ -38,6 +37,7 @@ from farthing.planner.lengths import Lengths
 from farthing.planner.tiles import default_tile_tokens
 from farthing.train.attempt import Attempt
 from farthing.train.autotune_cache import PROBES, Setting, Subject, known_setting, leave_probe
+from farthing.train.update_guard import update_bytes
 
 PROBE_S = 60.0
 TRIALS = 16  # that should fit into that time
@@ -181,9 +181,16 @@ class Prober:
         finally:
             self.steps.optimizer.zero_grad(set_to_none=True)
         seconds = self._clock() - started
-        peak = window_peak_bytes(self.device)
+        peak = max(window_peak_bytes(self.device), self._update_peak_bytes())
         failed = failed or peak > self._cap_bytes
         return Trial(setting, float("inf") if failed else seconds / n_tokens, n_tokens / n_computed, peak)
+
+    def _update_peak_bytes(self) -> int:
+        """What the update of a step takes, which no trial makes: gradients and more beside weights and state. 0 on a CPU."""
+        if self.device.type != "cuda":
+            return 0
+        gradients = sum(weight.nbytes for weight in self.steps.trained)
+        return taken_bytes(self.device) + gradients + update_bytes(self.steps.optimizer)
 
     def _apply(self, setting: Setting) -> None:
         self.steps.most_tokens, self.forward.tile_tokens = setting.most_tokens, setting.tile_tokens
@@ -263,7 +270,7 @@ def keep_setting(folder: Path, promise: dict[str, Any], setting: Setting) -> dic
         "tile_tokens": setting.tile_tokens,
         "probed": True,
     }
-    write_json(folder / PLAN, promise)
+    keep(folder / PLAN, promise)
     return promise
 
 

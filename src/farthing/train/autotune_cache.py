@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from farthing.durability.files import append_line
+from farthing.durability.summed_lines import read_line, with_sum
 
 PROBES = "probes.jsonl"  # in the cache
 _MOST_BYTES = 1 << 20  # of the newest lines that are read
@@ -67,7 +67,7 @@ def leave_probe(path: Path, subject: Subject, setting: Setting, when: str, trial
         "setting": dataclasses.asdict(setting),
         "trials": trials,
     }
-    append_line(path, row)
+    append_line(path, with_sum(row))
 
 
 def known_setting(path: Path, subject: Subject) -> Setting | None:
@@ -80,7 +80,7 @@ def known_setting(path: Path, subject: Subject) -> Setting | None:
         return None
     for line in reversed(lines):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-            row = json.loads(line)
+            row = read_line(line)[0] or {}
             if Subject(**row["subject"]).is_like(subject):
                 return _checked(Setting(**row["setting"]))
     return None

@@ -11,9 +11,10 @@ import math
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.durability.files import only_writer
-from farthing.durability.ledger import Ledger, Meter
-from farthing.durability.run_folder import LEDGER, MODEL, is_finished
+from farthing.durability.exported import damage_of
+from farthing.durability.ledger import Ledger
+from farthing.durability.opening import Opened
+from farthing.durability.run_folder import MODEL, is_finished
 from farthing.units import say_seconds, say_usd
 
 LONGEST_START_S = 600.0  # what took longer was a download or a wait; another start is not expected to take it again
@@ -26,8 +27,9 @@ def over_limit(job: Job, ledger: Ledger, reserve_s: float) -> str | None:
         spent = ledger.spent_usd + reserve_s / 3600 * job.usd_per_hour
         if spent > limits.max_usd or (ledger.spent_usd >= limits.max_usd > 0):
             return f"the cap of {say_usd(limits.max_usd)}: {say_usd(ledger.spent_usd)} are spent"
-    if limits.max_hours is not None and ledger.spent_s + reserve_s > limits.max_hours * 3600:
-        return f"the cap of {say_seconds(limits.max_hours * 3600)}: {say_seconds(ledger.spent_s)} are spent"
+    most_hours = limits.most_hours()
+    if most_hours is not None and ledger.spent_s + reserve_s > most_hours * 3600:
+        return f"the cap of {say_seconds(most_hours * 3600)}: {say_seconds(ledger.spent_s)} are spent"
     if limits.deadline is not None and ledger.now + reserve_s > limits.deadline.timestamp():
         return f"the deadline {limits.deadline.isoformat(sep=' ', timespec='minutes')}"
     return None
@@ -38,8 +40,9 @@ def seconds_left(job: Job, ledger: Ledger) -> float:
     limits, left = job.limits, [math.inf]
     if limits.max_usd is not None and job.usd_per_hour > 0:
         left.append((limits.max_usd - ledger.spent_usd) / job.usd_per_hour * 3600)
-    if limits.max_hours is not None:
-        left.append(limits.max_hours * 3600 - ledger.spent_s)
+    most_hours = limits.most_hours()
+    if most_hours is not None:
+        left.append(most_hours * 3600 - ledger.spent_s)
     if limits.deadline is not None:
         left.append(limits.deadline.timestamp() - ledger.now)
     return max(0.0, min(left))
@@ -48,25 +51,28 @@ def seconds_left(job: Job, ledger: Ledger) -> float:
 def why_not_start(job: Job, folder: Path, ledger: Ledger) -> str | None:
     """Why another attempt is not worth its start; None where it is, or where it has yet to write a model.
 
-    A run that has a model starts again only where what is left pays for the start. One that has a checkpoint and no
+    A run that has a whole model starts again only where what is left pays for the start. One that has a checkpoint and no
     model is let in even at its cap: it writes the model and leaves.
     """
     if (folder / MODEL).is_dir():
-        return over_limit(job, ledger, ledger.takes.get("start_s", 0.0))
+        reason = over_limit(job, ledger, ledger.takes.get("start_s", 0.0))
+        if reason is None or damage_of(folder) is None:
+            return reason
     return over_limit(job, ledger, 0.0) if ledger.committed_step <= 0 else None
 
 
-def stopped_before_start(job: Job) -> str | None:
-    """Why the run's limits leave no room for an attempt, which is then on the ledger; found in no time, and at no cost.
+def stopped_before_start(job: Job, attempt: Opened) -> str | None:
+    """Why the run's limits leave no room for an attempt, found before anything slow is imported.
 
-    Raises `RunBusy`.
+    It is on the ledger, unless the attempt before it has ended for the same reason.
     """
-    folder = Path(job.output_dir)
-    if not (folder / LEDGER).exists() or is_finished(folder):
+    ledger = attempt.ledger
+    if not ledger.past or is_finished(attempt.folder):
         return None
-    with only_writer(folder):
-        ledger = Ledger(folder / LEDGER, Meter(), job.usd_per_hour)
-        reason = why_not_start(job, folder, ledger)
-        if reason is not None:
-            ledger.close("limit")
-        return reason
+    reason = why_not_start(job, attempt.folder, ledger)
+    if reason is not None:
+        if ledger.past[-1].state == "limit":
+            ledger.withdraw()
+        else:
+            ledger.end("limit")
+    return reason

@@ -1,7 +1,7 @@
 """What the plan says of a run before it begins.
 
-The promise is made once, before the first attempt, and kept in the run folder: later attempts are cut as the first was, so
-that they go on to the bit, and the receipt holds what happened against the first word.
+The promise is made once, before the first attempt, and kept in the run folder, also that there is none: later attempts are
+cut as the first was, so that they go on to the bit, and the receipt holds what happened against the first word.
 
 Refuses to decide: `plan` does. A model or device that the planner does not know has no promise, and trains all the same.
 """
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from farthing.config.job import Job
-from farthing.durability.files import parse_json, write_json
-from farthing.durability.run_folder import PLAN
-from farthing.errors import FarthingError
+from farthing.durability.files import Damaged
+from farthing.durability.run_folder import PLAN, has_committed, keep, kept
+from farthing.errors import FarthingError, RunDamaged
 from farthing.model.hardware import Numerics
 from farthing.planner.inputs import plan_here, promise_of, shape_of, wanted_of
 from farthing.planner.lengths import Lengths, from_token_set
 from farthing.planner.machine import local_machine
 from farthing.planner.measurements import MEASUREMENTS, read_measurements
-from farthing.planner.plan import Rejected
+from farthing.planner.types import Rejected
 from farthing.train.setup import Examples, Inputs
 
 
@@ -39,22 +39,37 @@ def promised(
     tell: Callable[[str, dict[str, Any]], None],
 ) -> dict[str, Any]:
     """The promise of this run: the first attempt's, or a new one; empty where the planner can say nothing."""
-    try:
-        kept = parse_json((folder / PLAN).read_text(encoding="utf-8"))
-        if isinstance(kept, dict) and "wall_range_s" in kept:  # another's file, or a cut one, is made anew
-            return kept
-    except (OSError, ValueError):
-        pass
+    before = _kept(folder, tell)
+    if before is not None:
+        return before if "wall_range_s" in before else {}
     try:
         made = _make(job, inputs, numerics, train, held_out)
     except FarthingError as error:
         tell("note", {"text": f"no plan for this run: {error.what}"})
-        return {}
+        made = {}
     if isinstance(made, Rejected):
         tell("warning", {"text": f"the plan says that this will not do here: {made.reason}; {made.change}"})
-        return {}
-    write_json(folder / PLAN, made)
+        made = {}
+    keep(folder / PLAN, made)  # also that there is none: later attempts must not find one
     return made
+
+
+def _kept(folder: Path, tell: Callable[[str, dict[str, Any]], None]) -> dict[str, Any] | None:
+    """The plan that earlier attempts were cut by; None where it has to be made. Raises `RunDamaged`."""
+    try:
+        plan = kept(folder / PLAN)
+    except Damaged as error:
+        if has_committed(folder):
+            raise RunDamaged(
+                f"{error}: how the run is cut into micro-batches is not known",
+                where=str(folder / PLAN),
+                to_do="bring it back from a copy, or remove it: the run goes on, equal to rounding",
+            ) from error
+        tell("warning", {"text": f"{error}; nothing was saved by it: it is made anew"})
+        return None
+    if plan is None and has_committed(folder):
+        tell("warning", {"text": f"{PLAN} is gone: it is made anew, the run goes on equal to rounding, not to the bit"})
+    return plan
 
 
 def _make(

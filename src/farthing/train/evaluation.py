@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from farthing.device_memory import is_out_of_memory
 from farthing.metrics import GREATER_IS_BETTER
-from farthing.model.hardware import is_out_of_memory
+from farthing.model.hardware import free_cached
 from farthing.train.attempt import Attempt
 from farthing.train.evaluate import evaluate
 from farthing.train.step_log import settle
@@ -30,29 +31,36 @@ def evaluate_run(attempt: Attempt) -> None:
 
 
 def _judge(attempt: Attempt, value: float | None) -> bool:
-    """Whether the step is the best so far; counts the patience of early stopping."""
+    """Whether the step is the best so far; counts the patience of early stopping.
+
+    Best is best, by however little; the threshold only says how much better than the best so far counts for the
+    patience (as `EarlyStoppingCallback` of transformers has it). Of equal ones the first is the best.
+    """
     at, train = attempt.progress, attempt.job.train
     greater = train.greater_is_better
     better = GREATER_IS_BETTER[attempt.metric] if greater is None else greater
     gain = None if value is None or at.best_metric is None else (value - at.best_metric) * (1 if better else -1)
-    is_best = value is not None and (gain is None or gain > train.early_stopping_threshold)
+    is_best = value is not None and (gain is None or gain > 0)
+    counts = is_best and (gain is None or gain > train.early_stopping_threshold)
+    at.n_evaluations_without_gain = 0 if counts else at.n_evaluations_without_gain + 1
     if is_best:
-        at.best_metric, at.best_step, at.n_evaluations_without_gain = value, at.step, 0
+        at.best_metric, at.best_step = value, at.step
         attempt.saving.is_due_now = True
-    else:
-        at.n_evaluations_without_gain += 1
     patience = train.early_stopping_patience
     at.stopped_early = patience is not None and at.n_evaluations_without_gain >= patience
     return is_best
 
 
 def _measured(attempt: Attempt) -> dict[str, Any]:
-    """Metrics of the model as it is; half as much at once where memory runs out. Raises `Interrupted`."""
+    """Metrics of the model as it is. Raises `Interrupted`.
+
+    Where memory runs out it is tried once as before, then with half as much at once, down to the longest example.
+    """
     held_out, train = attempt.eval_examples, attempt.job.train
     assert held_out is not None
     longest = int(held_out.tokens.lengths[held_out.indices].max())
     # as much at once as training was seen to have room for
-    most_tokens = min(attempt.steps.most_tokens, train.per_device_eval_batch_size * longest)
+    most_tokens, has_freed = min(attempt.steps.most_tokens, train.per_device_eval_batch_size * longest), False
     while True:
         try:
             return evaluate(
@@ -66,8 +74,11 @@ def _measured(attempt: Attempt) -> dict[str, Any]:
                 should_stop=lambda: bool(attempt.context.notice),
                 progress=lambda done, total: attempt.context.tell("evaluating", {"done": done, "total": total}),
             )
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or most_tokens <= longest:
+        except Exception as error:
+            if not is_out_of_memory(error) or (has_freed and most_tokens <= longest):
                 raise
-        most_tokens = max(longest, most_tokens // 2)
-        attempt.warn(f"out of memory in the evaluation; it begins again with {most_tokens:,} tokens at a time")
+        if has_freed:
+            most_tokens = max(longest, most_tokens // 2)
+            attempt.warn(f"out of memory in the evaluation; it begins again with {most_tokens:,} tokens at a time")
+        free_cached(attempt.numerics.device)
+        has_freed = True

@@ -41,6 +41,8 @@ def begin_behind_frozen_layers(attempt: Attempt, decided: bool | None) -> bool:
         sets.append((attempt.eval_examples.tokens, attempt.eval_examples.indices))
         if sets[0][0] is sets[1][0]:  # one set, divided
             sets = [(sets[0][0], np.concatenate([indices for _, indices in sets]))]
+    if any(attempt.forward.mixes(tokens, indices) for tokens, indices in sets):
+        return False
     if decided is None and (reason := _why_not_keep(attempt, prefix, sets)):
         attempt.context.tell(
             "note", {"text": f"the output of {plural(prefix.n_layers, 'frozen layer')} is not kept: {reason}"}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.optim.adamw import adamw
 from farthing.errors import ModelError
 
 BUCKET_BYTES = 64 << 20  # of gradients whose arrival is waited for together: a few ms of the bus
+ALIGNED_BYTES = 512
 
 
 @dataclass
@@ -63,6 +64,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self._copies: dict[Tensor, _Copy] = {}
         self._down, self._up = (torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2))
 
+    def allocate(self) -> None:
+        """Make copies and state of every weight now, the state all zeros: on the host, whatever the weights' device."""
+        new = [weight for group in self.param_groups for weight in group["params"] if weight not in self._copies]
+        for weight, room in zip(new, _pairs(_host_tensors([w for w in new for _ in range(2)])), strict=True):
+            self._copies[weight] = _Copy(*room)
+        for weight, copy in self._copies.items():
+            if not self.state[weight]:
+                self.state[weight] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(copy.weight, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(copy.weight, memory_format=torch.preserve_format),
+                }
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every weight that has a gradient. The device goes on only when its weights are there."""
@@ -70,6 +84,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.allocate()
         for stream in (self._down, self._up):
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -110,23 +125,13 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def _copy_of(self, weight: Tensor) -> _Copy:
         """Its copy on the host, read again if someone else has written the weight."""
-        copy = self._copies.get(weight)
-        if copy is None:
-            where: dict[str, Any] = {"device": "cpu", "pin_memory": weight.device.type == "cuda"}
-            copy = self._copies[weight] = _Copy(torch.empty_like(weight, **where), torch.empty_like(weight, **where))
+        copy = self._copies[weight]
         if copy.version != weight._version:
             copy.weight.copy_(weight)
         return copy
 
     def _update(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         copies = [self._copies[weight] for weight in weights]
-        for weight, copy in zip(weights, copies, strict=True):
-            if not self.state[weight]:
-                self.state[weight] = {
-                    "step": torch.zeros((), dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(copy.weight),
-                    "exp_avg_sq": torch.zeros_like(copy.weight),
-                }
         step, exp_avg, exp_avg_sq = (
             [self.state[weight][key] for weight in weights] for key in ("step", "exp_avg", "exp_avg_sq")
         )
@@ -154,3 +159,54 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 copy = self._copies[weight]
                 weight.copy_(copy.weight, non_blocking=self._up is not None)
                 copy.version = weight._version
+
+
+# ---- memory of the host ----
+
+
+def _pairs(tensors: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(tensors[::2], tensors[1::2], strict=True)
+
+
+def _host_tensors(weights: list[Tensor]) -> list[Tensor]:
+    """A tensor like each weight on the host; pinned, in common blocks, where the weights are on a GPU."""
+    if not weights or weights[0].device.type != "cuda":
+        return [torch.empty_like(weight, device="cpu") for weight in weights]
+    places, sizes = pack([weight.nbytes for weight in weights])
+    blocks = [torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True) for n_bytes in sizes]
+    return [
+        blocks[place.block][place.start : place.start + weight.nbytes].view(weight.dtype).view(weight.shape)
+        for weight, place in zip(weights, places, strict=True)
+    ]
+
+
+class Place(NamedTuple):
+    """Where a tensor lies: its block, and the first byte there."""
+
+    block: int
+    start: int
+
+
+def pack(sizes: list[int]) -> tuple[list[Place], list[int]]:
+    """(place of each of the tensors of so many bytes, bytes of each block): all of them in few blocks.
+
+    torch rounds a pinned allocation up to a power of two (`CachingHostAllocator`): with one for each matrix up to half of
+    the memory is wasted. Here each block is the largest power of two that what is left can fill.
+    """
+    left = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    needs = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
+    places = [Place(0, 0)] * len(sizes)
+    blocks: list[int] = []
+    while left:
+        largest, total = needs[left[0]], sum(needs[index] for index in left)
+        room = max(1 << max(0, largest - 1).bit_length(), 1 << total.bit_length() - 1 if total else 1)
+        used, later = 0, []
+        for index in left:
+            if used + needs[index] <= room:
+                places[index] = Place(len(blocks), used)
+                used += needs[index]
+            else:
+                later.append(index)
+        blocks.append(room)
+        left = later
+    return places, blocks

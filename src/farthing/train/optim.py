@@ -2,32 +2,60 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from farthing.durability.run_folder import RULES
 from farthing.errors import ModelError, UserMistake
 from farthing.model.load import need_bitsandbytes
 from farthing.train.offload import OffloadedAdamW
 
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay is for, by the rule of transformers' `Trainer`
+    (`get_decay_parameter_names` of version 5): all but those of a `LayerNorm` and those that are called bias or norm.
+
+    By name and not by shape: the magnitudes of DoRA and the `D` of Mamba are decayed, the biases of experts and T5's
+    biases of distances are not, though some of these are matrices.
+    """
+    norms = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm) and name)
+    return {
+        name
+        for name, _ in model.named_parameters()
+        if not name.startswith(norms) and not _UNDECAYED.search(name.lower())
+    }
+
 
 def make_optimizer(
-    model: Any, name: str, *, learning_rate: float, weight_decay: float, betas: tuple[float, float], epsilon: float
+    model: Any,
+    name: str,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    epsilon: float,
+    rules: int = RULES,
 ) -> torch.optim.Optimizer:
-    """An optimizer over the trainable weights. Biases and other vectors are not decayed.
+    """An optimizer over the trainable weights, those that are decayed in a group of their own.
 
+    `rules` are those that the run began under: an old one goes on to decay whatever has two dimensions.
     Raises `HardwareError` for an 8-bit or paged one where bitsandbytes does not work.
     """
-    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    decayed = {n for n, p in trainable.items() if p.ndim >= 2} if rules < 2 else decayed_names(model)
     groups = [
-        {"params": [p for _, p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for _, p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for n, p in trainable.items() if n in decayed], "weight_decay": weight_decay},
+        {"params": [p for n, p in trainable.items() if n not in decayed], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=learning_rate)
+        return torch.optim.SGD(groups, lr=learning_rate, foreach=False)  # decay copies a weight at a time, not all
     adam: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": epsilon}
     if name == "adamw_torch_fused":
         return torch.optim.AdamW(groups, fused=True, **adam)
@@ -46,11 +74,10 @@ def make_optimizer(
     return optimizer
 
 
-def bytes_per_weight(name: str) -> float:
-    """Optimizer state on the device in bytes for each trained weight. Off-loaded, it is the host that needs 16."""
-    if name in ("sgd", "adamw_torch_offload"):
-        return 0.0
-    return 2.0 if "8bit" in name else 8.0
+def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """State that is on a device, in bytes. Off-loaded and paged state is the host's, and does not count on a GPU."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if isinstance(value, Tensor) and value.device.type == device.type)
 
 
 def schedule(name: str, *, n_warmup_steps: int, n_steps: int, learning_rate: float = 1.0) -> Callable[[int], float]:
@@ -104,13 +131,45 @@ def state_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> tu
     return tensors, values
 
 
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state of every weight now, as the first step would: memory that is not there is missed before any step.
+
+    What is there stays as it is. Plain SGD has none.
+    """
+    if isinstance(optimizer, OffloadedAdamW):
+        optimizer.allocate()
+    elif isinstance(optimizer, torch.optim.AdamW):
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                if not optimizer.state[weight]:
+                    where = weight.device if group["fused"] else torch.device("cpu")
+                    optimizer.state[weight] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=where),
+                        "exp_avg": torch.zeros_like(weight, memory_format=torch.preserve_format),
+                        "exp_avg_sq": torch.zeros_like(weight, memory_format=torch.preserve_format),
+                    }
+    elif hasattr(optimizer, "init_state"):  # bitsandbytes: 8 bits, and pages that the driver moves
+        if not optimizer.initialized:
+            optimizer.check_overrides()
+            optimizer.to_gpu()
+            optimizer.initialized = True
+        for at, group in enumerate(optimizer.param_groups):
+            for within, weight in enumerate(group["params"]):
+                if not optimizer.state[weight]:
+                    optimizer.init_state(group, weight, at, within)
+
+
 def load_state(
     optimizer: torch.optim.Optimizer,
     parameters: Iterable[tuple[str, Tensor]],
     tensors: dict[str, Tensor],
     values: dict[str, Any],
 ) -> None:
-    """Put saved state back, tensor for tensor, in the dtypes it was saved in."""
+    """Put saved state back, tensor for tensor, in the dtypes it was saved in.
+
+    It is copied into the state that is there: paged state stays in pages, off-loaded state never comes near the weight's
+    device, and nothing is in memory twice.
+    """
     by_name: dict[str, dict[str, Any]] = {}
     for place, value in [*tensors.items(), *values.items()]:
         name, _, key = place.rpartition("|")
@@ -119,18 +178,24 @@ def load_state(
     strange = set(by_name) - set(known)
     if strange:
         raise ModelError(f"the checkpoint's optimizer knows weights that this model has not, e.g. {sorted(strange)[0]}")
-    optimizer.state.clear()
+    for name in set(known) - set(by_name):  # saved before it had a gradient
+        optimizer.state.pop(known[name], None)
+    allocate_state(optimizer)
     for name, state in by_name.items():
         parameter = known[name]
-        optimizer.state[parameter] = {
-            # the step counter stays where the optimizer keeps it: on the CPU, but beside the weight when fused;
-            # off-loaded state never comes near the weight, whose device has no room for it
-            key: _beside(value, parameter, optimizer, key) if isinstance(value, Tensor) else value
-            for key, value in state.items()
-        }
+        own = optimizer.state[parameter]
+        for key, value in state.items():
+            there = own.get(key)
+            if not isinstance(value, Tensor):
+                own[key] = value
+            elif isinstance(there, Tensor) and (there.shape, there.dtype) == (value.shape, value.dtype):
+                there.copy_(value)
+            else:
+                own[key] = _beside(value, parameter, optimizer, key)
 
 
 def _beside(value: Tensor, parameter: Tensor, optimizer: torch.optim.Optimizer, key: str) -> Tensor:
+    """A copy where this optimizer keeps such state: the counter of steps on the CPU, but beside the weight when fused."""
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     stays_on_cpu = getattr(optimizer, "keeps_state_on_host", False) or (key == "step" and not is_fused)
     return value.clone() if stays_on_cpu else value.to(parameter.device, copy=True)

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from farthing.data.batches import Batches
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.train.attempt import Attempt
+from farthing.train.setup import Examples
+
+LOOKED_AT_STEPS = 64  # of a run, before its first: whether they have several micro-batches
 
 
 def share_beginnings(attempt: Attempt, decided: int | None) -> int:
@@ -43,5 +47,15 @@ def share_beginnings(attempt: Attempt, decided: int | None) -> int:
 
 def _need_of(attempt: Attempt, most_tokens: int) -> MemoryNeed:
     """The memory of this run with larger micro-batches than those it was judged by."""
-    activations = attempt.memory.activations_bytes * most_tokens // attempt.steps.most_tokens
-    return replace(attempt.memory, activations_bytes=activations)
+    n_steps = attempt.n_steps
+    gradients = replace(
+        attempt.memory.gradients,
+        accumulate=accumulates(attempt.train_examples, attempt.batches, n_steps, most_tokens),
+    )
+    return replace(attempt.memory, n_tokens=most_tokens, gradients=gradients)
+
+
+def accumulates(examples: Examples, batches: Batches, n_steps: int, most_tokens: int) -> bool:
+    """Whether a step may have several micro-batches of so many tokens, by the first steps."""
+    lengths, steps = examples.tokens.lengths, range(min(n_steps, LOOKED_AT_STEPS))
+    return any(int(lengths[batches.examples_of(step)].sum()) > most_tokens for step in steps)

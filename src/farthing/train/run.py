@@ -11,6 +11,7 @@ import contextlib
 import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +19,61 @@ import torch
 import transformers
 
 from farthing.config.job import Job
+from farthing.data.tokens import notes_of
+from farthing.device_memory import is_out_of_memory, is_out_of_resources
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
-from farthing.durability.files import make_private, only_writer, write_json
+from farthing.durability.exported import damage_of, set_aside
+from farthing.durability.files import only_writer, write_json
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
+from farthing.durability.opening import Opened, opened
 from farthing.durability.preemption import Notice
 from farthing.durability.replica import Mirror, open_mirror
-from farthing.durability.run_folder import JOB, LEDGER, RUN, claim, is_finished
+from farthing.durability.run_folder import (
+    DATA_NOTES,
+    LEDGER,
+    MODEL,
+    RUN,
+    claim,
+    is_finished,
+    keep,
+    keep_job,
+    mend,
+    rules_of,
+    same_examples,
+    unclaim,
+)
 from farthing.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_LIMIT,
+    FarthingError,
+    HardwareError,
     Interrupted,
     NoSpace,
     OutOfMemory,
     UserMistake,
 )
+from farthing.export import write_card
 from farthing.model.hardware import (
     Numerics,
     choose_numerics,
     device_name,
     hardware_key,
-    is_out_of_memory,
+    in_words,
     taken_bytes,
 )
-from farthing.model.load import quiet_libraries
+from farthing.model.load import left_out_loss, quiet_libraries
 from farthing.planner.lengths import from_token_set
+from farthing.planner.software import fp16_risk
 from farthing.report.receipt import leave_receipt
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
 from farthing.train.autotune import as_probed, is_worth_it, keep_setting, probe_run, subject_of
 from farthing.train.budget import over_limit, seconds_left, why_not_start
 from farthing.train.estimate import promised
+from farthing.train.finished import STAMPS, stamps_of
 from farthing.train.frozen import begin_behind_frozen_layers
+from farthing.train.identity import former_names
 from farthing.train.loop import loop, note_news
 from farthing.train.measure import leave_measured
 from farthing.train.prefix_budget import share_beginnings
@@ -60,6 +84,7 @@ from farthing.train.setup import (
     Tell,
     build_model,
     check_extras,
+    examples_sha256,
     open_examples,
     open_inputs,
 )
@@ -84,94 +109,151 @@ class Outcome:
         return {"finished": EXIT_FINISHED, "limit": EXIT_LIMIT, "interrupted": EXIT_INTERRUPTED}[self.state]
 
 
-def train(job: Job, tell: Tell, *, allow_restart: bool = False) -> Outcome:
+def train(job: Job, tell: Tell, *, allow_restart: bool = False, begun: Opened | None = None) -> Outcome:
     """Start, continue or find finished the run of `job` in its `output_dir`.
 
+    `begun` where the attempt is on the bill already, before this module was imported; who has opened it closes it.
     Raises `FarthingError`s in words; whatever was committed before stays valid.
     """
-    meter = Meter(already_s=seconds_since_process_start())
     quiet_libraries()
-    folder = Path(job.output_dir)
-    try:
-        make_private(folder)
-    except OSError as error:
-        raise UserMistake(
-            f"the run folder can't be made: {error.strerror}", where=str(folder), to_do="choose another output_dir"
-        ) from error
-    with (
-        only_writer(folder),
-        Notice() as notice,
-        watched(job, notice),
-        tracked(tell, job.train.report_to, folder) as tell,
-    ):
-        mirror = open_mirror(
-            job.output_store, folder, job.train.save_total_limit, lambda text: tell("warning", {"text": text})
-        )
-        if mirror is not None:
-            with meter.span("restore"):
-                step = mirror.bring_back(allow_restart, lambda: bool(notice))
-            if step is not None:
-                tell("note", {"text": f"step {step} was brought back from {job.output_store}"})
-        try:
-            ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
-            ledger.write("starting")
-            ledger.keep_beating()
-        except OSError as error:
-            raise NoSpace(
-                f"the run folder can't be written: {error.strerror}", where=str(folder), to_do="make room there"
-            ) from error
+    with contextlib.ExitStack() as stack:
+        if begun is None:
+            begun = stack.enter_context(opened(Path(job.output_dir), job.usd_per_hour))
+        folder, meter, ledger = begun.folder, begun.meter, begun.ledger
+        notice = stack.enter_context(Notice())
+        stack.enter_context(watched(job, notice))
+        tell = stack.enter_context(tracked(tell, job.train.report_to, folder))
+        warn = partial(_warn, tell)
+        mend(folder, warn)
+        replica = open_mirror(job.output_store, folder, job.train.save_total_limit, warn)
+        context = Context(folder, "", meter, ledger, notice, tell, replica)
+        if replica is not None:
+            _bring_back(job, context, allow_restart)
+        if damage := begun.damage_in_words():
+            warn(damage)
         state = "failed"
         try:
-            state, reason = _train(job, folder, meter, ledger, notice, tell, allow_restart, mirror)
+            with errors_in_words(folder):
+                state, reason = _train(job, begun, context, allow_restart)
         except Interrupted as error:
             state, reason = "interrupted", notice.reason or error.what
-        except OSError as error:
-            if error.errno not in DISK_TROUBLE:
-                raise
-            raise NoSpace(
-                f"the disk fails: {error.strerror}; what was saved is whole",
-                where=str(error.filename or folder),
-                to_do="make room or mend the disk, then run the same command again",
-            ) from error
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemory(
-                f"the device has no memory left: {(str(error).splitlines() or [''])[0][:200]}",
-                where=str(folder),
-                to_do="even one example at a time, every layer computed again, is too much: lower data.max_length, or use"
-                " method: qlora or a larger GPU",
-            ) from error
+        except UserMistake:
+            with contextlib.suppress(OSError):
+                unclaim(folder)
+            raise
         finally:
             with contextlib.suppress(OSError):  # a full disk must not hide the error that is on its way
                 note_news(notice, ledger)
                 ledger.end(state)
             if state == "failed":
-                end_mirror(mirror, meter, ledger, notice)
-                with contextlib.suppress(OSError):
-                    ledger.close()
-        try:
+                end_mirror(replica, meter, ledger, notice)
+        receipt = leave_receipt(folder)
+        if replica is not None:
+            replica.offer_last_words()
+            end_mirror(replica, meter, ledger, notice)
             receipt = leave_receipt(folder)
-            if mirror is not None:
-                mirror.offer_last_words()
-                end_mirror(mirror, meter, ledger, notice)
-                receipt = leave_receipt(folder)
-        finally:
-            ledger.close()
+        with contextlib.suppress(OSError):  # a full disk: the receipt is there
+            write_card(folder, receipt)
         return Outcome(state, reason, receipt)
 
 
-def _train(
-    job: Job,
-    folder: Path,
-    meter: Meter,
-    ledger: Ledger,
-    notice: Notice,
-    tell: Tell,
-    allow_restart: bool,
-    mirror: Mirror | None,
-) -> tuple[str, str]:
-    numerics, inputs = _identify(job, meter)
+def _bring_back(job: Job, context: Context, allow_restart: bool) -> None:
+    """What the store has and this disk has not."""
+    assert context.replica is not None
+    with context.meter.span("restore"):
+        step = context.replica.bring_back(allow_restart, lambda: bool(context.notice))
+    context.ledger.read_again()
+    if step is not None:
+        context.tell("note", {"text": f"step {step} was brought back from {job.output_store}"})
+
+
+@contextlib.contextmanager
+def errors_in_words(folder: Path) -> Iterator[None]:
+    """Within the block what disks, memory and kernels refuse is raised as a `FarthingError`."""
+    try:
+        yield
+    except (FarthingError, Interrupted):
+        raise
+    except OSError as error:
+        if is_out_of_memory(error):
+            raise OutOfMemory(
+                f"the machine has no memory left: {error.strerror}",
+                where=str(folder),
+                to_do="end what else runs here, or use a machine with more main memory; the same command goes on",
+            ) from error
+        if error.errno not in DISK_TROUBLE:
+            raise
+        raise NoSpace(
+            f"the disk fails: {error.strerror}; what was saved is whole",
+            where=str(error.filename or folder),
+            to_do="make room or mend the disk, then run the same command again",
+        ) from error
+    except Exception as error:
+        if refused := in_words(error):
+            raise refused from error
+        if is_out_of_resources(error):
+            raise HardwareError(
+                f"a kernel does not fit on this GPU: {_first_line(error)}",
+                where="train.use_liger_kernel, train.torch_compile, model.attn_implementation",
+                to_do="set the first two to false and the third to sdpa",
+            ) from error
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            f"the device has no memory left: {_first_line(error)}",
+            where=str(folder),
+            to_do="even one example at a time, every layer computed again, is too much: lower data.max_length, or use"
+            " method: qlora or a larger GPU",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tuple[str, str]:
+    """(state, reason) of an attempt that is let in."""
+    folder, meter, ledger, tell = context.folder, context.meter, context.ledger, context.tell
+    begun.refuse_forgotten(allow_restart=allow_restart)
+    stamps = stamps_of(job)  # as they are before anything is read
+    numerics, inputs = _identify(job, meter, tell)
+    run_facts = _claim(job, context, numerics, inputs, allow_restart)
+    context.run_id, begun.is_accepted = run_facts["run_id"], True
+    keep_job(folder, job.model_dump(mode="json"), run_facts)
+    was_finished, is_cleared = is_finished(folder), clear_damaged_model(folder, tell)
+    if was_finished and not is_cleared:
+        ledger.withdraw()
+        return "finished", "it was finished already; nothing was trained"
+    if rules_of(folder) < 2 and (key := left_out_loss(inputs.config, job.task)):
+        _warn(tell, f"`{key}` in the model's config.json is left out of the loss, as it was when this run began;"
+                    " new runs refuse it")  # fmt: skip
+    if reason := why_not_start(job, folder, ledger):
+        return "limit", reason
+    if ledger.clock_back_s > 60 and job.limits.deadline is not None:
+        _warn(tell, f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
+                    " the deadline is where this clock has it")  # fmt: skip
+    attempt = _open(job, context, inputs, numerics)
+    run_facts = same_examples(folder, run_facts, examples_sha256(attempt.train_examples, attempt.eval_examples))
+    meter.enter("restore")
+    tell("working", {"on": "looking for a checkpoint"})
+    restore(attempt, allow_restart)
+    if was_finished or over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
+        return loop(attempt)
+    _decide(attempt, run_facts)
+    say_what_was_decided(attempt)
+    meter.enter("idle")
+    _offer(attempt)
+    state, reason = loop(attempt)
+    if state == "finished":
+        keep(folder / RUN, {**run_facts, "finished": True, "sealed": True, STAMPS: stamps})
+    _offer(attempt, with_model=True)
+    _wait_for_replica(context, state)
+    leave_measured(attempt)
+    return state, reason
+
+
+def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow_restart: bool) -> dict[str, Any]:
+    """What the folder's run says of itself, which is this one. Raises `RunChanged`, `RunDamaged`."""
     machine = {
         "device": device_name(numerics.device),
         "precision": numerics.name,
@@ -179,38 +261,14 @@ def _train(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    run_facts = claim(folder, inputs.identity, machine, lambda text: tell("warning", {"text": text}))
-    write_json(folder / JOB, job.model_dump(mode="json"))
-    if is_finished(folder):
-        return "finished", "it was finished already; nothing was trained"
-    if reason := why_not_start(job, folder, ledger):
-        return "limit", reason
-    if ledger.clock_back_s > 60 and job.limits.deadline is not None:
-        tell("warning", {"text": f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
-                         " the deadline is where this clock has it"})  # fmt: skip
-    context = Context(folder, run_facts["run_id"], meter, ledger, notice, tell, mirror)
-    attempt = _open(job, context, inputs, numerics)
-    meter.enter("restore")
-    tell("working", {"on": "looking for a checkpoint"})
-    restore(attempt, allow_restart)
-    if over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
-        return loop(attempt)
-    _decide(attempt, run_facts)
-    say_what_was_decided(attempt)
-    meter.enter("idle")
-    if mirror is not None:
-        _offer(attempt)
-    state, reason = loop(attempt)
-    if state == "finished":
-        write_json(folder / RUN, {**run_facts, "finished": True})
-    if mirror is not None:
-        _offer(attempt, with_model=True)
-        with meter.span("checkpoint"):
-            leaves_in_s = notice.patience_s(mirror.pace.leave_s, mirror.pace.finish_s)
-            mirror.wait(leaves_in_s if state == "interrupted" else mirror.pace.finish_s)
-        mirror.check()
-    leave_measured(attempt)
-    return state, reason
+    return claim(
+        context.folder,
+        inputs.identity,
+        machine,
+        partial(_warn, context.tell),
+        former=former_names(job, inputs.choice, inputs.config, inputs.identity),
+        allow_restart=allow_restart,
+    )
 
 
 def _decide(attempt: Attempt, run_facts: dict[str, Any]) -> None:
@@ -218,11 +276,14 @@ def _decide(attempt: Attempt, run_facts: dict[str, Any]) -> None:
     context, job = attempt.context, attempt.job
     with context.meter.span("prefix"):
         keeps = begin_behind_frozen_layers(attempt, run_facts.get("keeps_frozen_output"))
-    shares = share_beginnings(attempt, run_facts.get("shares_beginnings"))
-    decided = {"keeps_frozen_output": keeps, "shares_beginnings": shares}
+    decided = {
+        "keeps_frozen_output": keeps,
+        "shares_beginnings": share_beginnings(attempt, run_facts.get("shares_beginnings")),
+        "steps_per_epoch": attempt.batches.steps_per_epoch,
+    }
     if run_facts | decided != run_facts:
         run_facts |= decided
-        write_json(context.folder / RUN, run_facts)
+        keep(context.folder / RUN, run_facts)
     left_s, exact = seconds_left(job, context.ledger), job.train.full_determinism
     if attempt.progress.step == 0 and is_worth_it(job, attempt.promise, is_deterministic=exact, left_s=left_s):
         with context.meter.span("probe"):
@@ -234,8 +295,33 @@ def _decide(attempt: Attempt, run_facts: dict[str, Any]) -> None:
 def _offer(attempt: Attempt, *, with_model: bool = False) -> None:
     """Offer the store what is needed to go on from where the run is."""
     at, replica = attempt.progress, attempt.context.replica
-    assert replica is not None
-    replica.offer(at.step, attempt.checkpoints.to_go_on(at.step, at.best_step), with_model=with_model)
+    if replica is not None:
+        replica.offer(at.step, attempt.checkpoints.to_go_on(at.step, at.best_step), with_model=with_model)
+
+
+def _wait_for_replica(context: Context, state: str) -> None:
+    """Until the copies are made, not longer than until the machine goes. Raises what has made the copying end."""
+    replica, notice = context.replica, context.notice
+    if replica is not None:
+        with context.meter.span("checkpoint"):
+            leaves_in_s = notice.patience_s(replica.pace.leave_s, replica.pace.finish_s)
+            replica.wait(leaves_in_s if state == "interrupted" else replica.pace.finish_s)
+        replica.check()
+
+
+def clear_damaged_model(folder: Path, tell: Tell) -> bool:
+    """Set an exported model aside that is not what was written, aloud; whether it was so."""
+    damage = damage_of(folder)
+    if damage is None:
+        return False
+    aside = set_aside(folder / MODEL)
+    text = f"the exported model is damaged ({damage}): set aside as {aside.name}, and written again from the checkpoint"
+    tell("warning", {"text": text})
+    return True
+
+
+def _warn(tell: Tell, text: str) -> None:
+    tell("warning", {"text": text})
 
 
 def end_mirror(mirror: Mirror | None, meter: Meter, ledger: Ledger, notice: Notice) -> None:
@@ -266,14 +352,13 @@ def watched(job: Job, notice: Notice) -> Iterator[None]:
         watch.stop()
 
 
-def _identify(job: Job, meter: Meter) -> tuple[Numerics, Inputs]:
+def _identify(job: Job, meter: Meter, tell: Tell) -> tuple[Numerics, Inputs]:
     """What a run computes in and starts from; cheap, and what is wrong is found here."""
-    numerics = choose_numerics(
-        job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
-    )
-    check_extras(job)
+    asked = job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
+    check_extras(job, choose_numerics(*asked).device.type)
     meter.enter("tokenize")
-    return numerics, open_inputs(job)
+    inputs = open_inputs(job, tell)
+    return choose_numerics(*asked, fp16_risk(inputs.config.to_dict())), inputs
 
 
 def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics) -> Attempt:
@@ -285,6 +370,9 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics) -> Att
         if job.task != "classification":  # whose head waits for the labels; else the model is read meanwhile
             loading = stack.enter_context(Meanwhile(lambda: build_model(job, inputs, numerics, ())))
         examples, held_out = open_examples(job, inputs, tell, lambda: bool(notice))
+        sets = [each.tokens for each in (examples, held_out) if each is not None]
+        notes = list(dict.fromkeys(note for each in sets for note in notes_of(each.facts)))
+        write_json(context.folder / DATA_NOTES, notes)
         promise = promised(job, context.folder, inputs, numerics, examples, held_out, tell)
         lengths = from_token_set(examples.tokens, examples.indices, job.task, source="")
         subject = subject_of(job, inputs.config, lengths, numerics.name, hardware_key(numerics.device))
@@ -306,7 +394,7 @@ def opened_attempt(job: Job, tell: Tell) -> Iterator[Attempt]:
     quiet_libraries()
     with only_writer(folder), Notice() as notice:
         ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
-        numerics, inputs = _identify(job, meter)
+        numerics, inputs = _identify(job, meter, tell)
         attempt = _open(job, Context(folder, "probe", meter, ledger, notice, tell), inputs, numerics)
         restore(attempt, allow_restart=False)
         with contextlib.closing(attempt.steps):

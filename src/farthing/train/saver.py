@@ -11,14 +11,14 @@ from typing import Any
 
 from farthing.durability.checkpoint import SaveResult, n_bytes_of
 from farthing.durability.files import Damaged
-from farthing.durability.run_folder import MODEL
+from farthing.durability.run_folder import LOG, MODEL
 from farthing.errors import NoSpace, RunDamaged
 from farthing.export import export_model
 from farthing.model.adapters import put_back, trained_tensors
 from farthing.report.receipt import build_receipt
 from farthing.train.attempt import Attempt
 from farthing.train.step_log import settle
-from farthing.units import say_bytes
+from farthing.units import plural, say_bytes
 
 
 def restore(attempt: Attempt, allow_restart: bool) -> None:
@@ -43,16 +43,31 @@ def restore(attempt: Attempt, allow_restart: bool) -> None:
         attempt.context.tell("restored", {"step": step, "n_steps": attempt.n_steps, "attempt": ledger.number})
     elif ledger.number > 1:
         attempt.context.tell("note", {"text": "an earlier attempt left no checkpoint: starting at step 0"})
-    attempt.log.keep(
-        lambda row: row.get("step", 0) <= at.step and ("metrics" not in row or row["step"] <= at.evaluated_step)
-    )
+    _keep_log(attempt)
     refuse_small_disk(attempt)
     ledger.begin_at(at.step)
 
 
+def _keep_log(attempt: Attempt) -> None:
+    """Drop the log's lines of steps that are taken again; warn of damaged ones, and of steps that it does not have."""
+    at, steps = attempt.progress, set[int]()
+
+    def is_kept(row: dict[str, Any]) -> bool:
+        step = row.get("step", 0)
+        if "examples" in row and 0 < step <= at.step:
+            steps.add(step)
+        return step <= at.step and ("metrics" not in row or step <= at.evaluated_step)
+
+    attempt.log.keep(is_kept)
+    if n_damaged := len(attempt.log.damaged):
+        attempt.warn(f"{plural(n_damaged, 'line')} of {LOG} {'is' if n_damaged == 1 else 'are'} damaged: left out")
+    if n_lost := at.step - len(steps):
+        attempt.warn(f"{LOG} lacks {n_lost} of the {plural(at.step, 'step')} so far; the result is not touched by it")
+
+
 def refuse_small_disk(attempt: Attempt) -> None:
     """Raises `NoSpace` where checkpoints and model would not fit."""
-    state_bytes = n_bytes_of(attempt.state) * (3 if attempt.progress.step == 0 else 1)  # the optimizer has no state yet
+    state_bytes = n_bytes_of(attempt.state)
     n_aside = 2 if attempt.context.replica is not None else 0  # one that is being sent, and the next
     need = state_bytes * (attempt.job.train.save_total_limit + 2 + n_aside)
     free = shutil.disk_usage(attempt.context.folder).free
@@ -85,6 +100,19 @@ def save(attempt: Attempt) -> None:
         saving.took_s = meter.wall_s - started_s
         attempt.context.ledger.held_up_by_save(saving.took_s)
     saving.at_s, saving.mark, saving.is_due_now = meter.wall_s, _mark(attempt), False
+
+
+def wait_for_copies(attempt: Attempt) -> None:
+    """Until weights and state may change: what a checkpoint still copies from a GPU would be of two steps."""
+    checkpoints, meter = attempt.checkpoints, attempt.context.meter
+    if not checkpoints.is_copying:
+        return
+    with meter.span("checkpoint"):
+        started_s = meter.wall_s
+        checkpoints.wait_until_copied()
+        waited_s = meter.wall_s - started_s
+        attempt.saving.took_s += waited_s
+        attempt.context.ledger.held_up_by_save(waited_s, n_saves=0)
 
 
 def save_last(attempt: Attempt) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from farthing.durability.files import parse_json, write_json
+from farthing.durability.files import Damaged
+from farthing.durability.run_folder import has_committed, keep, kept
 from farthing.errors import RunDamaged
 
 MARGIN = 0.03  # of what is left is not planned for: the pace is a mean
@@ -74,20 +75,27 @@ def settled_fit(fit: Fit, left_s: float, step_s: float | None, at_the_end_s: flo
 
 def keep_fit(path: Path, fit: Fit) -> Fit:
     """Write the fit down, before a step is taken by it."""
-    write_json(path, {"kind": "farthing schedule", **asdict(fit)})
+    keep(path, {"kind": "farthing schedule", **asdict(fit)})
     return fit
 
 
 def kept_fit(path: Path) -> Fit | None:
-    """The fit of earlier attempts; None before the first. Raises `RunDamaged`: another number would be another run."""
-    if not path.exists():
-        return None
+    """The fit of earlier attempts; None before the first, or while nothing was saved by it.
+
+    Raises `RunDamaged`: another number would be another run.
+    """
+    why = f"{path.name} is gone, which has the schedule that was fitted"
     try:
-        values = parse_json(path.read_text(encoding="utf-8"))
-        return Fit(**{name: values[name] for name in Fit.__dataclass_fields__})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunDamaged(
-            f"the schedule that was fitted can't be read ({type(error).__name__})",
-            where=str(path),
-            to_do="bring it back from a copy, or give the job another output_dir",
-        ) from error
+        values = kept(path)
+        if values is not None:
+            return Fit(**{name: values[name] for name in Fit.__dataclass_fields__})
+        if not has_committed(path.parent):
+            return None
+    except Damaged as error:
+        why = str(error)
+    except (KeyError, TypeError):
+        why = f"{path.name} holds something else than a schedule"
+    if not has_committed(path.parent):
+        return None
+    to_do = "bring it back from a copy, or give the job another output_dir"
+    raise RunDamaged(why, where=str(path), to_do=to_do)

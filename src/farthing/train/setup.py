@@ -6,9 +6,10 @@ Cheap checks come before dear ones: a wrong name or a changed file is found befo
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -18,13 +19,15 @@ from numpy.typing import NDArray
 
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
+from farthing.data.chat import TEXT_VERSION, asks_for_the_date
 from farthing.data.read import Source, open_sources
-from farthing.data.tokens import Recipe, TokenSet, tokenize, tokenizer_sha256
-from farthing.errors import DataError
-from farthing.model.activation_checkpointing import MemoryNeed, choose_checkpointing
-from farthing.model.adapters import Adapter, add_adapter, count_parameters
+from farthing.data.tokens import Recipe, TokenSet, notes_of, tokenize
+from farthing.durability.run_folder import RULES, began, rules_of
+from farthing.errors import DataError, HardwareError
+from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
+from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.forward import Forward
-from farthing.model.hardware import Numerics, free_bytes
+from farthing.model.hardware import Numerics, why_not_deterministic
 from farthing.model.load import (
     ModelChoice,
     check_fits,
@@ -32,11 +35,16 @@ from farthing.model.load import (
     load_model,
     load_tokenizer,
     max_positions,
-    model_sha256,
     need_bitsandbytes,
+    refuse_left_out_loss,
+    set_languages,
+    speak,
 )
-from farthing.planner.lengths import note_token_set
-from farthing.train.optim import bytes_per_weight, make_optimizer
+from farthing.planner.job_lengths import note_token_set
+from farthing.train.identity import identity_of
+from farthing.train.optim import make_optimizer, state_bytes
+from farthing.train.update_guard import update_bytes
+from farthing.units import plural
 
 T = TypeVar("T")
 Tell = Callable[[str, dict[str, Any]], None]
@@ -69,7 +77,14 @@ class Inputs:
 
     @property
     def pad_id(self) -> int:
-        """The token that fills a batch; its positions are masked, so any will do."""
+        """The token that fills a batch; its positions are masked, so any will do.
+
+        But for classification, where some models look for the last token that is not what their own config calls padding.
+        """
+        text_config = self.config.get_text_config()
+        own = getattr(text_config, "pad_token_id", None) if self.recipe.task == "classification" else None
+        if own is not None and 0 <= own < text_config.vocab_size:
+            return int(own)
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return int(token)
@@ -89,19 +104,33 @@ class Examples:
         return len(self.indices)
 
 
-def check_extras(job: Job) -> None:
-    """Refuse what needs bitsandbytes where it does not work, before anything else is done. Raises `HardwareError`."""
+def check_extras(job: Job, device: str) -> None:
+    """Refuse what can't work on this machine before anything else is done. Raises `HardwareError`.
+
+    That is what needs bitsandbytes where it does not work, and on CUDA what can't be deterministic where that is asked for.
+    """
+    if job.train.full_determinism and device == "cuda":
+        why_not = why_not_deterministic(job.model.attn_implementation, job.train.torch_compile)
+        if why_not:
+            raise HardwareError(
+                f"full_determinism can't be kept with {why_not}",
+                where="train.full_determinism",
+                to_do="leave one of the two out",
+            )
     if job.method.name == "qlora":
         need_bitsandbytes("method: qlora")
     if "8bit" in job.train.optim or "paged" in job.train.optim:
         need_bitsandbytes(f"optim: {job.train.optim}")
 
 
-def open_inputs(job: Job) -> Inputs:
-    """Find and identify model, tokenizer and data. Raises `ModelError`, `DataError`."""
+def open_inputs(job: Job, tell: Tell = lambda kind, facts: None) -> Inputs:
+    """Find and identify model, tokenizer and data, telling how far it has read. Raises `ModelError`, `DataError`."""
     choice = model_choice(job)
     config = load_config(choice)
-    tokenizer = load_tokenizer(choice, job.data.chat_template)
+    if rules_of(Path(job.output_dir)) > 1:
+        refuse_left_out_loss(config, job.task, choice.name)
+    day, text_version = began(Path(job.output_dir), TEXT_VERSION)
+    tokenizer = load_tokenizer(choice, job.data.chat_template, text_version)
     limits = [n for n in (max_positions(config), tokenizer.model_max_length) if n]
     max_length = job.data.max_length or min([job.max_length, *limits])
     data = job.data
@@ -109,6 +138,7 @@ def open_inputs(job: Job) -> Inputs:
     if job.task == "seq2seq":
         lengths["data.max_target_length"] = data.max_target_length
     check_fits(config, tokenizer, lengths, choice.name)
+    source_lang, target_lang = set_languages(tokenizer, job.task, data.source_lang, data.target_lang, text_version)
     recipe = Recipe(
         task=job.task,
         max_length=max_length,
@@ -118,19 +148,21 @@ def open_inputs(job: Job) -> Inputs:
         columns=dict(data.columns),
         label_map=dict(data.label_map),
         max_bad_rows=data.max_bad_rows,
+        source_lang=source_lang,
+        target_lang=target_lang,
+        date=day if job.task == "causal-lm" and asks_for_the_date(tokenizer.chat_template) else "",
+        version=text_version,
     )
     cache_dir = Path(job.cache_dir or ".")
-    opened = {"cache_dir": cache_dir, "config_name": data.dataset_config_name}
+    opened = {
+        "cache_dir": cache_dir,
+        "config_name": data.dataset_config_name,
+        "progress": lambda what, done, total: tell("reading", {"what": what, "done_bytes": done, "total_bytes": total}),
+        "warn": lambda text: tell("warning", {"text": text}),
+    }
     train_sources = open_sources(data.train, split=data.train_split, **opened)  # type: ignore[arg-type]
     eval_sources = open_sources(data.eval, split=data.eval_split, **opened) if data.eval else []  # type: ignore[arg-type]
-    identity = {
-        **job.identity(),
-        "data.train (content)": [source.sha256 for source in train_sources],
-        "data.eval (content)": [source.sha256 for source in eval_sources],
-        "tokenizer (content)": tokenizer_sha256(tokenizer),
-        "model (content)": model_sha256(choice, config),
-        **{f"tokenization.{key}": value for key, value in asdict(recipe).items() if key != "label_names"},
-    }
+    identity = identity_of(job, choice, config, tokenizer, train_sources, eval_sources, recipe)
     return Inputs(choice, config, tokenizer, train_sources, eval_sources, recipe, identity)
 
 
@@ -141,28 +173,34 @@ def open_examples(
     cache_dir = Path(job.cache_dir or ".")
     n_chunks = 0
 
-    def progress(rows: int, n_tokens: int) -> None:
-        nonlocal n_chunks
-        n_chunks += 1
-        tell("tokenizing", {"rows": rows, "tokens": n_tokens})
-
     def tokens_of(role: str, sources: list[Source], recipe: Recipe) -> TokenSet:
-        tokens = tokenize(sources, inputs.tokenizer, recipe, cache_dir, progress=progress, should_stop=should_stop)
+        def progress(rows: int, n_tokens: int, share: float) -> None:
+            nonlocal n_chunks
+            n_chunks += 1
+            tell("tokenizing", {"role": role, "rows": rows, "tokens": n_tokens, "share": share})
+
+        def warn(text: str) -> None:
+            tell("warning", {"text": text})
+
+        tokens = tokenize(
+            sources, inputs.tokenizer, recipe, cache_dir, progress=progress, should_stop=should_stop, warn=warn
+        )
         with contextlib.suppress(OSError):  # a plan would have to do without
             note_token_set(job, role, inputs.train_sources, inputs.eval_sources, tokens.folder, cache_dir=cache_dir)
         return tokens
 
     train_tokens = tokens_of("train", inputs.train_sources, inputs.recipe)
-    tell("data", {"role": "train", **_without_rows(train_tokens.facts)})
+    _tell_data("train", train_tokens, tell)
     train = np.arange(len(train_tokens))
     held_out: Examples | None = None
     if inputs.eval_sources:
-        recipe = Recipe(**{**asdict(inputs.recipe), "label_names": train_tokens.label_names})
+        recipe = replace(inputs.recipe, label_names=train_tokens.label_names)
         eval_tokens = tokens_of("eval", inputs.eval_sources, recipe)
-        tell("data", {"role": "eval", **_without_rows(eval_tokens.facts)})
+        _tell_data("eval", eval_tokens, tell)
         held_out = Examples(eval_tokens, np.arange(len(eval_tokens)))
     elif job.data.eval_fraction > 0:
-        train, chosen = split_by_input(train_tokens.groups, job.data.eval_fraction, job.train.seed)
+        groups, inputs_of_all = train_tokens.groups, train_tokens.inputs
+        train, chosen = split_by_input(groups, job.data.eval_fraction, job.train.seed, inputs_of_all)
         if len(chosen) == 0:
             raise DataError(
                 "too few distinct inputs to hold any out for evaluation",
@@ -177,8 +215,25 @@ def open_examples(
     return train_examples, held_out
 
 
-def _without_rows(facts: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in facts.items() if key != "files"}
+def _tell_data(role: str, tokens: TokenSet, tell: Tell) -> None:
+    facts = {key: value for key, value in tokens.facts.items() if key != "files"}
+    tell("data", {"role": role, **facts, "notes": list(notes_of(facts))})
+    if n_turns := facts.get("n_unlearned_turns", 0):
+        text = (
+            f"{plural(n_turns, 'assistant turn')} of the {role} data are context and not learned: the chat template shows"
+            " them in another form once the chat goes on (a template with {% generation %} marks learns them)"
+        )
+        tell("warning", {"text": text})
+
+
+def examples_sha256(train: Examples, held_out: Examples | None) -> str:
+    """Identity of what a run reads: the tokens and targets of its examples, and which of them are held out."""
+    digest = hashlib.sha256()
+    for examples in (train, held_out):
+        if examples is not None:
+            digest.update(examples.tokens.content_sha256.encode())
+            digest.update(np.ascontiguousarray(examples.indices, dtype=np.int64).tobytes())
+    return digest.hexdigest()
 
 
 def _say_unseen_labels(train: Examples, held_out: Examples, tell: Tell) -> None:
@@ -243,6 +298,8 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
         quantize_on=numerics.device if quantize else None,
         unquantized=method.modules_to_save,
     )
+    if inputs.recipe.target_lang:
+        speak(model, inputs.tokenizer, inputs.recipe.target_lang)
     if method.name != "full":
         adapter = Adapter(
             method.lora_r,
@@ -260,8 +317,8 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
     return model
 
 
-def build_optimizer(job: Job, model: Any) -> torch.optim.Optimizer:
-    """The job's optimizer over the trained weights."""
+def build_optimizer(job: Job, model: Any, rules: int = RULES) -> torch.optim.Optimizer:
+    """The job's optimizer over the trained weights, by the `rules` that the run began under."""
     train = job.train
     return make_optimizer(
         model,
@@ -270,28 +327,46 @@ def build_optimizer(job: Job, model: Any) -> torch.optim.Optimizer:
         weight_decay=train.weight_decay,
         betas=(train.adam_beta1, train.adam_beta2),
         epsilon=train.adam_epsilon,
+        rules=rules,
     )
 
 
-def settle_checkpointing(job: Job, forward: Forward, train: Examples, most_tokens: int, planned: int = 0) -> MemoryNeed:
-    """Measure a small forward pass and switch on as much activation checkpointing as the largest micro-batch needs.
+def settle_checkpointing(
+    job: Job,
+    forward: Forward,
+    train: Examples,
+    most_tokens: int,
+    planned: int,
+    *,
+    optimizer: torch.optim.Optimizer,
+    free_bytes: int,
+    accumulates: bool,
+) -> MemoryNeed:
+    """Measure small forward passes and switch on as much activation checkpointing as the largest micro-batch needs.
 
-    `planned` is what the plan has chosen: with `auto` no less is tried.
+    `planned` is what the plan has chosen: with `auto` no less is tried. `free_bytes` are those before the optimizer's
+    state was made; `accumulates` says that a step may have several micro-batches.
     """
     lengths = train.tokens.lengths[train.indices]
-    sample = train.indices[[int(np.argsort(lengths)[len(lengths) // 2])]]
-    arrays = forward.collate(train.tokens, sample)
-    batch = forward.place(arrays)
-    wanted, device = job.train.gradient_checkpointing, forward.numerics.device
+    middle = int(train.indices[int(np.argsort(lengths)[len(lengths) // 2])])
+
+    def sample_of(n_copies: int) -> Sample:
+        arrays = forward.collate(train.tokens, np.full(n_copies, middle))
+        batch = forward.place(arrays)
+        return Sample(forward.n_computed(arrays), lambda: forward.before_head(batch))
+
+    wanted, (head, twice) = job.train.gradient_checkpointing, (forward.head_bytes(most_tokens * n) for n in (1, 2))
+    is_cuda = forward.numerics.device.type == "cuda"
     return choose_checkpointing(
         forward.model,
-        forward=lambda: forward.before_head(batch),
-        sample_tokens=forward.n_computed(arrays),
+        samples=(sample_of(1), sample_of(2)),
         largest_tokens=most_tokens,
-        n_trained=count_parameters(forward.model)["trainable"],
-        optimizer_bytes_per_weight=bytes_per_weight(job.train.optim),
-        free_bytes=free_bytes(device),
+        accumulates=accumulates,
+        optimizer_bytes=state_bytes(optimizer, forward.numerics.device),
+        update_bytes=update_bytes(optimizer) if is_cuda else 0,
+        free_bytes=free_bytes,
         wanted=wanted if wanted == "auto" else int(wanted),
         planned=planned,
-        head_bytes=forward.head_bytes(most_tokens),
+        head=Linear(2 * head - twice, (twice - head) / max(1, most_tokens)),
+        autocast=forward.numerics.autocast,
     )

@@ -1,15 +1,15 @@
 """An optimizer step: the micro-batches of a global batch, their gradients, clipping and the update.
 
 The host never waits for a GPU here: losses and the gradient norm stay on the device until somebody reads them, and an
-update that is not finite is left out on the device. When memory runs out the micro-batch is halved and the step is taken
-again: what a step is made of stays the same.
+update that is not finite is left out on the device. When memory runs out, what nobody needs is given back and the step is
+taken again; then the micro-batch is halved. What a step is made of stays the same. An update that has begun to change weights
+can't be taken again: memory that runs out in it ends the run in words.
 
 Refuses to know what a run is: it saves, logs and judges nothing.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import math
 import random
@@ -25,11 +25,15 @@ from torch import Tensor
 from farthing.data.batches import Batches
 from farthing.data.loader import Feed, Ready, micro_batches
 from farthing.data.tokens import TokenSet
+from farthing.device_memory import is_out_of_memory
 from farthing.durability.ledger import Meter
 from farthing.errors import Interrupted
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.forward import Forward, Host
-from farthing.model.hardware import is_out_of_memory
+from farthing.model.hardware import free_cached
+from farthing.train.update_guard import UpdateGuard, forget_unscaling, reserve_for_update
+
+MOST_FREED = 3  # steps of an attempt that are taken again as they were: a device that is full again is too small
 
 
 @dataclass
@@ -103,14 +107,18 @@ class Steps:
     every_n_layers: int
     meter: Meter
     should_stop: Callable[[], bool]
-    ran_out: Callable[[int, str], None]
-    """Told (step, why) after room was made: `most_tokens` or `every_n_layers` have changed."""
+    ran_out: Callable[[int, str, bool], None]
+    """Told (step, why, whether `most_tokens` or `every_n_layers` have changed) after room was made."""
+    before_update: Callable[[], None] = lambda: None
+    """Called before weights and state change: what is still being copied from them has to be waited for."""
 
     def __post_init__(self) -> None:
         self.trained = [p for p in self.forward.model.parameters() if p.requires_grad]
         self.guards_on_device = all(group.get("fused") for group in self.optimizer.param_groups)
         self._feed: Feed | None = None
         self._fed_step = -1
+        self._n_freed = 0
+        self._update_guard = UpdateGuard(self.optimizer)
 
     @property
     def n_ahead(self) -> int:
@@ -126,30 +134,48 @@ class Steps:
 
     def take(self, step: int) -> Taken:
         """Step number `step`, from 0; nothing has changed when it raises. Raises `Interrupted`, `torch.OutOfMemoryError`."""
+        has_freed = False
         while True:
+            self._update_guard.begin()
             try:
                 return self._take(step)
             except BaseException as error:
                 self.close()
                 self.optimizer.zero_grad(set_to_none=True)
-                if not is_out_of_memory(error) or not self._can_make_room(step):
+                forget_unscaling(self.scaler)
+                if not is_out_of_memory(error):
                     raise
-                why = str(error).splitlines()[0][:200]
-            self._make_room(step, why)  # out here, where the error no longer holds on to what had filled the memory
+                self._update_guard.refuse_half_an_update(step, error)
+                frees = not has_freed and self._n_freed < MOST_FREED
+                if not frees and not self._can_make_room(step):
+                    raise
+                why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            # out here, where the error no longer holds on to what had filled the memory
+            if frees:
+                has_freed = True
+                self._n_freed += 1
+                free_cached(self.forward.numerics.device)
+                self.ran_out(step, why, False)
+            else:
+                self._make_room(step, why)
 
     def _take(self, step: int) -> Taken:
         started_s, device = self.meter.wall_s, self.forward.numerics.device
         seed_everything(self.seed, step)
         sums = self.accumulate(self._ready(step))
         rate = self.learning_rate_at(step)
+        self.before_update()
         with self.meter.span("optimizer"):
+            losses = torch.stack(sums.losses).double() / sums.n_targets
+            arriving = None  # made before the update: after it nothing may fail
+            if device.type == "cuda":
+                arriving = torch.empty(len(losses) + 1, dtype=losses.dtype, pin_memory=True)
             began = _now_on(device)
-            figures = self._update(rate, torch.stack(sums.losses).double() / sums.n_targets)
+            figures = self._update(rate, losses)
             update = None if began is None else (began, _now_on(device))
         taken = Taken(step, rate, started_s, sums, figures, _update=update)
-        if device.type == "cuda":
-            taken.figures = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
-            taken.figures.copy_(figures, non_blocking=True)
+        if arriving is not None:
+            taken.figures = arriving.copy_(figures, non_blocking=True)
             taken._arrived = _now_on(device)
         return taken
 
@@ -176,14 +202,18 @@ class Steps:
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm or math.inf)
         figures = torch.cat([losses, norm.double().reshape(1)])
+        reserve_for_update(self.optimizer)
         if self.scaler.is_enabled():
+            self._update_guard.enter()
             self.scaler.step(self.optimizer)
             self.scaler.update()
         elif self.guards_on_device:  # the way GradScaler tells a fused kernel to leave everything as it is
             self.optimizer.grad_scale = None
             self.optimizer.found_inf = (~figures.isfinite()).any().float()
+            self._update_guard.enter()
             self.optimizer.step()
         elif bool(figures.isfinite().all()):
+            self._update_guard.enter()
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return figures
@@ -238,10 +268,8 @@ class Steps:
         else:
             self.every_n_layers = 1 if self.every_n_layers else 2
             checkpoint_layers(self.forward.model, self.every_n_layers)
-        gc.collect()
-        if self.forward.numerics.device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.ran_out(step, why)
+        free_cached(self.forward.numerics.device)
+        self.ran_out(step, why, True)
 
 
 def _now_on(device: torch.device) -> Any:

@@ -100,9 +100,13 @@ def judge_finite(attempt: Attempt, taken: Taken, losses: list[float], norm: floa
         )
 
 
-def note_out_of_memory(attempt: Attempt, step: int, why: str) -> None:
-    """Put on the receipt that a step is taken again with less at once."""
+def note_out_of_memory(attempt: Attempt, step: int, why: str, is_less: bool) -> None:
+    """Say that a step is taken again, and put on the receipt that it is with less at once."""
     steps = attempt.steps
+    if not is_less:
+        freed = "what was not needed was freed, it is taken again as it was"
+        attempt.warn(f"step {step + 1}: out of memory ({why}); {freed}")
+        return
     event = {"step": step + 1, "most_tokens": steps.most_tokens, "every_n_layers": steps.every_n_layers, "why": why}
     attempt.context.ledger.write("running", out_of_memory=event)
     attempt.warn(

@@ -5,10 +5,12 @@ Data flows from a run that stands at its first step to `tell`. Refuses to decide
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from farthing.config.job import Job
+from farthing.device_memory import set_allocator
 from farthing.model.hardware import device_name
 from farthing.train.attempt import Attempt
 from farthing.units import plural, say_bytes, say_seconds, say_usd
@@ -39,7 +41,7 @@ def say_what_was_decided(attempt: Attempt) -> None:
             "device": device_name(attempt.numerics.device),
             "computed": _computed_in_words(attempt),
             "gradient_checkpointing": checkpointing,
-            "memory": f"{say_bytes(attempt.promised_bytes)} expected, {say_bytes(attempt.memory.free_bytes)} free",
+            "memory": _memory_in_words(attempt),
             "checkpoints": _interval_in_words(attempt),
             "promised": _promise_in_words(attempt.promise),
             "price": _price_in_words(job),
@@ -54,12 +56,21 @@ def say_what_was_decided(attempt: Attempt) -> None:
         attempt.warn("limits.max_usd can't bind at $0 an hour: set where.usd_per_hour")
 
 
+def _memory_in_words(attempt: Attempt) -> str:
+    words = f"{say_bytes(attempt.promised_bytes)} expected, {say_bytes(attempt.memory.free_bytes)} free"
+    is_cuda = attempt.numerics.device.type == "cuda"
+    return f"{words}; allocator: {set_allocator(os.environ)}" if is_cuda else words
+
+
 def _computed_in_words(attempt: Attempt) -> str:
     """What is computed of a batch, and why not less."""
     forward = attempt.forward
     words = [f"padded ({forward.why_padded})" if forward.why_padded else "documents end to end, no padding"]
     if attempt.job.task != "classification":
         words.append(forward.why_all_scored or "labelled positions scored")
+    if forward.mixes(attempt.train_examples.tokens, attempt.train_examples.indices):
+        assert forward.apart is not None
+        words.append(forward.apart.why)
     if forward.shares:
         words.append("common beginnings once")
     if forward.prefix is not None:

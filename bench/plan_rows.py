@@ -1,0 +1,354 @@
+"""Rows of published measurements as the planner would have them: how the code behind each computes, from its source and notes.
+
+A row that says too little, or does what the planner can't express, is `NotExpressed` with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from farthing.planner.lengths import Largest, Padded, from_mean
+from farthing.planner.model_config import known_config, known_models
+from farthing.planner.recipe import CHUNKED, FUSED, SAVED, TILED, WHOLE, Recipe, Stack
+from farthing.planner.shapes import Adapters, Shape, read_shape
+from farthing.prices.gpus import Gpu, find_gpu
+
+GIB = 2**30
+SPREAD = 0.5  # of ln(length) in a set of questions and worked answers, where only the mean is stated
+# Models that are not in farthing's table, or whose code is not in transformers, by layers of the same sizes.
+_QWEN = {"model_type": "qwen2", "tie_word_embeddings": False, "max_position_embeddings": 8192}
+_LLAMA = {"model_type": "llama", "tie_word_embeddings": False}
+_NEOX = {"model_type": "gpt_neox", "tie_word_embeddings": False}
+_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+STAND_INS: dict[str, dict[str, Any]] = {
+    name: base | dict(zip(_KEYS, sizes, strict=True)) | {"vocab_size": vocab}
+    for name, base, sizes, vocab in (
+        ("qwen-1.8b", _QWEN, (2048, 5504, 24, 16, 16), 151936),
+        ("qwen-7b", _QWEN, (4096, 11008, 32, 32, 32), 151936),
+        ("qwen-14b", _QWEN, (5120, 13696, 40, 40, 40), 152064),
+        ("qwen-72b", _QWEN, (8192, 24576, 80, 64, 64), 152064),
+        ("qwen-1.5-0.5b", _QWEN | {"tie_word_embeddings": True}, (1024, 2816, 24, 16, 16), 151936),
+        ("qwen-1.5-1.8b", _QWEN, (2048, 5504, 24, 16, 16), 151936),
+        ("qwen-1.5-4b", _QWEN, (2560, 6912, 40, 20, 20), 151936),
+        ("qwen-1.5-7b", _QWEN, (4096, 11008, 32, 32, 32), 151936),
+        ("qwen-1.5-14b", _QWEN, (5120, 13696, 40, 40, 40), 152064),
+        ("qwen-1.5-72b", _QWEN, (8192, 24576, 80, 64, 64), 152064),
+        ("codellama-7b", _LLAMA, (4096, 11008, 32, 32, 32), 32016),
+        ("codellama-13b", _LLAMA, (5120, 13824, 40, 40, 40), 32016),
+        ("codellama-34b", _LLAMA, (8192, 22016, 48, 64, 8), 32000),
+        ("yi-6b", _LLAMA, (4096, 11008, 32, 32, 4), 64000),
+        ("yi-34b", _LLAMA, (7168, 20480, 60, 56, 8), 64000),
+        ("stablelm-alpha-3b", _NEOX, (4096, 16384, 16, 32, 32), 50688),
+        ("stablelm-alpha-7b", _NEOX, (6144, 24576, 16, 48, 48), 50432),
+    )
+}
+STAND_INS["santacoder"] = {
+    **{"model_type": "gpt_bigcode", "n_embd": 2048, "n_layer": 24, "n_head": 16},
+    **{"n_positions": 2048, "vocab_size": 49280},
+}
+SAME_AS = {  # the first Llama has the sizes of the second
+    **{"llama-7b": "meta-llama/Llama-2-7b-hf", "llama-13b": "meta-llama/Llama-2-13b-hf"},
+    **{"mistral-7b": "mistralai/Mistral-7B-v0.1", "llama-3-8b": "meta-llama/Meta-Llama-3-8B"},
+    **{"tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "pythia-1b": "EleutherAI/pythia-1b"},
+}
+NO_FAMILY = ("mixtral", "mpt", "moe", "deepseek", "falcon", "bloom", "glm", "baichuan", "internlm", "stablelm", "vl")
+GPUS = {"RTX6000Ada": "RTX 6000 Ada", "6000Ada": "RTX 6000 Ada"}
+TARGETS_OF = {  # adapters where a source does not name them: what its scripts are known to adapt
+    "peft": ("q_proj", "v_proj"),
+    "default": ("all-linear",),
+}
+
+
+class NotExpressed(Exception):
+    """Why a row can't be judged."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row as the planner would have it."""
+
+    shape: Shape
+    recipe: Recipe
+    adapters: Adapters | None
+    largest: Largest
+    padded: Padded
+    mean_tokens: float
+    gpu: str
+    meter: str
+    measured_bytes: float | None
+    measured_tokens_per_s: float | None
+
+
+_SUFFIXES = (
+    "instruct|chat|base|it|hf|pt|gptq|awq|int4|int8|bnb|4bit|8bit|nf4|bf16|fp16|v0.\\d|alpaca|intermediate|step.*"
+)
+
+
+def plain_name(model: str) -> str:
+    """A model's name without its owner and the words for how it was trained or packed: `qwen1half-7b-chat` is `qwen-1.5-7b`."""
+    name = re.sub(r"(?<=\d)_(?=\d)", ".", model.strip().split("/")[-1].lower())
+    name = re.sub(r"[\s_]+", "-", name).replace("meta-", "")
+    name = name.replace("qwen1half", "qwen1.5")
+    name = re.sub(r"\(.*?\)", "", name).strip("-")
+    name = re.sub(r"^(llama|qwen|gemma|phi|mistral|yi|codellama|pythia|smollm)(?=\d)", r"\1-", name)
+    return re.sub(rf"-({_SUFFIXES})(?=-|$)", "", name)
+
+
+def shape_of(model: str) -> Shape:
+    """The sizes of a model by the name that a table gives it."""
+    plain = plain_name(model)
+    if plain in STAND_INS or "santacoder" in plain:
+        return read_shape(STAND_INS["santacoder" if "santacoder" in plain else plain])
+    config = known_config(model) or known_config(SAME_AS.get(plain, ""))
+    if config is None:
+        found = _by_plain_name().get(plain)
+        config = known_config(found) if found else None
+    if config is not None:
+        return read_shape(config)
+    for family in NO_FAMILY:
+        if re.search(rf"(^|-){family}", plain):
+            raise NotExpressed(f"no shapes for the family of {model}")
+    raise NotExpressed(f"no config of {model}")
+
+
+@functools.cache
+def _by_plain_name() -> dict[str, str]:
+    table = known_models()
+    return {plain_name(name): name for name in reversed([*table["models"], *table["same_as"]])}
+
+
+def gpu_of(text: str, peak_gb: float | None = None) -> Gpu:
+    """The GPU that a table means: `A100 80G`, `1x RTX4090`, `NVIDIA A100 (80GB)`. Raises `FarthingError`."""
+    name = re.sub(r"^\s*\d+\s*[x*]\s*", "", text)
+    name = re.sub(r"[()]", " ", name)
+    name = re.sub(r"(\d+)\s*(?:g|gb|gib)\b", r"\1GB", name, flags=re.IGNORECASE).strip()
+    name = re.sub(r"^(\d{4})( ?ti| ?super)?$", r"RTX \1\2", name, flags=re.IGNORECASE)
+    if re.fullmatch(r"(?:nvidia )?a100", name, re.IGNORECASE) and peak_gb and peak_gb > 40:
+        name = "A100 80GB"  # more than the smaller one has
+    return find_gpu(GPUS.get(name.replace(" ", ""), name))
+
+
+def read_case(row: dict[str, str]) -> Case:
+    """A row, or `NotExpressed`."""
+    notes, source = row["notes"], row["source"].lower()
+    words = f"{notes} {row['optimizer']} {row.get('grad_ckpt', '')}".lower()
+    if "gptq" in row["quant"].lower() or "gptq" in words:
+        raise NotExpressed("GPTQ weights")
+    if row["quant"] and not re.search(r"nf4|bnb|4bit|4-bit|fp4", row["quant"].lower()):
+        raise NotExpressed(f"{row['quant']} weights")
+    method = row["method"].lower()
+    if method not in ("full", "lora", "qlora"):
+        raise NotExpressed(f"method {method}")
+    if any(word in words for word in ("lora-fa", "bdlora", "mica", "galore", "lisa", "lomo")):
+        raise NotExpressed("a variant of LoRA that the trainer has not")
+    if "fp8" in row["precision"]:
+        raise NotExpressed("fp8")
+    if re.search(r"cpu.?off-?load", words) or "zero3-offload" in words:
+        raise NotExpressed("CPU off-load")
+    seq_len, micro = _number(row["seq_len"]), _number(row["micro_batch"])
+    if not seq_len or not micro:
+        raise NotExpressed("no length or no batch size")
+    if "config not stated (low" in words or "must differ in settings" in words:
+        raise NotExpressed("its settings are not stated")
+    if "unpacked" in words:
+        raise NotExpressed("lengths of the unpacked data are not stated")
+    if "boundary" in words:
+        raise NotExpressed("a boundary (longest that fits), no measurement")
+    shape = shape_of(row["model"])
+    stack = stack_of(source, words, method)
+    precision = precision_of(row["precision"])
+    adapters, r, targets, saved = None, 0, (), ()
+    if method != "full":
+        r = rank_of(words, source)
+        targets = targets_of(words, shape, source)
+        saved = (
+            ("embed_tokens", "lm_head")
+            if re.search(r"\(emb\)|incl\w*\.? (?:the )?embedding|with embedding", words)
+            else ()
+        )
+        adapters = shape.with_lora(r, targets, saved, use_dora="dora" in words)
+    every = every_of(row["grad_ckpt"], words, source)
+    n_gpus = int(float(row["n_gpu"] or 1))
+    sharding = "none" if n_gpus == 1 else "fsdp" if re.search(r"fsdp|zero-?3|zero3|full shard", words) else "ddp"
+    optim = "adamw_8bit" if "8bit" in words or "8-bit" in words else "adamw_torch_fused"
+    if (
+        re.search(r"foreach|adamw_torch|\badamw\b", words)
+        and "torchtune" not in source
+        and "fused" not in row["optimizer"]
+    ):
+        optim = "adamw_torch"
+    if "paged" in words and "8bit" in words:
+        optim = "paged_adamw_8bit"
+    if not row["optimizer"] and "torchtune" not in source:
+        optim = "adamw_torch"
+    if re.search(r"decoupled_lionw", words):
+        raise NotExpressed("optimizer is lion or AdamW, by an unnamed file")
+    n_micro = n_micro_batches_of(words, int(micro) * n_gpus)
+    recipe = Recipe(
+        method, precision, optim, int(micro) * n_gpus * n_micro, int(micro), every, r,
+        dropout_of(words, source) if r else 0.0, tuple(targets), tuple(saved), "dora" in words, n_gpus, sharding, stack,
+    )  # fmt: skip
+    variable = re.search(r"mean (\d+) real tokens", words)
+    is_cut = "variable length" in words and not variable  # the longest is the limit, what is usual is not told
+    if is_cut and "swift" not in source and "max_length" not in words:
+        raise NotExpressed("lengths of the data are not stated")
+    if variable:  # batches of similar lengths: twenty of them are sorted together
+        lengths = from_mean(20000, float(variable[1]), int(seq_len), spread=SPREAD)
+        padded = lengths.padded(int(micro), 20 * int(micro))
+        largest = Largest(int(micro), int(lengths.percentile(99)), 0)
+        mean = lengths.mean
+    else:
+        n = int(seq_len)
+        padded, largest, mean = Padded(n, 0.0, float(n * n), 0.0, 0.0), Largest(int(micro), n, 0), float(n)
+    peak, speed = _number(row["peak_gb"]), _number(row["tokens_per_s"])
+    gpu = gpu_of(row["gpu"], peak).name
+    meter, unit = meter_of(words)
+    if "suspect" in words or is_cut:
+        speed = None
+    if peak is None and speed is None:
+        raise NotExpressed("nothing measured that can be compared")
+    return Case(shape, recipe, adapters, largest, padded, mean, gpu, meter, peak * unit if peak else None, speed)
+
+
+def stack_of(source: str, words: str, method: str) -> Stack:
+    """How the code behind a row computes."""
+    plain = Stack("hf", has_master_weights=False, has_autocast=False, loss=WHOLE)
+    if "fms-acceleration" in source:
+        is_mixed = "bf16 autocast" in words or method == "qlora"
+        stack = replace(plain, has_autocast=is_mixed, is_flash=True, upcasts_frozen="baseline-peft-bnb" in words)
+        if "foak" in words:
+            stack = replace(stack, loss=FUSED, fused_norms=True)
+        return replace(stack, loss=TILED) if "liger" in words else stack
+    if "torchtune" in source:
+        stack = replace(
+            plain, name="torchtune", adapters_fp32=False, masks_padding=False, is_compiled="compile" in words
+        )
+        if re.search(r"chunked|\.\.\.\+|\(same\)", words) or "memory-" in source:
+            stack = replace(stack, loss=CHUNKED, is_compiled=True)
+        offloads = "offload" in words
+        return replace(
+            stack, frees_gradients="in bwd" in words or "in-backward" in words, offloads_activations=offloads
+        )
+    if "unsloth" in source:
+        return Stack("unsloth", has_autocast=True, loss=TILED, fused_norms=True, fused_mlp=True, is_flash=True)
+    if "lit-gpt" in source or "litgpt" in source:  # bf16-true; a mask by index; logits in pieces that all stay
+        return replace(plain, name="litgpt", adapters_fp32=False, masks_padding=False, loss=SAVED)
+    if "nemo" in source:
+        return Stack("nemo", has_autocast=False, adapters_fp32=False, loss=FUSED, fused_norms=True, is_flash=True)
+    if "fsdp_qlora" in source:
+        return replace(plain, name="fsdp_qlora", adapters_fp32=False, has_autocast="autocast" in words, is_flash=True)
+    if "qwen" in source:  # its finetune.py: bf16 weights with autocast, adapters in the dtype of what they adapt
+        plain = replace(plain, name="qwen", adapters_fp32=False)
+    stack = replace(plain, has_autocast=method != "full", is_flash=bool(re.search(r"flash|fa2", words)))
+    if "liger" in words or "fused ce" in words:
+        stack = replace(stack, loss=TILED, fused_norms="liger" in words, fused_mlp="liger" in words)
+    if "master" in words or "fp32 states" in words or ("deepspeed" in words and method == "full"):
+        stack = replace(stack, has_master_weights=True, has_autocast=True)
+    return stack
+
+
+def precision_of(text: str) -> str:
+    """bf16, fp16 or fp32: `bf16-true`, `amp_bf16`, `bfloat16 mixed`. Raises `NotExpressed`."""
+    words = text.lower()
+    for name, pattern in (("bf16", r"bf16|bfloat16"), ("fp16", r"fp16|float16|half"), ("fp32", r"fp32|float32|tf32")):
+        if re.search(pattern, words):
+            return name
+    if not words.strip() or re.search(r"nf4|int4|4-?bit", words):
+        return "bf16"
+    raise NotExpressed(f"precision {text}")
+
+
+def rank_of(words: str, source: str) -> int:
+    """The rank that a row names, else that of its source's scripts."""
+    found = re.search(r"(?:\br|lora_r|lora_rank|\brank|\brank of)(?:\s?[=:]\s?|\s)([1-9]\d*)|\br([1-9]\d*)\b", words)
+    if found:
+        return int(found[1] or found[2])
+    defaults = {"qwen": 64, "fsdp_qlora": 64, "lit": 8, "swift": 8, "factory": 8}
+    return next((r for name, r in defaults.items() if name in source.lower()), 16)
+
+
+def dropout_of(words: str, source: str) -> float:
+    """The dropout of the adapters that a row names, else that of its source's scripts."""
+    found = re.search(r"dropout(?:_p)?\s?[=: ]\s?(0?\.\d+|0)", words)
+    if found:
+        return float(found[1])
+    return 0.05 if any(name in source.lower() for name in ("qwen", "swift", "lit-gpt", "litgpt")) else 0.0
+
+
+def every_of(cell: str, words: str, source: str) -> int:
+    """Activation checkpointing: every layer or none; where a row says nothing, as the source's scripts have it."""
+    said = cell.strip().lower()
+    if said.startswith(("true", "yes", "1", "full", "on", "every", "y")):
+        return 1
+    if said.startswith(("false", "no", "0", "off")):
+        return 0
+    if re.search(r"no (?:gradient |activation )?checkpointing|checkpointing[=: ]*(?:false|off)", words):
+        return 0
+    if re.search(r"(?:gradient|activation)[_ ]checkpointing", words):
+        return 1
+    return int(
+        any(name in source.lower() for name in ("torchtune", "qwen", "swift", "factory", "unsloth", "fsdp_qlora"))
+    )
+
+
+def n_micro_batches_of(words: str, at_once: int) -> int:
+    """Micro-batches of a step, from its accumulation or its effective batch."""
+    if re.search(r"no (?:gradient )?accum", words):
+        return 1
+    found = re.search(r"(?:accum\w*|\bgas\b|grad_acc\w*)(?: steps?)?[ =:x]*(?:of )?(\d+)", words)
+    if found:
+        return max(1, int(found[1]))
+    whole = re.search(r"(?:effective|global|total)[ _]batch(?:[ _]size)?[ =:]*(?:of )?(\d+)", words)
+    return max(1, int(whole[1]) // max(1, at_once)) if whole else 1
+
+
+def meter_of(words: str) -> tuple[str, float]:
+    """(allocated, reserved or nvidia-smi; bytes of the unit), from the first words of the notes."""
+    first = words.split(";")[0]
+    meter = "allocated"
+    if re.search(r"nvidia-smi|nvml|device memory", first) and "max_memory_allocated" not in words:
+        meter = "nvidia-smi"
+    elif "reserved" in first or "torch reserved" in words:
+        meter = "reserved"
+    return meter, 1e9 if re.match(r"\s*gb\b", words) else float(GIB)
+
+
+_OF_QWEN = {  # its names for the layers of the stand-in
+    **{"c_attn": ("q_proj", "k_proj", "v_proj"), "c_proj": ("o_proj", "down_proj")},
+    **{"w1": ("up_proj",), "w2": ("gate_proj",)},
+}
+
+
+def targets_of(words: str, shape: Shape, source: str) -> tuple[str, ...]:
+    """The adapted layers that a row names."""
+    names = {layer.name.rsplit(".", 1)[-1] for layer in shape.linear_layers}
+    listed = re.search(r"targets=\[([^\]]*)\]", words)
+    if listed:
+        found = re.findall(r"[\w-]+", listed[1])
+        return tuple(name for word in found for name in ((word,) if word in names else _OF_QWEN.get(word, (word,))))
+    if "q,k,v,o" in words or "qkvo" in words:
+        wanted = ("q_proj", "k_proj", "v_proj", "o_proj") if "q_proj" in names else ("c_attn", "c_proj")
+        return tuple(name for name in wanted if name in names)
+    if re.search(r"all[- ]linear|all linear", words):
+        return ("all-linear",)
+    if re.search(r"q,\s?v\b|q_proj,? ?v_proj|\bqv\b|query,? ?value", words):
+        return _one_product(shape) or shape.query_and_value
+    if "swift" in source.lower() or re.search(r"q_proj,? ?k_proj,? ?v_proj|q,\s?k,\s?v\b|c_attn\b(?!,)", words):
+        return _one_product(shape) or tuple(name for name in ("q_proj", "k_proj", "v_proj") if name in names)
+    if "lit-gpt" in source.lower() or "litgpt" in source.lower():
+        return _one_product(shape) or shape.query_and_value
+    return TARGETS_OF["peft" if "peft" in source else "default"]
+
+
+def _one_product(shape: Shape) -> tuple[str, ...]:
+    """The layer that makes queries, keys and values at once, where there is one."""
+    names = {layer.name.rsplit(".", 1)[-1] for layer in shape.linear_layers}
+    return tuple(name for name in ("query_key_value", "c_attn", "qkv_proj") if name in names)
+
+
+def _number(text: str | None) -> float | None:
+    found = re.match(r"\s*~?([\d,]*\.?\d+)\s*(k\b)?", (text or "").lower())
+    return float(found[1].replace(",", "")) * (1024 if found[2] else 1) if found else None

@@ -1,0 +1,167 @@
+"""Rows from Parquet files and Arrow tables, in bounded memory whatever a small file unfolds to.
+
+Texts stay in the dictionaries that a file keeps them in until a row is known to be within the limit, so that a million
+rows of one long text cost one. Refuses files whose own figures say that they unfold beyond all measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.data.rows import MAX_ROW_BYTES, BadRow, Reading, Row, too_large
+from farthing.errors import DataError
+from farthing.units import say_bytes
+
+BATCH_ROWS, BATCH_BYTES = 1024, 16 << 20
+_MOST_CHUNK_BYTES, _MOST_UNFOLDING = 64 << 20, 200  # of a column in a row group: unfolded, and how many times its size
+_MOST_VALUES, _MANY_VALUES, _MANY_IN_A_ROW = 256 << 20, 32 << 20, 4096  # of a nested column in a row group
+_MANY_ROWS, _ROWS_A_BYTE = 1_000_000, 100
+_MOST_FOOTER_BYTES = 64 << 20
+
+
+def open_parquet(path: Path, name: str) -> Any:
+    """The `pyarrow.parquet.ParquetFile` of a path, its texts left in their dictionaries. Raises `DataError`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    limits = {"thrift_string_size_limit": _MOST_FOOTER_BYTES, "thrift_container_size_limit": 10_000_000}
+    try:
+        metadata = pyarrow.parquet.ParquetFile(path, **limits).metadata
+        leaves = [metadata.schema.column(i) for i in range(len(metadata.schema))]
+        _refuse_unfolding(metadata, leaves, path.stat().st_size, name)
+        texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+        return pyarrow.parquet.ParquetFile(path, read_dictionary=texts, pre_buffer=False, **limits)
+    except (pyarrow.ArrowException, OSError, RecursionError) as error:
+        raise _unreadable(error, f"{name}:1") from error
+
+
+def _refuse_unfolding(metadata: Any, leaves: list[Any], n_bytes: int, name: str) -> None:
+    to_do = "look at who made it; an honest one can be written again in smaller row groups (row_group_size=10000)"
+    if metadata.num_rows > _MANY_ROWS and metadata.num_rows > _ROWS_A_BYTE * n_bytes:
+        what = f"{metadata.num_rows:,} rows in {say_bytes(n_bytes)} are more than data can be"
+        raise DataError(what, where=name, to_do=to_do)
+    for group in range(metadata.num_row_groups):
+        of_group = metadata.row_group(group)
+        for index, leaf in enumerate(leaves):
+            chunk = of_group.column(index)
+            unfolded, packed = chunk.total_uncompressed_size, max(1, chunk.total_compressed_size)
+            if unfolded > _MOST_CHUNK_BYTES and unfolded > _MOST_UNFOLDING * packed:
+                what = f"column `{leaf.path}` unfolds from {say_bytes(packed)} to {say_bytes(unfolded)}"
+                raise DataError(what, where=name, to_do=to_do)
+            in_a_row = chunk.num_values / max(1, of_group.num_rows)
+            is_dense = chunk.num_values > _MANY_VALUES and in_a_row > _MANY_IN_A_ROW
+            if leaf.max_repetition_level and (is_dense or chunk.num_values > _MOST_VALUES):
+                what = f"column `{leaf.path}` has {chunk.num_values:,} values in {of_group.num_rows:,} rows"
+                raise DataError(what, where=name, to_do=to_do)
+
+
+def parquet_rows(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
+    """All rows of a Parquet file, counted from 1. Raises `DataError`."""
+    import pyarrow
+
+    file = open_parquet(path, name)
+    metadata, index = file.metadata, 0
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    mean_bytes = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=1.0)
+    n_together = int(min(BATCH_ROWS, max(1, BATCH_BYTES // max(1, mean_bytes))))
+    reading.share = lambda: index / max(1, metadata.num_rows)
+    try:
+        for batch in file.iter_batches(batch_size=n_together):
+            yield from table_rows(batch, index)
+            index += len(batch)
+    except (pyarrow.ArrowException, OSError, RecursionError) as error:
+        raise _unreadable(error, f"{name}:{index + 1}") from error
+
+
+def _unreadable(error: Exception, where: str) -> DataError:
+    """In words; memory that is not enough is that of this machine, not of a GPU."""
+    import pyarrow
+
+    if isinstance(error, pyarrow.ArrowMemoryError):
+        return DataError(
+            "this machine has not enough memory to read it", where=where, to_do="write it in smaller row groups"
+        )
+    why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    return DataError(f"not a readable Parquet file: {why}", where=where, to_do="bring the file back whole")
+
+
+def table_rows(table: Any, n_before: int) -> Iterator[Row | BadRow]:
+    """The rows of a table or batch that follow `n_before` others; a few are made into Python's values at a time."""
+    sizes = bytes_of_rows(table)
+    start, n_bytes = 0, 0
+    for stop in range(len(sizes) + 1):
+        is_large = stop < len(sizes) and sizes[stop] > MAX_ROW_BYTES
+        if stop == len(sizes) or is_large or n_bytes + sizes[stop] > BATCH_BYTES:
+            yield from _values(table, start, stop, n_before)
+            start, n_bytes = stop, 0
+        if is_large:
+            yield BadRow(n_before + stop + 1, too_large(int(sizes[stop])))
+            start = stop + 1
+        elif stop < len(sizes):
+            n_bytes += int(sizes[stop])
+
+
+def _values(table: Any, start: int, stop: int, n_before: int) -> Iterator[Row | BadRow]:
+    if stop <= start:
+        return
+    try:
+        rows: list[Row | BadRow] = [
+            Row(n_before + start + 1 + i, value) for i, value in enumerate(table.slice(start, stop - start).to_pylist())
+        ]
+    except (ValueError, OverflowError, ArithmeticError) as error:  # bytes that are no text, a date beyond Python's
+        if stop - start > 1:
+            for index in range(start, stop):
+                yield from _values(table, index, index + 1, n_before)
+            return
+        rows = [BadRow(n_before + start + 1, f"a value that can't be read: {str(error)[:200]}")]
+    yield from rows
+
+
+def bytes_of_rows(table: Any) -> NDArray[np.int64]:
+    """About how many bytes each row of a table or batch is when it is unfolded [n_rows]."""
+    import pyarrow
+
+    sizes = np.zeros(len(table), np.int64)
+    for column in table.columns:
+        pieces = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
+        if pieces:
+            sizes += np.concatenate([_sizes(piece) for piece in pieces])
+    return sizes
+
+
+def _sizes(array: Any) -> NDArray[np.int64]:
+    """Bytes of each value of an Arrow array [n]; those that are no text count 8."""
+    import pyarrow
+    import pyarrow.compute
+
+    if isinstance(array, pyarrow.ExtensionArray):
+        return _sizes(array.storage)
+    kind, types = array.type, pyarrow.types
+    if types.is_dictionary(kind):
+        if not len(array.dictionary):
+            return np.full(len(array), 8, np.int64)
+        of_word = _sizes(array.dictionary)
+        return np.asarray(of_word[array.indices.fill_null(0).to_numpy(zero_copy_only=False)])
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        array = array.cast(pyarrow.large_binary())
+        kind = array.type
+    if any(
+        is_kind(kind) for is_kind in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+    ):
+        return 1 + pyarrow.compute.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    if types.is_struct(kind):
+        return 16 + sum((_sizes(array.field(i)) for i in range(kind.num_fields)), np.zeros(len(array), np.int64))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+        offsets = array.offsets.to_numpy()
+        inner = _sizes(array.keys) + _sizes(array.items) if types.is_map(kind) else _sizes(array.values)
+        upto = np.concatenate([[0], np.cumsum(inner)])
+        return np.asarray(16 + upto[offsets[1:]] - upto[offsets[:-1]])
+    if types.is_fixed_size_list(kind):
+        inner = _sizes(array.values)[array.offset * kind.list_size : (array.offset + len(array)) * kind.list_size]
+        return np.asarray(16 + inner.reshape(len(array), kind.list_size).sum(1))
+    return np.full(len(array), 8, np.int64)

@@ -1,0 +1,36 @@
+"""What readers give: rows with their place, rows that can't be used, and how far a file has been read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from farthing.units import say_bytes
+
+MAX_ROW_BYTES = 10_000_000
+
+
+class Row(NamedTuple):
+    """One usable row: where it stands (line, or index for files without lines; from 1) and its columns."""
+
+    line: int
+    value: dict[str, Any]
+
+
+class BadRow(NamedTuple):
+    """One unusable row and why."""
+
+    line: int
+    reason: str
+
+
+class Reading:
+    """How far a source has been read, from 0 to 1; readers say how to tell."""
+
+    def __init__(self) -> None:
+        self.share: Callable[[], float] = lambda: 0.0
+
+
+def too_large(n_bytes: int) -> str:
+    """Why a row of so many bytes can't be used."""
+    return f"a row of {say_bytes(n_bytes)}; the limit is {say_bytes(MAX_ROW_BYTES)}"

@@ -1,0 +1,57 @@
+"""Memory that runs out, recognised in any library's words, and how torch's allocator for CUDA is set.
+
+Refuses to import torch: the allocator has to be told before, and every wing has to recognise the errors.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import MutableMapping
+
+# torch 2.9 has renamed the variable, and reads the old one too
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+ALLOCATOR_SETTING = "expandable_segments:True"
+"""Segments that grow: micro-batches of many sizes leave no holes between blocks (torch's notes on CUDA semantics)."""
+
+_WORDS = re.compile(
+    r"DefaultCPUAllocator"
+    r"|(CUDA|HIP) out of memory"
+    r"|(CUDA|HIP)( driver| runtime)? error: out of memory|Triton Error \[(CUDA|HIP)\]: out of memory"
+    r"|CU(BLAS|SOLVER|SPARSE)_STATUS_(ALLOC_FAILED|INSUFFICIENT_RESOURCES)"
+    r"|CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED)"
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the host, had no room for something.
+
+    torch has an error of its own for its own allocator. What CUDA and its libraries ask of the driver fails as a
+    `RuntimeError` or `torch.AcceleratorError`, a CPU's allocator as a `RuntimeError`, and a mapped file as an `OSError`.
+    A Triton kernel that wants more registers or shared memory than a GPU has (`is_out_of_resources`) is none of these.
+    """
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    of_torch = any(
+        kind.__name__ == "OutOfMemoryError" and kind.__module__.split(".")[0] == "torch" for kind in type(error).__mro__
+    )
+    return of_torch or (isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None)
+
+
+def is_out_of_resources(error: BaseException) -> bool:
+    """Whether a Triton kernel needs more of a GPU's processor than it has: no smaller micro-batch helps."""
+    return type(error).__name__ == "OutOfResources" or "out of resource:" in str(error)
+
+
+def set_allocator(environment: MutableMapping[str, str]) -> str:
+    """Ask for segments that grow, for this process before it imports torch, and for its children.
+
+    Whoever has set the allocator already is left alone. Returns the setting, with the variable that it was found in.
+    """
+    for name in ALLOCATOR_VARIABLES:
+        if environment.get(name):
+            return f"{environment[name]} ({name})"
+    environment[ALLOCATOR_VARIABLES[0]] = ALLOCATOR_SETTING
+    return f"{ALLOCATOR_SETTING} ({ALLOCATOR_VARIABLES[0]})"

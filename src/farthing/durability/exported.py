@@ -1,0 +1,70 @@
+"""The exported model of a run, and whether it is still what was written.
+
+`manifest.json` in its folder names every other file with size and sha256, but for the card: that is written anew with the
+receipt. Refuses to import torch: a finished run is checked at the speed of the disk.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from farthing.durability.files import MANIFEST, Damaged, parse_json, read_manifest, seal, sha256_of
+from farthing.durability.run_folder import MODEL, RUN
+
+CARD = "README.md"
+
+
+def seal_export(draft: Path) -> None:
+    """Write the manifest of an exported model that is about to be put in place."""
+    files = [
+        {"name": path.name, "size": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in sorted(draft.iterdir())
+        if path.is_file() and path.name not in (CARD, MANIFEST)
+    ]
+    (draft / MANIFEST).write_text(seal({"kind": "farthing export", "schema": 1, "files": files}), encoding="utf-8")
+
+
+def damage_of(run: Path) -> str | None:
+    """In what way the exported model of a run is not what was written; None where it is whole, or there is none.
+
+    Every byte is read. An export without a manifest is that of an older farthing, which can't be judged; where the run
+    knows that it wrote one, that is damage too.
+    """
+    folder = run / MODEL
+    if not folder.is_dir():
+        return None
+    try:
+        if not (folder / MANIFEST).exists() and not _wrote_manifest(run):
+            return None
+        manifest = read_manifest(folder)
+    except Damaged as error:
+        return str(error)
+    for entry in manifest["files"]:
+        path = folder / entry["name"]
+        if path.is_symlink() or not path.is_file():
+            return f"{path.name} is missing"
+        size = path.stat().st_size
+        if size != entry["size"]:
+            return f"{path.name} has {size} bytes, {entry['size']} were written"
+        if sha256_of(path) != entry["sha256"]:
+            return f"{path.name} differs from what was written (sha256)"
+    known = {entry["name"] for entry in manifest["files"]} | {MANIFEST, CARD}
+    extra = sorted(path.name for path in folder.iterdir() if path.name not in known)
+    return f"it holds files it was not written with: {', '.join(extra[:5])}" if extra else None
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged folder, so that its place is free and nothing of it is lost; returns its new name."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.bad-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    return aside
+
+
+def _wrote_manifest(run: Path) -> bool:
+    """Whether the run finished under a farthing that seals what it exports."""
+    try:
+        return bool(parse_json((run / RUN).read_text(encoding="utf-8")).get("sealed"))
+    except (OSError, ValueError, AttributeError):
+        return False

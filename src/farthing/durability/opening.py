@@ -1,0 +1,156 @@
+"""The beginning of an attempt: on the bill before anything slow is imported, and off it again where it was a mistake.
+
+`opened(folder)` makes the run folder, holds it against other processes, and writes the attempt's first line, counted from
+the start of the process; a thread goes on writing while libraries are imported. An attempt that is refused because of what
+was asked for leaves the folder as it found it. Refuses to count an hour of a process twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from farthing.durability.files import make_private, only_writer
+from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
+from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, RUN, is_finished, witnesses_of
+from farthing.errors import FarthingError, Interrupted, JobError, NoSpace, RunBusy, RunChanged, RunDamaged, UserMistake
+from farthing.units import plural, say_seconds, say_usd
+
+_OUTPUT_DIR = re.compile(
+    r"""^output_dir:[ ]+(?:"([^"\\\n]*)"|'([^'\n]*)'|([\w./~-][^\n#:'"{}\[\]]*?))[ ]*(?:[ ]\#[^\n]*)?$""", re.MULTILINE
+)
+_counted_by: set[int] = set()
+"""The process, once its age is on a bill."""
+
+
+@dataclass
+class Opened:
+    """An attempt that costs money from now on."""
+
+    folder: Path
+    meter: Meter
+    ledger: Ledger
+    is_accepted: bool = False
+    """Whether the run in the folder is known to be the job's."""
+
+    def belongs_elsewhere(self, error: BaseException) -> bool:
+        """Whether the attempt was none of this run: refused before there was a run, or because it is another one's."""
+        is_first = not any(account.wall_s for account in self.ledger.past)
+        of_others = isinstance(error, JobError | RunBusy | RunChanged | RunDamaged)
+        refused = isinstance(error, UserMistake) and (is_first or of_others)
+        return refused and not self.is_accepted
+
+    def damage_in_words(self) -> str | None:
+        """What was wrong with the ledger, and what became of the money; None where all was well."""
+        found = self.ledger.damage
+        if found is None:
+            return None
+        broken = f"{plural(found.n_broken, 'line')} can't be read" if found.n_broken else "lines are missing"
+        lost = "nothing is missing from the bill"
+        if found.lost_s or found.lost_usd:
+            lost = (
+                f"{say_usd(found.lost_usd)} for {say_seconds(found.lost_s)} are known in sum only, and stay on the bill"
+            )
+        return f"{LEDGER} was damaged ({broken}; kept as {LEDGER}.damaged-*): {lost}"
+
+    def refuse_forgotten(self, *, allow_restart: bool) -> None:
+        """Refuse a run that has begun, and of whose cost nothing is known any more. Raises `RunDamaged`."""
+        if allow_restart or any(account.wall_s for account in self.ledger.past):
+            return
+        left = [name for name in (RUN, LOG) if (self.folder / name).exists()]
+        left += [CHECKPOINTS] if any((self.folder / CHECKPOINTS).glob("step-*")) else []
+        if left:
+            raise RunDamaged(
+                f"the ledger of this run is gone ({', '.join(left)} are there): what it has cost is not known",
+                where=str(self.folder / LEDGER),
+                to_do="bring it back from a copy, or count from zero on purpose with --allow-restart",
+            )
+
+
+@contextlib.contextmanager
+def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
+    """An attempt in a run folder, which is made if need be and held by this process for as long as the block runs.
+
+    `usd_per_hour` None: as the attempt before. Raises `UserMistake` where the folder can't be made, `RunBusy`, `NoSpace`.
+    """
+    had_lock = (folder / ".lock").exists()
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        make_private(folder)
+    except OSError as error:
+        raise UserMistake(
+            f"the run folder can't be made: {error.strerror}", where=str(folder), to_do="choose another output_dir"
+        ) from error
+    with only_writer(folder):
+        meter = Meter(already_s=_age_to_count())
+        ledger = Ledger(folder / LEDGER, meter, usd_per_hour, witnesses_of(folder))
+        attempt = Opened(folder, meter, ledger)
+        try:
+            ledger.write("starting")
+            ledger.keep_beating()
+        except OSError as error:
+            raise NoSpace(
+                f"the run folder can't be written: {error.strerror}", where=str(folder), to_do="make room there"
+            ) from error
+        try:
+            yield attempt
+        except BaseException as error:
+            if attempt.belongs_elsewhere(error):
+                ledger.withdraw()
+                if not had_lock:
+                    (folder / ".lock").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    for path in made:
+                        path.rmdir()
+            elif not ledger.has_ended:
+                with contextlib.suppress(OSError):
+                    ledger.end("interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed")
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                ledger.close()
+
+
+def opened_early(stack: contextlib.ExitStack, job: Path, overrides: Sequence[str]) -> Opened | None:
+    """An attempt on `stack` in the folder that a job file seems to name, before the file is understood: reading it takes a
+    while too. None where that is not plain to see, or no run has begun there.
+
+    The price is that of the attempt before until `Ledger.set_price` says otherwise.
+    """
+    folder = _likely_folder(job, overrides)
+    if folder is None or not (folder / LEDGER).is_file() or is_finished(folder):
+        return None
+    try:
+        attempt = stack.enter_context(opened(folder, None))
+    except (FarthingError, OSError):  # it will be said when it is known that this is the folder
+        return None
+    return attempt
+
+
+def _likely_folder(job: Path, overrides: Sequence[str]) -> Path | None:
+    """The `output_dir` of a job file where it is a plain word on a line of its own, or of the command line."""
+    try:
+        with open(job, encoding="utf-8-sig") as file:
+            lines = _OUTPUT_DIR.findall(file.read(1 << 20))
+        given = [text.partition("=")[2] for text in overrides if text.startswith("output_dir=")]
+        if given:
+            lines = _OUTPUT_DIR.findall(f"output_dir: {given[-1]}")
+        if len(lines) != 1:
+            return None
+        base = Path.cwd() if given else job.resolve().parent
+        return Path(os.path.abspath(base / Path("".join(lines[0])).expanduser()))
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def _age_to_count() -> float:
+    """Seconds of this process that are on no bill yet: its age, for its first attempt."""
+    if os.getpid() in _counted_by:
+        return 0.0
+    _counted_by.clear()
+    _counted_by.add(os.getpid())
+    return seconds_since_process_start()

@@ -1,0 +1,83 @@
+"""Append-only logs whose every line carries a checksum of its own, so that a damaged line is found and the others are kept.
+
+Lines from before there were checksums are taken as they are, as long as they stand before the first line with one. Refuses
+to know what a line says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from farthing.durability.files import JsonLines, parse_json
+
+SUM = "crc32"
+_TAIL = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n?$')
+
+
+def with_sum(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the CRC-32 of its own content, eight hex digits, as its last value."""
+    content = {key: value for key, value in row.items() if key != SUM}
+    return {**content, SUM: f"{zlib.crc32(_as_text(content).encode()):08x}"}
+
+
+def read_line(line: bytes) -> tuple[dict[str, Any] | None, bool]:
+    """(the row of a line without its checksum, whether it had one); None in place of a row that is damaged."""
+    try:
+        text = line.decode("utf-8").rstrip("\n")
+        row = parse_json(text)
+    except ValueError:
+        return None, False
+    if not isinstance(row, dict) or (SUM in row and text != _as_text(with_sum(row))):
+        return None, False
+    return {key: value for key, value in row.items() if key != SUM}, SUM in row
+
+
+def checked(line: bytes) -> tuple[bytes | None, bool]:
+    """(a line's text without its checksum, whether it had one), not taken apart; None in place of text that is damaged."""
+    found = _TAIL.search(line)
+    if found is None:
+        return line.rstrip(b"\n"), False
+    text = line[: found.start()] + b"}"
+    return (text, True) if zlib.crc32(text) == int(found[1], 16) else (None, False)
+
+
+def _as_text(row: dict[str, Any]) -> str:
+    return json.dumps(row, allow_nan=False, ensure_ascii=False)
+
+
+class SummedLines(JsonLines):
+    """`JsonLines` with a checksum in every line. A damaged line is left out when the log is read, and counted."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.damaged: list[int] = []
+        """Numbers, from 1, of the lines that were damaged when the log was last read through."""
+
+    def append(self, row: dict[str, Any]) -> None:
+        """See `JsonLines`."""
+        super().append(with_sum(row))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every whole line without its checksum, in order. The last one may have been torn by a kill: it is not counted."""
+        self.damaged, has_sums = [], False
+        if not self.path.exists():
+            return
+        torn = 0
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                row, is_summed = read_line(line)
+                has_sums |= is_summed
+                if row is not None and (is_summed or not has_sums):
+                    yield row
+                elif line.strip():
+                    self.damaged.append(number)
+                    torn = number if not line.endswith(b"\n") else 0
+        self.damaged = [number for number in self.damaged if number != torn]
+
+    def _text_of(self, row: dict[str, Any]) -> str:
+        return _as_text(with_sum(row))

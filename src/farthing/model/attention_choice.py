@@ -1,0 +1,264 @@
+"""Which kernel attends to documents laid end to end: a pure function of what is asked and of the machine.
+
+`choose` goes from the quickest kernel to the one that can do anything, and says why it passes over the others.
+`padded_groups` cuts documents for that last one. docs/gpu.md has the table that `rows_of_the_table` makes. Refuses to ask a
+machine anything: `attention_kernels.here` does. No torch.
+
+Sources: what torch's varlen takes in each version is by its Python sources of 2.10 to 2.15; what its flash kernels take is by
+the checks in its flash_api.cpp; flash-attn is by its README. No kernel of CUDA was ever run by farthing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+HALVES = frozenset({"bf16", "fp16"})
+# parameters of torch's varlen that matter here, from each version on
+VARLEN = {
+    (2, 10): frozenset({"is_causal"}),
+    (2, 11): frozenset({"scale", "window_size"}),
+    (2, 12): frozenset({"scale", "window_size", "enable_gqa"}),
+}
+FLASH_ATTN = frozenset({"window_size", "softcap", "deterministic"})  # flash-attn 2.6 and later
+WIDE_HEADS_ON = ((8, 0), (9, 0))  # whose shared memory is large enough for the backward pass of 193 to 224 wide heads
+MOST_FLEX_FP32 = 64  # of a head: wider tiles in fp32 may be more than the shared memory of consumer GPUs (100 KB)
+
+# Launching and feeding one more call takes the host about 75 µs forward and backward, in which a GPU computes 2 GFLOP of
+# attention at 27 TFLOP/s: estimates, never measured
+CALL_FLOPS = 2e9
+FLOPS_PER_SCORE = 14  # times the width of all heads: two products forward, five backward, each 2 FLOP
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to attend with."""
+
+    device: str
+    """cpu or cuda."""
+    capability: tuple[int, int] = (0, 0)
+    """Of the GPU: (7, 5) is a T4, (8, 0) an A100, (9, 0) an H100."""
+    varlen: frozenset[str] = frozenset()
+    """Parameters of torch's `varlen_attn`; none where it has none. `varlen_of` knows them by version."""
+    flash: frozenset[str] = frozenset()
+    """Parameters of flash-attn's `flash_attn_varlen_func`; none where it is not installed."""
+    has_flex: bool = False
+    """Triton and a C compiler are installed."""
+    is_deterministic: bool = False
+    """Only kernels that give the same bits each time may run."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a layer's attention has to do. Query heads that share keys (GQA) are no reason for or against a kernel."""
+
+    dtype: str
+    """fp32, bf16 or fp16."""
+    head_size: int
+    has_window: bool = False
+    has_softcap: bool = False
+    has_dropout: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel, and why no quicker one."""
+
+    kernel: str
+    """varlen, flash, flex, padded, or on a CPU documents."""
+    passed_over: tuple[tuple[str, str], ...] = ()
+    """(kernel, why not), from the quickest on."""
+
+
+def choose(asked: Asked, machine: Machine) -> Choice:
+    """The quickest kernel that can do what is asked on this machine; there always is one."""
+    if machine.device != "cuda":
+        return Choice("documents")
+    passed_over: list[tuple[str, str]] = []
+    for kernel, why_not in (("varlen", _why_not_varlen), ("flash", _why_not_flash), ("flex", _why_not_flex)):
+        reason = why_not(asked, machine)
+        if reason is None:
+            return Choice(kernel, tuple(passed_over))
+        passed_over.append((kernel, reason))
+    return Choice("padded", tuple(passed_over))
+
+
+def varlen_of(version: tuple[int, int]) -> frozenset[str]:
+    """What `varlen_attn` of a torch of this version takes, as far as it matters here."""
+    known = [parameters for since, parameters in VARLEN.items() if version >= since]
+    return known[-1] if known else frozenset()
+
+
+def _why_not_varlen(asked: Asked, machine: Machine) -> str | None:
+    if not machine.varlen:
+        return "torch has none before 2.10"
+    if asked.has_dropout:
+        return "it drops nothing"
+    if asked.has_softcap:
+        return "it caps nothing"
+    if asked.has_window and "window_size" not in machine.varlen:
+        return "it has no windows before torch 2.11"
+    return _why_not_flash_at_all(asked, machine)
+
+
+def _why_not_flash(asked: Asked, machine: Machine) -> str | None:
+    if not machine.flash:
+        return "flash-attn is not installed"
+    wanted = {"window_size": asked.has_window, "softcap": asked.has_softcap, "deterministic": machine.is_deterministic}
+    missing = [name for name, is_wanted in wanted.items() if is_wanted and name not in machine.flash]
+    if missing:
+        return f"this version of flash-attn has no {missing[0]}"
+    return _why_not_flash_at_all(asked, machine)
+
+
+def _why_not_flash_at_all(asked: Asked, machine: Machine) -> str | None:
+    """What torch's copy of the flash kernels and flash-attn itself both refuse."""
+    if asked.dtype not in HALVES:
+        return "it has no fp32"
+    if machine.capability < (8, 0):
+        return "it needs Ampere or later"
+    if asked.head_size > 256 or asked.head_size % 8:
+        return "its heads are multiples of 8 up to 256"
+    is_tight = asked.head_size > 192 and (asked.head_size <= 224 or asked.has_dropout)
+    if is_tight and machine.capability not in WIDE_HEADS_ON:
+        return "heads this wide train on A100 and H100 only"
+    return None
+
+
+def _why_not_flex(asked: Asked, machine: Machine) -> str | None:
+    if asked.has_dropout:
+        return "it drops nothing"
+    if not machine.has_flex:
+        return "it needs Triton and a C compiler"
+    if machine.capability < (8, 0):
+        return "it needs Ampere or later"
+    if machine.is_deterministic:
+        return "torch does not promise that its gradients are deterministic"
+    if asked.head_size < 16:
+        return "its heads are 16 or wider"
+    if asked.head_size > (256 if asked.dtype in HALVES else MOST_FLEX_FP32):
+        return f"heads this wide may not fit in {asked.dtype}"
+    return None
+
+
+# ---- documents in padded calls ----
+
+
+@dataclass(frozen=True)
+class Group:
+    """Documents that are padded to the longest of them and attended to in one call."""
+
+    documents: tuple[int, ...]
+    """Their numbers."""
+    n_tokens: int
+    n_keys: int
+    is_even: bool
+    """All have as many tokens, and as many keys: nothing is padded."""
+
+
+def padded_groups(lengths: Sequence[int], key_lengths: Sequence[int], width: int) -> list[Group]:
+    """Documents in groups such that calls and padding together cost least; `width` is that of all heads of a token.
+
+    A call costs `CALL_FLOPS`, a score of a query and a key `FLOPS_PER_SCORE` times the width, padding too. The best cut of
+    the documents sorted by keys: each group is a stretch of them. Every document is in one group; order does not matter.
+    """
+    own, seen = np.asarray(lengths, np.int64), np.asarray(key_lengths, np.int64)
+    order = np.lexsort((own, seen))
+    sizes, first, n_of = np.unique(
+        np.stack([seen[order], own[order]], 1), axis=0, return_index=True, return_counts=True
+    )  # documents alike stay together
+    starts = _best_cuts(sizes, n_of, width)
+    groups = []
+    for start, stop in itertools.pairwise([*starts, len(sizes)]):
+        members = order[first[start] : first[stop - 1] + n_of[stop - 1]]
+        n_keys, n_tokens = (int(most) for most in sizes[start:stop].max(0))
+        groups.append(Group(tuple(members.tolist()), n_tokens, n_keys, stop - start == 1))
+    return groups
+
+
+def _best_cuts(sizes: NDArray[np.int64], n_of: NDArray[np.int64], width: int) -> list[int]:
+    """Where groups begin among sizes [m, 2] (keys, tokens), of which there are n_of [m] documents each."""
+    m = len(sizes)
+    n_before = np.concatenate([[0], np.cumsum(n_of)])
+    cost, begins = np.zeros(m + 1), np.zeros(m + 1, np.int64)
+    for stop in range(1, m + 1):
+        n = (n_before[stop] - n_before[:stop]).astype(np.float64)
+        most_tokens = np.maximum.accumulate(sizes[stop - 1 :: -1, 1])[::-1]
+        of_group = CALL_FLOPS + FLOPS_PER_SCORE * width * n * float(sizes[stop - 1, 0]) * most_tokens
+        total = cost[:stop] + of_group
+        begins[stop] = int(total.argmin())
+        cost[stop] = total[begins[stop]]
+    found, at = [], m
+    while at > 0:
+        at = int(begins[at])
+        found.append(at)
+    return found[::-1]
+
+
+# ---- the table ----
+
+_GPUS = {"T4 (7.5)": (7, 5), "A100 (8.0)": (8, 0), "RTX 4090 (8.9)": (8, 9), "H100 (9.0)": (9, 0)}
+_BESIDES = {
+    "nothing": (frozenset[str](), False),
+    "Triton and a C compiler": (frozenset[str](), True),
+    "flash-attn": (FLASH_ATTN, False),
+    "all of them": (FLASH_ATTN, True),
+}
+_NUMBERS = {
+    f"{dtype}, {size}": (dtype, size)
+    for dtype, size in [*itertools.product(("half",), (64, 208, 256)), ("fp32", 64), ("fp32", 128)]
+}
+_ASKED: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "window": {"has_window": True},
+    "soft cap": {"has_softcap": True},
+    "dropout": {"has_dropout": True},
+}
+_COLUMNS: dict[str, dict[str, Any]] = {
+    "GPU (capability)": _GPUS,
+    "torch": {f"{major}.{minor}": (major, minor) for major, minor in VARLEN},
+    "installed besides": _BESIDES,
+    "`full_determinism`": {"no": False, "yes": True},
+    "numbers, width of a head": _NUMBERS,
+}
+
+
+def rows_of_the_table() -> Iterator[str]:
+    """Lines of a table in Markdown: the kernel for what is asked, by GPU, torch, packages, determinism and numbers.
+
+    A version of torch stands for itself and those up to the next in the table, the last for all later ones.
+    """
+    lines: list[tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = []
+    for case in itertools.product(*_COLUMNS.values()):
+        capability, version, (flash, has_flex), is_exact, (dtype, size) = (
+            values[name] for values, name in zip(_COLUMNS.values(), case, strict=True)
+        )
+        numbers = dtype if dtype == "fp32" else "bf16" if capability >= (8, 0) else "fp16"
+        machine = Machine("cuda", capability, varlen_of(version), flash, has_flex, is_exact)
+        kernels = tuple(choose(Asked(numbers, size, **asked), machine).kernel for asked in _ASKED.values())
+        lines.append((tuple((name,) for name in case), kernels))
+    for column in reversed(range(len(_COLUMNS))):
+        lines = _merged(lines, column)
+    yield "| " + " | ".join([*_COLUMNS, *_ASKED]) + " |"
+    yield "|---" * (len(_COLUMNS) + len(_ASKED)) + "|"
+    for names, kernels in lines:
+        said = (
+            "any" if len(of) == len(all_of) else "; ".join(of)
+            for of, all_of in zip(names, _COLUMNS.values(), strict=True)
+        )
+        yield "| " + " | ".join([*said, *kernels]) + " |"
+
+
+def _merged(
+    lines: list[tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]], column: int
+) -> list[tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]]:
+    """Lines that differ in one column alone as one line."""
+    found: dict[Any, list[str]] = {}
+    for names, kernels in lines:
+        found.setdefault((names[:column], names[column + 1 :], kernels), []).extend(names[column])
+    return [((*left, tuple(names), *right), kernels) for (left, right, kernels), names in found.items()]

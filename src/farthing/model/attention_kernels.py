@@ -1,0 +1,403 @@
+"""The kernels that attend to documents laid end to end: `over_documents` takes the one that `choose` names.
+
+On a CPU each run of equally long documents is one call of `scaled_dot_product_attention`, or is taken in blocks. On CUDA one
+kernel takes all documents: `torch.nn.attention.varlen`, flash-attn or flex attention; where none of them can (dropout without
+flash-attn, GPUs before Ampere), documents are padded in as few calls as pay. What the kernels of CUDA are called with is
+tested, and the padded one's answers; no kernel was ever run on a GPU.
+
+All have one form: query [T, Hq, D], key and value [K, Hk, D], the documents and a `How` -> [T, Hq, D]; a document's last query
+is at its last key. Refuses dropout and caps in kernels that have none: `choose` never asks them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from farthing.model.attention_choice import Asked, Machine, choose, padded_groups
+from farthing.model.cpu_attention import blocked_attention, is_quicker_in_blocks
+from farthing.model.documents import Documents, owners_of, sent
+from farthing.model.hardware import find_compiler
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class How:
+    """How scores become weights."""
+
+    causal: bool
+    scale: float
+    window: int | None = None
+    """Keys that a query sees, the last of them at its own place."""
+    dropout: float = 0.0
+    softcap: float | None = None
+
+
+def over_documents(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+    """Attention within each document by the quickest kernel: query [T, Hq, D], key and value [T, Hk, D] -> [T, Hq, D]."""
+    key, value = keys_as_seen(key, documents), keys_as_seen(value, documents)
+    return KERNELS[choose_kernel(query, how)](query, key, value, documents, how)
+
+
+def keys_as_seen(tokens: Tensor, documents: Documents) -> Tensor:
+    """Keys or values [T, H, D] as the documents see them, one after another: [K, H, D].
+
+    By way of fp32, so that the gradients of the many copies of a token are added up in it.
+    """
+    if documents.key_rows is None:
+        return tokens
+    wide = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
+    return wide.index_select(0, documents.key_rows).to(tokens.dtype)
+
+
+def choose_kernel(query: Tensor, how: How) -> str:
+    """The name in `KERNELS` of the quickest that is here and can do what is asked of these queries."""
+    if query.device.type != "cuda":
+        return "documents"
+    asked = Asked(
+        DTYPES[query.dtype],
+        query.shape[-1],
+        how.window is not None,
+        how.softcap is not None,
+        how.dropout > 0,
+    )
+    return choose(asked, here(query.device, torch.are_deterministic_algorithms_enabled())).kernel
+
+
+@functools.lru_cache(maxsize=16)
+def here(device: torch.device, is_deterministic: bool) -> Machine:
+    """What there is to attend with on a device."""
+    if device.type != "cuda":
+        return Machine(device.type)
+    return Machine(
+        "cuda",
+        torch.cuda.get_device_capability(device),
+        _parameters_of(_varlen()),
+        _parameters_of(_flash()),
+        _flex() is not None,
+        is_deterministic,
+    )
+
+
+# ---- documents by runs, on a CPU ----
+
+
+def _per_document(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+    """Each run of equally long documents as one batch.
+
+    `split` and not slices: the gradient of a slice is as long as the whole, and there would be one for every run.
+    """
+    sizes, key_sizes = [n * length for n, length, _ in documents.runs], [n * keys for n, _, keys in documents.runs]
+    parts = zip(documents.runs, query.split(sizes), key.split(key_sizes), value.split(key_sizes), strict=True)
+    outputs = []
+    for (n, length, keys), q, k, v in parts:
+        q = q.unflatten(0, (n, length)).transpose(1, 2)  # [n, H, length, D]
+        k, v = (tensor.unflatten(0, (n, keys)).transpose(1, 2) for tensor in (k, v))
+        outputs.append(_even(q, k, v, documents, how).transpose(1, 2).flatten(0, 1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _even(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+    """Documents of equally many tokens and of equally many keys: query [n, H, L, D], key and value [n, H, K, D]."""
+    length, keys = query.shape[2], key.shape[2]
+    mask, is_cut = None, how.causal and how.window is not None and keys > how.window
+    in_blocks = how.softcap is None and not how.dropout and not is_cut and is_quicker_in_blocks(query, keys)
+    is_plain = keys == length and how.softcap is None  # sdpa's own causal mask begins at the first key
+    if is_cut or (how.causal and length > 1 and not is_plain and not in_blocks):
+        make = functools.partial(causal_mask, keys, how.window, query.device, length)
+        mask = documents.once((length, keys, how.window), make)
+    if in_blocks:
+        return blocked_attention(query, key, value, causal=how.causal, scale=how.scale)
+    if how.softcap is not None:
+        return capped_attention(query, key, value, mask, how)
+    return _sdpa(query, key, value, mask, how, is_causal=how.causal and mask is None and length > 1)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How, *, is_causal: bool) -> Tensor:
+    """Grouped heads as they are on a CPU, whose quick kernel takes them so; else repeated."""
+    groups = query.shape[1] // key.shape[1]
+    as_is = query.device.type == "cpu"
+    if groups > 1 and not as_is:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    out: Tensor = F.scaled_dot_product_attention(
+        query, key, value, mask, how.dropout, is_causal, scale=how.scale, enable_gqa=groups > 1 and as_is
+    )
+    return out
+
+
+def capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How) -> Tensor:
+    """Attention in plain operations, scores squeezed by tanh into (-softcap, softcap).
+
+    (Gemma 2, arXiv 2408.00118, section 2.)
+    """
+    assert how.softcap is not None
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = torch.tanh(query @ key.transpose(-1, -2) * (how.scale / how.softcap)) * how.softcap
+    if mask is not None:
+        lowest = torch.finfo(scores.dtype).min  # and not -inf: a row of padding may see nothing at all
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    out: Tensor = F.dropout(weights, how.dropout, training=how.dropout > 0) @ value
+    return out
+
+
+def causal_mask(n_keys: int, window: int | None, device: Any, n_queries: int) -> Tensor:
+    """bool [queries, keys]: which keys (columns) a query (row) sees; the last query is at the last key."""
+    before = n_keys - n_queries
+    seen = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(before)
+    return seen if window is None else seen.triu(before + 1 - window)
+
+
+# ---- documents padded in as few calls as pay, on CUDA ----
+
+
+def _padded(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+    """Documents of similar lengths in one call each, padded at their ends; nothing is computed but attention.
+
+    Where a document sees its own tokens alone and looks back, no mask is needed: padding comes after all that is looked at.
+    """
+    plan = documents.once(
+        ("padded", query.shape[1:]), lambda: _Plan.of(documents, query.shape[1] * query.shape[2], query.device)
+    )
+    queries, keys, values = (
+        tensor.index_select(0, rows).split(sizes)
+        for tensor, rows, sizes in (
+            (query, plan.tokens, plan.n_tokens),
+            (key, plan.keys, plan.n_keys),
+            (value, plan.keys, plan.n_keys),
+        )
+    )
+    outputs = []
+    for number, (q, k, v) in enumerate(zip(queries, keys, values, strict=True)):
+        n, n_tokens, n_keys, is_even = plan.groups[number]
+        q = q.unflatten(0, (n, n_tokens)).transpose(1, 2)  # [n, H, L, D]
+        k, v = (tensor.unflatten(0, (n, n_keys)).transpose(1, 2) for tensor in (k, v))
+        places = None if is_even else plan.places[number]
+        out = _even(q, k, v, documents, how) if places is None else _uneven(q, k, v, documents, how, places)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return together.index_select(0, plan.back)
+
+
+def _uneven(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How, places: Tensor) -> Tensor:
+    """A group of documents padded at their ends: query [n, H, L, D], key and value [n, H, K, D].
+
+    `places` [2, n]: the key that each document's first query is at, and its last key.
+    """
+    needs_no_mask = how.causal and how.window is None and how.softcap is None and documents.key_rows is None
+    if needs_no_mask:
+        return _sdpa(query, key, value, None, how, is_causal=True)
+
+    def make() -> Tensor:
+        first, last = places
+        columns = torch.arange(key.shape[2], device=query.device)
+        if not how.causal:
+            seen = (columns <= last[:, None])[:, None]  # [n, 1, K]
+        else:
+            at = first[:, None] + torch.arange(query.shape[2], device=query.device)
+            at = torch.minimum(at, last[:, None])[..., None]  # padding sees what the last token sees: never nothing
+            seen = columns <= at  # [n, L, K]
+            if how.window is not None:
+                seen &= columns > at - how.window
+        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
+        return mask.masked_fill_(~seen, -torch.inf)[:, None]
+
+    mask = documents.once(("mask", id(places), query.dtype, how.causal, how.window), make)
+    if how.softcap is not None:
+        return capped_attention(query, key, value, mask, how)
+    return _sdpa(query, key, value, mask, how, is_causal=False)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Where the tokens and keys of documents go when they are padded in groups, and where they come back from."""
+
+    groups: tuple[tuple[int, int, int, bool], ...]
+    """(documents, tokens of each, keys of each, whether nothing is padded)."""
+    tokens: Tensor
+    """int64: the token at each place of all groups, one after another; padding repeats a document's last."""
+    keys: Tensor
+    """The same of keys."""
+    back: Tensor
+    """int64 [T]: the place of each token."""
+    places: tuple[Tensor, ...]
+    """int64 [2, n] of each group: the key that a document's first query is at, and its last key."""
+
+    @property
+    def n_tokens(self) -> list[int]:
+        """Of each group, padding too."""
+        return [n * n_tokens for n, n_tokens, _, _ in self.groups]
+
+    @property
+    def n_keys(self) -> list[int]:
+        """Of each group, padding too."""
+        return [n * n_keys for n, _, n_keys, _ in self.groups]
+
+    @classmethod
+    def of(cls, documents: Documents, width: int, device: torch.device) -> _Plan:
+        """On the host, from lengths it knows; what is sent is not waited for."""
+        lengths, seen = np.asarray(documents.lengths), np.asarray(documents.key_lengths)
+        starts, key_starts = np.cumsum(lengths) - lengths, np.cumsum(seen) - seen
+        tokens, keys, places, shapes = [], [], [], []
+        back, n_before = np.empty(int(lengths.sum()), np.int64), 0
+        for group in padded_groups(documents.lengths, documents.key_lengths, width):
+            members = np.asarray(group.documents)
+            own, other = lengths[members, None], seen[members, None]
+            columns = np.arange(group.n_tokens)
+            rows = starts[members, None] + np.minimum(columns, own - 1)
+            at = n_before + np.arange(rows.size).reshape(rows.shape)
+            is_real = columns < own
+            back[rows[is_real]] = at[is_real]
+            n_before += rows.size
+            tokens.append(rows.ravel())
+            keys.append((key_starts[members, None] + np.minimum(np.arange(group.n_keys), other - 1)).ravel())
+            places.append(sent(np.stack([(other - own)[:, 0], other[:, 0] - 1]), device))
+            shapes.append((len(members), group.n_tokens, group.n_keys, group.is_even))
+        return cls(
+            tuple(shapes),
+            sent(np.concatenate(tokens), device),
+            sent(np.concatenate(keys), device),
+            sent(back, device),
+            tuple(places),
+        )
+
+
+# ---- one kernel for all documents, on CUDA ----
+
+
+def _varlen_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+    """`torch.nn.attention.varlen.varlen_attn`, whose parameters differ from version to version. Never run on a GPU.
+
+    More keys than queries: its causal mask ends at the lower right, as flash-attn's (pytorch/pytorch#193630 says so).
+    Versions before `enable_gqa` look at no number of heads; the flash kernel below them takes grouped ones as they are.
+    """
+    parameters = _parameters_of(_varlen())
+    options: dict[str, Any] = {}
+    if "scale" in parameters:
+        options["scale"] = how.scale
+    else:  # it divides by the root of the head's size
+        query = query * (how.scale * query.shape[-1] ** 0.5)
+    if "is_causal" in parameters:
+        options["is_causal"] = how.causal
+    if "window_size" in parameters and not how.causal:
+        # all there is: torch 2.14 and later give what has no window to cuDNN, which builds a graph for each new shape
+        options["window_size"] = (documents.most_keys, documents.most_keys)
+    elif "window_size" in parameters and (how.window is not None or "is_causal" not in parameters):
+        options["window_size"] = (-1 if how.window is None else how.window - 1, 0)
+    if query.shape[1] != key.shape[1] and "enable_gqa" in parameters:
+        options["enable_gqa"] = True
+    bounds = documents.bounds, documents.key_bounds, documents.longest, documents.most_keys
+    out: Tensor = _varlen()(query, key, value, *bounds, **options)  # type: ignore[misc]
+    return out
+
+
+def _flash_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+    """`flash_attn.flash_attn_varlen_func`, which also drops and caps. Never run on a GPU.
+
+    More keys than queries: its causal mask ends at the lower right, from version 2.1 on (its documentation).
+    """
+    options: dict[str, Any] = {"dropout_p": how.dropout, "softmax_scale": how.scale, "causal": how.causal}
+    if how.window is not None:
+        options["window_size"] = (how.window - 1, 0)
+    if how.softcap is not None:
+        options["softcap"] = how.softcap
+    if torch.are_deterministic_algorithms_enabled():
+        options["deterministic"] = True
+    bounds = documents.bounds, documents.key_bounds, documents.longest, documents.most_keys
+    out: Tensor = _flash()(query, key, value, *bounds, **options)  # type: ignore[misc]
+    return out
+
+
+def _flex_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+    """`flex_attention`, compiled; its blocks are found once per batch and window. Never run on a GPU."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    n_tokens, n_keys, device = len(query), len(key), query.device
+
+    def capped(score: Tensor, batch: Tensor, head: Tensor, at: Tensor, other: Tensor) -> Tensor:
+        assert how.softcap is not None
+        return torch.tanh(score / how.softcap) * how.softcap
+
+    def find_blocks() -> Any:
+        owners = owners_of(documents)
+        own = torch.arange(n_tokens, device=device)  # where each token is among the keys
+        if documents.key_rows is not None:
+            gaps = documents.key_bounds[1:] - documents.bounds[1:]
+            own = own + gaps.repeat_interleave(documents.bounds.diff(), output_size=n_tokens)
+
+        def sees(batch: Tensor, head: Tensor, at: Tensor, other: Tensor) -> Tensor:
+            at = own[at]
+            seen = owners[at] == owners[other]
+            if how.causal:
+                seen = seen & (at >= other)
+            return seen if how.window is None else seen & (at - other < how.window)
+
+        # compiled it makes no mask of T by K on the way
+        return create_block_mask(sees, None, None, n_tokens, n_keys, device, _compile=device.type == "cuda")
+
+    blocks = documents.once(("blocks", how.causal, how.window), find_blocks)
+    out: Tensor = _flex()(  # type: ignore[misc]
+        *(tensor.transpose(0, 1)[None] for tensor in (query, key, value)),
+        score_mod=None if how.softcap is None else capped,
+        block_mask=blocks,
+        scale=how.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Documents, How], Tensor]] = {
+    "documents": _per_document,
+    "padded": _padded,
+    "varlen": _varlen_kernel,
+    "flash": _flash_kernel,
+    "flex": _flex_kernel,
+}
+
+
+@functools.cache
+def _varlen() -> Callable[..., Any] | None:
+    """torch's own; from 2.10."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+@functools.cache
+def _flash() -> Callable[..., Any] | None:
+    """flash-attn 2, where someone has built it."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
+@functools.cache
+def _flex() -> Callable[..., Any] | None:
+    """Compiled, as it computes all scores at once otherwise; needs Triton and a C compiler."""
+    try:
+        import triton  # noqa: F401
+        from torch.nn.attention.flex_attention import flex_attention
+    except ImportError:
+        return None
+    return None if find_compiler("cuda") is None else torch.compile(flex_attention, dynamic=True)
+
+
+@functools.cache
+def _parameters_of(function: Callable[..., Any] | None) -> frozenset[str]:
+    """The names of its parameters; none where there is no function."""
+    return frozenset() if function is None else frozenset(inspect.signature(function).parameters)

@@ -1,0 +1,120 @@
+"""Where the documents of a flat batch begin and end, which every layer of a model looks at.
+
+Made once a batch, on the host, from lengths that the host knows: nothing here waits for a GPU. Refuses to know models,
+kernels and losses. Shapes: T tokens of N documents, K keys that they see.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Where the N documents of a flat batch of T tokens begin and end; computed once, used by every layer."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each, in order."""
+    bounds: Tensor
+    """int32 [N + 1] on the batch's device: 0, then where each ends."""
+    longest: int
+    runs: tuple[tuple[int, int, int], ...]
+    """(how many documents, tokens of each, keys of each) of neighbours alike in both, in order."""
+    no_mask: Tensor
+    """[1, 1, 1, 1]: transformers takes a mask of four dimensions as made, so it looks for no boundaries by itself."""
+    key_bounds: Tensor
+    """int32 [N + 1], as `bounds`, of the keys that each document sees; its own tokens are the last of them."""
+    key_lengths: tuple[int, ...]
+    key_rows: Tensor | None = None
+    """int64 [K]: the token of each key, where a document goes on from another; else keys and tokens are the same."""
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int] | NDArray[np.int64],
+        device: torch.device | str = "cpu",
+        key_lengths: Sequence[int] | NDArray[np.int64] | None = None,
+        key_rows: NDArray[np.int64] | None = None,
+    ) -> Documents:
+        """From the tokens of each document; nothing waits for the device.
+
+        Where documents go on from others, `key_lengths` [N] are the tokens that each sees, its own among them, and
+        `key_rows` [K], document by document, which those are.
+        """
+        sizes = tuple(int(length) for length in lengths)
+        if not sizes or min(sizes) < 1:
+            raise ValueError("a flat batch needs documents of at least one token")
+        keys = sizes if key_lengths is None else tuple(int(length) for length in key_lengths)
+        n_keys = sum(sizes) if key_rows is None else len(key_rows)
+        if sum(keys) != n_keys or any(seen < own for own, seen in zip(sizes, keys, strict=True)):
+            raise ValueError("a document sees its own tokens at least, and each of its keys is a token's")
+        bounds = _ends(sizes, device)
+        return cls(
+            sizes,
+            bounds,
+            max(sizes),
+            tuple((len(list(alike)), *each) for each, alike in itertools.groupby(zip(sizes, keys, strict=True))),
+            torch.ones(1, 1, 1, 1, device=device),
+            bounds if key_rows is None else _ends(keys, device),
+            keys,
+            None if key_rows is None else sent(key_rows, device),
+        )
+
+    @property
+    def most_keys(self) -> int:
+        """Keys of the document that sees most."""
+        return max(self.key_lengths)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made at the first call with this key: masks that several layers share."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def sent(array: NDArray[Any], device: torch.device | str) -> Tensor:
+    """An array on a device. The host goes on at once: from pageable memory it would wait for the GPU from 64 KB on."""
+    tensor = torch.from_numpy(array)
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def _ends(sizes: Sequence[int], device: torch.device | str) -> Tensor:
+    """int32 [N + 1]: 0, then where each ends."""
+    return sent(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32), device)
+
+
+def owners_of(documents: Documents) -> Tensor:
+    """int64 [K]: the number of each key's document; of each token's, where no document goes on from another."""
+
+    def make() -> Tensor:
+        numbers = torch.arange(len(documents.lengths), device=documents.bounds.device)
+        n_keys = sum(documents.key_lengths)
+        return numbers.repeat_interleave(documents.key_bounds.diff(), output_size=n_keys)
+
+    owners: Tensor = documents.once("owners", make)
+    return owners
+
+
+def flat_batch(arrays: dict[str, NDArray[np.int64]], device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The arrays of `collate_flat` or `collate_shared`, and others beside them, as tensors on `device`.
+
+    Those that say where documents are become `documents`. But for the labels it is what a model takes.
+    """
+    batch: dict[str, Any] = {
+        name: torch.from_numpy(array).to(device, non_blocking=True)
+        for name, array in arrays.items()
+        if name not in ("lengths", "key_lengths", "key_rows")
+    }
+    documents = Documents.of(arrays["lengths"], device, arrays.get("key_lengths"), arrays.get("key_rows"))
+    return {**batch, "attention_mask": documents.no_mask, "documents": documents}

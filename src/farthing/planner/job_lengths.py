@@ -1,0 +1,314 @@
+"""The lengths of a job's data: from the token cache where training or tokenizing has left them, else from a sample of rows.
+
+Refuses to import torch and transformers and to reach the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.addresses import is_remote, without_secrets
+from farthing.config.job import Job
+from farthing.data.batches import split_by_input
+from farthing.data.chat import TEXT_VERSION, asks_for_the_date
+from farthing.data.read import KINDS, Source, folder_sha256, is_dataset, kind_of_file, short_name
+from farthing.data.sample import Sampled, light_tokenizer, own_template, sample_lengths
+from farthing.data.tokens import CACHE_VERSION, Recipe, TokenSet, notes_of, open_token_set
+from farthing.durability.files import Damaged, belongs_to_another, is_own, make_private, sha256_of, write_json
+from farthing.durability.run_folder import began
+from farthing.errors import FarthingError, ModelError, UserMistake
+from farthing.planner.lengths import Lengths, from_arrays, from_token_set
+from farthing.planner.model_config import CONFIG, cached_snapshot, find_config
+from farthing.planner.shapes import read_shape
+from farthing.units import plural
+
+INDEX = "token_index"  # the folder in the cache that tells which token set a job's data became
+_INDEX_VERSION = 1
+_TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+_MOST_TOKENIZER_BYTES = 256 << 20  # a larger json file is none of a tokenizer
+
+
+def read_lengths(job: Job, *, cache_dir: Path) -> tuple[Lengths, Lengths | None]:
+    """The lengths of a job's training and evaluation examples, exact where they have been tokenized before.
+
+    Raises `DataError` for data that can't be used, `UserMistake` for data that can't be seen without the network.
+    """
+    cache = Path(cache_dir)
+    tokens = _tokens_of(job, "train", cache)
+    if tokens is not None:
+        found = _exact(job, tokens, cache)
+        if found is not None:
+            return found
+    return _estimated(job)
+
+
+def note_token_set(
+    job: Job, role: str, train_sources: list[Source], eval_sources: list[Source], folder: Path, *, cache_dir: Path
+) -> None:
+    """Remember which token set the data of `role` (train or eval) became, for `read_lengths`. Raises `OSError`."""
+    known = {"train": [source.sha256 for source in train_sources], "eval": [source.sha256 for source in eval_sources]}
+    key = _index_key(job, role, known)
+    if key is not None and _noted(cache_dir, key) != folder.name:
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        write_json(make_private(cache_dir / INDEX) / f"{key}.json", {"set": folder.name, "when": when})
+
+
+def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | None] | None:
+    """From token sets; None when that of the evaluation data is not there."""
+    train = np.arange(len(tokens))
+    held_out: tuple[TokenSet, NDArray[np.int64]] | None = None
+    if job.data.eval:
+        eval_tokens = _tokens_of(job, "eval", cache)
+        if eval_tokens is None:
+            return None
+        held_out = eval_tokens, np.arange(len(eval_tokens))
+    elif job.data.eval_fraction > 0:
+        train, chosen = split_by_input(tokens.groups, job.data.eval_fraction, job.train.seed, tokens.inputs)
+        held_out = (tokens, chosen) if len(chosen) else None
+    train = train[: job.data.max_train_samples]
+    is_exact = not any(_is_elsewhere(name) for name in (*job.data.train, *job.data.eval))
+
+    def lengths_of(of: TokenSet, indices: NDArray[np.int64]) -> Lengths:
+        words = f"token cache, {plural(len(indices), 'example')}"
+        words += "" if is_exact else "; the data was not looked at again"
+        found = replace(from_token_set(of, indices, job.task, source=words), notes=notes_of(of.facts))
+        return found if is_exact else replace(found, is_exact=False)
+
+    if held_out is None:
+        return lengths_of(tokens, train), None
+    return lengths_of(tokens, train), lengths_of(held_out[0], held_out[1][: job.data.max_eval_samples])
+
+
+def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
+    """From a sample of the rows."""
+    folder = _tokenizer_folder(job)
+    tokenizer = light_tokenizer(folder, _template_of_job(job))
+    day, text_version = began(Path(job.output_dir), TEXT_VERSION)
+    recipe = Recipe(
+        task=job.task,
+        max_length=_max_length(job, folder),
+        max_target_length=job.data.max_target_length,
+        too_long=job.data.too_long,
+        train_on_prompt=job.data.train_on_prompt,
+        columns=dict(job.data.columns),
+        label_map=dict(job.data.label_map),
+        source_lang=job.data.source_lang or "",
+        target_lang=job.data.target_lang or "",
+        date=day if asks_for_the_date(tokenizer.chat_template) else "",
+        version=text_version,
+    )
+
+    def sampled(names: tuple[str, ...], split: str) -> Sampled:
+        return sample_lengths(_local_sources(names, split), tokenizer, recipe)
+
+    def lengths_of(found: Sampled, share: float, most: int | None) -> Lengths:
+        n_examples = max(1, round(found.n_examples * share))
+        n_rows = f"{found.n_rows:,}" if found.is_all_read else f"about {found.n_rows:,}"
+        words = f"{found.n_tokenized:,} of {n_rows} rows tokenized"
+        if not tokenizer.is_exact:
+            words = f"guessed from characters, no tokenizer was found here: {found.n_tokenized:,} of {n_rows} rows"
+        lengths = from_arrays(
+            found.tokens,
+            found.targets,
+            n_examples=n_examples if most is None else min(most, n_examples),
+            n_target_tokens=found.n_target_tokens,
+            is_exact=False,
+            source=words,
+        )
+        return replace(lengths, notes=found.notes)
+
+    data = job.data
+    train = sampled(data.train, data.train_split)
+    if data.eval:
+        held_out = lengths_of(sampled(data.eval, data.eval_split), 1.0, data.max_eval_samples)
+        return lengths_of(train, 1.0, data.max_train_samples), held_out
+    if data.eval_fraction > 0:
+        held_out = lengths_of(train, data.eval_fraction, data.max_eval_samples)
+        return lengths_of(train, 1 - data.eval_fraction, data.max_train_samples), held_out
+    return lengths_of(train, 1.0, data.max_train_samples), None
+
+
+def _template_of_job(job: Job) -> str | None:
+    """The chat template that the job names. Raises `ModelError`."""
+    if job.data.chat_template is None:
+        return None
+    try:
+        return Path(job.data.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"the chat template can't be read ({type(error).__name__})"
+        raise ModelError(what, where=job.data.chat_template, to_do="check data.chat_template") from error
+
+
+def _is_elsewhere(name: str) -> bool:
+    """Whether a name of data means something that only the network can show."""
+    return is_remote(name) or (is_dataset(name) and not Path(name).is_dir())
+
+
+def _local_sources(names: tuple[str, ...], split: str) -> list[Source]:
+    """The files that these names mean; their content is not hashed. Raises `UserMistake`, `DataError`."""
+    sources = []
+    for name in names:
+        if _is_elsewhere(name):
+            what = "a file of another machine" if is_remote(name) else "no file here; as a data set of the Hub"
+            raise UserMistake(
+                f"{what}, it can't be looked at without the network",
+                where=without_secrets(name),
+                to_do="give --examples N --mean-tokens M, or run `farthing train` once: tokenized data is remembered",
+            )
+        paths = files_of_split(Path(name), split) if Path(name).is_dir() else [Path(name)]
+        for path in paths:
+            shown = short_name(str(path))
+            sources.append(Source(shown, "", kind_of_file(path, shown), path))
+    return sources
+
+
+def files_of_split(folder: Path, split: str) -> list[Path]:
+    """The data files of a data set folder that hold a split: its name is in theirs, or no file names a split at all."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in KINDS and path.is_file())
+    files = [path for path in files if path.name not in ("dataset_info.json", "state.json", "dataset_dict.json")]
+    words = {"validation": ("valid", "dev")}.get(split, (split,))
+    inside = {path: str(path.relative_to(folder)).lower() for path in files}
+    named = [path for path in files if any(word in inside[path] for word in words)]
+    if not named and split == "train":
+        named = [path for path in files if not any(word in inside[path] for word in ("valid", "dev", "test", "eval"))]
+    if not named:
+        raise UserMistake(
+            f"the folder has no file that can be seen to be its split `{split}`",
+            where=str(folder),
+            to_do="give --examples N --mean-tokens M, or run `farthing train` once: tokenized data is remembered",
+        )
+    return named
+
+
+# ---- the index of token sets ----
+
+
+def _tokens_of(job: Job, role: str, cache: Path) -> TokenSet | None:
+    """The token set that the job's data became, if it was made from the same bytes in the same way and is whole."""
+    if not (cache / INDEX).is_dir():
+        return None
+    try:
+        key = _index_key(job, role, {})
+        name = None if key is None else _noted(cache, key)
+        folder = cache / "tokens" / (name or "")
+        if name is None or belongs_to_another(cache / INDEX) or belongs_to_another(folder.parent) or not is_own(folder):
+            return None
+        return open_token_set(folder, check_bytes=False)
+    except (OSError, ValueError, Damaged):
+        return None
+
+
+def _noted(cache: Path, key: str) -> str | None:
+    """The name of the token set that is noted under a key."""
+    try:
+        name = json.loads((cache / INDEX / f"{key}.json").read_text(encoding="utf-8"))["set"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return name if isinstance(name, str) and Path(name).name == name else None
+
+
+def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
+    """A hash of everything a token set follows from that can be known without transformers; None without a tokenizer.
+
+    `known` has the hashes of sources that were opened already.
+    """
+    folder = _tokenizer_folder(job)
+    if folder is None:
+        return None
+    data = job.data
+    day, text_version = began(Path(job.output_dir), TEXT_VERSION)
+    is_of_a_day = asks_for_the_date(_template_of_job(job) or own_template(folder))
+    names = {"train": (data.train, data.train_split), "eval": (data.eval, data.eval_split)}
+    template = data.chat_template
+    content = {
+        "version": [_INDEX_VERSION, CACHE_VERSION, _version("transformers"), _version("tokenizers")],
+        "data": {  # the labels of the evaluation data are those of the training data
+            each: _content_of(*names[each], data.dataset_config_name, known.get(each))
+            for each in (("train",) if role == "train" else ("train", "eval"))
+        },
+        "role": role,
+        "task": job.task,
+        "tokenizer": _files_sha256(folder),
+        "model": sha256_of(config) if (config := _model_folder(job) / CONFIG).is_file() else None,
+        "max_length": job.max_length,
+        "template": sha256_of(Path(template)) if template else None,
+        "text": [text_version, day if is_of_a_day else ""],
+        "settings": data.model_dump(
+            include={
+                "columns", "label_map", "max_length", "max_target_length", "too_long", "train_on_prompt", "max_bad_rows",
+                "source_lang", "target_lang",
+            }
+        ),
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _content_of(names: tuple[str, ...], split: str, config_name: str | None, known: list[str] | None) -> list[str]:
+    """The identity of data: of its bytes, or of the address where only the network could tell."""
+    found = []
+    for index, name in enumerate(names):
+        if _is_elsewhere(name):
+            asked = json.dumps([name, split, config_name])
+            found.append("at " + hashlib.sha256(asked.encode()).hexdigest())
+        elif known is not None:
+            found.append(known[index])
+        else:
+            found.append(folder_sha256(Path(name), split) if Path(name).is_dir() else sha256_of(Path(name)))
+    return found
+
+
+def _tokenizer_folder(job: Job) -> Path | None:
+    """The folder with the job's tokenizer: a local one, or what the Hugging Face cache holds."""
+    own = job.model.tokenizer_name_or_path
+    name = own or job.model.model_name_or_path
+    if Path(name).is_dir():
+        return Path(name)
+    return cached_snapshot(name, None if own and own != job.model.model_name_or_path else job.model.revision)
+
+
+def _model_folder(job: Job) -> Path:
+    """The folder with the model's configuration, here or in the Hugging Face cache; one that is not there otherwise."""
+    path = Path(job.model.model_name_or_path)
+    return path if path.is_dir() else cached_snapshot(str(path), job.model.revision) or path
+
+
+def _files_sha256(folder: Path) -> str:
+    """Identity of the tokenizer's and the model's settings in a folder."""
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern)}):
+        if path.is_file() and path.stat().st_size <= _MOST_TOKENIZER_BYTES:
+            digest.update(f"{path.name}:{sha256_of(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _max_length(job: Job, folder: Path | None) -> int:
+    """The longest input as `prepare.open_inputs` settles it: the job's, or what model and tokenizer allow of the default."""
+    if job.data.max_length:
+        return job.data.max_length
+    limits = [job.max_length]
+    try:
+        config, _ = find_config(job.model.model_name_or_path, job.model.revision, ask_hub=False)
+        limits.append(read_shape(config, "body").max_positions or job.max_length)
+    except FarthingError:
+        pass  # whoever needs the model will say so
+    try:
+        says = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")) if folder else {}
+        limits.append(int(says.get("model_max_length") or job.max_length))
+    except (OSError, ValueError, AttributeError):
+        pass
+    return min(limits)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,222 @@
+"""What can be seen to be wrong with a job before anything heavy is imported: its data's columns, its model's presence.
+
+A second of looking, and all faults at once: the first rows of every local file, folders, the cache of the Hub and one quick
+question to the Hub. What passes may still be refused later, by those who read it whole. Refuses to import torch or
+transformers, to download and to ask twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import urllib.error
+import urllib.parse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from farthing.addresses import is_remote
+from farthing.config.job import Job
+from farthing.data.fetch import refuse_metadata
+from farthing.data.foreign import Watch
+from farthing.data.formats import recognise
+from farthing.data.read import Source, is_dataset, kind_of_file, short_name
+from farthing.data.rows import Row
+from farthing.errors import DataError, Mistakes, ModelError, UserMistake
+from farthing.planner.job_lengths import files_of_split
+from farthing.planner.model_config import (
+    CONFIG,
+    ask_hub,
+    cached_snapshot,
+    find_config,
+    is_hub_name,
+    is_offline,
+    read_from_hub,
+)
+
+_FIRST_ROWS = 64
+_LARGEST_JSON_BYTES = 64 << 20  # a larger document, which has to be read whole, is not looked into
+TOKENIZERS = (
+    "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json", "sentencepiece.bpe.model",
+)  # fmt: skip
+"""Files of which a tokenizer has one."""
+
+
+def look_over(job: Job, *, only_plans: bool = False, with_data: bool = True) -> None:
+    """Look at data and model. A plan needs of the model only the sizes, and no data where their lengths are given.
+
+    Raises the `UserMistake` that was found, or `Mistakes` of all of them.
+    """
+    found: list[UserMistake] = []
+    for check in _checks(job, only_plans, with_data):
+        try:
+            check()
+        except UserMistake as error:
+            if str(error) not in [str(other) for other in found]:
+                found.append(error)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise Mistakes(found)
+
+
+def _checks(job: Job, only_plans: bool, with_data: bool) -> Iterator[Callable[[], object]]:
+    data = job.data
+    for names, split in ((data.train, data.train_split), (data.eval, data.eval_split)):
+        for name in names if with_data else ():
+            yield lambda name=name, split=split: _look_at_data(job, name, split, only_plans)  # type: ignore[misc]
+    if job.data.chat_template is not None and with_data:
+        yield lambda: _look_at_template(str(job.data.chat_template))
+    if only_plans:
+        yield lambda: find_config(job.model.model_name_or_path, job.model.revision)
+    else:
+        yield lambda: _look_at_model(job)
+
+
+# ---- the data ----
+
+
+def _look_at_data(job: Job, name: str, split: str, only_plans: bool) -> None:
+    """A file, the first file of a folder's split, or whether an address may be asked and the Hub knows a name."""
+    if is_remote(name):
+        refuse_metadata(name)
+    elif not is_dataset(name):
+        _look_at_file(job, Path(name))
+    elif Path(name).is_dir():
+        for path in _first_of(Path(name), split):
+            _look_at_file(job, path)
+    elif not only_plans:
+        _look_for_data_set(job, name)
+
+
+def _first_of(folder: Path, split: str) -> list[Path]:
+    """The first file of a split; none where the folder's own description says what its splits are."""
+    if (folder / "README.md").exists():
+        return []
+    try:
+        return files_of_split(folder, split)[:1]
+    except UserMistake:
+        return []
+
+
+def _look_at_file(job: Job, path: Path) -> None:
+    """Whether a file's first rows can be read, and whether their columns are of a kind that is known."""
+    shown = short_name(str(path))
+    kind = kind_of_file(path, shown)
+    if kind == "json" and path.stat().st_size > _LARGEST_JSON_BYTES:
+        return
+    source, columns = Source(shown, "", kind, path), dict(job.data.columns)
+    rows = list(itertools.islice(source.rows(), _FIRST_ROWS))
+    watch = Watch(job.task, columns, shown)
+    watch(rows)
+    if any(isinstance(row, Row) for row in rows):
+        recognise(watch.columns, job.task, columns, shown)
+    elif not rows:
+        raise DataError("no rows", where=shown, to_do="check how the file was written")
+
+
+def _look_at_template(path: str) -> None:
+    try:
+        Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        what = f"the chat template can't be read: {why}"
+        raise ModelError(what, where=path, to_do="check data.chat_template: a Jinja file") from error
+
+
+# ---- the model ----
+
+
+def _look_at_model(job: Job) -> None:
+    """Its folder with what has to be in it, or that the Hub or its cache has it."""
+    section = job.model
+    name, tokenizer = section.model_name_or_path, section.tokenizer_name_or_path or section.model_name_or_path
+    if Path(name).is_absolute():
+        _look_at_folder(Path(name), needs_weights=section.init == "pretrained")
+    else:
+        _look_on_hub(name, section.revision, needs_weights=section.init == "pretrained")
+    if Path(tokenizer).is_absolute():
+        folder = Path(tokenizer)
+        if not folder.is_dir():
+            raise ModelError("no such tokenizer folder", where=tokenizer, to_do="check model.tokenizer_name_or_path")
+        if not any((folder / file).exists() for file in TOKENIZERS):
+            raise ModelError(
+                f"no tokenizer in the model folder (none of {', '.join(TOKENIZERS)})",
+                where=tokenizer,
+                to_do="copy the tokenizer's files there, or name its folder: model.tokenizer_name_or_path",
+            )
+
+
+def _look_at_folder(folder: Path, *, needs_weights: bool) -> None:
+    if not folder.is_dir():
+        raise ModelError("no such folder for the model", where=str(folder), to_do="check model: in the job")
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"no {CONFIG} in the folder", where=str(folder), to_do="name a folder in Hugging Face format")
+    try:
+        is_object = isinstance(json.loads((folder / CONFIG).read_text(encoding="utf-8-sig")), dict)
+    except (OSError, ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise ModelError(
+            f"the model's configuration can't be loaded: {CONFIG} is not a JSON object",
+            where=str(folder),
+            to_do="bring the files of this folder back whole",
+        )
+    if needs_weights and not any(folder.glob("*.safetensors")):
+        pickles = sorted(path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}"))
+        if pickles:
+            raise ModelError(
+                f"weights only as a pickle ({pickles[0]}), which can run code when it is loaded",
+                where=str(folder),
+                to_do="convert them to safetensors with transformers' save_pretrained on a machine you trust",
+            )
+        raise ModelError(
+            "no weights (*.safetensors) in the folder",
+            where=str(folder),
+            to_do="put them there, or train from fresh weights with model.init: random",
+        )
+
+
+def _look_on_hub(name: str, revision: str | None, *, needs_weights: bool) -> None:
+    """Its cache, else one question with a short timeout."""
+    if not is_hub_name(name):
+        raise ModelError(
+            "the model's configuration can't be loaded: neither a folder nor a name on the Hub",
+            where=name,
+            to_do="check the name: ORGANISATION/MODEL, or a path that begins with ./ or /",
+        )
+    snapshot = cached_snapshot(name, revision)
+    if snapshot is not None and (snapshot / CONFIG).is_file():
+        if is_offline() and needs_weights and not any(snapshot.glob("*.safetensors")):
+            raise ModelError(
+                "its weights (*.safetensors) are not in the Hugging Face cache, and HF_HUB_OFFLINE is set",
+                where=name,
+                to_do="unset it, or give a folder that has them",
+            )
+        return
+    try:
+        ask_hub(name, revision)
+    except ModelError as error:
+        raise ModelError(
+            f"the model's configuration can't be loaded: {error.what}", where=name, to_do=error.to_do
+        ) from error
+
+
+def _look_for_data_set(job: Job, name: str) -> None:
+    """One question to the Hub, for a data set that was never fetched."""
+    if is_offline() or is_offline("HF_DATASETS_OFFLINE") or any((Path(job.cache_dir or ".") / "datasets").glob("*")):
+        return
+    try:
+        read_from_hub(f"api/datasets/{urllib.parse.quote(name)}")
+    except urllib.error.HTTPError as error:
+        if error.code not in (401, 403, 404):
+            return
+        why = f"the Hub answers {error.code}"
+    except (OSError, ValueError) as error:
+        why = str(getattr(error, "reason", None) or error)
+    else:
+        return
+    raise DataError(
+        f"neither a local file nor a data set that can be reached ({why})",
+        where=name,
+        to_do="check the name, or the network; a local path needs its file ending (.jsonl, .csv ...)",
+    )

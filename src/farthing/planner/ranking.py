@@ -1,0 +1,113 @@
+"""The order of plans: the one to take first, then by dollars, the sooner where estimates can't tell; each with its why."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from farthing.planner.types import Plan, up_front
+from farthing.prices.offers import Offer
+from farthing.units import say_usd
+
+TIE = 0.05  # dollars closer than this are not told apart by estimates that share their error
+
+
+class _Placed(NamedTuple):
+    """A plan with what it is ranked by, worked out once."""
+
+    usd: float
+    wall_s: float
+    name: tuple[str, ...]
+    plan: Plan
+    is_runnable: bool
+    is_priced: bool
+
+
+def _placed(plan: Plan) -> _Placed:
+    return _Placed(plan.total_usd, plan.wall_s, _name_key(plan.offer), plan, plan.is_runnable, plan.place.is_priced)
+
+
+def ranked(plans: Iterable[Plan]) -> list[Plan]:
+    """The first is the one to take: the cheapest that can be run, at a price that can be had. Each says why it stands there.
+
+    Then by dollars: what can be run, what can't be run yet, and last what has no price. Among dollars that can't be told
+    apart the sooner comes first.
+    """
+    ordered = sorted((_placed(plan) for plan in plans), key=lambda one: one[:3])
+    soonest, front = math.inf, set()
+    for one in ordered:
+        if one.wall_s < soonest and one.is_priced:
+            soonest = one.wall_s
+            front.add(id(one.plan))
+    runnable = [one for one in ordered if one.is_runnable and one.is_priced]
+    later = [one for one in ordered if not one.is_runnable and one.is_priced]
+    in_order = _by_dollars(runnable)
+    first = _first_that_can_be_had(runnable)
+    if first is not None:
+        in_order = [first, *(one for one in in_order if one is not first)]
+    in_order += _by_dollars(later)
+    in_order += [one for one in ordered if not one.is_priced]
+    return [
+        replace(one.plan, on_front=id(one.plan) in front, why=_why(one, in_order[0], ordered, i == 0))
+        for i, one in enumerate(in_order)
+    ]
+
+
+def _first_that_can_be_had(runnable: Sequence[_Placed]) -> _Placed | None:
+    """Of those near the cheapest that can be had the soonest; `runnable` has the cheapest first."""
+    cheapest = next((one for one in runnable if _can_be_had(one.plan)), None)
+    if cheapest is None:
+        return None
+    most = cheapest.usd * (1 + TIE) + 1e-9
+    near = itertools.takewhile(lambda one: one.usd <= most, runnable)
+    return min((one for one in near if _can_be_had(one.plan)), key=lambda one: (one.wall_s, one.usd, one.name))
+
+
+def _can_be_had(plan: Plan) -> bool:
+    """Whether the run can be had for its dollars: at a firm price, and without a pack or deposit that is more than it needs."""
+    return plan.place.has_firm_price and up_front(plan) <= (1 + TIE) * plan.total_usd + 0.01
+
+
+def _by_dollars(ordered: Sequence[_Placed]) -> list[_Placed]:
+    found: list[_Placed] = []
+    start = 0
+    while start < len(ordered):
+        most = ordered[start].usd * (1 + TIE) + 1e-9
+        end = next((i for i in range(start, len(ordered)) if ordered[i].usd > most), len(ordered))
+        found += sorted(ordered[start:end], key=lambda one: (one.wall_s, one.usd, one.name))
+        start = end
+    return found
+
+
+def _why(one: _Placed, first: _Placed, ordered: Sequence[_Placed], is_first: bool) -> str:
+    if not one.is_priced:
+        return "no price is given for it (where.usd_per_hour)"
+    if is_first:
+        return _why_first(one, ordered)
+    more = one.usd / first.usd - 1 if first.usd else 0.0
+    faster = first.wall_s / one.wall_s
+    words = f"{more:+.0%} dollars" if abs(more) >= 0.005 else "as dear"
+    return f"{words} against the first, " + (
+        f"{faster:.1f} x as fast" if faster >= 1 else f"{1 / faster:.1f} x as slow"
+    )
+
+
+def _why_first(one: _Placed, ordered: Sequence[_Placed]) -> str:
+    cheaper = [o for o in ordered if o.is_priced and o.usd < one.usd]
+    can_be_had = [o for o in cheaper if o.is_runnable and _can_be_had(o.plan)]
+    words = "the cheapest"
+    if can_be_had:
+        usd = say_usd(can_be_had[0].usd)
+        words = f"within {TIE:.0%} of the cheapest ({usd}), which estimates can't tell apart, and sooner"
+    if any(o.is_runnable and not _can_be_had(o.plan) for o in cheaper):
+        words += " at a price that can be had"
+    if any(not o.is_runnable for o in cheaper):
+        words += " on one GPU"
+    return words
+
+
+def _name_key(offer: Offer) -> tuple[str, ...]:
+    return offer.provider, offer.gpu, str(offer.n_gpus), offer.region, offer.zone, offer.kind, offer.instance

@@ -1,0 +1,307 @@
+"""Every recipe x every offer: what fits is handed to pricing and limits, what does not is rejected with what would let it in.
+
+For each kind of machine the quickest recipe that fits is taken: an hour costs the same whatever is computed in it.
+
+Pure: values in, values out. Refuses to import torch, and to ask a clock, a file or the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from farthing.errors import UserMistake
+from farthing.planner.confidence import memory_error, speed_error
+from farthing.planner.lengths import Padded
+from farthing.planner.limits import meet_deadline, within_limits
+from farthing.planner.memory import Memory, estimate_memory, evaluation_memory
+from farthing.planner.pricing import Chosen, Pricing
+from farthing.planner.ranking import ranked
+from farthing.planner.recipe import Recipe
+from farthing.planner.speed import (
+    StepTime,
+    Work,
+    step_time,
+    work_of,
+)
+from farthing.planner.spot import (
+    Interruptions,
+    prior,
+)
+from farthing.planner.types import UNCALIBRATED, Answer, Assumptions, JobSpec, Place, Plan, Rejected
+from farthing.prices.offers import Offer, bill
+from farthing.units import said_apart, say_bytes
+
+# of a micro-batch on a GPU: smaller ones leave it idle, but for longer examples
+FEWEST_TOKENS, MOST_TOKENS = 1024, 65_536
+CPU_TOKENS = 2048  # of a micro-batch on a CPU: more is quicker by a hundredth at most, for more memory (docs/log.md)
+
+
+def decide(
+    wanted: JobSpec,
+    places: Iterable[Place],
+    *,
+    assumptions: Assumptions | None = None,
+    managed: Iterable[Offer] = (),
+    hazard: Callable[[Offer], Interruptions] | None = None,
+) -> Answer:
+    """Plans for every place, ranked. `hazard` says how long spot capacity lasts; by default the measured prior does.
+
+    Raises `UserMistake` for a job that no place can do at all.
+    """
+    if wanted.lengths.n_examples < 1:
+        raise UserMistake("there is nothing to train on", where="data", to_do="check the data set")
+    search = _Search(wanted, assumptions or Assumptions(), hazard or (lambda offer: prior(offer.n_gpus)))
+    plans: list[Plan] = []
+    rejected: list[Rejected] = []
+    for place in places:
+        found = search.judge(place)
+        if isinstance(found, Plan):
+            plans.append(found)
+        else:
+            rejected.append(found)
+    plans = ranked(plans)
+    if wanted.deadline_s is not None:
+        plans, late = meet_deadline(plans, wanted, search.hazard)
+        rejected += late
+        plans = ranked(plans)
+    tokens = wanted.n_steps * wanted.global_batch * wanted.tokens_per_example
+    fees = [(offer, sum(bill(offer, n_tokens=tokens).values())) for offer in managed]
+    return Answer(tuple(plans), tuple(rejected), tuple(sorted(fees, key=lambda fee: fee[1])), wanted.n_steps)
+
+
+class _Search:
+    """What is worked out once for many offers: recipes by precision and number of GPUs, times by machine."""
+
+    def __init__(self, wanted: JobSpec, assumptions: Assumptions, hazard: Callable[[Offer], Interruptions]) -> None:
+        self.wanted = wanted
+        self.assumptions = assumptions
+        self.hazard = hazard
+        self._candidates: dict[tuple[str, int, bool], list[tuple[Recipe, Memory, Work]]] = {}
+        self._chosen: dict[Any, Chosen | Rejected] = {}
+        self._pricing = Pricing(wanted, assumptions, hazard)
+        self._changes: dict[Any, list[tuple[str, int]]] = {}
+
+    def judge(self, place: Place) -> Plan | Rejected:
+        """The plan for a place, or why there is none."""
+        offer = place.offer
+        key = (
+            place.device,
+            offer.n_gpus,
+            place.precision,
+            place.is_local,
+            place.is_cuda,
+            place.memory_bytes,
+            None if place.calibration is UNCALIBRATED else place.calibration,  # quicker to look up
+        )
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(place)
+        chosen = self._chosen[key]
+        if isinstance(chosen, Rejected):
+            return replace(chosen, offer=offer)
+        plan = self._pricing.price(place, chosen, self.needed_bytes(place, chosen.memory))
+        return within_limits(plan, self.wanted) if isinstance(plan, Plan) else plan
+
+    # ---- recipes ----
+
+    def candidates(self, precision: str, n_gpus: int, is_cuda: bool) -> list[tuple[Recipe, Memory, Work]]:
+        """Every recipe that is worth a look, with its memory and its work."""
+        key = precision, n_gpus, is_cuda
+        if key not in self._candidates:
+            self._candidates[key] = list(self._make_candidates(*key))
+        return self._candidates[key]
+
+    def _make_candidates(self, precision: str, n_gpus: int, is_cuda: bool) -> Iterable[tuple[Recipe, Memory, Work]]:
+        wanted = self.wanted
+        if n_gpus > wanted.global_batch:
+            return
+        everies = [wanted.every_n_layers] if wanted.every_n_layers is not None else [0, 2, 1]
+        shardings = ["none"] if n_gpus == 1 else ["ddp", "fsdp"]
+        for most in budgets(wanted, n_gpus, is_cuda):
+            example = wanted.cut(most, n_gpus).example
+            for every in everies:
+                for sharding in shardings:
+                    recipe = recipe_of(wanted, precision, most, every, n_gpus, sharding)
+                    yield recipe, self.memory_of(wanted, recipe, is_cuda), self.work_of(recipe, example)
+
+    def memory_of(self, wanted: JobSpec, recipe: Recipe, is_cuda: bool) -> Memory:
+        """Peak memory of a recipe, in training or evaluation."""
+        assert recipe.micro_tokens is not None
+        how: dict[str, Any] = {"labelled_share": wanted.labelled_share, "is_cuda": is_cuda}
+        largest = wanted.cut(recipe.micro_tokens, recipe.n_gpus).largest
+        memory = estimate_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
+        if wanted.eval_lengths is not None:  # an evaluation takes as many tokens at once as training does
+            largest = wanted.eval_cut(recipe.micro_tokens).largest
+            other = evaluation_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
+            memory = max(memory, other, key=lambda one: one.allocated_bytes)
+        return memory
+
+    def work_of(self, recipe: Recipe, padded: Padded) -> Work:
+        """Work of a step of a recipe."""
+        wanted = self.wanted
+        return work_of(
+            wanted.shape,
+            recipe,
+            padded,
+            wanted.tokens_per_example,
+            wanted.adapters,
+            labelled_share=wanted.labelled_share,
+        )
+
+    def needed_bytes(self, place: Place, memory: Memory) -> int:
+        """What a place must have for it: what was measured beside the formula included."""
+        extra = place.calibration.extra_bytes
+        if extra is not None:
+            return memory.allocated_bytes + extra
+        return memory.total_bytes + (0 if place.is_cuda else self.assumptions.process_bytes)
+
+    def _choose(self, place: Place) -> Chosen | Rejected:
+        n_gpus = max(1, place.offer.n_gpus)
+        found = self.candidates(place.precision, n_gpus, place.is_cuda)
+        if not found:
+            what = f"a step of {self.wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
+            return Rejected(place.offer, what, f"train.global_batch_size: {n_gpus}", n_gpus / self.wanted.global_batch)
+        fitting = [
+            (recipe, memory, step_time(work, place.device, place.calibration), work)
+            for recipe, memory, work in found
+            if self.needed_bytes(place, memory) <= place.memory_bytes
+        ]
+        # a run that dies of memory has cost its dollars: what fits with its error comes before what may not
+        most = place.memory_bytes / (1 + memory_error(place, self.wanted.shape.model_type))
+        sure = [one for one in fitting if self.needed_bytes(place, one[1]) <= most]
+        if fitting and not sure:
+            sure = [min(fitting, key=lambda one: self.needed_bytes(place, one[1]))]
+        if fitting:
+
+            def cheapness(one: tuple[Recipe, Memory, StepTime, Work]) -> tuple[float, ...]:
+                recipe, _, step, _ = one
+                if not place.is_cuda:  # what a micro-batch costs by itself is not in the seconds of a CPU
+                    return recipe.every_n_layers, -(recipe.micro_tokens or 0)
+                return step.seconds, recipe.every_n_layers, recipe.micro_tokens or 0
+
+            recipe, memory, step, work = min(sure, key=cheapness)
+            family = self.wanted.shape.model_type
+            seconds = self._pricing.seconds_of(place, recipe, step, work)
+            return Chosen(recipe, memory, step, seconds, speed_error(place, family), memory_error(place, family))
+        least = min((self.needed_bytes(place, memory), recipe.in_words()) for recipe, memory, _ in found)
+        gib = said_apart(least[0] / 2**30, place.memory_bytes / 2**30, lambda n: say_bytes(n * 2**30), "{} GiB")
+        reason = f"needs {gib[0]} at least, has {gib[1]} ({least[1]})"
+        distance = least[0] / place.memory_bytes
+        in_fp16 = self._fp16_instead(place, n_gpus)
+        for change, n_bytes in self.changes(place.precision, n_gpus, place.is_cuda):
+            if n_bytes + self.needed_bytes(place, Memory({}, "loss", place.is_cuda)) <= place.memory_bytes:
+                return Rejected(place.offer, reason, f"{change}, or {in_fp16}" if in_fp16 else change, distance)
+        if in_fp16:
+            return Rejected(place.offer, reason, in_fp16, distance * 3)
+        return Rejected(place.offer, reason, "a smaller model, or a GPU with more memory", distance * 4)
+
+    def _fp16_instead(self, place: Place, n_gpus: int) -> str:
+        """Where only the risk of fp16 made it fp32: the setting, when the job would fit with it."""
+        if place.precision != "fp32" or not place.is_cuda or self.wanted.precision or not self.wanted.fp16_risk:
+            return ""
+        in_fp16 = self.candidates("fp16", n_gpus, True)
+        if min(self.needed_bytes(place, memory) for _, memory, _ in in_fp16) > place.memory_bytes:
+            return ""
+        return f"train.fp16: true at a risk: {self.wanted.fp16_risk}"
+
+    def changes(self, precision: str, n_gpus: int, is_cuda: bool) -> list[tuple[str, int]]:
+        """Changes of the job that save memory, with the least they need: the mildest first."""
+        key = precision, n_gpus, is_cuda
+        if key not in self._changes:
+            self._changes[key] = found = []
+            for changed in _memory_savers(self.wanted, is_cuda):
+                other = replace(self.wanted, **changed)
+                most = min(budgets(other, n_gpus, is_cuda))
+                every = other.every_n_layers if other.every_n_layers is not None else 1
+                sharding = "none" if n_gpus == 1 else "fsdp"
+                memory = self.memory_of(other, recipe_of(other, precision, most, every, n_gpus, sharding), is_cuda)
+                found.append((_in_words(changed), memory.reserved_bytes))
+        return self._changes[key]
+
+    # ---- price ----
+
+
+def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
+    """Tokens of a micro-batch that are worth a look: the job's own, or as few as can be and powers of two above that."""
+    if wanted.micro_tokens is not None:
+        return [wanted.micro_tokens]
+    longest = wanted.lengths.longest_example
+    if not is_cuda:
+        return sorted({longest, max(longest, FEWEST_TOKENS), max(longest, CPU_TOKENS)})
+    found, most = [longest], FEWEST_TOKENS
+    of_step = wanted.lengths.largest_step(-(-wanted.global_batch // n_gpus))
+    while most <= MOST_TOKENS and found[-1] < of_step:
+        if most > longest:
+            found.append(most)
+        most *= 2
+    return found
+
+
+def _memory_savers(wanted: JobSpec, is_cuda: bool) -> list[dict[str, Any]]:
+    """Settings to change: the mildest first, each with those before."""
+    lengths = wanted.lengths
+    milder: dict[str, Any] = {}
+    ways: list[dict[str, Any]] = []
+    if wanted.micro_tokens is not None and wanted.micro_tokens > lengths.longest_example:
+        milder["micro_tokens"] = lengths.longest_example
+        ways.append(dict(milder))
+    if wanted.every_n_layers not in (None, 1):
+        milder["every_n_layers"] = 1
+        ways.append(dict(milder))
+    if wanted.method == "full" and is_cuda and "8bit" not in wanted.optim:
+        ways.append(milder | {"optim": "adamw_8bit"})
+    methods = [name for name in (["lora", "qlora"] if is_cuda else ["lora"]) if name != wanted.method]
+    if wanted.method == "qlora":
+        methods = []
+    ways += [milder | {"method": name} for name in methods]
+    shorter = [_shortened(wanted, milder, int(lengths.longest * share)) for share in (0.5, 0.25)]
+    ways += [one for one in shorter if one["lengths"].longest >= 64]
+    ways += [shorter[1] | {"method": name} for name in methods[-1:] if shorter[1]["lengths"].longest >= 64]
+    return ways
+
+
+def _shortened(wanted: JobSpec, milder: dict[str, Any], longest: int) -> dict[str, Any]:
+    """Changes with inputs of at most `longest` tokens besides."""
+    held_out = wanted.eval_lengths
+    found = milder | {"lengths": wanted.lengths.truncated(max(1, longest))}
+    if wanted.micro_tokens is not None:
+        found["micro_tokens"] = min(wanted.micro_tokens, found["lengths"].longest_example)
+    return found | {"eval_lengths": None if held_out is None else held_out.truncated(max(1, longest))}
+
+
+def _in_words(changed: dict[str, Any]) -> str:
+    """The settings as a job file has them."""
+    says: dict[str, Callable[[Any], str]] = {
+        "method": lambda name: f"method: {name}",
+        "optim": lambda name: f"train.optim: {name}",
+        "every_n_layers": lambda _: "train.gradient_checkpointing: true",
+        "micro_tokens": lambda n: f"train.micro_batch_tokens: {n}",
+        "lengths": lambda lengths: f"data.max_length: {lengths.longest}",
+    }
+    return " with ".join(say(changed[name]) for name, say in says.items() if name in changed)
+
+
+def recipe_of(
+    wanted: JobSpec, precision: str, most_tokens: int, every: int, n_gpus: int = 1, sharding: str = "none"
+) -> Recipe:
+    """The recipe that the trainer would run with these choices."""
+    is_full = wanted.method == "full"
+    return Recipe(
+        method=wanted.method,
+        precision=precision,
+        optim=wanted.optim,
+        global_batch=wanted.global_batch,
+        every_n_layers=every,
+        lora_r=0 if is_full else wanted.lora_r,
+        lora_dropout=0.0 if is_full else wanted.lora_dropout,
+        target_modules=() if is_full else wanted.target_modules,
+        modules_to_save=() if is_full else wanted.modules_to_save,
+        use_dora=not is_full and wanted.use_dora,
+        n_gpus=n_gpus,
+        sharding=sharding,
+        stack=wanted.stack(precision),
+        micro_tokens=most_tokens,
+        caches_prefix=wanted.cache_bytes > 0,
+        mean_passes=wanted.cut(most_tokens, n_gpus).n_micro_batches,
+    )

@@ -1,0 +1,174 @@
+"""Which GPUs the software can use: the builds of torch and what else a job needs, by compute capability; and fp16's risk.
+
+Facts are rows of `facts/gpu_software.csv` and `facts/trained_dtypes.csv`, each with its source and date. A build of torch
+has code for some compute capabilities only: V100 and P100 are in none that PyPI has since 2.11.
+
+Refuses to import torch and to look at what is installed here (`machine.installed_torch` does).
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from farthing.errors import UserMistake
+from farthing.prices.gpus import FACTS, Gpu, gpus
+
+OLDEST_TORCH = "2.10"
+_INDEX = "https://download.pytorch.org/whl"
+_BUILD = r"cu\d+|rocm[\d.]+|cpu"
+
+
+class Torch(NamedTuple):
+    """A torch that jobs are run with: `2.13.0` and the build `cu126`; without a build the one that PyPI has."""
+
+    version: str
+    build: str = ""
+
+    @property
+    def in_words(self) -> str:
+        """`torch 2.13.0+cu126`, `torch 2.13.0 from PyPI (cu130)`."""
+        if self.build:
+            return f"torch {self.version}+{self.build}"
+        return f"torch {self.version} from PyPI ({build_of(self).build})"
+
+
+class Build(NamedTuple):
+    """Wheels of a package with code for these compute capabilities."""
+
+    package: str
+    since: tuple[int, ...]
+    build: str
+    is_default: bool
+    capabilities: tuple[str, ...]
+
+    def runs_on(self, gpu: Gpu) -> bool:
+        """Whether there is code for a GPU: that of a capability runs on later ones with the same first number."""
+        if self.build.startswith("rocm") != (gpu.vendor == "amd"):
+            return False
+        major, minor = gpu.compute_capability.split(".")
+        return any(c.split(".")[0] == major and int(c.split(".")[1]) <= int(minor) for c in self.capabilities)
+
+
+@cache
+def builds() -> tuple[Build, ...]:
+    """All that are known, the oldest first."""
+    with open(FACTS / "gpu_software.csv", encoding="utf-8", newline="") as file:
+        found = [
+            Build(
+                row["package"],
+                _numbers(row["since"]),
+                row["build"],
+                bool(row["is_default"]),
+                tuple(row["capabilities"].split(";")),
+            )
+            for row in csv.DictReader(file)
+        ]
+    return tuple(sorted(found, key=lambda one: (one.package, one.since)))
+
+
+def parse_torch(text: str) -> Torch:
+    """`2.13.0`, `2.13+cu126`. Raises `UserMistake`."""
+    found = re.fullmatch(rf"(\d+\.\d+(?:\.\d+)?)(?:\+({_BUILD}))?", text.strip())
+    if found is None or found[2] == "cpu":
+        raise UserMistake(f"no torch for GPUs is called `{text}`", where="--torch", to_do="e.g. --torch 2.13.0+cu126")
+    torch = Torch(found[1], found[2] or "")
+    if _numbers(torch.version) < _numbers(OLDEST_TORCH):
+        raise UserMistake(f"torch {found[1]} is too old", where="--torch", to_do=f"give {OLDEST_TORCH} or later")
+    known = [one.build for one in _of_version(torch.version)]
+    if torch.build and torch.build not in known:
+        to_do = f"torch {found[1]} has {', '.join(known)}"
+        raise UserMistake(f"no build {torch.build} of torch {found[1]} is known", where="--torch", to_do=to_do)
+    return torch
+
+
+def build_of(torch: Torch) -> Build:
+    """What is in the wheels of a torch; an unknown build is taken for the one that PyPI has."""
+    known = _of_version(torch.version)
+    named = [one for one in known if one.build == torch.build]
+    return named[0] if named else next(one for one in known if one.is_default)
+
+
+def why_no_code(
+    gpu: Gpu, torch: Torch, *, needs_bitsandbytes: bool = False, attention: str = ""
+) -> tuple[str, str] | None:
+    """Why the software can't use a GPU, and what would let it; None where it can."""
+    name = f"{gpu.architecture} ({gpu.compute_capability})"
+    if not build_of(torch).runs_on(gpu):
+        line = pip_line(gpu, torch)
+        if line is None:
+            return f"no build of torch {OLDEST_TORCH} or later has code for {name}", "another GPU"
+        return f"{torch.in_words} has no code for {name}", line
+    if attention == "flash_attention_2" and not _default("flash_attention_2").runs_on(gpu) and gpu.vendor == "nvidia":
+        return f"flash-attn has no code for {name}", "leave out model.attn_implementation"
+    if needs_bitsandbytes and gpu.vendor == "nvidia" and not _default("bitsandbytes").runs_on(gpu):
+        return f"bitsandbytes has no code for {name}", "method: lora with train.optim: adamw_torch_fused"
+    return None
+
+
+def pip_line(gpu: Gpu, torch: Torch) -> str | None:
+    """How to install a torch that runs on a GPU, and to plan with it: the same version, else the newest that can."""
+    same = [one for one in _of_version(torch.version) if one.runs_on(gpu)]
+    if same:
+        version, build = torch.version, same[-1].build
+        wanted = f"torch=={version}"
+    else:
+        older = [one for one in builds() if one.package == "torch" and one.runs_on(gpu)]
+        if not older:
+            return None
+        version, build = ".".join(map(str, older[-1].since)), older[-1].build
+        wanted = f"'torch=={version}.*'"
+    return f"pip install {wanted} --index-url {_INDEX}/{build}, and plan with --torch {version}+{build}"
+
+
+def runs_in_words(torch: Torch) -> str:
+    """`torch 2.13.0 from PyPI (cu130): Turing, Ampere, ...`, for the notes of a plan."""
+    build = build_of(torch)
+    names = dict.fromkeys(gpu.architecture for gpu in gpus().values() if build.runs_on(gpu))
+    return f"{torch.in_words} has code for {', '.join(names)}"
+
+
+def _of_version(version: str) -> list[Build]:
+    """The builds of the newest row that is not newer than a version; of the oldest for older ones."""
+    of_torch = [one for one in builds() if one.package == "torch"]
+    until = [one.since for one in of_torch if one.since <= _numbers(version)]
+    since = max(until, default=of_torch[0].since)
+    return [one for one in of_torch if one.since == since]
+
+
+def _default(package: str) -> Build:
+    return next(one for one in builds() if one.package == package)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split("."))
+
+
+# ---- fp16 ----
+
+
+@cache
+def _trained() -> tuple[dict[str, str], ...]:
+    with open(FACTS / "trained_dtypes.csv", encoding="utf-8", newline="") as file:
+        return tuple(csv.DictReader(file))
+
+
+def fp16_risk(config: Mapping[str, Any]) -> str:
+    """Why a model should not be computed in fp16; empty where nothing speaks against it. `config` is its config.json.
+
+    Activations of models trained in bf16 may pass 65504, the largest number of fp16: the loss becomes inf or nan.
+    """
+    kind, size = config.get("model_type"), str(config.get("vocab_size", ""))
+    for row in _trained():
+        if row["model_type"] == kind and row["vocab_size"] in ("", size):
+            if row["in_fp16"] == "nan":
+                return f"{kind} is known to give inf and nan in fp16"
+            return "it was trained in bf16, and fp16 may overflow (65504 is its largest number)"
+    inner = config.get("text_config")
+    dtypes = [one.get(key) for one in (config, inner) if isinstance(one, Mapping) for key in ("dtype", "torch_dtype")]
+    if any(str(dtype).removeprefix("torch.") == "bfloat16" for dtype in dtypes):
+        return "it was trained in bf16, and fp16 may overflow (65504 is its largest number)"
+    return ""

@@ -1,0 +1,383 @@
+"""The planner's nouns: what is wanted, where it could run, a plan, a rejection, an answer.
+
+`JobSpec` is a job in the planner's terms, `Place` an offer as a device with memory and a price. Search makes plans and
+rejections of them, ranking puts the plans in order. Refuses to decide anything but what a value itself says.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import date
+from functools import cache, cached_property
+from typing import NamedTuple
+
+from farthing.planner.frozen_cache_cost import prefix_cache_bytes
+from farthing.planner.lengths import Cut, Lengths
+from farthing.planner.memory import Memory
+from farthing.planner.recipe import Recipe, Stack, stack_for
+from farthing.planner.shapes import Adapters, Shape
+from farthing.planner.software import Torch, why_no_code
+from farthing.planner.speed import (
+    Calibration,
+    Device,
+    StepTime,
+    device_of,
+)
+from farthing.planner.spot import (
+    Expected,
+)
+from farthing.prices.gpus import Gpu, gpus
+from farthing.prices.offers import Offer, up_front_usd
+from farthing.units import say_seconds
+
+UNCALIBRATED = Calibration()
+OLD_PRICE_DAYS = 90  # an older price may have changed
+
+
+class Assumptions(NamedTuple):
+    """What a plan supposes where nothing was measured. All are printed with it."""
+
+    setup_s: float = 240.0  # of a rented machine: boot, drivers, installation
+    download_bytes_per_s: float = 100e6
+    load_bytes_per_s: float = 1e9  # from disk to the device
+    import_s: float = 10.0
+    tokenize_tokens_per_s: float = 0.4e6  # two cores, measured
+    snapshot_bytes_per_s: float = 5e9  # checkpoint from the device to host memory; written in the background
+    disk_bytes_per_s: float = 500e6
+    process_bytes: int = 420 << 20  # of a CPU run: the interpreter with its libraries
+
+    def in_words(self) -> list[str]:
+        """One line each."""
+        return [
+            f"a rented machine needs {say_seconds(self.setup_s)} before it can begin, and downloads at "
+            f"{self.download_bytes_per_s / 1e6:.0f} MB/s",
+            f"imports take {self.import_s:.0f} s, weights load at {self.load_bytes_per_s / 1e9:g} GB/s",
+            f"tokenizing runs at {self.tokenize_tokens_per_s / 1e6:g} M tokens/s",
+            f"a checkpoint halts training while {self.snapshot_bytes_per_s / 1e9:g} GB/s go to host memory, or "
+            f"{self.disk_bytes_per_s / 1e6:.0f} MB/s to the disk where it takes more than half of that memory",
+        ]
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job in the planner's terms."""
+
+    shape: Shape
+    method: str
+    optim: str
+    global_batch: int
+    lengths: Lengths
+    n_epochs: float = 1.0
+    max_steps: int | None = None
+    micro_tokens: int | None = None
+    """Most computed tokens of a micro-batch; None: the planner's choice."""
+    may_go_flat: bool = True
+    """Whether documents may be laid end to end: not where the job names an attention of its own."""
+    caches_prefix: bool = False
+    """Whether what the layers below the first trained one compute is kept on the disk, see `model.frozen_cache`."""
+    every_n_layers: int | None = None
+    """Activation checkpointing; None: as little as memory needs."""
+    precision: str | None = None
+    """What the job says; None: what the GPU computes best that the model can bear."""
+    fp16_risk: str = ""
+    """Why the model should not be computed in fp16; empty where nothing speaks against it."""
+    attention: str = ""
+    """The job's own `model.attn_implementation`."""
+    lora_r: int = 16
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    use_dora: bool = False
+    eval_lengths: Lengths | None = None
+    eval_steps: int | None = None
+    """Optimizer steps between evaluations; None: once an epoch. 0: only at the end."""
+    eval_batch: int = 16
+    max_new_tokens: int = 0
+    """Above 0: evaluation generates as many tokens at most."""
+    save_every_s: float | None = None
+    """None: the planner's choice."""
+    save_steps: int | None = None
+    """Or optimizer steps between checkpoints."""
+    is_tokenized: bool = False
+    max_usd: float | None = None
+    max_hours: float | None = None
+    max_gpu_hours: float | None = None
+    deadline_s: float | None = None
+    """Seconds from now."""
+    sure: float = 0.9
+    """Chance that a spot plan must have to meet the deadline."""
+
+    @cached_property
+    def adapters(self) -> Adapters | None:
+        """What is trained of the model; None: all of it."""
+        return _adapters(self)
+
+    @cached_property
+    def n_trainable(self) -> int:
+        """Trained weights."""
+        return self.shape.n_parameters if self.adapters is None else self.adapters.n_trainable
+
+    @property
+    def cache_bytes(self) -> int:
+        """What is kept of the layers below the first trained one on the disk, for each byte of a number."""
+        if not self.caches_prefix or self.adapters is None or not self.adapters.first_layer:
+            return 0
+        n_tokens = self.lengths.n_tokens + (self.eval_lengths.n_tokens if self.eval_lengths is not None else 0.0)
+        return prefix_cache_bytes(round(n_tokens), self.shape.hidden, 1)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the trainer lays documents end to end."""
+        return self.stack("fp32").is_flat
+
+    def stack(self, precision: str) -> Stack:
+        """How the trainer computes it."""
+        changed = () if self.adapters is None else (*self.adapters.adapted, *self.adapters.saved)
+        return stack_for(
+            self.shape.model_type,
+            self.shape.task,
+            precision,
+            self.method,
+            may_go_flat=self.may_go_flat,
+            has_plain_head=not any(weight.part == "head" for weight, _ in changed),
+            has_plain_adapters=self.lora_dropout == 0 and not self.use_dora,
+        )
+
+    def cut(self, most_tokens: int, n_gpus: int = 1) -> Cut:
+        """The part of a step that one GPU takes, in micro-batches of at most so many tokens."""
+        return self.lengths.cut(most_tokens, -(-self.global_batch // n_gpus), is_flat=self.is_flat)
+
+    def eval_cut(self, most_tokens: int) -> Cut:
+        """The evaluation examples as they are cut where training takes so many tokens at once."""
+        assert self.eval_lengths is not None
+        most = min(most_tokens, self.eval_batch * self.eval_lengths.longest_example)
+        return self.eval_lengths.cut(most, self.eval_lengths.n_examples, is_flat=self.is_flat)
+
+    @property
+    def n_steps(self) -> int:
+        """Optimizer steps of the whole job."""
+        if self.max_steps is not None:
+            return self.max_steps
+        return math.ceil(self.n_epochs * -(-self.lengths.n_examples // self.global_batch))
+
+    @property
+    def n_evaluations(self) -> int:
+        """Evaluations, the last one included."""
+        if self.eval_lengths is None:
+            return 0
+        if self.eval_steps == 0:
+            return 1
+        each = self.eval_steps or -(-self.lengths.n_examples // self.global_batch)
+        return max(1, math.ceil(self.n_steps / each))
+
+    @property
+    def labelled_share(self) -> float:
+        """Share of the tokens that go through the loss."""
+        if self.shape.task != "causal-lm":
+            return 1.0
+        return min(1.0, self.lengths.n_target_tokens / max(1.0, self.lengths.n_tokens))
+
+    @property
+    def tokens_per_example(self) -> float:
+        """Mean tokens without padding; seq2seq: source and target."""
+        return self.lengths.mean + (self.lengths.mean_target if self.shape.task == "seq2seq" else 0.0)
+
+    @property
+    def save_bytes(self) -> float:
+        """Of a checkpoint: trained weights and the optimizer's state in fp32."""
+        return self.n_trainable * (4.0 + {"sgd": 0.0}.get(self.optim, 2.0 if "8bit" in self.optim else 8.0))
+
+
+@cache
+def _adapters_of(shape: Shape, r: int, targets: tuple[str, ...], saved: tuple[str, ...], dora: bool) -> Adapters:
+    return shape.with_lora(r, targets, saved, use_dora=dora)
+
+
+def _adapters(wanted: JobSpec) -> Adapters | None:
+    if wanted.method == "full":
+        return None
+    return _adapters_of(wanted.shape, wanted.lora_r, wanted.target_modules, wanted.modules_to_save, wanted.use_dora)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Somewhere to run: an offer, or a machine of one's own, as a device with memory and a price."""
+
+    offer: Offer
+    device: Device
+    precision: str
+    memory_bytes: int
+    calibration: Calibration = UNCALIBRATED
+    is_local: bool = False
+    """This machine: nothing is set up or downloaded, and nobody takes it away."""
+    is_cuda: bool = True
+    precision_note: str = ""
+    """What is to be said of the precision; empty where nothing is."""
+    price_age_days: int = 0
+    """Since the price was read."""
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether its dollars mean anything: this machine may have no price."""
+        return not (self.is_local and not self.offer.usd_per_hour)
+
+    @property
+    def is_from_price(self) -> bool:
+        """Whether the price is the lowest of many hosts', who may have nothing left."""
+        return self.offer.billing.prices_are == "from" and not self.offer.is_spot
+
+    @property
+    def has_firm_price(self) -> bool:
+        """Whether the price can be had: not a marketplace's lowest, and not too old."""
+        return not self.is_from_price and self.price_age_days <= OLD_PRICE_DAYS
+
+
+@dataclass(frozen=True)
+class Range:
+    """A figure and where it will probably be: 80 % of cases by the errors that were seen."""
+
+    low: float
+    likely: float
+    high: float
+
+    def as_list(self) -> list[float]:
+        """[low, likely, high]."""
+        return [self.low, self.likely, self.high]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run the job: where, how, and what it comes to."""
+
+    place: Place
+    recipe: Recipe
+    memory: Memory
+    memory_range: Range
+    step: StepTime
+    seconds: dict[str, float]
+    """By what they go to; they add up to `wall_s`."""
+    usd: dict[str, float]
+    """By what they go to; they add up to `total_usd`."""
+    hours_range: Range
+    usd_range: Range
+    interval_s: float
+    """Between checkpoints."""
+    spot: Expected | None = None
+    chance: float | None = None
+    """To meet the deadline."""
+    cache_bytes: int = 0
+    """On the disk: what frozen layers give, computed once."""
+    mixture: str = ""
+    """Why the same machine on demand steps in when spot falls behind the deadline; empty where it does not."""
+    why: str = ""
+    on_front: bool = False
+
+    @property
+    def offer(self) -> Offer:
+        """What is bought."""
+        return self.place.offer
+
+    @cached_property
+    def wall_s(self) -> float:
+        """From the moment the job is wanted to its end."""
+        return sum(self.seconds.values())
+
+    @cached_property
+    def total_usd(self) -> float:
+        """The bill."""
+        return sum(self.usd.values())
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it may not fit after all: the range of its memory passes what is there."""
+        return self.memory_range.high > self.place.memory_bytes
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether the trainer can do it: on one GPU so far."""
+        return self.recipe.n_gpus == 1
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """An offer that will not do."""
+
+    offer: Offer
+    reason: str
+    change: str
+    """The nearest change that would let it in."""
+    distance: float = math.inf
+    """How far off it is, to name the nearest first: the factor that is missing."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All plans, the best first, and everything that was rejected."""
+
+    plans: tuple[Plan, ...]
+    rejected: tuple[Rejected, ...]
+    managed: tuple[tuple[Offer, float], ...]
+    """Services that train for a fee, with their dollars; another's recipe, and often another's models."""
+    n_steps: int
+
+    @property
+    def best(self) -> Plan | None:
+        """The first that the trainer can run."""
+        return next((plan for plan in self.plans if plan.is_runnable), None)
+
+
+def place_of(
+    offer: Offer,
+    wanted: JobSpec | None = None,
+    calibration: Calibration | None = None,
+    torch: Torch | None = None,
+    today: date | None = None,
+) -> Place | Rejected:
+    """An offer as a place for a job; a rejection where the software or the GPU can't do what it takes.
+
+    The precision is the job's; else bf16 where the GPU has it, else fp16 where the model can bear that, else fp32.
+    """
+    gpu: Gpu = gpus()[offer.gpu]
+    asked = wanted.precision if wanted is not None else None
+    risk = wanted.fp16_risk if wanted is not None else ""
+    if torch is not None and wanted is not None:
+        needs_bitsandbytes = wanted.method == "qlora" or "8bit" in wanted.optim or "paged" in wanted.optim
+        no_code = why_no_code(gpu, torch, needs_bitsandbytes=needs_bitsandbytes, attention=wanted.attention)
+        if no_code is not None:
+            return Rejected(offer, *no_code, 2.0 if no_code[1].startswith("pip") else 20.0)
+    precision = asked or best_precision(gpu, risk)
+    device = device_of(gpu, precision)
+    if device is None or (precision == "bf16" and not gpu.has_bf16):
+        setting = {"bf16": "train.bf16", "fp16": "train.fp16"}.get(precision, "the precision")
+        found = best_precision(gpu, risk)
+        return Rejected(
+            offer, f"{gpu.name} does not compute in {precision}", f"leave {setting} out: {found} is used", 1.5
+        )
+    note = ""
+    if risk and not gpu.has_bf16:
+        note = f"fp32, because {risk}" if precision == "fp32" else ""
+    if risk and precision == "fp16":
+        note = f"fp16 was asked for, but {risk}: a run that overflows has to be done again"
+    age = max(0, (today - offer.date).days) if today is not None else 0
+    return Place(
+        offer,
+        device,
+        precision,
+        gpu.usable_bytes,
+        calibration or UNCALIBRATED,
+        precision_note=note,
+        price_age_days=age,
+    )
+
+
+def best_precision(gpu: Gpu, fp16_risk: str = "") -> str:
+    """What a GPU computes best that the model can bear."""
+    if gpu.has_bf16:
+        return "bf16"
+    return "fp16" if "fp16" in gpu.flops and not fp16_risk else "fp32"
+
+
+def up_front(plan: Plan) -> float:
+    """What has to be paid before: whole packs of credits, where those are sold."""
+    return up_front_usd(plan.offer, plan.total_usd)

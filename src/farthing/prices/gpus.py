@@ -1,0 +1,175 @@
+"""What GPUs are: facts from `facts/gpus.csv`, in which every row has its unit, source and date; and finding one by name.
+
+Refuses to guess: a name that is not known is an error that says what is near it.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Mapping
+from datetime import date
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from farthing.errors import UserMistake
+
+FACTS = Path(__file__).parents[1] / "facts"
+_MEMORY_TOLERANCE = 0.12  # marketing says 24 GB where the driver shows 22.5 GiB
+
+
+class Gpu(NamedTuple):
+    """What one GPU can do, by its maker's data sheet. Peaks are dense."""
+
+    name: str
+    aliases: tuple[str, ...]  # as providers, `nvidia-smi` and torch write it
+    vendor: str
+    architecture: str
+    compute_capability: str
+    memory_bytes: int  # what the driver shows
+    bandwidth_bytes_per_s: float
+    flops: Mapping[str, float]  # FLOP/s by dtype; a dtype it does not compute in natively is not there
+    link: str  # to other GPUs of its machine: nvlink, pcie or infinity-fabric
+    link_bytes_per_s: float  # of one GPU in one direction
+    power_watts: float
+    source: str
+    date: date
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it computes in bf16 natively (Ampere and later)."""
+        return "bf16" in self.flops
+
+    @property
+    def usable_bytes(self) -> int:
+        """What torch can have of the memory: the driver keeps a part. Where it was not seen, the share of those that were."""
+        seen = _usable_gib().get(self.name)
+        return int(seen * 2**30 if seen is not None else self.memory_bytes * _usable_share())
+
+    @property
+    def memory_gib(self) -> float:
+        """Memory in GiB, as the driver shows it."""
+        return self.memory_bytes / 2**30
+
+
+@cache
+def gpus() -> dict[str, Gpu]:
+    """Every GPU that is known, by its name here."""
+    found = {}
+    with open(FACTS / "gpus.csv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            flops = {
+                dtype: float(row[f"{dtype}_tflops"]) * 1e12
+                for dtype in ("bf16", "fp16", "tf32", "fp32", "fp8")
+                if row[f"{dtype}_tflops"]
+            }
+            found[row["name"]] = Gpu(
+                name=row["name"],
+                aliases=tuple(row["aliases"].split(";")) if row["aliases"] else (),
+                vendor=row["vendor"],
+                architecture=row["architecture"],
+                compute_capability=row["compute_capability"],
+                memory_bytes=int(row["memory_mib"]) << 20,
+                bandwidth_bytes_per_s=float(row["bandwidth_gb_per_s"]) * 1e9,
+                flops=MappingProxyType(flops),
+                link=row["link"],
+                link_bytes_per_s=float(row["link_gb_per_s"]) * 1e9,
+                power_watts=float(row["power_watts"]),
+                source=row["source"],
+                date=date.fromisoformat(row["date"]),
+            )
+    return found
+
+
+@cache
+def _usable_gib() -> dict[str, float]:
+    with open(FACTS / "gpu_usable_memory.csv", encoding="utf-8", newline="") as file:
+        return {row["gpu"]: float(row["usable_gib"]) for row in csv.DictReader(file)}
+
+
+@cache
+def _usable_share() -> float:
+    """The median over the GPUs of which it is known."""
+    shares = sorted(gib * 2**30 / gpus()[name].memory_bytes for name, gib in _usable_gib().items())
+    return shares[len(shares) // 2]
+
+
+def find_gpu(text: str, memory_gib: float | None = None) -> Gpu:
+    """The GPU that `text` names, whatever its case, spaces and hyphens: "rtx4090", "NVIDIA A100-SXM4-80GB", "h100".
+
+    Where a name goes with several sizes (an A100 has 40 or 80 GB), `memory_gib` says which; without it a plain "A100"
+    or "V100" is the smaller one. Raises `UserMistake`.
+    """
+    gpu = gpu_named(text, memory_gib)
+    if gpu is not None:
+        return gpu
+    plain = gpu_named(_without_memory(text)[0])
+    if plain is not None:
+        hint = f"{plain.name} has {plain.memory_gib:.0f} GiB; "
+    else:
+        hint = did_you_mean(text, [name for known in gpus().values() for name in (known.name, *known.aliases)])
+    what = f"no GPU `{text}` is known" + (f" with {memory_gib:g} GiB" if memory_gib is not None else "")
+    raise UserMistake(what, where="gpu", to_do=f"{hint}known: {', '.join(gpus())}")
+
+
+def gpu_of_device(name: str) -> Gpu | None:
+    """The GPU behind the name that torch gives a device; None for laptops, slices of a GPU, and names not known."""
+    key = name_key(name)
+    if "laptop" in key or "maxq" in key or re.search(r"mig\d+g", key):
+        return None
+    if key in _by_key():
+        return _by_key()[key]
+    begins = [known for known in _by_key() if len(known) > 3 and key.startswith(known)]
+    return _by_key()[max(begins, key=len)] if begins else None
+
+
+@cache
+def gpu_named(text: str, memory_gib: float | None = None) -> Gpu | None:
+    """Like `find_gpu`, None where it fails. A name may end in its memory ("L4-24GB") as long as that is true."""
+    plain, said_gb = _without_memory(text)
+    sized = [f"{text} {size}GB" for size in _sizes(memory_gib)] if memory_gib is not None else []
+    for name in (*sized, text, plain):
+        gpu = _by_key().get(name_key(name))
+        if gpu is None or (memory_gib is not None and not _is_about(gpu, memory_gib)):
+            continue
+        if name != plain or said_gb is None or _is_about(gpu, said_gb):
+            return gpu
+    return None
+
+
+def _without_memory(text: str) -> tuple[str, float | None]:
+    """ "L4-24GB" -> ("L4", 24); the text itself and None where it does not end so."""
+    ends = re.fullmatch(r"(.+?)[\s_(-]+(\d+)\s*(?:g|gb|gib)?\)?", text.strip(), re.IGNORECASE)
+    return (ends[1], float(ends[2])) if ends else (text, None)
+
+
+@cache
+def _by_key() -> dict[str, Gpu]:
+    return {name_key(name): gpu for gpu in gpus().values() for name in (*gpu.aliases, gpu.name)}
+
+
+def name_key(text: str) -> str:
+    """A name without case, punctuation, and the words that every card of a maker has."""
+    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|amd|instinct", "", text.lower())
+
+
+def _sizes(memory_gib: float) -> list[int]:
+    """The sizes in GB that a maker may have written on a card with this memory."""
+    return [gb for gb in (10, 12, 16, 24, 32, 40, 80, 94) if abs(gb - memory_gib) <= _MEMORY_TOLERANCE * gb]
+
+
+def _is_about(gpu: Gpu, memory_gib: float) -> bool:
+    return abs(gpu.memory_gib - memory_gib) <= _MEMORY_TOLERANCE * max(gpu.memory_gib, memory_gib)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The words that ask whether `X` was meant, for the known name that is nearest to a word; nothing where none is near."""
+    import difflib
+
+    by_key = {name_key(name): name for name in known}
+    key = name_key(word)
+    longer = [name for name in by_key if key and name.startswith(key)]
+    near = longer or difflib.get_close_matches(key, list(by_key), n=1, cutoff=0.5)
+    return f"did you mean `{by_key[near[0]]}`? " if near else ""

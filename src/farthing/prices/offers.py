@@ -1,0 +1,142 @@
+"""Machines that can be had for a price, the terms of those who sell them, and what using one comes to, part by part."""
+
+from __future__ import annotations
+
+import csv
+import math
+from datetime import date
+from functools import cache
+from typing import NamedTuple
+
+from farthing.prices.gpus import FACTS, gpus
+
+UNITS = ("machine_hour", "gb_hour", "run", "million_tokens")
+KINDS = ("on-demand", "spot")
+HOURS_PER_MONTH = 730.0
+
+
+class Billing(NamedTuple):
+    """A provider's terms. A month of storage is 730 hours."""
+
+    provider: str
+    minimum_s: float = 0.0
+    increment_s: float = 1.0
+    storage_usd_per_gb_month: float = 0.0
+    egress_usd_per_gb: float = 0.0
+    minimum_usd: float = 0.0  # of one managed run
+    pack_usd: float = 0.0  # credits are sold in packs of this price; 0: no packs
+    notes: str = ""
+    source: str = ""
+    date: date | None = None
+    deposit_usd: float = 0.0
+    """Paid before the first hour, and used up by later ones."""
+    prices_are: str = ""
+    """`from` where the listed price is the lowest of many hosts'."""
+
+
+class Offer(NamedTuple):
+    """One thing that can be bought: a machine by the hour, memory by the hour, a run, or training by the token."""
+
+    provider: str
+    instance: str
+    gpu: str  # a name of `gpus`; empty for managed training, where the GPU is the provider's business
+    n_gpus: int
+    region: str
+    zone: str
+    is_spot: bool
+    unit: str  # one of UNITS
+    usd: float  # of one unit; of a machine_hour, the whole machine
+    source: str
+    date: date
+    billing: Billing
+    vcpus: float | None = None
+    ram_gib: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """on-demand or spot."""
+        return "spot" if self.is_spot else "on-demand"
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Dollars for an hour of the whole machine; None where hours are not what is paid for."""
+        if self.unit == "machine_hour":
+            return self.usd
+        if self.unit == "gb_hour":
+            return self.usd * self.n_gpus * gpus()[self.gpu].memory_gib
+        return None
+
+    @property
+    def usd_per_gpu_hour(self) -> float | None:
+        """Dollars for an hour of one GPU."""
+        usd = self.usd_per_hour
+        return None if usd is None else usd / self.n_gpus
+
+
+def bill(
+    offer: Offer,
+    hours: float = 0.0,
+    *,
+    n_starts: int = 1,
+    n_runs: int = 1,
+    n_tokens: float = 0.0,
+    storage_gb: float = 0.0,
+    storage_hours: float | None = None,
+    egress_gb: float = 0.0,
+) -> dict[str, float]:
+    """What using an offer comes to, in dollars by part; the parts add up to the bill. Parts of nothing are left out.
+
+    `rounding` is what the provider's minimum and increments add; `n_starts` machines share the hours evenly, as when
+    spot capacity is taken away and comes back. Storage is paid for `storage_hours` (the hours, unless said).
+    """
+    terms = offer.billing
+    usd_per_hour = offer.usd_per_hour
+    parts: dict[str, float] = {}
+    if usd_per_hour is not None:
+        parts["compute"] = hours * usd_per_hour
+        each_s = hours * 3600 / max(1, n_starts)
+        billed_s = max(terms.minimum_s, math.ceil(each_s / terms.increment_s - 1e-9) * terms.increment_s)
+        parts["rounding"] = max(0.0, max(1, n_starts) * billed_s - hours * 3600) / 3600 * usd_per_hour if hours else 0.0
+    else:
+        n_units = n_runs if offer.unit == "run" else n_tokens / 1e6
+        parts["compute"] = n_units * offer.usd
+        if n_units:
+            parts["minimum"] = max(0.0, n_runs * terms.minimum_usd - parts["compute"])
+    held_hours = hours if storage_hours is None else storage_hours
+    parts["storage"] = storage_gb * held_hours / HOURS_PER_MONTH * terms.storage_usd_per_gb_month
+    parts["egress"] = egress_gb * terms.egress_usd_per_gb
+    return {name: usd for name, usd in parts.items() if usd or name == "compute"}
+
+
+def up_front_usd(offer: Offer, usd: float) -> float:
+    """What has to be paid before a bill of `usd` can be met: whole packs where credits are sold in packs, or a deposit."""
+    pack = offer.billing.pack_usd
+    return max(offer.billing.deposit_usd, math.ceil(usd / pack - 1e-9) * pack if pack else usd)
+
+
+@cache
+def billings() -> dict[str, Billing]:
+    """The terms of every provider whose terms are known, by name."""
+    found = {}
+    with open(FACTS / "billing.csv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            found[row["provider"]] = Billing(
+                provider=row["provider"],
+                minimum_s=float(row["minimum_s"] or 0),
+                increment_s=float(row["increment_s"] or 1),
+                storage_usd_per_gb_month=float(row["storage_usd_per_gb_month"] or 0),
+                egress_usd_per_gb=float(row["egress_usd_per_gb"] or 0),
+                minimum_usd=float(row["minimum_usd"] or 0),
+                pack_usd=float(row["pack_usd"] or 0),
+                notes=row["notes"],
+                source=row["source"],
+                date=date.fromisoformat(row["date"]),
+                deposit_usd=float(row["deposit_usd"] or 0),
+                prices_are=row["prices_are"],
+            )
+    return found
+
+
+def billing_of(provider: str) -> Billing:
+    """The terms of a provider; by the second and nothing for storage where they are not known."""
+    return billings().get(provider) or Billing(provider)

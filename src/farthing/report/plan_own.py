@@ -1,0 +1,150 @@
+"""Beside renting: services that train for a fee, machines of one's own, and what a project comes to in a year."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from farthing.planner.ownership import (
+    Owned,
+    Way,
+    break_even_hours,
+    break_even_months,
+    own_way,
+    run_on_own,
+    yearly_usd,
+)
+from farthing.prices.offers import HOURS_PER_MONTH, Offer
+from farthing.units import say_seconds
+
+if TYPE_CHECKING:
+    from farthing.planner.inputs import Study
+from farthing.report.plan_words import OWN, say_cost
+
+RENTED = ("on-demand", "spot")
+
+
+def best_of(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """The first that the trainer can run; a machine without a price only where nothing else can."""
+    return next((row for row in rows if row["is_runnable"]), None)
+
+
+def services(study: Study) -> list[dict[str, Any]]:
+    """Services that train for a fee, and whether they take this model."""
+    return [
+        {
+            "provider": offer.provider,
+            "what": offer.instance,
+            "usd": usd,
+            "unit": offer.unit,
+            "usd_per_unit": offer.usd,
+            "price_source": offer.source,
+            "price_date": offer.date.isoformat(),
+            "takes_the_model": _takes(offer, study),
+        }
+        for offer, usd in study.answer.managed
+    ]
+
+
+def _takes(offer: Offer, study: Study) -> bool:
+    """Whether the service names this model, or a range of sizes and a method that it is in."""
+    if offer.unit == "run":
+        return True
+    billions = study.wanted.shape.n_parameters / 1e9
+    size = re.search(r"(?:up to (\d+)B)|(?:(\d+)B to (\d+)B)", offer.instance)
+    if size:
+        low, high = (0.0, float(size[1])) if size[1] else (float(size[2]), float(size[3]))
+        is_lora = "lora" in offer.instance.lower()
+        return low * 0.97 <= billions < (high + 1) and is_lora == (study.wanted.method != "full")
+    name = study.job.model.model_name_or_path.rpartition("/")[2].lower()
+    return offer.instance.lower().removesuffix(" hosted") == name
+
+
+def own_machine(
+    owned: Owned, rows: Sequence[Mapping[str, Any]], best: Any, study: Study, runs_per_month: float | None
+) -> dict[str, Any]:
+    """A machine of one's own: what this run costs on it, and when buying it pays back."""
+    mine = [row for row in rows if row["kind"] == "own" and (row["gpu"], row["n_gpus"]) == (owned.gpu, owned.n_gpus)]
+    found: dict[str, Any] = {
+        "name": f"{owned.n_gpus}x {owned.gpu}",
+        "price_usd": owned.price_usd,
+        "power_kw": owned.power_kw,
+        "usd_per_kwh": owned.usd_per_kwh,
+        "running_usd_per_h": owned.running_usd_per_h,
+        "wear_usd_per_h": owned.wear_usd_per_h,
+        "hours_per_month": owned.hours_per_month,
+        "rank": None,
+        "hours": None,
+        "usd": None,
+        "total_usd": None,
+        "against": [],
+        "words": "",
+    }
+    if not mine:
+        why = [
+            one
+            for one in study.answer.rejected
+            if one.offer.provider == OWN and (one.offer.gpu, one.offer.n_gpus) == (owned.gpu, owned.n_gpus)
+        ]
+        found["words"] = f"{why[0].reason}; {why[0].change}" if why else "not among the offers"
+        return found
+    row = mine[0]
+    usd = {name: value for name, value in run_on_own(owned, row["hours"]).items() if value}
+    found |= {"rank": row["rank"], "hours": row["hours"], "usd": usd, "total_usd": sum(usd.values())}
+    hours_per_month = runs_per_month * row["hours"] if runs_per_month else owned.hours_per_month
+    equal = min(
+        (r for r in rows if r["kind"] == "on-demand" and (r["gpu"], r["n_gpus"]) == (owned.gpu, owned.n_gpus)),
+        key=lambda r: (r["usd_per_hour"], r["provider"]),
+        default=None,
+    )
+    rented = best_of([r for r in rows if r["kind"] in RENTED])
+    for is_equal, other in ((True, equal), (False, rented)):
+        if other is None or any(other["rank"] == one["rank"] for one in found["against"]):
+            continue
+        # against other GPUs: what the rent for the work of an own hour comes to
+        per_hour = float(other["usd_per_hour"] if is_equal else other["total_usd"] / row["hours"])
+        found["against"].append(
+            {
+                "rank": other["rank"],
+                "name": other["name"],
+                "is_equal": is_equal,
+                "usd_per_own_hour": per_hour,
+                "break_even_hours": break_even_hours(owned, per_hour),
+                "break_even_months": break_even_months(
+                    owned, rent_usd_per_h=per_hour, hours_per_month=min(hours_per_month, HOURS_PER_MONTH)
+                ),
+                "hours_per_month": min(hours_per_month, HOURS_PER_MONTH),
+            }
+        )
+    found["words"] = f"{say_cost(found['total_usd'])} and {say_seconds(row['wall_s'])} for this run"
+    return found
+
+
+def years_of(
+    rows: Sequence[Mapping[str, Any]], view: Mapping[str, Any], study: Study, runs_per_month: float
+) -> dict[str, Any]:
+    """What a project of so many runs a month comes to, in a year and in three."""
+    ways: dict[str, Way] = {}
+    notes: list[str] = []
+    for kind in RENTED:
+        row = best_of([row for row in rows if row["kind"] == kind])
+        if row is not None:
+            ways[f"rent {row['name']}"] = Way(row["total_usd"])
+    for owned, found in zip(study.own, view["own"], strict=True):
+        if found["hours"] is None:
+            continue
+        name = f"{'buy' if owned.price_usd else 'own'} {found['name']}"
+        ways[name] = own_way(owned, found["hours"])
+        busy = found["hours"] * runs_per_month
+        if busy > HOURS_PER_MONTH:
+            notes.append(f"{name}: {busy:,.0f} hours a month are more than one machine has")
+    service = next((service for service in view["managed"] if service["takes_the_model"]), None)
+    if service is not None:
+        ways[f"{service['provider']}, {service['what']}"] = Way(service["usd"])
+    return {
+        "runs_per_month": runs_per_month,
+        "one_year_usd": yearly_usd(ways, runs_per_month),
+        "three_years_usd": yearly_usd(ways, runs_per_month, 3),
+        "notes": notes,
+    }

@@ -1,0 +1,120 @@
+"""What is said of a plan in words, for all who draw it: dollars, the job in one line, limits, when buying pays back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from farthing.planner.ownership import (
+    Saving,
+)
+from farthing.units import plural, say_count, say_seconds, say_usd
+
+if TYPE_CHECKING:
+    pass
+
+LOCAL, OWN = "this machine", "own"
+
+
+def micro_batches_in_words(recipe: Mapping[str, Any]) -> str:
+    """`3.7 micro-batches of up to 8,192 tokens, end to end`."""
+    n = recipe["n_micro_batches"]
+    number = f"{n:.0f}" if n == round(n) else f"{n:.1f}"
+    one_or_more = "micro-batch" if n == 1 else "micro-batches"
+    laid = "end to end" if recipe["is_flat"] else "padded"
+    return f"{number} {one_or_more} of up to {recipe['micro_batch_tokens']:,} tokens, {laid}"
+
+
+def has_price(row: Mapping[str, Any]) -> bool:
+    """Whether the dollars of a plan mean anything: a machine of one's own may have no price."""
+    return row["kind"] != "here" or bool(row["usd_per_hour"])
+
+
+def say_cost(usd: float | None) -> str:
+    """`$0.78`, `$12.30`, `$1,234`: as many digits as an estimate deserves."""
+    if usd is None:
+        return say_usd(usd)
+    if 0 < abs(usd) < 0.1:
+        return f"${usd:.{min(6, 1 - math.floor(math.log10(abs(usd))))}f}"
+    return f"${usd:,.2f}" if abs(usd) < 1000 else f"${usd:,.0f}"
+
+
+def say_saving(saved: Saving) -> str:
+    """`45 % less`."""
+    if saved.share is None:
+        return f"{say_cost(-saved.usd)} more" if saved.usd else "costs the same"
+    if abs(saved.share) < 0.005:
+        return "costs the same"
+    return f"{abs(saved.share) * 100:.0f} % {'less' if saved.is_one else 'more'}"
+
+
+def ways_out(view: Mapping[str, Any]) -> list[str]:
+    """The nearest ways to make the job possible, in words."""
+    return [f"{way['change']}, for {_where(way)}, which now {cause_of(way['reason'])}" for way in view["nearest"]]
+
+
+def _where(way: Mapping[str, Any]) -> str:
+    what = f"{way['n_gpus']}x {way['gpu']}" if way["kind"] != "here" else LOCAL
+    if way["kind"] in ("here", "own"):
+        return what
+    price = "" if way["usd_per_hour"] is None else f" at {say_usd(way['usd_per_hour'])} an hour"
+    return f"{what} {way['kind'].replace('-', ' ')}{price}"
+
+
+def cause_of(reason: str) -> str:
+    """A reason without the recipe in brackets behind it."""
+    return reason.partition(" (")[0]
+
+
+def summary(view: Mapping[str, Any]) -> str:
+    """The job in one line."""
+    job = view["job"]
+    share = job["n_trainable"] / max(1, job["n_parameters"])
+    trained = (
+        "" if job["n_trainable"] == job["n_parameters"] else f", {say_count(job['n_trainable'])} ({share:.1%}) trained"
+    )
+    epochs = f" x {plural_of(job['n_epochs'], 'epoch')}" if job["n_epochs"] is not None else ""
+    return (
+        f"{job['model']} ({say_count(job['n_parameters'])} parameters{trained}), {job['method']}, {job['task']}: "
+        f"{plural(job['n_examples'], 'example')}{epochs}, {plural(job['n_steps'], 'step')} of {job['global_batch']}, "
+        f"{say_count(job['n_tokens'])} tokens ({job['mean_tokens']:,.0f} in the mean, {job['longest_tokens']:,} in the longest)"
+    )
+
+
+def limits_in_words(view: Mapping[str, Any]) -> str:
+    """`at most $5.00, within 12 h`; nothing where there are none."""
+    limits = view["job"]["limits"]
+    words = []
+    if limits["max_usd"] is not None:
+        words.append(f"at most {say_cost(limits['max_usd'])}")
+    if limits["max_hours"] is not None:
+        words.append(f"at most {say_seconds(limits['max_hours'] * 3600)}")
+    if limits["max_gpu_hours"] is not None:
+        words.append(f"at most {limits['max_gpu_hours']:g} GPU-hours")
+    if limits["deadline_s"] is not None:
+        words.append(
+            f"done in {say_seconds(limits['deadline_s'])} from now, on spot with {limits['sure']:.0%} at least"
+        )
+    return ", ".join(words)
+
+
+def break_even_words(own: Mapping[str, Any], one: Mapping[str, Any]) -> str:
+    """When buying a machine pays back against one way of renting."""
+    price = "" if one["usd_per_own_hour"] is None else f"{say_usd(one['usd_per_own_hour'])} an hour"
+    if not one["is_equal"]:
+        price = f"the best rent, {price.removesuffix(' an hour')} for what it does in an hour"
+    rent = f"{one['name']} ({price})"
+    if one["break_even_hours"] is None:
+        return f"bought for {say_cost(own['price_usd'])} it never pays back against {rent}"
+    months = one["break_even_months"]
+    long = f"{months:,.1f} months" if months < 36 else f"{months / 12:,.0f} years"
+    return (
+        f"bought for {say_cost(own['price_usd'])} it pays back after {one['break_even_hours']:,.0f} h of use, "
+        f"{long} with {one['hours_per_month']:.3g} h a month, against {rent}"
+    )
+
+
+def plural_of(n: float, word: str) -> str:
+    """`1 epoch`, `2.5 epochs`."""
+    return f"{n:g} {word}" if n == 1 else f"{n:g} {word}s"

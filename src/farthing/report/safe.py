@@ -1,0 +1,35 @@
+"""The printing edge of what rich draws: markup and control characters in texts of others are shown, never obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich import markup
+from rich.console import Console
+from rich.segment import Segment
+
+from farthing.printable import printable, printable_lines
+
+
+def escape(text: object) -> str:
+    """A text of others as a part of rich markup, on one line."""
+    return markup.escape(printable(text))
+
+
+def escape_lines(text: object) -> str:
+    """The same for a text of several lines."""
+    return markup.escape(printable_lines(text))
+
+
+class SafeConsole(Console):
+    """A console that spells out control characters in whatever it is given to print; its own colours stay."""
+
+    def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+        """The segments of something to print, without what would steer the terminal."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else _without_steering(text), style, control)
+
+
+def _without_steering(text: str) -> str:
+    return text if text.isascii() and text.isprintable() else "\n".join(map(printable, text.split("\n")))

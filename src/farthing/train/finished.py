@@ -1,0 +1,65 @@
+"""A run that has come to its end, recognized without torch: the same command answers at once, and adds nothing to the bill.
+
+What identifies a run is hashed when it is trained. Here the job's settings are compared in full, and of its local files the
+sizes and times that they had then; where anything differs, or was never noted, the whole check is left to `train`. Refuses
+to guess: it says "finished" only of what it knows to be the same, and of a run whose model is what was written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from farthing.config.job import Job
+from farthing.durability.exported import CARD, damage_of
+from farthing.durability.files import Damaged
+from farthing.durability.run_folder import MODEL, RECEIPT, RUN, is_finished, kept, kept_job
+from farthing.errors import FarthingError
+from farthing.report.receipt import build_receipt, leave_receipt
+
+MOST_FILES = 10_000
+STAMPS = "files"
+Stamps = dict[str, list[int]]
+
+
+def stamps_of(job: Job) -> Stamps | None:
+    """Size and times of every local file that the job names, itself or by its folder; None where they are too many."""
+    named = [*job.data.train, *(job.data.eval or ()), job.model.model_name_or_path]
+    named += [text for text in (job.model.tokenizer_name_or_path, job.data.chat_template) if text]
+    stamps: Stamps = {}
+    for name in named:
+        try:
+            path = Path(name)
+            files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+            for file in files if path.exists() else ():
+                if len(stamps) >= MOST_FILES:
+                    return None
+                status = file.stat()
+                stamps[str(file)] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        except (OSError, ValueError):  # too long for a path: a template, an address
+            continue
+    return stamps
+
+
+def receipt_of_finished(job: Job) -> dict[str, Any] | None:
+    """The receipt of the job's run if it is finished, and nothing that it follows from has changed since; else None."""
+    folder = Path(job.output_dir)
+    if not is_finished(folder):
+        return None
+    try:
+        facts, before = kept(folder / RUN) or {}, kept_job(folder)
+        now, settings = job.model_dump(mode="json"), job.identity()
+        of_settings = {
+            key for key in facts["identity"] if "(content)" not in key and not key.startswith("tokenization.")
+        }
+        is_same = (
+            {key: facts["identity"][key] for key in of_settings} == settings
+            and all(before[section] == now[section] for section in ("task", "data", "model", "method", "train"))
+            and facts.get(STAMPS) is not None
+            and facts[STAMPS] == stamps_of(job)
+        )
+        if not is_same or damage_of(folder) is not None or not (folder / MODEL / CARD).is_file():
+            return None
+        return build_receipt(folder) if (folder / RECEIPT).exists() else leave_receipt(folder)
+    except (Damaged, OSError, ValueError, KeyError, TypeError, FarthingError):
+        return None

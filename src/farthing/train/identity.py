@@ -1,0 +1,77 @@
+"""What a run is: the settings that can change its result, and the content of its data, tokenizer and model.
+
+Content identifies; where it lies, on which machine, under which user and by which version of a library it is read does not.
+Refuses to decide whether a run may go on: `durability.run_folder.claim` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from farthing.config.job import Job
+from farthing.data.read import Source
+from farthing.data.tokens import Recipe, tokenizer_sha256
+from farthing.model.load import ModelChoice, model_sha256, model_sha256_by_place
+
+MODEL_CONTENT = "model (content)"
+
+
+def identity_of(
+    job: Job,
+    choice: ModelChoice,
+    config: Any,
+    tokenizer: Any,
+    train_sources: list[Source],
+    eval_sources: list[Source],
+    recipe: Recipe,
+) -> dict[str, Any]:
+    """The identity of a run, flat: what two attempts have to agree on."""
+    tokenization = recipe.settings()
+    if recipe.version == 1:  # whose runs did not note it
+        tokenization.pop("date", None)
+    return {
+        **job.identity(),
+        "data.train (content)": [source.sha256 for source in train_sources],
+        "data.eval (content)": [source.sha256 for source in eval_sources],
+        "tokenizer (content)": tokenizer_sha256(tokenizer),
+        MODEL_CONTENT: model_sha256(choice, config),
+        **{f"tokenization.{key}": value for key, value in tokenization.items() if key != "label_names"},
+    }
+
+
+def former_names(
+    job: Job, choice: ModelChoice, config: Any, identity: dict[str, Any]
+) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+    """A function of a run's facts and its kept job: what earlier versions of farthing wrote for this same `identity`.
+
+    They hashed the model's configuration together with its path and the library's version, and did not know every key: one
+    that is missing stands for its default.
+    """
+
+    def names(facts: dict[str, Any], kept_job: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        before = facts.get("identity")
+        for key in identity.keys() - (before.keys() if isinstance(before, dict) else set()):
+            if is_default(job, key, identity[key]):
+                found[key] = None
+        section = kept_job.get("model") if isinstance(kept_job, dict) else None
+        name = section.get("model_name_or_path") if isinstance(section, dict) else None
+        library = facts.get("machine", {}).get("transformers")
+        if isinstance(name, str) and isinstance(library, str):
+            found[MODEL_CONTENT] = model_sha256_by_place(config, choice, name, library)
+        return found
+
+    return names
+
+
+def is_default(job: Job, key: str, value: Any) -> bool:
+    """Whether `value` is what a key of an identity is when nobody says anything."""
+    section, _, name = key.partition(".")
+    if section == "tokenization":
+        defaults = {field.name: field.default for field in fields(Recipe)}
+        return name in defaults and defaults[name] == value
+    model = getattr(job, section, None)
+    known = getattr(type(model), "model_fields", {})
+    return name in known and known[name].get_default(call_default_factory=True) == value

@@ -1,0 +1,124 @@
+"""An update of the weights happens once, whole, or not at all.
+
+Memory for it is there before it begins: the optimizer's state is made before the first step, and what a step takes
+besides is asked for at once, where nothing has changed yet. Should memory run out all the same, `UpdateGuard` tells whether
+any weight or state was written.
+
+Refuses to undo: there is no second copy of weights and state on the device. A half-made update is never saved; the run goes
+on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from farthing.device_memory import is_out_of_memory
+from farthing.errors import OutOfMemory
+
+SMALL_BYTES = 1 << 20  # tensors up to this come from blocks of their own in torch's allocator for CUDA
+
+
+OPTIMIZER_TO_DO = (
+    "the optimizer's state does not fit beside the weights: use optim: adamw_8bit or adamw_torch_offload, method: lora or"
+    " qlora, or a larger GPU"
+)
+
+
+@contextlib.contextmanager
+def out_of_memory_said(to_do: str) -> Iterator[None]:
+    """Memory that runs out within the block is said with what to do about it. Raises `OutOfMemory`."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise OutOfMemory(f"the device has no memory left: {first}", where="train.optim", to_do=to_do) from error
+
+
+class UpdateGuard:
+    """Tells whether an update has begun to write, by the version counters that torch keeps for every tensor."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        # kernels of bitsandbytes write by address, and no counter hears of it
+        self._is_counted = isinstance(optimizer, torch.optim.SGD | torch.optim.AdamW) or hasattr(
+            optimizer, "keeps_state_on_host"
+        )
+        self._versions: list[int] | None = None
+
+    def begin(self) -> None:
+        """A step begins: nothing was written."""
+        self._versions = None
+
+    def enter(self) -> None:
+        """From here on weights and state may be written."""
+        self._versions = self._now()
+
+    def refuse_half_an_update(self, step: int, error: BaseException) -> None:
+        """Raise `OutOfMemory` where the update of `step` (from 0) can't be taken again."""
+        if self._versions is None or (self._is_counted and self._now() == self._versions):
+            return
+        raise OutOfMemory(
+            f"memory ran out in the update of step {step + 1}, after some weights had changed: it can't be taken again",
+            where="train.optim",
+            to_do="run the same command again: it goes on from the last checkpoint; if it happens again, use"
+            " optim: adamw_torch_fused, which needs nothing besides its state, or adamw_torch_offload",
+        ) from error
+
+    def _now(self) -> list[int]:
+        weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
+        state = [value for of in self._optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
+        return [tensor._version for tensor in (*weights, *state)]
+
+
+def reserve_for_update(optimizer: torch.optim.Optimizer) -> None:
+    """Take what the update of torch's unfused optimizers needs besides, and give it back to the allocator's cache.
+
+    Memory that is not there is missed here, where no weight has changed, and not in the middle of the update. Nothing on
+    a CPU, whose allocator keeps no cache.
+    """
+    if not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        n_bytes = temporary_bytes(optimizer, group["params"], bool(group.get("fused")), group.get("foreach"))
+        device = group["params"][0].device
+        if n_bytes and device.type == "cuda":
+            torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+
+def update_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What the update takes on a GPU besides weights, gradients and state, at its worst."""
+    if not isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD):
+        return 0
+    groups = optimizer.param_groups
+    return max(temporary_bytes(optimizer, g["params"], bool(g.get("fused")), g.get("foreach")) for g in groups)
+
+
+def temporary_bytes(
+    optimizer: torch.optim.Optimizer, weights: list[Tensor], is_fused: bool, foreach: bool | None
+) -> int:
+    """Bytes that the update of a group takes besides weights, gradients and state.
+
+    AdamW has the roots of its second moments (`_multi_tensor_adam`: of all weights at once), SGD with decay a copy of a
+    gradient at a time (`_single_tensor_sgd`), fused kernels nothing.
+    """
+    if is_fused:
+        return 0
+    of_each = [weight.nbytes for weight in weights if weight.nbytes > SMALL_BYTES]
+    if isinstance(optimizer, torch.optim.SGD) or foreach is False:
+        return max(of_each, default=0)
+    return sum(of_each)
+
+
+def forget_unscaling(scaler: torch.amp.GradScaler) -> None:
+    """Let a step that failed be taken again: the scaler remembers that its gradients were unscaled, and they are gone.
+
+    torch offers no other way that keeps the scale: `update` alone forgets, and it changes the scale.
+    """
+    if scaler.is_enabled():
+        scaler._per_optimizer_states.clear()

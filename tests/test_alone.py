@@ -1,0 +1,276 @@
+"""An example counts as if it were computed alone by plain transformers, whatever it shares a micro-batch with."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+from farthing.data.batches import IGNORED
+from farthing.data.encode import Encoder
+from farthing.data.formats import Text
+from farthing.data.tokens import TokenSet
+from farthing.errors import ModelError
+from farthing.model.apart import longrope_limit
+from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics
+from farthing.model.load import set_languages, speak
+from farthing.model.loss import decoder_inputs
+from farthing.planner.families import DECODERS, ENCODERS, PADS_SAFELY
+from test_pieces import token_set
+
+CPU = Numerics(torch.device("cpu"), None)
+PAD = 1
+
+# the names that families have for sizes: of each configuration those it knows
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 100, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "pad_token_id": PAD,
+        "bos_token_id": 0,
+    },
+    **{"eos_token_id": 2, "cls_token_id": 0, "sep_token_id": 2, "d_model": 32, "n_layer": 2, "n_head": 2, "n_embd": 32},
+    **{
+        "n_inner": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    },
+    **{"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_ff": 32, "d_kv": 16, "num_layers": 2, "num_heads": 2},
+    **{"embedding_size": 32, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "emb_dim": 32, "ffn_dim": 32},
+    **{"word_embed_proj_dim": 32, "num_decoder_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1},
+    **{"n_positions": 128, "decoder_start_token_id": 0, "attention_window": 8, "num_encoder_layers": 1},
+    **{"max_encoder_position_embeddings": 128, "max_decoder_position_embeddings": 128, "decoder_vocab_size": 100},
+    **{"num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2},
+}
+
+
+def small(kind: str, auto: Any, **others: Any) -> Any:
+    """A small model of a family, its weights so large that every token matters."""
+    transformers.logging.set_verbosity_error()
+    made = type(AutoConfig.for_model(kind))
+    known = set(getattr(made, "__dataclass_fields__", {})) | set(inspect.signature(made.__init__).parameters)
+    renamed = set(getattr(made, "attribute_map", None) or {})
+    always = {"pad_token_id", "bos_token_id", "eos_token_id"}
+    sizes = {key: value for key, value in SIZES.items() if key in (known | always) - renamed}
+    config = made(**sizes | others)
+    if auto is AutoModelForSeq2SeqLM and getattr(config, "decoder_start_token_id", None) is None and kind != "mbart":
+        config.decoder_start_token_id = 0
+    torch.manual_seed(0)
+    model = auto.from_config(config).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.25)
+    return model
+
+
+def examples_of(lengths: list[int], n_labels: int = 0) -> TokenSet:
+    """Random examples of these lengths, which end with the end of a text."""
+    tokens = token_set(np.array(lengths), n_labels=n_labels)
+    tokens.ids[tokens.offsets[1:] - 1] = 2
+    return tokens
+
+
+def scores_together_and_alone(model: Any, most_tokens: int = 200) -> tuple[torch.Tensor, torch.Tensor, Forward, int]:
+    """Logits of nine examples [9, C], in farthing's micro-batches and one by one; how they were cut."""
+    tokens = examples_of([5, 17, 9, 17, 12, 5, 6, 30, 9], n_labels=3)
+    forward = Forward(model, "classification", PAD, CPU)
+    pieces = forward.cut(tokens, np.arange(9), most_tokens)
+    together = torch.zeros(9, 3)
+    for piece in pieces:
+        together[torch.from_numpy(piece)] = forward.loss_and_scores(forward.place(forward.collate(tokens, piece)))[1]
+    alone = []
+    for index in range(9):
+        ids = torch.from_numpy(tokens.example(index)[0].astype(np.int64))[None]
+        alone.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0])
+    return together, torch.stack(alone), forward, len(pieces)
+
+
+def check_classification(kind: str) -> tuple[Forward, int]:
+    model = small(kind, AutoModelForSequenceClassification, num_labels=3)
+    with torch.no_grad():
+        together, alone, forward, n_pieces = scores_together_and_alone(model)
+    assert (together - alone).abs().max() < 1e-4 * alone.abs().max(), kind
+    assert alone.std(0).max() > 1e-3, "else nothing is shown"
+    return forward, n_pieces
+
+
+@pytest.mark.parametrize("kind", ["distilbert", "deberta-v2", "bloom", "bart", "mt5"])
+def test_classes_are_those_of_single_examples_with_padding(kind: str) -> None:
+    forward, n_pieces = check_classification(kind)
+    assert forward.apart is None
+    assert n_pieces < 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(PADS_SAFELY["classification"] - DECODERS - ENCODERS - {"layoutlm", "t5"}))
+def test_every_family_that_is_padded_gives_the_classes_of_single_examples(kind: str) -> None:
+    assert check_classification(kind)[0].apart is None
+
+
+@pytest.mark.parametrize("kind", ["xlnet", "fnet", "funnel", "nystromformer", "convbert"])
+def test_a_model_that_reads_padding_gets_inputs_of_one_length(kind: str) -> None:
+    forward, n_pieces = check_classification(kind)
+    assert forward.apart is not None
+    assert "of one length at a time" in forward.apart.why
+    assert n_pieces == 6
+
+
+# ---- seq2seq ----
+
+SEQ2SEQ = [
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "led", "longt5", "m2m_100", "marian", "mbart", "mt5", "mvp",
+    "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet", "switch_transformers", "t5", "umt5",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SEQ2SEQ)
+def test_the_decoder_begins_as_the_model_itself_would_have_it(kind: str) -> None:
+    """The loss is that of transformers for the same labels, one example at a time, padded or not."""
+    model = small(kind, AutoModelForSeq2SeqLM)
+    tokens = examples_of([9, 30, 17, 12, 9])
+    lengths = [int(tokens.example(index)[1].sum()) for index in range(5)]
+    forward = Forward(model, "seq2seq", model.config.pad_token_id, CPU)
+    summed, alone = 0.0, 0.0
+    with torch.no_grad():
+        for piece in forward.cut(tokens, np.arange(5), 400):
+            summed += float(forward.loss(forward.place(forward.collate(tokens, piece))))
+        for index, length in enumerate(lengths):
+            ids, is_target = (torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index))
+            source, labels = ids[is_target == 0][None], ids[is_target == 1][None]
+            plain = model(input_ids=source, attention_mask=torch.ones_like(source), labels=labels, use_cache=False)
+            logits = plain.logits[0, :length]
+            alone += float(F.cross_entropy(logits, labels[0], reduction="sum"))
+    assert summed == pytest.approx(alone, rel=1e-4)
+    is_blocked = getattr(model.config, "attention_type", "") == "block_sparse"
+    assert (forward.apart is None) == (kind in PADS_SAFELY["seq2seq"] and not is_blocked)
+
+
+def test_mbart_begins_with_the_language_at_the_end_of_its_target() -> None:
+    model = small("mbart", AutoModelForSeq2SeqLM)
+    labels = torch.tensor([[5, 6, 2, 90], [7, 2, 91, IGNORED]])
+    assert decoder_inputs(model, labels).tolist() == [[90, 5, 6, 2], [91, 7, 2, 91]]
+    assert labels.tolist() == [[5, 6, 2, 90], [7, 2, 91, IGNORED]]
+
+
+def test_a_model_without_a_start_is_refused_in_words() -> None:
+    model = small("m2m_100", AutoModelForSeq2SeqLM)
+    model.config.decoder_start_token_id = None
+    with pytest.raises(ModelError, match="a m2m_100 for seq2seq can't be trained"):
+        decoder_inputs(model, torch.tensor([[5, 6, 2]]))
+
+
+# ---- rotary factors that follow from the longest ----
+
+
+def longrope(**others: Any) -> Any:
+    """A Phi-3 whose long factors begin above 16 tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [1.0 + n for n in range(8)]}
+    return small("phi3", AutoModelForCausalLM, rope_parameters=rope, original_max_position_embeddings=16, **others)
+
+
+@pytest.mark.parametrize("how", ["flat", "padded", "sharing"])
+def test_short_documents_keep_their_factors_beside_long_ones(how: str) -> None:
+    model = longrope()
+    assert longrope_limit(model.config) == 16
+    tokens = examples_of([5, 40, 16, 17, 9, 33, 12])
+    forward = Forward(model, "causal-lm", PAD, CPU, may_go_flat=how != "padded")
+    assert forward.is_flat == (how != "padded")
+    forward.shares = how == "sharing"
+    pieces = forward.cut(tokens, np.arange(7), 400)
+    assert sorted(sorted(piece.tolist()) for piece in pieces)[0] == [0, 2, 4, 6]
+    model.zero_grad()
+    summed = sum(_backward(forward.loss(forward.place(forward.collate(tokens, piece)))) for piece in pieces)
+    ours = model.model.layers[0].self_attn.qkv_proj.weight.grad.clone()
+    model.zero_grad()
+    alone = 0.0
+    for index in range(7):
+        ids, is_target = (torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index))
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, :-1]
+        wanted = is_target[0, 1:] == 1
+        alone += _backward(F.cross_entropy(logits[wanted], ids[0, 1:][wanted], reduction="sum"))
+    plain = model.model.layers[0].self_attn.qkv_proj.weight.grad
+    assert summed == pytest.approx(alone, rel=1e-5)
+    assert (ours - plain).abs().max() < 1e-4 * plain.abs().max()
+    assert forward.mixes(tokens, np.arange(7))
+    assert not forward.mixes(tokens, np.array([0, 2, 4, 6]))
+
+
+def _backward(loss: torch.Tensor) -> float:
+    loss.backward()
+    return float(loss.detach())
+
+
+# ---- languages ----
+
+CODES = {"mbart": ("en_XX", "de_DE"), "mbart50": ("en_XX", "de_DE"), "nllb": ("eng_Latn", "deu_Latn")}
+
+
+def speaking(family: str) -> Any:
+    """A tokenizer of a family that writes languages into texts, with a few words."""
+    words = ["▁the", "▁bread", "▁das", "▁Brot", "▁"]
+    first = ["<s>", "<pad>", "</s>", "<unk>"]
+    if family == "nllb":
+        vocabulary = {word: place for place, word in enumerate([*first, *words, *CODES["nllb"]])}
+        return transformers.NllbTokenizer(vocab=vocabulary, merges=[], additional_special_tokens=[*CODES["nllb"]])
+    kind = {"mbart": transformers.MBartTokenizer, "mbart50": transformers.MBart50Tokenizer}[family]
+    return kind(vocab=[(word, -1.0) for word in [*first, *words, *CODES[family]]])
+
+
+@pytest.mark.parametrize("family", CODES)
+def test_inputs_and_targets_carry_their_own_languages(family: str) -> None:
+    source, target = CODES[family]
+    tokenizer = speaking(family)
+    assert set_languages(tokenizer, "seq2seq", source, target) == (source, target)
+    text = Text((("the bread", False), ("das Brot", True)))
+    before = tokenizer.backend_tokenizer.to_str()
+    ((ids, is_target),) = Encoder(tokenizer, "seq2seq", 20, 20)([text]).examples()
+    assert tokenizer.backend_tokenizer.to_str() == before
+    expected = tokenizer("the bread", text_target="das Brot")
+    assert ids[is_target == 0].tolist() == expected["input_ids"]
+    assert ids[is_target == 1].tolist() == expected["labels"]
+    codes = tokenizer.convert_tokens_to_ids([source, target])
+    assert codes[1] in ids[is_target == 1]
+    assert codes[0] not in ids[is_target == 1]
+
+
+@pytest.mark.parametrize("family", CODES)
+def test_languages_that_are_not_said_or_not_known_are_refused(family: str) -> None:
+    source, target = CODES[family]
+    with pytest.raises(ModelError, match=r"data.target_lang is not set"):
+        set_languages(speaking(family), "seq2seq", source, None)
+    with pytest.raises(ModelError, match=f"'{target}x' is no language of its tokenizer"):
+        set_languages(speaking(family), "seq2seq", source, f"{target}x")
+    assert set_languages(speaking(family), "seq2seq", None, None, text_version=1) == ("", "")
+
+
+def test_a_tokenizer_without_languages_takes_none(tokenizers: dict[str, Any]) -> None:
+    assert set_languages(tokenizers["t5"], "seq2seq", None, None) == ("", "")
+    with pytest.raises(ModelError, match="writes no language into a text"):
+        set_languages(tokenizers["t5"], "seq2seq", "en", "de")
+
+
+@pytest.mark.parametrize("family", ["mbart", "nllb"])
+def test_a_model_that_was_told_the_language_generates_in_it(family: str) -> None:
+    source, target = CODES[family]
+    tokenizer = speaking(family)
+    set_languages(tokenizer, "seq2seq", source, target)
+    code = tokenizer.convert_tokens_to_ids(target)
+    model = small({"mbart": "mbart", "nllb": "m2m_100"}[family], AutoModelForSeq2SeqLM, vocab_size=len(tokenizer))
+    speak(model, tokenizer, target)
+    written = model.generate(input_ids=torch.tensor([[5, 6, 2]]), max_new_tokens=3)[0].tolist()
+    labels = torch.tensor([tokenizer(text_target="das Brot")["input_ids"]])
+    expected = decoder_inputs(model, labels)[0, :2].tolist()
+    assert written[: 2 if family == "nllb" else 1] == expected[: 2 if family == "nllb" else 1]
+    assert code in written[:2]

@@ -1,0 +1,253 @@
+# ruff: noqa: F811 - fixtures of another file
+"""Small files that unfold: Parquet, Arrow, gzip, CSV and JSON are read in bounded memory, or refused in the right words."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from farthing.data import arrow, read
+from farthing.data.read import Source, open_sources
+from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row
+from farthing.errors import DataError
+from farthing.tiny import demo_rows
+from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
+from test_security import PeakMemory
+
+MOST_BYTES = 250 << 20
+
+
+def opened(path: Path) -> Source:
+    (source,) = open_sources((str(path),), cache_dir=path.parent / "cache", split="train")
+    return source
+
+
+def written(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, **{"compression": "zstd", **options})
+    return path
+
+
+def repeated(text: str, n: int) -> Any:
+    """One text so many times: in a dictionary, as Parquet keeps it."""
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array(np.zeros(n, np.int32)), pyarrow.array([text]))
+
+
+def test_many_rows_of_one_long_text_cost_one(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.parquet", {"text": repeated("x" * 4_000_000, 200)}, store_schema=False)
+    assert path.stat().st_size < 10_000
+    with PeakMemory() as memory:
+        n_seen = sum(1 for row in opened(path).rows() if isinstance(row, Row) and len(row.value["text"]) == 4_000_000)
+    assert n_seen == 200
+    assert memory.n_bytes < MOST_BYTES
+
+
+def test_rows_over_the_limit_are_named_and_the_others_read(tmp_path: Path) -> None:
+    big = "x" * (MAX_ROW_BYTES + 1)
+    chats = [[{"role": "user", "content": "a"}], [{"role": "user", "content": big}], [{"role": "user", "content": "c"}]]
+    for columns in (
+        {"text": ["a", big, "c"]},
+        {"messages": chats},
+        {"text": pyarrow.array(["a", big, "c"]).dictionary_encode()},
+    ):
+        rows = list(opened(written(tmp_path / "a.parquet", columns)).rows())
+        assert [type(row) for row in rows] == [Row, BadRow, Row]
+        assert [row.line for row in rows] == [1, 2, 3]
+        assert "a row of 9.5 MiB; the limit is 9.5 MiB" in rows[1].reason  # type: ignore[union-attr]
+
+
+BOMBS: dict[str, tuple[dict[str, Any], str]] = {
+    "one text": ({"text": ["x" * 4_000_000]}, "column `text` unfolds from"),
+    "a list": (
+        {"text": ["a", "b"], "n": pyarrow.array([np.zeros(2_000_000, np.int8), [1]])},
+        "2,000,001 values in 2 rows",
+    ),
+    "rows": ({"text": repeated("a", 300_000)}, "300,000 rows in"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_file_whose_figures_are_beyond_measure_is_refused_unread(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns, words = BOMBS[name]
+    for limit, value in {"_MOST_CHUNK_BYTES": 1 << 20, "_MANY_VALUES": 1 << 20, "_MANY_ROWS": 1000}.items():
+        monkeypatch.setattr(arrow, limit, value)
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("it was read"))
+    path = written(tmp_path / "a.parquet", columns, store_schema=False)
+    assert path.stat().st_size < 20_000
+    with pytest.raises(DataError, match=words) as caught:
+        list(opened(path).rows())
+    assert "device" not in str(caught.value)
+    assert "row groups" in caught.value.to_do
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "doctor"])
+def test_a_bomb_is_refused_by_every_verb(verb: str, desk: Desk, run: Callable[..., Said]) -> None:
+    written(desk.folder / "train.parquet", {"text": repeated("x" * 11_000_000, 5000)}, store_schema=False)
+    desk.set("data", train="train.parquet")
+    with PeakMemory() as memory:
+        said = run(verb=verb)
+    assert said.code == 2
+    assert "a row of 10.5 MiB; the limit is 9.5 MiB" in said.out + said.err
+    assert memory.n_bytes < MOST_BYTES
+    assert "device has no memory" not in said.err
+
+
+def test_a_folder_is_looked_over_before_datasets_unfolds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("it was unfolded"))
+    for name, make in {
+        "a.parquet": lambda path: written(path, {"text": repeated("x" * 11_000_000, 50)}, store_schema=False),
+        "b.jsonl": lambda path: path.write_text('{"text": "' + "x" * 11_000_000 + '"}\n'),
+        "c.csv.gz": lambda path: path.write_bytes(gzip.compress(b"text\n" + b"x" * 11_000_000)),
+    }.items():
+        folder = tmp_path / name.replace(".", "-")
+        folder.mkdir()
+        make(folder / name)
+        with pytest.raises(DataError, match=r"the limit is 9\.5 MiB") as caught:
+            opened(folder)
+        assert name in caught.value.where
+
+
+def test_a_data_set_of_categories_pictures_and_large_rows(tmp_path: Path) -> None:
+    import datasets
+
+    table = pyarrow.table(
+        {"text": ["a", "x" * (MAX_ROW_BYTES + 1), "c"], "image": [{"bytes": b"no png", "path": None}] * 3}
+    )
+    data = datasets.Dataset(datasets.table.InMemoryTable(table))
+    rows = list(Source("set", "0", "dataset", dataset=data).rows())
+    assert [type(row) for row in rows] == [Row, BadRow, Row]
+    assert rows[0].value["image"] == {"bytes": b"no png", "path": None}  # type: ignore[union-attr]
+
+
+# ---- kinds of columns ----
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "doctor"])
+def test_categories_are_texts(verb: str, desk: Desk, run: Callable[..., Said]) -> None:
+    rows = demo_rows(24)
+    columns = {name: pyarrow.array([row[name] for row in rows]).dictionary_encode() for name in rows[0]}
+    written(desk.folder / "train.parquet", columns)
+    desk.set("data", train="train.parquet")
+    said = run(verb=verb)
+    assert said.code == 0, said.out + said.err
+
+
+ODD = {
+    "decimal": (pyarrow.array([decimal.Decimal("1.5")] * 3), "a decimal number"),
+    "date": (pyarrow.array([datetime.date(2026, 1, 1)] * 3), "a date"),
+    "time stamp": (pyarrow.array([datetime.datetime(2026, 1, 1)] * 3), "a date with time"),
+    "far future": (pyarrow.array([10**6 * 86400 * 365] * 3, pyarrow.timestamp("s")), "can't be read"),
+    "null": (pyarrow.nulls(3), "no `text`"),
+    "bytes": (pyarrow.array([b"\xff"] * 3), "bytes"),
+    "list": (pyarrow.array([["a"]] * 3), "a list"),
+    "struct": (pyarrow.array([{"a": "b"}] * 3), "an object"),
+    "map": (pyarrow.array([[("a", "b")]] * 3, pyarrow.map_(pyarrow.string(), pyarrow.string())), "a list"),
+    "fixed list": (pyarrow.array([[1, 2]] * 3, pyarrow.list_(pyarrow.int8(), 2)), "a list"),
+    "number": (pyarrow.array([1.5] * 3), "a number"),
+    "true": (pyarrow.array([True] * 3), "true/false"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_columns_of_other_types_have_their_names(name: str, desk: Desk, run: Callable[..., Said]) -> None:
+    column, words = ODD[name]
+    written(desk.folder / "train.parquet", {"text": column})
+    desk.set("data", train="train.parquet")
+    for verb in ("train", "plan"):
+        said = run(verb=verb)
+        assert said.code == 2
+        assert words in said.err, said.err
+        assert "Traceback" not in said.err
+
+
+def test_other_columns_of_any_type_do_not_matter(tmp_path: Path) -> None:
+    columns = {"text": pyarrow.array(["a", None, "c"])} | {
+        n.replace(" ", "_"): c for n, (c, _) in ODD.items() if n != "far future"
+    }
+    rows = list(opened(written(tmp_path / "a.parquet", columns)).rows())
+    assert [row.value["text"] for row in rows if isinstance(row, Row)] == ["a", None, "c"]
+
+
+def test_labels_of_other_types_are_refused(desk: Desk, run: Callable[..., Said]) -> None:
+    desk.values["task"] = "classification"
+    desk.set("model", model_name_or_path=str(desk.models["bert"]))
+    written(desk.folder / "train.parquet", {"text": ["a", "b"], "label": [b"x", b"y"]})
+    desk.set("data", train="train.parquet")
+    assert "`label` is bytes, not a class" in run().err
+
+
+def test_bytes_of_rows_are_about_what_they_are_unfolded() -> None:
+    words = pyarrow.array(["a" * 100, "b" * 10, None, "a" * 100])
+    lists = pyarrow.array([["a" * 50, "b" * 50], [], None, ["c" * 200]])
+    chats = pyarrow.array([[{"t": "x" * 300}], None, [], [{"t": "y"}]])
+    fixed = pyarrow.array([["a" * 9, "b"]] * 4, pyarrow.list_(pyarrow.string(), 2))
+    view = words.cast(pyarrow.string_view())
+    table = pyarrow.table({"w": words, "d": words.dictionary_encode(), "l": lists, "c": chats, "f": fixed, "v": view})
+    sizes = arrow.bytes_of_rows(table)
+    assert sizes[0] == pytest.approx(100 * 3 + 100 + 300 + 10, abs=120)
+    assert sizes[1] == pytest.approx(10 * 3 + 10, abs=120)
+    assert arrow.bytes_of_rows(table.slice(1, 2)).tolist() == sizes[1:3].tolist(), "a slice is the same rows"
+
+
+# ---- the other readers ----
+
+
+def test_gzip_that_unfolds_beyond_measure_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "_MANY_BYTES", 1 << 20)
+    monkeypatch.setattr(read, "MAX_ROW_BYTES", 1000)
+    for name, content in {
+        "a.jsonl.gz": b'{"text": "a"}\n' * 200_000,
+        "line.jsonl.gz": b"x" * (4 << 20),
+        "a.json.gz": b"[" + b" " * (4 << 20),
+        "a.csv.gz": b"text\n" + b"a\n" * 1_500_000,
+    }.items():
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(content))
+        with pytest.raises(DataError, match="gzip unfolds it from"):
+            for _ in opened(path).rows():
+                pass
+
+
+def test_a_csv_row_over_the_limit_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "MAX_ROW_BYTES", 1000)
+    path = tmp_path / "a.csv"
+    long = "x" * 2005
+    path.write_text(f"text,label\na,b\n{long},c\nd,e\n" + '"' + "y\n" * 2000 + '",f\ng,h\n')
+    rows = list(opened(path).rows())
+    assert [row.line for row in rows] == [2, 3, 4, 5, 2006]
+    assert [row.value for row in rows if isinstance(row, Row)] == [
+        {"text": "a", "label": "b"}, {"text": "d", "label": "e"}, {"text": "g", "label": "h"},
+    ]  # fmt: skip
+    assert ["the limit is" in row.reason for row in rows if isinstance(row, BadRow)] == [True, True]
+
+
+def test_a_large_row_of_a_json_document_is_a_bad_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "a"}, {"text": "x" * (MAX_ROW_BYTES + 1)}]))
+    assert [type(row) for row in opened(path).rows()] == [Row, BadRow]
+
+
+def test_memory_that_is_not_enough_is_that_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"}]')
+
+    def loads(text: str) -> Any:
+        raise MemoryError
+
+    source = opened(path)
+    monkeypatch.setattr(read.json, "loads", loads)
+    with pytest.raises(DataError, match="this machine has not enough memory"):
+        list(source.rows())

@@ -1,0 +1,274 @@
+"""Which kernel attends, over the whole table; how documents are padded; and what kernels are told where bits must repeat."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from farthing.model import attention_kernels
+from farthing.model.attention import attend
+from farthing.model.attention_choice import (
+    CALL_FLOPS,
+    FLASH_ATTN,
+    FLOPS_PER_SCORE,
+    VARLEN,
+    Asked,
+    Machine,
+    choose,
+    padded_groups,
+    rows_of_the_table,
+    varlen_of,
+)
+from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here
+from farthing.model.documents import Documents
+from test_attention import Layer, heads
+
+A100, H100, T4, RTX = (8, 0), (9, 0), (7, 5), (8, 9)
+FULL = {"varlen": VARLEN[2, 12], "flash": FLASH_ATTN, "has_flex": True}
+
+
+def chosen(capability: tuple[int, int] = H100, here: dict[str, Any] | None = None, **asked: Any) -> str:
+    """The kernel for bf16 heads of 64, unless said otherwise."""
+    machine = Machine("cuda", capability, **(FULL if here is None else here))
+    return choose(Asked(**{"dtype": "bf16", "head_size": 64, **asked}), machine).kernel
+
+
+def test_a_cpu_takes_documents_by_runs() -> None:
+    for dtype, has_dropout in itertools.product(("fp32", "bf16"), (False, True)):
+        assert choose(Asked(dtype, 64, has_dropout=has_dropout), Machine("cpu")).kernel == "documents"
+
+
+def test_kernels_are_chosen_by_what_they_can_do() -> None:
+    assert chosen() == chosen(has_window=True) == chosen(A100) == chosen(RTX) == chosen(dtype="fp16") == "varlen"
+    assert chosen(has_dropout=True) == chosen(has_softcap=True) == "flash"
+    assert chosen(dtype="fp32") == chosen(head_size=20) == "flex"
+    assert chosen(dtype="fp32", has_dropout=True) == chosen(dtype="fp32", head_size=128) == "padded"
+    assert chosen(head_size=4) == chosen(head_size=512) == "padded"
+    bare = FULL | {"flash": frozenset()}
+    assert chosen(here=bare, has_softcap=True) == "flex"
+    assert chosen(here=bare, has_dropout=True) == "padded"
+    assert chosen(here={}) == "padded"
+
+
+def test_before_ampere_documents_are_padded_whatever_is_asked() -> None:
+    for capability, dtype, size, window, cap, dropout in itertools.product(
+        (T4, (7, 0), (6, 1)), ("fp32", "fp16"), (64, 256), *[(False, True)] * 3
+    ):
+        asked = {"dtype": dtype, "head_size": size, "has_window": window, "has_softcap": cap, "has_dropout": dropout}
+        assert chosen(capability, **asked) == "padded"
+
+
+def test_wide_heads_train_where_shared_memory_is_large_enough() -> None:
+    assert chosen(RTX, head_size=256) == "varlen"
+    assert chosen(RTX, head_size=208) == "flex"
+    assert chosen(RTX, head_size=256, has_dropout=True) == "padded"
+    assert chosen(A100, head_size=208) == "varlen"
+    assert chosen(A100, head_size=256, has_dropout=True) == "flash"
+
+
+def test_older_versions_are_asked_for_no_more_than_they_have() -> None:
+    older = FULL | {"varlen": varlen_of((2, 10)), "flash": frozenset()}
+    assert chosen(here=older) == "varlen"
+    assert chosen(here=older, has_window=True) == "flex"
+    assert chosen(here=FULL | {"varlen": varlen_of((2, 9))}) == "flash"
+    old_flash = {"flash": frozenset({"window_size"})}
+    assert chosen(here=old_flash, has_window=True) == "flash"
+    assert chosen(here=old_flash, has_softcap=True) == "padded"
+
+
+def test_where_bits_must_repeat_no_kernel_is_taken_that_does_not_promise_it() -> None:
+    exact = FULL | {"is_deterministic": True}
+    assert chosen(here=exact) == "varlen"
+    assert chosen(here=exact, has_softcap=True) == chosen(here=exact, has_dropout=True) == "flash"
+    assert chosen(here=exact, dtype="fp32") == "padded"
+    assert chosen(here=exact | {"flash": FLASH_ATTN - {"deterministic"}}, has_dropout=True) == "padded"
+
+
+def test_every_case_of_the_table_has_a_kernel_that_can_do_it() -> None:
+    """Held against what each kernel can do, said once more and apart from the choice."""
+    cases = itertools.product(
+        (T4, A100, RTX, (12, 0)),
+        [frozenset(), *VARLEN.values()],
+        (frozenset(), frozenset({"window_size"}), FLASH_ATTN),
+        (False, True),
+        (False, True),
+        ("fp32", "bf16"),
+        (8, 20, 64, 208, 256, 512),
+        *[(False, True)] * 3,
+    )
+    seen = set()
+    for capability, varlen, flash, has_flex, exact, dtype, size, window, cap, dropout in cases:
+        choice = choose(
+            Asked(dtype, size, window, cap, dropout), Machine("cuda", capability, varlen, flash, has_flex, exact)
+        )
+        seen.add(choice.kernel)
+        names = [name for name, _ in choice.passed_over]
+        assert [*names, choice.kernel] == ["varlen", "flash", "flex", "padded"][: len(names) + 1]
+        assert all(reason for _, reason in choice.passed_over)
+        if choice.kernel == "padded":
+            continue
+        assert capability >= (8, 0)
+        assert size <= 256
+        if choice.kernel == "varlen":
+            assert varlen
+            assert not cap
+            assert not dropout
+            assert not window or "window_size" in varlen
+        if choice.kernel == "flash":
+            needs = {"window_size": window, "softcap": cap, "deterministic": exact}
+            assert all(name in flash for name, is_needed in needs.items() if is_needed)
+        if choice.kernel == "flex":
+            assert has_flex
+            assert not exact
+            assert not dropout
+            assert size >= 16
+        else:
+            assert dtype != "fp32"
+            assert size % 8 == 0
+            assert size <= 192 or capability in (A100, H100) or (size > 224 and not dropout)
+    assert seen == {"varlen", "flash", "flex", "padded"}
+
+
+def test_the_table_in_the_docs_is_what_the_choice_says() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert "\n".join(rows_of_the_table()) in text, "write it anew: farthing.model.attention_choice.rows_of_the_table"
+
+
+def test_what_is_known_of_torch_is_true_of_the_one_installed() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    parameters = attention_kernels._parameters_of(varlen_attn)
+    relevant = frozenset().union(*VARLEN.values())
+    assert parameters & relevant == varlen_of((version[0], version[1]))
+
+
+def test_what_is_asked_is_read_off_the_tensors_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Asked] = []
+    monkeypatch.setattr(
+        attention_kernels, "choose", lambda asked, machine: made.append(asked) or choose(asked, machine)
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: A100)
+    monkeypatch.setattr(attention_kernels, "_flash", lambda: None)
+    here.cache_clear()
+
+    class Query:
+        device, dtype, shape = torch.device("cuda"), torch.float16, (7, 8, 96)
+
+    try:
+        query: Any = Query()
+        assert choose_kernel(query, How(True, 1.0)) == "varlen"
+        assert choose_kernel(query, How(True, 1.0, 4, 0.1, 2.0)) == "padded"
+    finally:
+        here.cache_clear()
+    assert made == [Asked("fp16", 96), Asked("fp16", 96, True, True, True)]
+    assert choose_kernel(torch.zeros(3, 2, 8), How(True, 1.0, None, 0.1)) == "documents"
+
+
+# ---- documents in padded calls ----
+
+
+def cost_of(groups: list[tuple[int, int, int]], width: int) -> float:
+    """Of groups (documents, tokens, keys), by the formula."""
+    return sum(CALL_FLOPS + FLOPS_PER_SCORE * width * n * tokens * keys for n, tokens, keys in groups)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_document_is_in_one_group_that_is_long_enough(seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.choice([1, 9, draw.randint(1, 2000)]) for _ in range(draw.randint(1, 60))]
+    keys = [length + draw.choice([0, 0, 50, 700]) for length in lengths]
+    groups = padded_groups(lengths, keys, draw.choice([64, 768, 8192]))
+    assert sorted(number for group in groups for number in group.documents) == list(range(len(lengths)))
+    for group in groups:
+        own, seen = ({of[number] for number in group.documents} for of in (lengths, keys))
+        assert (group.n_tokens, group.n_keys) == (max(own), max(seen))
+        assert group.is_even == (len(own) == len(seen) == 1)
+
+
+def test_groups_cost_no_more_than_any_other_stretches_of_the_sorted_documents() -> None:
+    lengths = [10, 900, 30, 410, 400, 10, 1800, 950]
+    for width in (64, 768, 4096):
+        found = [(len(g.documents), g.n_tokens, g.n_keys) for g in padded_groups(lengths, lengths, width)]
+        ordered = sorted(lengths)
+        best = min(
+            cost_of([(j - i, ordered[j - 1], ordered[j - 1]) for i, j in itertools.pairwise([0, *cuts, 8])], width)
+            for n in range(8)
+            for cuts in itertools.combinations(range(1, 8), n)
+        )
+        assert cost_of(found, width) == pytest.approx(best)
+
+
+def test_short_documents_go_together_and_long_ones_alone() -> None:
+    assert len(padded_groups([7, 30, 12, 25] * 8, [7, 30, 12, 25] * 8, 768)) == 1
+    assert len(padded_groups([7, 4000], [7, 4000], 768)) == 2
+
+
+def test_padding_gets_no_gradient_and_gives_none() -> None:
+    """Also where documents share a beginning, whose padding is in the middle of what others see."""
+    torch.manual_seed(0)
+    documents = Documents.of([5, 2, 9, 1])
+    q, k, v = (torch.randn(17, n, 8, requires_grad=True) for n in (4, 2, 2))
+    out = KERNELS["padded"](q, k, v, documents, How(False, 0.3))
+    for at, grad in enumerate(torch.autograd.grad(out[:5].square().sum(), (q, k, v))):
+        assert torch.count_nonzero(grad[:5]) > 0, at
+        assert torch.count_nonzero(grad[5:]) == 0, at
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_dropped_weights_of_padded_documents_are_the_same_in_expectation(causal: bool, cap: float | None) -> None:
+    q, k, v = (tensor.detach()[0].transpose(0, 1) for tensor in heads(11))
+    documents = Documents.of([4, 3, 3, 1])
+    exact = KERNELS["documents"](q, k, v, documents, How(causal, 0.25, softcap=cap))
+    torch.manual_seed(0)
+    how = How(causal, 0.25, dropout=0.5, softcap=cap)
+    draws = [KERNELS["padded"](q, k, v, documents, how) for _ in range(1000)]
+    assert not torch.equal(draws[0], draws[1])
+    torch.testing.assert_close(torch.stack(draws).mean(0), exact, rtol=0, atol=0.25)
+    torch.manual_seed(0)
+    assert torch.equal(KERNELS["padded"](q, k, v, documents, how), draws[0])
+
+
+def test_a_micro_batch_with_dropout_takes_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    honest = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(tuple(query.shape))
+        return honest(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    lengths = [random.Random(n).randint(10, 120) for n in range(64)]
+    tensors = [torch.randn(sum(lengths), 2, 8) for _ in range(3)]
+    KERNELS["padded"](*tensors, Documents.of(lengths), How(False, 0.3, dropout=0.1))
+    assert len(calls) <= 3
+    calls.clear()
+    KERNELS["documents"](*tensors, Documents.of(lengths), How(False, 0.3, dropout=0.1))
+    assert len(calls) > 30
+
+
+# ---- bits that repeat ----
+
+
+def test_flash_attention_is_deterministic_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[dict[str, Any]] = []
+
+    def fake(q: Tensor, k: Tensor, v: Tensor, *bounds: Any, **options: Any) -> Tensor:
+        said.append(options)
+        return torch.zeros_like(q)
+
+    makes: Callable[[], Any] = lambda: fake  # noqa: E731
+    monkeypatch.setattr(attention_kernels, "_flash", makes)
+    monkeypatch.setattr(attention_kernels, "choose_kernel", lambda *_: "flash")
+    for is_exact in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda is_exact=is_exact: is_exact)
+        attend(Layer(), *heads(5), None, documents=Documents.of([2, 3]))
+    assert [options.get("deterministic", False) for options in said] == [False, True]

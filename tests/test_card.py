@@ -1,0 +1,138 @@
+"""The card and the receipt tell the same figures, and two receipts are compared only where that says something."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import farthing.train.run
+import workshop
+from farthing.cli import main
+from farthing.errors import Interrupted
+from workshop import job_file, make_job
+
+
+def card_rows(run: Path) -> dict[str, list[str]]:
+    """The rows of the card's tables by their first cell."""
+    lines = [line for line in (run / "model/README.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: row[1:] for row in rows if row[0]}
+
+
+def test_the_card_says_how_many_epochs_were_trained_and_not_how_many_were_asked_for(tmp_path: Path) -> None:
+    job = make_job(tmp_path, n_rows=100, max_steps=1)  # a step of 8 of 100 rows; three epochs are the default
+    receipt = workshop.train(job).receipt
+    assert receipt["epochs"] == pytest.approx(1 / 13)
+    assert card_rows(Path(job.output_dir))["epochs"] == ["0.0769"]
+
+
+def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    job = make_job(tmp_path, save_steps=2)
+
+    def stop(kind: str, facts: dict[str, Any]) -> None:
+        if kind == "step" and facts["step"] == 3:
+            raise Interrupted("asked to leave")
+
+    farthing.train.run.train(job, stop)
+    workshop.train(job)
+    run = Path(job.output_dir)
+    rows, receipt = card_rows(run), json.loads((run / "receipt.json").read_text())
+    assert main(["report", str(run)]) == 0
+    lines = [re.split(r"\s{2,}", line.strip()) for line in capsys.readouterr().out.splitlines() if "$" in line]
+    shown = {cells[0]: cells for cells in reversed(lines)}  # the table of seconds stands first
+    assert rows["cost"] == [shown["total"][-1]]
+    assert rows["time"] == [f"{shown['total'][-3]} s, 1 interruption"]
+    assert rows["time"] == [f"{receipt['wall_s']:.1f} s, 1 interruption"]
+    spans = [span for span in receipt["spans"] if span["seconds"] >= 0.005]
+    assert len(spans) > 3
+    for span in spans:
+        assert rows[span["what"]] == [shown[span["what"]][-3], shown[span["what"]][-1]]
+
+
+def test_a_run_without_a_price_has_no_dollars_on_its_card(tmp_path: Path) -> None:
+    job = make_job(tmp_path, max_steps=1, where={"usd_per_hour": 0})
+    workshop.train(job)
+    text = (Path(job.output_dir) / "model/README.md").read_text()
+    assert "| cost | no price was given |" in text
+    assert "$" not in text
+
+
+@pytest.mark.parametrize(("family", "words"), [("llama", "AutoModelForCausalLM"), ("bert", "model_config.json")])
+def test_the_card_of_an_adapter_says_how_to_load_it(family: str, words: str, tmp_path: Path) -> None:
+    job = make_job(tmp_path, family, method="lora", pretrained=True, max_steps=1)
+    workshop.train(job)
+    use = (Path(job.output_dir) / "model/README.md").read_text().split("## Use")[1].split("## Receipt")[0]
+    assert words in use
+    if family == "llama":
+        code = use.split("```python")[1].split("```")[0].replace('"."', repr(str(Path(job.output_dir) / "model")))
+        found: dict[str, Any] = {}
+        exec(code, found)  # noqa: S102
+        assert found["model"].peft_config
+
+
+def compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, Any]:
+    assert main(["report", str(tmp_path / "a/run"), str(tmp_path / "b/run"), "--json"]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def run_in(folder: Path, family: str = "llama", **keys: Any) -> None:
+    assert main(["train", str(job_file(folder, family, **keys))]) == 0
+
+
+def test_runs_of_different_tasks_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_in(tmp_path / "a", max_steps=1)
+    run_in(tmp_path / "b", "bert", max_steps=1)
+    capsys.readouterr()
+    assert "one run is causal-lm, the other classification" in compared(tmp_path, capsys, 2)["error"]
+
+
+def test_a_run_without_a_price_is_compared_in_all_but_dollars(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_in(tmp_path / "a", max_steps=1)
+    run_in(tmp_path / "b", max_steps=1, where={"usd_per_hour": 0})
+    capsys.readouterr()
+    found = compared(tmp_path, capsys)
+    assert found["rows"]["usd"]["baseline"] is found["rows"]["usd"]["ratio"] is None
+    assert found["rows"]["usd_per_million_tokens"]["ratio"] is None
+    assert found["saved_usd"] is found["saved_share"] is None
+    assert found["rows"]["wall_s"]["ratio"] > 0
+    assert found["rows"]["final_loss"]["ratio"] == 1
+    assert found["notes"] == ["the baseline has no price: dollars can't be compared"]
+    assert main(["report", str(tmp_path / "a/run"), str(tmp_path / "b/run")]) == 0
+    said = capsys.readouterr().out
+    assert "no price" in said
+    assert "costs" not in said.replace("cost ", "")
+
+
+def test_runs_on_other_data_and_of_other_lengths_say_what_can_not_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_in(tmp_path / "a", max_steps=1, eval_rows=workshop.rows_of("llama", 4))
+    run_in(
+        tmp_path / "b", max_steps=2, rows=workshop.rows_of("llama", 24, 5), eval_rows=workshop.rows_of("llama", 4, 9)
+    )
+    capsys.readouterr()
+    found = compared(tmp_path, capsys)
+    assert found["rows"]["final_loss"]["ratio"] is found["rows"]["loss"]["ratio"] is None
+    notes = " ".join(found["notes"])
+    for words in ("trained on other data", "evaluated on other examples", "(1 step and 2 steps)"):
+        assert words in notes
+
+
+def test_runs_that_are_alike_are_compared_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, rate in (("a", 0.01), ("b", 0.02)):
+        run_in(tmp_path / name, max_steps=1, learning_rate=rate, eval_rows=workshop.rows_of("llama", 4))
+    capsys.readouterr()
+    found = compared(tmp_path, capsys)
+    assert found["notes"] == []
+    assert found["rows"]["loss"]["ratio"] > 0
+    assert found["saved_usd"] is not None

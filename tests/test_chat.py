@@ -1,0 +1,306 @@
+"""Chats of the families' templates: ids as `apply_chat_template` has them, and of each answer what the model writes itself.
+
+The templates are short forms of what each family sends to its model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import processors
+
+from farthing.data.chat import ChatReader, Renderer, Unusable, default_template
+from farthing.data.encode import Encoder
+from farthing.data.formats import converter
+from farthing.data.sample import light_tokenizer
+from farthing.model.load import ModelChoice, load_tokenizer
+
+LLAMA_2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system = '<<SYS>>\n' + messages[0]['content']"
+    " + '\n<</SYS>>\n\n' %}{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}"
+    "{% for m in rest %}{% if m['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + (system if loop.index0 == 0 else '') + m['content'].strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA_3 = (
+    "{{ bos_token }}{% if date_string is defined %}{% set day = date_string %}{% elif strftime_now is defined %}"
+    "{% set day = strftime_now('%d %b %Y') %}{% else %}"
+    "{% set day = '26 Jul 2024' %}{% endif %}{{ '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + day + '\n\n' }}"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] | trim }}{% set messages = messages[1:] %}{% endif %}"
+    "<|eot_id|>{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim }}"
+    "{{ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ m['content'] + eos_token }}{% else %}{{ raise_exception('no system') }}"
+    "{% endif %}{% endfor %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
+)
+CHATML = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+QWEN_3 = (
+    "{% set at = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set at.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' %}{% set parts = m['content'].split('</think>') %}"
+    "{% if loop.index0 > at.last %}{{ '<think>\n' + (parts[0].split('<think>')[-1].strip() if parts | length > 1 else '') }}"
+    "{{ '\n</think>\n\n' }}{% endif %}{{ parts[-1].lstrip('\n') }}{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{% set role = 'model' %}{% else %}"
+    "{% set role = m['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\n' + m['content'] | trim + '<end_of_turn>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+PHI_3 = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+PHI_4 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '<|im_sep|>' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
+)
+DEEPSEEK = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|User|>' + m['content'] }}"
+    "{% elif m['role'] == 'system' %}{{ m['content'] }}"
+    "{% else %}{{ '<|Assistant|>' + m['content'].split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|Assistant|>' + opened }}{% endif %}"
+)
+DEEPSEEK_3, DEEPSEEK_R1 = (DEEPSEEK.replace("opened", word) for word in ("''", "'<think>\n'"))
+VICUNA = (
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + ' ' }}{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ 'USER: ' + m['content'] + ' ' }}"
+    "{% else %}{{ 'ASSISTANT: ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}{{ '### ' + m['role'] + ':\n' + m['content'] + '\n\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant:\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}{% for call in m.tool_calls or [] %}"
+    "{{ '\n<tool_call>\n' + call['function'] | tojson + '\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WORDS = [
+    "<|im_start|>", "<|im_end|>", "<|im_sep|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>",
+    "<end_of_turn>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|User|>", "<|Assistant|>", "<think>", "</think>",
+]  # fmt: skip
+CHAT = [
+    {"role": "user", "content": " What is bread? "},
+    {"role": "assistant", "content": " Food, \nof flour."},
+    {"role": "user", "content": "And soup?"},
+    {"role": "assistant", "content": "Food too 🙂 "},
+]
+SYSTEM = [{"role": "system", "content": "Be brief."}]
+FIRST, SECOND = CHAT[1]["content"], CHAT[3]["content"]
+
+# template -> what is learned of the chat: of each answer what the model is to write, and the token that ends its turn
+FAMILIES: dict[str, tuple[str, list[str]]] = {
+    "llama-2": (LLAMA_2, [f" {FIRST.strip()} </s>", f" {SECOND.strip()} </s>"]),
+    "llama-3": (LLAMA_3, [f"{FIRST.strip()}<|eot_id|>", f"{SECOND.strip()}<|eot_id|>"]),
+    "mistral": (MISTRAL, [f"{FIRST}</s>", f"{SECOND}</s>"]),
+    "zephyr": (ZEPHYR, [f"{FIRST}</s>", f"{SECOND}</s>"]),
+    "qwen-2.5": (CHATML, [f"{FIRST}<|im_end|>", f"{SECOND}<|im_end|>"]),
+    # the first turn is shown without the thinking that a prompt asks for: the model never writes it like that
+    "qwen-3": (QWEN_3, [f"<think>\n\n</think>\n\n{SECOND}<|im_end|>"]),
+    "gemma": (GEMMA, [f"{FIRST.strip()}<end_of_turn>", f"{SECOND.strip()}<end_of_turn>"]),
+    "phi-3": (PHI_3, [f"{FIRST}<|end|>", f"{SECOND}<|end|>"]),
+    "phi-4": (PHI_4, [f"{FIRST}<|im_end|>", f"{SECOND}<|im_end|>"]),
+    "deepseek-v3": (DEEPSEEK_3, [f"{FIRST}</s>", f"{SECOND}</s>"]),
+    "vicuna": (VICUNA, [f"{FIRST}</s>", f"{SECOND}</s>"]),
+    "plain": (PLAIN, [f"{FIRST}\n\n", f"{SECOND}\n\n"]),
+    "marked": (MARKED, [f"{FIRST}<|im_end|>", f"{SECOND}<|im_end|>"]),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tiny_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tokenizer with the words of all families, as a template and a first token make it."""
+
+    def make(template: str, begins: bool = False) -> Any:
+        tokenizer = load_tokenizer(ModelChoice(str(tiny_folders["llama"])), None)
+        tokenizer.add_special_tokens({"additional_special_tokens": WORDS})
+        if begins:
+            tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", 1)]
+            )
+        tokenizer.chat_template = template
+        return tokenizer
+
+    return make
+
+
+def chat_ids(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    """What transformers makes of a chat on that day."""
+    encoded = tokenizer.apply_chat_template(messages, tokenize=True, date_string="02 Jan 2025", **options)
+    ids: list[int] = encoded["input_ids"]
+    return ids
+
+
+def read(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """(ids, is_target) of a chat."""
+    text = converter("messages", {}, {}, tokenizer, "causal-lm", on="2025-01-02")({"messages": messages})
+    ((ids, is_target),) = Encoder(tokenizer, "causal-lm", 4096, 4096)([text]).examples()
+    return ids.tolist(), is_target.tolist()
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["", "a tokenizer that adds its first token"])
+@pytest.mark.parametrize("system", [[], SYSTEM], ids=["", "with a system message"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_chat_is_as_its_template_has_it_and_answers_are_learned_with_their_ends(
+    made: Any, name: str, system: list[dict[str, Any]], begins: bool
+) -> None:
+    if name == "mistral" and system:
+        pytest.skip("its template refuses system messages")
+    template, expected = FAMILIES[name]
+    tokenizer = made(template, begins)
+    ids, is_target = read(tokenizer, system + CHAT)
+    assert ids == chat_ids(tokenizer, system + CHAT)
+    learned = tokenizer.decode([i for i, target in zip(ids, is_target, strict=True) if target])
+    assert learned == "".join(expected)
+    if "{% generation %}" in template:
+        as_peers = tokenizer.apply_chat_template(
+            CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert read(tokenizer, CHAT)[1] == as_peers["assistant_masks"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_last_answer_follows_the_prompt_that_the_model_is_given(made: Any, name: str) -> None:
+    tokenizer = made(FAMILIES[name][0])
+    ids, is_target = read(tokenizer, CHAT)
+    prompt = chat_ids(tokenizer, CHAT[:3], add_generation_prompt=True)
+    assert ids[: len(prompt)] == prompt
+    assert is_target[len(prompt)] == 1
+    assert is_target[len(prompt) - 1] == 0
+
+
+@pytest.mark.parametrize("name", ["llama-2", "mistral", "zephyr", "qwen-2.5", "plain"])
+def test_chats_in_sentencepiece(data_dir: Path, name: str) -> None:
+    """Mistral's tokenizer, which adds its first token, and has no words for the ends of ChatML."""
+    tokenizer = load_tokenizer(ModelChoice(str(data_dir / "tokenizers" / "mistral-7b-v0.1")), None)
+    tokenizer.chat_template, expected = FAMILIES[name]
+    ids, is_target = read(tokenizer, CHAT)
+    assert ids == chat_ids(tokenizer, CHAT)
+    learned = tokenizer.decode([i for i, target in zip(ids, is_target, strict=True) if target])
+    assert "".join(learned.split()) == "".join("".join(expected).split())
+    assert not learned.endswith(">\n")
+
+
+def test_the_newline_behind_the_end_of_a_turn_is_not_learned(made: Any) -> None:
+    tokenizer = made(CHATML)
+    ids, is_target = read(tokenizer, CHAT)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ids[-2] == end
+    assert is_target[-2:] == [1, 0]
+    former = converter("messages", {}, {}, tokenizer, "causal-lm", version=1)({"messages": CHAT})
+    assert former.segments[-1][0].endswith("<|im_end|>\n")
+    assert former.segments[-1][1]
+
+
+def test_the_end_of_a_turn_is_found_in_a_template_that_must_have_a_system_message(made: Any) -> None:
+    tokenizer = made("{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML)
+    ids, is_target = read(tokenizer, SYSTEM + CHAT)
+    assert tokenizer.decode([i for i, target in zip(ids, is_target, strict=True) if target]).endswith("<|im_end|>")
+    assert is_target[-1] == 0
+
+
+def test_thinking_that_a_prompt_opens_is_learned_from_there(made: Any) -> None:
+    tokenizer = made(DEEPSEEK_R1)
+    thought = [*CHAT[:3], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFood."}]
+    ids, is_target = read(tokenizer, thought)
+    prompt = chat_ids(tokenizer, CHAT[:3], add_generation_prompt=True)
+    assert ids[: len(prompt)] == prompt
+    assert is_target == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
+    assert tokenizer.decode(ids[len(prompt) :]) == "Hm.\n</think>\n\nFood.</s>"
+    with pytest.raises(
+        Unusable, match=r"another form than the model would write it \(its prompt ends with '<think>'\)"
+    ):
+        read(tokenizer, CHAT)
+
+
+def test_thinking_of_qwen_is_learned_where_the_model_writes_it(made: Any) -> None:
+    thought = [*CHAT]
+    thought[1] = {"role": "assistant", "content": "<think>\nOne.\n</think>\n\nFood."}
+    thought[3] = {"role": "assistant", "content": "<think>\nTwo.\n</think>\n\nFood."}
+    tokenizer = made(QWEN_3)
+    text = converter("messages", {}, {}, tokenizer, "causal-lm")({"messages": thought})
+    assert [part for part, learned in text.segments if learned] == ["<think>\nTwo.\n</think>\n\nFood.<|im_end|>"]
+    assert text.n_unlearned == 1
+    assert "One." not in "".join(part for part, _ in text.segments)
+
+
+def test_calls_of_tools_are_learned_to_the_end_of_the_turn(made: Any) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "Two."},
+    ]
+    tokenizer, tools = made(TOOLS), [{"type": "function", "function": {"name": "add"}}]
+    text = converter("messages", {}, {}, tokenizer, "causal-lm")({"messages": messages, "tools": tools})
+    assert [part for part, learned in text.segments if learned] == [
+        '\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+        "Two.<|im_end|>",
+    ]
+    whole = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert "".join(part for part, _ in text.segments) == whole
+
+
+def test_the_date_is_the_one_that_is_asked_for(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = made(LLAMA_3)
+    assert "Today Date: 02 Jan 2025" in Renderer.of(tokenizer, "2025-01-02")(CHAT, None)
+    monkeypatch.setenv("FARTHING_TODAY", "2031-05-06")
+    assert "Today Date: 06 May 2031" in Renderer.of(tokenizer)(CHAT, None)
+
+
+@pytest.mark.parametrize("template", ["{{ ['a', 'b'] | random }}", "{{ lipsum() }}"])
+def test_a_template_that_draws_at_random_is_refused(made: Any, template: str) -> None:
+    with pytest.raises(Unusable, match="the chat template refuses it"):
+        read(made(template), CHAT)
+
+
+def test_marks_in_a_text_of_its_own_are_refused(made: Any) -> None:
+    with pytest.raises(Unusable, match=r"U\+FDD0"):
+        read(made(MARKED), [CHAT[0], {"role": "assistant", "content": "\ufdd0all of it\ufdd1"}])
+
+
+def test_farthings_own_template_begins_as_the_tokenizer_does(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    plain = load_tokenizer(ModelChoice(str(tiny_folders["llama"])), None)
+    assert plain.chat_template == default_template(False)
+    begins = tmp_path / "begins"
+    plain.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    plain.chat_template = None
+    plain.save_pretrained(begins)
+    tokenizer = load_tokenizer(ModelChoice(str(begins)), None)
+    assert tokenizer.chat_template == light_tokenizer(begins, None).chat_template == default_template(True)
+    ids = read(tokenizer, CHAT)[0]
+    assert ids == chat_ids(tokenizer, CHAT)
+    assert ids[:2].count(tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_plan_reads_chats_as_training_does(made: Any, tmp_path: Path, name: str) -> None:
+    tokenizer = made(FAMILIES[name][0])
+    tokenizer.save_pretrained(tmp_path)
+    light = light_tokenizer(tmp_path, None)
+    assert light.chat_template == tokenizer.chat_template
+    ours, plans = (ChatReader.of(each, "2026-01-01")(CHAT, None) for each in (tokenizer, light))
+    assert ours == plans

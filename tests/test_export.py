@@ -1,0 +1,356 @@
+"""What a run exports loads in the ordinary ways, answers as it was trained, and is the same whatever befell the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+import farthing.export
+import farthing.train.run
+import workshop
+from farthing.cli import main
+from farthing.durability.exported import damage_of
+from farthing.errors import Interrupted, ModelError, UserMistake
+from farthing.export import export_run
+from farthing.model.adapters import break_ties
+from farthing.model.load import AUTO_CLASSES
+from workshop import Heard, make_job
+
+IDS = torch.tensor([[5, 17, 33, 90, 41, 7]])
+
+
+def body_of(folder: Path, family: str) -> Path:
+    """A pretrained body as it is found on the Hub: without a head for classes that nobody has asked for."""
+    workshop.make_folder(folder, family, pretrained=True)
+    if family == "bert":
+        config = transformers.AutoConfig.from_pretrained(folder)
+        torch.manual_seed(0)
+        transformers.AutoModel.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def logits(model: Any, family: str = "llama") -> torch.Tensor:
+    more = {"decoder_input_ids": IDS[:, :4]} if family == "t5" else {}
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=IDS, **more).logits
+    return found
+
+
+# ---- the ordinary ways ----
+
+PEFT_CLASSES = {
+    "llama": peft.AutoPeftModelForCausalLM,
+    "t5": peft.AutoPeftModelForSeq2SeqLM,
+    "bert": peft.AutoPeftModelForSequenceClassification,
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(family: str, tmp_path: Path) -> None:
+    body_of(tmp_path / "base", family)
+    job = make_job(tmp_path, family, method="lora", pretrained=True, max_steps=3, learning_rate=0.05)
+    workshop.train(job)
+    run, auto = Path(job.output_dir), AUTO_CLASSES[job.task]
+    export_run(run, tmp_path / "adapter", "adapter")
+    export_run(run, tmp_path / "merged", "merged")
+    expected = logits(auto.from_pretrained(tmp_path / "merged"), family)
+    for folder in (run / "model", tmp_path / "adapter"):
+        config = transformers.AutoConfig.from_pretrained(folder / "model_config.json")
+        how: dict[str, Any] = {"config": config, "ignore_mismatched_sizes": True} if family == "bert" else {}
+        of_base = {"num_labels": 3, "ignore_mismatched_sizes": True} if family == "bert" else {}
+        base = auto.from_pretrained(tmp_path / "base", **of_base)
+        for model in (
+            auto.from_pretrained(folder, **how),
+            PEFT_CLASSES[family].from_pretrained(folder, **of_base),
+            peft.PeftModel.from_pretrained(base, folder),
+        ):
+            torch.testing.assert_close(logits(model, family), expected, rtol=0, atol=1e-4)
+    for folder in (run / "model", tmp_path / "adapter", tmp_path / "merged"):
+        assert transformers.AutoTokenizer.from_pretrained(folder)("name: The Mill")["input_ids"]
+        if family == "llama":
+            assert transformers.pipeline("text-generation", model=str(folder), max_new_tokens=2)("name: The")
+    if family == "bert":
+        said: Any = transformers.pipeline("text-classification", model=str(tmp_path / "merged"))("bread and soup")
+        assert said[0]["label"] in workshop.TOPICS
+
+
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_a_fully_trained_model_loads_in_the_ordinary_ways(family: str, tmp_path: Path) -> None:
+    job = make_job(tmp_path, family, max_steps=2)
+    workshop.train(job)
+    folder = Path(job.output_dir) / "model"
+    assert AUTO_CLASSES[job.task].from_pretrained(folder)
+    assert transformers.AutoTokenizer.from_pretrained(folder)("name: The Mill")["input_ids"]
+    if family != "t5":
+        task: Any = "text-generation" if family == "llama" else "text-classification"
+        assert transformers.pipeline(task, model=str(folder))("bread")
+
+
+def test_an_adapter_folder_of_an_older_farthing_is_exported_and_merged(tmp_path: Path) -> None:
+    body_of(tmp_path / "base", "bert")
+    job = make_job(tmp_path, "bert", method="lora", pretrained=True, max_steps=2)
+    workshop.train(job)
+    run = Path(job.output_dir)
+    (run / "model/model_config.json").rename(run / "model/config.json")
+    (run / "model/manifest.json").unlink()
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({key: value for key, value in facts.items() if key != "sealed"}))
+    export_run(run, tmp_path / "adapter", "adapter")
+    assert not (tmp_path / "adapter/config.json").exists()
+    export_run(run, tmp_path / "merged", "merged")
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "merged").id2label[0] == "food"
+
+
+# ---- merging where weights are shared ----
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        ("llama", {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("llama", {"target_modules": ["q_proj", "lm_head"]}),
+        ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
+        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+        ("llama", {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}),
+        ("t5", {"target_modules": ["q", "lm_head"]}),
+        ("t5", {"target_modules": ["q", "embed_tokens"]}),
+        ("t5", {"target_modules": ["q"], "modules_to_save": ["lm_head"]}),
+    ],
+)
+def test_an_adapter_on_a_shared_weight_changes_its_own_use_alone(
+    family: str, method: dict[str, Any], tmp_path: Path
+) -> None:
+    job = make_job(tmp_path, family, method={"name": "lora", **method}, pretrained=True, learning_rate=0.05)
+    workshop.train(job)
+    run, auto = Path(job.output_dir), AUTO_CLASSES[job.task]
+    export_run(run, tmp_path / "merged", "merged")
+    base = auto.from_pretrained(tmp_path / "base")
+    plain = logits(base, family)
+    beside = logits(peft.PeftModel.from_pretrained(base, run / "model"), family)
+    merged = auto.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged, family), beside, rtol=1e-4, atol=1e-4)
+    assert float((beside - plain).abs().max()) > 1e-2
+    with safe_open(tmp_path / "merged/model.safetensors", framework="pt") as file:
+        assert "lm_head.weight" in file.keys()  # noqa: SIM118
+    config = json.loads((tmp_path / "merged/config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+
+
+def test_a_tie_that_no_adapter_touches_stays(tmp_path: Path) -> None:
+    job = make_job(tmp_path, method="lora", pretrained=True, max_steps=2)
+    workshop.train(job)
+    export_run(Path(job.output_dir), tmp_path / "merged", "merged")
+    merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.tie_word_embeddings
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+
+
+def test_all_four_uses_of_an_encoder_decoder_embedding_get_their_own() -> None:
+    for family in ("t5", "mt5", "bart"):
+        size = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 20}
+        if family == "bart":
+            size = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 20, "encoder_ffn_dim": 16}
+            size |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+        config = transformers.AutoConfig.for_model(family, **size)
+        model: Any = transformers.AutoModelForSeq2SeqLM.from_config(config)
+        assert not break_ties(model, ["base_model.model.encoder.block.0.layer.0.SelfAttention.q.lora_A.weight"])
+        assert break_ties(model, ["base_model.model.lm_head.lora_A.weight"])
+        words = [p for p in model.parameters() if p.shape == (20, 16)]
+        assert len({p.data_ptr() for p in words}) == len(words) == 4
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_merged_model_that_answers_otherwise_is_refused_and_not_kept(
+    dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = {"name": "lora", "target_modules": ["q_proj", "embed_tokens"]}
+    job = make_job(tmp_path, method=method, pretrained=True, learning_rate=0.05)
+    workshop.train(job)
+    monkeypatch.setattr(farthing.export, "break_ties", lambda *_: False)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(ModelError, match="does not answer as the trained model does"):
+        export_run(Path(job.output_dir), tmp_path / "merged", "merged", dtype)
+    assert sorted(os.listdir(tmp_path)) == before
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "data.jsonl").unlink()  # without the run's examples it is checked with others
+    export_run(Path(job.output_dir), tmp_path / "merged", "merged", dtype)
+    monkeypatch.setattr(farthing.export, "break_ties", lambda *_: False)
+    with pytest.raises(ModelError, match="does not answer"):
+        export_run(Path(job.output_dir), tmp_path / "again", "merged", dtype)
+
+
+def test_weights_that_a_narrower_dtype_can_not_hold_are_refused(tmp_path: Path) -> None:
+    job = make_job(tmp_path, max_steps=1)
+    workshop.train(job)
+    run = Path(job.output_dir)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1e6)
+    model.save_pretrained(run / "model")
+    (run / "model/manifest.json").unlink()
+    (run / "run.json").write_text((run / "run.json").read_text().replace('"sealed": true', '"sealed": false'))
+    with pytest.raises(ModelError, match="not finite; nothing was kept"):
+        export_run(run, tmp_path / "half", "merged", "float16")
+    assert not (tmp_path / "half").exists()
+
+
+# ---- the same in every history ----
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file's bytes; of the card, all but the bill."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    found["README.md"] = found["README.md"].split(b"\n## Receipt\n")[0].split(b"\n", 1)[1]
+    return found
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(family: str, method: str, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"method": method, "save_steps": 2, "data": {"max_length": 40, "max_target_length": 8}}
+    if family != "llama":
+        keys["data"]["max_length"] = 16  # shorter than the texts: the tokenizer is asked to truncate
+    own = make_job(tmp_path, family, output_dir="./one/run", **keys)  # tokenizes by itself
+    workshop.train(own)
+    other = make_job(tmp_path, family, output_dir="./other/run", **keys)  # finds the tokens in the cache
+
+    def stop(kind: str, facts: dict[str, Any]) -> None:
+        if kind == "step" and facts["step"] == 3:
+            raise Interrupted("asked to leave")
+
+    assert farthing.train.run.train(other, stop).state == "interrupted"
+    assert workshop.train(other).state == "finished"
+    one, two = (files_of(Path(job.output_dir) / "model") for job in (own, other))
+    assert sorted(one) == sorted(two)
+    assert [name for name in one if one[name] != two[name]] == []
+    tokenizer = json.loads(one["tokenizer.json"])
+    assert tokenizer["truncation"] is None
+    assert tokenizer["padding"] is None
+
+
+def test_the_layers_of_an_adapter_are_named_in_one_order(tmp_path: Path) -> None:
+    job = make_job(tmp_path, method="lora", max_steps=1)
+    workshop.train(job)
+    config = json.loads((Path(job.output_dir) / "model/adapter_config.json").read_text())
+    assert len(config["target_modules"]) > 3
+    assert config["target_modules"] == sorted(config["target_modules"])
+
+
+# ---- damage ----
+
+
+def flip(model: Path) -> None:
+    content = bytearray((model / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (model / "model.safetensors").write_bytes(content)
+
+
+DAMAGE: dict[str, Any] = {
+    "model.safetensors differs": flip,
+    "config.json has": lambda model: (model / "config.json").write_text("{"),
+    "tokenizer.json is missing": lambda model: (model / "tokenizer.json").unlink(),
+    "files it was not written with: notes.txt": lambda model: (model / "notes.txt").write_text("mine"),
+    "manifest.json": lambda model: (model / "manifest.json").unlink(),
+    "manifest.json differs": lambda model: (model / "manifest.json").write_text(
+        (model / "manifest.json").read_text().replace("export", "import", 1)
+    ),
+}
+
+
+def test_a_damaged_model_is_named_and_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = make_job(tmp_path, max_steps=3, save_steps=1)
+    workshop.train(job)
+    run = Path(job.output_dir)
+    assert damage_of(run) is None
+    whole = files_of(run / "model")
+    for words, damage in DAMAGE.items():
+        damage(run / "model")
+        assert words in str(damage_of(run))
+        with pytest.raises(UserMistake, match="the run's model is damaged"):
+            export_run(run, tmp_path / "merged", "merged")
+        assert main(["report", str(run), "--json"]) == 0
+        said = capsys.readouterr()
+        assert words in json.loads(said.out)["model_damage"]
+        assert words in said.err
+        heard = Heard()
+        outcome = workshop.train(job, heard)
+        assert (outcome.state, outcome.receipt["steps"]) == ("finished", 3)
+        assert words in heard.warnings
+        assert not heard.of("step")
+        assert damage_of(run) is None
+        assert files_of(run / "model") == whole
+    assert (run / "model.bad-4/notes.txt").read_text() == "mine"  # set aside: nothing of anybody's is lost
+    heard = Heard()
+    assert workshop.train(job, heard).reason == "it was finished already; nothing was trained"
+    assert not heard.of("exported")
+
+
+def test_the_best_step_is_what_is_written_again(tmp_path: Path) -> None:
+    rows = workshop.rows_of("llama", 16)
+    others = [{**row, "completion": rows[-1 - i]["completion"]} for i, row in enumerate(rows)]
+    job = make_job(tmp_path, rows=rows, eval_rows=others, eval_steps=4, max_steps=40)
+    best = workshop.train(job).receipt["exported_step"]
+    assert best < 40
+    whole = files_of(Path(job.output_dir) / "model")
+    flip(Path(job.output_dir) / "model")
+    assert workshop.train(job).receipt["exported_step"] == best
+    assert files_of(Path(job.output_dir) / "model") == whole
+
+
+def test_a_card_that_is_gone_or_changed_is_written_anew_from_the_receipt(tmp_path: Path) -> None:
+    job = make_job(tmp_path, max_steps=1)
+    workshop.train(job)
+    card = Path(job.output_dir) / "model/README.md"
+    card.unlink()
+    heard = Heard()
+    workshop.train(job, heard)
+    assert "## Receipt" in card.read_text()
+    assert not heard.warnings
+
+
+def test_a_merge_needs_no_attention_of_a_gpu_and_says_when_a_model_can_not_be_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, method="lora", pretrained=True, max_steps=1)
+    workshop.train(job)
+    run = Path(job.output_dir)
+    facts = json.loads((run / "job.json").read_text())
+    facts["model"]["attn_implementation"] = "flash_attention_2"
+    (run / "job.json").write_text(json.dumps(facts))
+    export_run(run, tmp_path / "merged", "merged")
+
+    def forward(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no kernel for this device")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", forward)
+    with pytest.raises(ModelError, match="can't be run here to check"):
+        export_run(run, tmp_path / "other", "merged")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_at_its_limit_is_let_in_to_write_a_damaged_model_again(tmp_path: Path) -> None:
+    job = make_job(tmp_path, max_steps=3, save_steps=1)
+    workshop.train(job)
+    run = Path(job.output_dir)
+    whole = files_of(run / "model")
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**facts, "finished": False}))
+    capped = make_job(tmp_path, max_steps=3, save_steps=1, limits={"max_hours": 1e-6})
+    heard = Heard()
+    assert workshop.train(capped, heard).state == "limit"
+    assert not heard.of("exported")
+    flip(run / "model")
+    assert workshop.train(capped, heard).state == "finished"
+    assert "model.safetensors differs" in heard.warnings
+    assert not heard.of("step")
+    assert files_of(run / "model") == whole

@@ -1,0 +1,178 @@
+# ruff: noqa: F811 - fixtures of another file
+"""Data behind addresses: connections that fail are no missing files, and no address of credentials is ever asked."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farthing.addresses import is_metadata_host
+from farthing.data.fetch import fetch
+from farthing.errors import DataError
+from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
+
+METADATA = [
+    "169.254.169.254", "169.254.0.1", "2852039166", "0xa9fea9fe", "0xA9.0xFE.0xA9.0xFE", "0251.0376.0251.0376",
+    "169.254.43518", "::ffff:169.254.169.254", "[::ffff:a9fe:a9fe]", "::169.254.169.254", "64:ff9b::a9fe:a9fe",
+    "2002:a9fe:a9fe::1", "fe80::1", "fe80::1%eth0", "fd00:ec2::254", "fd00:0ec2:0:0::254", "metadata.google.internal",
+    "METADATA.google.internal.", "metadata", "instance-data", "100.100.100.200", "168.63.129.16",
+]  # fmt: skip
+OTHERS = [
+    "example.org",
+    "127.0.0.1",
+    "10.0.0.1",
+    "192.168.1.1",
+    "8.8.8.8",
+    "fd00::1",
+    "metadata.example.org",
+    "",
+    "::1",
+]
+
+
+def test_hosts_that_give_credentials_away_are_known_however_they_are_spelt() -> None:
+    assert [host for host in METADATA if not is_metadata_host(host)] == []
+    assert [host for host in OTHERS if is_metadata_host(host)] == []
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Where a connection was tried to; none of them gets there."""
+    tried: list[Any] = []
+
+    def connect(self: socket.socket, address: Any) -> None:
+        tried.append(address)
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    return tried
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://169.254.169.254/latest/meta-data/a.jsonl",
+        "https://user:x@0xa9fea9fe:80/a.jsonl",
+        "http://[::ffff:169.254.169.254]/a.jsonl",
+        "simplecache::http://metadata.google.internal/a.jsonl",
+        "ftp://169.254.169.254/a.jsonl",
+    ],
+)
+def test_they_are_refused_by_every_verb_before_any_connection(
+    url: str, desk: Desk, run: Callable[..., Said], connections: list[Any]
+) -> None:
+    desk.set("data", train=url)
+    for verb in ("train", "plan", "doctor"):
+        said = run(verb=verb)
+        assert said.code == 2
+        assert "an address at which machines keep their credentials" in said.out + said.err
+    assert connections == []
+
+
+def test_a_bucket_may_be_called_metadata(tmp_path: Path) -> None:
+    import fsspec
+
+    fsspec.filesystem("memory").pipe("/metadata/a.jsonl", b"{}")
+    assert fetch("memory://metadata/a.jsonl", tmp_path).read_bytes() == b"{}"
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """`/to/HOST` redirects there, `/500` fails, `/403` refuses, everything else is not there."""
+
+    n_asked = 0
+
+    def do_GET(self) -> None:
+        type(self).n_asked += 1
+        first, _, rest = self.path.removeprefix("/").partition("/")
+        self.send_response(302 if first == "to" else int(first) if first.isdigit() else 404)
+        if first == "to":
+            self.send_header("Location", f"http://{'[::ffff:a9fe:a9fe]' if rest == 'six' else rest}/a.jsonl")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *arguments: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def host() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("target", ["169.254.169.254", "six", "leads-there.example"])
+def test_a_redirect_or_a_name_that_leads_there_is_refused(
+    target: str, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve = socket.getaddrinfo
+
+    def resolved(name: Any, *arguments: Any, **options: Any) -> Any:
+        return resolve("169.254.169.254" if name == "leads-there.example" else name, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    with pytest.raises(DataError, match="keep their credentials"):
+        fetch(f"http://{host}/to/{target}", tmp_path)
+    assert list((tmp_path / "downloads").glob("*")) == []
+
+
+def test_a_redirect_to_no_address_is_not_followed(host: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a canonical IPv4 address"):
+        fetch(f"http://{host}/to/2852039166", tmp_path)
+
+
+def test_what_a_server_answers_is_said(host: str, tmp_path: Path) -> None:
+    for path, words in {
+        "500/a.jsonl": f"{host} answers 500",
+        "403/a.jsonl": f"{host} answers 403",
+        "a.jsonl": "no such file",
+    }.items():
+        with pytest.raises(DataError) as caught:
+            fetch(f"http://{host}/{path}", tmp_path)
+        assert words in caught.value.what
+
+
+def nobody() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "s3"])
+def test_a_refused_connection_names_host_and_reason(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = nobody()
+    place = f"127.0.0.1:{port}"
+    if scheme == "s3":
+        pytest.importorskip("s3fs")
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://{place}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "hunter2",
+            "AWS_MAX_ATTEMPTS": "1", "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+    url = f"{scheme}://{place}/a.jsonl" if scheme.startswith("http") else f"{scheme}://bucket-{port}/a.jsonl"
+    with pytest.raises(DataError) as caught:
+        fetch(url, tmp_path)
+    assert f"no connection to {place}" in caught.value.what
+    assert "no such file" not in caught.value.what
+    assert any(word in caught.value.what.lower() for word in ("refused", "connect"))
+
+
+def test_a_name_that_is_not_known_is_no_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(DataError, match=r"no connection to nowhere\.example"):
+        fetch("https://nowhere.example/a.jsonl", tmp_path)

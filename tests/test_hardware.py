@@ -1,0 +1,154 @@
+"""What is asked of a GPU before anything runs on it: that torch has kernels for it, and kernels whose bits repeat.
+
+There is no GPU: torch's answers about one are made up here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workshop
+from farthing.errors import HardwareError
+from farthing.model.hardware import choose_numerics, in_words, must_be_built_for, why_not_deterministic
+from farthing.train.setup import check_extras
+from workshop import make_job
+
+CU126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A machine with the GPU that this says, and every setting of this process as it was afterwards."""
+    about: dict[str, Any] = {"name": "NVIDIA H100", "capability": (9, 0), "built_for": CU130}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: about["name"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: about["capability"])
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: about["built_for"])
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    before = cuda.matmul.allow_tf32, cudnn.allow_tf32, cuda.cudnn_sdp_enabled(), cudnn.deterministic, cudnn.benchmark
+    yield about
+    torch.use_deterministic_algorithms(False)
+    cuda.matmul.allow_tf32, cudnn.allow_tf32 = before[:2]
+    cuda.enable_cudnn_sdp(before[2])
+    cudnn.deterministic, cudnn.benchmark = before[3:]
+
+
+# ---- kernels for this GPU ----
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for"),
+    [
+        *(((7, 0), CU126), ((6, 1), CU126), ((7, 5), CU130), ((8, 9), CU130), ((9, 0), CU130), ((12, 1), CU130)),
+        *(((13, 0), CU130), ((8, 0), ["compute_70"]), ((9, 0), ["sm_90a"]), ((8, 0), [])),
+    ],
+)
+def test_a_gpu_is_taken_that_torch_has_kernels_for(capability: tuple[int, int], built_for: list[str]) -> None:
+    must_be_built_for("it", capability, built_for)
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "to_do"),
+    [
+        ((7, 0), CU130, "pip install 'torch<2.15' --index-url https://download.pytorch.org/whl/cu126"),
+        ((6, 1), CU130, "whl/cu126"),
+        ((12, 0), CU126, "pip install --upgrade torch"),
+        ((8, 0), ["sm_86"], "pip install --upgrade torch"),
+        ((9, 1), ["sm_90a"], "pip install --upgrade torch"),
+    ],
+)
+def test_a_gpu_that_torch_has_no_kernels_for_is_refused_with_what_to_install(
+    capability: tuple[int, int], built_for: list[str], to_do: str
+) -> None:
+    with pytest.raises(HardwareError) as caught:
+        must_be_built_for("Tesla V100", capability, built_for)
+    assert to_do in str(caught.value)
+    assert f"no kernels for Tesla V100 (sm_{capability[0]}{capability[1]})" in str(caught.value)
+
+
+def test_a_v100_is_refused_before_its_first_kernel_fails(gpu: dict[str, Any]) -> None:
+    gpu.update(name="Tesla V100-SXM2-16GB", capability=(7, 0))
+    with pytest.raises(HardwareError, match="Tesla V100"):
+        choose_numerics("auto", None, None)
+    gpu["built_for"] = CU126
+    assert choose_numerics("auto", None, None).name == "fp16"
+
+
+# ---- cuDNN attention ----
+
+
+def test_cudnn_attention_is_off_on_every_gpu(gpu: dict[str, Any]) -> None:
+    """It builds a graph for each new shape."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    assert choose_numerics("cuda", None, None).name == "bf16"
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+# ---- bits that repeat ----
+
+
+def test_determinism_is_strict(gpu: dict[str, Any]) -> None:
+    choose_numerics("cuda", None, None, full_determinism=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.backends.cudnn.deterministic
+    assert not torch.backends.cudnn.benchmark
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+
+
+def test_without_it_nothing_of_it_is_set(gpu: dict[str, Any]) -> None:
+    choose_numerics("cuda", None, None)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+def test_a_workspace_with_which_cublas_is_not_deterministic_is_refused(
+    gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(HardwareError, match="CUBLAS_WORKSPACE_CONFIG=:0:0"):
+        choose_numerics("cuda", None, None, full_determinism=True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    choose_numerics("cuda", None, None, full_determinism=True)
+
+
+def test_what_can_not_be_deterministic_is_named() -> None:
+    for attention in (None, "sdpa", "eager", "flash_attention_2"):
+        assert why_not_deterministic(attention, "auto") is None
+    assert "torch_compile" in str(why_not_deterministic(None, True))
+    for attention in ("flex_attention", "flash_attention_3", "someone/kernels"):
+        assert attention in str(why_not_deterministic(attention, False))
+
+
+def test_a_job_that_asks_for_it_and_for_compiled_layers_is_refused_on_cuda(tmp_path: Path) -> None:
+    job = make_job(tmp_path, full_determinism=True, torch_compile=True)
+    with pytest.raises(HardwareError, match=r"full_determinism can't be kept with train\.torch_compile"):
+        check_extras(job, "cuda")
+    check_extras(job, "cpu")
+    check_extras(make_job(tmp_path / "plain", full_determinism=True), "cuda")
+
+
+def test_an_operation_without_deterministic_kernels_ends_a_run_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "cumsum_cuda_kernel does not have a deterministic implementation, but you set 'torch.use_deterministic_..."
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr("farthing.model.forward.Forward.loss", refuses)
+    with pytest.raises(HardwareError, match="cumsum_cuda_kernel, which is not deterministic on CUDA"):
+        workshop.train(make_job(tmp_path))
+    assert in_words(RuntimeError("something else")) is None

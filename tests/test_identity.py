@@ -1,0 +1,438 @@
+"""Who a run is: it goes on wherever its content is the same, and never with files that were damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import farthing.train.assemble
+from farthing.config.job import Job
+from farthing.config.load import load_job
+from farthing.durability.files import Damaged, commit_folder, seal, write_json
+from farthing.durability.run_folder import COPIES, DECIDING, PLAN, RUN, SCHEDULE, claim, keep, kept, kept_job, mend
+from farthing.durability.summed_lines import SummedLines
+from farthing.errors import RunChanged, RunDamaged, UserMistake
+from farthing.model.load import ModelChoice, load_config, model_sha256, model_sha256_by_place
+from farthing.tiny import write_jsonl
+from workshop import Heard, job_file, log_of, make_folder, make_job, rows_of, train
+
+KEYS: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2, "size": {"hidden": 32}, "n_rows": 24}
+
+
+class LeavesAt(Heard):
+    """A listener that has the run asked to leave after a step, or when it tells of `kind`."""
+
+    def __init__(self, kind: str = "step", step: int | None = None) -> None:
+        super().__init__()
+        self.kind, self.step = kind, step
+
+    def __call__(self, kind: str, facts: dict[str, Any]) -> None:
+        super().__call__(kind, facts)
+        if kind == self.kind and (self.step is None or facts.get("step") == self.step):
+            os.kill(os.getpid(), signal.SIGTERM)
+            self.kind = ""
+
+
+def weights_of(job: Job) -> dict[str, torch.Tensor]:
+    """The exported weights of a finished run."""
+    return dict(load_file(Path(job.output_dir) / "model" / "model.safetensors"))
+
+
+def are_equal(left: Job, right: Job) -> bool:
+    """Whether two finished runs have the same log and the same weights, to the bit."""
+    ours, theirs = weights_of(left), weights_of(right)
+    return log_of(left) == log_of(right) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+# ---- places ----
+
+
+@pytest.mark.parametrize("has_store", [True, False], ids=["store", "folder"])
+def test_a_run_goes_on_where_every_path_user_and_machine_is_another(
+    has_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = make_job(tmp_path / "alone", pretrained=True, **KEYS)
+    assert train(alone).exit_code == 0
+    here, there = tmp_path / "here", tmp_path / "home" / "another" / "deep er"
+    path = job_file(here, pretrained=True, **KEYS)
+    store = [f"output_store={tmp_path / 'store'}"] if has_store else []
+    shutil.rmtree(here / "base")
+    shutil.copytree(tmp_path / "alone" / "base", here / "base")
+    assert train(load_job(path, store), LeavesAt(step=3)).exit_code == 75
+    there.mkdir(parents=True)
+    shutil.copy(path, there / "the same.yaml")
+    shutil.move(here / "base", there / "base")
+    shutil.move(here / "data.jsonl", there / "data.jsonl")
+    if not has_store:
+        shutil.move(here / "run", there / "moved")
+    shutil.rmtree(here)
+    monkeypatch.setenv("HOME", str(there))
+    monkeypatch.setenv("USER", "somebody")
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    monkeypatch.chdir(there)
+    heard = Heard()
+    job = load_job(there / "the same.yaml", [*store, "output_dir=moved", "cache_dir=elsewhere"])
+    assert train(job, heard).exit_code == 0
+    assert heard.of("restored")[0]["step"] == 3
+    assert "other conditions" not in heard.warnings
+    assert are_equal(job, alone)
+
+
+def test_a_model_is_known_by_its_files_and_not_by_its_place(tmp_path: Path) -> None:
+    first = make_folder(tmp_path / "a", "llama", pretrained=True, hidden=32)
+    hashed = "0123456789abcdef0123456789abcdef01234567"
+    second = tmp_path / "models" / "snapshots" / hashed
+    shutil.copytree(first, second)
+    config = json.loads((second / "config.json").read_text())
+    config = dict(reversed({**config, "transformers_version": "4.40.0", "_name_or_path": "/where/it/was"}.items()))
+    (second / "config.json").write_text(json.dumps(config))
+
+    def identity(folder: Path, **more: Any) -> str:
+        choice = ModelChoice(str(folder), **more)
+        return model_sha256(choice, load_config(choice))
+
+    assert identity(first) == identity(second)
+    (second / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    assert identity(first) != identity(second)
+    shutil.copy(first / "config.json", second / "config.json")
+    assert identity(first, trust_remote_code=True) == identity(second, trust_remote_code=True)
+    (second / "modeling_x.py").write_text("x = 1\n")
+    assert identity(first, trust_remote_code=True) != identity(second, trust_remote_code=True), "code that will run"
+
+
+def as_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on checkpoints are as an earlier farthing wrote them: no copies of other files in their manifests."""
+    facts = {"farthing": "0.0.9", "attempt": 1}
+    monkeypatch.setattr(farthing.train.assemble, "manifest_facts", lambda *_: facts)
+
+
+def earlier_run(folder: Path, job: Job) -> None:
+    """Make of a run folder what an earlier farthing would have left: no checksums, the model hashed with its path."""
+    for name in DECIDING:
+        if (value := kept(folder / name)) is not None:
+            if name == RUN:
+                config = load_config(ModelChoice(job.model.model_name_or_path, init=job.model.init))
+                written = config.to_json_string(use_diff=False).replace(value["machine"]["transformers"], "5.0.0")
+                value["machine"]["transformers"] = "5.0.0"
+                digest = hashlib.sha256(written.encode())
+                digest.update(job.model.init.encode())
+                if job.model.init == "pretrained":
+                    digest.update(b"None")
+                    for path in sorted(Path(job.model.model_name_or_path).glob("*.safetensors")):
+                        content = path.read_bytes()
+                        digest.update(f"{path.name}:{len(content)}".encode() + content[: 1 << 20] + content[-1 << 20 :])
+                value["identity"]["model (content)"] = digest.hexdigest()
+                del value["identity"]["train.lr_scheduler_type"], value["job_sha256"]
+            write_json(folder / name, value)
+    log = [json.dumps({k: v for k, v in row.items() if k != "crc32"}) for row in log_of(job)]
+    (folder / "log.jsonl").write_text("".join(line + "\n" for line in log))
+
+
+@pytest.mark.parametrize("init", ["random", "pretrained"])
+def test_runs_of_earlier_versions_go_on_at_their_path_and_at_another(
+    init: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {**KEYS, "pretrained": init == "pretrained", "max_steps": 4, "lr_scheduler_type": "linear"}
+    alone = make_job(tmp_path / "alone", **keys)
+    train(alone)
+    monkeypatch.undo()
+    folders = [tmp_path / "same", tmp_path / "other"]
+    job = make_job(folders[0], **keys)
+    shutil.rmtree(folders[0] / "base")
+    shutil.copytree(tmp_path / "alone" / "base", folders[0] / "base")
+    with monkeypatch.context() as patch:
+        as_earlier(patch)
+        train(job, LeavesAt(step=3))
+    earlier_run(folders[0] / "run", job)
+    shutil.copytree(folders[0], folders[1])
+    for folder in folders:
+        job, heard = load_job(folder / "job.yaml"), Heard()
+        assert train(job, heard).exit_code == 0, heard.warnings
+        assert heard.of("restored")[0]["step"] == 3
+        assert "transformers 5.0.0 -> " in heard.warnings, "an upgrade is said, and refused by nobody"
+        assert are_equal(job, alone)
+        assert all("sha256" in (folder / "run" / name).read_text() for name in (RUN, PLAN)), "sealed from now on"
+        shutil.rmtree(folder)
+
+
+def test_an_earlier_run_with_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = make_job(tmp_path, pretrained=True, **KEYS)
+    with monkeypatch.context() as patch:
+        as_earlier(patch)
+        train(job, LeavesAt(step=3))
+    earlier_run(tmp_path / "run", job)
+    with open(tmp_path / "base" / "model.safetensors", "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\1\2\3\4")
+    with pytest.raises(RunChanged, match="model \\(content\\)"):
+        train(job)
+
+
+def test_the_hash_of_earlier_versions_is_computed_from_the_old_path(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "a", "llama", hidden=32)
+    choice = ModelChoice(str(folder), init="random")
+    config = load_config(choice)
+    before = hashlib.sha256((config.to_json_string(use_diff=False) + "random").encode()).hexdigest()
+    shutil.move(folder, tmp_path / "b")
+    moved = ModelChoice(str(tmp_path / "b"), init="random")
+    version = json.loads(config.to_json_string(use_diff=False))["transformers_version"]
+    assert model_sha256_by_place(load_config(moved), moved, str(folder), version) == before
+
+
+# ---- before anything was saved ----
+
+
+def test_a_failed_check_leaves_the_bill_and_nothing_else(tmp_path: Path) -> None:
+    make_job(tmp_path, **KEYS)
+    path = tmp_path / "job.yaml"
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": ""}\n' * 8)
+    with pytest.raises(UserMistake):
+        train(load_job(path))
+    names = {item.name for item in (tmp_path / "run").iterdir()}
+    assert not names & {"run.json", "job.json", "plan.json", "schedule.json"}
+    write_jsonl(tmp_path / "data.jsonl", rows_of("llama", 24))
+    outcome = train(load_job(path))
+    assert outcome.exit_code == 0
+    assert [attempt["ended"] for attempt in outcome.receipt["attempts"]] == ["failed", "finished"]
+    assert outcome.receipt["usd"] > outcome.receipt["attempts"][1]["usd"]
+
+
+@pytest.mark.parametrize("has_store", [False, True], ids=["folder", "store"])
+def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store: bool, tmp_path: Path) -> None:
+    store = {"data": {}, "output_dir": "./run"}
+    path = job_file(tmp_path, **KEYS, **store)
+    more = [f"output_store={tmp_path / 'store'}"] if has_store else []
+    # "decided" comes right before the first step
+    assert train(load_job(path, more), LeavesAt("decided")).exit_code == 75
+    if has_store:
+        shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tmp_path / "base")
+    make_folder(tmp_path / "base", "llama", hidden=48)
+    heard = Heard()
+    corrected = load_job(path, [*more, "train.learning_rate=0.02"])
+    outcome = train(corrected, heard)
+    assert outcome.exit_code == 0
+    said = [text for text in heard.warnings.splitlines() if "follows the job as it is now" in text]
+    assert len(said) == 1
+    assert "train.learning_rate: 0.01 -> 0.02" in said[0]
+    assert "model (content)" in said[0]
+    assert len(outcome.receipt["attempts"]) == 2
+    other = make_job(tmp_path / "other", **KEYS)
+    shutil.rmtree(tmp_path / "other" / "base")
+    shutil.copytree(tmp_path / "base", tmp_path / "other" / "base")
+    other = load_job(tmp_path / "other" / "job.yaml", ["train.learning_rate=0.02"])
+    train(other)
+    assert are_equal(corrected, other)
+    with pytest.raises(RunChanged, match=r"0.02 -> 0.03[\s\S]*train its result further"):
+        train(load_job(path, [*more, "train.learning_rate=0.03"]))
+
+
+def test_a_refusal_names_no_model_that_is_not_there(tmp_path: Path) -> None:
+    path = job_file(tmp_path, **KEYS)
+    train(load_job(path), LeavesAt(step=3))
+    with pytest.raises(RunChanged) as error:
+        train(load_job(path, ["train.seed=7"]))
+    assert "train its result further" not in str(error.value)
+    assert (tmp_path / "run" / RUN).exists(), "a refused job takes nothing away"
+
+
+# ---- damage ----
+
+VALUES: dict[str, dict[str, Any]] = {
+    RUN: {"run_id": "r1", "farthing": "1", "identity": {"train.seed": 42}, "machine": {"torch": "2"}, "keeps": None},
+    PLAN: {"micro_batch_tokens": 512, "every_n_layers": 0, "wall_range_s": [1.5, 2.5], "calibration": "é"},
+    SCHEDULE: {"kind": "farthing schedule", "n_steps": 81, "settled": True, "step_s": 0.25},
+}
+
+
+def folder_with(folder: Path, *, has_checkpoint: bool = True) -> Path:
+    """The three files, and a checkpoint whose manifest has copies of them."""
+    folder.mkdir()
+    for name, value in VALUES.items():
+        keep(folder / name, value)
+    if has_checkpoint:
+        facts = {"step": 4, "run_id": "r1", COPIES: VALUES}
+        commit_folder(folder / "checkpoints" / "step-00000004-0001", lambda draft: None, facts)
+    return folder
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_every_flipped_bit_and_cut_of_a_deciding_file_is_found(name: str, tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run", has_checkpoint=False)
+    whole, n = (folder / name).read_bytes(), 0
+    damaged = [
+        whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :] for at in range(len(whole)) for bit in range(8)
+    ]
+    damaged += [whole[:at] for at in range(len(whole))]
+    for content in damaged:
+        (folder / name).write_bytes(content)
+        with pytest.raises(Damaged):
+            kept(folder / name)
+        n += 1
+    assert n == 9 * len(whole)
+    (folder / name).write_bytes(whole)
+    assert kept(folder / name) == VALUES[name]
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpoint(name: str, tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run")
+    whole = (folder / name).read_bytes()
+    without_sum = json.dumps({**VALUES[name], "n_steps": 80}).encode()
+    for content in [
+        None,
+        b"",
+        b"{}",
+        without_sum,
+        *(whole[:at] + b"7" + whole[at + 1 :] for at in range(3, len(whole), 29)),
+    ]:
+        if content == whole:
+            continue
+        said: list[str] = []
+        (folder / name).unlink()
+        if content is not None:
+            (folder / name).write_bytes(content)
+        mend(folder, said.append)
+        assert (folder / name).read_bytes() == whole
+        assert len(said) == 1
+        assert "written anew from the checkpoint of step 4" in said[0]
+    said = []
+    mend(folder, said.append)
+    assert said == []
+
+
+def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "run", has_checkpoint=False)
+    commit_folder(folder / "checkpoints" / "step-00000004-0001", lambda draft: None, {"step": 4, "run_id": "r1"})
+    (folder / RUN).write_bytes((folder / RUN).read_bytes().replace(b"42", b"43"))
+    with pytest.raises(RunDamaged, match="differs from what was written"):
+        claim(folder, {"train.seed": 42}, {}, print)
+    (folder / RUN).unlink()
+    with pytest.raises(RunDamaged, match="is gone"):
+        claim(folder, {"train.seed": 42}, {}, print)
+    said: list[str] = []
+    assert claim(folder, {"train.seed": 42}, {}, said.append, allow_restart=True)["run_id"] != "r1"
+    assert "begins anew" in said[0]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
+    """A run whose schedule is fitted to its budget, asked to leave after step 5; and the same run, gone on with untouched."""
+    folder = tmp_path_factory.mktemp("stopped")
+    keys = KEYS | {"fit_schedule_to_budget": True, "lr_scheduler_type": "linear", "limits": {"max_hours": 10}}
+    job = make_job(folder, **keys)
+    assert train(job, LeavesAt(step=5)).exit_code == 75
+    shutil.copytree(folder / "run", folder / "kept")
+    assert train(job).exit_code == 0
+    shutil.move(folder / "run", folder / "untouched")
+    return folder, job.model_copy(update={"output_dir": str(folder / "untouched")})
+
+
+def flipped(name: str) -> Callable[[Path], None]:
+    """One digit of a file of a run becomes another."""
+    key = {RUN: b'"train.seed": 4', PLAN: b'"micro_batch_tokens": ', SCHEDULE: b'"n_steps": '}[name]
+
+    def damage(run: Path) -> None:
+        content = (run / name).read_bytes()
+        at = content.index(key) + len(key)
+        (run / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+
+    return damage
+
+
+def all_gone(run: Path) -> None:
+    """Every small file of a run is removed."""
+    for name in (*DECIDING, "job.json"):
+        (run / name).unlink()
+
+
+def newest_damaged_too(run: Path) -> None:
+    """The plan is cut, and the newest checkpoint, which has a copy of it, is damaged."""
+    (run / PLAN).write_text("{")
+    (max((run / "checkpoints").iterdir()) / "manifest.json").write_text("{}")
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    **{f"{name} flipped": flipped(name) for name in DECIDING},
+    "all gone": all_gone,
+    "a checkpoint too": newest_damaged_too,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_run_with_damaged_files_ends_as_one_without(
+    damage: Callable[[Path], None], stopped: tuple[Path, Job], tmp_path: Path
+) -> None:
+    folder, untouched = stopped
+    shutil.copytree(folder / "kept", tmp_path / "run")
+    damage(tmp_path / "run")
+    heard = Heard()
+    job = load_job(folder / "job.yaml", [f"output_dir={tmp_path / 'run'}"])
+    assert train(job, heard).exit_code == 0
+    assert "written anew from the checkpoint of step" in heard.warnings
+    assert are_equal(job, untouched)
+
+
+def test_a_damaged_line_of_the_log_is_said_and_the_others_are_kept(stopped: tuple[Path, Job], tmp_path: Path) -> None:
+    folder, untouched = stopped
+    shutil.copytree(folder / "kept", tmp_path / "run")
+    log = tmp_path / "run" / "log.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    lines[1] = lines[1].replace(b'"loss": ', b'"loss": 1')
+    log.write_bytes(b"".join(lines))
+    heard = Heard()
+    job = load_job(folder / "job.yaml", [f"output_dir={tmp_path / 'run'}"])
+    train(job, heard)
+    assert "1 line of log.jsonl is damaged: left out" in heard.warnings
+    assert "log.jsonl lacks 1 of the 5 steps so far" in heard.warnings
+    assert log_of(job) == [row for row in log_of(untouched) if row["step"] != 2]
+    assert all(torch.equal(weights_of(job)[name], tensor) for name, tensor in weights_of(untouched).items())
+
+
+def test_every_flipped_bit_of_a_log_is_found_and_touches_no_other_line(tmp_path: Path) -> None:
+    log = SummedLines(tmp_path / "log.jsonl")
+    rows = [{"step": step, "loss": step / 7, "examples": [step]} for step in range(1, 4)]
+    for row in rows:
+        log.append(row)
+    log.close()
+    whole = log.path.read_bytes()
+    assert list(log.rows()) == rows
+    for at in range(len(whole) - 1):
+        for bit in range(8):
+            log.path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            found = list(log.rows())
+            first_lost_its_sum = found and found[0] != rows[0] and {**found[0], **rows[0]} == found[0]
+            assert all(row in rows for row in found[bool(first_lost_its_sum) :])
+            assert len(found) == 3 or log.damaged
+    log.path.write_bytes(whole[:-9])
+    assert list(log.rows()) == rows[:2]
+    assert log.damaged == [], "torn by a kill"
+
+
+def test_a_damaged_job_is_not_exported_by(stopped: tuple[Path, Job]) -> None:
+    _, untouched = stopped
+    run = Path(untouched.output_dir)
+    whole = (run / "job.json").read_bytes()
+    assert kept_job(run)["task"] == "causal-lm"
+    (run / "job.json").write_bytes(whole.replace(b'"seed": 42', b'"seed": 43'))
+    try:
+        with pytest.raises(RunDamaged, match="differs from what was written"):
+            kept_job(run)
+    finally:
+        (run / "job.json").write_bytes(whole)
+
+
+def test_a_seal_is_the_last_line_of_a_file_that_decides(tmp_path: Path) -> None:
+    """What recognises a seal whose name was damaged relies on it."""
+    assert list(json.loads(seal({"b": 1, "a": 2})))[-1] == "sha256"

@@ -1,0 +1,350 @@
+"""The money of a run under damage: ledgers with broken, changed or missing lines, none at all, and kills while writing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workshop
+from farthing.cli import main
+from farthing.durability import files
+from farthing.durability.accounts import LOST, as_line, attempts_of, read_ledger
+from farthing.durability.files import commit_folder, write_json
+from farthing.durability.ledger import Ledger, Meter
+from farthing.durability.opening import _likely_folder, opened
+from farthing.durability.run_folder import witnesses_of
+from farthing.errors import DataError, RunChanged, RunDamaged
+from farthing.report.receipt import build_receipt
+from test_meter import Clock, attempt
+
+PRICES = (3.6, 7.2, 1.8)
+
+
+def three_attempts(path: Path) -> Clock:
+    """200 s at three prices, an attempt of 100, 60 and 40 s: 0.10 + 0.12 + 0.02 dollars."""
+    clock = Clock()
+    for price, first, last in zip(PRICES, (0, 10, 16), (10, 16, 20), strict=True):
+        attempt(path, clock, price, first, last, end="interrupted")
+    return clock
+
+
+def sums_of(path: Path) -> tuple[float, float]:
+    """Seconds and dollars."""
+    accounts = read_ledger(path).ordered
+    return sum(a.wall_s for a in accounts), sum(a.usd for a in accounts)
+
+
+# ---- damaged lines ----
+
+
+def test_a_changed_digit_anywhere_is_noticed_and_no_money_is_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    three_attempts(path)
+    content, chance, n_noticed = path.read_bytes(), random.Random(1), 0
+    lines = [at for at, byte in enumerate(content) if byte == 10]
+    digits = [at for at, byte in enumerate(content[: lines[1]]) if chr(byte).isdigit()]
+    for at in chance.sample(digits, 150):
+        digit = b"%d" % ((content[at] - 48 + chance.randint(1, 9)) % 10)
+        path.write_bytes(content[:at] + digit + content[at + 1 :])
+        found = read_ledger(path)
+        assert found.n_broken == 1
+        assert sums_of(path) == (pytest.approx(200), pytest.approx(0.24)), "the line after knows the sum"
+        n_noticed += 1
+    assert n_noticed == 150
+
+
+def test_a_changed_digit_in_the_newest_line_leaves_its_twin(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    three_attempts(path)
+    content = path.read_bytes()
+    for line in content.splitlines()[-2:]:
+        at = content.rindex(line) + line.index(b"usd_per_hour") + 15
+        path.write_bytes(content[:at] + b"9" + content[at + 1 :])
+        assert sums_of(path) == (pytest.approx(200), pytest.approx(0.24))
+        assert read_ledger(path).accounts[3].state == "interrupted"
+
+
+@pytest.mark.parametrize("gone", [[0], [1], [0, 1]])
+def test_removed_lines_are_made_good_from_what_later_ones_know(gone: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    clock = three_attempts(path)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for index, line in enumerate(lines) if index not in gone))
+    found = read_ledger(path)
+    assert found.is_damaged
+    assert sums_of(path) == (pytest.approx(200), pytest.approx(0.24))
+    attempt(path, clock, 3.6, 20, 21, end="finished")
+    assert sums_of(path) == (pytest.approx(210), pytest.approx(0.25))
+    assert not read_ledger(path).is_damaged, "said once, then it is on a line of its own"
+    assert LOST in read_ledger(path).accounts
+    assert path.with_name("ledger.jsonl.damaged-1").exists()
+
+
+def bear_witness(folder: Path, ledger: Ledger, step: int, run_id: str = "run-1") -> None:
+    """A checkpoint whose manifest knows what was spent."""
+    facts = {"kind": "farthing checkpoint", "step": step, "run_id": run_id, **ledger.witness()}
+    commit_folder(folder / "checkpoints" / f"step-{step:08d}-0001", lambda draft: None, facts)
+
+
+@pytest.mark.parametrize("how", ["removed", "emptied", "garbage", "every line"])
+def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(how: str, tmp_path: Path) -> None:
+    path, clock = tmp_path / "ledger.jsonl", Clock()
+    write_json(tmp_path / "run.json", {"run_id": "run-1"})
+    ledger = attempt(path, clock, 3.6, 0, 10)
+    bear_witness(tmp_path, ledger, 10)
+    ledger = attempt(path, clock, 7.2, 10, 16)
+    bear_witness(tmp_path, ledger, 16)
+    bear_witness(tmp_path, ledger, 99, run_id="another")
+    content = path.read_bytes()
+    if how == "removed":
+        path.unlink()
+    else:
+        path.write_bytes({"emptied": b"", "garbage": b"\xff\x00\n" * 9}.get(how, content.replace(b": ", b":")))
+    receipt = build_receipt(tmp_path)
+    assert (receipt["wall_s"], receipt["usd"]) == (pytest.approx(160), pytest.approx(0.22))
+    assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"])
+    assert receipt["ledger"]["lost_usd"] == pytest.approx(0.22)
+    ledger = Ledger(path, Meter(clock=clock), 3.6, witnesses_of(tmp_path))
+    assert ledger.spent_usd == pytest.approx(0.22), "the cap counts it"
+    assert ledger.committed_step == 16
+    assert ledger.damage is not None
+
+
+def test_a_checkpoint_of_an_earlier_version_knows_no_sum_and_does_no_harm(tmp_path: Path) -> None:
+    three_attempts(tmp_path / "ledger.jsonl")
+    facts = {"kind": "farthing checkpoint", "step": 5, "run_id": "run-1", "attempt": 1}
+    commit_folder(tmp_path / "checkpoints" / "step-00000005-0001", lambda draft: None, facts)
+    assert build_receipt(tmp_path)["usd"] == pytest.approx(0.24)
+    assert build_receipt(tmp_path)["ledger"] is None
+
+
+@pytest.mark.parametrize("left", ["run.json", "log.jsonl", "checkpoints"])
+def test_nothing_known_of_the_money_is_refused_until_it_is_asked_for(left: str, tmp_path: Path) -> None:
+    if left == "checkpoints":
+        facts = {"kind": "farthing checkpoint", "step": 5, "run_id": "run-1", "attempt": 1}
+        commit_folder(tmp_path / "checkpoints" / "step-00000005-0001", lambda draft: None, facts)
+    else:
+        (tmp_path / left).write_text("{}\n")
+    for _ in range(2):  # and again
+        with pytest.raises(RunDamaged, match="what it has cost is not known") as caught, opened(tmp_path, 1.0) as new:
+            new.refuse_forgotten(allow_restart=False)
+        assert "--allow-restart" in str(caught.value)
+    with opened(tmp_path, 1.0) as new:
+        new.refuse_forgotten(allow_restart=True)
+    with opened(tmp_path, 1.0) as new:
+        new.refuse_forgotten(allow_restart=False)
+
+
+def test_a_running_attempt_writes_its_line_again_when_the_ledger_is_taken_away(tmp_path: Path) -> None:
+    path, clock = tmp_path / "ledger.jsonl", Clock()
+    attempt(path, clock, 3.6, 0, 10, end="interrupted")
+    ledger = attempt(path, clock, 3.6, 10, 12)
+    for damage in (path.unlink, lambda: path.write_bytes(b""), lambda: path.write_bytes(b"x" * 9)):
+        damage()
+        clock.now += 10
+        ledger.beat(at_once=True)
+    assert sums_of(path) == (pytest.approx(150), pytest.approx(0.15))
+
+
+def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path: Path) -> None:
+    job = workshop.make_job(tmp_path, max_steps=4, save_steps=2, limits={"max_hours": 1})
+    from test_survive import terminate, when
+
+    stopped = workshop.train(job, when("step", 2, terminate))  # type: ignore[arg-type]
+    assert stopped.state == "interrupted"
+    ledger, checkpoints = tmp_path / "run" / "ledger.jsonl", tmp_path / "run" / "checkpoints"
+    kept = tmp_path / "kept"
+    shutil.copytree(tmp_path / "run", kept)
+    shutil.rmtree(checkpoints)
+    ledger.unlink()
+    with pytest.raises(RunDamaged, match="what it has cost is not known"):
+        workshop.train(job)
+    assert not ledger.exists()
+    shutil.copytree(kept / "checkpoints", checkpoints)
+    ledger.write_text("not a ledger\n")
+    heard = workshop.Heard()
+    done = workshop.train(job, heard)
+    assert "ledger.jsonl was damaged (1 line can't be read" in heard.warnings
+    assert done.state == "finished"
+    manifest = json.loads(next(checkpoints.glob("step-00000002-*/manifest.json")).read_text())
+    assert done.receipt["ledger"]["lost_usd"] == pytest.approx(manifest["spent_usd"], rel=1e-3)
+    assert done.receipt["usd"] > manifest["spent_usd"]
+    assert sum(span["usd"] for span in done.receipt["spans"]) == pytest.approx(done.receipt["usd"], rel=0.01)
+
+
+# ---- kills while the ledger is written anew ----
+
+OPERATIONS = ("open", "fsync", "replace", "rename", "unlink", "pwrite")
+
+
+def killed_at(k: int, work: Callable[[], None]) -> bool:
+    """Do `work` in a child that dies before its k-th file operation; whether it died."""
+    pid = os.fork()
+    if pid == 0:
+        n = 0
+
+        def counted(function: Any) -> Any:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                nonlocal n
+                n += 1
+                if n == k:
+                    os._exit(77)
+                return function(*args, **kwargs)
+
+            return called
+
+        for name in OPERATIONS:
+            setattr(os, name, counted(getattr(os, name)))
+        files.open = counted(open)  # type: ignore[attr-defined]
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 77
+
+
+def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(tmp_path: Path) -> None:
+    path, clock = tmp_path / "ledger.jsonl", Clock()
+    three_attempts(path)
+    content, n_kills = path.read_bytes(), 0
+
+    def begin_and_grow() -> None:
+        ledger = Ledger(path, Meter(clock=clock), 3.6)
+        ledger.write("starting")
+        ledger.begin_at(20)
+        for step in range(21, 24):
+            ledger.at_step(step, {})
+            ledger.write("running", notice={"what": "x" * 300, "at": 1.0, "is_certain": False})
+        ledger.close("interrupted")
+
+    for k in range(1, 200):
+        path.write_bytes(content)
+        was_killed = killed_at(k, begin_and_grow)
+        found = read_ledger(path)
+        assert not found.is_damaged
+        assert [a.wall_s for a in attempts_of(found.ordered)][:3] == pytest.approx([100, 60, 40])
+        if not was_killed:
+            break
+        n_kills += 1
+    assert n_kills > 15
+    assert len(found.accounts[4].notices) == 3
+
+
+def test_a_beat_takes_no_room_on_the_disk(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger = attempt(tmp_path / "l", clock, 3.6, 0, 2)
+    size = (tmp_path / "l").stat().st_size
+    for _ in range(1000):
+        clock.now += 10
+        ledger.beat()
+    assert (tmp_path / "l").stat().st_size == size, "a line is written over, not added"
+    assert sums_of(tmp_path / "l")[0] == pytest.approx(10020)
+
+
+# ---- a thousand attempts ----
+
+
+def test_a_ledger_has_a_line_an_attempt_and_is_read_in_little_memory(tmp_path: Path) -> None:
+    path, clock = tmp_path / "ledger.jsonl", Clock()
+    for number in range(40):
+        ledger = attempt(path, clock, 3.6, number, number + 30)
+        ledger.write("running", utilisation_percent=50)
+    assert path.read_bytes().count(b"\n") == 41
+    assert path.stat().st_size < 40 * 2000
+    assert sums_of(path) == (pytest.approx(40 * 300), pytest.approx(12.0))
+    accounts = read_ledger(path).ordered
+    with open(path, "w") as file:
+        for number in range(1, 1001):
+            account = accounts[number % 40]
+            account.number, account.id, account.past_s, account.past_usd = number, str(number), 0.0, 0.0
+            file.write(as_line(account) + "\n")
+    assert path.stat().st_size < 2_000_000
+    clock.now += 5
+    attempt(path, clock, 3.6, 0, 1, end="finished")
+    assert sums_of(path)[0] == pytest.approx(300_010, abs=1)
+
+
+# ---- attempts that are none ----
+
+
+def test_an_attempt_that_is_refused_leaves_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(DataError), opened(tmp_path / "a" / "b" / "run", 1.0):
+        raise DataError("no such file")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("of the person's own")
+    with pytest.raises(DataError), opened(tmp_path / "mine", 1.0):
+        raise DataError("no such file")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_an_attempt_at_another_run_is_not_on_its_bill_and_one_at_its_own_is(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    three_attempts(path)
+    before = sums_of(path)
+    with pytest.raises(RunChanged), opened(tmp_path, 3600.0):
+        raise RunChanged("another run")
+    assert sums_of(path) == before
+    with pytest.raises(DataError), opened(tmp_path, 3600.0) as new:
+        raise DataError("no such file")
+    assert read_ledger(path).accounts[4].state == "failed"
+    assert new.ledger.spent_usd > before[1]
+
+
+def test_the_age_of_a_process_is_counted_once(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        with opened(tmp_path / name, 1.0):
+            pass
+    assert sums_of(tmp_path / "c" / "ledger.jsonl")[0] < 5
+
+
+def test_a_wrong_job_leaves_no_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = workshop.job_file(tmp_path, max_steps=2)
+    (tmp_path / "data.jsonl").unlink()
+    assert main(["train", str(path)]) == 2
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("output_dir: run", "run"), ("output_dir: ./a/run  # here\n", "a/run"), ('output_dir: "a run"', "a run"),
+        ("output_dir: 'x#y'", "x#y"), ("task: t\noutput_dir: out-1.b\nx: 1", "out-1.b"),
+        ("output_dir: &a run", None), ("output_dir: |\n  run", None), ("output_dir: a\noutput_dir: b", None),
+        ("x:\n  output_dir: run", None), ("{output_dir: run}", None), ("output_dir: [run]", None), ("", None),
+    ],
+)  # fmt: skip
+def test_the_folder_of_a_job_is_found_before_the_job_is_read_or_not_at_all(
+    text: str, name: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    found = _likely_folder(tmp_path / "job.yaml", [])
+    assert found == (None if name is None else tmp_path / name)
+    assert _likely_folder(tmp_path / "job.yaml", ["output_dir=/x/y"]) == Path("/x/y")
+
+
+def test_a_job_that_is_wrong_or_of_another_folder_leaves_the_bill_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workshop.job_file(tmp_path, max_steps=2, output_dir="run")
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    ledger.parent.mkdir()
+    three_attempts(ledger)
+    before = sums_of(ledger)
+    assert main(["train", str(path), "--set", "train.no_such_key=1"]) == 2
+    assert sums_of(ledger) == before
+    assert (
+        main(["train", str(path), "--set", "output_dir=" + str(tmp_path / "run"), "--set", "limits.max_hours=1s"]) == 3
+    )
+    assert sums_of(ledger)[1] == pytest.approx(before[1], abs=0.01), "a second or so, at the price of the job"
+    priced = [account.usd_per_hour for account in read_ledger(ledger).ordered]
+    assert priced == [*PRICES, 3.6]
+    assert main(["train", str(path), "--set", "limits.max_hours=1s"]) == 3
+    assert len(read_ledger(ledger).accounts) == 4, "asking again costs nothing"

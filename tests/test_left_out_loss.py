@@ -1,0 +1,111 @@
+"""A loss that transformers' models add by their configuration is never left out in silence."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import farthing.durability.run_folder
+import workshop
+from farthing.cli import main
+from farthing.errors import ModelError
+from farthing.model.load import left_out_loss
+from farthing.planner.families import DECODERS, FAMILIES
+from workshop import Heard, make_job
+
+MODELS = Path(transformers.__file__).parent / "models"
+
+
+def with_experts() -> list[str]:
+    """The `model_type`s whose causal or seq2seq model has a balance of experts in its loss."""
+    found = []
+    for name in CONFIG_MAPPING:
+        path = MODELS / name.replace("-", "_") / f"modeling_{name.replace('-', '_')}.py"
+        text = path.read_text() if path.exists() else ""
+        if re.search(r"^class \w+For(CausalLM|ConditionalGeneration)\b", text, re.MULTILINE) and "aux_loss" in text:
+            found.append(name)
+    return found
+
+
+EXPERTS = with_experts()
+
+
+def test_the_families_with_experts_are_found() -> None:
+    named = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "dbrx", "jetmoe", "granitemoe", "phimoe"}
+    assert named | {"switch_transformers", "nllb-moe"} <= set(EXPERTS)
+    assert {name for name in {*DECODERS, *FAMILIES} if name.endswith("moe") or name == "mixtral"} <= set(EXPERTS)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_the_balance_of_experts_is_refused_where_it_would_count_and_only_there(family: str) -> None:
+    try:
+        config: Any = CONFIG_MAPPING[family]()
+    except Exception as error:  # a few composite ones can't be made from nothing
+        pytest.skip(f"no default configuration: {type(error).__name__}")
+    assert left_out_loss(config, "causal-lm") == ""  # transformers leaves it out too, unless asked
+    for part in (config, config.get_text_config()):
+        part.output_router_logits = True
+    assert left_out_loss(config, "causal-lm") == "output_router_logits"
+    assert left_out_loss(config, "seq2seq") == "output_router_logits"
+    assert left_out_loss(config, "classification") == ""  # heads for classes add none
+
+
+def test_a_weight_of_nothing_leaves_nothing_out() -> None:
+    config = transformers.MixtralConfig(output_router_logits=True, router_aux_loss_coef=0.0)
+    assert left_out_loss(config, "causal-lm") == ""
+    dbrx: Any = transformers.DbrxConfig(output_router_logits=True)
+    assert left_out_loss(dbrx, "causal-lm")
+    dbrx.ffn_config.moe_loss_weight = 0.0
+    assert left_out_loss(dbrx, "causal-lm") == ""
+
+
+def test_a_penalty_on_large_logits_is_refused() -> None:
+    assert left_out_loss(transformers.BambaConfig(), "causal-lm") == ""
+    assert left_out_loss(transformers.BambaConfig(z_loss_coefficient=1e-4), "causal-lm") == "z_loss_coefficient"
+
+
+def mixtral_folder(folder: Path, **keys: Any) -> Path:
+    workshop.make_folder(folder, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, **keys}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_job_that_would_leave_a_loss_out_is_refused_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixtral_folder(tmp_path / "base", output_router_logits=True)
+    path = workshop.job_file(tmp_path, max_steps=1)
+    for verb in ("train", "doctor"):
+        assert main([verb, str(path)]) == 2
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert "`output_router_logits` in the model's config.json adds the balance of the experts to the loss" in said
+        assert "config.json has `output_router_logits: false`" in said
+    assert not (tmp_path / "run/run.json").exists()
+    mixtral_folder(tmp_path / "base", output_router_logits=False)
+    assert main(["train", str(path), "--json"]) == 0
+
+
+def test_a_run_that_began_without_it_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixtral_folder(tmp_path / "base", output_router_logits=True)
+    job = make_job(tmp_path, max_steps=2)
+    with monkeypatch.context() as before:
+        before.setattr(farthing.durability.run_folder, "RULES", 1)
+        workshop.train(job)
+    run = Path(job.output_dir)
+    facts = json.loads((run / "run.json").read_text())
+    assert facts.pop("rules") == 1
+    (run / "run.json").write_text(json.dumps({**facts, "finished": False}))
+    heard = Heard()
+    assert workshop.train(job, heard).state == "finished"
+    assert "left out of the loss" in heard.warnings
+    (run / "run.json").unlink()
+    with pytest.raises(ModelError, match="balance of the experts"):
+        workshop.train(job)

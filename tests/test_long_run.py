@@ -1,0 +1,73 @@
+"""A run of a month leaves files that stay small and are read in little memory: by bytes, lines and traced memory."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from farthing.durability.accounts import read_ledger
+from farthing.report.receipt import build_receipt
+from farthing.report.training_log import read_log
+from long_run import make_run
+
+
+def traced_peak_bytes(folder: Path) -> int:
+    """Peak memory of building the receipt."""
+    tracemalloc.start()
+    try:
+        build_receipt(folder)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_run_has_a_small_ledger_and_a_receipt_in_little_memory(tmp_path: Path) -> None:
+    usd = make_run(tmp_path / "long", n_steps=20_000, n_evaluations=20, n_attempts=200)
+    make_run(tmp_path / "short", n_steps=2_000, n_evaluations=20, n_attempts=200)
+    ledger = tmp_path / "long" / "ledger.jsonl"
+    assert ledger.read_bytes().count(b"\n") == 201, "a line an attempt, and the two places of the last"
+    assert ledger.stat().st_size < 200 * 1500
+    receipt = build_receipt(tmp_path / "long")
+    assert receipt["usd"] == pytest.approx(usd, abs=0.001)
+    assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"], rel=1e-9)
+    assert len(receipt["attempts"]) == 200
+    more_bytes = traced_peak_bytes(tmp_path / "long") - traced_peak_bytes(tmp_path / "short")
+    assert more_bytes < 18_000 * 50, "a step costs its place in the curve, not its line"
+
+
+def test_a_log_is_read_fast_to_what_reading_every_line_as_json_gives(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", n_steps=300, n_evaluations=30, n_attempts=2)
+    path = tmp_path / "run" / "log.jsonl"
+    odd = [
+        {"step": 301, "loss": None, "grad_norm": None, "lr": 1e-4, "n_targets": 5, "n_tokens": 7, "examples": [1]},
+        {"step": 301, "skipped": "the loss is", "samples": ["a.jsonl:7"]},
+        {"examples": [], "step": 302, "loss": 2.5, "n_targets": 1, "n_tokens": 2},
+        {"step": 303, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-4, "n_targets": 1, "n_tokens": 2, "examples": []},
+    ]
+    torn = '{"step": 304, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "n_targets": 3, "n_tokens": 9, "examples": [1, 2'
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in odd) + "no json\n[1]\n" + torn)
+    rows = []
+    for line in path.read_text().splitlines()[:-1]:
+        if line.startswith("{"):
+            rows.append(json.loads(line))
+    steps = [row for row in rows if "examples" in row]
+    log = read_log(path)
+    assert (log.step, log.loss) == (303, 2.0)
+    assert log.n_tokens == sum(row["n_tokens"] for row in steps)
+    assert log.n_targets == sum(row["n_targets"] for row in steps)
+    assert log.losses.tolist() == [row["loss"] for row in steps if row["loss"] is not None]
+    assert log.steps.tolist() == [row["step"] for row in steps if row["loss"] is not None]
+    assert log.evaluations == [row for row in rows if "metrics" in row]
+    assert log.n_skipped == 1
+
+
+def test_a_ledger_of_a_month_is_read_in_linear_time(tmp_path: Path) -> None:
+    usd = make_run(tmp_path / "run", n_steps=3_000, n_evaluations=3, n_attempts=1_000)
+    found = read_ledger(tmp_path / "run" / "ledger.jsonl")
+    assert len(found.accounts) == 1_000
+    assert not found.is_damaged
+    assert sum(account.usd for account in found.ordered) == pytest.approx(usd, abs=0.001)

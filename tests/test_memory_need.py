@@ -1,0 +1,181 @@
+"""The memory that is judged before the first step, against the peak of steps traced without data at real sizes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig
+
+import farthing.model.head
+from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
+from farthing.model.attention import Documents
+from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics
+from farthing.model.head import POSITIONS, TARGETS
+from on_gpu.work import config_of
+from test_memory import BLOCK_BYTES, cut_config
+from traced import fake_model, own_loss, traced_peak
+
+CPU = torch.device("cpu")
+LENGTH = 512  # of a document
+
+
+class Case(NamedTuple):
+    """A model by its size or family, and how it is trained: micro-batches of `n_documents` of 512 tokens."""
+
+    model: str
+    method: str
+    every: int
+    n_documents: int = 8
+    accumulates: bool = False
+    n_layers: int | None = None
+
+
+def config_for(case: Case) -> Any:
+    """The configuration, with a few layers or all."""
+    if case.model in ("0.5B", "1B", "3B", "8B"):
+        values = dict(config_of(case.model))
+        if case.n_layers:
+            values["num_hidden_layers"] = case.n_layers
+    else:
+        values = cut_config(case.model, case.n_layers or 4)
+    values.pop("layer_types", None)
+    kind = values.pop("model_type")
+    return AutoConfig.for_model(kind, **values)
+
+
+def how(case: Case) -> dict[str, Any]:
+    """What both the judgement and the trace are made with."""
+    lora = None if case.method == "full" else {"r": 16, "target_modules": "all-linear"}
+    return {"method": case.method, "weights": "fp32" if case.method == "full" else "bf16", "lora": lora}
+
+
+def judged(case: Case) -> tuple[MemoryNeed, int]:
+    """(the need that is found from one document and two, bytes of the loaded weights)."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = fake_model(config_for(case), "causal-lm", every_n_layers=0, is_own=True, **how(case))
+        forward = Forward(model, "causal-lm", 0, Numerics(CPU, torch.bfloat16))
+        assert forward.is_flat
+
+        def sample_of(n: int) -> Sample:
+            of = Documents.of((LENGTH,) * n)
+            ids = torch.zeros(1, LENGTH * n, dtype=torch.long)
+            batch: dict[str, Any] = {
+                "input_ids": ids,
+                "position_ids": ids,
+                "attention_mask": of.no_mask,
+                "documents": of,
+            }
+            batch |= {"labels": ids, POSITIONS: ids[0], TARGETS: ids[0]}
+            return Sample(LENGTH * n, lambda: forward.before_head(batch))
+
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        largest = LENGTH * case.n_documents
+        head, twice = forward.head_bytes(largest), forward.head_bytes(2 * largest)
+        need = choose_checkpointing(
+            model,
+            samples=(sample_of(1), sample_of(2)),
+            largest_tokens=largest,
+            accumulates=case.accumulates,
+            optimizer_bytes=2 * trained,
+            update_bytes=0,
+            free_bytes=1 << 50,
+            wanted=case.every,
+            head=Linear(2 * head - twice, (twice - head) / largest),
+            autocast=torch.bfloat16,
+        )
+        return need, sum(p.nbytes for p in model.parameters())
+
+
+def seen(case: Case) -> int:
+    """The peak of the step."""
+    return traced_peak(
+        config_for(case),
+        "causal-lm",
+        autocast=True,
+        every_n_layers=case.every,
+        documents=(LENGTH,) * case.n_documents,
+        n_targets=LENGTH * case.n_documents,
+        accumulates=case.accumulates,
+        loss=own_loss,
+        **how(case),
+    )
+
+
+@pytest.fixture
+def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer operations to trace than with a CPU's own blocks of logits."""
+    monkeypatch.setattr(farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads())
+
+
+def agree(case: Case) -> None:
+    """What is judged from two short documents is the peak of the whole step, within a twentieth."""
+    need, loaded_bytes = judged(case)
+    assert need.every_n_layers == case.every
+    assert need.total_bytes + loaded_bytes == pytest.approx(seen(case), rel=0.05), need.moments()
+
+
+CASES = [
+    Case("1B", "full", 0, n_layers=3),
+    Case("1B", "full", 1, accumulates=True, n_layers=2),
+    Case("0.5B", "lora", 2, n_layers=3),
+    Case("1B", "qlora", 1, n_layers=3),
+]
+SIZES = [
+    Case(size, method, every, 16, accumulates)
+    for size in ("1B", "3B", "8B")
+    for method in ("full", "lora", "qlora")
+    for every, accumulates in ((0, False), (1, True), (2, False))
+]
+FAMILIES = [
+    Case(family, method, every, 4, n_layers=4)
+    for family in ("qwen3", "phi3", "gpt2", "neox", "mistral")
+    for method in ("full", "lora")
+    for every in (0, 1)
+]
+
+
+def named(case: Case) -> str:
+    """A name for a case."""
+    return " ".join(str(part) for part in case)
+
+
+@pytest.mark.usefixtures("_large_blocks")
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_the_need_judged_from_two_short_documents_is_the_peak_of_a_step(case: Case) -> None:
+    agree(case)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_large_blocks")
+@pytest.mark.parametrize("case", SIZES, ids=named)
+def test_the_need_is_the_peak_of_a_step_at_real_sizes(case: Case) -> None:
+    agree(case)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_large_blocks")
+@pytest.mark.parametrize("case", FAMILIES, ids=named)
+def test_the_need_is_the_peak_of_a_step_of_other_families(case: Case) -> None:
+    agree(case)
+
+
+def test_copies_of_trained_matrices_do_not_grow_with_the_tokens() -> None:
+    """Sixteen times the tokens of the first sample, and copies in bf16 are counted once."""
+    need, _ = judged(Case("1B", "full", 0, 32, n_layers=2))
+    config = config_for(Case("1B", "full", 0, n_layers=2))
+    h, f = config.hidden_size, config.intermediate_size
+    kv = h * config.num_key_value_heads // config.num_attention_heads
+    matrices = 2 * (2 * h * h + 2 * h * kv + 3 * h * f)
+    assert need.saved.constant_bytes == pytest.approx(2 * matrices, rel=0.01)
+    assert need.casts_bytes == 2 * matrices
+
+
+def test_gradients_and_activations_are_not_there_at_once_but_where_gradients_are_held() -> None:
+    once, _ = judged(Case("1B", "full", 0, 8, n_layers=2))
+    held, _ = judged(Case("1B", "full", 0, 8, accumulates=True, n_layers=2))
+    assert held.moments()["loss"] - once.moments()["loss"] == once.gradients.all_bytes
+    assert once.moments()["update"] == held.moments()["update"] == once.gradients.all_bytes

@@ -1,0 +1,416 @@
+"""Memory that runs out: which errors say so, what survives it anywhere in a run, and what ends in words."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import farthing.durability.checkpoint
+import farthing.train.assemble
+import farthing.train.evaluate
+import farthing.train.run
+import farthing.train.state
+import farthing.train.step
+import survive
+import workshop
+from farthing.device_memory import ALLOCATOR_SETTING, is_out_of_memory, is_out_of_resources, set_allocator
+from farthing.errors import HardwareError, OutOfMemory, SaveFailing
+from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics
+from farthing.train.optim import allocate_state, load_state, make_optimizer, state_bytes, state_tensors
+from farthing.train.run import opened_attempt
+from farthing.train.update_guard import UpdateGuard, forget_unscaling, temporary_bytes, update_bytes
+from workshop import Heard, losses_of, make_job
+
+FULL = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("CUDA driver error: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+]
+OTHERS = [
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    ValueError("CUDA out of memory"),
+    OutOfMemory("said already"),
+]
+
+
+class OutOfResources(Exception):
+    """Triton's, by its name."""
+
+
+@pytest.mark.parametrize("error", FULL, ids=str)
+def test_memory_that_ran_out_is_recognised_in_anyones_words(error: BaseException) -> None:
+    assert is_out_of_memory(error)
+    assert not is_out_of_resources(error)
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=str)
+def test_other_errors_are_not_taken_for_it(error: BaseException) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_a_kernel_that_does_not_fit_on_the_gpu_is_said_and_not_tried_with_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_triton = OutOfResources("out of resource: shared memory, Required: 180224, Hardware limit: 101376")
+    of_inductor = RuntimeError("No valid triton configs. OutOfMemoryError: out of resource: triton_tem_fused_0")
+    for error in (of_triton, of_inductor):
+        assert is_out_of_resources(error)
+        assert not is_out_of_memory(error)
+    calls: list[int] = []
+
+    def failing(*_: Any) -> Any:
+        calls.append(1)
+        raise of_triton
+
+    job = make_job(tmp_path, max_steps=2)
+    monkeypatch.setattr(farthing.train.step.Steps, "accumulate", failing)
+    with pytest.raises(HardwareError, match="a kernel does not fit on this GPU"):
+        workshop.train(job)
+    assert len(calls) == 1
+
+
+# ---- the allocator ----
+
+
+def test_the_allocator_is_asked_for_segments_that_grow_unless_someone_has_set_it() -> None:
+    environment: dict[str, str] = {}
+    assert set_allocator(environment) == f"{ALLOCATOR_SETTING} (PYTORCH_ALLOC_CONF)"
+    assert environment == {"PYTORCH_ALLOC_CONF": ALLOCATOR_SETTING}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        environment = {name: "max_split_size_mb:512"}
+        assert set_allocator(environment) == f"max_split_size_mb:512 ({name})"
+        assert environment == {name: "max_split_size_mb:512"}
+
+
+def test_the_command_line_sets_it_before_torch_is_there_and_children_have_it_too() -> None:
+    code = (
+        "import os, subprocess, sys, farthing.cli\n"
+        "farthing.cli.main(['init', '--schema'])\n"
+        "assert 'torch' not in sys.modules\n"
+        "command = [sys.executable, '-c', 'import os; print(os.environ[\"PYTORCH_ALLOC_CONF\"])']\n"
+        "print(subprocess.run(command, capture_output=True, text=True, check=True).stdout)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.splitlines()[-2:] == [ALLOCATOR_SETTING, ""]
+
+
+# ---- the optimizer's state is there before the first step ----
+
+
+def small_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.LayerNorm(40), nn.Linear(40, 3))
+
+
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    settings: dict[str, Any] = {"learning_rate": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.99), "epsilon": 1e-8}
+    return make_optimizer(model, name, **settings)
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    model(torch.randn(8, 24, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+OPTIMIZERS = ["adamw_torch_fused", "adamw_torch", "adamw_torch_offload", "sgd"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_that_is_made_beforehand_is_what_the_first_step_makes(name: str) -> None:
+    models = [small_model(), small_model()]
+    early, late = (optimizer_of(model, name) for model in models)
+    allocate_state(early)
+    places = {key: value.data_ptr() for state in early.state.values() for key, value in state.items()}
+    made = [
+        [(key, value.dtype, value.shape, value.device) for key, value in early.state[p].items()]
+        for p in models[0].parameters()
+    ]
+    for seed in range(3):
+        step_of(models[0], early, seed)
+        step_of(models[1], late, seed)
+    found = [
+        [(key, value.dtype, value.shape, value.device) for key, value in late.state[p].items()]
+        for p in models[1].parameters()
+    ]
+    assert made == found
+    assert {key: value.data_ptr() for state in early.state.values() for key, value in state.items()} == places
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert all(torch.equal(value, late.state[other][key]) for key, value in early.state[one].items())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS[:3])
+def test_saved_state_goes_into_the_memory_that_is_there(name: str) -> None:
+    model, other = small_model(), small_model(1)
+    optimizer, second = optimizer_of(model, name), optimizer_of(other, name)
+    step_of(model, optimizer)
+    tensors, values = state_tensors(optimizer, {id(p): name for name, p in model.named_parameters()})
+    allocate_state(second)
+    before = {id(value) for state in second.state.values() for value in state.values()}
+    load_state(second, other.named_parameters(), tensors, values)
+    assert {id(value) for state in second.state.values() for value in state.values()} == before
+    names = {id(p): name for name, p in other.named_parameters()}
+    assert all(torch.equal(value, tensors[place]) for place, value in state_tensors(second, names)[0].items())
+
+
+def test_a_weight_that_was_saved_without_state_begins_again() -> None:
+    """Checkpoints of earlier versions have no state of a weight that never had a gradient."""
+    model = small_model()
+    optimizer = optimizer_of(model, "adamw_torch_fused")
+    step_of(model, optimizer)
+    tensors, _ = state_tensors(optimizer, {id(p): name for name, p in model.named_parameters()})
+    tensors = {place: value.clone() for place, value in tensors.items() if not place.startswith("3.bias")}
+    step_of(model, optimizer, 1)
+    load_state(optimizer, model.named_parameters(), tensors, {})
+    assert not optimizer.state[model[3].bias]["exp_avg"].any()
+    assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], tensors["0.weight|exp_avg"])
+
+
+def test_a_run_has_its_state_before_memory_is_judged_and_probed(tmp_path: Path) -> None:
+    job = make_job(tmp_path, max_steps=2)
+    Path(job.output_dir).mkdir(parents=True)
+    with opened_attempt(job, Heard()) as run:
+        trained = sum(p.nbytes for p in run.model.parameters() if p.requires_grad)
+        assert run.memory.optimizer_bytes == state_bytes(run.optimizer, run.numerics.device)
+        assert run.memory.optimizer_bytes == pytest.approx(2 * trained, rel=1e-3)
+
+
+def test_an_optimizer_without_room_for_its_state_says_so_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    monkeypatch.setattr(farthing.train.assemble, "allocate_state", failing)
+    with pytest.raises(OutOfMemory, match="CUDA error: out of memory") as caught:
+        workshop.train(make_job(tmp_path, max_steps=2))
+    assert "adamw_torch_offload" in caught.value.to_do
+
+
+# ---- memory that runs out somewhere in a run ----
+
+GONE = "CUDA error: out of memory"
+KEYS: dict[str, Any] = {"max_steps": 5, "n_rows": 40, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+
+
+class Failing:
+    """Fails at its n-th call, once, as a device without memory does; else it does what it stands for."""
+
+    def __init__(self, honest: Callable[..., Any], at: int) -> None:
+        self.honest, self.at, self.n = honest, at, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.n += 1
+        if self.n == self.at:
+            raise torch.AcceleratorError(GONE)
+        return self.honest(*args, **kwargs)
+
+
+PLACES: dict[str, tuple[Any, str, int]] = {
+    "placing a batch": (Forward, "place", 4),
+    "forward": (Forward, "loss", 2),
+    "backward": (Tensor, "backward", 4),
+    "clipping": (torch.nn.utils, "clip_grad_norm_", 2),
+    "before the first update": (farthing.train.step, "reserve_for_update", 1),
+    "before a later update": (farthing.train.step, "reserve_for_update", 4),
+    "the update, before it writes": (torch.optim.AdamW, "step", 2),
+    "evaluation": (farthing.train.evaluate, "perplexity", 1),
+    "snapshot of a checkpoint": (farthing.durability.checkpoint, "_copied", 3),
+}
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """How a run ends that always had memory; with a gradient scaler and without."""
+    ends = {}
+    for scales in (False, True):
+        folder = tmp_path_factory.mktemp("untouched")
+        with pytest.MonkeyPatch.context() as patch:
+            scale(patch, scales)
+            ends[scales] = ended(folder)
+    return ends
+
+
+def scale(patch: pytest.MonkeyPatch, scales: bool) -> None:
+    """Compute with the gradient scaler of fp16, in fp32."""
+    numerics = Numerics(torch.device("cpu"), None, needs_scaler=scales)
+    patch.setattr(farthing.train.run, "choose_numerics", lambda *_: numerics)
+
+
+def ended(folder: Path, heard: Heard | None = None, **keys: Any) -> Any:
+    """Losses, weights and metrics of a run that finished, and its receipt."""
+    job = make_job(folder, eval_rows=workshop.rows_of("llama", 6, 5), **{**KEYS, **keys})
+    outcome = workshop.train(job, heard)
+    assert outcome.state == "finished"
+    return survive.result_of(Path(job.output_dir)), losses_of(job), outcome.receipt
+
+
+@pytest.mark.parametrize(
+    ("place", "scales"),
+    [
+        *((place, False) for place in PLACES),
+        *((place, True) for place in ("clipping", "before the first update", "the update, before it writes")),
+    ],
+)
+def test_memory_that_runs_out_once_is_survived_to_the_bit(
+    place: str, scales: bool, untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale(monkeypatch, scales)
+    holder, name, at = PLACES[place]
+    failing = Failing(getattr(holder, name), at)
+    monkeypatch.setattr(holder, name, lambda *args, **kwargs: failing(*args, **kwargs))
+    heard = Heard()
+    result, losses, receipt = ended(tmp_path, heard)
+    assert failing.n > at
+    expected, expected_losses, _ = untouched[scales]
+    assert survive.differences(expected, result) == []
+    assert losses == expected_losses
+    assert receipt["out_of_memory"] == []  # nothing was halved
+    said_nothing = place in ("evaluation", "snapshot of a checkpoint")  # tried again at once
+    assert (f"out of memory ({GONE})" in heard.warnings) != said_nothing
+
+
+def test_an_update_that_was_begun_is_never_taken_again_or_saved(
+    untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second group of weights has no room after the first was updated."""
+    honest, n = torch.optim.AdamW.step, []
+
+    def half(optimizer: Any, *args: Any) -> Any:
+        n.append(1)
+        if len(n) != 4:
+            return honest(optimizer, *args)
+        groups = optimizer.param_groups
+        optimizer.param_groups = groups[:1]
+        try:
+            honest(optimizer, *args)
+        finally:
+            optimizer.param_groups = groups
+        raise torch.AcceleratorError(GONE)
+
+    scale(monkeypatch, False)
+    monkeypatch.setattr(torch.optim.AdamW, "step", half)
+    with pytest.raises(OutOfMemory, match="in the update of step 4, after some weights had changed") as caught:
+        ended(tmp_path, max_steps=5)
+    assert "goes on from the last checkpoint" in caught.value.to_do
+    assert sorted(path.name[:13] for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000002"]
+    heard = Heard()
+    result, losses, _ = ended(tmp_path, heard)
+    assert [facts["step"] for facts in heard.of("restored")] == [2]
+    assert survive.differences(untouched[False][0], result) == []
+    assert losses == untouched[False][1]
+
+
+def test_a_device_that_stays_full_halves_after_it_was_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first steps are taken again as they were."""
+    honest, asked, freed = Forward.loss, list[int](), list[Any]()
+
+    def loss(forward: Any, batch: dict[str, Any], *scale: Any) -> Any:
+        if torch.is_grad_enabled():
+            asked.append(batch["input_ids"].numel())
+            if asked[-1] > 300:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return honest(forward, batch, *scale)
+
+    monkeypatch.setattr(farthing.train.step, "free_cached", freed.append)
+    monkeypatch.setattr(Forward, "loss", loss)
+    outcome = workshop.train(make_job(tmp_path, max_steps=4, n_rows=64, global_batch_size=32, micro_batch_tokens=1200))
+    assert outcome.state == "finished"
+    events = outcome.receipt["out_of_memory"]
+    assert [event["most_tokens"] for event in events] == sorted({e["most_tokens"] for e in events}, reverse=True)
+    assert len(freed) == len(events) + 1
+
+
+def test_a_restore_without_memory_says_nothing_against_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, max_steps=4, save_steps=2)
+
+    def stop(kind: str, facts: dict[str, Any]) -> None:
+        if kind == "step" and facts["step"] == 3:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        workshop.train(job, stop)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(farthing.train.state, "put_back", Failing(farthing.train.state.put_back, 1))
+        with pytest.raises(OutOfMemory, match=GONE):
+            workshop.train(job)
+    assert [path for path in (tmp_path / "run/checkpoints").iterdir() if ".bad" in path.name] == []
+    assert workshop.train(job).state == "finished"
+
+
+def test_checkpoints_without_room_for_a_snapshot_end_the_run_like_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(farthing.durability.checkpoint, "_copied", failing)
+    heard = Heard()
+    with pytest.raises(SaveFailing):
+        workshop.train(make_job(tmp_path, max_steps=6, save_steps=1), heard)
+    assert "the checkpoint of step 1 could not be written" in heard.warnings
+
+
+# ---- the guard by itself ----
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_guard_hears_of_every_write(name: str) -> None:
+    model = small_model()
+    optimizer = optimizer_of(model, name)
+    allocate_state(optimizer)
+    guard = UpdateGuard(optimizer)
+    guard.begin()
+    guard.refuse_half_an_update(0, MemoryError())
+    guard.enter()
+    guard.refuse_half_an_update(0, MemoryError())
+    step_of(model, optimizer)
+    with pytest.raises(OutOfMemory, match="step 1"):
+        guard.refuse_half_an_update(0, MemoryError())
+    guard.begin()
+    guard.refuse_half_an_update(1, MemoryError())
+
+
+def test_what_an_update_takes_besides_is_known() -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 512), nn.LayerNorm(512))
+    large, small = 4 << 20, 2 << 20
+    expected = {"adamw_torch_fused": 0, "adamw_torch": large + small, "sgd": large, "adamw_torch_offload": 0}
+    assert {name: update_bytes(optimizer_of(model, name)) for name in expected} == expected
+    optimizer = optimizer_of(model, "adamw_torch")
+    assert temporary_bytes(optimizer, list(model.parameters()), False, False) == large
+
+
+def test_a_scaler_forgets_a_step_that_failed_and_keeps_its_scale() -> None:
+    model = small_model()
+    optimizer, scaler = optimizer_of(model, "adamw_torch_fused"), torch.amp.GradScaler("cpu", init_scale=512.0)
+    for _ in range(2):
+        scaler.scale(model(torch.ones(2, 24)).sum()).backward()
+        scaler.unscale_(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        forget_unscaling(scaler)
+    assert scaler.get_scale() == 512.0

@@ -1,0 +1,196 @@
+# ruff: noqa: F811 - fixtures of another file
+"""What is wrong with data and model is told at once: all of it, before torch is imported, and the Hub is asked once."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farthing.config.load import load_job
+from farthing.errors import DataError, Mistakes, ModelError, UserMistake
+from farthing.planner.preflight import look_over
+from test_bad_input import Desk, Said, desk, left_behind, run  # noqa: F401 - fixtures
+
+HEAVY = ("torch", "transformers", "datasets", "peft")
+
+
+def in_a_process(folder: Path, *argv: str, **environment: str) -> tuple[int, str, list[str]]:
+    """Exit code, words, and which heavy packages the command has imported."""
+    code = (
+        "import sys\nfrom farthing.cli import main\ncode = main(sys.argv[1:])\n"
+        f"print('HEAVY', *[name for name in {HEAVY!r} if name in sys.modules])\nraise SystemExit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    out, _, heavy = done.stdout.rpartition("HEAVY")
+    return done.returncode, out + done.stderr, heavy.split()
+
+
+@pytest.mark.parametrize("verb", ["train", "plan", "doctor", "probe"])
+def test_every_fault_is_told_at_once_and_nothing_heavy_is_imported(verb: str, desk: Desk) -> None:
+    desk.rows([{"question": "a", "answer": "b"}])
+    desk.rows([{"prompt": "a", "chosen": "b", "rejected": "c"}], "eval.jsonl")
+    desk.set("data", eval="eval.jsonl")
+    desk.values["model"] = "./no-such-model"
+    desk.job()
+    code, said, heavy = in_a_process(desk.folder, verb, "job.yaml")
+    assert code == 2
+    assert heavy == [], said
+    for words in (
+        "train.jsonl: the columns (answer, question)",
+        "preference data (DPO",
+        "no such folder for the model",
+    ):
+        assert words in said, said
+    assert "Traceback" not in said
+    assert left_behind(desk.folder / "run") == set()
+
+
+def test_folders_are_looked_into_and_one_split_may_be_used_twice(desk: Desk) -> None:
+    desk.rows([{"prompt": "a", "completion": "b"}], "set/train.jsonl")
+    desk.rows([{"prompt": "a", "completion": "b", "label": False}], "bad/train.jsonl")
+    desk.set("data", train="./set", eval="./bad", eval_split="train")
+    with pytest.raises(DataError, match="KTO") as caught:
+        look_over(load_job(desk.job()))
+    assert caught.value.where == "bad/train.jsonl:1"
+    (desk.folder / "bad" / "README.md").write_text("configs:")
+    look_over(load_job(desk.job()))
+
+
+def test_several_faults_are_there_for_programs_too(desk: Desk, run: Callable[..., Said]) -> None:
+    desk.set("data", train="trian.jsonl", eval="evil.jsonl")
+    answer = json.loads(run("--json").out)
+    assert answer["exit_code"] == 2
+    assert [problem["where"] for problem in answer["problems"]] == ["trian.jsonl", "evil.jsonl"]
+    assert answer["error"] == "2 things are wrong"
+    desk.set("data", eval=[])
+    assert json.loads(run("--json").out)["error"] == "no such file"
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A Hub that counts what it is asked."""
+
+    asked: list[str]
+    status = 404
+
+    def do_GET(self) -> None:
+        type(self).asked.append(self.path)
+        self.send_response(self.status)
+        body = b'{"model_type": "llama"}'
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *arguments: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_DATASETS_OFFLINE", "0")
+        Hub.asked, Hub.status = [], 404
+        yield Hub
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("status", "words"), [(404, "no such model"), (401, "does not show it"), (503, "answers 503")])
+def test_the_hub_is_asked_once_for_a_model(status: int, words: str, desk: Desk, hub: type[Hub]) -> None:
+    hub.status = status
+    desk.values["model"] = "some-org/some-model"
+    desk.job()
+    code, said, heavy = in_a_process(desk.folder, "train", "job.yaml")
+    assert (code, heavy) == (2, [])
+    assert words in said
+    assert hub.asked == ["/some-org/some-model/resolve/main/config.json"]
+
+
+def test_the_hub_is_asked_once_for_a_data_set(desk: Desk, hub: type[Hub]) -> None:
+    desk.set("data", train="some-org/some-data")
+    job = load_job(desk.job())
+    with pytest.raises(DataError, match="neither a local file nor a data set that can be reached"):
+        look_over(job)
+    assert hub.asked == ["/api/datasets/some-org/some-data"]
+    hub.status = 200
+    look_over(job)
+    look_over(job, only_plans=True)
+    assert len(hub.asked) == 2, "a plan does not fetch it"
+
+
+def test_a_model_that_the_hub_or_its_cache_has_passes(
+    desk: Desk, hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.status = 200
+    desk.values["model"] = "some-org/some-model"
+    job = load_job(desk.job())
+    look_over(job)
+    assert len(hub.asked) == 1
+    snapshot = tmp_path / "hub" / "models--some-org--some-model" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    look_over(job)
+    assert len(hub.asked) == 1, "the cache has it"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="weights"):
+        look_over(job)
+    (snapshot / "model.safetensors").write_bytes(b"")
+    look_over(job)
+
+
+def test_a_model_that_is_only_in_the_table_can_be_planned_and_not_trained(desk: Desk) -> None:
+    desk.values["model"] = "openai-community/gpt2"
+    job = load_job(desk.job())
+    look_over(job, only_plans=True)
+    with pytest.raises(ModelError, match="not in the Hugging Face cache"):
+        look_over(job)
+
+
+def test_a_sound_job_passes_and_reads_a_few_rows_only(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    from farthing.data import read
+
+    desk.rows([{"prompt": "a", "completion": "b"}] * 5000)
+    n_read = 0
+    parse = read.json_row
+
+    def counted(raw: bytes, line: int) -> Any:
+        nonlocal n_read
+        n_read += 1
+        return parse(raw, line)
+
+    monkeypatch.setattr(read, "json_row", counted)
+    look_over(load_job(desk.job()))
+    assert n_read <= 64
+
+
+def test_lengths_that_are_given_need_no_data(desk: Desk, run: Callable[..., Said]) -> None:
+    desk.set("data", train="not-here.jsonl")
+    assert run(verb="plan").code == 2
+    assert run("--examples", "100", "--mean-tokens", "50", verb="plan").code == 0
+
+
+def test_a_template_that_is_not_there_is_one_of_the_faults(desk: Desk) -> None:
+    desk.set("data", train="not-here.jsonl", chat_template="not-here.jinja")
+    with pytest.raises(Mistakes) as caught:
+        look_over(load_job(desk.job()))
+    assert [type(problem) for problem in caught.value.problems] == [DataError, ModelError]
+    assert isinstance(caught.value, UserMistake)

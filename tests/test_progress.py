@@ -1,0 +1,126 @@
+# ruff: noqa: F811 - fixtures of another file
+"""How far reading and tokenizing have got: told with a total, as a bar on a terminal and as lines in a log."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farthing.data import tokens as tokens_module
+from farthing.data.read import open_sources
+from farthing.data.rows import Reading
+from farthing.data.tokens import Recipe, tokenize
+from farthing.report.safe import SafeConsole
+from farthing.report.terminal import Terminal
+from farthing.tiny import demo_rows, write_jsonl
+from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
+from test_data import write_as
+from workshop import Heard, make_job, train
+
+
+class Log:
+    """A terminal, or a log, and the clock beside it."""
+
+    def __init__(self, *, is_terminal: bool = False) -> None:
+        self.now = 0.0
+        self.file = io.StringIO()
+        console = SafeConsole(file=self.file, force_terminal=is_terminal, width=200, highlight=False)
+        self.terminal = Terminal(console, 10, clock=lambda: self.now)
+
+    def tokenizing(self, n_seconds: int, of_seconds: int) -> None:
+        for second in range(n_seconds + 1):
+            self.now = float(second)
+            share = second / of_seconds
+            self.terminal("tokenizing", {"role": "train", "rows": 1000 * second, "tokens": 10**6, "share": share})
+
+    @property
+    def lines(self) -> list[str]:
+        return self.file.getvalue().splitlines()
+
+
+def test_a_log_is_told_after_five_seconds_and_then_more_seldom() -> None:
+    log = Log()
+    log.tokenizing(4, 60)
+    assert log.lines == []
+    log.tokenizing(60, 60)
+    shares = [int(re.search(r"tokenizing train: (\d+)%", line)[1]) for line in log.lines]  # type: ignore[index]
+    assert 4 <= len(shares) <= 8
+    assert shares == sorted(shares)
+    assert "8%, 5,000 rows" in log.lines[0]
+    assert "55 s to go" in log.lines[0]
+    long = Log()
+    long.tokenizing(3600, 7200)
+    assert 50 <= len(long.lines) <= 75, "once a minute in the end"
+
+
+def test_a_quick_one_leaves_no_line_and_another_source_has_its_own_time() -> None:
+    log = Log()
+    log.tokenizing(4, 4)
+    for second in (4, 6, 9.5):
+        log.now = second
+        log.terminal("reading", {"what": "reading a\x1b.jsonl", "done_bytes": 1 << 20, "total_bytes": 4 << 20})
+    assert len(log.lines) == 1
+    assert log.lines[0].startswith(r"reading a\x1b.jsonl: 25%, 1.0 MiB of 4.0 MiB")
+    log.now = 20
+    log.terminal("reading", {"what": "downloading b", "done_bytes": 1 << 20, "total_bytes": None})
+    log.now = 26
+    log.terminal("reading", {"what": "downloading b", "done_bytes": 3 << 20, "total_bytes": None})
+    assert log.lines[1] == "downloading b: 3.0 MiB", "without a total none is made up"
+
+
+def test_a_terminal_has_a_bar() -> None:
+    log = Log(is_terminal=True)
+    log.tokenizing(30, 60)
+    log.terminal.close()
+    assert "██████████░░░░░░░░░░ 50%" in log.file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet"])
+def test_every_reader_knows_how_far_it_is(kind: str, tmp_path: Path) -> None:
+    dice = random.Random(0)
+    rows = [{"text": dice.randbytes(300).hex()} for _ in range(2000)]
+    path = write_as(kind, tmp_path / f"a.{kind}", rows)
+    (source,) = open_sources((str(path),), cache_dir=tmp_path, split="train")
+    reading = Reading()
+    shares = [(reading.share(), row.line)[0] for row in source.rows(reading)]
+    assert 0 <= shares[0] < 0.5
+    assert shares == sorted(shares)
+    assert reading.share() == pytest.approx(1.0, abs=0.1)
+
+
+def test_shares_are_of_all_sources(tmp_path: Path, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens_module, "CHUNK_ROWS", 50)
+    names = [str(write_jsonl(tmp_path / f"{i}.jsonl", demo_rows(200, seed=i))) for i in range(2)]
+    (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress(Path(names[0]).read_bytes() + b"\n"))
+    sources = open_sources((*names, str(tmp_path / "2.jsonl.gz")), cache_dir=tmp_path, split="train")
+    told: list[tuple[int, int, float]] = []
+    tokenize(sources, tokenizers["llama"], Recipe("causal-lm", 64), tmp_path, progress=lambda *all: told.append(all))
+    shares = [share for _, _, share in told]
+    assert len(shares) >= 12
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(1.0)
+    assert told[-1][0] == 600
+
+
+def test_a_run_tells_of_reading_and_of_tokenizing(tmp_path: Path) -> None:
+    heard = Heard()
+    train(make_job(tmp_path, n_rows=20, max_steps=1), heard)
+    (reading,) = heard.of("reading")
+    assert reading["what"].startswith("reading ")
+    assert reading["done_bytes"] == reading["total_bytes"] == (tmp_path / "data.jsonl").stat().st_size
+    assert heard.of("tokenizing")[-1]["role"] == "train"
+
+
+def test_json_is_left_alone(desk: Desk, run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farthing.report.terminal._PLAIN_EVERY_S", 0.0)
+    said = run("--json")
+    assert json.loads(said.out)["state"] == "finished"
+    assert "tokenizing train: 100%" in said.err

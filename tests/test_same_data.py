@@ -1,0 +1,250 @@
+"""What a run reads is settled when it begins: not by the day, the cache, or how rows are rendered and cut."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import survive
+from farthing.config.job import Job
+from farthing.data.batches import split_by_input
+from farthing.data.read import open_sources
+from farthing.data.tokens import Recipe, TokenSet, tokenize
+from farthing.durability.run_folder import RUN
+from farthing.errors import Interrupted, RunChanged
+from farthing.planner.job_lengths import read_lengths
+from farthing.tiny import write_jsonl
+from farthing.train.setup import open_examples, open_inputs
+from workshop import Heard, make_job, train
+
+DATED = (
+    "{{ '### Today is ' + strftime_now('%A %d %B %Y') + '\n' }}"
+    "{% for m in messages %}{{ '### ' + m['role'] + '\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### assistant\n' }}{% endif %}"
+)
+CHATS = [
+    [{"role": "user", "content": f"count to {n}"}, {"role": "assistant", "content": " ".join("1234"[: n % 4 + 1])}]
+    for n in range(40)
+]
+ROWS: list[dict[str, Any]] = [{"messages": chat} for chat in CHATS]
+
+
+def dated_job(folder: Path, name: str, template: str = DATED, **keys: Any) -> Job:
+    """A job with a template that asks for the date."""
+    folder.mkdir(exist_ok=True)
+    (folder / "template.jinja").write_text(template)
+    data = {"chat_template": "template.jinja", "eval_fraction": 0.25, **keys.pop("data", {})}
+    return make_job(folder, rows=ROWS, data=data, output_dir=f"./{name}", save_steps=1, **keys)
+
+
+class StopAt(Heard):
+    """Hears all, and stops the run after a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def __call__(self, kind: str, facts: dict[str, Any]) -> None:
+        """Hear one."""
+        super().__call__(kind, facts)
+        if kind == "step" and facts["step"] == self.step:
+            raise Interrupted("stopped by the test")
+
+
+def test_a_run_goes_on_with_the_date_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARTHING_TODAY", "2026-03-01")
+    assert train(dated_job(tmp_path, "alone")).exit_code == 0
+    alone = survive.result_of(tmp_path / "alone")
+    job = dated_job(tmp_path, "killed")
+    for step, day in ((2, "2026-03-01"), (4, "2026-03-02")):
+        monkeypatch.setenv("FARTHING_TODAY", day)
+        shutil.rmtree(tmp_path / "cache")
+        assert train(job, StopAt(step)).exit_code == 75
+    monkeypatch.setenv("FARTHING_TODAY", "2026-04-11")
+    shutil.rmtree(tmp_path / "cache")
+    assert train(job).exit_code == 0
+    assert survive.differences(alone, survive.result_of(tmp_path / "killed")) == []
+    facts = json.loads((tmp_path / "killed" / RUN).read_text())
+    assert facts["date"] == facts["identity"]["tokenization.date"] == "2026-03-01"
+    assert train(dated_job(tmp_path, "other")).exit_code == 0
+    assert survive.differences(alone, survive.result_of(tmp_path / "other")) != [], "the template does ask for the date"
+
+
+def test_a_plan_sees_the_date_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FARTHING_TODAY", "2026-05-02")
+    job = dated_job(tmp_path, "run")
+    assert train(job).exit_code == 0
+    monkeypatch.setenv("FARTHING_TODAY", "2026-09-30")  # a longer one: Wednesday, September
+    cache = Path(job.cache_dir or "")
+    of_run = read_lengths(job, cache_dir=cache)[0]
+    assert of_run.source.startswith("token cache")
+    fresh = dated_job(tmp_path, "new")
+    of_new = read_lengths(fresh, cache_dir=cache)[0]
+    assert "rows tokenized" in of_new.source, "another date is another set of tokens"
+    assert train(fresh).exit_code == 0
+    assert read_lengths(fresh, cache_dir=cache)[0].source.startswith("token cache")
+    assert of_new.mean == pytest.approx(read_lengths(fresh, cache_dir=cache)[0].mean, rel=0.05)
+    assert of_new.mean > of_run.mean
+
+
+def test_a_template_without_a_date_has_none_in_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = DATED.replace("strftime_now('%A %d %B %Y')", "'a day'")
+    monkeypatch.setenv("FARTHING_TODAY", "2026-05-02")
+    job = dated_job(tmp_path, "run", template)
+    key = open_inputs(job).recipe
+    monkeypatch.setenv("FARTHING_TODAY", "2026-05-03")
+    assert open_inputs(job).recipe == key
+    assert "tokenization.date" not in open_inputs(job).identity
+
+
+def as_before(folder: Path) -> None:
+    """Make a run folder what it was before texts had versions."""
+    facts = json.loads((folder / RUN).read_text())
+    for key in ("date", "examples_sha256"):
+        facts.pop(key, None)
+    for key in ("tokenization.version", "tokenization.date"):
+        facts["identity"].pop(key, None)
+    facts["started"] = "2026-02-03T12:00:00+00:00"
+    (folder / RUN).write_text(json.dumps(facts))
+
+
+def test_a_run_from_before_goes_on_with_its_split_and_the_date_it_began_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = dated_job(tmp_path, "run", data={"max_train_samples": 20})
+    with monkeypatch.context() as at_claim:
+        at_claim.setattr("farthing.train.run.open_examples", lambda *_: (_ for _ in ()).throw(Interrupted("stop")))
+        assert train(job).exit_code == 75
+    as_before(tmp_path / "run")
+    inputs = open_inputs(job)
+    assert (inputs.recipe.version, inputs.recipe.date) == (1, "2026-02-03")
+    assert not {"tokenization.version", "tokenization.source_lang"} & set(inputs.identity)
+    identity = {key: value for key, value in inputs.identity.items() if key != "tokenization.date"}
+    assert identity == json.loads((tmp_path / "run" / RUN).read_text())["identity"]
+    assert train(job).exit_code == 0
+    found, held_out = open_examples(job, inputs, Heard(), lambda: False)
+    expected = split_by_input(found.tokens.groups, 0.25, 42)
+    assert found.indices.tolist() == expected[0][:20].tolist()
+    assert held_out is not None
+    assert held_out.indices.tolist() == expected[1].tolist()
+    assert found.tokens.inputs is None
+
+
+def test_other_examples_than_a_run_began_with_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = dated_job(tmp_path, "run")
+    assert train(job, StopAt(2)).exit_code == 75
+    shutil.rmtree(tmp_path / "cache")
+    render = "farthing.data.chat.Renderer.marked"
+    monkeypatch.setattr(render, lambda self, messages, *_: "### " + "".join(each["content"] for each in messages))
+    with pytest.raises(RunChanged, match="other examples"):
+        train(job)
+
+
+# ---- the split ----
+
+
+def made(folder: Path, rows: list[dict[str, Any]], tokenizer: Any, **recipe: Any) -> TokenSet:
+    sources = open_sources((str(write_jsonl(folder / "rows.jsonl", rows)),), cache_dir=folder, split="train")
+    return tokenize(
+        sources, tokenizer, Recipe(**{"task": "causal-lm", "max_length": 512, "max_bad_rows": 0.9} | recipe), folder
+    )
+
+
+def held_out(tokens: TokenSet) -> set[int]:
+    """Lines of the evaluation examples."""
+    chosen = split_by_input(tokens.groups, 0.3, 7, tokens.inputs)[1]
+    return set(tokens.lines[chosen].tolist())
+
+
+def test_no_row_crosses_the_split_whatever_it_is_rendered_by(
+    tmp_path: Path, tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another template, another day, shorter limits, rows that the template refuses."""
+    tokenizer, other = tokenizers["llama"], tokenizers["bert"]
+    whole = made(tmp_path, ROWS, tokenizer)
+    expected = held_out(whole)
+    assert 8 <= len(expected) <= 16
+    assert held_out(made(tmp_path, ROWS, other)) == expected
+    assert held_out(made(tmp_path, ROWS, tokenizer, train_on_prompt=True)) == expected
+    monkeypatch.setattr(tokenizer, "chat_template", DATED)
+    for day in ("2026-01-01", "2026-01-02"):
+        assert held_out(made(tmp_path, ROWS, tokenizer, date=day)) == expected
+    picky = "{% if '3' in messages[0]['content'] %}{{ raise_exception('no') }}{% endif %}" + DATED
+    monkeypatch.setattr(tokenizer, "chat_template", picky)
+    fewer = made(tmp_path, ROWS, tokenizer)
+    assert 0 < len(fewer) < len(whole)
+    assert held_out(fewer) == expected & set(fewer.lines.tolist())
+    longest = int(np.median(fewer.lengths))
+    short = made(tmp_path, ROWS, tokenizer, max_length=longest, too_long="skip")
+    assert 0 < len(short) < len(fewer)
+    assert held_out(short) == expected & set(short.lines.tolist())
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "seq2seq", "classification"])
+def test_rows_of_one_input_stay_together_whatever_is_answered(
+    tmp_path: Path, tokenizers: dict[str, Any], task: str
+) -> None:
+    rows: list[dict[str, Any]]
+    if task == "classification":
+        rows = [{"text": f"text {n % 10}" + " " * (n % 3), "label": str(n // 10)} for n in range(30)]
+    elif task == "seq2seq":
+        rows = [{"instruction": f"say {n % 10}", "input": "x", "output": f"answer {n}"} for n in range(30)]
+    else:
+        rows = [{"instruction": f"say {n % 10}", "system": "s", "output": f"answer {n}"} for n in range(30)]
+    family = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}[task]
+    tokens = made(tmp_path, rows, tokenizers[family], task=task)
+    assert len(np.unique(tokens.groups)) == 10
+    train_side, eval_side = split_by_input(tokens.groups, 0.3, 7, tokens.inputs)
+    assert len(eval_side) == 9
+    assert not set(tokens.groups[train_side]) & set(tokens.groups[eval_side])
+
+
+# ---- the tokenizer that others hold ----
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "seq2seq", "classification"])
+def test_tokenizing_leaves_the_tokenizer_as_it_was(tmp_path: Path, tiny_folders: dict[str, Path], task: str) -> None:
+    from farthing.model.load import ModelChoice, load_tokenizer
+
+    family = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}[task]
+    rows = [
+        {"prompt": f"one two three {n}", "completion": f" four five {n}", "text": f"t {n}", "label": "a"}
+        for n in range(9)
+    ]
+    tokenizer = load_tokenizer(ModelChoice(str(tiny_folders[family])), None)
+    before = tokenizer.backend_tokenizer.to_str()
+    made(
+        tmp_path,
+        rows,
+        tokenizer,
+        task=task,
+        max_length=4,
+        max_target_length=3,
+        too_long="truncate",
+        train_on_prompt=True,
+    )
+    assert tokenizer.backend_tokenizer.to_str() == before
+    assert tokenizer.backend_tokenizer.truncation is tokenizer.backend_tokenizer.padding is None
+
+
+def test_truncation_that_a_folder_asks_for_is_neither_followed_nor_exported(
+    tmp_path: Path, tiny_folders: dict[str, Path]
+) -> None:
+    from farthing.model.load import ModelChoice, load_tokenizer
+
+    folder = shutil.copytree(tiny_folders["llama"], tmp_path / "cut")
+    tokenizer = load_tokenizer(ModelChoice(str(folder)), None)
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=5)
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    again = load_tokenizer(ModelChoice(str(folder)), None)
+    again.save_pretrained(tmp_path / "exported")
+    saved = json.loads((tmp_path / "exported" / "tokenizer.json").read_text())
+    assert saved["truncation"] is saved["padding"] is None
+    tokens = made(tmp_path, [{"text": "one two three four five six"}], again)
+    assert tokens.lengths[0] > 5

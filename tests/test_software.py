@@ -1,0 +1,179 @@
+"""GPUs that the installed software can't use are turned away with the line that would let them in; fp16's risk is said."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from datetime import date
+from typing import Any
+
+import pytest
+import torch
+
+from farthing.errors import HardwareError, UserMistake
+from farthing.model.hardware import choose_numerics
+from farthing.planner.lengths import from_mean
+from farthing.planner.model_config import known_config
+from farthing.planner.search import decide
+from farthing.planner.shapes import read_shape
+from farthing.planner.software import Torch, builds, fp16_risk, parse_torch, pip_line, runs_in_words, why_no_code
+from farthing.planner.types import JobSpec, Place, place_of
+from farthing.prices.catalog import read_catalog
+from farthing.prices.gpus import FACTS, find_gpu, gpus
+from farthing.prices.offers import Billing, Offer
+
+TODAY = date(2026, 11, 21)
+
+
+def offer_of(gpu: str) -> Offer:
+    return Offer("X", gpu, gpu, 1, "", "", False, "machine_hour", 0.3, "a test", TODAY, Billing("X"))
+
+
+def wanted_of(model: str, **changes: Any) -> JobSpec:
+    config = known_config(model)
+    assert config is not None
+    usual: dict[str, Any] = {
+        **{"shape": read_shape(config), "method": "lora", "optim": "adamw_torch_fused", "global_batch": 16},
+        **{"lengths": from_mean(2000, 200, 1024), "target_modules": ("all-linear",), "fp16_risk": fp16_risk(config)},
+    }
+    return JobSpec(**(usual | changes))
+
+
+@pytest.mark.parametrize("name", ["gpu_software.csv", "trained_dtypes.csv"])
+def test_facts_have_a_source_and_a_date(name: str) -> None:
+    with open(FACTS / name, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows
+    for row in rows:
+        assert row["source"]
+        assert date.fromisoformat(row["date"]) <= TODAY
+
+
+def test_every_version_of_torch_has_one_build_on_pypi() -> None:
+    since = {one.since for one in builds() if one.package == "torch"}
+    for version in since:
+        assert sum(one.is_default for one in builds() if (one.package, one.since) == ("torch", version)) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "can", "cannot"),
+    [
+        ("2.10", ["V100-16GB", "T4", "H100", "B200"], ["P100", "K80", "MI300X"]),
+        ("2.13.0", ["T4", "A100-80GB", "L40S", "B300", "RTX 5090"], ["V100-16GB", "P100", "K80", "MI300X"]),
+        ("2.13.0+cu126", ["P100", "V100-32GB", "T4", "RTX 4090", "H100"], ["K80", "B200", "RTX 5090"]),
+        ("2.13.0+rocm7.2", ["MI300X"], ["H100"]),
+        ("2.16", ["T4"], ["V100-16GB"]),
+    ],
+)
+def test_which_gpus_a_torch_has_code_for(version: str, can: list[str], cannot: list[str]) -> None:
+    found = parse_torch(version)
+    assert [name for name in can if why_no_code(find_gpu(name), found)] == []
+    assert [name for name in cannot if not why_no_code(find_gpu(name), found)] == []
+
+
+def test_the_pip_line_names_a_wheel_that_has_code_for_the_gpu() -> None:
+    for gpu in gpus().values():
+        for version in ("2.10", "2.11.1", "2.13.0", "2.14", "2.15.0"):
+            line = pip_line(gpu, Torch(version))
+            if line is None:
+                assert gpu.name == "K80"
+                continue
+            again = parse_torch(line.rpartition(" ")[2])
+            assert why_no_code(gpu, again) is None, (gpu.name, line)
+            assert f"/whl/{again.build}," in line
+    assert pip_line(find_gpu("V100-16GB"), Torch("2.13.0")) == (
+        "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126, and plan with --torch 2.13.0+cu126"
+    )
+    assert "'torch==2.14.*'" in (pip_line(find_gpu("V100-16GB"), Torch("2.15.0")) or "")
+
+
+def test_no_plan_is_on_a_gpu_that_the_torch_cannot_run() -> None:
+    wanted = wanted_of("Qwen/Qwen2.5-0.5B")
+    offers = [offer for offer in read_catalog(None, TODAY).offers if offer.usd_per_hour is not None]
+    for version in ("2.13.0", "2.13.0+cu126", "2.10"):
+        found = [place_of(offer, wanted, torch=parse_torch(version)) for offer in offers]
+        answer = decide(wanted, [place for place in found if isinstance(place, Place)])
+        used = {plan.offer.gpu for plan in answer.plans}
+        assert not [name for name in used if why_no_code(gpus()[name], parse_torch(version))]
+        assert ("V100-16GB" in used) == (version != "2.13.0")
+
+
+def test_what_else_a_job_needs_has_code_too() -> None:
+    turing, volta = find_gpu("T4"), find_gpu("V100-16GB")
+    assert "flash-attn" in (why_no_code(turing, Torch("2.13.0"), attention="flash_attention_2") or ("",))[0]
+    assert why_no_code(find_gpu("L4"), Torch("2.13.0"), attention="flash_attention_2") is None
+    assert why_no_code(volta, parse_torch("2.13.0+cu126"), needs_bitsandbytes=True) is None
+
+
+@pytest.mark.parametrize("text", ["2.13+cpu", "latest", "2.9", "2.13+cu128", "2.15+cu126"])
+def test_a_torch_that_is_not_known_is_refused_by_name(text: str) -> None:
+    with pytest.raises(UserMistake, match=text.partition("+")[2] or text):
+        parse_torch(text)
+
+
+def test_the_notes_say_what_can_be_used() -> None:
+    assert runs_in_words(Torch("2.13.0")).startswith("torch 2.13.0 from PyPI (cu130) has code for Turing, Ampere")
+
+
+# ---- fp16 ----
+
+
+@pytest.mark.parametrize(
+    ("config", "is_risky"),
+    [
+        ({"model_type": "t5", "torch_dtype": "float32"}, True),
+        ({"model_type": "gemma2", "torch_dtype": "float32"}, True),
+        ({"model_type": "llama", "vocab_size": 128256}, True),
+        ({"model_type": "llama", "vocab_size": 32000, "torch_dtype": "float16"}, False),
+        ({"model_type": "llama", "vocab_size": 32000, "dtype": "bfloat16"}, True),
+        ({"model_type": "new", "text_config": {"torch_dtype": "torch.bfloat16"}}, True),
+        ({"model_type": "gpt2"}, False),
+        ({"model_type": "xlm-roberta", "vocab_size": 250002}, False),
+    ],
+)
+def test_models_trained_in_bf16_are_known(config: dict[str, Any], is_risky: bool) -> None:
+    assert bool(fp16_risk(config)) == is_risky
+
+
+@pytest.mark.parametrize("model", ["google/flan-t5-base", "Qwen/Qwen2.5-0.5B", "google/gemma-2-2b"])
+def test_a_gpu_without_bf16_computes_such_a_model_in_fp32_unless_fp16_is_asked_for(model: str) -> None:
+    wanted = wanted_of(model)
+    place = place_of(offer_of("T4"), wanted)
+    assert isinstance(place, Place)
+    assert place.precision == "fp32"
+    assert "fp16" in place.precision_note
+    asked = place_of(offer_of("T4"), replace(wanted, precision="fp16"))
+    assert isinstance(asked, Place)
+    assert asked.precision == "fp16"
+    calm = place_of(offer_of("T4"), replace(wanted, precision="fp16", fp16_risk=""))
+    assert isinstance(calm, Place)
+    risky, usual = (decide(replace(wanted, precision="fp16"), [one]).plans[0] for one in (asked, calm))
+    assert risky.total_usd == usual.total_usd
+    assert risky.usd_range.high > 1.5 * usual.usd_range.high - 0.5 * usual.total_usd
+    assert place_of(offer_of("L4"), wanted).precision == "bf16"  # type: ignore[union-attr]
+
+
+def test_where_fp32_does_not_fit_fp16_is_offered_with_its_risk() -> None:
+    wanted = wanted_of("Qwen/Qwen2.5-7B")
+    place = place_of(offer_of("Quadro RTX 6000"), wanted)
+    assert isinstance(place, Place)
+    (rejected,) = decide(wanted, [place]).rejected
+    assert rejected.change.startswith("method: qlora, or train.fp16: true at a risk")
+    asked = replace(wanted, precision="fp16")
+    again = place_of(offer_of("Quadro RTX 6000"), asked)
+    assert isinstance(again, Place)
+    assert decide(asked, [again]).plans, "what is offered can be done"
+
+
+@pytest.mark.parametrize(
+    ("risk", "asked", "name"), [("overflow", None, "fp32"), ("", None, "fp16"), ("overflow", True, "fp16")]
+)
+def test_the_trainer_does_as_the_plan_says(
+    risk: str, asked: bool | None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    assert choose_numerics("auto", None, asked, fp16_risk=risk).name == name
+    with pytest.raises(HardwareError):
+        choose_numerics("auto", True, None, fp16_risk=risk)

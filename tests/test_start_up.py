@@ -1,0 +1,148 @@
+"""Start-up is paid for: what a process has cost when it is killed before its libraries are there, and after its last step.
+
+The slow import is a torch of our own that sleeps; twenty kills of real processes are in the long tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import workshop
+from farthing.durability.accounts import Account, read_ledger
+from farthing.errors import RunChanged
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job file."""
+    return workshop.job_file(tmp_path_factory.mktemp("job"), max_steps=100_000, save_steps=50, probe=False)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> dict[str, str]:
+    """An environment where importing torch never ends, and leaves the file `importing`."""
+    (tmp_path / "slow" / "torch").mkdir(parents=True)
+    (tmp_path / "slow" / "torch" / "__init__.py").write_text(
+        f"import ctypes, pathlib\npathlib.Path({str(tmp_path / 'importing')!r}).touch()\n"
+        "while True: ctypes.PyDLL(None).usleep(900_000)\n"  # no other thread runs meanwhile, as where a library is loaded
+    )
+    return {**os.environ, "PYTHONPATH": str(tmp_path / "slow")}
+
+
+def until(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+    """Wait, as long as the process lives."""
+    give_up_at = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, "it has ended"
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def train(job: Path, run: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """`farthing train` in a process of its own."""
+    command = [sys.executable, "-m", "farthing", "train", str(job), "--set", f"output_dir={run}", *words]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
+
+
+def test_a_process_that_is_killed_while_it_imports_torch_is_on_the_bill_and_under_the_cap(
+    job: Path, slow: dict[str, str], tmp_path: Path
+) -> None:
+    run, importing = tmp_path / "run", tmp_path / "importing"
+
+    def newest() -> Account:
+        return read_ledger(run / "ledger.jsonl").ordered[-1]
+
+    for number in (1, 2, 3):
+        importing.unlink(missing_ok=True)
+        process = train(job, run, env=slow)
+        until(importing.exists, process)
+        assert newest().number == number
+        seen_s = newest().wall_s
+        until(lambda seen_s=seen_s: newest().wall_s > seen_s + 0.15, process)  # type: ignore[misc]
+        process.kill()
+        process.communicate()
+    spent_s = [account.wall_s for account in read_ledger(run / "ledger.jsonl").ordered]
+    assert len(spent_s) == 3
+    assert min(spent_s) > 0.2
+    importing.unlink()
+    capped = train(job, run, "--set", f"limits.max_hours={sum(spent_s)}s", env=slow)
+    _, words = capped.communicate(timeout=120)
+    assert capped.returncode == 3, words
+    assert not importing.exists(), "the cap is known before torch is"
+
+
+def test_asked_to_leave_while_it_imports_torch_a_process_says_so_on_the_ledger(
+    job: Path, slow: dict[str, str], tmp_path: Path
+) -> None:
+    process = train(job, tmp_path / "run", env=slow)
+    until((tmp_path / "importing").exists, process)
+    process.send_signal(signal.SIGTERM)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 75, words
+    assert read_ledger(tmp_path / "run" / "ledger.jsonl").accounts[1].state == "interrupted"
+
+
+def test_a_finished_run_is_answered_without_torch_and_nothing_is_added_to_its_bill(tmp_path: Path) -> None:
+    path = workshop.job_file(tmp_path, max_steps=2)
+    assert workshop.train(workshop.load_job(path)).state == "finished"
+    run = tmp_path / "run"
+    before = {name: (run / name).read_bytes() for name in ("ledger.jsonl", "receipt.json", "run.json", "log.jsonl")}
+    code = (
+        "import sys, farthing.cli\n"
+        f"code = farthing.cli.main(['train', {str(path)!r}, *sys.argv[1:]])\n"
+        "print('torch' in sys.modules or 'transformers' in sys.modules, file=sys.stderr)\n"
+        "sys.exit(code)\n"
+    )
+
+    def again(*words: str) -> tuple[int, str, str]:
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr.split()[-1]
+
+    returncode, printed, with_torch = again("--json")
+    assert (returncode, with_torch) == (0, "False")
+    assert json.loads(printed)["usd"] == pytest.approx(json.loads(before["receipt.json"])["usd"], rel=0.05)
+    assert before == {name: (run / name).read_bytes() for name in before}
+    assert again("--retry")[0] == 0
+    data = tmp_path / "data.jsonl"
+    os.utime(data)  # not as it was: looked at in full, found the same, and still nothing is added
+    assert workshop.train(workshop.load_job(path)).state == "finished"
+    assert [a.state for a in read_ledger(run / "ledger.jsonl").ordered] == ["finished"]
+    data.write_text(data.read_text() + data.read_text().splitlines()[0] + "\n")
+    for words in ([], ["train.learning_rate=0.02"]):
+        with pytest.raises(RunChanged):  # though it is finished
+            workshop.train(workshop.load_job(path, words))
+    assert [a.state for a in read_ledger(run / "ledger.jsonl").ordered] == ["finished"]
+
+
+@pytest.mark.slow
+def test_twenty_attempts_killed_in_their_first_seconds_are_billed_to_a_hundredth(job: Path, tmp_path: Path) -> None:
+    chance, run, wall_s = random.Random(7), tmp_path / "run", 0.0
+    for _ in range(20):
+        began = time.monotonic()
+        process = train(job, run)
+        time.sleep(chance.uniform(0.5, 15))
+        process.kill()
+        process.communicate()
+        wall_s += time.monotonic() - began
+    billed_s = sum(account.wall_s for account in read_ledger(run / "ledger.jsonl").ordered)
+    print(f"{billed_s:.1f} s billed of {wall_s:.1f} s")
+    assert billed_s == pytest.approx(wall_s, rel=0.01)
+    # and one that comes to its end by itself: what comes after the last step counts too
+    began = time.monotonic()
+    process = train(job, run, "--set", "limits.max_hours=" + f"{billed_s + 40}s")
+    process.communicate()
+    assert process.returncode == 3
+    billed_s = sum(account.wall_s for account in read_ledger(run / "ledger.jsonl").ordered) - billed_s
+    assert billed_s == pytest.approx(time.monotonic() - began, rel=0.01)
+    receipt = json.loads((run / "receipt.json").read_text())
+    assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"], rel=0.01)
