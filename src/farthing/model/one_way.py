@@ -29,16 +29,15 @@ def refuse_looking_ahead(model: Any, name: str) -> None:
     was_training = model.training
     model.eval()
     try:
-        before, after = (
-            model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float() for ids in (first, second)
-        )
+        ids = torch.cat([first, second])  # [2, N_TOKENS]
+        before, after = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, :-1].float()
     finally:
         model.train(was_training)
     # experts are given other numbers of tokens, which rounds otherwise; all else is the same to the bit
     share = ROUNDING if next(model.parameters()).dtype == torch.float32 else ROUNDING_HALF
     if float((before - after).abs().max()) > share * float(before.abs().max()):
         raise ModelError(
-            f"a {model.config.model_type} as it is here looks ahead: it sees the very tokens that it is to predict",
+            f"a {model.config.model_type} with this config.json looks ahead: it sees the tokens that it is to predict",
             where=name,
-            to_do="use a decoder (Llama, Qwen ...), task: classification, or a copy of it with `is_decoder: true` in config.json",
+            to_do="use a decoder (Llama, Qwen ...), or a copy of this one with `is_decoder: true` in its config.json",
         )

@@ -31,6 +31,7 @@ from farthing.durability.replica import Mirror, open_mirror
 from farthing.durability.run_folder import (
     DATA_NOTES,
     LEDGER,
+    LOG,
     MODEL,
     RUN,
     claim,
@@ -65,6 +66,7 @@ from farthing.model.load import left_out_loss, quiet_libraries
 from farthing.planner.lengths import from_token_set
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import leave_receipt
+from farthing.report.training_log import read_log
 from farthing.train.autotune import as_probed, is_worth_it, subject_of
 from farthing.train.autotune_cache import Subject
 from farthing.train.budget import over_limit, seconds_left, why_not_start
@@ -175,11 +177,13 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False, attempt: Opened 
                 ledger.end(state)
             if state == "failed":
                 end_mirror(mirror, meter, ledger, notice)
-        receipt = leave_receipt(folder)
+        log = read_log(folder / LOG)
+        receipt = leave_receipt(folder, log)
         if mirror is not None:
             mirror.offer_last_words()
             end_mirror(mirror, meter, ledger, notice)
-            receipt = leave_receipt(folder)
+            receipt = leave_receipt(folder, log)
+        attempt.at_close = lambda: write_card(folder, leave_receipt(folder, log))
         with contextlib.suppress(OSError):  # a full disk: the receipt is there
             write_card(folder, receipt)
         return Outcome(state, reason, receipt)
