@@ -18,7 +18,9 @@ import farthing.export
 import farthing.train.run
 import workshop
 from farthing.cli import main
+from farthing.durability import run_folder
 from farthing.durability.exported import damage_of
+from farthing.durability.run_folder import keep_job, kept_job
 from farthing.errors import Interrupted, ModelError, UserMistake
 from farthing.export import export_run
 from farthing.model.adapters import break_ties
@@ -323,9 +325,9 @@ def test_a_merge_needs_no_attention_of_a_gpu_and_says_when_a_model_can_not_be_ru
     job = make_job(tmp_path, method="lora", pretrained=True, max_steps=1)
     workshop.train(job)
     run = Path(job.output_dir)
-    facts = json.loads((run / "job.json").read_text())
-    facts["model"]["attn_implementation"] = "flash_attention_2"
-    (run / "job.json").write_text(json.dumps(facts))
+    kept = kept_job(run)
+    kept["model"]["attn_implementation"] = "flash_attention_2"
+    keep_job(run, kept, run_folder.kept(run / run_folder.RUN) or {})
     export_run(run, tmp_path / "merged", "merged")
 
     def forward(*_: Any, **__: Any) -> Any:

@@ -105,7 +105,7 @@ def test_a_template_without_a_date_has_none_in_its_key(tmp_path: Path, monkeypat
 def as_before(folder: Path) -> None:
     """Make a run folder what it was before texts had versions."""
     facts = json.loads((folder / RUN).read_text())
-    for key in ("date", "examples_sha256", "sha256"):
+    for key in ("date", "examples_sha256", "job_sha256", "sha256"):
         facts.pop(key, None)
     for key in ("tokenization.version", "tokenization.date"):
         facts["identity"].pop(key, None)
