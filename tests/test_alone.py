@@ -22,6 +22,7 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.load import set_languages, speak
 from farthing.model.loss import decoder_inputs
+from farthing.model.one_way import refuse_looking_ahead
 from farthing.planner.families import DECODERS, ENCODERS, PADS_SAFELY
 from test_pieces import token_set
 
@@ -274,3 +275,21 @@ def test_a_model_that_was_told_the_language_generates_in_it(family: str) -> None
     expected = decoder_inputs(model, labels)[0, :2].tolist()
     assert written[: 2 if family == "nllb" else 1] == expected[: 2 if family == "nllb" else 1]
     assert code in written[:2]
+
+
+# ---- a language model looks back only ----
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "roformer"])
+def test_an_encoder_that_looks_ahead_is_no_language_model(kind: str) -> None:
+    with pytest.raises(ModelError, match="looks ahead"):
+        refuse_looking_ahead(small(kind, AutoModelForCausalLM), kind)
+    refuse_looking_ahead(small(kind, AutoModelForCausalLM, is_decoder=True), kind)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "bloom", "mixtral", "mamba"])
+def test_decoders_look_back_only(kind: str) -> None:
+    model = small(kind, AutoModelForCausalLM)
+    model.train()
+    refuse_looking_ahead(model, kind)
+    assert model.training

@@ -26,7 +26,7 @@ from farthing.data.batches import IGNORED, Batches, collate, permutation, split_
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE, Unusable
 from farthing.data.formats import converter, recognise
 from farthing.data.read import BadRow, Row, Source, open_sources
-from farthing.data.tokens import Recipe, TokenSet, set_key, tokenize, tokenizer_sha256
+from farthing.data.tokens import CACHE_VERSION, Recipe, TokenSet, set_key, tokenize, tokenizer_sha256
 from farthing.errors import DataError
 from farthing.tiny import write_jsonl
 from workshop import cut
@@ -703,7 +703,7 @@ def test_a_set_of_an_earlier_run_keeps_its_name(source: Source) -> None:
         "task": "causal-lm", "max_length": 64, "max_target_length": 128, "too_long": "truncate", "train_on_prompt": False,
         "columns": {}, "label_map": {}, "max_bad_rows": 0.01, "label_names": [],
     }  # fmt: skip
-    content = json.dumps([1, [source.sha256], "a tokenizer", former], sort_keys=True)
+    content = json.dumps([CACHE_VERSION, [source.sha256], "a tokenizer", former], sort_keys=True)
     assert set_key([source], "a tokenizer", recipe) == hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
@@ -761,7 +761,7 @@ def test_a_writer_that_is_killed_leaves_nothing_usable(tmp_path: Path, tiny_fold
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from transformers import PreTrainedTokenizerFast\n"
-        "from farthing.data.read import open_sources; from farthing.data.tokens import Recipe, tokenize\n"
+        "from farthing.data.read import open_sources; from farthing.data.tokens import CACHE_VERSION, Recipe, tokenize\n"
         "tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])\n"
         "sources = open_sources((os.path.abspath('a.jsonl'),), cache_dir=Path('cache'), split='train')\n"
         "stop = lambda rows, tokens, share: os.kill(os.getpid(), signal.SIGKILL) if rows > 2000 else None\n"

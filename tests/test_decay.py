@@ -43,7 +43,6 @@ OTHERS = {
     "jetmoe",
     "granitemoe",
     "phimoe",
-    "dbrx",
     "stablelm",
 }
 CLAIMED = {*FAMILIES, *DECODERS, *ENCODERS, *CAUSAL_FAMILIES, *SEQ2SEQ_FAMILIES}

@@ -18,7 +18,9 @@ import farthing.export
 import farthing.train.run
 import workshop
 from farthing.cli import main
+from farthing.durability import run_folder
 from farthing.durability.exported import damage_of
+from farthing.durability.run_folder import keep_job, kept_job
 from farthing.errors import Interrupted, ModelError, UserMistake
 from farthing.export import export_run
 from farthing.model.adapters import break_ties
@@ -102,8 +104,7 @@ def test_an_adapter_folder_of_an_older_farthing_is_exported_and_merged(tmp_path:
     run = Path(job.output_dir)
     (run / "model/model_config.json").rename(run / "model/config.json")
     (run / "model/manifest.json").unlink()
-    facts = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({key: value for key, value in facts.items() if key != "sealed"}))
+    workshop.change_facts(run, sealed=None)
     export_run(run, tmp_path / "adapter", "adapter")
     assert not (tmp_path / "adapter/config.json").exists()
     export_run(run, tmp_path / "merged", "merged")
@@ -198,7 +199,7 @@ def test_weights_that_a_narrower_dtype_can_not_hold_are_refused(tmp_path: Path) 
         model.model.norm.weight.fill_(1e6)
     model.save_pretrained(run / "model")
     (run / "model/manifest.json").unlink()
-    (run / "run.json").write_text((run / "run.json").read_text().replace('"sealed": true', '"sealed": false'))
+    workshop.change_facts(run, sealed=False)
     with pytest.raises(ModelError, match="not finite; nothing was kept"):
         export_run(run, tmp_path / "half", "merged", "float16")
     assert not (tmp_path / "half").exists()
@@ -324,9 +325,9 @@ def test_a_merge_needs_no_attention_of_a_gpu_and_says_when_a_model_can_not_be_ru
     job = make_job(tmp_path, method="lora", pretrained=True, max_steps=1)
     workshop.train(job)
     run = Path(job.output_dir)
-    facts = json.loads((run / "job.json").read_text())
-    facts["model"]["attn_implementation"] = "flash_attention_2"
-    (run / "job.json").write_text(json.dumps(facts))
+    kept = kept_job(run)
+    kept["model"]["attn_implementation"] = "flash_attention_2"
+    keep_job(run, kept, run_folder.kept(run / run_folder.RUN) or {})
     export_run(run, tmp_path / "merged", "merged")
 
     def forward(*_: Any, **__: Any) -> Any:
@@ -343,8 +344,7 @@ def test_a_run_at_its_limit_is_let_in_to_write_a_damaged_model_again(tmp_path: P
     workshop.train(job)
     run = Path(job.output_dir)
     whole = files_of(run / "model")
-    facts = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**facts, "finished": False}))
+    workshop.change_facts(run, finished=False)
     capped = make_job(tmp_path, max_steps=3, save_steps=1, limits={"max_hours": 1e-6})
     heard = Heard()
     assert workshop.train(capped, heard).state == "limit"

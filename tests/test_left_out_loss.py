@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import farthing.durability.run_folder
 import workshop
 from farthing.cli import main
+from farthing.durability.run_folder import RUN, kept
 from farthing.errors import ModelError
 from farthing.model.load import left_out_loss
 from farthing.planner.families import DECODERS, FAMILIES
@@ -100,12 +102,11 @@ def test_a_run_that_began_without_it_goes_on_and_says_so(tmp_path: Path, monkeyp
         before.setattr(farthing.durability.run_folder, "RULES", 1)
         workshop.train(job)
     run = Path(job.output_dir)
-    facts = json.loads((run / "run.json").read_text())
-    assert facts.pop("rules") == 1
-    (run / "run.json").write_text(json.dumps({**facts, "finished": False}))
+    assert (kept(run / RUN) or {})["rules"] == 1
+    workshop.change_facts(run, rules=None, finished=False)
     heard = Heard()
     assert workshop.train(job, heard).state == "finished"
     assert "left out of the loss" in heard.warnings
-    (run / "run.json").unlink()
+    shutil.rmtree(run)
     with pytest.raises(ModelError, match="balance of the experts"):
         workshop.train(job)

@@ -958,8 +958,9 @@ def test_a_run_computes_frozen_layers_once_and_ends_as_one_that_computes_them_al
     ends = {name: p.detach().clone() for name, p in watched.model.named_parameters()}
     assert json.loads((tmp_path / "kept/run.json").read_text())["keeps_frozen_output"] is True
     again = upper(tmp_path, "again")
-    workshop.train(again)  # the cache is there: the first layer is asked once, for what a forward pass keeps
-    assert len(frozen_calls) == 1
+    # the cache is there: the first layer is asked whether the model looks ahead, and twice for what a forward pass keeps
+    workshop.train(again)
+    assert len(frozen_calls) == 3
     assert all(torch.equal(p, ends[name]) for name, p in watched.model.named_parameters())
     monkeypatch.setattr("farthing.train.frozen.why_no_prefix_cache", lambda **_: "not today")
     heard = workshop.Heard()

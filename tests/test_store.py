@@ -629,7 +629,8 @@ def stop_after(step: int) -> Heard:
 def same_result(left: Path, right: Path) -> list[str]:
     import survive
 
-    return survive.differences(survive.result_of(left), survive.result_of(right))
+    found = survive.differences(survive.result_of(left), survive.result_of(right))
+    return [name for name in found if name != "model/README.md"]  # it names the data by its address
 
 
 @pytest.mark.parametrize("scheme", ["folder", "memory"])

@@ -154,6 +154,9 @@ def test_scores_of_an_unknown_head_are_taken_at_positions_known_beforehand(task:
         def __call__(self, **_: Any) -> Any:
             return SimpleNamespace(logits=logits)
 
+        def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+            return labels.roll(1, 1).clamp(min=0)
+
     model: Any = Model()
     model.config = config
     expected = summed_loss(model, batch, task)[0]

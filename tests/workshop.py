@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 import farthing.train.run
 from farthing.config.job import Job
 from farthing.config.load import load_job
+from farthing.durability.run_folder import RUN, keep, kept
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train.run import Outcome
 
@@ -121,6 +122,12 @@ class Heard(list[tuple[str, dict[str, Any]]]):
 def train(job: Job, heard: Heard | None = None) -> Outcome:
     """Train `job`, hearing what it tells."""
     return farthing.train.run.train(job, heard if heard is not None else Heard())
+
+
+def change_facts(run: Path, **facts: Any) -> None:
+    """Write other facts into a run's `run.json`, with a right checksum; None takes one out."""
+    changed = {**(kept(run / RUN) or {}), **facts}
+    keep(run / RUN, {key: value for key, value in changed.items() if value is not None})
 
 
 def log_of(job: Job) -> list[dict[str, Any]]:

@@ -467,7 +467,6 @@ def _train(arguments: argparse.Namespace) -> int:
 
         from farthing.config.load import load_job
         from farthing.durability.run_folder import is_finished
-        from farthing.planner.preflight import look_over
 
         job = load_job(arguments.job, arguments.set)
         folder = Path(job.output_dir)
@@ -483,6 +482,8 @@ def _train(arguments: argparse.Namespace) -> int:
                 console = _console(stderr=arguments.json)
                 return _show_end(arguments, console, "finished", FINISHED_ALREADY, receipt, EXIT_FINISHED)
         if arguments.retry is not None:
+            from farthing.planner.preflight import look_over
+
             look_over(job)
             return _train_until_it_ends(arguments, folder)
         if attempt is None:

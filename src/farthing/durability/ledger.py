@@ -393,6 +393,7 @@ class Ledger:
         write_text(self._path, before.decode() + 2 * place)
         self._places = (len(before), len(before) + self._place_bytes)
         self._file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
+        os.fchmod(self._file, 0o600)
 
     def _forget_file(self) -> None:
         if self._file is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,8 @@ class Opened:
     ledger: Ledger
     is_accepted: bool = False
     """Whether the run in the folder is known to be the job's."""
+    at_close: Callable[[], None] | None = None
+    """Called when the last second is on the bill: what shows the bill can be written then."""
 
     def belongs_elsewhere(self, error: BaseException) -> bool:
         """Whether the attempt was none of this run: refused before there was a run, or because it is another one's."""
@@ -113,6 +115,8 @@ def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
         finally:
             with contextlib.suppress(OSError):
                 ledger.close()
+                if attempt.at_close is not None:
+                    attempt.at_close()
 
 
 def opened_early(stack: contextlib.ExitStack, job: Path, overrides: Sequence[str]) -> Opened | None:

@@ -18,19 +18,19 @@ from farthing.durability.files import parse_json, write_json
 from farthing.durability.ledger import SPANS
 from farthing.durability.run_folder import DATA_NOTES, JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE, witnesses_of
 from farthing.errors import UserMistake
-from farthing.report.training_log import read_log
+from farthing.report.training_log import TrainingLog, read_log
 from farthing.units import plural
 
 N_CURVE_POINTS = 60
 FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu")
 
 
-def build_receipt(folder: Path) -> dict[str, Any]:
-    """The receipt of the run in `folder`. Raises `UserMistake` when there is none."""
+def build_receipt(folder: Path, log: TrainingLog | None = None) -> dict[str, Any]:
+    """The receipt of the run in `folder`; `log` where it was read already. Raises `UserMistake` when there is none."""
     found = read_ledger(folder / LEDGER, witnesses_of(folder))
     if not found.accounts and not (folder / LEDGER).exists():
         raise UserMistake("not a run folder", where=str(folder), to_do="name the output_dir of a job that has started")
-    accounts, log = found.ordered, read_log(folder / LOG)
+    accounts, log = found.ordered, log or read_log(folder / LOG)
     attempts = attempts_of(accounts)
     job, plan = _read_json(folder / JOB), _read_json(folder / PLAN)
     spans = {name: sum(a.spans.get(name, 0.0) for a in attempts) for name in SPANS}
@@ -129,9 +129,9 @@ def _trust(found: Found) -> dict[str, Any] | None:
     }
 
 
-def leave_receipt(folder: Path) -> dict[str, Any]:
+def leave_receipt(folder: Path, log: TrainingLog | None = None) -> dict[str, Any]:
     """Build the receipt and write it into the run's folder."""
-    receipt = build_receipt(folder)
+    receipt = build_receipt(folder, log)
     write_json(folder / RECEIPT, receipt)
     return receipt
 

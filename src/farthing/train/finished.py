@@ -13,7 +13,7 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.durability.exported import CARD, damage_of
 from farthing.durability.files import Damaged
-from farthing.durability.run_folder import MODEL, RECEIPT, RUN, is_finished, kept, kept_job
+from farthing.durability.run_folder import MODEL, RECEIPT, RUN, is_damaged, is_finished, kept, kept_job
 from farthing.errors import FarthingError
 from farthing.report.receipt import build_receipt, leave_receipt
 
@@ -47,6 +47,8 @@ def receipt_of_finished(job: Job) -> dict[str, Any] | None:
     if not is_finished(folder):
         return None
     try:
+        if is_damaged(folder):
+            return None
         facts, before = kept(folder / RUN) or {}, kept_job(folder)
         now, settings = job.model_dump(mode="json"), job.identity()
         of_settings = {

@@ -31,6 +31,7 @@ from farthing.durability.replica import Mirror, open_mirror
 from farthing.durability.run_folder import (
     DATA_NOTES,
     LEDGER,
+    LOG,
     MODEL,
     RUN,
     claim,
@@ -66,6 +67,7 @@ from farthing.model.load import left_out_loss, quiet_libraries
 from farthing.planner.lengths import from_token_set
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import leave_receipt
+from farthing.report.training_log import read_log
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
 from farthing.train.autotune import as_probed, is_worth_it, keep_setting, probe_run, subject_of
@@ -147,11 +149,13 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False, begun: Opened | 
                 ledger.end(state)
             if state == "failed":
                 end_mirror(replica, meter, ledger, notice)
-        receipt = leave_receipt(folder)
+        log = read_log(folder / LOG)
+        receipt = leave_receipt(folder, log)
         if replica is not None:
             replica.offer_last_words()
             end_mirror(replica, meter, ledger, notice)
-            receipt = leave_receipt(folder)
+            receipt = leave_receipt(folder, log)
+        begun.at_close = lambda: write_card(folder, leave_receipt(folder, log))
         with contextlib.suppress(OSError):  # a full disk: the receipt is there
             write_card(folder, receipt)
         return Outcome(state, reason, receipt)

@@ -40,6 +40,7 @@ from farthing.model.load import (
     set_languages,
     speak,
 )
+from farthing.model.one_way import refuse_looking_ahead
 from farthing.planner.job_lengths import note_token_set
 from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
@@ -313,6 +314,8 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
         model = add_adapter(model, adapter, job.task, job.train.seed)
     if not quantize:
         model.to(numerics.device)
+    if job.task == "causal-lm":
+        refuse_looking_ahead(model, inputs.choice.name)
     model.train()
     return model
 
