@@ -467,6 +467,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
         from farthing.config.load import load_job
         from farthing.durability.run_folder import is_finished
+        from farthing.report.receipt import leave_receipt
 
         job = load_job(arguments.job, arguments.set)
         folder = Path(job.output_dir)
@@ -489,18 +490,23 @@ def _train(arguments: argparse.Namespace) -> int:
         if attempt is None:
             attempt = stack.enter_context(opened(folder, job.usd_per_hour))
         attempt.ledger.set_price(job.usd_per_hour)
-        return _train_once(arguments, job, offer, attempt)
+        outcome = _train_once(arguments, job, offer, attempt)
+    if isinstance(outcome, str):
+        receipt = leave_receipt(folder)
+        return _show_end(arguments, _console(stderr=arguments.json), "limit", outcome, receipt, EXIT_LIMIT)
+    console = _console(stderr=arguments.json, goes_on=True)
+    return _show_end(arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code)
 
 
-def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any) -> int:
+def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any) -> Any:
+    """The `Outcome` of an attempt that is on the bill; why it was not begun, where a limit has no room for it."""
     from farthing.planner.preflight import look_over
-    from farthing.report.receipt import leave_receipt
     from farthing.report.terminal import Terminal
     from farthing.train.budget import stopped_before_start
 
     console = _console(stderr=arguments.json, goes_on=True)
     if reason := stopped_before_start(job, attempt):
-        return _show_end(arguments, console, "limit", reason, leave_receipt(attempt.folder), EXIT_LIMIT)
+        return reason
     look_over(job)
     terminal = Terminal(console, job.train.logging_steps)
     if offer:
@@ -520,7 +526,7 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
             outcome = train(job, terminal, allow_restart=arguments.allow_restart, begun=attempt)
     finally:
         terminal.close()
-    return _show_end(arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code)
+    return outcome
 
 
 def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:

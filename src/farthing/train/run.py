@@ -99,7 +99,7 @@ DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS,
 
 @dataclass
 class Outcome:
-    """How an attempt ended: finished (0), limit (3) or interrupted (75)."""
+    """How an attempt ended: finished (0), limit (3) or interrupted (75). The receipt is brought up to date when it closes."""
 
     state: str
     reason: str
@@ -155,10 +155,16 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False, begun: Opened | 
             replica.offer_last_words()
             end_mirror(replica, meter, ledger, notice)
             receipt = leave_receipt(folder, log)
-        begun.at_close = lambda: write_card(folder, leave_receipt(folder, log))
         with contextlib.suppress(OSError):  # a full disk: the receipt is there
             write_card(folder, receipt)
-        return Outcome(state, reason, receipt)
+        outcome = Outcome(state, reason, receipt)
+
+        def with_the_last_second() -> None:
+            outcome.receipt = leave_receipt(folder, log)
+            write_card(folder, outcome.receipt)
+
+        begun.at_close = with_the_last_second
+        return outcome
 
 
 def _bring_back(job: Job, context: Context, allow_restart: bool) -> None:
