@@ -203,3 +203,65 @@ def undeclared_at_top(path: Path, known: set[str]) -> set[str]:
     """The same for what is imported whenever the file is."""
     tops = {name.split(".")[0] for name in imports(path, top_only=True)} - set(sys.stdlib_module_names) - {"farthing"}
     return {DISTRIBUTIONS.get(top, top) for top in tops} - known
+
+
+# ---- sizes: what is over them stands here, with the day it was put there; the list only shrinks ----
+
+MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 60, 8
+LONG_FILES = {"cli": "2026-11-21", "data.tokens": "2026-11-21"}
+LONG_FUNCTIONS = dict.fromkeys(
+    [
+        *("cli._parser", "cli._make_plan", "data.tokens._write", "model.activation_checkpointing.choose_checkpointing"),
+        *("model.attention.attend", "model.frozen_cache._fill", "model.head.head_loss", "model.load.load_model"),
+        *(
+            "planner.frozen_cache_cost.why_no_prefix_cache",
+            "planner.inputs.study_job",
+            "planner.memory.estimate_memory",
+        ),
+        *("planner.shapes.read_shape", "planner.spot.draw_paths", "report.receipt.build_receipt"),
+        *("report.terminal.draw_receipt", "train.assemble.assemble", "train.evaluate.evaluate"),
+    ],
+    "2026-11-21",
+)
+
+
+def test_files_can_be_read_in_one_sitting() -> None:
+    n_lines = {module_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {name for name, n in n_lines.items() if n > MOST_FILE_LINES} == set(LONG_FILES)
+    assert n_lines["train.loop"] <= 150, "the loop is one page"
+
+
+def test_functions_are_short_and_take_few_things() -> None:
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                n_parameters = len([name for name in names if name not in ("self", "cls")])
+                n_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if n_lines > MOST_FUNCTION_LINES or n_parameters > MOST_PARAMETERS:
+                    found.add(f"{module_of(path)}.{node.name}")
+    assert found == set(LONG_FUNCTIONS), "shorten what is new here; take off the list what is short now"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports within functions and for types alone count too."""
+    modules = {module_of(path): path for path in FILES}
+    graph = {name: {each for each in _imported_modules(path) if each in modules} for name, path in modules.items()}
+    while leaves := {name for name, others in graph.items() if not others - {name}}:
+        graph = {name: others - leaves for name, others in graph.items() if name not in leaves}
+    assert graph == {}
+
+
+def _imported_modules(path: Path) -> set[str]:
+    """Modules of farthing that a file imports anywhere, `from farthing.train import loop` as `train.loop`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("farthing.") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("farthing."):
+            base = (node.module or "").removeprefix("farthing.")
+            for alias in node.names:
+                inner = SOURCE / base.replace(".", "/") / f"{alias.name}.py"
+                found.add(f"{base}.{alias.name}" if inner.exists() else base)
+    return found

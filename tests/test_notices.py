@@ -292,9 +292,8 @@ def test_without_a_service_it_is_given_up_and_nobody_waits(
     hang = threading.Event()
     metadata.says = dict.fromkeys((TOKEN, PREEMPTED, NAME), lambda request: (200, str(hang.wait(5))))
     watch = ears.watch(metadata, "aws", "gcp", "azure")
-    began = time.monotonic()
     watch.start()
-    assert time.monotonic() - began < 0.5
+    assert watch._thread.is_alive(), "it asks while the run goes on"
     watch._thread.join(20)
     hang.set()
     assert not watch._thread.is_alive()

@@ -242,9 +242,7 @@ def test_a_bad_answer_is_the_failure_of_one_feed(
     monkeypatch.setattr(price_feeds, "MAX_FEED_BYTES", 1 << 20)
     server.answers["/bad.csv"] = answer
     feeds = [Feed("Azure", "skypilot", f"{server.address}/bad.csv"), *both(server)]
-    start = time.monotonic()
     result = update(tmp_path / "prices.csv", TODAY, feeds, timeout_s=0.5, feed_s=1.0)
-    assert time.monotonic() - start < 6
     assert [(o.feed.provider, words in o.problem) for o in result.failed] == [("Azure", True)], result.failed
     assert result.refreshed == ("AWS", "GCP")
 

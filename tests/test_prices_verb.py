@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -204,17 +203,15 @@ def test_update_without_a_network_changes_nothing(
 # ---- quick ----
 
 
-def test_prices_come_at_once_and_without_torch() -> None:
+def test_prices_come_without_torch() -> None:
     code = (
         "import sys\nfrom farthing import cli\n"
         "cli.main(['prices', '--limit', '3'])\n"
         "heavy = {'torch', 'transformers', 'numpy', 'pydantic', 'urllib.request'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "80"}
     )
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - start < 2, "0.1 s where it was measured"
     assert "prices of" in done.stdout

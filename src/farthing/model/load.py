@@ -78,42 +78,6 @@ def load_config(choice: ModelChoice) -> Any:
     return config
 
 
-_ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef", "moe_loss_weight")
-
-
-def left_out_loss(config: Any, task: str) -> str:
-    """What the model class of transformers would add to the loss by this configuration, and farthing does not; or "".
-
-    The balance of the experts (`output_router_logits`, Fedus et al. 2021, section 2.2) is a product of two means over all
-    tokens of a step, which does not come apart into micro-batches. Classification heads add none of these.
-    """
-    if task == "classification":
-        return ""
-    for part in (config, config.get_text_config()):
-        if getattr(part, "output_router_logits", False):
-            of_experts = getattr(part, "ffn_config", None)
-            weights = [getattr(of, name, None) for of in (part, of_experts) for name in _ROUTER_WEIGHTS]
-            known = [weight for weight in weights if weight is not None]
-            if any(known) or not known:
-                return "output_router_logits"
-        if getattr(part, "z_loss_coefficient", None):
-            return "z_loss_coefficient"
-    return ""
-
-
-def refuse_left_out_loss(config: Any, task: str, name: str) -> None:
-    """Refuse a configuration by which a part of the loss would be left out. Raises `ModelError`."""
-    key = left_out_loss(config, task)
-    if key:
-        what = "the balance of the experts" if key == "output_router_logits" else "a penalty on large logits"
-        raise ModelError(
-            f"`{key}` in the model's config.json adds {what} to the loss, which farthing does not compute",
-            where=name,
-            to_do=f"train without it: use a copy of the model folder whose config.json has"
-            f" `{key}: {'false' if key == 'output_router_logits' else '0'}`",
-        )
-
-
 def load_tokenizer(choice: ModelChoice, chat_template: str | None, text_version: int = TEXT_VERSION) -> Any:
     """The fast tokenizer, its chat template set (the job's, its own, or farthing's default). Raises `ModelError`.
 

@@ -21,8 +21,10 @@ from farthing.data.foreign import Watch
 from farthing.data.formats import recognise
 from farthing.data.read import Source, is_dataset, kind_of_file, short_name
 from farthing.data.rows import Row
+from farthing.durability.run_folder import rules_of
 from farthing.errors import DataError, Mistakes, ModelError, UserMistake
 from farthing.planner.job_lengths import files_of_split
+from farthing.planner.left_out_loss import refuse_left_out_loss
 from farthing.planner.model_config import (
     CONFIG,
     ask_hub,
@@ -67,7 +69,7 @@ def _checks(job: Job, only_plans: bool, with_data: bool) -> Iterator[Callable[[]
     if job.data.chat_template is not None and with_data:
         yield lambda: _look_at_template(str(job.data.chat_template))
     if only_plans:
-        yield lambda: find_config(job.model.model_name_or_path, job.model.revision)
+        yield lambda: _look_at_config(job)
     else:
         yield lambda: _look_at_model(job)
 
@@ -124,6 +126,12 @@ def _look_at_template(path: str) -> None:
 
 
 # ---- the model ----
+
+
+def _look_at_config(job: Job) -> None:
+    config, _ = find_config(job.model.model_name_or_path, job.model.revision)
+    if rules_of(Path(job.output_dir)) > 1:
+        refuse_left_out_loss(config, job.task, job.model.model_name_or_path)
 
 
 def _look_at_model(job: Job) -> None:

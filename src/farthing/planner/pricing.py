@@ -108,7 +108,7 @@ class Pricing:
             egress_gb=0.0 if place.is_local else wanted.n_trainable * 4 / 1e9,
         )
         total = sum(usd.values())
-        moving_s = busy_s + (spot.likely.lost_s if spot else 0.0)
+        moving_s = wall_s - seconds.get("waiting", 0.0)  # starts and saves are no surer than steps
         swing = _swing(place, moving_s, wall_s, spot, chosen.speed_error)
         cheaper, dearer = price_error(place)
         around = chosen.memory_error

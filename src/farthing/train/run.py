@@ -63,7 +63,8 @@ from farthing.model.hardware import (
     in_words,
     taken_bytes,
 )
-from farthing.model.load import left_out_loss, quiet_libraries
+from farthing.model.load import quiet_libraries
+from farthing.planner.left_out_loss import left_out_loss
 from farthing.planner.lengths import from_token_set
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import leave_receipt
@@ -234,7 +235,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     if was_finished and not is_cleared:
         ledger.withdraw()
         return "finished", "it was finished already; nothing was trained"
-    if rules_of(folder) < 2 and (key := left_out_loss(inputs.config, job.task)):
+    if rules_of(folder) < 2 and (key := left_out_loss(inputs.config.to_dict(), job.task)):
         _warn(tell, f"`{key}` in the model's config.json is left out of the loss, as it was when this run began;"
                     " new runs refuse it")  # fmt: skip
     if reason := why_not_start(job, folder, ledger):

@@ -36,12 +36,12 @@ from farthing.model.load import (
     load_tokenizer,
     max_positions,
     need_bitsandbytes,
-    refuse_left_out_loss,
     set_languages,
     speak,
 )
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.planner.job_lengths import note_token_set
+from farthing.planner.left_out_loss import refuse_left_out_loss
 from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
 from farthing.train.update_guard import update_bytes
@@ -129,7 +129,7 @@ def open_inputs(job: Job, tell: Tell = lambda kind, facts: None) -> Inputs:
     choice = model_choice(job)
     config = load_config(choice)
     if rules_of(Path(job.output_dir)) > 1:
-        refuse_left_out_loss(config, job.task, choice.name)
+        refuse_left_out_loss(config.to_dict(), job.task, choice.name)
     day, text_version = began(Path(job.output_dir), TEXT_VERSION)
     tokenizer = load_tokenizer(choice, job.data.chat_template, text_version)
     limits = [n for n in (max_positions(config), tokenizer.model_max_length) if n]

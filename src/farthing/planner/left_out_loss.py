@@ -1,0 +1,45 @@
+"""Losses that a model class of transformers adds by its configuration, and farthing does not compute.
+
+Read from config.json alone, so that a plan refuses what a run would. Refuses to compute any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from farthing.errors import ModelError
+
+_ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef", "moe_loss_weight")
+
+
+def left_out_loss(config: Mapping[str, Any], task: str) -> str:
+    """The key of a configuration by which a loss is added that farthing leaves out; or "".
+
+    The balance of the experts (`output_router_logits`, Fedus et al. 2021, section 2.2) is a product of two means over all
+    tokens of a step, which does not come apart into micro-batches. Classification heads add none of these.
+    """
+    if task == "classification":
+        return ""
+    for part in (config, config.get("text_config") or {}):
+        if part.get("output_router_logits"):
+            weights = [of.get(name) for of in (part, part.get("ffn_config") or {}) for name in _ROUTER_WEIGHTS]
+            known = [weight for weight in weights if weight is not None]
+            if any(known) or not known:
+                return "output_router_logits"
+        if part.get("z_loss_coefficient"):
+            return "z_loss_coefficient"
+    return ""
+
+
+def refuse_left_out_loss(config: Mapping[str, Any], task: str, name: str) -> None:
+    """Refuse a configuration by which a part of the loss would be left out. Raises `ModelError`."""
+    key = left_out_loss(config, task)
+    if key:
+        what = "the balance of the experts" if key == "output_router_logits" else "a penalty on large logits"
+        raise ModelError(
+            f"`{key}` in the model's config.json adds {what} to the loss, which farthing does not compute",
+            where=name,
+            to_do=f"train without it: use a copy of the model folder whose config.json has"
+            f" `{key}: {'false' if key == 'output_router_logits' else '0'}`",
+        )
