@@ -383,14 +383,18 @@ def ended(attempt: Callable[[], str]) -> tuple[str, str]:
 
 def in_children(work: list[tuple[str, Callable[[], str]]]) -> Iterator[tuple[str, str, str]]:
     """(line, end, what is said) of each, in processes of their own: torch crashes now and then when it frees tensors of CUDA
-    that were never there. One that was at work when its process died is tried again in the next, once."""
+    that were never there, or takes a tensor for another. One that fails, or was at work when its process died, is tried
+    again as the first of a process, once."""
     while work:
-        n_done = 0
+        n_done, failed = 0, "its process died"
         for end, said in _in_a_child(work):
+            if end == "failed":
+                failed = said
+                break
             yield work[n_done][0], end, said
             n_done += 1
         if n_done == 0:
-            yield work[0][0], "failed", "its process died"
+            yield work[0][0], "failed", failed
             n_done = 1
         work = work[n_done:]
 
@@ -402,7 +406,10 @@ def _in_a_child(work: list[tuple[str, Callable[[], str]]]) -> Iterator[tuple[str
     if child == 0:
         gc.disable()
         for _, attempt in work:
-            os.write(writes, json.dumps(ended(attempt)).encode() + b"\n")
+            end = ended(attempt)
+            os.write(writes, json.dumps(end).encode() + b"\n")
+            if end[0] == "failed":
+                break
         os._exit(0)
     os.close(writes)
     with open(reads, encoding="utf-8") as pipe:
