@@ -193,6 +193,11 @@ def result_of(run: Path) -> dict[str, bytes | str]:
     exported = [path for path in (run / "model").rglob("*") if path.is_file()]
     for path in sorted([*newest.glob("*.safetensors"), newest / "state.json", *exported]):
         result[f"{path.parent.name[:13]}/{path.name}"] = path.read_bytes()
+    if (adapter := run / "model" / "adapter_config.json").exists():  # it names the folder of its base, as peft does
+        names = json.loads(adapter.read_text("utf-8")) | {"base_model_name_or_path": ""}
+        files = json.loads((run / "model" / "manifest.json").read_text("utf-8"))["files"]
+        result["model/adapter_config.json"] = json.dumps(names)
+        result["model/manifest.json"] = json.dumps([file for file in files if file["name"] != adapter.name])
     card = (run / "model" / "README.md").read_text("utf-8")
     card = card[: card.index("\n## Receipt\n")]  # from there on it is the bill, which kills raise
     result["model/README.md"] = card.replace(f"# {run.name}\n", "")
@@ -312,9 +317,17 @@ def survive(
     return chain
 
 
+LEASE_S = 4.0
+
+
 def become(home: Path | None) -> None:
     """Have this process see another user's home, name and hostname, where one is given."""
     if home is not None:
+        from farthing.durability import replica
+
+        # a machine that is gone is waited for: not for a minute each time
+        object.__setattr__(replica.PACE, "lease_s", LEASE_S)
+        object.__setattr__(replica.PACE, "renew_s", LEASE_S / 4)
         os.environ |= {"HOME": str(home), "USER": home.name, "LOGNAME": home.name}
         socket.gethostname = lambda: home.parent.name  # type: ignore[assignment]
 
