@@ -16,7 +16,8 @@ from typing import Any
 from farthing.durability.files import JsonLines, parse_json
 
 SUM = "crc32"
-_TAIL = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n?$')
+_TAIL = re.compile(rb', "crc32": "([0-9a-f]{8})"\}')
+_TAIL_BYTES = len(', "crc32": "01234567"}')
 
 
 def with_sum(row: dict[str, Any]) -> dict[str, Any]:
@@ -39,10 +40,12 @@ def read_line(line: bytes) -> tuple[dict[str, Any] | None, bool]:
 
 def checked(line: bytes) -> tuple[bytes | None, bool]:
     """(a line's text without its checksum, whether it had one), not taken apart; None in place of text that is damaged."""
-    found = _TAIL.search(line)
+    whole = line.rstrip(b"\n")
+    end = whole[-_TAIL_BYTES:]  # a line may be long: only its end is looked at
+    found = _TAIL.fullmatch(end)
     if found is None:
-        return line.rstrip(b"\n"), False
-    text = line[: found.start()] + b"}"
+        return whole, False
+    text = whole[:-_TAIL_BYTES] + b"}"
     return (text, True) if zlib.crc32(text) == int(found[1], 16) else (None, False)
 
 
