@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import yaml
 
-import farthing.cli
 import farthing.train.run
 import workshop
 from farthing.cli import main
@@ -81,7 +80,7 @@ def test_the_table_has_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_a_verb_raises_is_its_exit_code(
     verb: str, error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(farthing.cli, f"_{verb}", raises(error))
+    monkeypatch.setattr(f"farthing.cli.{verb}.run", raises(error))
     if isinstance(error, BrokenPipeError) and verb in ("train", "probe"):
         code = 1  # they go on when nobody reads: it is another pipe
     assert main(VERBS[verb]) == code
@@ -98,7 +97,9 @@ def piped(command: str, folder: Path) -> tuple[list[int], str]:
     return [int(code) for code in done.stdout.split()], done.stderr
 
 
-@pytest.mark.parametrize("command", ["--help", "init --schema", "prices --limit 0", "prices --json", "plan job.yaml"])
+@pytest.mark.parametrize(
+    "command", ["--help", "init --schema", "prices --limit 0", "prices --json", "plan job.yaml", "report run"]
+)
 def test_a_reader_that_stops_reading_is_no_crash(command: str, bench: Path) -> None:
     assert piped(command, bench) == ([0, 0], "")
 
@@ -119,6 +120,42 @@ def test_a_wrong_command_line_is_a_mistake(verb: str, wrong: list[str], capsys: 
         main([*VERBS[verb], *wrong])
     assert left.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pln"], "there is no verb 'pln'; did you mean plan?"),
+        (["xyz"], "there is no verb 'xyz'\n"),
+        ([], "which verb?"),
+        (["--jsn"], "no such option: --jsn"),
+        (["plan", "--budgt", "5", "job.yaml"], "no such option: --budgt; did you mean --budget?"),
+        (["plan", "--budgt=5"], "no such option: --budgt; did you mean --budget?"),
+        (["report", "--jsno"], "no such option: --jsno; did you mean --json?"),
+        (["prices", "updte"], "'updte' is not one of update; did you mean update?"),
+        (
+            ["init", "--task", "causal"],
+            "'causal' is not one of causal-lm, seq2seq, classification; did you mean causal-lm?",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_misspelt_word_is_answered_with_the_nearest_one(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, said in err) == ("", True), err
+    if not words or (words[0] not in VERBS and not words[0].startswith("-")):
+        assert all(f"    {verb} " in err for verb in VERBS), "the help comes with it"
+
+
+def test_a_beginning_of_an_option_and_words_behind_two_dashes_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--sch"]) == 0
+    assert main(["plan", "--", "--no-such-file"]) == 2
+    assert "no such option" not in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,7 @@ def test_a_log_that_can_not_be_written_ends_the_run_in_words(
         patch.setattr(JsonLines, "append", append)
         assert main(["train", str(tmp_path / "run.yaml")]) == 2
     said = capsys.readouterr().err
-    assert f"the disk fails: {os.strerror(number)}; what was saved is whole" in said
+    assert f"the disk fails: {os.strerror(number)}; what was saved is intact" in said
     assert "Traceback" not in said
     assert train(job, quiet).exit_code == 0
     assert ends_like(alone, tmp_path / "run")

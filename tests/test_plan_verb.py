@@ -228,7 +228,7 @@ def test_a_page_that_can_not_be_written(
         (("--limit", "-1"), "--limit: -1 is too few"),
         (("--max-gpus", "0"), "--max-gpus: 0 is too few"),
         (("--budget", "much"), "--budget: 'much' is not an amount of dollars"),
-        (("--deadline", "soon"), "--deadline: 'soon' is neither a moment nor a duration"),
+        (("--deadline", "soon"), "--deadline: 'soon' is neither a date nor a duration"),
         (("--deadline", "2020-01-01"), "--deadline: 2020-01-01 is in the past"),
         (("--own", "RTX 4090:cheap"), "own: RTX 4090:cheap"),
         (("--runs-per-month", "-3"), "--runs-per-month"),

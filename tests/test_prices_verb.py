@@ -125,7 +125,7 @@ def test_markup_in_a_file_is_only_text(tmp_path: Path, capsys: pytest.CaptureFix
     [
         (("--gpu", "h1000"), "did you mean `H100"),
         (("--provider", "runpd"), "did you mean `RunPod`?"),
-        (("--region", "the-moon"), "no offer is like this"),
+        (("--region", "the-moon"), "no offer matches"),
         (("--limit", "-1"), "-1 rows can't be shown"),
         (("--prices", "none.csv"), "none.csv: no such file"),
     ],

@@ -195,7 +195,7 @@ def errors_in_words(folder: Path) -> Iterator[None]:
         if error.errno not in DISK_TROUBLE:
             raise
         raise NoSpace(
-            f"the disk fails: {error.strerror}; what was saved is whole",
+            f"the disk fails: {error.strerror}; what was saved is intact",
             where=str(error.filename or folder),
             to_do="make room or mend the disk, then run the same command again",
         ) from error

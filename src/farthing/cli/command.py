@@ -1,0 +1,77 @@
+"""The `farthing` command: finds the verb, runs it, and turns what it raises into a message and an exit code.
+
+Torch is imported by the verbs that need it, so that `--help` and a wrong job file answer at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from farthing.cli.console import complain, discard, print_json, write
+from farthing.cli.parser import parse
+from farthing.device_memory import set_allocator
+from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, FarthingError
+from farthing.printable import printable_lines
+
+
+def entry() -> None:
+    """The `farthing` command."""
+    ended_with: list[int] = []
+    atexit.register(_leave_at_once, ended_with)  # the first to be registered is the last to be called
+    ended_with.append(main())
+    sys.exit(ended_with[0])
+
+
+def _leave_at_once(ended_with: list[int]) -> None:
+    """End the process without taking its libraries apart: with torch that takes up to seconds, which would be paid for."""
+    if ended_with:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(ended_with[0])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code. When the reader of stdout has gone (`| head`), the rest is not written."""
+    try:
+        code = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        discard(sys.stdout)
+        return EXIT_FINISHED
+    except SystemExit:  # of argparse, after its help
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+            raise
+        discard(sys.stdout)
+        return EXIT_FINISHED
+
+
+def _run(words: Sequence[str]) -> int:
+    arguments, verb = parse(words)
+    set_allocator(os.environ)  # before torch is imported
+    as_json: bool = getattr(arguments, "json", False)
+    try:
+        return int(verb.run(arguments))
+    except FarthingError as error:
+        if as_json:
+            print_json(error.as_dict())
+        if not as_json or not sys.stderr.isatty():
+            complain(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and not getattr(verb, "GOES_ON_UNREAD", False):
+            raise  # where a verb goes on when nobody reads, a broken pipe is not that of stdout
+        write(printable_lines(traceback.format_exc()).rstrip())
+        complain(f"crashed: {type(error).__name__}: {error}")
+        write("  to do: report the lines above; what was saved is intact, and the same command continues from it")
+        return EXIT_CRASH

@@ -1,0 +1,58 @@
+"""Where the command line writes: stdout for results, stderr for everything else, also when nobody reads any more."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from typing import Any
+
+from farthing.errors import JobError
+from farthing.printable import printable_lines
+
+
+def discard(stream: Any) -> None:
+    """From now on what is written to a stream whose reader is gone goes nowhere, also at the end of the process."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stream of a test has no descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def complain(what: object) -> None:
+    """A message, which may quote names and texts of others, to stderr. Of several problems each has lines of its own."""
+    problems = what.problems if isinstance(what, JobError) else [what]
+    write("farthing: " + "\n".join(printable_lines(problem) for problem in problems))
+
+
+def write(text: str) -> None:
+    """To stderr; that nobody reads it changes no exit code."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        discard(sys.stderr)
+
+
+def print_json(value: Any) -> None:
+    """A JSON document on stdout; the exit code stays what it is, whether it is read or not."""
+    try:
+        print(json.dumps(value, indent=1, allow_nan=False), flush=True)
+    except BrokenPipeError:
+        discard(sys.stdout)
+
+
+def rich_console(*, stderr: bool = False, goes_on: bool = False) -> Any:
+    """A console for people; a log has no edge at column 80. With `goes_on` it is no error when its reader is gone."""
+    from farthing.report.safe import SafeConsole
+
+    class Door(SafeConsole):
+        def on_broken_pipe(self) -> None:
+            if not goes_on:
+                raise BrokenPipeError
+            discard(self.file)
+
+    console = Door(stderr=stderr, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 120
+    return console

@@ -1,0 +1,53 @@
+"""`farthing doctor`: checks of this machine, and of a job before it starts. Changes nothing."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from farthing.cli.console import print_json, rich_console
+from farthing.cli.parser import add_set_argument
+from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, UserMistake
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `farthing doctor`."""
+    parser.add_argument("job", nargs="?", help="job file (YAML)")
+    add_set_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print every check; 2 when one has failed."""
+    if arguments.set and not arguments.job:
+        raise UserMistake("there is no job to override", where="--set", to_do="name the job file as well")
+    from farthing.doctor import check_before, check_job, check_machine
+
+    faults = check_before(Path(arguments.job), arguments.set) if arguments.job else []
+    checks = list(check_machine(Path.cwd(), with_device=not faults)) + faults
+    if arguments.job and not faults:
+        checks += check_job(Path(arguments.job), arguments.set)
+    failed = [check for check in checks if check.state == "failed"]
+    if arguments.json:
+        print_json({"ok": not failed, "checks": [check.as_dict() for check in checks]})
+    else:
+        from farthing.report.safe import escape, escape_lines
+        from farthing.units import plural
+
+        console = rich_console()
+        colours = {"ok": "green", "warning": "yellow", "failed": "red"}
+        for check in checks:
+            console.print(
+                f"[{colours[check.state]}]{check.state:8}[/] [bold]{escape(check.name)}[/]: {escape_lines(check.found)}",
+                soft_wrap=True,
+            )
+            if check.to_do and (check.state != "ok"):
+                console.print(f"         to do: {escape_lines(check.to_do)}", soft_wrap=True)
+        n_warnings = sum(check.state == "warning" for check in checks)
+        also = f", {plural(n_warnings, 'warning')}" if n_warnings else ""
+        if failed:
+            console.print(f"\n[red]{plural(len(failed), 'check')} failed[/]{also}")
+        else:
+            ready = f"\nnext: farthing train {escape(arguments.job)}" if arguments.job else ""
+            console.print(f"\n[green]nothing failed[/]{also}{ready}", soft_wrap=True)
+    return EXIT_MISTAKE if failed else EXIT_FINISHED

@@ -1,0 +1,50 @@
+"""`farthing init`: a starter job, the demo, or the JSON Schema. Overwrites nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from farthing.errors import EXIT_FINISHED, UserMistake
+from farthing.printable import printable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `farthing init`."""
+    parser.add_argument("path", nargs="?", help="where to write (default: job.yaml; with --demo: demo/)")
+    parser.add_argument("--task", choices=("causal-lm", "seq2seq", "classification"), default="causal-lm")
+    parser.add_argument("--demo", action="store_true", help="a small model, data and job that run offline in a minute")
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of the job file, for editors")
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write what was asked for and name the next command."""
+    if arguments.schema:
+        from farthing.config.load import job_schema
+
+        print(json.dumps(job_schema(), indent=1))
+        return EXIT_FINISHED
+    if arguments.demo:
+        from farthing.tiny import write_demo
+
+        folder = Path(arguments.path or "demo")
+        if folder.exists() and any(folder.iterdir()):
+            raise UserMistake("the folder is not empty", where=str(folder), to_do="name a new one")
+        written = write_demo(folder)
+    else:
+        from farthing.config.starter import starter
+
+        written = Path(arguments.path or "job.yaml")
+        if written.exists():
+            raise UserMistake("this file exists already", where=str(written), to_do="name a new one")
+        if not written.parent.is_dir():
+            raise UserMistake("no such folder", where=str(written.parent), to_do="make it first")
+        written.write_text(starter(arguments.task), encoding="utf-8")
+    next_step = f"farthing train {written}" if arguments.demo else f"farthing doctor {written}"
+    if arguments.json:
+        print(json.dumps({"written": str(written), "next": next_step}))
+    else:
+        print(f"wrote {printable(written)}\nnext: {printable(next_step)}")
+    return EXIT_FINISHED

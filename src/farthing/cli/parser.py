@@ -1,0 +1,121 @@
+"""The words of the command line: its verbs, their options, and what to say of a word that is not known.
+
+A verb is a file of this folder, named after it, and a line in `VERBS`. The file has `add_arguments(parser)` and
+`run(arguments) -> exit code`, imports nothing heavy at its top, and is itself imported only when its verb is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from keyword import iskeyword
+from types import ModuleType
+from typing import Any, NoReturn
+
+import farthing
+from farthing.errors import EXIT_MISTAKE
+from farthing.printable import printable
+
+VERBS = {
+    "init": "write a commented starter job, the demo, or the JSON Schema of job files",
+    "plan": "where to run a job: does it fit, how long, how many dollars, and why not elsewhere",
+    "train": "start a job, or continue it where it was interrupted",
+    "probe": "measure real steps for a minute and find the cheapest settings for a job on this machine",
+    "report": "print the receipt of a run, or compare two",
+    "export": "write the trained model of a run as an adapter or merged into its base",
+    "prices": "show what GPUs cost, or refresh the prices from public feeds",
+    "doctor": "check this machine, and a job before it starts",
+}
+"""What each verb does, in the order of the help."""
+
+DESCRIPTION = "Fine-tune a language model for the fewest dollars: resumable to the bit, with its bill."
+EPILOG = "exit codes: 0 finished, 1 crash, 2 mistake in the input, 3 stopped by a limit, 75 interrupted (run it again)"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that suggests the nearest word, and prints what was typed without letting it steer a terminal."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message("\n".join(map(printable, message.split("\n"))), file)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            message = (
+                f"{value!r} is not one of {', '.join(map(str, action.choices))}{did_you_mean(value, action.choices)}"
+            )
+            raise argparse.ArgumentError(action, message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, after `refuse_unknown_options` where the words belong to one verb."""
+        if self._subparsers is None:
+            self.refuse_unknown_options(args)
+        return super().parse_known_args(args, namespace)
+
+    def refuse_unknown_options(self, words: Sequence[str]) -> None:
+        """Exit with a suggestion when a word looks like an option and is none, before anything else is complained of."""
+        known = [name for action in self._actions for name in action.option_strings]
+        for word in words[: words.index("--")] if "--" in words else words:
+            name = word.split("=")[0]
+            if word.startswith("--") and " " not in word and not any(each.startswith(name) for each in known):
+                self.error(f"no such option: {name}{did_you_mean(name, known)}")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` with the nearest known word, empty where none is near."""
+    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def parse(words: Sequence[str]) -> tuple[argparse.Namespace, ModuleType]:
+    """The arguments of a command line and the module of its verb. Exits after `--help`, and with 2 when it is wrong."""
+    verb = next((word for word in words if not word.startswith("-")), "")
+    parser = build_parser([verb] if verb in VERBS else [])
+    if verb not in VERBS and not {"-h", "--help", "--version"} & set(words):
+        _refuse_verb(parser, verb, words)
+    return parser.parse_args(words), verb_module(verb)
+
+
+def _refuse_verb(parser: Parser, verb: str, words: Sequence[str]) -> NoReturn:
+    if not verb:
+        parser.refuse_unknown_options(words)
+    parser.print_help(sys.stderr)
+    if verb:
+        parser.exit(EXIT_MISTAKE, f"\nfarthing: there is no verb {verb!r}{did_you_mean(verb, VERBS)}\n")
+    parser.exit(EXIT_MISTAKE, "\nfarthing: which verb? `farthing init --demo` writes an example to start from\n")
+
+
+def verb_module(verb: str) -> ModuleType:
+    """The file of a verb; a verb that is a word of Python has an underscore behind its name."""
+    return import_module(f"farthing.cli.{verb}{'_' * iskeyword(verb)}")
+
+
+def build_parser(verbs: Iterable[str]) -> Parser:
+    """The parser that knows all verbs, and the options of the `verbs` named."""
+    parser = Parser(prog="farthing", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--version", action="version", version=f"farthing {farthing.__version__}")
+    added = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb, summary in VERBS.items():
+        sub = added.add_parser(verb, help=summary, description=summary, epilog=EPILOG)
+        if verb in verbs:
+            verb_module(verb).add_arguments(sub)
+    return parser
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """The job file and `--set`, as every verb takes them that needs a job."""
+    parser.add_argument("job", help="job file (YAML)")
+    add_set_argument(parser)
+
+
+def add_set_argument(parser: argparse.ArgumentParser) -> None:
+    """`--set KEY=VALUE`, repeatable."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a key, e.g. --set train.learning_rate=1e-4 (repeatable)",
+    )

@@ -1,0 +1,200 @@
+"""`farthing plan`: every offer and recipe for a job, ranked, without torch and without network. Trains nothing."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from farthing.cli.console import complain, print_json, rich_console
+from farthing.cli.parser import add_job_arguments
+from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, UserMistake
+from farthing.printable import printable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `farthing plan`."""
+    add_job_arguments(parser)
+    add = parser.add_argument
+    add("--gpu", action="append", default=[], help='only these GPUs: "RTX 4090", h100 (repeatable)')
+    add("--provider", action="append", default=[], help="only these (repeatable)")
+    add("--region", action="append", default=[], help="or its beginning, such as us- (repeatable)")
+    add("--offers", choices=("spot", "on-demand"), help="only of this kind")
+    add("--max-gpus", type=int, default=8, metavar="N", help="most GPUs of one machine (default: 8)")
+    add("--budget", metavar="USD", help="at most this many dollars, instead of limits.max_usd")
+    add("--deadline", metavar="WHEN", help='"2026-12-01 18:00", or from now: 12h, 90min, 2d')
+    text = 'a GPU of your own, such as "RTX 4090:1600usd:0.45kW" (repeatable)'
+    add("--own", action="append", default=[], metavar="GPU:PRICE:POWER", help=text)
+    add("--runs-per-month", type=float, metavar="N", help="add the yearly cost of a project of N such runs a month")
+    text = "measured traces of spot capacity, used instead of the built-in assumption where they tell more"
+    add("--traces", metavar="DIR", help=text)
+    add("--prices", metavar="FILE", help="use only the prices of this CSV file")
+    text = "the torch of rented machines, e.g. 2.13.0+cu126 (default: as it is installed here)"
+    add("--torch", metavar="VERSION", help=text)
+    add("--examples", type=int, metavar="N", help="plan for N examples without reading the data ...")
+    add("--mean-tokens", type=float, metavar="M", help="... of M tokens on average")
+    add("--limit", type=int, metavar="N", help="choices to show, 0 for all (default: 10; with --json all)")
+    text = "the components of the best plan, or of the plan with this rank or name"
+    add("--explain", nargs="?", const="", metavar="PLAN", help=text)
+    add("--compare", nargs=2, metavar=("A", "B"), help='two ranks or names: "H100" "2x RTX 4090 spot"')
+    add("--html", metavar="FILE", help="write the plan as one self-contained page as well")
+    add("--json", action="store_true", help="print everything as JSON")
+    add = parser.add_argument_group("arithmetic with figures of your own").add_argument
+    add("--samples-per-min", type=float, metavar="N", help="the cost at a throughput that you know")
+    add("--tokens-per-s", type=float, metavar="N", help="the same in tokens")
+    add("--spot-discount", metavar="SHARE", help="how much less an hour on spot costs, e.g. 50%%")
+    add("--spot-overhead", metavar="SHARE", help="how many more hours it takes on spot, e.g. 10%%")
+    add("--interrupted-every", metavar="TIME", help="mean time between interruptions, e.g. 8h")
+    add("--restart", metavar="TIME", help="from an interruption until training goes on, e.g. 3min")
+    add("--step-time", nargs=2, metavar=("BEFORE", "AFTER"), help="of one step, e.g. 200ms 130ms")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan and print. The garbage collector is off: a plan is a second of making small values, it would take a quarter."""
+    gc.disable()
+    try:
+        view = _view(arguments)
+        impossible = None if view["plans"] else _impossible(arguments, view)
+        return _show(arguments, view, impossible)
+    finally:
+        gc.enable()
+
+
+def _view(arguments: argparse.Namespace) -> dict[str, Any]:
+    from farthing.config.load import load_job
+    from farthing.planner.ownership import parse_owned
+    from farthing.planner.throughput_arithmetic import parse_figures
+
+    now = datetime.now().astimezone().replace(second=0, microsecond=0)
+    for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise UserMistake(f"{value} is too few", where=f"--{name.replace('_', '-')}", to_do=f"give {least} or more")
+    runs: float | None = arguments.runs_per_month
+    if runs is not None and not 0 < runs <= 1e6:
+        raise UserMistake(f"{runs:g} runs a month", where="--runs-per-month", to_do="give a number above 0")
+    own = [parse_owned(text) for text in arguments.own]
+    budget_usd, deadline_s = _dollars(arguments.budget), _seconds_until(arguments.deadline, now)
+    figures = parse_figures(
+        arguments.samples_per_min, arguments.tokens_per_s, arguments.spot_discount, arguments.spot_overhead,
+        arguments.interrupted_every, arguments.restart, arguments.step_time,
+    )  # fmt: skip
+    if arguments.html is not None:
+        _check_page_path(Path(arguments.html))
+    job = load_job(arguments.job, arguments.set)
+
+    from farthing.planner.inputs import study_job
+    from farthing.planner.preflight import look_over
+    from farthing.report.plan_view import plan_view
+
+    look_over(job, only_plans=True, with_data=arguments.examples is None)
+    study = study_job(
+        job,
+        now=now,
+        prices=arguments.prices,
+        gpu=arguments.gpu,
+        provider=arguments.provider,
+        region=arguments.region,
+        kind=arguments.offers,
+        max_gpus=arguments.max_gpus,
+        own=own,
+        budget_usd=budget_usd,
+        deadline_s=deadline_s,
+        n_examples=arguments.examples,
+        mean_tokens=arguments.mean_tokens,
+        traces=None if arguments.traces is None else Path(arguments.traces),
+        torch=arguments.torch,
+    )
+    return plan_view(study, runs, figures)
+
+
+def _impossible(arguments: argparse.Namespace, view: dict[str, Any]) -> UserMistake:
+    from farthing.report.plan_words import ways_out
+
+    ways = "".join(f"\n    {number}. {way}" for number, way in enumerate(ways_out(view), 1))
+    what = f"none of {view['n_offers']:,} offers can do this job"
+    return UserMistake(what, where=arguments.job, to_do=f"the nearest ways:{ways}")
+
+
+def _show(arguments: argparse.Namespace, view: dict[str, Any], impossible: UserMistake | None) -> int:
+    from farthing.report.plan_compare import compare_plans, find_plan
+
+    pair = [find_plan(view, name) for name in arguments.compare] if arguments.compare and not impossible else []
+    if pair:
+        view["comparison"] = compare_plans(*pair)
+    if arguments.html is not None:
+        _write_page(Path(arguments.html), view)
+    if arguments.json:
+        if arguments.limit:
+            view["plans"] = view["plans"][: arguments.limit]
+        print_json(view | (impossible.as_dict() if impossible else {}))
+        if impossible:
+            complain(impossible)
+        return EXIT_MISTAKE if impossible else EXIT_FINISHED
+    from farthing.report.plan_table import draw_compared, draw_components, draw_header, draw_nothing, draw_plan
+
+    console = rich_console()
+    if impossible:
+        draw_nothing(console, view)
+        raise impossible
+    if pair:
+        draw_compared(console, view["comparison"], *pair)
+    elif arguments.explain is not None:
+        draw_header(console, view)
+        draw_components(console, find_plan(view, arguments.explain or str((view["best"] or {"rank": 1})["rank"])))
+    else:
+        draw_plan(console, view, len(view["plans"]) if arguments.limit == 0 else arguments.limit)
+    if arguments.html is not None:
+        print(f"\nwrote {printable(arguments.html)}")
+    return EXIT_FINISHED
+
+
+def _dollars(text: str | None) -> float | None:
+    from farthing.units import parse_usd
+
+    if text is None:
+        return None
+    try:
+        return parse_usd(text)
+    except ValueError as error:
+        raise UserMistake(str(error), where="--budget", to_do="e.g. --budget 5") from None
+
+
+def _seconds_until(text: str | None, now: datetime) -> float | None:
+    """Seconds from now to a moment, or a duration from now."""
+    from farthing.units import parse_hours
+
+    if text is None:
+        return None
+    try:
+        if "-" in text or "T" in text:
+            moment = datetime.fromisoformat(text)
+            seconds = float(moment.timestamp() - now.timestamp())
+        else:
+            seconds = parse_hours(text) * 3600
+    except (ValueError, OverflowError):
+        raise UserMistake(
+            f"{text!r} is neither a date nor a duration", where="--deadline", to_do='e.g. "2026-12-01 18:00" or 12h'
+        ) from None
+    if seconds <= 0:
+        raise UserMistake(f"{text} is in the past", where="--deadline", to_do="give a later one")
+    return seconds
+
+
+def _check_page_path(path: Path) -> None:
+    if path.is_dir():
+        raise UserMistake("is a folder", where=f"--html {path}", to_do="name a file, such as plan.html")
+    if not path.parent.is_dir():
+        raise UserMistake("no such folder", where=f"--html {path.parent}", to_do="make it first")
+
+
+def _write_page(path: Path, view: dict[str, Any]) -> None:
+    from farthing.durability.files import write_text
+    from farthing.report.plan_page import plan_page
+
+    try:
+        write_text(path, plan_page(view))
+    except OSError as error:
+        raise UserMistake(f"can't be written: {error.strerror}", where=str(path), to_do="check the path") from None

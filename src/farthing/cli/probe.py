@@ -1,0 +1,49 @@
+"""`farthing probe`: real steps for a minute, to find the cheapest settings on this machine. Saves no weights."""
+
+from __future__ import annotations
+
+import argparse
+
+from farthing.cli.console import print_json, rich_console
+from farthing.cli.leaving import leave_before_the_start, ready_to_leave
+from farthing.cli.parser import add_job_arguments
+from farthing.errors import EXIT_FINISHED, UserMistake
+
+GOES_ON_UNREAD = True
+"""What is measured is kept for later runs, whether it is read or not."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `farthing probe`."""
+    add_job_arguments(parser)
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="time to spend (default: 60)")
+    parser.add_argument("--json", action="store_true", help="print every trial as JSON; progress goes to stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, then print every trial."""
+    from farthing.config.load import load_job
+
+    if not 5 <= arguments.seconds <= 3600:
+        raise UserMistake(f"{arguments.seconds:g} seconds", where="--seconds", to_do="give 5 to 3600")
+    job = load_job(arguments.job, arguments.set)
+
+    from farthing.planner.preflight import look_over
+    from farthing.report.terminal import Terminal, draw_probe
+
+    look_over(job)
+    console = rich_console(stderr=arguments.json, goes_on=True)
+    terminal = Terminal(console, job.train.logging_steps)
+    terminal("starting", {"text": "loading torch and transformers"})
+    try:
+        with ready_to_leave(leave_before_the_start):
+            from farthing.train.probe import probe
+
+            found = probe(job, terminal, arguments.seconds)
+    finally:
+        terminal.close()
+    if arguments.json:
+        print_json(found)
+    else:
+        draw_probe(console, found)
+    return EXIT_FINISHED

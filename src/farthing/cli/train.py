@@ -1,0 +1,174 @@
+"""`farthing train`: start a job or continue it, on the bill from the first second; with --retry, attempts as children."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from farthing.cli.console import complain, print_json, rich_console
+from farthing.cli.leaving import leave_before_the_start, ready_to_leave
+from farthing.cli.parser import add_job_arguments
+from farthing.errors import EXIT_FINISHED, EXIT_LIMIT, FarthingError, UserMistake
+
+GOES_ON_UNREAD = True
+"""Training does not end because nobody reads what it prints."""
+FINISHED_ALREADY = "it was finished already; nothing was trained"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `farthing train`."""
+    add_job_arguments(parser)
+    parser.add_argument(
+        "--allow-restart",
+        action="store_true",
+        help="start from step 0 when every checkpoint is damaged, and the bill from $0 when its file is gone",
+    )
+    parser.add_argument(
+        "--retry",
+        nargs="?",
+        type=int,
+        const=3,
+        metavar="N",
+        help="begin again after interruptions, crashes and kills, until N attempts in a row saved nothing (default: 3)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the receipt as JSON; progress goes to stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """One attempt, or with --retry as many as it takes; then the receipt."""
+    from farthing.durability.opening import opened, opened_early
+
+    if arguments.retry is not None and arguments.retry < 1:
+        raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
+    with contextlib.ExitStack() as stack:  # an attempt is on the bill from here on
+        attempt = None if arguments.retry else opened_early(stack, Path(arguments.job), arguments.set)
+
+        from farthing.config.load import load_job
+        from farthing.durability.run_folder import is_finished
+        from farthing.report.receipt import leave_receipt
+
+        job = load_job(arguments.job, arguments.set)
+        folder = Path(job.output_dir)
+        if attempt is not None and attempt.folder != folder:
+            attempt.ledger.withdraw()
+            stack.close()
+            attempt = None
+        offer = _scaling_offer(arguments, job)
+        if is_finished(folder):
+            from farthing.train.finished import receipt_of_finished
+
+            if receipt := receipt_of_finished(job):
+                console = rich_console(stderr=arguments.json)
+                return _show_end(arguments, console, "finished", FINISHED_ALREADY, receipt, EXIT_FINISHED)
+        if arguments.retry is not None:
+            from farthing.planner.preflight import look_over
+
+            look_over(job)
+            return _train_until_it_ends(arguments, folder)
+        if attempt is None:
+            attempt = stack.enter_context(opened(folder, job.usd_per_hour))
+        attempt.ledger.set_price(job.usd_per_hour)
+        outcome = _train_once(arguments, job, offer, attempt)
+    if isinstance(outcome, str):
+        receipt = leave_receipt(folder)
+        return _show_end(arguments, rich_console(stderr=arguments.json), "limit", outcome, receipt, EXIT_LIMIT)
+    console = rich_console(stderr=arguments.json, goes_on=True)
+    return _show_end(arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code)
+
+
+def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any) -> Any:
+    """The `Outcome` of an attempt that is on the bill; why it was not begun, where a limit has no room for it."""
+    from farthing.planner.preflight import look_over
+    from farthing.report.terminal import Terminal
+    from farthing.train.budget import stopped_before_start
+
+    console = rich_console(stderr=arguments.json, goes_on=True)
+    if reason := stopped_before_start(job, attempt):
+        return reason
+    look_over(job)
+    terminal = Terminal(console, job.train.logging_steps)
+    if offer:
+        terminal("note", {"text": offer})
+    terminal("starting", {"text": "loading torch and transformers"})
+
+    def leave(number: int, frame: Any) -> None:
+        with contextlib.suppress(Exception):  # whatever it is, we were asked to leave
+            attempt.ledger.end("interrupted")
+        leave_before_the_start(number, frame)
+
+    try:
+        with ready_to_leave(leave):  # until the run itself listens
+            with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
+                from farthing.train.run import train
+
+            outcome = train(job, terminal, allow_restart=arguments.allow_restart, begun=attempt)
+    finally:
+        terminal.close()
+    return outcome
+
+
+def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:
+    """Attempts as children; with --json the receipt of the last one is printed."""
+    import tempfile
+
+    from farthing.durability.supervisor import Child, Supervisor, begin
+
+    words = ["train", arguments.job, *(word for value in arguments.set for word in ("--set", value))]
+    with tempfile.TemporaryFile() as printed:
+
+        def start(number: int) -> Child:
+            once = ["--allow-restart"] if arguments.allow_restart and number == 0 else []
+            if not arguments.json:
+                return begin([*words, *once])
+            printed.seek(0)
+            printed.truncate()
+            return begin([*words, *once, "--json"], stdout=printed)
+
+        supervisor = Supervisor(folder, start, complain, tries=arguments.retry)
+        code = supervisor.run()
+        printed.seek(0)
+        sys.stdout.write(printed.read().decode())
+    return code
+
+
+def _show_end(
+    arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: dict[str, Any], code: int
+) -> int:
+    """The receipt, and how it ended."""
+    from farthing.report.safe import escape
+    from farthing.report.terminal import draw_receipt
+
+    if arguments.json:
+        print_json(receipt)
+    else:
+        draw_receipt(console, receipt)
+        console.print()
+    words = {
+        "finished": f"[green]finished[/]: {escape(reason)}",
+        "limit": f"[yellow]stopped[/] by {escape(reason)}; raise the limit and run the same command to go on",
+        "interrupted": f"[yellow]interrupted[/] ({escape(reason)}); run the same command to go on",
+    }
+    console.print(words[state], highlight=False, soft_wrap=True)
+    return code
+
+
+def _scaling_offer(arguments: argparse.Namespace, job: Any) -> str:
+    """The linear scaling rule, when the command line changes the global batch but not the learning rate."""
+    if not arguments.set or job.train.learning_rate_batch_size:
+        return ""
+    from farthing.config.load import load_job
+
+    try:
+        plain = load_job(arguments.job)
+    except FarthingError:
+        return ""
+    if plain.global_batch_size == job.global_batch_size or plain.learning_rate != job.learning_rate:
+        return ""
+    scaled = job.learning_rate * job.global_batch_size / plain.global_batch_size
+    return (
+        f"the global batch is {job.global_batch_size} instead of {plain.global_batch_size}; the linear scaling rule would "
+        f"make the learning rate {scaled:g}: --set train.learning_rate_batch_size={plain.global_batch_size}"
+    )
