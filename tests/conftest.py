@@ -7,7 +7,9 @@ them on cores that others use are very slow.
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,18 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 
 from farthing.tiny import demo_rows, make_model_folder
+
+
+def pytest_runtest_teardown() -> None:
+    """Keep imported libraries out of garbage collection, which otherwise walks all of torch in every run."""
+    global _n_frozen
+    if len(sys.modules) > _n_frozen + 100:
+        _n_frozen = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+_n_frozen = 0
 
 
 @pytest.fixture(scope="session")

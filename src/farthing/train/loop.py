@@ -114,12 +114,18 @@ def take_step(attempt: Attempt) -> None:
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Look for reference cycles only when told to: what was there before is never looked through again."""
+    """Look for reference cycles only when told to: what was there before is never looked through again.
+
+    A caller who has frozen what it holds (`gc.freeze`) keeps it frozen.
+    """
+    is_frozen = gc.get_freeze_count() > 0
     gc.collect()
-    gc.freeze()
+    if not is_frozen:
+        gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not is_frozen:
+            gc.unfreeze()
