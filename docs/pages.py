@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
+import json
 import re
 from collections.abc import Callable, Iterable
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
 
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
+
 import farthing
 from farthing.cli.parser import VERBS, build_parser
 from farthing.config.load import job_schema
 from farthing.planner.families import DECODERS, ENCODERS, FAMILIES, KNOWN_HEADS
 from farthing.prices.gpus import gpus
+from farthing.report.plan_table import draw_plan
+from farthing.report.terminal import draw_receipt
 from farthing.units import say_seconds
 
 FOLDER = Path(__file__).parent / "reference"
@@ -266,12 +274,57 @@ def _per_gb(term: dict[str, str], kind: str) -> str:
     return f"${value} per GB{' and month' if kind == 'storage' else ''}"
 
 
+# ---- pictures ----
+
+
+def _picture(title: str, draw: Callable[[Console], None], n_lines: int) -> str:
+    """What a terminal of 100 columns shows, as an SVG that fetches no font."""
+    console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    draw(console)
+    text = console.export_text(styles=True, clear=True).splitlines()[:n_lines]
+    for line in text:
+        console.print(Text.from_ansi(line), soft_wrap=True)
+    form = re.sub(r"@font-face \{\{.*?\}\}\n", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title=title, code_format=form, unique_id="farthing")
+
+
+def plan_picture() -> str:
+    """The terminal's answer to `farthing plan` for a job that many have: LoRA on 8B, 20,000 chats."""
+    newest = max(date.fromisoformat(row["date"]) for row in _facts("prices"))
+    job = {
+        "task": "causal-lm",
+        "model": "meta-llama/Llama-3.1-8B",
+        "data": "chats.jsonl",
+        "method": "lora",
+        "train": {"num_train_epochs": 2},
+        "output_dir": "runs/chats",
+    }
+    plan = farthing.plan(
+        job,
+        now=datetime.combine(newest, time(12)),
+        prices=FACTS / "prices.csv",
+        n_examples=20_000,
+        mean_tokens=450,
+        is_local=False,
+        torch="2.13.0+cu126",
+    )
+    return _picture("farthing plan job.yaml", lambda console: draw_plan(console, plan.to_json(), 8), 34)
+
+
+def receipt_picture() -> str:
+    """The receipt of a run that was killed once, from what it left: docs/pictures/receipt.json."""
+    receipt = json.loads((FOLDER.parent / "pictures/receipt.json").read_text(encoding="utf-8"))
+    return _picture("farthing report runs/demo", lambda console: draw_receipt(console, receipt), 60)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "keys.md": keys,
     "verbs.md": verbs,
     "models.md": models,
     "gpus.md": gpu_sizes,
     "providers.md": providers,
+    "../pictures/plan.svg": plan_picture,
+    "../pictures/receipt.svg": receipt_picture,
 }
 
 
