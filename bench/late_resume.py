@@ -28,8 +28,8 @@ import numpy as np
 import yaml
 
 from farthing.config.load import load_job
-from farthing.data.tokens import _DTYPES as DTYPES
-from farthing.data.tokens import set_key, tokenize, tokenizer_sha256
+from farthing.data.token_set import DTYPES, set_key, tokenizer_sha256
+from farthing.data.tokens import tokenize
 from farthing.durability.checkpoint import Checkpoints, State
 from farthing.durability.files import commit_folder
 from farthing.durability.ledger import seconds_since_process_start

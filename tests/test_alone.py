@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from farthing.data.batches import IGNORED
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.errors import ModelError
 from farthing.model.apart import longrope_limit
 from farthing.model.forward import Forward

@@ -26,7 +26,8 @@ from farthing.data.batches import IGNORED, Batches, collate, permutation, split_
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE, Unusable
 from farthing.data.formats import converter, recognise
 from farthing.data.read import BadRow, Row, Source, open_sources
-from farthing.data.tokens import CACHE_VERSION, Recipe, TokenSet, set_key, tokenize, tokenizer_sha256
+from farthing.data.token_set import CACHE_VERSION, Recipe, TokenSet, set_key, tokenizer_sha256
+from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.tiny import write_jsonl
 from workshop import cut
@@ -761,7 +762,9 @@ def test_a_writer_that_is_killed_leaves_nothing_usable(tmp_path: Path, tiny_fold
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from transformers import PreTrainedTokenizerFast\n"
-        "from farthing.data.read import open_sources; from farthing.data.tokens import CACHE_VERSION, Recipe, tokenize\n"
+        "from farthing.data.read import open_sources\n"
+        "from farthing.data.token_set import CACHE_VERSION, Recipe\n"
+        "from farthing.data.tokens import tokenize\n"
         "tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])\n"
         "sources = open_sources((os.path.abspath('a.jsonl'),), cache_dir=Path('cache'), split='train')\n"
         "stop = lambda rows, tokens, share: os.kill(os.getpid(), signal.SIGKILL) if rows > 2000 else None\n"

@@ -14,7 +14,8 @@ import yaml
 from farthing.data.foreign import Watch, foreign_kind
 from farthing.data.read import open_sources
 from farthing.data.rows import Row
-from farthing.data.tokens import Recipe, notes_of, tokenize
+from farthing.data.token_set import Recipe, notes_of
+from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.tiny import demo_rows, write_jsonl
 from test_bad_input import Desk, Said, desk, left_behind, run  # noqa: F401 - fixtures

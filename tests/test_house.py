@@ -209,21 +209,23 @@ def undeclared_at_top(path: Path, known: set[str]) -> set[str]:
 # ---- sizes: what is over them stands here, with the day it was put there; the list only shrinks ----
 
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 60, 8
-LONG_FILES = {"data.tokens": "2026-11-21"}
-LONG_FUNCTIONS = dict.fromkeys(
-    [
-        *("data.tokens._write", "model.activation_checkpointing.choose_checkpointing"),
-        *("model.attention.attend", "model.frozen_cache._fill", "model.head.head_loss", "model.load.load_model"),
-        *(
-            "planner.frozen_cache_cost.why_no_prefix_cache",
-            "planner.inputs.study_job",
-            "planner.memory.estimate_memory",
-        ),
-        *("planner.shapes.read_shape", "planner.spot.draw_paths", "report.receipt.build_receipt"),
-        *("report.terminal.draw_receipt", "train.assemble.assemble", "train.evaluate.evaluate"),
-    ],
-    "2026-11-21",
-)
+LONG_FILES: dict[str, str] = {}
+LONG_FUNCTIONS = {
+    "model.activation_checkpointing.choose_checkpointing": "2026-11-21",
+    "model.attention.attend": "2026-11-21",
+    "model.frozen_cache._fill": "2026-11-21",
+    "model.head.head_loss": "2026-11-21",
+    "model.load.load_model": "2026-11-21",
+    "planner.frozen_cache_cost.why_no_prefix_cache": "2026-11-21",
+    "planner.inputs.study_job": "2026-11-21",
+    "planner.memory.estimate_memory": "2026-11-21",
+    "planner.shapes.read_shape": "2026-11-21",
+    "planner.spot.draw_paths": "2026-11-21",
+    "report.receipt.build_receipt": "2026-11-21",
+    "report.terminal.draw_receipt": "2026-11-21",
+    "train.assemble.assemble": "2026-11-21",
+    "train.evaluate.evaluate": "2026-11-21",
+}
 
 
 def test_files_can_be_read_in_one_sitting() -> None:

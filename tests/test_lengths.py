@@ -21,7 +21,8 @@ from farthing.data.batches import Batches
 from farthing.data.encode import Encoder
 from farthing.data.packing import cut_by_tokens, cut_padded
 from farthing.data.read import open_sources
-from farthing.data.tokens import Recipe, TokenSet, tokenize
+from farthing.data.token_set import Recipe, TokenSet
+from farthing.data.tokens import tokenize
 from farthing.errors import DataError, ModelError, UserMistake
 from farthing.planner.job_lengths import INDEX, read_lengths
 from farthing.planner.lengths import Lengths, from_arrays, from_mean, from_token_set
@@ -239,7 +240,7 @@ def cache_of(job: Job) -> Path:
 
 def token_set(job: Job) -> TokenSet:
     """The only token set in a job's cache."""
-    from farthing.data.tokens import open_token_set
+    from farthing.data.token_set import open_token_set
 
     (folder,) = [path for path in (cache_of(job) / "tokens").iterdir() if path.is_dir()]
     return open_token_set(folder)

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 import workshop
 from farthing.data.packing import collate_flat
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.durability.files import only_writer
 from farthing.errors import Interrupted
 from farthing.model import frozen_cache as prefix_cache

@@ -17,7 +17,8 @@ import pytest
 from farthing.data import tokens as tokens_module
 from farthing.data.read import open_sources
 from farthing.data.rows import Reading
-from farthing.data.tokens import Recipe, tokenize
+from farthing.data.token_set import Recipe
+from farthing.data.tokens import tokenize
 from farthing.report.safe import SafeConsole
 from farthing.report.terminal import Terminal
 from farthing.tiny import demo_rows, write_jsonl

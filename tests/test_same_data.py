@@ -14,7 +14,8 @@ import survive
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.read import open_sources
-from farthing.data.tokens import Recipe, TokenSet, tokenize
+from farthing.data.token_set import Recipe, TokenSet
+from farthing.data.tokens import tokenize
 from farthing.durability.run_folder import RUN, kept
 from farthing.errors import Interrupted, RunChanged
 from farthing.planner.job_lengths import read_lengths

@@ -212,7 +212,7 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     import farthing.train.saver
     import farthing.train.setup
     from farthing.config.load import load_job
-    from farthing.data.tokens import TokenSet
+    from farthing.data.token_set import TokenSet
 
     folder = Path(values["output_dir"])
     folder.mkdir(parents=True)

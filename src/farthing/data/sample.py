@@ -29,7 +29,7 @@ from farthing.data.foreign import Watch, say_ignored
 from farthing.data.formats import RENDERED, Text, converter, recognise, used_columns
 from farthing.data.read import Source, json_row, n_characters
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
-from farthing.data.tokens import Recipe
+from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 
 MOST_ROWS = 2000

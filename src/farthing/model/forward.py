@@ -23,7 +23,7 @@ from torch import Tensor
 from farthing.data.batches import Batches, collate
 from farthing.data.packing import collate_flat, cut_by_tokens, cut_padded, target_lengths_of
 from farthing.data.prefix_sharing import WORTH, collate_shared, cut_shared, saved_by_sharing
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.model.apart import kept_apart
 from farthing.model.attention import can_go_flat, can_share, first_position, flat_logits, go_flat
 from farthing.model.documents import flat_batch

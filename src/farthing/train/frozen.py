@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.model.frozen_cache import open_prefix_cache
 from farthing.model.frozen_layers import Prefix, find_prefix
 from farthing.planner.frozen_cache_cost import why_no_prefix_cache

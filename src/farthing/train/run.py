@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from farthing.config.job import Job
-from farthing.data.tokens import notes_of
+from farthing.data.token_set import notes_of
 from farthing.device_memory import is_out_of_memory, is_out_of_resources
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
 from farthing.durability.exported import damage_of, set_aside

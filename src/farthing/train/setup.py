@@ -21,7 +21,8 @@ from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.chat import TEXT_VERSION, asks_for_the_date
 from farthing.data.read import Source, open_sources
-from farthing.data.tokens import Recipe, TokenSet, notes_of, tokenize
+from farthing.data.token_set import Recipe, TokenSet, notes_of
+from farthing.data.tokens import tokenize
 from farthing.durability.run_folder import RULES, began, rules_of
 from farthing.errors import DataError, HardwareError
 from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
