@@ -318,7 +318,10 @@ BAD = [
     (output_is_a_file, ["/run: the run folder can't be made", "another output_dir"]),
     (cache_is_a_file, ["/cache: the token cache can't be written", "set cache_dir"]),
     (template_that_is_not_there, ["chat.jinja: the chat template can't be read", "data.chat_template"]),
-    (template_with_a_mistake, ["train.jsonl:1: the chat template refuses it", "to do: correct these rows: none can be used"]),
+    (
+        template_with_a_mistake,
+        ["train.jsonl:1: the chat template refuses it", "to do: correct these rows: none can be used"],
+    ),
     (columns_of_another_task, ["train.jsonl: the columns (label, question)", "{{text: narrative, label: product}}"]),
     (seq2seq_with_a_causal_model, ["can't be loaded for seq2seq", "task"]),
     (nothing_left_to_hold_out, ["train.jsonl: too few distinct inputs", "data.eval"]),

@@ -13,6 +13,7 @@ import farthing.train.run
 import workshop
 from farthing.cli import main
 from farthing.errors import Interrupted
+from farthing.events import Event, StepTaken
 from workshop import job_file, make_job
 
 
@@ -36,8 +37,8 @@ def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
     monkeypatch.setenv("COLUMNS", "200")
     job = make_job(tmp_path, save_steps=2)
 
-    def stop(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "step" and facts["step"] == 3:
+    def stop(event: Event) -> None:
+        if isinstance(event, StepTaken) and event.step == 3:
             raise Interrupted("asked to leave")
 
     farthing.train.run.train(job, stop)

@@ -23,6 +23,7 @@ from farthing.durability.files import Damaged, commit_folder, seal, write_json
 from farthing.durability.run_folder import COPIES, DECIDING, PLAN, RUN, SCHEDULE, claim, keep, kept, kept_job, mend
 from farthing.durability.summed_lines import SummedLines
 from farthing.errors import RunChanged, RunDamaged, UserMistake
+from farthing.events import Decided, Event, Restored, StepTaken
 from farthing.model.load import ModelChoice, load_config, model_sha256, model_sha256_by_place
 from farthing.tiny import write_jsonl
 from workshop import Heard, job_file, log_of, make_folder, make_job, rows_of, train
@@ -31,17 +32,17 @@ KEYS: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2, 
 
 
 class LeavesAt(Heard):
-    """A listener that has the run asked to leave after a step, or when it tells of `kind`."""
+    """A listener that has the run asked to leave after a step, or at an event of `kind`."""
 
-    def __init__(self, kind: str = "step", step: int | None = None) -> None:
+    def __init__(self, kind: type[Event] = StepTaken, step: int | None = None) -> None:
         super().__init__()
-        self.kind, self.step = kind, step
+        self.kind, self.step, self.is_done = kind, step, False
 
-    def __call__(self, kind: str, facts: dict[str, Any]) -> None:
-        super().__call__(kind, facts)
-        if kind == self.kind and (self.step is None or facts.get("step") == self.step):
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        if isinstance(event, self.kind) and not self.is_done and self.step in (None, vars(event).get("step")):
             os.kill(os.getpid(), signal.SIGTERM)
-            self.kind = ""
+            self.is_done = True
 
 
 def weights_of(job: Job) -> dict[str, torch.Tensor]:
@@ -84,7 +85,7 @@ def test_a_run_goes_on_where_every_path_user_and_machine_is_another(
     heard = Heard()
     job = load_job(there / "the same.yaml", [*store, "output_dir=moved", "cache_dir=elsewhere"])
     assert train(job, heard).exit_code == 0
-    assert heard.of("restored")[0]["step"] == 3
+    assert heard.of(Restored)[0].step == 3
     assert "other conditions" not in heard.warnings
     assert are_equal(job, alone)
 
@@ -159,7 +160,7 @@ def test_runs_of_earlier_versions_go_on_at_their_path_and_at_another(
     for folder in folders:
         job, heard = load_job(folder / "job.yaml"), Heard()
         assert train(job, heard).exit_code == 0, heard.warnings
-        assert heard.of("restored")[0]["step"] == 3
+        assert heard.of(Restored)[0].step == 3
         assert "transformers 5.0.0 -> " in heard.warnings, "an upgrade is said, and refused by nobody"
         assert are_equal(job, alone)
         assert all("sha256" in (folder / "run" / name).read_text() for name in (RUN, PLAN)), "sealed from now on"
@@ -214,7 +215,7 @@ def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store: bool,
     path = job_file(tmp_path, **KEYS, **store)
     more = [f"output_store={tmp_path / 'store'}"] if has_store else []
     # "decided" comes right before the first step
-    assert train(load_job(path, more), LeavesAt("decided")).exit_code == 75
+    assert train(load_job(path, more), LeavesAt(Decided)).exit_code == 75
     if has_store:
         shutil.rmtree(tmp_path / "run")
     shutil.rmtree(tmp_path / "base")

@@ -21,6 +21,7 @@ from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.opening import _likely_folder, opened
 from farthing.durability.run_folder import witnesses_of
 from farthing.errors import DataError, RunChanged, RunDamaged
+from farthing.events import StepTaken
 from farthing.report.receipt import build_receipt
 from test_meter import Clock, attempt
 
@@ -157,7 +158,7 @@ def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path
     job = workshop.make_job(tmp_path, max_steps=4, save_steps=2, limits={"max_hours": 1})
     from test_survive import terminate, when
 
-    stopped = workshop.train(job, when("step", 2, terminate))  # type: ignore[arg-type]
+    stopped = workshop.train(job, when(StepTaken, 2, terminate))  # type: ignore[arg-type]
     assert stopped.state == "interrupted"
     ledger, checkpoints = tmp_path / "run" / "ledger.jsonl", tmp_path / "run" / "checkpoints"
     kept = tmp_path / "kept"

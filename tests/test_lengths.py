@@ -24,6 +24,7 @@ from farthing.data.read import open_sources
 from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, ModelError, UserMistake
+from farthing.events import Decided, StepTaken
 from farthing.planner.job_lengths import INDEX, read_lengths
 from farthing.planner.lengths import Lengths, from_arrays, from_mean, from_token_set
 from farthing.planner.measurements import MEASUREMENTS, read_measurements
@@ -255,11 +256,11 @@ def test_what_training_has_tokenized_is_known_exactly(family: str, tmp_path: Pat
     heard = Heard()
     train(job, heard)
     exact, held_out = read_lengths(job, cache_dir=cache_of(job))
-    decided = heard.of("decided")[0]
+    decided = heard.of(Decided)[0]
     assert exact.is_exact
     assert held_out is not None
-    assert exact.source == f"token cache, {decided['examples']} examples"
-    assert (exact.n_examples, held_out.n_examples) == (decided["examples"], decided["eval_examples"])
+    assert exact.source == f"token cache, {decided.n_examples} examples"
+    assert (exact.n_examples, held_out.n_examples) == (decided.n_examples, decided.n_eval_examples)
     tokens = token_set(job)
     whole = from_token_set(tokens, None, job.task, source="")
     assert exact.n_tokens + held_out.n_tokens == whole.n_tokens
@@ -283,10 +284,10 @@ def test_every_token_that_a_run_computes_is_foreseen(tmp_path: Path) -> None:
         heard = Heard()
         train(job, heard)
         lengths, _ = read_lengths(job, cache_dir=cache_of(job))
-        steps = heard.of("step")
+        steps = heard.of(StepTaken)
         found = lengths.cut(100, 16, is_flat=family == "llama")
         computed = len(steps) * 16 * (found.example.tokens + found.example.targets)
-        assert computed == pytest.approx(steps[-1]["padded_tokens"], rel=1e-6 if family == "llama" else 0.02)
+        assert computed == pytest.approx(steps[-1].run_padded_tokens, rel=1e-6 if family == "llama" else 0.02)
         (measured,) = read_measurements(cache_of(job) / MEASUREMENTS)
         n_pieces = measured.n_micro_batches / measured.n_steps
         assert found.n_micro_batches == pytest.approx(n_pieces, rel=0.05)

@@ -29,6 +29,7 @@ from farthing.config.job import Job
 from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.preemption import Notice
 from farthing.durability.run_folder import LEDGER, MODEL, kept
+from farthing.events import Decided, StepTaken
 from farthing.report.receipt import build_receipt
 from farthing.train.attempt import Attempt, Clocks, Context, Saving
 from farthing.train.budget import over_limit, seconds_left, why_not_start
@@ -403,7 +404,7 @@ def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: P
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
         job = make("a")
-        stopped = farthing.train.run.train(job, when("step", 14, terminate))
+        stopped = farthing.train.run.train(job, when(StepTaken, 14, terminate))
         assert stopped.state == "interrupted"
         before = kept(Path(job.output_dir, "schedule.json"))
         heard = workshop.Heard()
@@ -418,7 +419,7 @@ def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: P
         "linear", n_warmup_steps=fit["n_warmup_steps"], holds_until=fit["settles_at"], n_steps=fit["n_steps"]
     )
     assert rates == pytest.approx([job.learning_rate * factor(step) for step in range(len(rates))])
-    assert "what the limits buy of 5,000, settled" in heard.of("decided")[-1]["fitted"]
+    assert "what the limits buy of 5,000, settled" in heard.of(Decided)[-1].fitted
 
 
 def test_a_schedule_can_be_fitted_to_a_limit_only(tmp_path: Path) -> None:

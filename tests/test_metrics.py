@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import farthing.train.run
 import workshop
 from farthing.errors import Interrupted
+from farthing.events import Event, Exported, Saved
 from farthing.metrics import GREATER_IS_BETTER, OF_TASK, classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import choose_numerics
@@ -187,7 +188,7 @@ def test_the_best_checkpoint_is_the_one_exported(tmp_path: Path, monkeypatch: py
     best, last = checkpoint_weights(job, 2), checkpoint_weights(job, 6)
     assert all(torch.equal(exported[name], best[name]) for name in exported)
     assert not all(torch.equal(exported[name], last[name]) for name in exported)
-    assert heard.of("exported")[0]["step"] == 2
+    assert heard.of(Exported)[0].step == 2
     assert "| step | 2 of 6 |" in (tmp_path / "run/model/README.md").read_text()
 
 
@@ -251,8 +252,8 @@ def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
     monkeypatch.setattr(evaluation, "_measured", lambda run: {"loss": values[run.progress.step - 1], "n_examples": 1})
     job = judged_job(tmp_path, greater_is_better=greater, early_stopping_threshold=0.5, max_steps=4, save_steps=1)
 
-    def stop(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "saved" and facts["step"] == 2:
+    def stop(event: Event) -> None:
+        if isinstance(event, Saved) and event.step == 2:
             raise Interrupted("asked to leave")
 
     assert farthing.train.run.train(job, stop).state == "interrupted"

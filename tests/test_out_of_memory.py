@@ -24,6 +24,7 @@ import survive
 import workshop
 from farthing.device_memory import ALLOCATOR_SETTING, is_out_of_memory, is_out_of_resources, set_allocator
 from farthing.errors import HardwareError, OutOfMemory, SaveFailing
+from farthing.events import Event, Restored, StepTaken
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.train.optim import allocate_state, load_state, make_optimizer, state_bytes, state_tensors
@@ -319,7 +320,7 @@ def test_an_update_that_was_begun_is_never_taken_again_or_saved(
     assert sorted(path.name[:13] for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000002"]
     heard = Heard()
     result, losses, _ = ended(tmp_path, heard)
-    assert [facts["step"] for facts in heard.of("restored")] == [2]
+    assert [event.step for event in heard.of(Restored)] == [2]
     assert survive.differences(untouched[False][0], result) == []
     assert losses == untouched[False][1]
 
@@ -349,8 +350,8 @@ def test_a_restore_without_memory_says_nothing_against_the_checkpoint(
 ) -> None:
     job = make_job(tmp_path, max_steps=4, save_steps=2)
 
-    def stop(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "step" and facts["step"] == 3:
+    def stop(event: Event) -> None:
+        if isinstance(event, StepTaken) and event.step == 3:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -23,6 +23,7 @@ from farthing.durability.object_store import Entry, LocalStore, NoSuchObject, St
 from farthing.durability.replica import Pace
 from farthing.durability.run_folder import COPIES, kept
 from farthing.errors import JobError, RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
+from farthing.events import Event, Exported, Restored, StepTaken
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from workshop import Heard, job_file, make_job, train
 
@@ -617,9 +618,9 @@ def stop_after(step: int) -> Heard:
     import signal
 
     class Stopping(Heard):
-        def __call__(self, kind: str, facts: dict[str, Any]) -> None:
-            super().__call__(kind, facts)
-            if kind == "step" and facts["step"] == step:
+        def __call__(self, event: Event) -> None:
+            super().__call__(event)
+            if isinstance(event, StepTaken) and event.step == step:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     return Stopping()
@@ -647,7 +648,7 @@ def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(
     third = train(machine(tmp_path, "third", store), heard)
     assert third.exit_code == 0
     assert heard.warnings == ""
-    assert [facts["step"] for facts in heard.of("restored")] == [5]
+    assert [event.step for event in heard.of(Restored)] == [5]
     assert same_result(tmp_path / "alone", tmp_path / "third") == []
     ended = [attempt["ended"] for attempt in third.receipt["attempts"]]
     assert ended == ["interrupted", "interrupted", "finished"]
@@ -656,7 +657,7 @@ def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(
     assert third_s == pytest.approx(second_s, abs=0.5), "but for the moment in which the lease was given back"
     fourth = train(machine(tmp_path, "fourth", store), heard := Heard())
     assert fourth.reason.startswith("it was finished already"), "the model came along"
-    assert heard.of("step") == []
+    assert heard.of(StepTaken) == []
     assert same_result(tmp_path / "alone", tmp_path / "fourth") == []
 
 
@@ -665,8 +666,8 @@ def test_a_run_that_another_machine_takes_over_stops_in_words(
 ) -> None:
     store = LocalStore(tmp_path / "store")
 
-    def take_over(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "step" and facts["step"] == 4:
+    def take_over(event: Event) -> None:
+        if isinstance(event, StepTaken) and event.step == 4:
             links = sorted(store.list("writers/"))
             number = int(links[-1][-13:-5]) + 1
             while not store.create(
@@ -699,14 +700,14 @@ def test_a_store_that_goes_away_holds_nothing_up_and_gets_its_backlog(
     monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
     heard = Heard()
 
-    def tell(kind: str, facts: dict[str, Any]) -> None:
+    def tell(event: Event) -> None:
         nonlocal is_away
-        heard(kind, facts)
-        if kind == "step" and facts["step"] == 3:
+        heard(event)
+        if isinstance(event, StepTaken) and event.step == 3:
             is_away = True
-        if kind == "step" and is_away:
+        if isinstance(event, StepTaken) and is_away:
             time.sleep(0.2)
-        if kind == "step" and facts["step"] == 7:
+        if isinstance(event, StepTaken) and event.step == 7:
             is_away = False
 
     assert train(machine(tmp_path, "run", tmp_path / "store"), tell).exit_code == 0  # type: ignore[arg-type]
@@ -756,10 +757,10 @@ def test_a_store_that_is_down_at_the_start(quick: None, monkeypatch: pytest.Monk
     is_down = True
     heard = Heard()
 
-    def tell(kind: str, facts: dict[str, Any]) -> None:
+    def tell(event: Event) -> None:
         nonlocal is_down
-        heard(kind, facts)
-        is_down = is_down and not heard.of("step")
+        heard(event)
+        is_down = is_down and not heard.of(StepTaken)
 
     assert train(machine(tmp_path, "run", tmp_path / "store"), tell).exit_code == 0  # type: ignore[arg-type]
     assert "the run goes on from this folder" in heard.warnings
@@ -773,7 +774,7 @@ def test_what_is_waited_for_after_the_last_step_is_on_the_bill(
     real, heard = open_store(str(tmp_path / "store")), Heard()
 
     def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
-        if heard.of("exported") and name == "put":
+        if heard.of(Exported) and name == "put":
             time.sleep(0.15)
         return operation()
 

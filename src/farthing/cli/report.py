@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(result)
         return EXIT_FINISHED
-    from farthing.report.terminal import draw_comparison, draw_receipt
+    from farthing.report.receipt_table import draw_comparison, draw_receipt
 
     (draw_comparison if arguments.baseline else draw_receipt)(rich_console(), result)
     return EXIT_FINISHED

@@ -1,6 +1,6 @@
 """The table of everything a job left open and the run decided, in words, before its first step.
 
-Data flows from a run that stands at its first step to `tell`. Refuses to decide anything: it says what was decided.
+Data flows from a run that stands at its first step to `emit`. Refuses to decide anything: it says what was decided.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from farthing.config.job import Job
 from farthing.device_memory import set_allocator
+from farthing.events import Decided
 from farthing.model.hardware import device_name
 from farthing.train.attempt import Attempt
 from farthing.units import plural, say_bytes, say_seconds, say_usd
@@ -24,28 +25,28 @@ def say_what_was_decided(attempt: Attempt) -> None:
         every, f"every {every}nd layer" if every == 2 else f"every {every}th layer"
     )
     counts = attempt.parameters
-    attempt.context.tell(
-        "decided",
-        {
-            "model": f"{Path(attempt.inputs.choice.name).name} ({attempt.inputs.config.model_type}), {job.method.name}",
-            "parameters": counts,
-            "examples": len(attempt.train_examples),
-            "eval_examples": len(attempt.eval_examples) if attempt.eval_examples else 0,
-            "steps": attempt.n_steps,
-            "fitted": _fit_in_words(attempt),
-            "batch": f"{batch} examples a step, up to {attempt.steps.most_tokens:,} tokens at a time",
-            "learning_rate": f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, "
+    attempt.context.emit(
+        Decided(
+            model=f"{Path(attempt.inputs.choice.name).name} ({attempt.inputs.config.model_type}), {job.method.name}",
+            n_parameters=counts["total"],
+            n_trainable=counts["trainable"],
+            n_examples=len(attempt.train_examples),
+            n_eval_examples=len(attempt.eval_examples) if attempt.eval_examples else 0,
+            max_length=attempt.inputs.recipe.max_length,
+            n_steps=attempt.n_steps,
+            batch=f"{plural(batch, 'example')} a step, up to {attempt.steps.most_tokens:,} tokens at a time",
+            fitted=_fit_in_words(attempt),
+            learning_rate=f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, "
             + plural(attempt.schedule.n_warmup_steps, "warm-up step"),
-            "max_length": attempt.inputs.recipe.max_length,
-            "precision": attempt.numerics.name,
-            "device": device_name(attempt.numerics.device),
-            "computed": _computed_in_words(attempt),
-            "gradient_checkpointing": checkpointing,
-            "memory": _memory_in_words(attempt),
-            "checkpoints": _interval_in_words(attempt),
-            "promised": _promise_in_words(attempt.promise),
-            "price": _price_in_words(job),
-        },
+            device=device_name(attempt.numerics.device),
+            precision=attempt.numerics.name,
+            computed=_computed_in_words(attempt),
+            memory=_memory_in_words(attempt),
+            checkpointing=checkpointing,
+            checkpoints=_interval_in_words(attempt),
+            price=_price_in_words(job),
+            estimate=_promise_in_words(attempt.promise),
+        )
     )
     if not attempt.memory.fits:
         attempt.warn(
