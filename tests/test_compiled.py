@@ -32,10 +32,11 @@ from farthing.model.compiled import (
     CUDA_S_PER_KIND,
     CUDA_SAVED_SHARE,
     MOST_PROGRAMS,
+    _layers,
+    _Recomputed,
     compile_blocks,
     compile_seconds,
     find_compiler,
-    leave_uncompiled,
     n_graphs,
     n_kinds,
     predicted_saving,
@@ -261,6 +262,15 @@ def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
         assert seen
         assert set(seen) == {(True, MOST_PROGRAMS)}
         torch._dynamo.reset()
+
+
+def leave_uncompiled(model: Any) -> None:
+    """Compute the layers of `model` as they were before."""
+    for layer in _layers(model):
+        layer._compiled_call_impl = None
+        checkpointing = getattr(layer, "_gradient_checkpointing_func", None)
+        if isinstance(checkpointing, _Recomputed):
+            layer._gradient_checkpointing_func = checkpointing.checkpointing
 
 
 def without(model: Any) -> Any:
