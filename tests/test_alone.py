@@ -251,7 +251,7 @@ def test_languages_that_are_not_said_or_not_known_are_refused(family: str) -> No
     source, target = CODES[family]
     with pytest.raises(ModelError, match=r"data.target_lang is not set"):
         set_languages(speaking(family), "seq2seq", source, None)
-    with pytest.raises(ModelError, match=f"'{target}x' is no language of its tokenizer"):
+    with pytest.raises(ModelError, match=f"'{target}x' is not a language of its tokenizer"):
         set_languages(speaking(family), "seq2seq", source, f"{target}x")
     assert set_languages(speaking(family), "seq2seq", None, None, text_version=1) == ("", "")
 

@@ -251,7 +251,7 @@ def test_bad_rows_are_named_and_the_good_ones_around_them_read(tmp_path: Path) -
     assert reasons[2].startswith("invalid JSON at column")
     assert reasons[4] == "invalid UTF-8 at byte 10 of the line"
     assert reasons[5] == "not a JSON object"
-    assert "`text` stands twice" in reasons[6]
+    assert "`text` appears twice" in reasons[6]
 
 
 def test_a_row_over_the_limit_is_passed_over_without_holding_it(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_csv_rows_that_do_not_fit_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.csv", b"text,text\nx,y\n", "`text` stands twice in the header"),
+        ("a.csv", b"text,text\nx,y\n", "`text` appears twice in the header"),
         ("a.csv", b"\nx,y\n", "no header line"),
         ("a.csv", b'"te"xt,label\n', "header line is invalid"),
         ("a.json", b'{"text": 1}', "not an array of objects"),

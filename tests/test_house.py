@@ -223,7 +223,6 @@ LONG_FUNCTIONS = {
     "planner.shapes.read_shape": "2026-11-21",
     "planner.spot.draw_paths": "2026-11-21",
     "report.receipt.build_receipt": "2026-11-21",
-    "report.receipt_table.draw_receipt": "2026-11-21",
     "train.assemble.assemble": "2026-11-21",
     "train.evaluate.evaluate": "2026-11-21",
 }

@@ -307,7 +307,7 @@ def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpo
         mend(folder, said.append)
         assert (folder / name).read_bytes() == whole
         assert len(said) == 1
-        assert "written anew from the checkpoint of step 4" in said[0]
+        assert "written again from the checkpoint of step 4" in said[0]
     said = []
     mend(folder, said.append)
     assert said == []
@@ -324,7 +324,7 @@ def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_
         claim(folder, {"train.seed": 42}, {}, print)
     said: list[str] = []
     assert claim(folder, {"train.seed": 42}, {}, said.append, allow_restart=True)["run_id"] != "r1"
-    assert "begins anew" in said[0]
+    assert "begins again" in said[0]
 
 
 @pytest.fixture(scope="module")
@@ -381,7 +381,7 @@ def test_a_run_with_damaged_files_ends_as_one_without(
     heard = Heard()
     job = load_job(folder / "job.yaml", [f"output_dir={tmp_path / 'run'}"])
     assert train(job, heard).exit_code == 0
-    assert "written anew from the checkpoint of step" in heard.warnings
+    assert "written again from the checkpoint of step" in heard.warnings
     assert are_equal(job, untouched)
 
 

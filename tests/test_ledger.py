@@ -180,7 +180,7 @@ def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path
     assert sum(span["usd"] for span in done.receipt["spans"]) == pytest.approx(done.receipt["usd"], rel=0.01)
 
 
-# ---- kills while the ledger is written anew ----
+# ---- kills while the ledger is written again ----
 
 OPERATIONS = ("open", "fsync", "replace", "rename", "unlink", "pwrite")
 

@@ -364,7 +364,7 @@ def test_a_note_that_was_tampered_with_is_no_way_out_of_the_cache(tmp_path: Path
     for content in ('{"set": "../../etc"}', '{"set": 5}', "[]", "{", ""):
         note.write_text(content)
         assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
-    train(job)  # a finished run tokenizes nothing, and nothing is noted anew
+    train(job)  # a finished run tokenizes nothing, and nothing is noted again
     assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
 
 

@@ -366,7 +366,7 @@ def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path: Pa
     keep_fit(tmp_path / "s", fit)
     assert kept_fit(tmp_path / "s") == fit
     (tmp_path / "s").write_text("{")
-    assert kept_fit(tmp_path / "s") is None, "while nothing was saved by it, it is made anew"
+    assert kept_fit(tmp_path / "s") is None, "while nothing was saved by it, it is made again"
     (tmp_path / "checkpoints" / "step-00000005-0001").mkdir(parents=True)
     with pytest.raises(RunDamaged, match="s can't be read"):
         kept_fit(tmp_path / "s")
@@ -419,7 +419,7 @@ def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: P
         "linear", n_warmup_steps=fit["n_warmup_steps"], holds_until=fit["settles_at"], n_steps=fit["n_steps"]
     )
     assert rates == pytest.approx([job.learning_rate * factor(step) for step in range(len(rates))])
-    assert "what the limits buy of 5,000, settled" in heard.of(Decided)[-1].fitted
+    assert "as many of 5,000 as the limits allow, fixed" in heard.of(Decided)[-1].fitted
 
 
 def test_a_schedule_can_be_fitted_to_a_limit_only(tmp_path: Path) -> None:

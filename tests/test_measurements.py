@@ -327,7 +327,7 @@ def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monk
     heard = Heard()
     outcome = farthing.train.run.train(job, heard)
     assert outcome.state == "finished"
-    assert "what was measured could not be written down" in heard.warnings
+    assert "the measurement could not be written" in heard.warnings
     assert read_measurements(Path(job.cache_dir) / MEASUREMENTS) == []
 
 

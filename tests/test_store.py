@@ -413,7 +413,7 @@ def test_swapped_objects_are_detected(two_copies: Model, tmp_path: Path) -> None
         mirror_of(two_copies, tmp_path / "empty").bring_back()
     said: list[str] = []
     mirror = mirror_of(two_copies, tmp_path / "empty", said)
-    assert mirror.bring_back(allow_restart=True) is None, "unless starting anew is asked for"
+    assert mirror.bring_back(allow_restart=True) is None, "unless starting again is asked for"
     assert "as asked" in said[-1]
     mirror.close(1)
 
@@ -751,7 +751,7 @@ def test_a_store_that_is_down_at_the_start(quick: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
     with pytest.raises(StoreDown, match="does not answer") as error:
         train(machine(tmp_path, "run", tmp_path / "store"))
-    assert error.value.exit_code == 75, "an empty folder never begins anew in silence"
+    assert error.value.exit_code == 75, "an empty folder never begins again in silence"
     is_down = False
     train(machine(tmp_path, "run", tmp_path / "store"), stop_after(3))
     is_down = True

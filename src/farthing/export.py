@@ -97,14 +97,14 @@ def export_run(
     quiet_libraries()
     source = run / MODEL
     if not source.is_dir():
-        raise UserMistake("this run has exported no model yet", where=str(run), to_do="let `farthing train` finish it")
+        raise UserMistake("this run has exported no model yet", where=str(run), to_do="finish it with `farthing train`")
     if folder.exists() and any(folder.iterdir()):
         raise UserMistake("the folder is not empty", where=str(folder), to_do="name a new one with --output")
     if damage := damage_of(run):
         raise UserMistake(
             f"the run's model is damaged: {damage}",
             where=str(source),
-            to_do="run `farthing train` with its job again: it writes the model anew from the checkpoint",
+            to_do="run `farthing train` with its job again: it writes the model again from the checkpoint",
         )
     is_adapter = (source / ADAPTER_CONFIG).exists()
     if form == "adapter":
@@ -133,7 +133,7 @@ def _job_of(run: Path, trust_remote_code: bool) -> dict[str, Any]:
     job = kept_job(run)
     if job["model"]["trust_remote_code"] and not trust_remote_code:
         raise UserMistake(
-            "its job lets Python code run that comes with the base model",
+            "its job allows the Python code that comes with the base model to run",
             where=str(run / JOB),
             to_do="read that code; if you trust it: --trust-remote-code",
         )
@@ -210,7 +210,7 @@ def _tuned_config(source: Path) -> dict[str, Any]:
         raise ModelError(
             f"the adapter's configuration can't be read ({type(error).__name__})",
             where=str(path),
-            to_do="run `farthing train` with the job again: it writes the model anew from the checkpoint",
+            to_do="run `farthing train` with the job again: it writes the model again from the checkpoint",
         ) from error
     return values
 

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     for folder, words in damage.items():
         if words:
             complain(f"{folder}: the exported model is damaged: {words}")
-            write("  to do: run `farthing train` with its job again: it writes the model anew")
+            write("  to do: run `farthing train` with its job again: it writes the model again")
     if arguments.baseline:
         result = compare(result, build_receipt(Path(arguments.baseline)))
     else:

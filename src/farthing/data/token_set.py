@@ -185,5 +185,5 @@ def _check_sizes(folder: Path) -> dict[str, Any]:
     for entry in facts["files"]:
         path = folder / entry["name"]
         if not path.is_file() or path.stat().st_size != entry["size"]:
-            raise Damaged(f"{path.name} has not the size it was written with")
+            raise Damaged(f"{path.name} does not have the size it was written with")
     return facts

@@ -312,7 +312,7 @@ def _refuse_unusable(facts: dict[str, Any], recipe: Recipe) -> None:
         if n_bad < n_rows:
             to_do = f"correct these rows, or allow more with data.max_bad_rows: {min(1.0, round(n_bad / n_rows + 0.005, 2))}"
         raise DataError(
-            f"{n_bad:,} of {n_rows:,} rows can't be used, {recipe.max_bad_rows:.0%} may be:{shown}{more}",
+            f"{n_bad:,} of {n_rows:,} rows can't be used, at most {recipe.max_bad_rows:.0%} are allowed:{shown}{more}",
             where=where,
             to_do=to_do,
         )

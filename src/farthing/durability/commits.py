@@ -89,7 +89,7 @@ def read_commit(store: Store, commit: Commit) -> dict[str, Any]:
             to_do="pip install --upgrade farthing",
         )
     if [manifest.get(key) for key in Commit._fields] != list(commit):
-        raise Damaged("its commit is another one's")
+        raise Damaged("its commit belongs to another key")
     if not isinstance(manifest.get("files"), list):
         raise Damaged("its commit lists no files")
     for entry in manifest["files"]:
@@ -120,9 +120,9 @@ def take_newest(
 ) -> tuple[Commit, int, Objects]:
     """Bring the newest commit whose own checkpoint is whole into a run folder, else the newest other checkpoint that is.
 
-    Returns (commit, step of its newest checkpoint, the objects that were found whole). What else of it is lost is said aloud
-    and done without; the ledger is joined with `words`, see `join_ledgers`. Raises `RunDamaged` when no checkpoint is whole,
-    `RunChanged` when the folder holds another run, `NoSpace`, `StoreFault`.
+    Returns (commit, step of its newest checkpoint, the objects that were found whole). What else of it is lost is named in a
+    warning and done without; the ledger is joined with `words`, see `join_ledgers`. Raises `RunDamaged` when no checkpoint
+    is whole, `RunChanged` when the folder holds another run, `NoSpace`, `StoreFault`.
     """
     readable: list[tuple[Commit, dict[str, Any]]] = []
     for commit in commits:
@@ -151,7 +151,7 @@ def take_newest(
     raise RunDamaged(
         f"none of the {len(commits)} commits in the store is whole",
         where=store.name,
-        to_do="bring one back, or start from zero on purpose with --allow-restart",
+        to_do="bring one back, or start from step 0 with --allow-restart",
     )
 
 
@@ -174,7 +174,7 @@ def _install(
     n_bytes = sum(entry["size"] for entry in manifest["files"])
     if shutil.disk_usage(folder).free < 2 * n_bytes:
         raise NoSpace(
-            f"the copy in the store takes {say_bytes(n_bytes)}, and there is no room for it and the next",
+            f"the copy in the store takes {say_bytes(n_bytes)}, and there is no room for it and the next checkpoint",
             where=str(folder),
             to_do="make room, or set output_dir to a disk that has it",
         )
@@ -244,7 +244,7 @@ def _put_in_place(
         if path.name in arrived:
             discard(path)
         elif int(path.name.split("-")[1]) >= step:
-            warn(f"{path.name} here is not what the run went on from elsewhere: set aside")
+            warn(f"{path.name} here is older than what the run continued from on another machine: set aside")
             path.rename(path.with_name(f"{path.name}.elsewhere-{uuid.uuid4().hex[:4]}"))
     for name, path in arrived.items():
         path.rename(checkpoints / name)

@@ -181,7 +181,7 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
         named = [path for path in files if not any(word in inside[path] for word in ("valid", "dev", "test", "eval"))]
     if not named:
         raise UserMistake(
-            f"the folder has no file that can be seen to be its split `{split}`",
+            f"no file of the folder can be recognised as its split `{split}`",
             where=str(folder),
             to_do="give --examples N --mean-tokens M, or run `farthing train` once: tokenized data is remembered",
         )

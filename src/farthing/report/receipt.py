@@ -223,7 +223,7 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
 
 
 def _checkpoints(job: Any, plan: Any, attempts: list[Attempt], wall_s: float) -> dict[str, Any]:
-    """How many, how often, and for how long they have held the run up: its share is that of all the time.
+    """How many, how often, and for how long training waited for them: the share is that of all the time.
 
     `interval_s` None: they were asked for by steps, or there was no plan.
     """

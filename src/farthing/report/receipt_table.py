@@ -47,7 +47,7 @@ def draw_probe(console: Console, found: dict[str, Any]) -> None:
     if found["usd_per_million_tokens"]:
         words += f", {say_usd(found['usd_per_million_tokens'])} a million"
     console.print(
-        f"{words}\n`farthing train` uses it from now on, and `farthing plan` goes by what was measured", soft_wrap=True
+        f"{words}\n`farthing train` uses it from now on, and `farthing plan` uses the measurement", soft_wrap=True
     )
 
 
@@ -57,19 +57,30 @@ def _setting(trial: dict[str, Any]) -> str:
 
 def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
     """The receipt on a terminal."""
-    known = receipt["usd_is_known"]
     title = {"finished": "finished", "limit": "stopped at a limit", "interrupted": "interrupted, can be continued"}.get(
         receipt["state"], "not finished, can be continued"
     )
     console.print()
     console.print(f"[bold]Receipt[/] {escape(receipt['run'])} ({title})", highlight=False, soft_wrap=True)
+    _draw_spans(console, receipt)
+    if not receipt["usd_is_known"]:
+        console.print("[dim]no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh[/]")
+    facts = Table.grid(padding=(0, 2))
+    for name, words in {**_of_training(receipt), **_of_trouble(receipt)}.items():
+        if words:
+            facts.add_row(f"[dim]{name}[/]", words)
+    console.print(facts)
+    _draw_promise(console, receipt)
+    _draw_metrics(console, receipt)
+
+
+def _draw_spans(console: Console, receipt: dict[str, Any]) -> None:
+    """Where seconds and dollars went, the largest part first."""
     table = Table(box=None, padding=(0, 2), show_edge=False)
     table.add_column("where the time went")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
+    for name in ("seconds", "share", *(["dollars"] if receipt["usd_is_known"] else [])):
+        table.add_column(name, justify="right")
     dollars = digits_of(receipt["usd"])
-    if known:
-        table.add_column("dollars", justify="right")
     for span in sorted(receipt["spans"], key=lambda span: -span["seconds"]):
         if span["seconds"] >= 0.005:
             cells = [span["what"], f"{span['seconds']:.1f}", f"{span['share']:.1%}", dollars(span["usd"])]
@@ -77,67 +88,55 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
     cells = ["total", f"{receipt['wall_s']:.1f}", f"{1:.1%}", dollars(receipt["usd"])]
     table.add_row(*(f"[bold]{cell}[/]" for cell in cells[: len(table.columns)]))
     console.print(table)
-    if not known:
-        console.print("[dim]no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh[/]")
-    facts = Table.grid(padding=(0, 2))
-    loss = "none" if receipt["final_loss"] is None else f"{receipt['final_loss']:.4f}"
-    facts.add_row(
-        "[dim]trained[/]",
-        f"{plural(receipt['steps'], 'step')}, {say_count(receipt['tokens'])} tokens, last loss {loss}",
-    )
-    if receipt["usd_per_million_tokens"] is not None and known:
-        facts.add_row("[dim]a million tokens[/]", say_usd(receipt["usd_per_million_tokens"]))
-    curve = [value for _, value in receipt["curves"]["loss"]]
-    if len(curve) > 1:
-        facts.add_row("[dim]loss[/]", f"{sparkline(curve)}  {curve[0]:.3f} to {curve[-1]:.3f}")
-    busy = [value for _, value in receipt["curves"]["utilisation_percent"]]
-    if len(busy) > 1:
-        facts.add_row("[dim]device busy[/]", f"{sparkline(busy, 0, 100)}  mean {sum(busy) / len(busy):.0f}%")
-    if receipt["interruptions"]:
-        facts.add_row(
-            "[dim]interruptions[/]",
-            f"{receipt['interruptions']}; restarting took {_time_and_price(receipt, 'restart')}, "
-            f"work done twice {_time_and_price(receipt, 'redone')}",
-        )
+
+
+def _of_training(receipt: dict[str, Any]) -> dict[str, str]:
+    """Name -> what there is to say; empty where there is nothing."""
+    trained = f"{plural(receipt['steps'], 'step')}, {say_count(receipt['tokens'])} tokens"
+    if receipt["final_loss"] is not None:
+        trained += f", loss of the last step {receipt['final_loss']:.4f}"
+    has_price = receipt["usd_per_million_tokens"] is not None and receipt["usd_is_known"]
+    losses, busy = ([y for _, y in receipt["curves"][name]] for name in ("loss", "utilisation_percent"))
+    facts = {
+        "trained": trained,
+        "a million tokens": say_usd(receipt["usd_per_million_tokens"]) if has_price else "",
+        "loss": f"{sparkline(losses)}  {losses[0]:.3f} to {losses[-1]:.3f}" if len(losses) > 1 else "",
+        "device busy": f"{sparkline(busy, 0, 100)}  mean {sum(busy) / len(busy):.0f}%" if len(busy) > 1 else "",
+    }
     if (saves := receipt.get("checkpoints", {})).get("n"):
         every = "" if saves["interval_s"] is None else f", every {say_seconds(saves['interval_s'])} or at a new best"
-        facts.add_row(
-            "[dim]checkpoints[/]",
-            f"{saves['n']}{every}; they held the run up for {say_seconds(saves['held_up_s'])} ({saves['share']:.2%})",
+        waited = f"training waited {say_seconds(saves['held_up_s'])} for them ({saves['share']:.2%} of the time)"
+        facts["checkpoints"] = f"{saves['n']}{every}; {waited}"
+    if fit := receipt.get("schedule"):
+        words = f"fitted to the limits: {fit['n_steps']:,} of {fit['asked_steps']:,} steps"
+        facts["schedule"] = words + ("" if fit["settled"] else ", may still change")
+    return facts
+
+
+def _of_trouble(receipt: dict[str, Any]) -> dict[str, str]:
+    """Name -> what went wrong; only what did."""
+    facts: dict[str, str] = {}
+    if receipt["interruptions"]:
+        facts["interruptions"] = (
+            f"{receipt['interruptions']}; restarting took {_time_and_price(receipt, 'restart')}, "
+            f"work done twice {_time_and_price(receipt, 'redone')}"
         )
     if told := [notice for notice in receipt.get("notices", []) if notice["is_certain"]]:
         grace = "" if told[-1]["grace_s"] is None else f" of {say_seconds(max(0.0, told[-1]['grace_s']))}"
-        facts.add_row(
-            "[dim]last notice[/]",
-            f"{escape(told[-1]['what'])}; saved and left after {say_seconds(told[-1]['left_after_s'])}{grace}",
+        facts["last notice"] = (
+            f"{escape(told[-1]['what'])}; saved and left after {say_seconds(told[-1]['left_after_s'])}{grace}"
         )
     if events := receipt["out_of_memory"]:
-        now = events[-1]
-        more = f", every {now['every_n_layers']} layers computed again" if now["every_n_layers"] else ""
-        facts.add_row(
-            "[dim]out of memory[/]",
-            f"{plural(len(events), 'time')}; went on with {now['most_tokens']:,} tokens at a time{more}",
-        )
-    if fit := receipt.get("schedule"):
-        facts.add_row(
-            "[dim]schedule[/]",
-            f"fitted to the budget: {fit['n_steps']:,} of {fit['asked_steps']:,} steps"
-            + ("" if fit["settled"] else ", not settled yet"),
-        )
+        setting = setting_in_words(events[-1]["most_tokens"], events[-1]["every_n_layers"], 0)
+        facts["out of memory"] = f"{plural(len(events), 'time')}; training went on with {setting}"
     if trust := receipt.get("ledger"):
-        lost = (
-            f"{_time_and_price({**receipt, **trust}, 'lost')} are known in sum only"
-            if trust["lost_s"]
-            else "no money is missing"
-        )
-        facts.add_row("[dim]ledger[/]", f"[yellow]damaged[/], {plural(trust['n_broken_lines'], 'broken line')}; {lost}")
+        lost = "no money is missing"
+        if trust["lost_s"]:
+            lost = f"only the sum of {_time_and_price({**receipt, **trust}, 'lost')} is known"
+        facts["ledger"] = f"[yellow]damaged[/], {plural(trust['n_broken_lines'], 'broken line')}; {lost}"
     if receipt["skipped_steps"]:
-        facts.add_row(
-            "[dim]skipped[/]", f"{plural(receipt['skipped_steps'], 'step')} whose loss or gradient was not a number"
-        )
-    console.print(facts)
-    _draw_promise(console, receipt)
-    _draw_metrics(console, receipt)
+        facts["skipped"] = f"{plural(receipt['skipped_steps'], 'step')} whose loss or gradient was not a number"
+    return facts
 
 
 def draw_comparison(console: Console, comparison: dict[str, Any]) -> None:

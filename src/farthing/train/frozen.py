@@ -63,7 +63,7 @@ def begin_behind_frozen_layers(attempt: Attempt, decided: bool | None) -> bool:
         if isinstance(cache, str):
             attempt.warn(f"the output of frozen layers is not kept: {cache}")
             if decided:
-                attempt.warn("earlier attempts had it: equal to rounding, not to the bit")
+                attempt.warn("earlier attempts used it: the result is equal to rounding, not to the bit")
             return bool(decided)
         caches.append((tokens, cache))
     attempt.forward.begin_at(prefix, caches)

@@ -190,14 +190,14 @@ def errors_in_words(folder: Path) -> Iterator[None]:
             raise OutOfMemory(
                 f"the machine has no memory left: {error.strerror}",
                 where=str(folder),
-                to_do="end what else runs here, or use a machine with more main memory; the same command goes on",
+                to_do="stop other programs here, or use a machine with more main memory; the same command goes on",
             ) from error
         if error.errno not in DISK_TROUBLE:
             raise
         raise NoSpace(
             f"the disk fails: {error.strerror}; what was saved is intact",
             where=str(error.filename or folder),
-            to_do="make room or mend the disk, then run the same command again",
+            to_do="make room or repair the disk, then run the same command again",
         ) from error
     except Exception as error:
         if refused := in_words(error):
@@ -213,7 +213,7 @@ def errors_in_words(folder: Path) -> Iterator[None]:
         raise OutOfMemory(
             f"the device has no memory left: {_first_line(error)}",
             where=str(folder),
-            to_do="even one example at a time, every layer computed again, is too much: lower data.max_length, or use"
+            to_do="one example at a time with full activation checkpointing is still too much: lower data.max_length, or use"
             " method: qlora or a larger GPU",
         ) from error
 
@@ -242,7 +242,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
         return "limit", reason
     if ledger.clock_back_s > 60 and job.limits.deadline is not None:
         _warn(emit, f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
-                    " the deadline is where this clock has it")  # fmt: skip
+                    " the deadline is judged by this clock")  # fmt: skip
     attempt = _open(job, context, inputs, numerics)
     run_facts = same_examples(folder, run_facts, examples_sha256(attempt.train_examples, attempt.eval_examples))
     meter.enter("restore")
@@ -321,7 +321,7 @@ def _wait_for_replica(context: Context, state: str) -> None:
 
 
 def clear_damaged_model(folder: Path, emit: Emit) -> bool:
-    """Set an exported model aside that is not what was written, aloud; whether it was so."""
+    """Set an exported model aside that is not what was written, with a warning; whether it was so."""
     damage = damage_of(folder)
     if damage is None:
         return False

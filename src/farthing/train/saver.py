@@ -31,7 +31,7 @@ def restore(attempt: Attempt, allow_restart: bool) -> None:
             raise RunDamaged(
                 f"the checkpoint of step {ledger.committed_step} was written, and is gone",
                 where=str(checkpoints.folder),
-                to_do="bring it back from a copy, or start from zero on purpose with --allow-restart",
+                to_do="bring it back from a copy, or start from step 0 with --allow-restart",
             )
     except RunDamaged:
         if not allow_restart:
@@ -63,7 +63,7 @@ def _keep_log(attempt: Attempt) -> None:
     if n_damaged := len(attempt.log.damaged):
         attempt.warn(f"{plural(n_damaged, 'line')} of {LOG} {'is' if n_damaged == 1 else 'are'} damaged: left out")
     if n_lost := at.step - len(steps):
-        attempt.warn(f"{LOG} lacks {n_lost} of the {plural(at.step, 'step')} so far; the result is not touched by it")
+        attempt.warn(f"{LOG} lacks {n_lost} of the {plural(at.step, 'step')} so far; this does not change the result")
 
 
 def refuse_small_disk(attempt: Attempt) -> None:

@@ -56,7 +56,7 @@ def note(attempt: Attempt, taken: Taken) -> tuple[list[float], float]:
 
 
 def _note_compiling(attempt: Attempt) -> None:
-    """A step in which torch has compiled is warm-up: its time goes under that name, and figures begin anew."""
+    """A step in which torch has compiled is warm-up: its time goes under that name, and figures begin again."""
     meter, clocks = attempt.context.meter, attempt.clocks
     compute_s, n = meter.spans.get("compute", 0.0), n_graphs()
     if isinstance(attempt.kernels.compiled, int) and n > clocks.n_graphs:
@@ -85,7 +85,7 @@ def judge_finite(attempt: Attempt, taken: Taken, losses: list[float], norm: floa
     named = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
     what = "the gradient is" if math.isfinite(loss) else "the loss is"
     _skipped(attempt, StepSkipped(step, what, tuple(places)))
-    attempt.warn(f"step {step}: {what} not a number, step skipped; among {named}")
+    attempt.warn(f"step {step}: {what} not a number, step skipped; it may come from {named}")
     if at.skipped_in_a_row >= attempt.job.train.max_skipped_steps:
         raise NotFinite(
             f"{at.skipped_in_a_row} steps in a row had a loss or gradient that is not a number (last: {named})",
@@ -98,14 +98,14 @@ def note_out_of_memory(attempt: Attempt, step: int, why: str, is_less: bool) -> 
     """Say that a step is taken again, and put on the receipt that it is with less at once."""
     steps = attempt.steps
     if not is_less:
-        freed = "what was not needed was freed, it is taken again as it was"
+        freed = "unused memory was freed, and the step is taken again"
         attempt.warn(f"step {step + 1}: out of memory ({why}); {freed}")
         return
     event = {"step": step + 1, "most_tokens": steps.most_tokens, "every_n_layers": steps.every_n_layers, "why": why}
     attempt.context.ledger.write("running", out_of_memory=event)
     attempt.warn(
         f"step {step + 1}: out of memory; it goes on with {steps.most_tokens:,} tokens at a time"
-        f"{', more layers computed again' if steps.every_n_layers else ''}: the same examples a step, the same result"
+        f"{', with more activation checkpointing' if steps.every_n_layers else ''}: the same examples a step, the same result"
     )
 
 

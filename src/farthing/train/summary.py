@@ -54,7 +54,7 @@ def say_what_was_decided(attempt: Attempt) -> None:
             "lower train.per_device_train_batch_size (the result stays the same) or data.max_length"
         )
     if job.limits.max_usd is not None and job.usd_per_hour == 0:
-        attempt.warn("limits.max_usd can't bind at $0 an hour: set where.usd_per_hour")
+        attempt.warn("limits.max_usd has no effect at $0 an hour: set where.usd_per_hour")
 
 
 def _memory_in_words(attempt: Attempt) -> str:
@@ -66,16 +66,16 @@ def _memory_in_words(attempt: Attempt) -> str:
 def _computed_in_words(attempt: Attempt) -> str:
     """What is computed of a batch, and why not less."""
     forward = attempt.forward
-    words = [f"padded ({forward.why_padded})" if forward.why_padded else "documents end to end, no padding"]
+    words = [f"padded ({forward.why_padded})" if forward.why_padded else "documents packed end to end, no padding"]
     if attempt.job.task != "classification":
-        words.append(forward.why_all_scored or "labelled positions scored")
+        words.append(forward.why_all_scored or "output layer: only positions with a target")
     if forward.mixes(attempt.train_examples.tokens, attempt.train_examples.indices):
         assert forward.apart is not None
         words.append(forward.apart.why)
     if forward.shares:
-        words.append("common beginnings once")
+        words.append("shared beginnings computed once")
     if forward.prefix is not None:
-        words.append(f"{plural(forward.prefix.n_layers, 'frozen layer')} once")
+        words.append(f"{plural(forward.prefix.n_layers, 'frozen layer')} computed once for all epochs")
     words += [str(what) for what in (attempt.kernels.lora, attempt.kernels.liger) if what is not None]
     if isinstance(attempt.kernels.compiled, int):
         words.append(f"{plural(attempt.kernels.compiled, 'layer')} compiled")
@@ -87,8 +87,8 @@ def _computed_in_words(attempt: Attempt) -> str:
 def _fit_in_words(attempt: Attempt) -> str:
     if attempt.schedule.fit is None:
         return ""
-    when = "settled" if attempt.schedule.fit.settled else f"settled after step {attempt.schedule.fit.settles_at}"
-    return f"what the limits buy of {attempt.schedule.fit.asked_steps:,}, {when}"
+    when = "fixed" if attempt.schedule.fit.settled else f"fixed after step {attempt.schedule.fit.settles_at}"
+    return f"as many of {attempt.schedule.fit.asked_steps:,} as the limits allow, {when}"
 
 
 def _interval_in_words(attempt: Attempt) -> str:
@@ -100,7 +100,7 @@ def _interval_in_words(attempt: Attempt) -> str:
 
 def _promise_in_words(promise: dict[str, Any]) -> str:
     if not promise:
-        return "nothing: the planner does not know this model or device"
+        return "none: the planner does not know this model or device"
     low, likely, high = promise["wall_range_s"]
     words = f"{say_seconds(likely)} ({say_seconds(low)} to {say_seconds(high)})"
     if promise["usd"] > 0:
