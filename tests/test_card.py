@@ -27,7 +27,7 @@ def card_rows(run: Path) -> dict[str, list[str]]:
 def test_the_card_says_how_many_epochs_were_trained_and_not_how_many_were_asked_for(tmp_path: Path) -> None:
     job = make_job(tmp_path, n_rows=100, max_steps=1)  # a step of 8 of 100 rows; three epochs are the default
     receipt = workshop.train(job).receipt
-    assert receipt["epochs"] == pytest.approx(1 / 13)
+    assert receipt.epochs == pytest.approx(1 / 13)
     assert card_rows(Path(job.output_dir))["epochs"] == ["0.0769"]
 
 

@@ -338,7 +338,7 @@ def test_a_run_with_compiled_layers_ends_as_one_without_and_keeps_warm_up_apart(
     job, heard = workshop.make_job(tmp_path / "compiled", torch_compile=True, **keys), workshop.Heard()
     outcome = workshop.train(job, heard)
     assert "layers compiled" in heard.of(Decided)[0].computed
-    spans = {span["name"]: span["seconds"] for span in outcome.receipt["spans"]}
+    spans = {span.name: span.seconds for span in outcome.receipt.spans}
     assert spans["compile"] > 5 * spans["compute"]
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
 

@@ -286,7 +286,7 @@ def test_a_damaged_model_is_named_and_written_again(tmp_path: Path, capsys: pyte
         assert words in said.err
         heard = Heard()
         outcome = workshop.train(job, heard)
-        assert (outcome.state, outcome.receipt["steps"]) == ("finished", 3)
+        assert (outcome.state, outcome.receipt.steps) == ("finished", 3)
         assert words in heard.warnings
         assert not heard.of(StepTaken)
         assert damage_of(run) is None
@@ -301,11 +301,11 @@ def test_the_best_step_is_what_is_written_again(tmp_path: Path) -> None:
     rows = workshop.rows_of("llama", 16)
     others = [{**row, "completion": rows[-1 - i]["completion"]} for i, row in enumerate(rows)]
     job = make_job(tmp_path, rows=rows, eval_rows=others, eval_steps=4, max_steps=40)
-    best = workshop.train(job).receipt["exported_step"]
+    best = workshop.train(job).receipt.exported_step
     assert best < 40
     whole = files_of(Path(job.output_dir) / "model")
     flip(Path(job.output_dir) / "model")
-    assert workshop.train(job).receipt["exported_step"] == best
+    assert workshop.train(job).receipt.exported_step == best
     assert files_of(Path(job.output_dir) / "model") == whole
 
 

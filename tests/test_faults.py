@@ -237,7 +237,7 @@ def test_a_stop_signal_within_an_upload_is_heard_and_the_copy_is_whole(
     assert first.exit_code == 75
     heard = Heard()
     assert train(machine(tmp_path, "second", tmp_path / "store"), heard).exit_code == 0
-    assert [event.step for event in heard.of(Restored)] == ([first.receipt["steps"]] if first.receipt["steps"] else [])
+    assert [event.step for event in heard.of(Restored)] == ([first.receipt.steps] if first.receipt.steps else [])
     assert same_result(tmp_path / "alone", tmp_path / "second") == []
 
 

@@ -200,7 +200,7 @@ def test_a_whole_run_in_half_precision_learns_as_in_fp32(precision: str, family:
     losses, expected = (losses_of(job) for job in jobs)
     assert losses[-1] == pytest.approx(expected[-1], rel=0.1)
     assert (losses[-1] < 0.9 * losses[0]) == (expected[-1] < 0.9 * expected[0])
-    assert outcomes[0].receipt["metrics"]["loss"] == pytest.approx(outcomes[1].receipt["metrics"]["loss"], rel=0.1)
+    assert outcomes[0].receipt.metrics["loss"] == pytest.approx(outcomes[1].receipt.metrics["loss"], rel=0.1)
     assert (Path(jobs[0].output_dir) / "model" / "model.safetensors").exists()
 
 
@@ -660,7 +660,7 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
     finally:
         ballast.clear()
     assert outcome.state == "finished"
-    events = outcome.receipt["out_of_memory"]
+    events = outcome.receipt.out_of_memory
     assert events, "the ballast left too much room"
     assert "CUDA out of memory" in events[0]["why"]
     assert events[0]["step"] == 1
@@ -766,9 +766,9 @@ def test_this_gpu_is_in_the_table_and_a_run_on_it_has_a_promise(tmp_path: Path) 
     heard = Heard()
     outcome = farthing.train.run.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
     assert heard.of(Decided)[0].device == name
-    assert outcome.receipt["promised"]["peak_bytes"]
+    assert outcome.receipt.promised.peak_bytes
     assert heard.of(StepTaken)[-1].mfu > 0
-    assert outcome.receipt["peak_bytes"] <= torch.cuda.max_memory_allocated()
+    assert outcome.receipt.peak_bytes <= torch.cuda.max_memory_allocated()
 
 
 def test_spans_add_up_to_the_wall_time(tmp_path: Path) -> None:
@@ -779,9 +779,9 @@ def test_spans_add_up_to_the_wall_time(tmp_path: Path) -> None:
     assert train_in_a_process(job) == 0
     outside_s = time.monotonic() - began
     receipt = build_receipt(tmp_path / "run")
-    spans = {span["name"]: span["seconds"] for span in receipt["spans"]}
-    assert sum(spans.values()) == pytest.approx(receipt["wall_s"], abs=0.01)
-    assert outside_s - 4 < receipt["wall_s"] <= outside_s + 0.1  # less what leaving takes
+    spans = {span.name: span.seconds for span in receipt.spans}
+    assert sum(spans.values()) == pytest.approx(receipt.wall_s, abs=0.01)
+    assert outside_s - 4 < receipt.wall_s <= outside_s + 0.1  # less what leaving takes
     assert spans["compute"] > 0
     assert spans["optimizer"] > 0
 

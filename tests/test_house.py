@@ -222,7 +222,6 @@ LONG_FUNCTIONS = {
     "planner.memory.estimate_memory": "2026-11-21",
     "planner.shapes.read_shape": "2026-11-21",
     "planner.spot.draw_paths": "2026-11-21",
-    "report.receipt.build_receipt": "2026-11-21",
     "train.assemble.assemble": "2026-11-21",
     "train.evaluate.evaluate": "2026-11-21",
 }

@@ -205,8 +205,8 @@ def test_a_failed_check_leaves_the_bill_and_nothing_else(tmp_path: Path) -> None
     write_jsonl(tmp_path / "data.jsonl", rows_of("llama", 24))
     outcome = train(load_job(path))
     assert outcome.exit_code == 0
-    assert [attempt["ended"] for attempt in outcome.receipt["attempts"]] == ["failed", "finished"]
-    assert outcome.receipt["usd"] > outcome.receipt["attempts"][1]["usd"]
+    assert [attempt["ended"] for attempt in outcome.receipt.attempts] == ["failed", "finished"]
+    assert outcome.receipt.usd > outcome.receipt.attempts[1]["usd"]
 
 
 @pytest.mark.parametrize("has_store", [False, True], ids=["folder", "store"])
@@ -228,7 +228,7 @@ def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store: bool,
     assert len(said) == 1
     assert "train.learning_rate: 0.01 -> 0.02" in said[0]
     assert "model (content)" in said[0]
-    assert len(outcome.receipt["attempts"]) == 2
+    assert len(outcome.receipt.attempts) == 2
     other = make_job(tmp_path / "other", **KEYS)
     shutil.rmtree(tmp_path / "other" / "base")
     shutil.copytree(tmp_path / "base", tmp_path / "other" / "base")

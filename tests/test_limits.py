@@ -256,12 +256,12 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(seed: int, p
     assert (folder / MODEL).is_dir()
     assert disk["model"] > 0
     receipt = build_receipt(folder)  # every second has a name and a price, over all attempts
-    assert receipt["wall_s"] == pytest.approx(ledger._past_s, abs=0.1)
-    assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"], rel=0.01)
-    assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"] / 3600 * 7.2, rel=0.01)
-    started_again = [attempt for attempt in receipt["attempts"][1:] if attempt["began"]]
-    assert receipt["restart_s"] >= 0.99 * len(started_again) * costs.start_s
-    assert receipt["restart_usd"] == pytest.approx(receipt["restart_s"] / 3600 * 7.2)
+    assert receipt.wall_s == pytest.approx(ledger._past_s, abs=0.1)
+    assert sum(span.seconds for span in receipt.spans) == pytest.approx(receipt.wall_s, rel=0.01)
+    assert sum(span.usd for span in receipt.spans) == pytest.approx(receipt.wall_s / 3600 * 7.2, rel=0.01)
+    started_again = [attempt for attempt in receipt.attempts[1:] if attempt["began"]]
+    assert receipt.restart_s >= 0.99 * len(started_again) * costs.start_s
+    assert receipt.restart_usd == pytest.approx(receipt.restart_s / 3600 * 7.2)
 
 
 @pytest.mark.parametrize("cap", ["max_hours", "max_gpu_hours"])
@@ -409,11 +409,11 @@ def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: P
         before = kept(Path(job.output_dir, "schedule.json"))
         heard = workshop.Heard()
         done = farthing.train.run.train(job, heard)
-    fit = done.receipt["schedule"]
+    fit = done.receipt.schedule
     assert fit == before
     assert fit["settled"]
     assert fit["n_steps"] < 5000
-    assert done.receipt["state"] in ("finished", "limit")
+    assert done.receipt.state in ("finished", "limit")
     rates = [row["lr"] for row in workshop.log_of(job) if "examples" in row]
     factor = fitted_schedule(
         "linear", n_warmup_steps=fit["n_warmup_steps"], holds_until=fit["settles_at"], n_steps=fit["n_steps"]

@@ -203,7 +203,7 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert (found.n_padded_tokens == found.n_tokens) == found.is_flat
 
     assert set(found.spans) <= set(SPANS)
-    assert sum(found.spans.values()) <= receipt["wall_s"] + 0.01
+    assert sum(found.spans.values()) <= receipt.wall_s + 0.01
     assert found.compute_s + found.first_step_s >= found.spans["compute"] - 0.01
     assert 0 < found.compute_s < found.spans["compute"]
     work_s = sum(found.spans[name] for name in ("compute", "optimizer", "data_wait", "host_to_device"))

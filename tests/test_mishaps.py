@@ -117,7 +117,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(
     assert [row["loss"] for row in ours if "loss" in row] == pytest.approx(
         [row["loss"] for row in theirs if "loss" in row], rel=1e-4
     )
-    events = outcome.receipt["out_of_memory"]
+    events = outcome.receipt.out_of_memory
     assert events
     assert [event["step"] for event in events] == [1] * len(events)
     assert "out of memory; it goes on" in heard.warnings
@@ -135,7 +135,7 @@ def test_one_example_without_room_is_computed_again_in_parts_and_then_said(
     words = capsys.readouterr()
     assert "data.max_length" in words.err
     assert "Traceback" not in words.err
-    events = build_receipt(tmp_path / "run")["out_of_memory"]
+    events = build_receipt(tmp_path / "run").out_of_memory
     assert [event["every_n_layers"] for event in events][-2:] == [2, 1]
     monkeypatch.undo()
     assert main(["train", str(tmp_path / "run.yaml")]) == 0

@@ -462,7 +462,7 @@ def test_a_run_that_is_noticed_leaves_with_75_and_goes_on_to_the_bit(
 
     outcome = train(job, tell)
     assert outcome.exit_code == 75
-    (notice,) = outcome.receipt["notices"]
+    (notice,) = outcome.receipt.notices
     assert (notice["source"], notice["attempt"], notice["is_certain"]) == (cloud, 1, True)
     assert 0 <= notice["left_after_s"] < 10
     assert (notice["grace_s"] is not None) == (cloud == "aws")
@@ -486,7 +486,7 @@ def test_a_rebalance_recommendation_saves_now_and_goes_on(quick: Metadata, tmp_p
     assert outcome.exit_code == 0
     assert heard.of(Saved)[0].step == 2
     assert "AWS rebalance recommendation: saving now" in heard.warnings
-    assert [notice["is_certain"] for notice in outcome.receipt["notices"]] == [False]
+    assert [notice["is_certain"] for notice in outcome.receipt.notices] == [False]
 
 
 def test_nobody_is_asked_without_a_reason(quick: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,7 +289,7 @@ def test_memory_that_runs_out_once_is_survived_to_the_bit(
     expected, expected_losses, _ = untouched[scales]
     assert survive.differences(expected, result) == []
     assert losses == expected_losses
-    assert receipt["out_of_memory"] == []  # nothing was halved
+    assert receipt.out_of_memory == []  # nothing was halved
     said_nothing = place in ("evaluation", "snapshot of a checkpoint")  # tried again at once
     assert (f"out of memory ({GONE})" in heard.warnings) != said_nothing
 
@@ -340,7 +340,7 @@ def test_a_device_that_stays_full_halves_after_it_was_freed(tmp_path: Path, monk
     monkeypatch.setattr(Forward, "loss", loss)
     outcome = workshop.train(make_job(tmp_path, max_steps=4, n_rows=64, global_batch_size=32, micro_batch_tokens=1200))
     assert outcome.state == "finished"
-    events = outcome.receipt["out_of_memory"]
+    events = outcome.receipt.out_of_memory
     assert [event["most_tokens"] for event in events] == sorted({e["most_tokens"] for e in events}, reverse=True)
     assert len(freed) == len(events) + 1
 

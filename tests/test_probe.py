@@ -226,7 +226,7 @@ def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(
     job, heard = make_job(tmp_path / "probing", max_steps=4, probe=True), Heard()
     outcome = farthing.train.run.train(job, heard)
     assert heard.of(Probed)
-    assert next(span for span in outcome.receipt["spans"] if span["name"] == "probe")["seconds"] > 0
+    assert next(span for span in outcome.receipt.spans if span.name == "probe").seconds > 0
     assert [row["examples"] for row in log_of(job) if "examples" in row] == [
         row["examples"] for row in log_of(plain) if "examples" in row
     ]

@@ -131,8 +131,8 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(
     assert [row for row in ahead_rows if "loss" in row] == [row for row in rows if "loss" in row]
     assert [row for row in ahead_rows if "metrics" in row] == [row for row in rows if "metrics" in row]
     assert all(torch.equal(weights[name], ahead_weights[name]) for name in weights)
-    assert ahead_receipt["skipped_steps"] == receipt["skipped_steps"] == len(spoilt)
-    assert ahead_receipt["steps"] == 8
+    assert ahead_receipt.skipped_steps == receipt.skipped_steps == len(spoilt)
+    assert ahead_receipt.steps == 8
 
 
 def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(

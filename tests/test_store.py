@@ -650,10 +650,10 @@ def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(
     assert heard.warnings == ""
     assert [event.step for event in heard.of(Restored)] == [5]
     assert same_result(tmp_path / "alone", tmp_path / "third") == []
-    ended = [attempt["ended"] for attempt in third.receipt["attempts"]]
+    ended = [attempt["ended"] for attempt in third.receipt.attempts]
     assert ended == ["interrupted", "interrupted", "finished"]
-    second_s = [a["wall_s"] for a in second.receipt["attempts"]]
-    third_s = [a["wall_s"] for a in third.receipt["attempts"]][:2]
+    second_s = [a["wall_s"] for a in second.receipt.attempts]
+    third_s = [a["wall_s"] for a in third.receipt.attempts][:2]
     assert third_s == pytest.approx(second_s, abs=0.5), "but for the moment in which the lease was given back"
     fourth = train(machine(tmp_path, "fourth", store), heard := Heard())
     assert fourth.reason.startswith("it was finished already"), "the model came along"
@@ -783,14 +783,14 @@ def test_what_is_waited_for_after_the_last_step_is_on_the_bill(
     began = time.monotonic()
     receipt = train(machine(tmp_path, "run", tmp_path / "store"), heard).receipt
     elapsed_s = time.monotonic() - began
-    attempt = receipt["attempts"][0]
-    assert receipt["wall_s"] == pytest.approx(elapsed_s, abs=0.5)
+    attempt = receipt.attempts[0]
+    assert receipt.wall_s == pytest.approx(elapsed_s, abs=0.5)
     assert attempt["spans"]["checkpoint"] > 1.0
-    assert receipt["usd"] == pytest.approx(receipt["wall_s"] / 3600 * 3.6)
-    assert [a["ended"] for a in receipt["attempts"]] == ["finished"]
+    assert receipt.usd == pytest.approx(receipt.wall_s / 3600 * 3.6)
+    assert [a["ended"] for a in receipt.attempts] == ["finished"]
     on_disk = json.loads((tmp_path / "run" / "receipt.json").read_text())
-    assert on_disk["wall_s"] == receipt["wall_s"]
+    assert on_disk["wall_s"] == receipt.wall_s
     (tmp_path / "run").rename(tmp_path / "gone")
     again = train(machine(tmp_path, "run", tmp_path / "store"), Heard()).receipt
-    known_s = again["attempts"][0]["wall_s"]
+    known_s = again.attempts[0]["wall_s"]
     assert known_s == pytest.approx(attempt["wall_s"], abs=0.5), "and the store knows it"

@@ -291,4 +291,4 @@ def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
     assert last.exit_code == 0
     assert [event.step for event in heard.of(Restored)] == [3]
     assert same_result(tmp_path / "alone", tmp_path / "second") == []
-    assert [attempt["ended"] for attempt in last.receipt["attempts"]] == ["interrupted", "finished"]
+    assert [attempt["ended"] for attempt in last.receipt.attempts] == ["interrupted", "finished"]

@@ -153,9 +153,9 @@ def test_a_stop_signal_at_any_time_can_be_continued(
     job = job_in(tmp_path, "stopped")
     outcome = train(job, when(kind, step, terminate))
     assert outcome.exit_code == 75
-    assert outcome.receipt["state"] == "interrupted"
+    assert outcome.receipt.state == "interrupted"
     if kind is StepTaken:
-        assert outcome.receipt["steps"] == step, "the last step that was done is saved"
+        assert outcome.receipt.steps == step, "the last step that was done is saved"
     assert train(job, quiet).exit_code == 0
     assert survive.differences(alone, survive.result_of(Path(job.output_dir))) == []
 
@@ -239,15 +239,15 @@ def test_the_bill_counts_every_attempt_once(tmp_path: Path) -> None:
     first = train(job, when(StepTaken, 5, terminate)).receipt
     second = train(job, quiet).receipt
     elapsed_s = time.time() - began
-    ages = sum(a["spans"]["start_up"] for a in second["attempts"])  # this process was started long before
-    assert [a["ended"] for a in second["attempts"]] == ["interrupted", "finished"]
-    assert second["wall_s"] == pytest.approx(first["wall_s"] + second["attempts"][1]["wall_s"], abs=0.01)
-    assert second["wall_s"] - ages == pytest.approx(elapsed_s, rel=0.05)
-    assert sum(span["seconds"] for span in second["spans"]) == pytest.approx(second["wall_s"], rel=0.01)
-    assert sum(span["usd"] for span in second["spans"]) == pytest.approx(second["usd"], rel=0.01)
-    assert second["usd"] == pytest.approx(second["wall_s"] / 3600 * 3.6, rel=1e-6)
-    assert second["interruptions"] == 1
-    assert second["restart_s"] > 0
+    ages = sum(a["spans"]["start_up"] for a in second.attempts)  # this process was started long before
+    assert [a["ended"] for a in second.attempts] == ["interrupted", "finished"]
+    assert second.wall_s == pytest.approx(first.wall_s + second.attempts[1]["wall_s"], abs=0.01)
+    assert second.wall_s - ages == pytest.approx(elapsed_s, rel=0.05)
+    assert sum(span.seconds for span in second.spans) == pytest.approx(second.wall_s, rel=0.01)
+    assert sum(span.usd for span in second.spans) == pytest.approx(second.usd, rel=0.01)
+    assert second.usd == pytest.approx(second.wall_s / 3600 * 3.6, rel=1e-6)
+    assert second.interruptions == 1
+    assert second.restart_s > 0
 
 
 def test_work_that_was_lost_to_a_kill_stays_on_the_bill(tmp_path: Path) -> None:
@@ -258,10 +258,10 @@ def test_work_that_was_lost_to_a_kill_stays_on_the_bill(tmp_path: Path) -> None:
         if json.loads((folder / "manifest.json").read_text())["step"] > 6:
             shutil.rmtree(folder)
     receipt = train(job, quiet).receipt
-    assert receipt["attempts"][1]["first_step"] == 6
-    assert receipt["redone_s"] > 0
-    assert receipt["steps"] == 12
-    assert receipt["tokens"] == train(job_in(tmp_path, "other"), quiet).receipt["tokens"]
+    assert receipt.attempts[1]["first_step"] == 6
+    assert receipt.redone_s > 0
+    assert receipt.steps == 12
+    assert receipt.tokens == train(job_in(tmp_path, "other"), quiet).receipt.tokens
 
 
 def test_the_receipt_says_how_long_saving_held_the_run_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,18 +286,18 @@ def test_the_receipt_says_how_long_saving_held_the_run_up(tmp_path: Path, monkey
     job = job_in(tmp_path, "run", save_steps=4)
     train(job, lambda event: terminate() if isinstance(event, StepTaken) and event.step == 6 else tell(event))
     receipt = train(job, tell).receipt
-    saves = receipt["checkpoints"]
-    assert saves["n"] == sum(attempt["n_saves"] for attempt in receipt["attempts"]) >= 4
-    least = 0.05 * saves["n"] + 0.15 * 2  # both attempts wait for their last one
-    assert least <= saves["held_up_s"] < least + 2.0
-    assert saves["held_up_s"] <= next(s["seconds"] for s in receipt["spans"] if s["name"] == "checkpoint") + 0.01
-    assert saves["share"] == pytest.approx(saves["held_up_s"] / receipt["wall_s"])
-    assert saves["interval_s"] is None, "by steps, as the job has it"
+    saves = receipt.checkpoints
+    assert saves.n == sum(attempt["n_saves"] for attempt in receipt.attempts) >= 4
+    least = 0.05 * saves.n + 0.15 * 2  # both attempts wait for their last one
+    assert least <= saves.held_up_s < least + 2.0
+    assert saves.held_up_s <= next(s.seconds for s in receipt.spans if s.name == "checkpoint") + 0.01
+    assert saves.share == pytest.approx(saves.held_up_s / receipt.wall_s)
+    assert saves.interval_s is None, "by steps, as the job has it"
 
 
 def test_the_receipt_has_the_interval_of_its_checkpoints(tmp_path: Path) -> None:
     planned = train(job_in(tmp_path, "planned", save_steps=None), quiet).receipt
     promise = json.loads((tmp_path / "planned" / "plan.json").read_text())
-    assert planned["checkpoints"]["interval_s"] == promise["interval_s"] > 0
+    assert planned.checkpoints.interval_s == promise["interval_s"] > 0
     asked = train(job_in(tmp_path, "asked", save_steps=None, save_minutes=2), quiet).receipt
-    assert asked["checkpoints"]["interval_s"] == 120
+    assert asked.checkpoints.interval_s == 120

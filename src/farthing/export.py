@@ -26,7 +26,7 @@ from farthing.model.adapters import break_ties
 from farthing.model.load import AUTO_CLASSES, ModelChoice, load_config, load_model, load_tokenizer, quiet_libraries
 from farthing.model.same_answers import answers, check_examples, refuse_other_answers
 from farthing.report.card import model_card
-from farthing.report.receipt import build_receipt
+from farthing.report.receipt import Receipt, build_receipt
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODEL_CONFIG = "model_config.json"
@@ -34,7 +34,7 @@ MODEL_CONFIG = "model_config.json"
 taken by transformers for a whole model."""
 
 
-def export_model(folder: Path, model: Any, tokenizer: Any, receipt: dict[str, Any], step: int) -> None:
+def export_model(folder: Path, model: Any, tokenizer: Any, receipt: Receipt, step: int) -> None:
     """Write `model` as it was trained (an adapter, or the whole model), its tokenizer, a card and a manifest.
 
     An adapter comes with the configuration of the whole, so that the names of its classes are not lost.
@@ -56,15 +56,15 @@ def export_model(folder: Path, model: Any, tokenizer: Any, receipt: dict[str, An
     install_folder(folder, fill)
 
 
-def write_card(run: Path, receipt: dict[str, Any]) -> None:
+def write_card(run: Path, receipt: Receipt) -> None:
     """Bring the card of a run's exported model up to its receipt. Nothing is done where no model is. Raises `OSError`."""
     folder = run / MODEL
     if folder.is_dir() and not folder.is_symlink():
         write_text(folder / CARD, model_card(receipt, _step_of(receipt), is_merged=False))
 
 
-def _step_of(receipt: dict[str, Any]) -> int:
-    return int(receipt["exported_step"] or receipt["steps"])
+def _step_of(receipt: Receipt) -> int:
+    return receipt.exported_step or receipt.steps
 
 
 def _in_one_order(path: Path) -> None:

@@ -60,9 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
         if is_finished(folder):
             from farthing.train.finished import receipt_of_finished
 
-            if receipt := receipt_of_finished(job):
+            if done := receipt_of_finished(job):
                 console = rich_console(stderr=arguments.json)
-                return _show_end(arguments, console, "finished", FINISHED_ALREADY, receipt, EXIT_FINISHED)
+                return _show_end(arguments, console, "finished", FINISHED_ALREADY, done, EXIT_FINISHED)
         if arguments.retry is not None:
             from farthing.planner.preflight import look_over
 
@@ -135,15 +135,13 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:
     return code
 
 
-def _show_end(
-    arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: dict[str, Any], code: int
-) -> int:
+def _show_end(arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: Any, code: int) -> int:
     """The receipt, and how it ended."""
     from farthing.report.receipt_table import draw_receipt
     from farthing.report.safe import escape
 
     if arguments.json:
-        print_json(receipt)
+        print_json(receipt.to_json())
     else:
         draw_receipt(console, receipt)
         console.print()

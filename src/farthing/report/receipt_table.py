@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from farthing.report.receipt import Comparison, Forecast, Pair, Promised, Receipt
 from farthing.report.safe import escape
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
@@ -55,15 +56,15 @@ def _setting(trial: dict[str, Any]) -> str:
     return setting_in_words(trial["most_tokens"], trial["every_n_layers"], trial["tile_tokens"])
 
 
-def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
+def draw_receipt(console: Console, receipt: Receipt) -> None:
     """The receipt on a terminal."""
     title = {"finished": "finished", "limit": "stopped at a limit", "interrupted": "interrupted, can be continued"}.get(
-        receipt["state"], "not finished, can be continued"
+        receipt.state, "not finished, can be continued"
     )
     console.print()
-    console.print(f"[bold]Receipt[/] {escape(receipt['run'])} ({title})", highlight=False, soft_wrap=True)
+    console.print(f"[bold]Receipt[/] {escape(receipt.run)} ({title})", highlight=False, soft_wrap=True)
     _draw_spans(console, receipt)
-    if not receipt["usd_is_known"]:
+    if not receipt.usd_is_known:
         console.print("[dim]no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh[/]")
     facts = Table.grid(padding=(0, 2))
     for name, words in {**_of_training(receipt), **_of_trouble(receipt)}.items():
@@ -74,95 +75,95 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
     _draw_metrics(console, receipt)
 
 
-def _draw_spans(console: Console, receipt: dict[str, Any]) -> None:
+def _draw_spans(console: Console, receipt: Receipt) -> None:
     """Where seconds and dollars went, the largest part first."""
     table = Table(box=None, padding=(0, 2), show_edge=False)
     table.add_column("where the time went")
-    for name in ("seconds", "share", *(["dollars"] if receipt["usd_is_known"] else [])):
+    for name in ("seconds", "share", *(["dollars"] if receipt.usd_is_known else [])):
         table.add_column(name, justify="right")
-    dollars = digits_of(receipt["usd"])
-    for span in sorted(receipt["spans"], key=lambda span: -span["seconds"]):
-        if span["seconds"] >= 0.005:
-            cells = [span["what"], f"{span['seconds']:.1f}", f"{span['share']:.1%}", dollars(span["usd"])]
+    dollars = digits_of(receipt.usd)
+    for span in sorted(receipt.spans, key=lambda span: -span.seconds):
+        if span.seconds >= 0.005:
+            cells = [span.what, f"{span.seconds:.1f}", f"{span.share:.1%}", dollars(span.usd)]
             table.add_row(*cells[: len(table.columns)])
-    cells = ["total", f"{receipt['wall_s']:.1f}", f"{1:.1%}", dollars(receipt["usd"])]
+    cells = ["total", f"{receipt.wall_s:.1f}", f"{1:.1%}", dollars(receipt.usd)]
     table.add_row(*(f"[bold]{cell}[/]" for cell in cells[: len(table.columns)]))
     console.print(table)
 
 
-def _of_training(receipt: dict[str, Any]) -> dict[str, str]:
+def _of_training(receipt: Receipt) -> dict[str, str]:
     """Name -> what there is to say; empty where there is nothing."""
-    trained = f"{plural(receipt['steps'], 'step')}, {say_count(receipt['tokens'])} tokens"
-    if receipt["final_loss"] is not None:
-        trained += f", loss of the last step {receipt['final_loss']:.4f}"
-    has_price = receipt["usd_per_million_tokens"] is not None and receipt["usd_is_known"]
-    losses, busy = ([y for _, y in receipt["curves"][name]] for name in ("loss", "utilisation_percent"))
+    trained = f"{plural(receipt.steps, 'step')}, {say_count(receipt.tokens)} tokens"
+    if receipt.final_loss is not None:
+        trained += f", loss of the last step {receipt.final_loss:.4f}"
+    has_price = receipt.usd_per_million_tokens is not None and receipt.usd_is_known
+    losses, busy = ([y for _, y in getattr(receipt.curves, name)] for name in ("loss", "utilisation_percent"))
     facts = {
         "trained": trained,
-        "a million tokens": say_usd(receipt["usd_per_million_tokens"]) if has_price else "",
+        "a million tokens": say_usd(receipt.usd_per_million_tokens) if has_price else "",
         "loss": f"{sparkline(losses)}  {losses[0]:.3f} to {losses[-1]:.3f}" if len(losses) > 1 else "",
         "device busy": f"{sparkline(busy, 0, 100)}  mean {sum(busy) / len(busy):.0f}%" if len(busy) > 1 else "",
     }
-    if (saves := receipt.get("checkpoints", {})).get("n"):
-        every = "" if saves["interval_s"] is None else f", every {say_seconds(saves['interval_s'])} or at a new best"
-        waited = f"training waited {say_seconds(saves['held_up_s'])} for them ({saves['share']:.2%} of the time)"
-        facts["checkpoints"] = f"{saves['n']}{every}; {waited}"
-    if fit := receipt.get("schedule"):
+    if (saves := receipt.checkpoints).n:
+        every = "" if saves.interval_s is None else f", every {say_seconds(saves.interval_s)} or at a new best"
+        waited = f"training waited {say_seconds(saves.held_up_s)} for them ({saves.share:.2%} of the time)"
+        facts["checkpoints"] = f"{saves.n}{every}; {waited}"
+    if fit := receipt.schedule:
         words = f"fitted to the limits: {fit['n_steps']:,} of {fit['asked_steps']:,} steps"
         facts["schedule"] = words + ("" if fit["settled"] else ", may still change")
     return facts
 
 
-def _of_trouble(receipt: dict[str, Any]) -> dict[str, str]:
+def _of_trouble(receipt: Receipt) -> dict[str, str]:
     """Name -> what went wrong; only what did."""
     facts: dict[str, str] = {}
-    if receipt["interruptions"]:
+    if receipt.interruptions:
         facts["interruptions"] = (
-            f"{receipt['interruptions']}; restarting took {_time_and_price(receipt, 'restart')}, "
-            f"work done twice {_time_and_price(receipt, 'redone')}"
+            f"{receipt.interruptions}; restarting took {_time_and_price(receipt, receipt.restart_s, receipt.restart_usd)}, "
+            f"work done twice {_time_and_price(receipt, receipt.redone_s, receipt.redone_usd)}"
         )
-    if told := [notice for notice in receipt.get("notices", []) if notice["is_certain"]]:
+    if told := [notice for notice in receipt.notices if notice["is_certain"]]:
         grace = "" if told[-1]["grace_s"] is None else f" of {say_seconds(max(0.0, told[-1]['grace_s']))}"
         facts["last notice"] = (
             f"{escape(told[-1]['what'])}; saved and left after {say_seconds(told[-1]['left_after_s'])}{grace}"
         )
-    if events := receipt["out_of_memory"]:
+    if events := receipt.out_of_memory:
         setting = setting_in_words(events[-1]["most_tokens"], events[-1]["every_n_layers"], 0)
         facts["out of memory"] = f"{plural(len(events), 'time')}; training went on with {setting}"
-    if trust := receipt.get("ledger"):
+    if trust := receipt.ledger:
         lost = "no money is missing"
-        if trust["lost_s"]:
-            lost = f"only the sum of {_time_and_price({**receipt, **trust}, 'lost')} is known"
-        facts["ledger"] = f"[yellow]damaged[/], {plural(trust['n_broken_lines'], 'broken line')}; {lost}"
-    if receipt["skipped_steps"]:
-        facts["skipped"] = f"{plural(receipt['skipped_steps'], 'step')} whose loss or gradient was not a number"
+        if trust.lost_s:
+            lost = f"only the sum of {_time_and_price(receipt, trust.lost_s, trust.lost_usd)} is known"
+        facts["ledger"] = f"[yellow]damaged[/], {plural(trust.n_broken_lines, 'broken line')}; {lost}"
+    if receipt.skipped_steps:
+        facts["skipped"] = f"{plural(receipt.skipped_steps, 'step')} whose loss or gradient was not a number"
     return facts
 
 
-def draw_comparison(console: Console, comparison: dict[str, Any]) -> None:
+def draw_comparison(console: Console, comparison: Comparison) -> None:
     """Two runs side by side."""
     table = Table(box=None, padding=(0, 2), show_edge=False)
     for name in ("", "run", "baseline", "ratio"):
         table.add_column(name, justify="left" if not name else "right")
-    for name, row in comparison["rows"].items():
+    for name, row in comparison.rows.items():
         say = {"wall_s": say_seconds, "peak_bytes": say_bytes}.get(name, _number)
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
         if "usd" in name:
             say = _price
-        table.add_row(_WORDS.get(name, name.replace("_", " ")), say(row["run"]), say(row["baseline"]), ratio)
-    console.print(f"[bold]run[/]       {escape(comparison['run'])}", soft_wrap=True)
-    console.print(f"[bold]baseline[/]  {escape(comparison['baseline'])}", soft_wrap=True)
+        table.add_row(_WORDS.get(name, name.replace("_", " ")), say(row.run), say(row.baseline), ratio)
+    console.print(f"[bold]run[/]       {escape(comparison.run)}", soft_wrap=True)
+    console.print(f"[bold]baseline[/]  {escape(comparison.baseline)}", soft_wrap=True)
     console.print(table)
-    usd, seconds = comparison["saved_usd"], comparison["saved_s"]
+    usd, seconds = comparison.saved_usd, comparison.saved_s
     words = []
     if usd is not None:
-        share = "" if comparison["saved_share"] is None else f" ({abs(comparison['saved_share']):.0%})"
+        share = "" if comparison.saved_share is None else f" ({abs(comparison.saved_share):.0%})"
         words.append(f"costs {say_usd(abs(usd))}{share} {'less' if usd >= 0 else 'more'}")
     if seconds is not None:
         words.append(f"takes {say_seconds(abs(seconds))} {'less' if seconds >= 0 else 'more'}")
     if words:
         console.print(f"against the baseline the run {' and '.join(words)}")
-    for note in comparison["notes"]:
+    for note in comparison.notes:
         console.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
 
 
@@ -181,9 +182,8 @@ def _price(usd: float | None) -> str:
     return "no price" if usd is None else say_usd(usd)
 
 
-def _time_and_price(receipt: dict[str, Any], what: str) -> str:
-    price = f" ({digits_of(receipt['usd'])(receipt[f'{what}_usd'])})" if receipt["usd_is_known"] else ""
-    return say_seconds(receipt[f"{what}_s"]) + price
+def _time_and_price(receipt: Receipt, seconds: float, usd: float) -> str:
+    return say_seconds(seconds) + (f" ({digits_of(receipt.usd)(usd)})" if receipt.usd_is_known else "")
 
 
 def sparkline(values: list[float], low: float | None = None, high: float | None = None) -> str:
@@ -193,44 +193,44 @@ def sparkline(values: list[float], low: float | None = None, high: float | None 
     return "".join(_BLOCKS[min(7, max(0, int((value - low) / span * 7.999)))] for value in values)
 
 
-def _draw_promise(console: Console, receipt: dict[str, Any]) -> None:
+def _draw_promise(console: Console, receipt: Receipt) -> None:
     """What the plan said before the start, part by part, and what the first steps said."""
-    promised, forecast = receipt["promised"], receipt["forecast"]
+    promised, forecast = receipt.promised, receipt.forecast
     if promised is None and forecast is None:
         return
-    dollars = digits_of(receipt["usd"])
+    dollars = digits_of(receipt.usd)
     table = Table(box=None, padding=(0, 2), show_edge=False)
     for name in ("promised before the start" if promised else "", "promised", "happened", "ratio"):
         table.add_column(name, justify="right" if name in ("promised", "happened", "ratio") else "left")
 
-    def rows(of: dict[str, Any], words: dict[str, str]) -> None:
+    def rows(of: Promised | Forecast, words: dict[str, str]) -> None:
         for name, say in (("wall_s", say_seconds), ("usd", dollars), ("peak_bytes", say_bytes)):
-            if name in words and (name != "usd" or receipt["usd_is_known"]):
-                row(words[name], of[name], say)
+            if name in words and (name != "usd" or receipt.usd_is_known):
+                row(words[name], getattr(of, name), say)
 
-    def row(words: str, pair: dict[str, Any], say: Callable[[Any], str]) -> None:
-        ratio = "" if pair["ratio"] is None else f"{pair['ratio']:.2f}"
-        table.add_row(words, say(pair["promised"]), say(pair["happened"]), ratio)
+    def row(words: str, pair: Pair, say: Callable[[Any], str]) -> None:
+        ratio = "" if pair.ratio is None else f"{pair.ratio:.2f}"
+        table.add_row(words, say(pair.promised), say(pair.happened), ratio)
 
     if promised:
         rows(promised, {"wall_s": "time"})
-        for name, pair in promised["seconds"].items():
-            if max(pair["promised"], pair["happened"]) >= 0.005 * promised["wall_s"]["happened"]:
+        for name, pair in promised.seconds.items():
+            if max(pair.promised, pair.happened or 0.0) >= 0.005 * receipt.wall_s:
                 row(f"  {name}", pair, say_seconds)
         rows(promised, {"usd": "dollars", "peak_bytes": "peak memory"})
     if forecast:
-        rows(forecast, {"wall_s": f"time, forecast after step {forecast['made_after_step']}"})
+        rows(forecast, {"wall_s": f"time, forecast after step {forecast.made_after_step}"})
     console.print(table)
     if promised:
-        console.print(f"[dim]the promise rests on {escape(promised['calibration'])}[/]", highlight=False)
+        console.print(f"[dim]the promise is based on: {escape(promised.calibration)}[/]", highlight=False)
 
 
-def _draw_metrics(console: Console, receipt: dict[str, Any]) -> None:
-    metrics = receipt["metrics"]
+def _draw_metrics(console: Console, receipt: Receipt) -> None:
+    metrics = receipt.metrics
     if not metrics:
         return
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float))
-    of = f"best, step {receipt['best_step']:,}" if receipt["best_step"] is not None else "last"
+    of = f"best, step {receipt.best_step:,}" if receipt.best_step is not None else "last"
     on = plural(metrics.get("n_examples", 0), "example")
     console.print(f"[dim]evaluation[/] ({of}, {on})  {numbers}", highlight=False)
     classes = metrics.get("per_class")

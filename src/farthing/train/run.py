@@ -68,7 +68,7 @@ from farthing.model.load import quiet_libraries
 from farthing.planner.left_out_loss import left_out_loss
 from farthing.planner.lengths import from_token_set
 from farthing.planner.software import fp16_risk
-from farthing.report.receipt import leave_receipt
+from farthing.report.receipt import Receipt, leave_receipt
 from farthing.report.training_log import read_log
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
@@ -104,7 +104,7 @@ class Outcome:
 
     state: str
     reason: str
-    receipt: dict[str, Any]
+    receipt: Receipt
 
     @property
     def exit_code(self) -> int:
