@@ -8,7 +8,6 @@ to guess: it says "finished" only of what it knows to be the same, and of a run 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from farthing.config.job import Job
 from farthing.durability.exported import CARD, damage_of
