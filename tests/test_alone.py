@@ -258,7 +258,7 @@ def test_languages_that_are_not_said_or_not_known_are_refused(family: str) -> No
 
 def test_a_tokenizer_without_languages_takes_none(tokenizers: dict[str, Any]) -> None:
     assert set_languages(tokenizers["t5"], "seq2seq", None, None) == ("", "")
-    with pytest.raises(ModelError, match="writes no language into a text"):
+    with pytest.raises(ModelError, match="does not write a language into texts"):
         set_languages(tokenizers["t5"], "seq2seq", "en", "de")
 
 

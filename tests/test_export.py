@@ -261,7 +261,7 @@ DAMAGE: dict[str, Any] = {
     "model.safetensors differs": flip,
     "config.json has": lambda model: (model / "config.json").write_text("{"),
     "tokenizer.json is missing": lambda model: (model / "tokenizer.json").unlink(),
-    "files it was not written with: notes.txt": lambda model: (model / "notes.txt").write_text("mine"),
+    "files that were added later: notes.txt": lambda model: (model / "notes.txt").write_text("mine"),
     "manifest.json": lambda model: (model / "manifest.json").unlink(),
     "manifest.json differs": lambda model: (model / "manifest.json").write_text(
         (model / "manifest.json").read_text().replace("export", "import", 1)

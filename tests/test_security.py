@@ -624,7 +624,7 @@ def test_nothing_is_written_through_a_link_in_the_run_folder(
     (desk.folder / "run" / name).symlink_to(precious)
     said = run()
     assert said.code == 2
-    assert f"`{name}` in this folder is a link out of it" in said.err
+    assert f"`{name}` in this folder is a symbolic link" in said.err
     assert precious.read_text() == "of someone"
 
 

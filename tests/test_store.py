@@ -330,7 +330,7 @@ def test_a_machine_that_comes_back_takes_what_the_other_did(tmp_path: Path) -> N
     third.close(1)
     here = sorted(path.name for path in (a / "checkpoints").iterdir() if "elsewhere" not in path.name)
     assert here == ["step-00000002-0001", "step-00000004-0002"]
-    assert "step-00000006-0001 here is not what the run went on from elsewhere" in said[0]
+    assert "step-00000006-0001 here is not part of the run that the store has" in said[0]
     rows = [json.loads(line) for line in (a / "ledger.jsonl").read_text().splitlines()]
     last = {row["attempt"]: row["spans"]["compute"] for row in rows}
     assert last == {1: 6.0, 2: 4.0}, "time that was spent here and not sent stays on the bill"

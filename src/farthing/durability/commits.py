@@ -89,7 +89,7 @@ def read_commit(store: Store, commit: Commit) -> dict[str, Any]:
             to_do="pip install --upgrade farthing",
         )
     if [manifest.get(key) for key in Commit._fields] != list(commit):
-        raise Damaged("its commit belongs to another key")
+        raise Damaged("its commit is that of another copy")
     if not isinstance(manifest.get("files"), list):
         raise Damaged("its commit lists no files")
     for entry in manifest["files"]:
@@ -174,7 +174,7 @@ def _install(
     n_bytes = sum(entry["size"] for entry in manifest["files"])
     if shutil.disk_usage(folder).free < 2 * n_bytes:
         raise NoSpace(
-            f"the copy in the store takes {say_bytes(n_bytes)}, and there is no room for it and the next checkpoint",
+            f"the copy in the store takes {say_bytes(n_bytes)}, and twice as much must be free",
             where=str(folder),
             to_do="make room, or set output_dir to a disk that has it",
         )
@@ -244,7 +244,7 @@ def _put_in_place(
         if path.name in arrived:
             discard(path)
         elif int(path.name.split("-")[1]) >= step:
-            warn(f"{path.name} here is older than what the run continued from on another machine: set aside")
+            warn(f"{path.name} here is not part of the run that the store has: set aside")
             path.rename(path.with_name(f"{path.name}.elsewhere-{uuid.uuid4().hex[:4]}"))
     for name, path in arrived.items():
         path.rename(checkpoints / name)

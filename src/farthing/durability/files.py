@@ -192,7 +192,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a committed folder, its form checked. Raises `Damaged`."""
     path = folder / MANIFEST
     if folder.is_symlink() or path.is_symlink():
-        raise Damaged("it is a link out of this folder")
+        raise Damaged("it is a symbolic link")
     try:
         if path.exists() and not path.is_file():
             raise Damaged(f"{MANIFEST} is no file")
@@ -374,7 +374,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     for path in folder.iterdir():
         if path.is_symlink() and not path.is_dir():
             raise UserMistake(
-                f"`{path.name}` in this folder is a link out of it",
+                f"`{path.name}` in this folder is a symbolic link",
                 where=str(folder),
                 to_do="remove it, or choose another output_dir",
             )
