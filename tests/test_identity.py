@@ -224,7 +224,7 @@ def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store: bool,
     corrected = load_job(path, [*more, "train.learning_rate=0.02"])
     outcome = train(corrected, heard)
     assert outcome.exit_code == 0
-    said = [text for text in heard.warnings.splitlines() if "follows the job as it is now" in text]
+    said = [text for text in heard.warnings.splitlines() if "uses the job as it is now" in text]
     assert len(said) == 1
     assert "train.learning_rate: 0.01 -> 0.02" in said[0]
     assert "model (content)" in said[0]

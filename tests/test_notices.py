@@ -341,7 +341,7 @@ def test_only_this_machine_stands_in_for_the_service(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("FARTHING_METADATA")
     assert Watch([], lambda *_: None, print)._address == ADDRESS
     for base in ("http://example.org:80", "https://127.0.0.1:80", "http://127.0.0.1", "127.0.0.1:80"):
-        with pytest.raises(UserMistake, match="port of this machine"):
+        with pytest.raises(UserMistake, match="not an address of this machine"):
             Watch([], lambda *_: None, print, base=base)
 
 
