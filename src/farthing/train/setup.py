@@ -221,8 +221,8 @@ def _tell_data(role: str, tokens: TokenSet, tell: Tell) -> None:
     tell("data", {"role": role, **facts, "notes": list(notes_of(facts))})
     if n_turns := facts.get("n_unlearned_turns", 0):
         text = (
-            f"{plural(n_turns, 'assistant turn')} of the {role} data are context and not learned: the chat template shows"
-            " them in another form once the chat goes on (a template with {% generation %} marks learns them)"
+            f"{plural(n_turns, 'assistant turn')} of the {role} data are context and not learned: the chat template never"
+            " shows them as the model would write them (a template with {% generation %} marks learns them)"
         )
         tell("warning", {"text": text})
 
