@@ -25,7 +25,7 @@ from farthing.data.tokens import Recipe, TokenSet, notes_of, tokenize
 from farthing.durability.run_folder import RULES, began, rules_of
 from farthing.errors import DataError, HardwareError
 from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
-from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.adapters import Adapter, add_adapter, refuse_unreached
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, why_not_deterministic
 from farthing.model.load import (
@@ -316,6 +316,8 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
         model.to(numerics.device)
     if job.task == "causal-lm":
         refuse_looking_ahead(model, inputs.choice.name)
+    if method.name != "full":
+        refuse_unreached(model, adapter, job.task)
     model.train()
     return model
 
