@@ -104,12 +104,12 @@ def refuse_unreached(model: Any, adapter: Adapter, task: str) -> None:
     was_training = model.training
     model.eval()
     try:
-        scores = logits_of(model, batch, task)
-        if scores.requires_grad:
-            scores.float().sum().backward()
-        idle = {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        score, found = logits_of(model, batch, task).float().sum(), (None,) * len(trained)
+        if score.requires_grad:
+            found = torch.autograd.grad(score, tuple(trained.values()), allow_unused=True)
+        idle = {name for name, gradient in zip(trained, found, strict=True) if gradient is None}
     finally:
-        model.zero_grad(set_to_none=True)
         model.train(was_training)
     paths = {".".join(part for part in name.split(".") if part not in ("base_model", "model")) for name in idle}
     for name in sorted(named):

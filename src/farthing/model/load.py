@@ -121,6 +121,7 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None, text_version:
             raise ModelError(what, where=chat_template, to_do="check data.chat_template: a Jinja file") from error
     elif tokenizer.chat_template is None or not isinstance(tokenizer.chat_template, str):
         own = tokenizer.chat_template
+        tokenizer.other_templates = own
         adds_bos = text_version > 1 and bool(first_tokens(tokenizer))
         tokenizer.chat_template = (
             own["default"] if isinstance(own, dict) and "default" in own else default_template(adds_bos)
@@ -183,6 +184,14 @@ def speak(model: Any, tokenizer: Any, language: str) -> None:
     settings = model.generation_config
     settings.decoder_start_token_id = int(decoder_inputs(model, torch.tensor([labels]))[0, 0])
     settings.forced_bos_token_id = labels[0] if labels[0] == language_id(tokenizer, language) else None
+    try:
+        settings.validate(strict=True)
+    except ValueError as error:  # which would come when the trained model is written
+        raise ModelError(
+            f"its generation_config.json can't be written with a language: {' '.join(str(error).split())[:200]}",
+            where=str(model.config.name_or_path or model.config.model_type),
+            to_do="mend what it says in that file",
+        ) from error
 
 
 def load_model(
