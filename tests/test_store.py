@@ -439,7 +439,7 @@ def test_objects_of_two_steps_swapped_are_detected_and_the_copy_before_both_used
     assert [text.split(" in the store")[0] for text in said] == ["the copy of step 3", "the copy of step 2"]
 
 
-@pytest.mark.parametrize("file", ["log.jsonl", "ledger.jsonl"])
+@pytest.mark.parametrize("file", ["log.parts/000000", "ledger.jsonl"])
 def test_small_objects_of_two_steps_swapped_are_detected_and_an_older_copy_is_used(
     file: str, three_copies: Model, tmp_path: Path
 ) -> None:
@@ -450,8 +450,8 @@ def test_small_objects_of_two_steps_swapped_are_detected_and_an_older_copy_is_us
     said: list[str] = []
     assert taken(three_copies, tmp_path / "empty", said) == 3
     assert "an older copy is used" in said[0]
-    if file == "log.jsonl":
-        assert (tmp_path / "empty" / file).read_bytes() == objects[first]
+    if file.startswith("log"):
+        assert (tmp_path / "empty" / "log.jsonl").read_bytes() == objects[first]
 
 
 def objects_by_path(store: Model, commit: str) -> dict[str, str]:
@@ -498,12 +498,12 @@ def test_a_lost_object_of_the_last_checkpoint_leaves_the_one_before_and_then_the
 def test_a_commit_without_its_small_files_is_used(with_best: Model, tmp_path: Path) -> None:
     """What the commit before has comes from there; the log is in neither, and done without."""
     newest, before = sorted(with_best.list("commits/"), reverse=True)
-    del with_best.objects[objects_by_path(with_best, before)["log.jsonl"]]
-    for path in ("log.jsonl", "plan.json", "run.json", "ledger.jsonl"):
+    del with_best.objects[objects_by_path(with_best, before)["log.parts/000000"]]
+    for path in ("log.parts/000000", "plan.json", "run.json", "ledger.jsonl"):
         del with_best.objects[objects_by_path(with_best, newest)[path]]
     said: list[str] = []
     assert taken(with_best, tmp_path / "empty", said) == 3
-    assert {text.split(" of ")[0] for text in said} == {"log.jsonl", "plan.json", "run.json", "ledger.jsonl"}
+    assert {text.split(" of ")[0] for text in said} == {"log.parts/000000", "plan.json", "run.json", "ledger.jsonl"}
     assert (tmp_path / "empty" / "run.json").exists()
     assert not (tmp_path / "empty" / "log.jsonl").exists()
 
