@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import workshop
+from farthing.model import compiled
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import flat_logits, go_flat
@@ -34,7 +35,6 @@ from farthing.model.compiled import (
     compile_blocks,
     compile_seconds,
     find_compiler,
-    leave_uncompiled,
     n_graphs,
     n_kinds,
     predicted_saving,
@@ -260,6 +260,15 @@ def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
         assert seen
         assert set(seen) == {(True, MOST_PROGRAMS)}
         torch._dynamo.reset()
+
+
+def leave_uncompiled(model: Any) -> None:
+    """Compute the layers of `model` as they were before."""
+    for layer in compiled._layers(model):
+        layer._compiled_call_impl = None
+        checkpointing = getattr(layer, "_gradient_checkpointing_func", None)
+        if isinstance(checkpointing, compiled._Recomputed):
+            layer._gradient_checkpointing_func = checkpointing.checkpointing
 
 
 def without(model: Any) -> Any:

@@ -344,6 +344,42 @@ def test_a_device_that_stays_full_halves_after_it_was_freed(tmp_path: Path, monk
     assert len(freed) == len(events) + 1
 
 
+def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, asked = Forward.loss, list[int]()
+
+    def loss(forward: Any, batch: dict[str, Any], *scale: Any) -> Any:
+        asked.append(batch["input_ids"].numel())
+        if asked[-1] > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return honest(forward, batch, *scale)
+
+    def stop(kind: str, facts: dict[str, Any]) -> None:
+        if kind == "warning" and "tokens at a time" in facts["text"]:
+            raise ZeroDivisionError
+
+    keys: dict[str, Any] = {"max_steps": 2, "n_rows": 32, "global_batch_size": 16, "micro_batch_tokens": 600}
+    with monkeypatch.context() as patch:
+        patch.setattr(Forward, "loss", loss)
+        with pytest.raises(ZeroDivisionError):
+            workshop.train(make_job(tmp_path, **keys), stop)  # type: ignore[arg-type]
+    decided = []
+    for more in ({}, {"weight_decay": 0.1}):
+        heard = Heard()
+
+        def leave(kind: str, facts: dict[str, Any], heard: Heard = heard) -> None:
+            heard(kind, facts)
+            if kind == "decided":
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            workshop.train(make_job(tmp_path, **keys, **more), leave)  # type: ignore[arg-type]
+        decided.append(heard.of("decided")[0]["batch"])
+    assert "up to 600 tokens" not in decided[0]  # the same job goes on with what fitted
+    assert "up to 600 tokens" in decided[1]
+
+
 def test_a_restore_without_memory_says_nothing_against_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

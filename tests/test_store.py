@@ -21,7 +21,7 @@ from farthing.durability.accounts import read_ledger
 from farthing.durability.files import commit_folder, unseal, verify_folder
 from farthing.durability.object_store import Entry, LocalStore, NoSuchObject, Store, StoreFault, open_store
 from farthing.durability.replica import Pace
-from farthing.durability.run_folder import COPIES, kept
+from farthing.durability.run_folder import COPIES, is_finished, kept
 from farthing.errors import JobError, RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from workshop import Heard, job_file, make_job, train
@@ -737,6 +737,32 @@ def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(
     assert "could not be brought to" in heard.warnings
     assert not (tmp_path / "run" / "outbox").exists()
     assert (tmp_path / "run" / "model").is_dir()
+    assert not is_finished(tmp_path / "run"), "the model is not where it was asked for"
+    heard.clear()
+    monkeypatch.setattr(mirror_module, "open_store", lambda address: real)
+    assert train(machine(tmp_path, "run", tmp_path / "store"), heard).state == "finished"
+    assert heard.of("step") == []
+    assert is_finished(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "gone")
+    assert train(machine(tmp_path, "run", tmp_path / "store"), Heard()).reason.startswith("it was finished already")
+    assert (tmp_path / "run" / "model").is_dir()
+
+
+def test_no_run_is_marked_as_finished_before_its_model_is_in_the_store(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real, marked = open_store(str(tmp_path / "store")), []
+
+    def look(name: str, key: str, operation: Callable[[], Any]) -> Any:
+        if name == "put" and "/model/" in key:
+            marked.append(is_finished(tmp_path / "run"))
+        return operation()
+
+    monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, look))
+    assert train(machine(tmp_path, "run", tmp_path / "store")).state == "finished"
+    assert marked
+    assert not any(marked)
+    assert is_finished(tmp_path / "run")
 
 
 def test_a_store_that_is_down_at_the_start(quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
