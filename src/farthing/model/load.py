@@ -24,6 +24,7 @@ from farthing.durability.files import parse_json, sha256_of
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
 from farthing.model.loss import decoder_inputs
+from farthing.model.weights import ends_of_weights, weights_sha256
 
 AUTO_CLASSES = {
     "causal-lm": transformers.AutoModelForCausalLM,
@@ -301,12 +302,12 @@ def max_positions(config: Any) -> int | None:
     return int(limit)
 
 
-def model_sha256(choice: ModelChoice, config: Any) -> str:
+def model_sha256(choice: ModelChoice, config: Any, cache_dir: Path | None = None, *, by_ends: bool = False) -> str:
     """Identity of the model: what its files hold, wherever they lie and whichever library reads them.
 
     `config.json` without the path and the version that libraries write into it; of a model on the Hub its commit; of a folder
-    each weight file's size, head and tail, and the code that the job lets run. The whole of a large model is not read: what
-    is, tells one model, revision or download from another.
+    every byte of its weight files (noted in `cache_dir`, see `weights_sha256`), and the code that the job lets run. `by_ends`:
+    as runs have it that began when only the ends of weight files were read.
     """
     commit = None if choice.is_local else getattr(config, "_commit_hash", None)
     if choice.is_local:
@@ -319,7 +320,8 @@ def model_sha256(choice: ModelChoice, config: Any) -> str:
         for path in sorted(Path(choice.name).rglob("*.py")):
             digest.update(f"{path.relative_to(choice.name)}:{sha256_of(path)}".encode())
     if choice.is_local and choice.init == "pretrained":
-        _digest_weights(digest, Path(choice.name))
+        folder = Path(choice.name)
+        digest.update(ends_of_weights(folder) if by_ends else json.dumps(weights_sha256(folder, cache_dir)).encode())
     return digest.hexdigest()
 
 
@@ -336,18 +338,8 @@ def model_sha256_by_place(config: Any, choice: ModelChoice, name: str, library: 
             commit = in_path[1] if in_path else None
         digest.update(str(commit).encode())
         if choice.is_local:
-            _digest_weights(digest, Path(choice.name))
+            digest.update(ends_of_weights(Path(choice.name)))
     return digest.hexdigest()
-
-
-def _digest_weights(digest: Any, folder: Path) -> None:
-    """Each weight file's name, size, first and last MiB."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            size = path.stat().st_size
-            digest.update(f"{path.name}:{size}".encode() + file.read(1 << 20))
-            file.seek(max(0, size - (1 << 20)))
-            digest.update(file.read())
 
 
 def _without_places(value: Any) -> Any:
