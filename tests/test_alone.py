@@ -17,6 +17,7 @@ from farthing.data.encode import Encoder
 from farthing.data.formats import Text
 from farthing.data.tokens import TokenSet
 from farthing.errors import ModelError
+from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.apart import longrope_limit
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
@@ -191,6 +192,16 @@ def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(
     assert loss_of([0, 1, 2, 3, 4]) == pytest.approx(sum(alone), rel=1e-5)
     assert loss_of([4, 1]) + loss_of([0, 3, 2]) == pytest.approx(sum(alone), rel=1e-5)
     assert model.config.expert_capacity == 3  # what is exported stays as it was
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [("bert", ["query", "value"]), ("deberta-v2", ["query_proj", "value_proj"])]
+)
+def test_an_adapter_of_a_classifier_is_on_queries_and_values(kind: str, names: list[str]) -> None:
+    model = add_adapter(
+        small(kind, AutoModelForSequenceClassification, num_labels=2), Adapter(r=2), "classification", 0
+    )
+    assert {name.split(".")[-1] for name in model.peft_config["default"].target_modules} == set(names)
 
 
 def test_batch_norms_are_refused() -> None:

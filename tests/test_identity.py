@@ -27,7 +27,7 @@ from farthing.errors import RunChanged, RunDamaged, UserMistake
 from farthing.model import weights
 from farthing.model.load import ModelChoice, load_config, model_sha256, model_sha256_by_place
 from farthing.tiny import write_jsonl
-from workshop import Heard, job_file, log_of, make_folder, make_job, rows_of, train
+from workshop import Heard, change_facts, job_file, log_of, make_folder, make_job, rows_of, train
 
 KEYS: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2, "size": {"hidden": 32}, "n_rows": 24}
 
@@ -212,6 +212,17 @@ def test_a_changed_byte_anywhere_in_the_weights_makes_another_model(
         file.write(bytes([old[0] ^ 1]))
     with pytest.raises(RunChanged, match=r"model \(content\)"):
         train(job)
+
+
+def test_a_run_that_goes_on_in_another_precision_is_said(tmp_path: Path) -> None:
+    job = make_job(tmp_path, **KEYS)
+    train(job, LeavesAt(step=3))
+    facts = kept(tmp_path / "run" / RUN) or {}
+    change_facts(tmp_path / "run", machine={**facts["machine"], "precision": "fp16"})
+    heard = Heard()
+    assert train(job, heard).exit_code == 0
+    assert "precision fp16 -> fp32" in heard.warnings
+    assert "equal to rounding, not to the bit" in heard.warnings
 
 
 def test_weights_that_are_the_same_file_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

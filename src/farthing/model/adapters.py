@@ -134,7 +134,13 @@ def new_heads(model: Any) -> list[str]:
 def _query_and_value(model: Any) -> list[str]:
     """The names this family gives to the query and value projections (Hu et al. 2021, section 4.2)."""
     names = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    for pair in (("query", "value"), ("q_proj", "v_proj"), ("q_lin", "v_lin"), ("q", "v")):
+    for pair in (
+        ("query", "value"),
+        ("q_proj", "v_proj"),
+        ("q_lin", "v_lin"),
+        ("q", "v"),
+        ("query_proj", "value_proj"),
+    ):
         if set(pair) <= names:
             return list(pair)
     raise ModelError(
