@@ -25,6 +25,7 @@ from transformers import (
 
 import workshop
 from farthing.events import Decided
+from farthing.model import compiled
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import flat_logits, go_flat
@@ -32,8 +33,6 @@ from farthing.model.compiled import (
     CUDA_S_PER_KIND,
     CUDA_SAVED_SHARE,
     MOST_PROGRAMS,
-    _layers,
-    _Recomputed,
     compile_blocks,
     compile_seconds,
     find_compiler,
@@ -266,10 +265,10 @@ def test_settings_hold_in_every_thread_that_computes_a_layer() -> None:
 
 def leave_uncompiled(model: Any) -> None:
     """Compute the layers of `model` as they were before."""
-    for layer in _layers(model):
+    for layer in compiled._layers(model):
         layer._compiled_call_impl = None
         checkpointing = getattr(layer, "_gradient_checkpointing_func", None)
-        if isinstance(checkpointing, _Recomputed):
+        if isinstance(checkpointing, compiled._Recomputed):
             layer._gradient_checkpointing_func = checkpointing.checkpointing
 
 

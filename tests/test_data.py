@@ -410,7 +410,7 @@ def test_what_the_assistant_says_is_learned_and_nothing_else(with_template: Any,
     assert [part for part, is_target in parts if is_target] == ["Hello.<|end|>", "See you.<|end|>"]
 
 
-def test_a_turn_that_the_template_rewrites_later_is_context_and_not_learned(with_template: Any) -> None:
+def test_a_turn_that_the_template_rewrites_later_is_context_and_learned_by_itself(with_template: Any) -> None:
     tokenizer = with_template(REWRITING)
     thinking = [dict(turn) for turn in CHAT]
     thinking[2]["content"] = "<think>hm</think>Hello."
@@ -418,7 +418,8 @@ def test_a_turn_that_the_template_rewrites_later_is_context_and_not_learned(with
     text = converter("messages", {}, {}, tokenizer, "causal-lm")(row)
     assert [part for part, is_target in text.segments if is_target] == ["See you.<|end|>"]
     assert "<|assistant|>Hello.<|end|>" in text.segments[0][0]
-    assert text.n_unlearned == 1
+    assert text.n_unlearned == 0
+    assert [part for part, is_target in text.earlier[0].segments if is_target] == ["<think>hm</think>Hello.<|end|>"]
     with pytest.raises(Unusable, match=r"rewrites earlier turns; give one with \{% generation %\} marks"):
         converter("messages", {}, {}, tokenizer, "causal-lm", version=1)(row)
     assert [part for part, is_target in segments({"messages": thinking[:3]}, "causal-lm", tokenizer) if is_target] == [

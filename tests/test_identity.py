@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import farthing.train.assemble
+import farthing.train.identity
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.durability.files import Damaged, commit_folder, seal, write_json
@@ -24,9 +25,10 @@ from farthing.durability.run_folder import COPIES, DECIDING, PLAN, RUN, SCHEDULE
 from farthing.durability.summed_lines import SummedLines
 from farthing.errors import RunChanged, RunDamaged, UserMistake
 from farthing.events import Decided, Event, Restored, StepTaken
+from farthing.model import weights
 from farthing.model.load import ModelChoice, load_config, model_sha256, model_sha256_by_place
 from farthing.tiny import write_jsonl
-from workshop import Heard, job_file, log_of, make_folder, make_job, rows_of, train
+from workshop import Heard, change_facts, job_file, log_of, make_folder, make_job, rows_of, train
 
 KEYS: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2, "size": {"hidden": 32}, "n_rows": 24}
 
@@ -176,7 +178,7 @@ def test_an_earlier_run_with_another_model_is_refused(tmp_path: Path, monkeypatc
     with open(tmp_path / "base" / "model.safetensors", "r+b") as file:
         file.seek(-4, os.SEEK_END)
         file.write(b"\1\2\3\4")
-    with pytest.raises(RunChanged, match="model \\(content\\)"):
+    with pytest.raises(RunChanged, match=r"model \(content\)"):
         train(job)
 
 
@@ -189,6 +191,64 @@ def test_the_hash_of_earlier_versions_is_computed_from_the_old_path(tmp_path: Pa
     moved = ModelChoice(str(tmp_path / "b"), init="random")
     version = json.loads(config.to_json_string(use_diff=False))["transformers_version"]
     assert model_sha256_by_place(load_config(moved), moved, str(folder), version) == before
+
+
+def test_a_changed_byte_anywhere_in_the_weights_makes_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs that began when only the ends of weight files were read go on, and know the whole from then on."""
+    job = make_job(tmp_path, pretrained=True, **KEYS)
+    monkeypatch.setattr(weights, "END_BYTES", 1024)
+    with monkeypatch.context() as patch:
+        honest = farthing.train.identity.model_sha256
+        patch.setattr(farthing.train.identity, "model_sha256", lambda *args, **_: honest(*args[:2], by_ends=True))
+        train(job, LeavesAt(step=3))
+    heard = LeavesAt(step=5)
+    train(job, heard)
+    assert heard.of(Restored)[0].step == 3
+    with open(tmp_path / "base" / "model.safetensors", "r+b") as file:
+        file.seek(20_000)
+        old = file.read(1)
+        file.seek(20_000)
+        file.write(bytes([old[0] ^ 1]))
+    with pytest.raises(RunChanged, match=r"model \(content\)"):
+        train(job)
+
+
+def test_a_run_that_goes_on_in_another_precision_is_said(tmp_path: Path) -> None:
+    job = make_job(tmp_path, **KEYS)
+    train(job, LeavesAt(step=3))
+    facts = kept(tmp_path / "run" / RUN) or {}
+    change_facts(tmp_path / "run", machine={**facts["machine"], "precision": "fp16"})
+    heard = Heard()
+    assert train(job, heard).exit_code == 0
+    assert "precision fp16 -> fp32" in heard.warnings
+    assert "equal to rounding, not to the bit" in heard.warnings
+
+
+def test_weights_that_are_the_same_file_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    honest = weights.sha256_of
+
+    def counted(path: Path) -> str:
+        read.append(path.name)
+        return honest(path)
+
+    monkeypatch.setattr(weights, "sha256_of", counted)
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    folder.mkdir()
+    for name in ("b.safetensors", "a.safetensors"):
+        (folder / name).write_bytes(name.encode() * 1000)
+    first = weights.weights_sha256(folder, cache)
+    assert first == weights.weights_sha256(folder, cache) == weights.weights_sha256(folder)
+    assert sorted(read) == ["a.safetensors"] * 2 + ["b.safetensors"] * 2, "without a cache they are read again"
+    read.clear()
+    (folder / "a.safetensors").write_bytes(b"x" * 13_000)
+    assert dict(weights.weights_sha256(folder, cache))["a.safetensors"] != dict(first)["a.safetensors"]
+    for note in (cache / "weights").iterdir():
+        note.write_text("{}")
+    weights.weights_sha256(folder, cache)
+    assert sorted(read) == ["a.safetensors", "a.safetensors", "b.safetensors"]
 
 
 # ---- before anything was saved ----

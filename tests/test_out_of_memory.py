@@ -24,7 +24,7 @@ import survive
 import workshop
 from farthing.device_memory import ALLOCATOR_SETTING, is_out_of_memory, is_out_of_resources, set_allocator
 from farthing.errors import HardwareError, OutOfMemory, SaveFailing
-from farthing.events import Event, Restored, StepTaken
+from farthing.events import Decided, Event, Restored, StepTaken, Warned
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.train.optim import allocate_state, load_state, make_optimizer, state_bytes, state_tensors
@@ -343,6 +343,42 @@ def test_a_device_that_stays_full_halves_after_it_was_freed(tmp_path: Path, monk
     events = outcome.receipt.out_of_memory
     assert [event["most_tokens"] for event in events] == sorted({e["most_tokens"] for e in events}, reverse=True)
     assert len(freed) == len(events) + 1
+
+
+def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, asked = Forward.loss, list[int]()
+
+    def loss(forward: Any, batch: dict[str, Any], *scale: Any) -> Any:
+        asked.append(batch["input_ids"].numel())
+        if asked[-1] > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return honest(forward, batch, *scale)
+
+    def stop(event: Event) -> None:
+        if isinstance(event, Warned) and "tokens at a time" in event.text:
+            raise ZeroDivisionError
+
+    keys: dict[str, Any] = {"max_steps": 2, "n_rows": 32, "global_batch_size": 16, "micro_batch_tokens": 600}
+    with monkeypatch.context() as patch:
+        patch.setattr(Forward, "loss", loss)
+        with pytest.raises(ZeroDivisionError):
+            workshop.train(make_job(tmp_path, **keys), stop)  # type: ignore[arg-type]
+    decided = []
+    for more in ({}, {"weight_decay": 0.1}):
+        heard = Heard()
+
+        def leave(event: Event, heard: Heard = heard) -> None:
+            heard(event)
+            if isinstance(event, Decided):
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            workshop.train(make_job(tmp_path, **keys, **more), leave)  # type: ignore[arg-type]
+        decided.append(heard.of(Decided)[0].batch)
+    assert "up to 600 tokens" not in decided[0]  # the same job goes on with what fitted
+    assert "up to 600 tokens" in decided[1]
 
 
 def test_a_restore_without_memory_says_nothing_against_the_checkpoint(

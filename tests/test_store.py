@@ -21,7 +21,7 @@ from farthing.durability.accounts import read_ledger
 from farthing.durability.files import commit_folder, unseal, verify_folder
 from farthing.durability.object_store import Entry, LocalStore, NoSuchObject, Store, StoreFault, open_store
 from farthing.durability.replica import Pace
-from farthing.durability.run_folder import COPIES, kept
+from farthing.durability.run_folder import COPIES, is_finished, kept
 from farthing.errors import JobError, RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
 from farthing.events import Event, Exported, Restored, StepTaken
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
@@ -440,7 +440,7 @@ def test_objects_of_two_steps_swapped_are_detected_and_the_copy_before_both_used
     assert [text.split(" in the store")[0] for text in said] == ["the copy of step 3", "the copy of step 2"]
 
 
-@pytest.mark.parametrize("file", ["log.jsonl", "ledger.jsonl"])
+@pytest.mark.parametrize("file", ["log.parts/000000", "ledger.jsonl"])
 def test_small_objects_of_two_steps_swapped_are_detected_and_an_older_copy_is_used(
     file: str, three_copies: Model, tmp_path: Path
 ) -> None:
@@ -451,8 +451,8 @@ def test_small_objects_of_two_steps_swapped_are_detected_and_an_older_copy_is_us
     said: list[str] = []
     assert taken(three_copies, tmp_path / "empty", said) == 3
     assert "an older copy is used" in said[0]
-    if file == "log.jsonl":
-        assert (tmp_path / "empty" / file).read_bytes() == objects[first]
+    if file.startswith("log"):
+        assert (tmp_path / "empty" / "log.jsonl").read_bytes() == objects[first]
 
 
 def objects_by_path(store: Model, commit: str) -> dict[str, str]:
@@ -499,12 +499,12 @@ def test_a_lost_object_of_the_last_checkpoint_leaves_the_one_before_and_then_the
 def test_a_commit_without_its_small_files_is_used(with_best: Model, tmp_path: Path) -> None:
     """What the commit before has comes from there; the log is in neither, and done without."""
     newest, before = sorted(with_best.list("commits/"), reverse=True)
-    del with_best.objects[objects_by_path(with_best, before)["log.jsonl"]]
-    for path in ("log.jsonl", "plan.json", "run.json", "ledger.jsonl"):
+    del with_best.objects[objects_by_path(with_best, before)["log.parts/000000"]]
+    for path in ("log.parts/000000", "plan.json", "run.json", "ledger.jsonl"):
         del with_best.objects[objects_by_path(with_best, newest)[path]]
     said: list[str] = []
     assert taken(with_best, tmp_path / "empty", said) == 3
-    assert {text.split(" of ")[0] for text in said} == {"log.jsonl", "plan.json", "run.json", "ledger.jsonl"}
+    assert {text.split(" of ")[0] for text in said} == {"log.parts/000000", "plan.json", "run.json", "ledger.jsonl"}
     assert (tmp_path / "empty" / "run.json").exists()
     assert not (tmp_path / "empty" / "log.jsonl").exists()
 
@@ -728,7 +728,7 @@ def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(
     real, heard = open_store(str(tmp_path / "store")), Heard()
 
     def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
-        if heard.of("step"):
+        if heard.of(StepTaken):
             raise StoreFault("503 for ever")
         return operation()
 
@@ -738,6 +738,32 @@ def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(
     assert "could not be brought to" in heard.warnings
     assert not (tmp_path / "run" / "outbox").exists()
     assert (tmp_path / "run" / "model").is_dir()
+    assert not is_finished(tmp_path / "run"), "the model is not where it was asked for"
+    heard.clear()
+    monkeypatch.setattr(mirror_module, "open_store", lambda address: real)
+    assert train(machine(tmp_path, "run", tmp_path / "store"), heard).state == "finished"
+    assert heard.of(StepTaken) == []
+    assert is_finished(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "gone")
+    assert train(machine(tmp_path, "run", tmp_path / "store"), Heard()).reason.startswith("it was finished already")
+    assert (tmp_path / "run" / "model").is_dir()
+
+
+def test_no_run_is_marked_as_finished_before_its_model_is_in_the_store(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real, marked = open_store(str(tmp_path / "store")), []
+
+    def look(name: str, key: str, operation: Callable[[], Any]) -> Any:
+        if name == "put" and "/model/" in key:
+            marked.append(is_finished(tmp_path / "run"))
+        return operation()
+
+    monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, look))
+    assert train(machine(tmp_path, "run", tmp_path / "store")).state == "finished"
+    assert marked
+    assert not any(marked)
+    assert is_finished(tmp_path / "run")
 
 
 def test_a_store_that_is_down_at_the_start(quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import time
 import urllib.parse
 import uuid
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +292,27 @@ def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
     assert [event.step for event in heard.of(Restored)] == [3]
     assert same_result(tmp_path / "alone", tmp_path / "second") == []
     assert [attempt["ended"] for attempt in last.receipt.attempts] == ["interrupted", "finished"]
+
+
+def test_the_library_asks_twice_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own six tries take half a minute, before anything can be said of an endpoint that refuses."""
+    asked: list[str] = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(503)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(StoreFault):
+            open_store("gs://bucket/run").list("commits/")
+        assert len(asked) == 2
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -17,18 +17,29 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import GenerationConfig
 
 from farthing.durability.exported import CARD, damage_of, seal_export
 from farthing.durability.files import MANIFEST, install_folder, parse_json, write_text
 from farthing.durability.run_folder import JOB, MODEL, kept_job
 from farthing.errors import ModelError, UserMistake
 from farthing.model.adapters import break_ties
-from farthing.model.load import AUTO_CLASSES, ModelChoice, load_config, load_model, load_tokenizer, quiet_libraries
+from farthing.model.load import (
+    AUTO_CLASSES,
+    ModelChoice,
+    load_config,
+    load_model,
+    load_tokenizer,
+    quiet_libraries,
+    set_languages,
+    speak,
+)
 from farthing.model.same_answers import answers, check_examples, refuse_other_answers
 from farthing.report.card import model_card
 from farthing.report.receipt import Receipt, build_receipt
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "model_config.json"
 """The configuration of an adapter's whole model. It is not called config.json: a folder that has one beside an adapter is
 taken by transformers for a whole model."""
@@ -37,7 +48,8 @@ taken by transformers for a whole model."""
 def export_model(folder: Path, model: Any, tokenizer: Any, receipt: Receipt, step: int) -> None:
     """Write `model` as it was trained (an adapter, or the whole model), its tokenizer, a card and a manifest.
 
-    An adapter comes with the configuration of the whole, so that the names of its classes are not lost.
+    An adapter comes with the configuration of the whole and how it generates, so that the names of its classes and the
+    language that it was taught to write are not lost.
     """
 
     def fill(draft: Path) -> None:
@@ -47,6 +59,8 @@ def export_model(folder: Path, model: Any, tokenizer: Any, receipt: Receipt, ste
             if (draft / ADAPTER_CONFIG).exists():
                 _in_one_order(draft / ADAPTER_CONFIG)
                 model.config.to_json_file(draft / MODEL_CONFIG)
+                if (inner := model.get_base_model()).can_generate():
+                    inner.generation_config.save_pretrained(draft)
         finally:
             model.config.use_cache = False
         _save_tokenizer(tokenizer, draft)
@@ -77,12 +91,21 @@ def _in_one_order(path: Path) -> None:
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Without the truncation and padding that the last call asked it for: those are of one attempt, not of the model."""
+    """Without the truncation and padding that the last call asked it for: those are of one attempt, not of the model. With
+    the templates that it has beside the one for chats, for tools or documents."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.no_truncation()
         backend.no_padding()
-    tokenizer.save_pretrained(folder)
+    others, used = getattr(tokenizer, "other_templates", None), tokenizer.chat_template
+    try:
+        if isinstance(others, dict):
+            tokenizer.chat_template = {**others, "default": used}
+        tokenizer.save_pretrained(
+            folder, save_jinja_files=not isinstance(others, dict)
+        )  # several: in its configuration
+    finally:
+        tokenizer.chat_template = used
 
 
 def export_run(
@@ -163,6 +186,12 @@ def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remot
         label_names=_label_names(tuned) if job["task"] == "classification" else (),
         pad_id=tuned.get("pad_token_id"),
     )
+    if (source / GENERATION_CONFIG).exists():
+        base.generation_config = GenerationConfig.from_pretrained(source)
+    elif language := job["data"].get("target_lang"):  # an adapter of an older farthing
+        tokenizer = load_tokenizer(ModelChoice(str(source)), None)
+        set_languages(tokenizer, job["task"], job["data"].get("source_lang"), language)
+        speak(base, tokenizer, language)
     with safe_open(source / ADAPTER_WEIGHTS, framework="pt") as weights:
         break_ties(base, weights.keys())
     with warnings.catch_warnings():  # of an output layer that is no longer tied to the embedding: it is saved beside it

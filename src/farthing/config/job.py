@@ -5,6 +5,7 @@ Names are those of the Hugging Face training arguments where one exists. Refuses
 
 from __future__ import annotations
 
+import hashlib
 import json
 from datetime import datetime
 from typing import Annotated, Any, Literal
@@ -370,6 +371,12 @@ class Job(Section):
     def max_length(self) -> int:
         """Longest input in tokens."""
         return self.data.max_length or (1024 if self.task == "causal-lm" else 512)
+
+    @property
+    def fingerprint(self) -> str:
+        """Which job it is, for what was learned by running out of memory: 12 hex digits of its settings and its model."""
+        content = json.dumps([self.identity(), self.model.model_name_or_path], sort_keys=True, default=str)
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     def identity(self) -> dict[str, Any]:
         """The settings that can change the result, flat: a run can only be continued by a job that agrees on them.

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.chat import Unusable
+from farthing.data.chat import Unusable, said_of_chats
 from farthing.data.encode import Encoded, Encoder
 from farthing.data.foreign import Watch
-from farthing.data.formats import Text, converter, group_of, hash_of_input, recognise, used_columns
+from farthing.data.formats import RENDERED, Text, converter, group_of, hash_of_input, recognise, used_columns
 from farthing.data.loader import Ahead
 from farthing.data.read import Source, n_characters
 from farthing.data.rows import BadRow, Reading, Row
@@ -116,6 +116,7 @@ class Tally:
     n_skipped_long: int = 0
     n_without_target: int = 0
     n_unlearned_turns: int = 0
+    n_unrolled: int = 0
     n_tokens: int = 0
     n_targets: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
@@ -180,6 +181,7 @@ def _write(
             all_inputs.append(np.unique(np.array(chunk.groups + chunk.groups_of_rejected, np.uint64)))
             labels.take(chunk, kept, tally)
             tally.n_unlearned_turns += sum(chunk.texts[index].n_unlearned for index in np.flatnonzero(kept))
+            tally.n_unrolled += sum(len(text.earlier) for text in chunk.texts)
             encoded = encoded.only(kept)
             columns: dict[str, NDArray[Any]] = {
                 "ids": encoded.ids,
@@ -199,7 +201,7 @@ def _write(
         labels.numbered().tofile(draft / "labels.bin")
     if recipe.version > 1:
         np.unique(np.concatenate(all_inputs)).tofile(draft / "inputs.bin")
-    facts = _facts(sources, formats, watches, recipe, tally, labels) | {
+    facts = _facts(sources, formats, watches, recipe, tally, labels, tokenizer) | {
         "n_examples": len(groups),
         "n_distinct_inputs": len(np.unique(groups)),
     }
@@ -208,9 +210,16 @@ def _write(
 
 
 def _facts(
-    sources: list[Source], formats: list[str], watches: list[Watch], recipe: Recipe, tally: Tally, labels: _Labels
+    sources: list[Source],
+    formats: list[str],
+    watches: list[Watch],
+    recipe: Recipe,
+    tally: Tally,
+    labels: _Labels,
+    tokenizer: Any,
 ) -> dict[str, Any]:
     """What the manifest says of a set, but for its number of examples."""
+    is_chat = recipe.version > 2 and recipe.task == "causal-lm" and any(name in RENDERED for name in formats)
     return {
         "kind": "farthing token set",
         "version": CACHE_VERSION,
@@ -226,7 +235,11 @@ def _facts(
         "n_unlearned_turns": tally.n_unlearned_turns,
         "bad_rows": tally.bad,
         "ignored_columns": _ignored(formats, watches, recipe),
-        "chosen": [{"source": watch.where, "what": what} for watch in watches for what in watch.chosen()],
+        "chosen": [{"source": watch.where, "what": what} for watch in watches for what in watch.chosen()]
+        + [
+            {"source": "chats", "what": what}
+            for what in said_of_chats(is_chat, tokenizer, recipe.date, tally.n_unrolled)
+        ],
         "label_names": labels.names,
     }
 
@@ -368,10 +381,11 @@ def _chunks(
                     chunk.rejected.append((row.line, str(error)))
                     chunk.groups_of_rejected += [hash_of_input(error.given)] if error.given else []
                     continue
-                chunk.texts.append(text)
-                chunk.lines.append(row.line)
-                chunk.groups.append(group_of(text, recipe.version))
-                chunk.n_characters += sum([len(part) for part, _ in text.segments])
+                for each in text.of_row:
+                    chunk.texts.append(each)
+                    chunk.lines.append(row.line)
+                    chunk.groups.append(group_of(each, recipe.version))
+                    chunk.n_characters += sum([len(part) for part, _ in each.segments])
             yield chunk
 
 

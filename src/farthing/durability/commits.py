@@ -1,6 +1,7 @@
 """Commits of a run in a store: what each names, and taking one back onto a disk.
 
     data/00000005-3f2a.../PATH             under a prefix of its own for every upload, never overwritten
+    data/.../log.parts/000007              the log in pieces: those that earlier commits have are not sent again
     commits/00000005-000003-00000042.json  epoch, number and step; created last: without it nothing of it exists
 
 A commit names every file that an empty machine needs, with size and sha256. Newest is the latest epoch's highest number:
@@ -48,7 +49,9 @@ from farthing.durability.run_folder import (
 from farthing.errors import NoSpace, RunChanged, RunDamaged
 from farthing.units import say_bytes
 
-SCHEMA = 1
+SCHEMA = 2  # 1: the log is sent whole
+LOG_PARTS = "log.parts"
+"""Of the log, which grows for as long as the run: pieces that end with a line, of which all but the last never change."""
 SMALL = (JOB, RUN, PLAN, SCHEDULE, LOG, LEDGER, RECEIPT, "measurements.json")
 _COMMIT = re.compile(r"commits/(\d{8})-(\d{6})-(\d{8,})\.json")
 _DRAFT = ".draft-"
@@ -187,10 +190,12 @@ def _install(
         if lost and own > 0 and (not steps or (needs_its_step and own not in steps)):
             raise Damaged(next(iter(lost.values())))
         mend(draft, lambda text: None)
-        for path in [path for path in lost if path in SMALL and path != SCHEDULE and not (draft / path).exists()]:
+        small = {path for path in lost if path in SMALL or path.startswith(f"{LOG_PARTS}/")}
+        for path in [path for path in lost if path in small - {SCHEDULE} and not (draft / path).exists()]:
             spares = [entry for other in older for entry in other["files"] if entry["path"] == path]
             if any(not _fetch_all(store, draft, [spare]) for spare in spares):
                 lost[path] += "; an older copy is used"
+        _join_log(draft)
         if run_id_of(draft) is None or manifest.get("run_id") not in (None, run_id_of(draft)):
             raise Damaged(lost.get(RUN, f"{RUN} is of another run"))
         for path, why in lost.items():
@@ -231,7 +236,16 @@ def _fetch_all(store: Store, draft: Path, entries: list[dict[str, Any]]) -> dict
 def _unit(path: str) -> str:
     """What has to be whole together: a checkpoint, the model, or a file by itself."""
     parts = path.split("/")
-    return "/".join(parts[:2]) if parts[0] == CHECKPOINTS else parts[0]
+    return "/".join(parts[:2]) if parts[0] in (CHECKPOINTS, LOG_PARTS) else parts[0]
+
+
+def _join_log(draft: Path) -> None:
+    """Put the pieces of a log together again; a lost one leaves out its lines."""
+    pieces = sorted((draft / LOG_PARTS).glob("*"))
+    if pieces:
+        with open(draft / LOG, "wb") as whole:
+            for piece in pieces:
+                whole.write(piece.read_bytes())
 
 
 def _put_in_place(
@@ -265,6 +279,8 @@ def _may_be_written(path: str) -> bool:
         return False
     if parts[0] == CHECKPOINTS:
         return len(parts) == 3 and CHECKPOINT_NAME.fullmatch(parts[1]) is not None
+    if parts[0] == LOG_PARTS:
+        return len(parts) == 2 and re.fullmatch(r"\d{6}", parts[1]) is not None
     return (parts[0] == MODEL and len(parts) > 1) or path in SMALL
 
 

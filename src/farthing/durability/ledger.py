@@ -83,6 +83,7 @@ class Meter:
         self,
         *,
         already_s: float = 0.0,
+        idle_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         since_boot: Callable[[], float] = seconds_since_boot,
@@ -92,7 +93,7 @@ class Meter:
         self._boot_at = wall() - since_boot()
         self._since = clock()
         self._name = "start_up"
-        self.spans: dict[str, float] = {"start_up": already_s}
+        self.spans: dict[str, float] = {"start_up": already_s, **({"idle": idle_s} if idle_s else {})}
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:

@@ -149,9 +149,11 @@ def micro_batch_tokens(job: Job, examples: Examples, promise: dict[str, Any], le
     longest = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
     most = job.train.micro_batch_tokens or promise.get("micro_batch_tokens") or longest
     every_n_layers = promise.get("every_n_layers", 0)
-    if ledger.out_of_memory:
-        every_n_layers = ledger.out_of_memory[-1]["every_n_layers"] or every_n_layers
-    return min([int(most), *(event["most_tokens"] for event in ledger.out_of_memory)]), every_n_layers
+    # of attempts before the job was corrected nothing holds; older farthings did not say whose they were
+    events = [event for event in ledger.out_of_memory if event.get("job") in (None, job.fingerprint)]
+    if events:
+        every_n_layers = events[-1]["every_n_layers"] or every_n_layers
+    return min([int(most), *(event["most_tokens"] for event in events)]), every_n_layers
 
 
 def _compile(

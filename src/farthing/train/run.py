@@ -255,10 +255,10 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     meter.enter("idle")
     _offer(attempt)
     state, reason = loop(attempt)
-    if state == "finished":
-        keep(folder / RUN, {**run_facts, "finished": True, "sealed": True, STAMPS: stamps})
     _offer(attempt, with_model=True)
-    _wait_for_replica(context, state)
+    is_copied = _wait_for_replica(context, state)
+    if state == "finished" and is_copied:  # else the same command brings the model to the store
+        keep(folder / RUN, {**run_facts, "finished": True, "sealed": True, STAMPS: stamps})
     leave_measured(attempt)
     return state, reason
 
@@ -310,14 +310,17 @@ def _offer(attempt: Attempt, *, with_model: bool = False) -> None:
         replica.offer(at.step, attempt.checkpoints.to_go_on(at.step, at.best_step), with_model=with_model)
 
 
-def _wait_for_replica(context: Context, state: str) -> None:
-    """Until the copies are made, not longer than until the machine goes. Raises what has made the copying end."""
+def _wait_for_replica(context: Context, state: str) -> bool:
+    """Until the copies are made, not longer than until the machine goes; whether they are, or there is no store. Raises what
+    has made the copying end."""
     replica, notice = context.replica, context.notice
-    if replica is not None:
-        with context.meter.span("checkpoint"):
-            leaves_in_s = notice.patience_s(replica.pace.leave_s, replica.pace.finish_s)
-            replica.wait(leaves_in_s if state == "interrupted" else replica.pace.finish_s)
-        replica.check()
+    if replica is None:
+        return True
+    with context.meter.span("checkpoint"):
+        leaves_in_s = notice.patience_s(replica.pace.leave_s, replica.pace.finish_s)
+        is_copied = replica.wait(leaves_in_s if state == "interrupted" else replica.pace.finish_s)
+    replica.check()
+    return is_copied
 
 
 def clear_damaged_model(folder: Path, emit: Emit) -> bool:

@@ -27,7 +27,7 @@ from farthing.durability.run_folder import RULES, began, rules_of
 from farthing.errors import DataError, HardwareError
 from farthing.events import DataRead, Emit, ReadingData, Tokenizing, Warned, ignore
 from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
-from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.adapters import Adapter, add_adapter, refuse_unreached
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, why_not_deterministic
 from farthing.model.load import (
@@ -235,8 +235,8 @@ def _say_data(role: str, tokens: TokenSet, emit: Emit) -> None:
     )
     if n_turns := facts.get("n_unlearned_turns", 0):
         text = (
-            f"{plural(n_turns, 'assistant turn')} of the {role} data are context and not learned: the chat template shows"
-            " them in another form once the chat goes on (a template with {% generation %} marks learns them)"
+            f"{plural(n_turns, 'assistant turn')} of the {role} data are context and not learned: the chat template never"
+            " shows them as the model would write them (a template with {% generation %} marks learns them)"
         )
         emit(Warned(text))
 
@@ -330,6 +330,8 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
         model.to(numerics.device)
     if job.task == "causal-lm":
         refuse_looking_ahead(model, inputs.choice.name)
+    if method.name != "full":
+        refuse_unreached(model, adapter, job.task)
     model.train()
     return model
 

@@ -102,6 +102,7 @@ def note_out_of_memory(attempt: Attempt, step: int, why: str, is_less: bool) -> 
         attempt.warn(f"step {step + 1}: out of memory ({why}); {freed}")
         return
     event = {"step": step + 1, "most_tokens": steps.most_tokens, "every_n_layers": steps.every_n_layers, "why": why}
+    event["job"] = attempt.job.fingerprint
     attempt.context.ledger.write("running", out_of_memory=event)
     attempt.warn(
         f"step {step + 1}: out of memory; it goes on with {steps.most_tokens:,} tokens at a time"
