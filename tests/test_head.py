@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from farthing.data.batches import IGNORED
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.head import (
     POSITIONS,
@@ -28,6 +27,7 @@ from farthing.model.head import (
 )
 from farthing.model.loss import summed_loss
 from farthing.planner.families import CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES
+from farthing.tasks.task import IGNORED
 from traced import Alive
 
 N_WORDS = 61

@@ -58,7 +58,20 @@ def test_one_place_goes_backward() -> None:
 
 
 WINGS = (
-    *("ground", "durability", "data", "prices", "config", "planner", "model", "report", "export", "train", "doctor"),
+    *(
+        "ground",
+        "tasks",
+        "durability",
+        "data",
+        "prices",
+        "config",
+        "planner",
+        "model",
+        "report",
+        "export",
+        "train",
+        "doctor",
+    ),
     "cli",
 )
 """From the ground up: a wing imports from those before it. Files at the top level are the ground, where they are not named."""
@@ -93,7 +106,7 @@ def test_wings_import_only_from_wings_below() -> None:
     assert upwards == []
 
 
-@pytest.mark.parametrize("name", ["durability", "data", "prices", "config", "planner", "report"])
+@pytest.mark.parametrize("name", ["tasks", "durability", "data", "prices", "config", "planner", "report"])
 def test_wings_without_torch(name: str) -> None:
     loads_tensors = {"durability.checkpoint", "durability.snapshot"}
     for path in room(name):
@@ -101,7 +114,7 @@ def test_wings_without_torch(name: str) -> None:
             assert not {module.split(".")[0] for module in imports(path, top_only=True)} & HEAVY, path
 
 
-@pytest.mark.parametrize("name", ["durability", "model", "data"])
+@pytest.mark.parametrize("name", ["tasks", "durability", "model", "data"])
 def test_wings_that_take_plain_values(name: str) -> None:
     for path in room(name):
         assert not {module for module in farthing_imports(path) if wing(module) in ("config", "train")}, path
@@ -165,9 +178,9 @@ def test_every_public_function_says_what_it_is() -> None:
 
 DISTRIBUTIONS = {
     "yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "rouge_score": "rouge-score", "pynvml": "nvidia-ml-py",
-    "liger_kernel": "liger-kernel", "google": "protobuf", "triton": "torch",
+    "liger_kernel": "liger-kernel", "google": "protobuf", "triton": "torch", "pydantic_core": "pydantic",
 }  # fmt: skip
-"""Packages whose distribution has another name; triton comes with torch."""
+"""Packages whose distribution has another name; triton comes with torch, pydantic_core with pydantic."""
 BUILT_BY_HAND = {"flash_attn"}
 """Used where somebody has built it, which no installer does by itself."""
 

@@ -17,9 +17,10 @@ import farthing.train.run
 import workshop
 from farthing.errors import Interrupted
 from farthing.events import Event, Exported, Saved
-from farthing.metrics import GREATER_IS_BETTER, OF_TASK, classification_metrics, perplexity, text_metrics
+from farthing.metrics import classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import choose_numerics
+from farthing.tasks.registry import task_names, task_of
 from farthing.train import evaluation
 from farthing.train.evaluate import evaluate
 from farthing.train.setup import open_examples, open_inputs
@@ -84,8 +85,9 @@ def test_perplexity_is_the_exponential_of_the_loss_and_never_infinite() -> None:
 
 
 def test_every_metric_of_a_task_has_a_direction() -> None:
-    assert {name for names in OF_TASK.values() for name in names} == set(GREATER_IS_BETTER)
-    assert {name for name, greater in GREATER_IS_BETTER.items() if not greater} == {"loss", "perplexity"}
+    directions = {name: greater for task in task_names() for name, greater in task_of(task).metrics.items()}
+    assert {name for name, greater in directions.items() if not greater} == {"loss", "perplexity"}
+    assert all(task_of(task).metrics["loss"] is False for task in task_names())
 
 
 # ---- measured on models ----

@@ -28,6 +28,7 @@ from torch import Tensor
 from farthing.model.attention_kernels import How, capped_attention, causal_mask, over_documents
 from farthing.model.documents import Documents, owners_of
 from farthing.planner.families import DECODERS, ENCODERS, FLAT, WHY_NOT_FLAT
+from farthing.tasks.registry import task_of
 
 NAME = "farthing_varlen"
 
@@ -42,7 +43,7 @@ def can_go_flat(model: Any, task: str) -> str | None:
     inner = _inner(model)
     config = inner.config
     kind = config.model_type
-    known = FLAT.get(task)
+    known = FLAT.get(task_of(task).head)
     if kind in WHY_NOT_FLAT:
         return f"{kind}: {WHY_NOT_FLAT[kind]}"
     if known is None:
@@ -62,7 +63,7 @@ def can_go_flat(model: Any, task: str) -> str | None:
         return f"{kind}: used as a decoder"
     if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
         return f"{kind}: its scores are biased by the distance of tokens"
-    if task == "classification" and _head_kind(inner) is None:
+    if not task_of(task).scores_tokens and _head_kind(inner) is None:
         return f"{kind}: its classification head is not known"
     return None
 
@@ -102,10 +103,10 @@ def flat_inputs(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
-    """Logits of a flat batch: causal-lm [1, T, V], classification [N, C], one row a document."""
+    """Logits of a flat batch: [1, T, V], or [N, C], one row a document, where examples are scored."""
     documents, inputs = batch["documents"], flat_inputs(batch)
     logits: Tensor
-    if task != "classification":
+    if task_of(task).scores_tokens:
         logits = model(**inputs).logits
         return logits
     inner = _inner(model)

@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from farthing.data.batches import IGNORED
 from farthing.model.loss import POSITIONS, TARGETS, decoder_inputs, summed_loss
 from farthing.planner.families import KNOWN_HEADS
 from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
+from farthing.tasks.registry import task_of
+from farthing.tasks.task import IGNORED
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def find_head(model: Any, task: str) -> Head | str:
     """The head of a causal or sequence-to-sequence model of `transformers`, wrapped by `peft` or not; or why not."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     family = getattr(getattr(inner, "config", None), "model_type", "")
-    known = KNOWN_HEADS.get(task, frozenset())
+    known = KNOWN_HEADS.get(task_of(task).head, frozenset())
     if family not in known or not type(inner).__module__.startswith("transformers.models."):
         return f"all positions are scored: the head of a {family or type(inner).__name__} for {task} is not known"
     linear = inner.get_output_embeddings()
@@ -246,7 +247,7 @@ def find_head(model: Any, task: str) -> Head | str:
         return "all positions are scored: something listens to the head or rewrites its weights"
     if not linear.weight.is_floating_point():
         return f"all positions are scored: the head's weights are {linear.weight.dtype}"
-    if task == "seq2seq":
+    if task_of(task).is_pair:
         return Head(lambda batch: _decoder_states(inner, batch), linear, None)
     return Head(
         lambda batch: _causal_states(inner, batch), linear, getattr(inner.config, "final_logit_softcapping", None)
@@ -286,12 +287,14 @@ def language_model_loss(
 def _labelled_of(batch: dict[str, Tensor], task: str) -> Labelled:
     if POSITIONS in batch:
         return Labelled(batch[POSITIONS], batch[TARGETS])
-    return find_labelled(batch["labels"], predicts_next=task == "causal-lm", position_ids=batch.get("position_ids"))
+    return find_labelled(
+        batch["labels"], predicts_next=task_of(task).predicts_next, position_ids=batch.get("position_ids")
+    )
 
 
 def _plain_loss(model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float) -> Tensor:
     """By whole logits; of documents in a flat batch too, which `summed_loss` knows nothing of."""
-    if task != "causal-lm" or "position_ids" not in batch:
+    if not task_of(task).predicts_next or "position_ids" not in batch:
         return summed_loss(model, batch, task, label_smoothing)[0]
     labelled = _labelled_of(batch, task)
     scores = model(**_inputs(batch), use_cache=False).logits.flatten(0, 1)[labelled.positions]

@@ -25,12 +25,12 @@ from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
 from farthing.model.loss import decoder_inputs
 from farthing.model.weights import ends_of_weights, weights_sha256
+from farthing.tasks.registry import task_of
 
-AUTO_CLASSES = {
-    "causal-lm": transformers.AutoModelForCausalLM,
-    "seq2seq": transformers.AutoModelForSeq2SeqLM,
-    "classification": transformers.AutoModelForSequenceClassification,
-}
+
+def auto_class(task: str) -> Any:
+    """The class of transformers that loads models for a task."""
+    return getattr(transformers, task_of(task).auto_class)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def set_languages(
     """
     if text_version == 1 and not source and not target:
         return "", ""
-    writes_them = task == "seq2seq" and hasattr(tokenizer, "set_tgt_lang_special_tokens")
+    writes_them = task_of(task).is_pair and hasattr(tokenizer, "set_tgt_lang_special_tokens")
     if not writes_them:
         if source or target:
             raise ModelError(
@@ -211,14 +211,12 @@ def load_model(
 
     A new classification head, or all of it with `init: random`, is drawn from `seed`. Raises `ModelError`.
     """
-    if task == "classification":
-        config.num_labels = len(label_names)
-        config.id2label = dict(enumerate(label_names))
-        config.label2id = {name: index for index, name in enumerate(label_names)}
-        config.problem_type = "single_label_classification"
+    labels = task_of(task).labels
+    if labels is not None:
+        labels.set_head(config, label_names)
     if config.pad_token_id is None:
         config.pad_token_id = pad_id
-    auto = AUTO_CLASSES[task]
+    auto = auto_class(task)
     torch.manual_seed(seed)
     attention = {"attn_implementation": choice.attn_implementation} if choice.attn_implementation else {}
     try:
@@ -241,7 +239,7 @@ def load_model(
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=task == "classification",  # a head for other classes is drawn again
+                ignore_mismatched_sizes=labels is not None,  # a head for other classes is drawn again
                 **choice.where_from,
                 **attention,
                 **four_bit,
@@ -252,7 +250,7 @@ def load_model(
     except Exception as error:
         raise _in_words(f"can't be loaded for {task}", choice.name, error) from error
     model.config.use_cache = False
-    if task == "seq2seq":
+    if task_of(task).is_pair:
         decoder_inputs(model, torch.tensor([[0, 0]]))  # what it lacks is found now, not at the first step
     return model
 
@@ -260,7 +258,7 @@ def load_model(
 def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:
     """Refuse weights that leave a part of the pretrained model to chance. Raises `ModelError`."""
     odd = {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])}
-    if task == "classification":  # its head, and the pooler that some encoders come without, are new
+    if not task_of(task).scores_tokens:  # its head, and the pooler that some encoders come without, are new
         body = f"{model.base_model_prefix}."
         odd = {key for key in odd if key.startswith(body) and ".pooler." not in f".{key}"}
     if odd:
@@ -354,7 +352,7 @@ def _head_of(auto: Any, config: Any, choice: ModelChoice, task: str) -> list[str
     """The names of a model's classification head or output layer."""
     with torch.device("meta"):
         skeleton = auto.from_config(config, trust_remote_code=choice.trust_remote_code)
-    if task == "classification":
+    if not task_of(task).scores_tokens:
         return new_heads(skeleton)
     output = skeleton.get_output_embeddings()
     return [name for name, module in skeleton.named_modules() if module is output]

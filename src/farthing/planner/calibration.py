@@ -19,6 +19,7 @@ from farthing.planner.memory import estimate_memory
 from farthing.planner.recipe import Recipe
 from farthing.planner.shapes import Adapters, Shape
 from farthing.planner.speed import Calibration, Device, forward_work, step_time, work_of
+from farthing.tasks.registry import task_of
 from farthing.units import plural
 
 N_NEWEST = 5
@@ -115,7 +116,7 @@ def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Large
         caches_prefix=m.caches_prefix,
     )  # fmt: skip
     n_examples = m.n_steps * m.global_batch_size
-    mean, target = m.lengths["mean"], m.lengths["mean_target"] if m.task == "seq2seq" else 0.0
+    mean, target = m.lengths["mean"], m.lengths["mean_target"] if task_of(m.task).is_pair else 0.0
     tokens = m.n_padded_tokens / n_examples * mean / (mean + target)
     targets = m.n_padded_tokens / n_examples * target / (mean + target)
     spread = m.lengths["mean_of_squares"] / mean**2  # that of targets is not kept, and taken to be the same

@@ -36,6 +36,7 @@ from farthing.planner.types import (
     Rejected,
 )
 from farthing.prices.offers import Offer, bill
+from farthing.tasks.registry import task_of
 
 WORST = 10.0  # of what is likely: the upper end of a range that has none
 CRASH_EVERY_S = 7 * 86400.0  # of a machine that is not taken away, by assumption: a week
@@ -149,7 +150,7 @@ class Pricing:
         start_s = known.start_s
         if start_s is None:
             start_s = a.import_s + weights_bytes / a.load_bytes_per_s
-        tokens = wanted.lengths.n_tokens + (wanted.lengths.n_target_tokens if shape.task == "seq2seq" else 0.0)
+        tokens = task_of(shape.task).n_tokens(wanted.lengths.n_tokens, wanted.lengths.n_target_tokens)
         export_s = known.export_s if known.export_s is not None else 0.5 + wanted.n_trainable * 4 / a.disk_bytes_per_s
         seconds = {
             "setup": 0.0 if place.is_local else a.setup_s,

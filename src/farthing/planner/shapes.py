@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from farthing.errors import UserMistake
-from farthing.planner.families import FAMILIES, Family
+from farthing.planner.families import BODY, FAMILIES, Family
+from farthing.tasks.registry import task_of
 
 _NOT_READ = ("add_cross_attention", "use_bidirectional_attention")  # they change layers or masks in ways not told here
 
@@ -93,7 +94,7 @@ class Shape(NamedTuple):
     """The sizes of a model for a task, read by `read_shape`."""
 
     model_type: str
-    task: str  # causal-lm, seq2seq, classification, or body: no head and no pooler
+    task: str  # or `BODY`: no head and no pooler
     attention: str  # causal, bidirectional or encoder-decoder
     hidden: int
     n_layers: int  # of the encoder, where there are both
@@ -108,6 +109,11 @@ class Shape(NamedTuple):
     windows: tuple[int | None, ...]  # by layer: tokens a token attends to, itself included; None is all before it
     weights: tuple[Weight, ...]
     query_and_value: tuple[str, ...]
+
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether each token that is scored is held against all words."""
+        return self.task != BODY and task_of(self.task).scores_tokens
 
     @property
     def n_parameters(self) -> int:
@@ -158,9 +164,7 @@ class Shape(NamedTuple):
         query and value for classification and all linear layers otherwise, as `add_adapter` has it. A head for
         classification is always trained whole. A saved module inside another one counts once.
         """
-        heads = (
-            [w.name.split(".")[0] for w in self.weights if w.part == "head"] if self.task == "classification" else []
-        )
+        heads = [] if self.scores_tokens else [w.name.split(".")[0] for w in self.weights if w.part == "head"]
         saved_names = sorted({*heads, *modules_to_save})
         saved_copies = self._matched(lambda name: _is_saved(name, saved_names))
         for wanted in modules_to_save:
@@ -168,7 +172,7 @@ class Shape(NamedTuple):
                 raise self._no_module(wanted, "modules_to_save")
         # peft keeps adapters out of whatever these match, at dots
         kept_out = re.compile("|".join(rf"(?:^|.*\.)(?:{name})(?:$|\..*)" for name in saved_names) or r"(?!)")
-        if tuple(target_modules) == ("all-linear",) or (not target_modules and self.task != "classification"):
+        if tuple(target_modules) == ("all-linear",) or not (target_modules or heads):
             linear = {w.name for w in self.linear_layers if w.part != "head"}
             adapted_copies = {
                 w: n for w, n in self._matched(lambda x: not kept_out.match(x)).items() if w.name in linear
@@ -329,12 +333,14 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
             to_do=f"{first}known: {', '.join(FAMILIES)}",
         )
     task = task or next(iter(family.heads))
-    if task not in family.heads:
+    head_name = BODY if task == BODY else task_of(task).head
+    if head_name not in family.heads:
         raise UserMistake(
             f"{model_type} is not known for {task}", where="task", to_do=f"use one of {', '.join(family.heads)}"
         )
-    if task == "classification" and n_labels < 1:
-        raise UserMistake("classification needs the number of labels", where="n_labels", to_do="give 1 or more")
+    prefix, head = family.heads[head_name]
+    if "->n" in head and n_labels < 1:
+        raise UserMistake(f"{task} needs the number of labels", where="n_labels", to_do="give 1 or more")
     for key in _NOT_READ:
         if config.get(key):
             raise UserMistake(f"{key} is not known here", where=f"config.json: {key}", to_do="use a model without it")
@@ -354,7 +360,6 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
     sizes |= {"q": n_heads * head_dim, "k": n_kv_heads * head_dim, "3h": 3 * hidden, "P": positions or 0}
     sizes |= {"qkv": sizes["q"] + 2 * sizes["k"], "T": says.n("type_vocab_size", 1)}
     sizes |= {"h2d": hidden + 2 * head_dim, "B": says.n("relative_attention_num_buckets", 1)}
-    prefix, head = family.heads[task]
     rows = [(prefix, row) for row in family.body.splitlines()] + [("", row) for row in head.splitlines()]
     weights = []
     for before, row in rows:

@@ -289,7 +289,7 @@ def _flops(
     is_read = 1.0 if recipe.caches_prefix else 0.0  # from the disk, what is below
     spread = padded.token_pairs / max(1.0, padded.tokens**2)  # long examples attend more than the mean squared
     low_rank = both.adapters / 3 * recompute
-    scored = labelled_share if recipe.stack.loss == POSITIONS and shape.task != "classification" else 1.0
+    scored = labelled_share if recipe.stack.loss == POSITIONS and shape.scores_tokens else 1.0
     return _Flops(
         scale * (both.body + recompute * above.body - is_read * below[0]),
         # flash recomputes the scores in the backward pass
@@ -353,7 +353,7 @@ def _traffic(
     tokens = _layer_tokens(padded, (shape.n_layers, shape.n_decoder_layers))
     passes = ahead + (1 - below) * (2.0 + recompute)
     body = tokens * (layer + adapted) * passes + tokens * adapted * (3.0 + recompute - passes)  # adapters are all above
-    n_scored = (padded.targets or padded.tokens) if shape.task in ("causal-lm", "seq2seq") else 0.0
+    n_scored = (padded.targets or padded.tokens) if shape.scores_tokens else 0.0
     of_loss = {TILED: 8.0, FUSED: 16.0, CHUNKED: 24.0}.get(stack.loss, c + 32.0 * labelled_share)
     if stack.loss == POSITIONS:
         of_loss = (8.0 + 5.0 * c) * labelled_share

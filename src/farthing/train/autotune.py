@@ -36,6 +36,7 @@ from farthing.model.hardware import (
 )
 from farthing.planner.lengths import Lengths
 from farthing.planner.tiles import default_tile_tokens
+from farthing.tasks.registry import task_of
 from farthing.train.attempt import Attempt
 from farthing.train.autotune_cache import PROBES, Setting, Subject, known_setting, leave_probe
 from farthing.train.update_guard import update_bytes
@@ -252,7 +253,7 @@ def subject_of(job: Job, config: Any, lengths: Lengths, precision: str, hardware
         precision=precision,
         optim=job.train.optim,
         global_batch_size=job.global_batch_size,
-        mean_tokens=lengths.mean + (lengths.mean_target if job.task == "seq2seq" else 0.0),
+        mean_tokens=task_of(job.task).n_tokens(lengths.mean, lengths.mean_target),
         longest=lengths.longest + lengths.longest_target,
     )
 

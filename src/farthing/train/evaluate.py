@@ -12,8 +12,8 @@ from torch import Tensor
 
 from farthing.data.token_set import TokenSet
 from farthing.errors import Interrupted
-from farthing.metrics import classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
+from farthing.tasks.task import Evaluated
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def evaluate(
 
     A batch has at most `most_tokens` computed tokens, or one example. Raises `Interrupted` when asked to stop in between.
     """
-    model, task = forward.model, forward.task
+    model, task = forward.model, forward.of
     was_training = model.training
     model.eval()
     n_targets, done = 0, 0
@@ -48,14 +48,14 @@ def evaluate(
                 raise Interrupted("stopped while evaluating")
             arrays = forward.collate(tokens, piece)
             batch = forward.place(arrays)
-            if task == "classification":
+            if task.labels is not None:
                 loss, scores = forward.loss_and_scores(batch)
-                chosen.append(scores.argmax(-1))
+                chosen.append(task.labels.answers(scores))
                 labels.append(batch["labels"])
             else:
                 loss = forward.loss(batch)
             losses.append(loss.double())
-            if task == "seq2seq" and generate:
+            if task.is_pair and generate:
                 with forward.numerics.autocasting():
                     written = _generate(model, batch, max_new_tokens)
                 predictions += tokenizer.batch_decode(written, skip_special_tokens=True)
@@ -71,15 +71,16 @@ def evaluate(
     if not np.isfinite(mean):  # what such scores choose means nothing
         return {"loss": None, "n_examples": len(examples)}
     metrics: dict[str, Any] = {"loss": mean, "n_examples": len(examples)}
-    if task == "causal-lm":
-        metrics["perplexity"] = perplexity(mean)
-    if task == "classification":
-        confusion = np.zeros((len(tokens.label_names),) * 2, dtype=np.int64)
-        np.add.at(confusion, (torch.cat(labels).cpu().numpy(), torch.cat(chosen).cpu().numpy()), 1)
-        metrics |= classification_metrics(confusion, tokens.label_names)
-    if predictions:
-        metrics |= text_metrics(predictions, references)
-    return metrics
+    of_examples = (_fetched(labels), _fetched(chosen), tokens.label_names)
+    return metrics | task.judge(Evaluated(mean, *of_examples, predictions, references))
+
+
+def _fetched(parts: list[Tensor]) -> NDArray[Any]:
+    """One array on the host; a number in bf16, which numpy has not, in fp32."""
+    if not parts:
+        return np.empty(0)
+    whole = torch.cat(parts).cpu()
+    return np.asarray(whole.float().numpy() if whole.is_floating_point() else whole.numpy())
 
 
 def _generate(model: Any, batch: dict[str, Any], max_new_tokens: int) -> Any:
