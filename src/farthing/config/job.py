@@ -220,7 +220,7 @@ class TrainSection(Section):
     predict_with_generate: bool = True
     """Seq2seq: generate at evaluation, for exact match and ROUGE."""
     metric_for_best_model: str | None = None
-    """loss, perplexity, accuracy, f1, precision, recall, exact_match, rouge1, rouge2, rougeL. Default: loss."""
+    """loss, document_loss, perplexity, accuracy, f1, precision, recall, exact_match, rouge1, rouge2, rougeL. Default: loss."""
     greater_is_better: bool | None = None
     """Default: known from the metric."""
     load_best_model_at_end: bool = True

@@ -29,7 +29,7 @@ from farthing.model.documents import flat_batch
 from farthing.model.frozen_cache import PrefixCache
 from farthing.model.frozen_layers import Prefix
 from farthing.model.hardware import Numerics
-from farthing.model.head import POSITIONS, TARGETS, find_head, find_labelled, language_model_loss
+from farthing.model.head import POSITIONS, TARGETS, find_head, find_labelled, language_model_loss, loss_and_log_probs
 from farthing.model.loss import summed_loss
 from farthing.planner.tiles import default_tile_tokens
 from farthing.tasks.registry import task_of
@@ -65,6 +65,7 @@ class Forward:
             go_flat(model)
         self.of = task_of(task)
         head = find_head(model, task) if self.of.scores_tokens else None
+        self._found_head = head
         self.head = None if isinstance(head, str) else head
         self.why_all_scored = head if isinstance(head, str) else None
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -188,8 +189,17 @@ class Forward:
                 rest,
                 self.task,
                 self.label_smoothing,
+                head=self._found_head,
                 gradient_scale=gradient_scale,
                 tile_tokens=self.tile_tokens,
+            )
+
+    def loss_and_log_probs(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Where tokens are scored: (the same sum, the log-probability of all targets of each example together [N])."""
+        with self._resumed(batch) as rest, self.numerics.autocasting():
+            head, tile_tokens = self._found_head, self.tile_tokens
+            return loss_and_log_probs(
+                self.model, rest, self.task, self.label_smoothing, head=head, tile_tokens=tile_tokens
             )
 
     def loss_and_scores(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -230,4 +240,8 @@ class Forward:
         n_words, width = weight.shape
         tile = self.tile_tokens or default_tile_tokens(n_words, device, width if weight.requires_grad else 0)
         casts = 2 * n_words * width if weight.requires_grad and self.numerics.base_dtype.itemsize < 4 else 0
-        return self.numerics.base_dtype.itemsize * (min(tile, n_tokens) * n_words + n_tokens * width + casts)
+        of_logit, size = (
+            0 if self.head.is_matrix else 12,
+            self.numerics.base_dtype.itemsize,
+        )  # fp32 rows of what is made again
+        return min(tile, n_tokens) * n_words * (size + of_logit) + size * (n_tokens * width + casts)

@@ -302,9 +302,24 @@ WHY_NOT_FLAT = {
     "mt5": "its scores are biased by the distance of tokens",
 }
 
-# whose forward pass ends in: hidden states, one matrix, perhaps a soft cap; held against the plain path in the tests
+# whose forward pass ends in: hidden states, perhaps scaled, one matrix, perhaps a soft cap; held against the plain path
 CAUSAL_FAMILIES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"}
+    {
+        *(
+            "cohere",
+            "cohere2",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "gpt2",
+            "gpt_neox",
+            "granite",
+            "llama",
+            "mistral",
+            "phi",
+        ),
+        *("phi3", "qwen2", "qwen3"),
+    }
 )
 SEQ2SEQ_FAMILIES = frozenset({"t5", "mt5"})
 KNOWN_HEADS = {_NEXT: CAUSAL_FAMILIES, _PAIR: SEQ2SEQ_FAMILIES}  # by the head of a task

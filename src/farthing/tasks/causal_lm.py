@@ -33,7 +33,7 @@ def _flat_labels(rows: Rows) -> NDArray[np.int64]:
 def _judge(seen: Evaluated) -> dict[str, Any]:
     from farthing.metrics import perplexity
 
-    return {"perplexity": perplexity(seen.loss)}
+    return {"perplexity": perplexity(seen.loss), "document_loss": seen.document_loss}
 
 
 CAUSAL_LM = Task(
@@ -44,7 +44,7 @@ CAUSAL_LM = Task(
     ),
     example_columns="prompt: question, completion: answer",
     max_length=1024,
-    metrics={"loss": False, "perplexity": False},
+    metrics={"loss": False, "perplexity": False, "document_loss": False},
     judge=_judge,
     pad=_pad,
     flat_labels=_flat_labels,

@@ -26,7 +26,8 @@ def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
 def _judge(seen: Evaluated) -> dict[str, Any]:
     from farthing.metrics import text_metrics
 
-    return dict(text_metrics(seen.predictions, seen.references)) if seen.predictions else {}
+    texts = text_metrics(seen.predictions, seen.references) if seen.predictions else {}
+    return {"document_loss": seen.document_loss, **texts}
 
 
 SEQ2SEQ = Task(
@@ -34,7 +35,14 @@ SEQ2SEQ = Task(
     formats=(columns.INSTRUCTION, columns.PROMPT_COMPLETION, columns.INPUT_TARGET),
     example_columns="prompt: question, completion: answer",
     max_length=512,
-    metrics={"loss": False, "exact_match": True, "rouge1": True, "rouge2": True, "rougeL": True},
+    metrics={
+        "loss": False,
+        "document_loss": False,
+        "exact_match": True,
+        "rouge1": True,
+        "rouge2": True,
+        "rougeL": True,
+    },
     judge=_judge,
     pad=_pad,
     flat_labels=None,

@@ -54,6 +54,8 @@ class Evaluated(NamedTuple):
 
     loss: float
     """Mean over all targets."""
+    document_loss: float
+    """Where tokens are scored: mean over the examples of the mean over the targets of each, without label smoothing."""
     labels: NDArray[Any]
     """Of each example [n], where the task has labels."""
     answers: NDArray[Any]

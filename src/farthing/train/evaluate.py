@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from farthing.data.packing import target_lengths_of
 from farthing.data.token_set import TokenSet
 from farthing.errors import Interrupted
 from farthing.model.forward import Forward
@@ -38,6 +39,7 @@ def evaluate(
     model.eval()
     n_targets, done = 0, 0
     losses: list[Tensor] = []
+    of_documents: list[Tensor] = []
     labels: list[Tensor] = []
     chosen: list[Tensor] = []
     predictions: list[str] = []
@@ -53,7 +55,9 @@ def evaluate(
                 chosen.append(task.labels.answers(scores))
                 labels.append(batch["labels"])
             else:
-                loss = forward.loss(batch)
+                loss, log_probs = forward.loss_and_log_probs(batch)
+                n_each = torch.from_numpy(target_lengths_of(tokens, piece)).to(log_probs.device, non_blocking=True)
+                of_documents.append(-(log_probs / n_each).double().sum())
             losses.append(loss.double())
             if task.is_pair and generate:
                 with forward.numerics.autocasting():
@@ -64,7 +68,8 @@ def evaluate(
             n_targets += tokens.n_targets(piece)
             done += len(piece)
             progress(done, len(examples))
-        total = float(torch.stack(losses).sum()) if losses else 0.0  # the device is waited for once, here
+        total = float(torch.stack(losses).sum()) if losses else 0.0  # the device is waited for here, at the end
+        document_loss = float(torch.stack(of_documents).sum()) / len(examples) if of_documents else 0.0
     finally:
         model.train(was_training)
     mean = total / max(1, n_targets)
@@ -72,7 +77,7 @@ def evaluate(
         return {"loss": None, "n_examples": len(examples)}
     metrics: dict[str, Any] = {"loss": mean, "n_examples": len(examples)}
     of_examples = (_fetched(labels), _fetched(chosen), tokens.label_names)
-    return metrics | task.judge(Evaluated(mean, *of_examples, predictions, references))
+    return metrics | task.judge(Evaluated(mean, document_loss, *of_examples, predictions, references))
 
 
 def _fetched(parts: list[Tensor]) -> NDArray[Any]:
