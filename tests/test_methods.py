@@ -16,6 +16,7 @@ import transformers
 import workshop
 from farthing.errors import ModelError, UserMistake
 from farthing.model.activation_checkpointing import (
+    Beside,
     Linear,
     Sample,
     checkpoint_layers,
@@ -518,13 +519,8 @@ def test_checkpointing_saves_memory_and_changes_no_bit_of_the_gradients(
 def choose(model: Any, forward: Callable[..., Any], free_bytes: int, wanted: bool | int | str = "auto") -> Any:
     return choose_checkpointing(
         model,
-        samples=(Sample(96, forward), Sample(192, lambda: forward(2))),
-        largest_tokens=4000,
-        accumulates=False,
-        optimizer_bytes=8 * count_parameters(model)["trainable"],
-        update_bytes=0,
-        head=Linear(),
-        free_bytes=free_bytes,
+        (Sample(96, forward), Sample(192, lambda: forward(2))),
+        Beside(4000, False, 8 * count_parameters(model)["trainable"], 0, free_bytes, Linear()),
         wanted=wanted,
     )
 

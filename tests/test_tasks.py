@@ -74,7 +74,12 @@ SCORING = CLASSIFICATION._replace(
 )
 NO_TASK = 3
 '''
-ENTRIES = "[farthing.tasks]\nscoring = scoring_of_texts:SCORING\nbroken = scoring_of_texts:NO_TASK\ngone = nowhere_at_all:TASK\n"
+ENTRIES = """
+[farthing.tasks]
+scoring = scoring_of_texts:SCORING
+broken = scoring_of_texts:NO_TASK
+gone = nowhere_at_all:TASK
+"""
 
 
 @pytest.fixture
@@ -154,6 +159,8 @@ def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_t
     assert main(["export", str(job.output_dir), "--format", "merged", "--output", str(tmp_path / "merged")]) == 0
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     assert (model.config.num_labels, model.config.problem_type) == (1, "regression")
+    assert main(["report", str(job.output_dir)]) == 0
+    assert "mean_error" in capsys.readouterr().out
     assert "pipeline_tag: text-classification" in (tmp_path / "merged/README.md").read_text()
 
 

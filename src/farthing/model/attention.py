@@ -159,17 +159,17 @@ def attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    documents: Documents | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer: query [B, Hq, T, D], key and value [B, Hk, T, D] -> ([B, T, Hq, D], no weights).
 
-    With `documents`, B is 1 and `attention_mask` is not looked at. `sliding_window` is how many tokens are seen, the
-    token itself among them.
+    Of the others `sliding_window` is how many tokens are seen, the token itself among them, `softcap` bends the scores,
+    `is_causal` overrules the module's own. With `documents`, B is 1 and `attention_mask` is not looked at.
     """
+    documents: Documents | None = others.pop("documents", None)
+    sliding_window: int | None = others.pop("sliding_window", None)
+    softcap: float | None = others.pop("softcap", None)
+    is_causal: bool | None = others.pop("is_causal", None)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if documents is None:

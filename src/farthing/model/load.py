@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import huggingface_hub
 import torch
@@ -195,6 +195,13 @@ def speak(model: Any, tokenizer: Any, language: str) -> None:
         ) from error
 
 
+class FourBits(NamedTuple):
+    """A model in 4 bits on a device, but for the modules of these names."""
+
+    device: torch.device
+    but: tuple[str, ...] = ()
+
+
 def load_model(
     choice: ModelChoice,
     config: Any,
@@ -204,10 +211,9 @@ def load_model(
     seed: int,
     label_names: tuple[str, ...] = (),
     pad_id: int | None = None,
-    quantize_on: torch.device | None = None,
-    unquantized: tuple[str, ...] = (),
+    in_four_bits: FourBits | None = None,
 ) -> PreTrainedModel:
-    """The model in `dtype` on the CPU, or on the device `quantize_on` in 4 bits but for its head and `unquantized`.
+    """The model in `dtype` on the CPU, or in 4 bits on the device of `in_four_bits`, but for its head.
 
     A new classification head, or all of it with `init: random`, is drawn from `seed`. Raises `ModelError`.
     """
@@ -221,18 +227,14 @@ def load_model(
     attention = {"attn_implementation": choice.attn_implementation} if choice.attn_implementation else {}
     try:
         if choice.init == "random":
-            if quantize_on is not None:
+            if in_four_bits is not None:
                 raise ModelError("qlora needs pretrained weights", where="model.init", to_do="use method: lora")
-            # drawn in fp32 and rounded: the same weights come again in every precision, as when an adapter is merged
-            drawn = {"dtype": torch.float32, "trust_remote_code": choice.trust_remote_code, **attention}
-            model = auto.from_config(config, **drawn)
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(dtype)
-            model.config.dtype = dtype
+            model = _drawn(auto, config, dtype, trust_remote_code=choice.trust_remote_code, **attention)
         else:
             four_bit = {}
-            if quantize_on is not None:
-                four_bit = _four_bit(dtype, quantize_on, [*_head_of(auto, config, choice, task), *unquantized])
+            if in_four_bits is not None:
+                skip = [*_head_of(auto, config, choice, task), *in_four_bits.but]
+                four_bit = _four_bit(dtype, in_four_bits.device, skip)
             model, loaded = auto.from_pretrained(
                 choice.name,
                 config=config,
@@ -252,6 +254,15 @@ def load_model(
     model.config.use_cache = False
     if task_of(task).is_pair:
         decoder_inputs(model, torch.tensor([[0, 0]]))  # what it lacks is found now, not at the first step
+    return model
+
+
+def _drawn(auto: Any, config: Any, dtype: torch.dtype, **how: Any) -> Any:
+    """Fresh weights, drawn in fp32 and rounded: the same come again in every precision, as when an adapter is merged."""
+    model = auto.from_config(config, dtype=torch.float32, **how)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
     return model
 
 

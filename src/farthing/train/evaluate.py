@@ -25,14 +25,14 @@ def evaluate(
     *,
     tokenizer: Any,
     most_tokens: int,
-    generate: bool = False,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is not a number.
 
-    A batch has at most `most_tokens` computed tokens, or one example. Raises `Interrupted` when asked to stop in between.
+    A batch has at most `most_tokens` computed tokens, or one example; where input and target are apart, at most `max_new_tokens`
+    are written for each, 0: nothing is. Raises `Interrupted` when asked to stop in between.
     """
     model, task = forward.model, forward.of
     was_training = model.training
@@ -59,7 +59,7 @@ def evaluate(
                 n_each = torch.from_numpy(target_lengths_of(tokens, piece)).to(log_probs.device, non_blocking=True)
                 of_documents.append(-(log_probs / n_each).double().sum())
             losses.append(loss.double())
-            if task.is_pair and generate:
+            if task.is_pair and max_new_tokens:
                 with forward.numerics.autocasting():
                     written = _generate(model, batch, max_new_tokens)
                 predictions += tokenizer.batch_decode(written, skip_special_tokens=True)

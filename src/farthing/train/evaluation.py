@@ -68,8 +68,7 @@ def _measured(attempt: Attempt) -> dict[str, Any]:
                 held_out.indices,
                 tokenizer=attempt.inputs.tokenizer,
                 most_tokens=most_tokens,
-                generate=train.predict_with_generate,
-                max_new_tokens=attempt.job.data.max_target_length,
+                max_new_tokens=attempt.job.data.max_target_length if train.predict_with_generate else 0,
                 should_stop=lambda: bool(attempt.context.notice),
                 progress=lambda done, total: attempt.context.emit(Evaluating(done, total)),
             )

@@ -26,11 +26,12 @@ from farthing.data.tokens import tokenize
 from farthing.durability.run_folder import RULES, began, rules_of
 from farthing.errors import DataError, HardwareError
 from farthing.events import DataRead, Emit, ReadingData, Tokenizing, Warned, ignore
-from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
+from farthing.model.activation_checkpointing import Beside, Linear, MemoryNeed, Sample, choose_checkpointing
 from farthing.model.adapters import Adapter, add_adapter, refuse_unreached
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, why_not_deterministic
 from farthing.model.load import (
+    FourBits,
     ModelChoice,
     check_fits,
     load_config,
@@ -312,8 +313,7 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
         seed=job.train.seed,
         label_names=label_names,
         pad_id=inputs.pad_id,
-        quantize_on=numerics.device if quantize else None,
-        unquantized=method.modules_to_save,
+        in_four_bits=FourBits(numerics.device, method.modules_to_save) if quantize else None,
     )
     if inputs.recipe.target_lang:
         speak(model, inputs.tokenizer, inputs.recipe.target_lang)
@@ -380,14 +380,16 @@ def settle_checkpointing(
     is_cuda = forward.numerics.device.type == "cuda"
     return choose_checkpointing(
         forward.model,
-        samples=(sample_of(1), sample_of(2)),
-        largest_tokens=most_tokens,
-        accumulates=accumulates,
-        optimizer_bytes=state_bytes(optimizer, forward.numerics.device),
-        update_bytes=update_bytes(optimizer) if is_cuda else 0,
-        free_bytes=free_bytes,
+        (sample_of(1), sample_of(2)),
+        Beside(
+            largest_tokens=most_tokens,
+            accumulates=accumulates,
+            optimizer_bytes=state_bytes(optimizer, forward.numerics.device),
+            update_bytes=update_bytes(optimizer) if is_cuda else 0,
+            free_bytes=free_bytes,
+            head=Linear(2 * head - twice, (twice - head) / max(1, most_tokens)),
+            autocast=forward.numerics.autocast,
+        ),
         wanted=wanted if wanted == "auto" else int(wanted),
         planned=planned,
-        head=Linear(2 * head - twice, (twice - head) / max(1, most_tokens)),
-        autocast=forward.numerics.autocast,
     )
