@@ -103,16 +103,18 @@ def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_pa
     measured = evaluations(job)[-1]["metrics"]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").eval()
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
-    total, n = 0.0, 0
+    total, n, means = 0.0, 0, list[float]()
     for row in workshop.rows_of("llama", 7, seed=3):
         prompt, answer = tokenizer(row["prompt"])["input_ids"], tokenizer(row["completion"])["input_ids"]
         answer = [*answer, tokenizer.eos_token_id]
         labels = torch.tensor([[-100] * len(prompt) + answer])
         with torch.no_grad():
             mean = float(model(torch.tensor([prompt + answer]), labels=labels).loss)
-        total, n = total + mean * len(answer), n + len(answer)
+        total, n, means = total + mean * len(answer), n + len(answer), [*means, mean]
     assert measured["loss"] == pytest.approx(total / n, rel=1e-5)
     assert measured["perplexity"] == pytest.approx(math.exp(total / n), rel=1e-4)
+    assert measured["document_loss"] == pytest.approx(sum(means) / 7, rel=1e-5)
+    assert measured["document_loss"] != pytest.approx(measured["loss"], rel=1e-5), "answers have several lengths"
     assert measured["n_examples"] == 7
 
 
@@ -145,7 +147,7 @@ def test_a_seq2seq_run_may_spare_the_generation(tmp_path: Path) -> None:
     rows = workshop.rows_of("t5", 4)
     job = make_job(tmp_path, "t5", rows=rows, eval_rows=rows, max_steps=1, predict_with_generate=False)
     workshop.train(job)
-    assert set(evaluations(job)[-1]["metrics"]) == {"loss", "n_examples"}
+    assert set(evaluations(job)[-1]["metrics"]) == {"loss", "n_examples", "document_loss"}
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])

@@ -31,8 +31,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is not a number.
 
-    A batch has at most `most_tokens` computed tokens, or one example; where input and target are apart, at most `max_new_tokens`
-    are written for each, 0: nothing is. Raises `Interrupted` when asked to stop in between.
+    A batch has at most `most_tokens` computed tokens, or one example. Where input and target are apart, at most
+    `max_new_tokens` are written for each; 0: nothing is. Raises `Interrupted` when asked to stop in between.
     """
     model, task = forward.model, forward.of
     was_training = model.training
