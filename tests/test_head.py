@@ -14,9 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+import farthing.model.head
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.attention import can_go_flat, first_position, go_flat
 from farthing.model.documents import flat_batch
+from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics
 from farthing.model.head import (
     POSITIONS,
     TARGETS,
@@ -506,3 +509,16 @@ def test_log_probabilities_keep_no_logits_beyond_a_tile_for_the_backward_pass() 
     kept = saved_bytes(model, lambda: loss_and_log_probs(model, batch, "causal-lm", tile_tokens=8)[1]) - without
     assert kept < n * N_WORDS * 4 / 2
     assert kept <= n * (4 * 16 + 64), "the labelled states, and a few numbers for each"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_head_of_a_run_is_found_once(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = make_model("llama"), make_batch()
+    if not is_known:
+        model.config.model_type = "bamba"
+    forward = Forward(model, "causal-lm", 0, Numerics(torch.device("cpu"), None))
+    expected = language_model_loss(model, batch, "causal-lm")
+    monkeypatch.setattr(farthing.model.head, "find_head", lambda *_: pytest.fail("it was looked for again"))
+    assert torch.equal(forward.loss(batch), expected)
+    with torch.no_grad():
+        assert forward.loss_and_log_probs(batch)[1].shape == (3,)

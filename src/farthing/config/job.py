@@ -11,7 +11,6 @@ from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,16 +32,16 @@ def _number_is_no_bool(value: Any) -> Any:
     return value
 
 
-def _is_known(task: str) -> str:
-    """Raises the error that pydantic has for a value that is none of several."""
-    if find_task(task) is None:
+def _known_task(name: Any) -> Any:
+    """The name of a task that there is. Raises the error that pydantic has for a value that is none of several."""
+    if not isinstance(name, str) or find_task(name) is None:
         *others, last = (repr(name) for name in task_names())
         expected = f"{', '.join(others)} or {last}"
         raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
-    return task
+    return name
 
 
-TaskName = Annotated[str, AfterValidator(_is_known), Field(json_schema_extra={"enum": list(task_names())})]
+TaskName = Annotated[str, BeforeValidator(_known_task), Field(json_schema_extra={"enum": list(task_names())})]
 Number = Annotated[float, BeforeValidator(_number_is_no_bool)]
 Whole = Annotated[int, BeforeValidator(_number_is_no_bool)]
 Share = Annotated[Number, Field(ge=0, le=1)]
