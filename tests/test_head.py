@@ -511,6 +511,17 @@ def test_log_probabilities_keep_no_logits_beyond_a_tile_for_the_backward_pass() 
     assert kept <= n * (4 * 16 + 64), "the labelled states, and a few numbers for each"
 
 
+def test_smoothed_labels_under_an_adapted_head_take_the_plain_path_and_say_why() -> None:
+    model, batch = with_lora(make_model("llama"), target_modules=["lm_head"], task_type="CAUSAL_LM"), make_batch()
+    forward = Forward(model, "causal-lm", 0, Numerics(torch.device("cpu"), None), label_smoothing=0.1)
+    assert "smoothed" in str(forward.why_all_scored)
+    assert forward.head_bytes(100) == 0, "its memory is measured with the body's"
+    assert torch.equal(forward.loss(batch), summed_loss(model, batch, "causal-lm", 0.1)[0])
+    exact = Forward(model, "causal-lm", 0, Numerics(torch.device("cpu"), None))
+    assert exact.why_all_scored is None
+    assert exact.head_bytes(8) > 8 * N_WORDS * 16
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_the_head_of_a_run_is_found_once(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = make_model("llama"), make_batch()

@@ -29,7 +29,15 @@ from farthing.model.documents import flat_batch
 from farthing.model.frozen_cache import PrefixCache
 from farthing.model.frozen_layers import Prefix
 from farthing.model.hardware import Numerics
-from farthing.model.head import POSITIONS, TARGETS, find_head, find_labelled, language_model_loss, loss_and_log_probs
+from farthing.model.head import (
+    POSITIONS,
+    TARGETS,
+    Head,
+    find_head,
+    find_labelled,
+    language_model_loss,
+    loss_and_log_probs,
+)
 from farthing.model.loss import summed_loss
 from farthing.planner.tiles import default_tile_tokens
 from farthing.tasks.registry import task_of
@@ -65,6 +73,8 @@ class Forward:
             go_flat(model)
         self.of = task_of(task)
         head = find_head(model, task) if self.of.scores_tokens else None
+        if isinstance(head, Head) and not head.is_matrix and label_smoothing:
+            head = "all positions are scored: the head has an adapter, and labels are smoothed"
         self._found_head = head
         self.head = None if isinstance(head, str) else head
         self.why_all_scored = head if isinstance(head, str) else None
@@ -240,8 +250,6 @@ class Forward:
         n_words, width = weight.shape
         tile = self.tile_tokens or default_tile_tokens(n_words, device, width if weight.requires_grad else 0)
         casts = 2 * n_words * width if weight.requires_grad and self.numerics.base_dtype.itemsize < 4 else 0
-        of_logit, size = (
-            0 if self.head.is_matrix else 12,
-            self.numerics.base_dtype.itemsize,
-        )  # fp32 rows of what is made again
-        return min(tile, n_tokens) * n_words * (size + of_logit) + size * (n_tokens * width + casts)
+        size = self.numerics.base_dtype.itemsize
+        of_logit = size if self.head.is_matrix else size + 12  # rows in fp32 of what is made again
+        return of_logit * min(tile, n_tokens) * n_words + size * (n_tokens * width + casts)
