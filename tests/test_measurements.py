@@ -227,14 +227,14 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
 def test_the_padding_of_an_evaluation_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for family in ("llama", "t5"):
         sizes: list[int] = []
-        honest = Forward.place
+        honest = Forward.to_device
 
         def seen(forward: Forward, arrays: Any, honest: Any = honest, sizes: list[int] = sizes) -> Any:
             if not torch.is_grad_enabled():
                 sizes.append(arrays["input_ids"].size + (arrays["labels"].size if forward.task == "seq2seq" else 0))
             return honest(forward, arrays)
 
-        monkeypatch.setattr(Forward, "place", seen)
+        monkeypatch.setattr(Forward, "to_device", seen)
         job = make_job(tmp_path / family, family, eval_rows=rows_of(family, 33, seed=1), per_device_eval_batch_size=5)
         train(job)
         (found,) = kept(job)

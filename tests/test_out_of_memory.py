@@ -230,7 +230,7 @@ class Failing:
 
 
 PLACES: dict[str, tuple[Any, str, int]] = {
-    "placing a batch": (Forward, "place", 4),
+    "placing a batch": (Forward, "to_device", 4),
     "forward": (Forward, "loss", 2),
     "backward": (Tensor, "backward", 4),
     "clipping": (torch.nn.utils, "clip_grad_norm_", 2),

@@ -15,7 +15,7 @@ import torch
 
 import farthing.train.run
 import workshop
-from farthing.data.loader import Feed, Ready, micro_batches
+from farthing.data.loader import Feed, MicroBatch, micro_batches
 from farthing.errors import Interrupted, NotFinite
 from farthing.model.forward import Forward
 from farthing.train.step import Steps
@@ -24,7 +24,7 @@ from workshop import Heard, Watched, log_of, make_job
 # ---- the feed ----
 
 
-def items(n: int) -> Iterator[Ready]:
+def items(n: int) -> Iterator[MicroBatch]:
     return micro_batches(
         0,
         n,
@@ -37,9 +37,9 @@ def items(n: int) -> Iterator[Ready]:
 def test_a_feed_gives_every_micro_batch_once_and_in_order() -> None:
     feed = Feed(items(5))
     found = [feed.next() for _ in range(10)]
-    assert [int(i) for ready in found for i in ready.examples] == list(range(20))
-    assert [ready.step for ready in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert [ready.is_last for ready in found] == [False, True] * 5
+    assert [int(i) for micro_batch in found for i in micro_batch.examples] == list(range(20))
+    assert [micro_batch.step for micro_batch in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert [micro_batch.is_last for micro_batch in found] == [False, True] * 5
     with pytest.raises(StopIteration):
         feed.next()
     feed.close()
@@ -48,10 +48,10 @@ def test_a_feed_gives_every_micro_batch_once_and_in_order() -> None:
 def test_a_feed_runs_ahead_but_not_away() -> None:
     made: list[int] = []
 
-    def noting() -> Iterator[Ready]:
-        for ready in items(100):
-            made.append(ready.step)
-            yield ready
+    def noting() -> Iterator[MicroBatch]:
+        for micro_batch in items(100):
+            made.append(micro_batch.step)
+            yield micro_batch
 
     feed = Feed(noting(), ahead=2)
     deadline = time.monotonic() + 30
@@ -64,7 +64,7 @@ def test_a_feed_runs_ahead_but_not_away() -> None:
 
 
 def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken() -> None:
-    def broken() -> Iterator[Ready]:
+    def broken() -> Iterator[MicroBatch]:
         yield next(items(1))
         raise ZeroDivisionError("of the collation")
 

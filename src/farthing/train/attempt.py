@@ -28,7 +28,7 @@ from farthing.train.autotune_cache import Subject
 from farthing.train.schedule import Schedule
 from farthing.train.setup import Examples, Inputs, Tell
 from farthing.train.state import Progress
-from farthing.train.step import Steps, Taken
+from farthing.train.step import StepResult, Steps
 from farthing.train.throughput import Pace
 
 
@@ -125,7 +125,7 @@ class Attempt:
     record: Record
     saving: Saving
     clocks: Clocks = field(default_factory=Clocks)
-    in_flight: deque[Taken] = field(default_factory=deque)
+    in_flight: deque[StepResult] = field(default_factory=deque)
     """Steps whose figures may still be on their way from the device."""
     n_evaluated_tokens: int = 0
     """Of the last evaluation, as computed."""

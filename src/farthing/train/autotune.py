@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.config.job import Job
-from farthing.data.loader import Ready, micro_batches
+from farthing.data.loader import MicroBatch, micro_batches
 from farthing.device_memory import is_out_of_memory
 from farthing.durability.run_folder import PLAN, keep
 from farthing.errors import Interrupted
@@ -198,7 +198,7 @@ class Prober:
             self.steps.every_n_layers = setting.every_n_layers
             checkpoint_layers(self.forward.model, setting.every_n_layers)
 
-    def _micro_batches(self, setting: Setting) -> Iterator[Ready]:
+    def _micro_batches(self, setting: Setting) -> Iterator[MicroBatch]:
         tokens = self.steps.tokens
         return micro_batches(
             0,

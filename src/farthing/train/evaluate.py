@@ -47,7 +47,7 @@ def evaluate(
             if should_stop():
                 raise Interrupted("stopped while evaluating")
             arrays = forward.collate(tokens, piece)
-            batch = forward.place(arrays)
+            batch = forward.to_device(arrays)
             if task == "classification":
                 loss, scores = forward.loss_and_scores(batch)
                 chosen.append(scores.argmax(-1))

@@ -16,11 +16,11 @@ def evaluate_run(attempt: Attempt) -> None:
     """Measure, and judge whether this is the best so far. Raises `Interrupted`."""
     settle(attempt)
     meter, at = attempt.context.meter, attempt.progress
-    started_s, n_before = meter.wall_s, attempt.forward.n_placed
+    started_s, n_before = meter.wall_s, attempt.forward.n_sent_tokens
     with meter.span("evaluation"):
         metrics = _measured(attempt)
     at.evaluated_step = at.step
-    attempt.n_evaluated_tokens = attempt.forward.n_placed - n_before
+    attempt.n_evaluated_tokens = attempt.forward.n_sent_tokens - n_before
     is_best = _judge(attempt, metrics.get(attempt.metric))
     attempt.clocks.evaluation_s = meter.wall_s - started_s
     attempt.record.evaluations_s.append(attempt.clocks.evaluation_s)

@@ -355,7 +355,7 @@ def settle_checkpointing(
 
     def sample_of(n_copies: int) -> Sample:
         arrays = forward.collate(train.tokens, np.full(n_copies, middle))
-        batch = forward.place(arrays)
+        batch = forward.to_device(arrays)
         return Sample(forward.n_computed(arrays), lambda: forward.before_head(batch))
 
     wanted, (head, twice) = job.train.gradient_checkpointing, (forward.head_bytes(most_tokens * n) for n in (1, 2))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farthing.data.batches import Batches
-from farthing.data.loader import Feed, Ready, micro_batches
+from farthing.data.loader import Feed, MicroBatch, micro_batches
 from farthing.data.tokens import TokenSet
 from farthing.device_memory import is_out_of_memory
 from farthing.durability.ledger import Meter
@@ -53,18 +53,18 @@ class Sums:
     hosts: list[Host] = field(default_factory=list)
     """Arrays that may still be on their way to the device."""
 
-    def add(self, ready: Ready, loss: Tensor, n_computed: int) -> None:
+    def add(self, micro_batch: MicroBatch, loss: Tensor, n_computed: int) -> None:
         """Count a micro-batch."""
-        self.pieces.append(ready.examples)
+        self.pieces.append(micro_batch.examples)
         self.losses.append(loss)
-        self.hosts.append(ready.arrays)
+        self.hosts.append(micro_batch.arrays)
         self.n_computed += n_computed
         if n_computed > self.largest[1]:
-            self.largest = len(ready.examples), n_computed
+            self.largest = len(micro_batch.examples), n_computed
 
 
 @dataclass
-class Taken:
+class StepResult:
     """A step that was taken; its figures may still be on their way from the device."""
 
     step: int
@@ -132,7 +132,7 @@ class Steps:
             self._feed.close()
         self._feed = None
 
-    def take(self, step: int) -> Taken:
+    def take(self, step: int) -> StepResult:
         """Step number `step`, from 0; nothing has changed when it raises. Raises `Interrupted`, `torch.OutOfMemoryError`."""
         has_freed = False
         while True:
@@ -159,10 +159,10 @@ class Steps:
             else:
                 self._make_room(step, why)
 
-    def _take(self, step: int) -> Taken:
+    def _take(self, step: int) -> StepResult:
         started_s, device = self.meter.wall_s, self.forward.numerics.device
         seed_everything(self.seed, step)
-        sums = self.accumulate(self._ready(step))
+        sums = self.accumulate(self._micro_batches_of(step))
         rate = self.learning_rate_at(step)
         self.before_update()
         with self.meter.span("optimizer"):
@@ -173,24 +173,27 @@ class Steps:
             began = _now_on(device)
             figures = self._update(rate, losses)
             update = None if began is None else (began, _now_on(device))
-        taken = Taken(step, rate, started_s, sums, figures, _update=update)
+        taken = StepResult(step, rate, started_s, sums, figures, _update=update)
         if arriving is not None:
             taken.figures = arriving.copy_(figures, non_blocking=True)
             taken._arrived = _now_on(device)
         return taken
 
-    def accumulate(self, micro_batches: Iterator[Ready]) -> Sums:
+    def accumulate(self, micro_batches: Iterator[MicroBatch]) -> Sums:
         """Add up the gradients of a step's micro-batches, each divided by the targets of all. Raises `Interrupted`."""
         sums = Sums()
-        for ready in micro_batches:
+        for micro_batch in micro_batches:
             if not sums.pieces:
-                sums.examples, sums.n_targets = ready.step_examples, self.tokens.n_targets(ready.step_examples)
+                sums.examples, sums.n_targets = (
+                    micro_batch.step_examples,
+                    self.tokens.n_targets(micro_batch.step_examples),
+                )
             with self.meter.span("host_to_device"):
-                batch = self.forward.place(ready.arrays)
+                batch = self.forward.to_device(micro_batch.arrays)
             with self.meter.span("compute"):
                 loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
                 self.scaler.scale(loss / sums.n_targets).backward()
-            sums.add(ready, loss.detach(), self.forward.n_computed(ready.arrays))
+            sums.add(micro_batch, loss.detach(), self.forward.n_computed(micro_batch.arrays))
             if self.should_stop():
                 raise Interrupted("stopped within a step; it is taken again")
         return sums
@@ -226,20 +229,20 @@ class Steps:
 
     # ---- what is made ready ahead ----
 
-    def _ready(self, step: int) -> Iterator[Ready]:
+    def _micro_batches_of(self, step: int) -> Iterator[MicroBatch]:
         """The micro-batches of a step, from a feed that goes on with the next step."""
         if self._feed is None or self._fed_step != step:
             self.close()
-            self._feed = Feed(self._ready_from(step))
+            self._feed = Feed(self._micro_batches_from(step))
         is_last = False
         while not is_last:
             with self.meter.span("data_wait"):
-                ready = self._feed.next()
-            is_last = ready.is_last
-            yield ready
+                micro_batch = self._feed.next()
+            is_last = micro_batch.is_last
+            yield micro_batch
         self._fed_step = step + 1
 
-    def _ready_from(self, step: int) -> Iterator[Ready]:
+    def _micro_batches_from(self, step: int) -> Iterator[MicroBatch]:
         most = self.most_tokens
         return micro_batches(
             step,

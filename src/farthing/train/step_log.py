@@ -14,7 +14,7 @@ from farthing.model.compiled import n_graphs
 from farthing.model.hardware import peak_bytes
 from farthing.train.attempt import Attempt
 from farthing.train.forecast import remaining_s, takes
-from farthing.train.step import Taken
+from farthing.train.step import StepResult
 
 FORECAST_AFTER_STEPS = 5
 
@@ -33,7 +33,7 @@ def note_rest(attempt: Attempt) -> None:
         note(attempt, attempt.in_flight.popleft())
 
 
-def note(attempt: Attempt, taken: Taken) -> tuple[list[float], float]:
+def note(attempt: Attempt, taken: StepResult) -> tuple[list[float], float]:
     """Put a step in the log, on the meter and before the user. Returns its losses and gradient norm."""
     meter, clocks = attempt.context.meter, attempt.clocks
     with meter.span("compute"):  # a GPU is waited for here
@@ -72,7 +72,7 @@ def _note_compiling(attempt: Attempt) -> None:
     clocks.n_graphs, clocks.compute_s = n, meter.spans.get("compute", 0.0)
 
 
-def judge_finite(attempt: Attempt, taken: Taken, losses: list[float], norm: float) -> None:
+def judge_finite(attempt: Attempt, taken: StepResult, losses: list[float], norm: float) -> None:
     """Count a skipped step and name its samples. Raises `NotFinite` when there were too many in a row."""
     at, scaler = attempt.progress, attempt.scaler
     loss, step = math.fsum(losses), taken.step + 1
