@@ -956,7 +956,7 @@ def test_a_run_computes_frozen_layers_once_and_ends_as_one_that_computes_them_al
     workshop.train(kept)
     frozen_calls = _calls_of_the_first_layer(monkeypatch)
     ends = {name: p.detach().clone() for name, p in watched.model.named_parameters()}
-    assert json.loads((tmp_path / "kept/run.json").read_text())["keeps_frozen_output"] is True
+    assert json.loads((tmp_path / "kept/settings.json").read_text())["caches_frozen"] is True
     again = upper(tmp_path, "again")
     # the cache is there: the first layer is asked whether the model looks ahead, and twice for what a forward pass keeps
     workshop.train(again)
@@ -990,7 +990,7 @@ def _calls_of_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_one_epoch_keeps_nothing_and_a_divided_set_is_one_cache(tmp_path: Path) -> None:
     workshop.train(upper(tmp_path / "one", "run", max_steps=2))
-    assert json.loads((tmp_path / "one/run/run.json").read_text())["keeps_frozen_output"] is False
+    assert json.loads((tmp_path / "one/run/settings.json").read_text())["caches_frozen"] is False
     assert not (tmp_path / "one/cache/prefix").exists()
     job = workshop.make_job(
         tmp_path / "two",

@@ -245,11 +245,13 @@ def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_pa
     job = make_job(tmp_path / "free", **keys)
     heard, told = Heard(), Heard()
     farthing.train.run.train(job, heard)
-    grown = json.loads((Path(job.output_dir) / "run.json").read_text())["shares_beginnings"]
+    kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
+    assert kept["shares_prefix"]
+    grown = kept["micro_batch_tokens"]
     assert grown > 1024
     assert f"up to {grown:,} tokens at a time" in heard.of("decided")[0]["batch"]
     asked = make_job(tmp_path / "asked", micro_batch_tokens=1024, **keys)
     farthing.train.run.train(asked, told)
-    assert json.loads((Path(asked.output_dir) / "run.json").read_text())["shares_beginnings"] in (0, 1024)
+    assert json.loads((Path(asked.output_dir) / "settings.json").read_text())["micro_batch_tokens"] == 1024
     assert "up to 1,024 tokens at a time" in told.of("decided")[0]["batch"]
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(asked), rel=1e-5)

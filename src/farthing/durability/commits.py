@@ -41,6 +41,7 @@ from farthing.durability.run_folder import (
     RECEIPT,
     RUN,
     SCHEDULE,
+    SETTINGS,
     is_checkpoint,
     mend,
     run_id_of,
@@ -49,7 +50,7 @@ from farthing.errors import NoSpace, RunChanged, RunDamaged
 from farthing.units import say_bytes
 
 SCHEMA = 1
-SMALL = (JOB, RUN, PLAN, SCHEDULE, LOG, LEDGER, RECEIPT, "measurements.json")
+SMALL = (JOB, RUN, PLAN, SETTINGS, SCHEDULE, LOG, LEDGER, RECEIPT, "measurements.json")
 _COMMIT = re.compile(r"commits/(\d{8})-(\d{6})-(\d{8,})\.json")
 _DRAFT = ".draft-"
 
@@ -187,7 +188,9 @@ def _install(
         if lost and own > 0 and (not steps or (needs_its_step and own not in steps)):
             raise Damaged(next(iter(lost.values())))
         mend(draft, lambda text: None)
-        for path in [path for path in lost if path in SMALL and path != SCHEDULE and not (draft / path).exists()]:
+        for path in [
+            path for path in lost if path in SMALL and path not in (SETTINGS, SCHEDULE) and not (draft / path).exists()
+        ]:
             spares = [entry for other in older for entry in other["files"] if entry["path"] == path]
             if any(not _fetch_all(store, draft, [spare]) for spare in spares):
                 lost[path] += "; an older copy is used"

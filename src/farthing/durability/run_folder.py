@@ -9,12 +9,13 @@ checkpoints/      see checkpoint.py
 model/            the trained model for others, with a manifest, see exported.py
 receipt.json      written when an attempt ends
 measurements.json what each attempt took, see measurements.py
-plan.json         what the planner promised before the first attempt, and how it would have it run
+plan.json         what was estimated before the first attempt, and how the planner would have it run; never written again
+settings.json     how the run is computed since its first step, see settings.py
 schedule.json     how many steps the budget buys, where the schedule is fitted to it
 
-run.json, plan.json and schedule.json decide the result. Each carries the sha256 of its own content, and each checkpoint's
-manifest a copy of all three: one that is damaged or gone is written anew from there, or the run is refused. Those of runs
-from before there were checksums are taken as they are, once.
+run.json, plan.json, settings.json and schedule.json decide the result. Each carries the sha256 of its own content, and each
+checkpoint's manifest a copy of all: one that is damaged or gone is written anew from there, or the run is refused. Those of
+runs from before there were checksums are taken as they are, once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from farthing.durability.files import (
 from farthing.errors import RunChanged, RunDamaged
 
 DATA_NOTES = "data_notes.json"  # columns that are not used, and the like
-JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
+JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE, SETTINGS = (
     "job.json",
     "run.json",
     "plan.json",
@@ -54,8 +55,9 @@ JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
     "model",
     "receipt.json",
     "schedule.json",
+    "settings.json",
 )
-DECIDING = (RUN, PLAN, SCHEDULE)
+DECIDING = (RUN, PLAN, SETTINGS, SCHEDULE)
 """The files that decide the result."""
 COPIES = "run_files"
 """Under this name a checkpoint's manifest has a copy of each, None where there is no such file."""
@@ -309,7 +311,7 @@ def claim(
     """
     facts = _facts_of(folder, warn, allow_restart=allow_restart)
     if facts is None:
-        for name in (PLAN, SCHEDULE):
+        for name in (PLAN, SETTINGS, SCHEDULE):
             (folder / name).unlink(missing_ok=True)  # of a run that is not known
         facts = {
             "run_id": uuid.uuid4().hex,
@@ -338,7 +340,7 @@ def claim(
         )
     if changed:
         warn(f"nothing was saved of the run in this folder: it follows the job as it is now ({'; '.join(changed)})")
-        for name in (PLAN, SCHEDULE):
+        for name in (PLAN, SETTINGS, SCHEDULE):
             (folder / name).unlink(missing_ok=True)
         facts = {key: value for key, value in facts.items() if key not in _OF_ATTEMPTS}
         facts["machine"] = machine

@@ -17,6 +17,7 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.errors import FarthingError, UserMistake
 from farthing.planner.calibration import calibrate, past_errors
+from farthing.planner.estimate import Estimate
 from farthing.planner.job_lengths import read_lengths
 from farthing.planner.lengths import Lengths, from_mean
 from farthing.planner.machine import Machine, free_memory_bytes, installed_torch, local_machine
@@ -159,9 +160,9 @@ def wanted_of(
     train, method = job.train, job.method
     precision = "bf16" if train.bf16 else "fp16" if train.fp16 else "fp32" if train.bf16 is False else None
     checkpointing = train.gradient_checkpointing
-    micro_tokens = train.micro_batch_tokens
-    if micro_tokens is None and job.says_micro_batch:
-        micro_tokens = job.micro_batch_size * lengths.longest_example  # as the trainer takes it
+    micro_batch_tokens = train.micro_batch_tokens
+    if micro_batch_tokens is None and job.says_micro_batch:
+        micro_batch_tokens = job.micro_batch_size * lengths.longest_example  # as the trainer takes it
     deadline_s = None
     if job.limits.deadline is not None:
         deadline_s = job.limits.deadline.timestamp() - now.timestamp()
@@ -174,10 +175,10 @@ def wanted_of(
         lengths=lengths,
         n_epochs=train.num_train_epochs,
         max_steps=train.max_steps,
-        micro_tokens=micro_tokens,
+        micro_batch_tokens=micro_batch_tokens,
         may_go_flat=job.model.attn_implementation is None,
-        caches_prefix=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
-        every_n_layers=None if checkpointing == "auto" else int(checkpointing),
+        caches_frozen=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
+        checkpoint_every=None if checkpointing == "auto" else int(checkpointing),
         precision=precision,
         fp16_risk=fp16_risk(config),
         attention=job.model.attn_implementation or "",
@@ -291,45 +292,34 @@ def plan_here(
     return answer.plans[0] if answer.plans else answer.rejected[0]
 
 
-def promise_of(plan: Plan, wanted: JobSpec) -> dict[str, Any]:
-    """What a plan promises a run, in plain values: kept with the run, and held against what happens.
-
-    `formula` is what would have been said without any measurement, for the plans of other models on the same device.
-    """
-    assert plan.recipe.micro_tokens is not None
-    padded = wanted.cut(plan.recipe.micro_tokens, plan.recipe.n_gpus).example
-    work = work_of(
-        wanted.shape,
-        plan.recipe,
-        padded,
-        wanted.tokens_per_example,
-        wanted.adapters,
-        labelled_share=wanted.labelled_share,
-    )
-    bare = step_time(work, plan.place.device).parts
-    return {
-        "wall_s": plan.wall_s,
-        "wall_range_s": [hours * 3600 for hours in plan.hours_range.as_list()],
-        "usd": plan.total_usd,
-        "usd_range": plan.usd_range.as_list(),
-        "peak_bytes": int(plan.memory_range.likely),
-        "peak_range_bytes": [int(n) for n in plan.memory_range.as_list()],
-        "seconds": plan.seconds,
-        "memory": plan.memory.as_dict(),
-        "step_s": plan.step.seconds,
-        "tokens_per_s": plan.step.tokens_per_s,
-        "interval_s": plan.interval_s,
-        "cache_bytes": plan.cache_bytes,
-        "micro_batch_tokens": plan.recipe.micro_tokens,
-        "every_n_layers": plan.recipe.every_n_layers,
-        "first_layer": wanted.adapters.first_layer if wanted.adapters is not None else 0,
-        "calibration": plan.place.calibration.source or "formulas only",
-        "formula": {
+def estimate_of(plan: Plan, wanted: JobSpec) -> Estimate:
+    """What a plan says of the job that it is for."""
+    recipe, shape, adapters = plan.recipe, wanted.shape, wanted.adapters
+    padded = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus).example
+    mean, share = wanted.tokens_per_example, wanted.labelled_share
+    bare = step_time(work_of(shape, recipe, padded, mean, adapters, labelled_share=share), plan.place.device).parts
+    return Estimate(
+        wall_s=plan.wall_s,
+        wall_range_s=[hours * 3600 for hours in plan.hours_range.as_list()],
+        usd=plan.total_usd,
+        usd_range=plan.usd_range.as_list(),
+        peak_bytes=int(plan.memory_range.likely),
+        peak_range_bytes=[int(n) for n in plan.memory_range.as_list()],
+        seconds=plan.seconds,
+        memory=plan.memory.as_dict(),
+        step_s=plan.step.seconds,
+        tokens_per_s=plan.step.tokens_per_s,
+        interval_s=plan.interval_s,
+        calibration=plan.place.calibration.source or "formulas only",
+        settings=recipe.settings,
+        cache_bytes=plan.cache_bytes,
+        first_layer=adapters.first_layer if adapters is not None else 0,
+        formula={
             "compute_s": sum(seconds for name, seconds in bare.items() if name != "optimizer"),
             "optimizer_s": bare.get("optimizer", 0.0),
             "peak_bytes": plan.memory.allocated_bytes,
         },
-    }
+    )
 
 
 def owned_offer(owned: Owned, today: date) -> Offer:
@@ -378,7 +368,7 @@ def _calibration(
 ) -> Calibration:
     if not measurements:
         return Calibration()
-    recipe = recipe_of(wanted, precision, wanted.micro_tokens or CPU_TOKENS, wanted.every_n_layers or 0)
+    recipe = recipe_of(wanted, precision, wanted.micro_batch_tokens or CPU_TOKENS, wanted.checkpoint_every or 0)
     return calibrate(
         measurements, hardware, wanted.shape, recipe, device, wanted.adapters,
         labelled_share=wanted.labelled_share, mean_tokens=wanted.lengths.mean,

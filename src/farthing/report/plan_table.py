@@ -87,7 +87,7 @@ def draw_components(console: Console, row: Row) -> None:
     facts = {
         "recipe": f"{recipe['method']}, {recipe['precision']}, {recipe['optimizer']}",
         "step": f"{recipe['global_batch']} examples: {micro_batches_in_words(recipe)}{each}",
-        "checkpointing": f"activations of {recipe['checkpointing']}" if recipe["every_n_layers"] else "none",
+        "checkpointing": f"activations of {recipe['checkpointing']}" if recipe["checkpoint_every"] else "none",
         "sharding": recipe["sharding"],
         "speed": f"{say_count(step['tokens_per_s'])} useful tokens/s, {step['useful_share']:.0%} of what is computed; "
         f"{step['flops_per_s'] / 1e12:,.3g} TFLOP/s",

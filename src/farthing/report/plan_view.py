@@ -212,13 +212,13 @@ def _recipe(plan: Plan) -> dict[str, Any]:
         "method": recipe.method,
         "precision": recipe.precision,
         "precision_note": plan.place.precision_note,
-        "micro_batch_tokens": recipe.micro_tokens,
+        "micro_batch_tokens": recipe.settings.micro_batch_tokens,
         "mean_tokens_at_once": step.n_padded_tokens / recipe.n_gpus / recipe.n_micro_batches,
         "n_micro_batches": recipe.n_micro_batches,
         "is_flat": recipe.stack.is_flat,
         "global_batch": recipe.global_batch,
-        "checkpointing": _checkpointing(recipe.every_n_layers),
-        "every_n_layers": recipe.every_n_layers,
+        "checkpointing": recipe.settings.checkpointing,
+        "checkpoint_every": recipe.settings.checkpoint_every,
         "optimizer": recipe.optim,
         "sharding": recipe.sharding,
         "n_shards": recipe.n_gpus if recipe.sharding == "fsdp" else 1,
@@ -264,10 +264,6 @@ def _name(plan: Plan) -> str:
         if kind == "own"
         else f"{what} {kind.replace('-', ' ')} at {plan.offer.provider}"
     )
-
-
-def _checkpointing(every_n_layers: int) -> str:
-    return {0: "none", 1: "every layer", 2: "every 2nd layer"}.get(every_n_layers, f"every {every_n_layers}th layer")
 
 
 def _memory_parts(plan: Plan) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The receipt: what happened, what it cost, where each dollar went, and how true the promise was.
+"""The receipt: what happened, what it cost, where each dollar went, and how true the estimate was.
 
 Built from the files of the run folder only, so a killed run has one too. Spans add up to the wall time of the attempts
 and dollars to the bill: each attempt's seconds at that attempt's price.
@@ -16,9 +16,22 @@ from typing import Any
 from farthing.durability.accounts import LOST, Account, Attempt, Found, attempts_of, read_ledger
 from farthing.durability.files import parse_json, write_json
 from farthing.durability.ledger import SPANS
-from farthing.durability.run_folder import DATA_NOTES, JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE, witnesses_of
+from farthing.durability.run_folder import (
+    DATA_NOTES,
+    JOB,
+    LEDGER,
+    LOG,
+    PLAN,
+    RECEIPT,
+    RUN,
+    SCHEDULE,
+    SETTINGS,
+    witnesses_of,
+)
 from farthing.errors import UserMistake
+from farthing.planner.estimate import Estimate
 from farthing.report.training_log import TrainingLog, read_log
+from farthing.settings import renamed
 from farthing.units import plural
 
 N_CURVE_POINTS = 60
@@ -32,7 +45,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> dict[str, Any
         raise UserMistake("not a run folder", where=str(folder), to_do="name the output_dir of a job that has started")
     accounts, log = found.ordered, log or read_log(folder / LOG)
     attempts = attempts_of(accounts)
-    job, plan = _read_json(folder / JOB), _read_json(folder / PLAN)
+    job, estimate = _read_json(folder / JOB), _estimate_in(folder / PLAN)
     spans = {name: sum(a.spans.get(name, 0.0) for a in attempts) for name in SPANS}
     usd = {name: sum(a.spans.get(name, 0.0) / 3600 * a.usd_per_hour for a in attempts) for name in SPANS}
     wall_s, total_usd = sum(a.wall_s for a in attempts), sum(a.usd for a in attempts)
@@ -53,6 +66,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> dict[str, Any
         "machine": facts.get("machine"),
         "data_notes": _read_json(folder / DATA_NOTES) or [],
         "schedule": _read_json(folder / SCHEDULE),
+        "settings": _read_json(folder / SETTINGS),
         "steps": log.step,
         "steps_per_epoch": steps_per_epoch,
         "epochs": log.step / steps_per_epoch if steps_per_epoch else None,
@@ -60,7 +74,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> dict[str, Any
         "target_tokens": log.n_targets,
         "final_loss": log.loss,
         "skipped_steps": log.n_skipped,
-        "out_of_memory": [event for a in accounts for event in a.out_of_memory],
+        "out_of_memory": [renamed(event) for a in accounts for event in a.out_of_memory],
         "best_step": best["step"] if best else None,
         "exported_step": exported_step,
         "metrics": of_model["metrics"] if of_model else None,
@@ -80,7 +94,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> dict[str, Any
             if name != "lost" or spans[name]
         ],
         "ledger": _trust(found),
-        "checkpoints": _checkpoints(job, plan, attempts, wall_s),
+        "checkpoints": _checkpoints(job, estimate, attempts, wall_s),
         "attempts": [_attempt(a) for a in attempts],
         "notices": [_notice(each, a) for a in accounts for each in a.notices],
         "interruptions": max(0, len([a for a in attempts if a.began]) - 1),
@@ -88,7 +102,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> dict[str, Any
         "redone_usd": sum(a.redone_s / 3600 * a.usd_per_hour for a in attempts),
         "restart_s": sum(_start_up_s(a) for a in attempts[1:]),
         "restart_usd": sum(_start_up_s(a) / 3600 * a.usd_per_hour for a in attempts[1:]),
-        "promised": _promised(plan, spans, wall_s, total_usd, peak_bytes, state),
+        "promised": _against_estimate(estimate, spans, wall_s, total_usd, peak_bytes, state),
         "forecast": _forecast(
             next((a.forecast for a in accounts if a.forecast), None), wall_s, total_usd, peak_bytes, state
         ),
@@ -222,15 +236,15 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
     return {**values, "wall_s": attempt.wall_s, "usd": attempt.usd}
 
 
-def _checkpoints(job: Any, plan: Any, attempts: list[Attempt], wall_s: float) -> dict[str, Any]:
+def _checkpoints(job: Any, estimate: Estimate | None, attempts: list[Attempt], wall_s: float) -> dict[str, Any]:
     """How many, how often, and for how long they have held the run up: its share is that of all the time.
 
-    `interval_s` None: they were asked for by steps, or there was no plan.
+    `interval_s` None: they were asked for by steps, or there was no estimate.
     """
     train = job["train"] if isinstance(job, dict) else {}
     interval_s = 60 * train["save_minutes"] if train.get("save_minutes") else None
-    if interval_s is None and not train.get("save_steps") and isinstance(plan, dict):
-        interval_s = plan.get("interval_s")
+    if interval_s is None and not train.get("save_steps") and estimate is not None:
+        interval_s = estimate.interval_s
     held_up_s = sum(attempt.save_held_up_s for attempt in attempts)
     return {
         "n": sum(attempt.n_saves for attempt in attempts),
@@ -252,7 +266,7 @@ def _start_up_s(attempt: Attempt) -> float:
     return sum(attempt.spans.get(name, 0.0) for name in ("start_up", "tokenize", "load_model", "restore"))
 
 
-# what a plan promises seconds for, and the spans that they go to
+# what a plan estimates seconds for, and the spans that they go to
 PROMISED_SPANS = {
     "start-up": ("start_up", "load_model", "restore", "probe"),
     "tokenizing": ("tokenize",),
@@ -264,26 +278,32 @@ PROMISED_SPANS = {
 
 
 def _pair(promised: float, happened: float | None, state: str) -> dict[str, Any]:
-    """A promise and what came of it; the ratio only when the run went to its end."""
+    """An estimate and what came of it; the ratio only when the run went to its end."""
     ratio = happened / promised if state == "finished" and happened is not None and promised else None
     return {"promised": promised, "happened": happened, "ratio": ratio}
 
 
-def _promised(
-    plan: Any, spans: dict[str, float], wall_s: float, usd: float, peak_bytes: int | None, state: str
+def _estimate_in(path: Path) -> Estimate | None:
+    """What plan.json says; None where it says nothing or is damaged."""
+    with contextlib.suppress(ValueError, TypeError):
+        return Estimate.from_json(_read_json(path))
+    return None
+
+
+def _against_estimate(
+    estimate: Estimate | None, spans: dict[str, float], wall_s: float, usd: float, peak_bytes: int | None, state: str
 ) -> dict[str, Any] | None:
     """What the plan had said before the first attempt against what happened, whole and by component."""
-    if not isinstance(plan, dict) or "wall_s" not in plan:
+    if estimate is None:
         return None
-    seconds = plan["seconds"]
     return {
-        "calibration": plan["calibration"],
-        "wall_range_s": plan["wall_range_s"],
-        "wall_s": _pair(plan["wall_s"], wall_s, state),
-        "usd": _pair(plan["usd"], usd, state),
-        "peak_bytes": _pair(plan["peak_bytes"], peak_bytes, state),
+        "calibration": estimate.calibration,
+        "wall_range_s": estimate.wall_range_s,
+        "wall_s": _pair(estimate.wall_s, wall_s, state),
+        "usd": _pair(estimate.usd, usd, state),
+        "peak_bytes": _pair(estimate.peak_bytes, peak_bytes, state),
         "seconds": {
-            name: _pair(seconds.get(name, 0.0), sum(spans.get(span, 0.0) for span in of), state)
+            name: _pair(estimate.seconds.get(name, 0.0), sum(spans.get(span, 0.0) for span in of), state)
             for name, of in PROMISED_SPANS.items()
         },
     }

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from farthing.printable import printable
 from farthing.report.safe import escape
+from farthing.settings import Settings
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -118,7 +119,7 @@ class Terminal:
         self._alive(f"computing frozen layers once: {say_count(facts['done'])} of {say_count(facts['total'])} tokens")
 
     def _on_probed(self, facts: dict[str, Any]) -> None:
-        self._alive(f"probing: {setting_in_words(facts)}: {say_count(facts['tokens_per_s'])} useful tok/s")
+        self._alive(f"probing: {Settings.from_json(facts).in_words()}: {say_count(facts['tokens_per_s'])} useful tok/s")
 
     def _on_restored(self, facts: dict[str, Any]) -> None:
         self._say(
@@ -217,25 +218,15 @@ class Terminal:
             self._live = None
 
 
-def setting_in_words(facts: dict[str, Any]) -> str:
-    """How micro-batches were computed."""
-    words = [f"{facts['most_tokens']:,} tokens at a time"]
-    if facts["every_n_layers"]:
-        words.append("every layer computed again" if facts["every_n_layers"] == 1 else "every 2nd layer computed again")
-    if facts["tile_tokens"]:
-        words.append(f"head in tiles of {facts['tile_tokens']:,}")
-    return ", ".join(words)
-
-
 def draw_probe(console: Console, found: dict[str, Any]) -> None:
     """What a probe has tried, the best first."""
     has_price = any(trial["usd_per_million_tokens"] for trial in found["trials"] if trial["fits"])
     table = Table(box=None, padding=(0, 2), show_edge=False)
-    table.add_column("setting")
+    table.add_column("settings")
     for name in ("useful tok/s", "useful", "peak", *(["$ a million"] if has_price else [])):
         table.add_column(name, justify="right")
     for number, trial in enumerate(found["trials"]):
-        words = escape(setting_in_words(trial))
+        words = escape(Settings.from_json(trial).in_words())
         speed = f"{trial['tokens_per_s']:,.0f}" if trial["fits"] else "out of memory"
         cells = [f"[bold]{words}[/]" if number == 0 else words, speed, f"{trial['useful_share']:.1%}"]
         cells.append(say_bytes(trial["peak_bytes"]) if trial["peak_bytes"] else "not known")
@@ -243,7 +234,7 @@ def draw_probe(console: Console, found: dict[str, Any]) -> None:
             cells.append(say_usd(trial["usd_per_million_tokens"]) if trial["fits"] else "")
         table.add_row(*cells)
     console.print(table)
-    words = f"chosen: {setting_in_words(found['setting'])}"
+    words = f"chosen: {Settings.from_json(found['settings']).in_words()}"
     if found["tokens_per_s"]:
         words += f"; {found['steps']} whole steps went at {found['tokens_per_s']:,.0f} useful tokens/s"
     if found["usd_per_million_tokens"]:
@@ -310,12 +301,10 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
             f"{escape(told[-1]['what'])}; saved and left after {say_seconds(told[-1]['left_after_s'])}{grace}",
         )
     if events := receipt["out_of_memory"]:
-        now = events[-1]
-        more = f", every {now['every_n_layers']} layers computed again" if now["every_n_layers"] else ""
-        facts.add_row(
-            "[dim]out of memory[/]",
-            f"{plural(len(events), 'time')}; went on with {now['most_tokens']:,} tokens at a time{more}",
-        )
+        now = Settings.from_json(events[-1]).in_words()
+        facts.add_row("[dim]out of memory[/]", f"{plural(len(events), 'time')}; went on with {now}")
+    if values := receipt.get("settings"):
+        facts.add_row("[dim]computed[/]", f"{values['precision']}, {Settings.from_json(values).in_words()}")
     if fit := receipt.get("schedule"):
         facts.add_row(
             "[dim]schedule[/]",

@@ -23,8 +23,9 @@ from farthing.durability.summed_lines import SummedLines
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
+from farthing.planner.estimate import Estimate
 from farthing.planner.measurements import Record
-from farthing.train.autotune_cache import Subject
+from farthing.settings import Settings
 from farthing.train.schedule import Schedule
 from farthing.train.setup import Examples, Inputs, Tell
 from farthing.train.state import Progress
@@ -99,10 +100,8 @@ class Attempt:
     numerics: Numerics
     train_examples: Examples
     eval_examples: Examples | None
-    promise: dict[str, Any]
-    """What the plan said of this run before it began; empty where it could say nothing."""
-    subject: Subject
-    """What a setting that is found for this run holds for."""
+    estimate: Estimate | None
+    """What the plan said of this run before it began; None where it could say nothing."""
 
     model: Any
     forward: Forward
@@ -114,7 +113,7 @@ class Attempt:
     kernels: Kernels
     parameters: dict[str, int]
     memory: MemoryNeed
-    promised_bytes: int
+    expected_bytes: int
 
     progress: Progress
     state: dict[str, Part]
@@ -134,6 +133,11 @@ class Attempt:
     def n_steps(self) -> int:
         """Steps of the whole run."""
         return self.schedule.n_steps
+
+    @property
+    def settings(self) -> Settings:
+        """How the run is computed, now."""
+        return self.steps.settings
 
     @property
     def metric(self) -> str:

@@ -60,7 +60,7 @@ def _measured(attempt: Attempt) -> dict[str, Any]:
     assert held_out is not None
     longest = int(held_out.tokens.lengths[held_out.indices].max())
     # as much at once as training was seen to have room for
-    most_tokens, has_freed = min(attempt.steps.most_tokens, train.per_device_eval_batch_size * longest), False
+    most_tokens, has_freed = min(attempt.settings.micro_batch_tokens, train.per_device_eval_batch_size * longest), False
     while True:
         try:
             return evaluate(

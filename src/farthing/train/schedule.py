@@ -1,6 +1,6 @@
 """How many steps a run has, and the learning rate at each; a schedule that ends when the money does.
 
-How many steps a budget buys is worked out before the first step from what the plan promises a step to take, and once more
+How many steps a budget buys is worked out before the first step from what the plan estimates a step to take, and once more
 from the measured pace, before the rate begins to come down; kept in the run folder from then on, so that a resumed run has the
 same rate at every step. Pure arithmetic. Refuses to import torch, and to know more of a run than seconds and steps.
 """
@@ -54,7 +54,7 @@ def steps_bought(left_s: float, step_s: float, *, at_the_end_s: float) -> int:
 def first_fit(
     asked: int, n_warmup_of: Callable[[int], int], left_s: float, step_s: float | None, at_the_end_s: float
 ) -> Fit:
-    """The fit before the first step. Without a promise the warm-up is no longer than what is measured."""
+    """The fit before the first step. Without an estimate the warm-up is no longer than what is measured."""
     bought = asked if step_s is None else steps_bought(left_s, step_s, at_the_end_s=at_the_end_s)
     n_steps = min(asked, max(3, bought))
     n_warmup = n_warmup_of(n_steps)

@@ -14,7 +14,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from farthing.errors import Interrupted
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.forward import Forward, Host
 from farthing.model.hardware import free_cached
+from farthing.settings import Settings
 from farthing.train.update_guard import UpdateGuard, forget_unscaling, reserve_for_update
 
 MOST_FREED = 3  # steps of an attempt that are taken again as they were: a device that is full again is too small
@@ -92,7 +93,7 @@ class StepResult:
 
 @dataclass
 class Steps:
-    """Takes the steps of a run. `most_tokens` is the budget of a micro-batch, which memory that runs out halves."""
+    """Takes the steps of a run as its `settings` say, which memory that runs out lowers."""
 
     forward: Forward
     batches: Batches
@@ -103,12 +104,11 @@ class Steps:
     learning_rate_at: Callable[[int], float]
     max_grad_norm: float
     seed: int
-    most_tokens: int
-    every_n_layers: int
+    settings: Settings
     meter: Meter
     should_stop: Callable[[], bool]
     ran_out: Callable[[int, str, bool], None]
-    """Told (step, why, whether `most_tokens` or `every_n_layers` have changed) after room was made."""
+    """Told (step, why, whether `settings` have changed) after room was made."""
     before_update: Callable[[], None] = lambda: None
     """Called before weights and state change: what is still being copied from them has to be waited for."""
 
@@ -125,6 +125,12 @@ class Steps:
         """Steps that may be under way on the device while the host begins the next."""
         can_wait = self.guards_on_device or self.scaler.is_enabled()
         return 1 if self.forward.numerics.device.type == "cuda" and can_wait else 0
+
+    def use(self, settings: Settings) -> None:
+        """Compute as these settings say from now on."""
+        if settings.checkpoint_every != self.settings.checkpoint_every:
+            checkpoint_layers(self.forward.model, settings.checkpoint_every)
+        self.settings, self.forward.tile_tokens = settings, settings.tile_tokens
 
     def close(self) -> None:
         """Stop what is made ready ahead."""
@@ -243,7 +249,7 @@ class Steps:
         self._fed_step = step + 1
 
     def _micro_batches_from(self, step: int) -> Iterator[MicroBatch]:
-        most = self.most_tokens
+        most = self.settings.micro_batch_tokens
         return micro_batches(
             step,
             self.n_steps,
@@ -256,21 +262,21 @@ class Steps:
 
     def _largest_of(self, step: int) -> tuple[int, int]:
         """(examples, computed tokens) of the step's largest micro-batch, which comes first."""
-        piece = self.forward.cut(self.tokens, self.batches.examples_of(step), self.most_tokens)[0]
+        piece = self.forward.cut(self.tokens, self.batches.examples_of(step), self.settings.micro_batch_tokens)[0]
         return len(piece), self.forward.n_computed(self.forward.collate(self.tokens, piece))
 
     def _can_make_room(self, step: int) -> bool:
-        return self._largest_of(step)[0] > 1 or self.every_n_layers != 1
+        return self._largest_of(step)[0] > 1 or self.settings.checkpoint_every != 1
 
     def _make_room(self, step: int, why: str) -> None:
         """Half the micro-batch; when it is one example already, more layers are computed again instead of kept."""
         self.close()
         n_examples, n_tokens = self._largest_of(step)
         if n_examples > 1:
-            self.most_tokens = max(1, min(self.most_tokens, n_tokens) // 2)
+            halved = max(1, min(self.settings.micro_batch_tokens, n_tokens) // 2)
+            self.use(replace(self.settings, micro_batch_tokens=halved))
         else:
-            self.every_n_layers = 1 if self.every_n_layers else 2
-            checkpoint_layers(self.forward.model, self.every_n_layers)
+            self.use(replace(self.settings, checkpoint_every=1 if self.settings.checkpoint_every else 2))
         free_cached(self.forward.numerics.device)
         self.ran_out(step, why, True)
 

@@ -14,6 +14,7 @@ from farthing.model.compiled import n_graphs
 from farthing.model.hardware import peak_bytes
 from farthing.train.attempt import Attempt
 from farthing.train.forecast import remaining_s, takes
+from farthing.train.settled import keep_settings
 from farthing.train.step import StepResult
 
 FORECAST_AFTER_STEPS = 5
@@ -102,16 +103,17 @@ def judge_finite(attempt: Attempt, taken: StepResult, losses: list[float], norm:
 
 def note_out_of_memory(attempt: Attempt, step: int, why: str, is_less: bool) -> None:
     """Say that a step is taken again, and put on the receipt that it is with less at once."""
-    steps = attempt.steps
+    settings = attempt.settings
     if not is_less:
         freed = "what was not needed was freed, it is taken again as it was"
         attempt.warn(f"step {step + 1}: out of memory ({why}); {freed}")
         return
-    event = {"step": step + 1, "most_tokens": steps.most_tokens, "every_n_layers": steps.every_n_layers, "why": why}
-    attempt.context.ledger.write("running", out_of_memory=event)
+    now = {"micro_batch_tokens": settings.micro_batch_tokens, "checkpoint_every": settings.checkpoint_every}
+    attempt.context.ledger.write("running", out_of_memory={"step": step + 1, **now, "why": why})
+    keep_settings(attempt)
     attempt.warn(
-        f"step {step + 1}: out of memory; it goes on with {steps.most_tokens:,} tokens at a time"
-        f"{', more layers computed again' if steps.every_n_layers else ''}: the same examples a step, the same result"
+        f"step {step + 1}: out of memory; it goes on with {settings.micro_batch_tokens:,} tokens at a time"
+        f"{', more layers computed again' if settings.checkpoint_every else ''}: the same examples a step, the same result"
     )
 
 
@@ -126,7 +128,7 @@ def report_step(attempt: Attempt, row: dict[str, Any]) -> None:
             "step": row["step"],
             "wall_s": ledger.spent_s + left_s,
             "usd": ledger.spent_usd + left_s * usd_per_s,
-            "peak_bytes": attempt.promised_bytes,
+            "peak_bytes": attempt.expected_bytes,
         }
     facts = {
         "peak_bytes": peak_bytes(attempt.numerics.device),
