@@ -497,7 +497,7 @@ def test_frozen_layers_that_are_kept_change_no_loss(
     kept = test_prefix.upper(tmp_path, "kept", **strict(precision=precision))
     assert workshop.train(kept).state == "finished"
     assert json.loads((tmp_path / "kept/settings.json").read_text())["caches_frozen"] is True
-    monkeypatch.setattr("farthing.train.frozen.why_no_prefix_cache", lambda **_: "not today")
+    monkeypatch.setattr("farthing.train.frozen.FrozenCacheCost.why_not", lambda _: "not today")
     plain = test_prefix.upper(tmp_path, "plain", **strict(precision=precision))
     workshop.train(plain)
     assert json.loads((tmp_path / "plain/settings.json").read_text())["caches_frozen"] is False

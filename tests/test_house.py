@@ -214,12 +214,8 @@ LONG_FUNCTIONS = dict.fromkeys(
     [
         *("data.tokens._write", "model.activation_checkpointing.choose_checkpointing"),
         *("model.attention.attend", "model.frozen_cache._fill", "model.head.head_loss", "model.load.load_model"),
-        *(
-            "planner.frozen_cache_cost.why_no_prefix_cache",
-            "planner.inputs.study_job",
-            "planner.memory.estimate_memory",
-        ),
-        *("planner.shapes.read_shape", "planner.spot.draw_paths", "report.receipt.build_receipt"),
+        *("planner.memory.estimate_memory",),
+        *("planner.spot.draw_paths", "report.receipt.build_receipt"),
         *("report.terminal.draw_receipt", "train.assemble.assemble", "train.evaluate.evaluate"),
     ],
     "2026-11-21",

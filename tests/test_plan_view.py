@@ -14,7 +14,7 @@ import pytest
 
 from farthing.config.job import Job
 from farthing.errors import UserMistake
-from farthing.planner.inputs import Study, study_job
+from farthing.planner.inputs import Asked, Study, study_job
 from farthing.planner.ownership import break_even_hours, parse_owned, run_on_own
 from farthing.planner.search import decide
 from farthing.planner.speed import Calibration, cpu_device
@@ -51,7 +51,7 @@ def job_of(folder: Path, **keys: Any) -> Job:
 def ask(folder: Path, job: dict[str, Any] | None = None, **wishes: Any) -> Study:
     """The answer for 10,000 examples of 400 tokens on every offer."""
     wanted: dict[str, Any] = {"n_examples": 10_000, "mean_tokens": 400.0, "is_local": False}
-    return study_job(job_of(folder, **(job or {})), now=NOW, **(wanted | wishes))
+    return study_job(job_of(folder, **(job or {})), Asked(**(wanted | wishes)), now=NOW)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from farthing.data.tokens import TokenSet
 from farthing.model.frozen_cache import open_prefix_cache
 from farthing.model.frozen_layers import Prefix, find_prefix
-from farthing.planner.frozen_cache_cost import why_no_prefix_cache
+from farthing.planner.frozen_cache_cost import FrozenCacheCost
 from farthing.train.attempt import Attempt
 from farthing.units import plural
 
@@ -87,7 +87,7 @@ def _why_not_keep(attempt: Attempt, prefix: Prefix, sets: list[tuple[TokenSet, N
     else:  # a forward pass of all layers, and a backward pass of the upper ones that takes twice as long
         layers_s = rest_s * n_layers / (n_layers + 2 * (n_layers - k))
         rest_s -= layers_s * k / n_layers
-    return why_no_prefix_cache(
+    return FrozenCacheCost(
         n_epochs=attempt.n_steps / steps,
         n_frozen=k,
         n_layers=n_layers,
@@ -98,4 +98,4 @@ def _why_not_keep(attempt: Attempt, prefix: Prefix, sets: list[tuple[TokenSet, N
         free_bytes=shutil.disk_usage(attempt.job.cache_dir or ".").free,
         read_bytes_per_s=DISK_READ_BYTES_PER_S,
         write_bytes_per_s=DISK_WRITE_BYTES_PER_S,
-    )
+    ).why_not()
