@@ -215,7 +215,7 @@ LONG_FUNCTIONS = dict.fromkeys(
         *("data.tokens._write", "model.activation_checkpointing.choose_checkpointing"),
         *("model.attention.attend", "model.frozen_cache._fill", "model.head.head_loss", "model.load.load_model"),
         *("planner.memory.estimate_memory",),
-        *("planner.spot.draw_paths", "report.receipt.build_receipt"),
+        *("report.receipt.build_receipt",),
         *("report.terminal.draw_receipt", "train.assemble.assemble", "train.evaluate.evaluate"),
     ],
     "2026-11-21",

@@ -540,7 +540,7 @@ def test_a_deadline_is_met_with_the_chance_that_is_asked_for() -> None:
     assert decide(wanted_of(deadline_s=1.02 * sure_s), here).plans
     tight = refused(decide(wanted_of(deadline_s=free.wall_s * 1.01), here))
     assert "only" in tight.reason
-    assert decide(wanted_of(deadline_s=free.wall_s * 1.01, sure=0.5), here).plans
+    assert decide(wanted_of(deadline_s=free.wall_s * 1.01, confidence=0.5), here).plans
 
 
 # ---- what else is paid for ----

@@ -91,7 +91,7 @@ def test_the_parts_of_every_plan_add_up(view: dict[str, Any]) -> None:
         assert 0 < recipe["mean_tokens_at_once"] <= recipe["micro_batch_tokens"]
         assert f"up to {recipe['micro_batch_tokens']:,} tokens at a time" in recipe["words"]
         assert row["is_runnable"] == (row["n_gpus"] == 1) == (not row["not_runnable"])
-        for words in (row["why"], row["sure"], row["price_source"], row["price_date"], row["name"]):
+        for words in (row["why"], row["confidence"], row["price_source"], row["price_date"], row["name"]):
             assert words
 
 
@@ -339,10 +339,10 @@ def test_how_sure_a_plan_is_and_why(study: Study) -> None:
     known = Calibration(n_runs=3, spread=0.06, source="3 runs of this model here", extra_bytes=1 << 30)
     rows = with_here(study, here(0.1, 1e15, calibration=known))["plans"]
     one = next(row for row in rows if row["kind"] == "here")
-    assert one["sure"] == "calibrated by 3 runs of this model here: seconds within 6% in 4 of 5 cases"
+    assert one["confidence"] == "calibrated by 3 runs of this model here: seconds within 6% in 4 of 5 cases"
     assert one["memory"]["parts"]["measured beside the formula"] == 1 << 30
     bare = next(row for row in with_here(study, here(0.1, 1e15))["plans"] if row["kind"] == "here")
-    assert "nothing was measured on this processor" in bare["sure"]
-    sure = {row["gpu"]: row["sure"] for row in rows}
+    assert "nothing was measured on this processor" in bare["confidence"]
+    sure = {row["gpu"]: row["confidence"] for row in rows}
     assert "published runs on this GPU" in sure["A100-80GB"]
     assert "no published runs on this GPU" in sure["L4"]

@@ -21,7 +21,7 @@ from farthing.planner.speed import (
 )
 from farthing.planner.spot import (
     Interruptions,
-    Rhythm,
+    SaveSchedule,
     SpotRange,
     best_interval_s,
     expect_range,
@@ -201,7 +201,7 @@ class Pricing:
             if key not in self._intervals:
                 self._intervals[key] = best_interval_s(*key)
             interval_s = max(30.0, min(self._intervals[key], busy_s))
-        return expect_range(busy_s, Rhythm(interval_s, save_s, before_s), zone), interval_s
+        return expect_range(busy_s, SaveSchedule(interval_s, save_s, before_s), zone), interval_s
 
 
 def _swing(place: Place, moving_once_s: float, wall_s: float, spot: SpotRange | None, error: float) -> _Swing:

@@ -105,7 +105,7 @@ class JobSpec:
     max_gpu_hours: float | None = None
     deadline_s: float | None = None
     """Seconds from now."""
-    sure: float = 0.9
+    confidence: float = 0.9
     """Chance that a spot plan must have to meet the deadline."""
 
     @cached_property

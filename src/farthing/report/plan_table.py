@@ -92,7 +92,7 @@ def draw_components(console: Console, row: Row) -> None:
         "speed": f"{say_count(step['tokens_per_s'])} useful tokens/s, {step['useful_share']:.0%} of what is computed; "
         f"{step['flops_per_s'] / 1e12:,.3g} TFLOP/s",
         "price": _price_words(row),
-        "how sure": row["sure"],
+        "confidence": row["confidence"],
     }
     if row["cache_bytes"]:
         facts["disk"] = f"{say_bytes(row['cache_bytes'])} for what frozen layers give, computed once"
@@ -338,7 +338,7 @@ def _draw_sources(console: Console, view: Row) -> None:
     if best:
         if best["kind"] in ("spot", "on-demand"):
             console.print(f"[dim]the one above: {escape(_price_words(best))}[/]")
-        console.print(f"[bold]How sure[/]: {escape(best['sure'])}")
+        console.print(f"[bold]Confidence[/]: {escape(best['confidence'])}")
     for note in view["notes"]:
         if note.endswith(view["job"]["lengths_source"]):
             continue

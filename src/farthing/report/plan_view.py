@@ -118,7 +118,7 @@ def _job(study: Study) -> dict[str, Any]:
             "max_hours": wanted.max_hours,
             "max_gpu_hours": wanted.max_gpu_hours,
             "deadline_s": wanted.deadline_s,
-            "sure": wanted.sure if wanted.deadline_s is not None else None,
+            "confidence": wanted.confidence if wanted.deadline_s is not None else None,
         },
     }
 
@@ -184,7 +184,7 @@ def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> dict[str, 
         "cache_bytes": plan.cache_bytes,
         "spot": _spot(plan, law),
         "chance": plan.chance,
-        "sure": how_sure(plan.place, family),
+        "confidence": how_sure(plan.place, family),
         "why": "; ".join(words for words in (plan.why, plan.mixture, plan.place.precision_note) if words),
         "on_front": any(one.on_front for one in group),
         "on_runnable_front": False,

@@ -94,7 +94,7 @@ def limits_in_words(view: Mapping[str, Any]) -> str:
         words.append(f"at most {limits['max_gpu_hours']:g} GPU-hours")
     if limits["deadline_s"] is not None:
         words.append(
-            f"done in {say_seconds(limits['deadline_s'])} from now, on spot with {limits['sure']:.0%} at least"
+            f"done in {say_seconds(limits['deadline_s'])} from now, on spot with {limits['confidence']:.0%} at least"
         )
     return ", ".join(words)
 
