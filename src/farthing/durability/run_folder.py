@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import farthing
 from farthing.clock import today
@@ -66,6 +66,7 @@ _OF_ATTEMPTS = ("keeps_frozen_output", "shares_beginnings", "steps_per_epoch", "
 _SEAL = "sha256"
 
 Warn = Callable[[str], None]
+T = TypeVar("T")
 FormerNames = Callable[[dict[str, Any], Any], dict[str, Any]]
 """A run's facts and its job as it was kept -> what earlier versions wrote, by key, for the identity that the run has now."""
 
@@ -84,6 +85,22 @@ def kept(path: Path) -> dict[str, Any] | None:
     A file without a checksum is of an earlier farthing, and taken as it is.
     """
     return _read(path)[0]
+
+
+def kept_as(path: Path, read: Callable[[dict[str, Any]], T], warn: Warn) -> T | None:
+    """What `read` makes of a deciding file; None where there is none, or where nothing was saved by one that is damaged.
+
+    Raises `RunDamaged`.
+    """
+    try:
+        values = kept(path)
+        return None if values is None else read(values)
+    except (Damaged, ValueError, KeyError, TypeError) as error:
+        why = str(error) if isinstance(error, Damaged) else f"{path.name} holds something else"
+    if has_committed(path.parent):
+        raise RunDamaged(why, where=str(path), to_do="bring it back from a copy, or give the job another output_dir")
+    warn(f"{why}; nothing was saved by it: it is made anew")
+    return None
 
 
 def _read(path: Path) -> tuple[dict[str, Any] | None, bool]:

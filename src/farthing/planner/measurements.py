@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from farthing.durability.files import append_line, write_json
-from farthing.durability.summed_lines import read_line, with_sum
+from farthing.durability.summed_lines import newest_lines, read_line, with_sum
 
 MEASUREMENTS = "measurements.jsonl"  # in the cache
 OF_RUN = "measurements.json"  # in a run's folder
@@ -214,16 +213,7 @@ def read_measurements(path: Path) -> Measurements:
     A file that is not there, or can't be read, holds nothing.
     """
     found = Measurements()
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _MOST_BYTES))
-            if size > _MOST_BYTES:
-                file.readline()  # from the middle of a line
-            lines = file.read().split(b"\n")
-    except OSError:
-        return found
-    for line in lines:
+    for line in newest_lines(path, _MOST_BYTES):
         if line.strip():
             measurement = _parsed(line)
             if measurement is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from farthing.config.job import Job
 from farthing.durability.files import append_line
-from farthing.durability.summed_lines import read_line, with_sum
+from farthing.durability.summed_lines import newest_lines, read_line, with_sum
 from farthing.model.hardware import Numerics, hardware_key
 from farthing.planner.lengths import from_token_set
 from farthing.settings import Settings
@@ -87,13 +87,7 @@ def leave_probe(path: Path, subject: Subject, settings: Settings, when: str, tri
 
 def known_settings(path: Path, subject: Subject) -> Settings | None:
     """The newest settings that were found for the like of `subject`; lines that are torn or foreign are passed over."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _MOST_BYTES))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return None
-    for line in reversed(lines):
+    for line in reversed(newest_lines(path, _MOST_BYTES)):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             row = read_line(line)[0] or {}
             if Subject(**row["subject"]).is_like(subject):

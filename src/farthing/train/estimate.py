@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from farthing.config.job import Job
-from farthing.durability.files import Damaged
-from farthing.durability.run_folder import PLAN, has_committed, keep, kept
-from farthing.errors import FarthingError, RunDamaged
+from farthing.durability.run_folder import PLAN, SETTINGS, has_committed, keep, kept_as
+from farthing.errors import FarthingError
 from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
 from farthing.planner.inputs import estimate_of, plan_here, shape_of, wanted_of
@@ -40,40 +39,26 @@ def estimated(
     tell: Callable[[str, dict[str, Any]], None],
 ) -> Estimate | None:
     """The estimate of this run: the first attempt's, or a new one; None where the planner can say nothing."""
-    is_kept, before = _kept(folder, tell)
-    if is_kept:
-        return before
+
+    def warn(text: str) -> None:
+        tell("warning", {"text": text})
+
+    before = kept_as(folder / PLAN, lambda values: (Estimate.from_json(values),), warn)
+    if before is not None:
+        return before[0]
+    if has_committed(folder) and not (folder / SETTINGS).exists():
+        warn(f"{PLAN} is gone: it is made anew, the run goes on equal to rounding, not to the bit")
     made: Estimate | Rejected | None = None
     try:
         made = _make(job, inputs, numerics, train, held_out)
     except FarthingError as error:
         tell("note", {"text": f"no plan for this run: {error.what}"})
     if isinstance(made, Rejected):
-        tell("warning", {"text": f"the plan says that this will not do here: {made.reason}; {made.change}"})
+        warn(f"the plan says that this will not do here: {made.reason}; {made.change}")
         made = None
-    keep(
-        folder / PLAN, {} if made is None else made.to_json()
-    )  # also that there is none: later attempts must not find one
+    # also that there is none: later attempts must not find one
+    keep(folder / PLAN, {} if made is None else made.to_json())
     return made
-
-
-def _kept(folder: Path, tell: Callable[[str, dict[str, Any]], None]) -> tuple[bool, Estimate | None]:
-    """(whether earlier attempts have one, the estimate that they had). Raises `RunDamaged`."""
-    try:
-        plan = kept(folder / PLAN)
-        estimate = Estimate.from_json(plan)
-    except (Damaged, ValueError, TypeError) as error:
-        if has_committed(folder):
-            raise RunDamaged(
-                f"{error}: what the run was planned by is not known",
-                where=str(folder / PLAN),
-                to_do="bring it back from a copy, or remove it: the run goes on, equal to rounding",
-            ) from error
-        tell("warning", {"text": f"{error}; nothing was saved by it: it is made anew"})
-        return False, None
-    if plan is None and has_committed(folder):
-        tell("warning", {"text": f"{PLAN} is gone: it is made anew, the run goes on equal to rounding, not to the bit"})
-    return plan is not None, estimate
 
 
 def _make(

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from farthing.durability.files import Damaged
-from farthing.durability.run_folder import has_committed, keep, kept
+from farthing.durability.run_folder import has_committed, keep, kept_as
 from farthing.errors import RunDamaged
 
 MARGIN = 0.03  # of what is left is not planned for: the pace is a mean
@@ -84,18 +83,9 @@ def kept_fit(path: Path) -> Fit | None:
 
     Raises `RunDamaged`: another number would be another run.
     """
-    why = f"{path.name} is gone, which has the schedule that was fitted"
-    try:
-        values = kept(path)
-        if values is not None:
-            return Fit(**{name: values[name] for name in Fit.__dataclass_fields__})
-        if not has_committed(path.parent):
-            return None
-    except Damaged as error:
-        why = str(error)
-    except (KeyError, TypeError):
-        why = f"{path.name} holds something else than a schedule"
-    if not has_committed(path.parent):
-        return None
-    to_do = "bring it back from a copy, or give the job another output_dir"
-    raise RunDamaged(why, where=str(path), to_do=to_do)
+    fit = kept_as(path, lambda values: Fit(**{name: values[name] for name in Fit.__dataclass_fields__}), lambda _: None)
+    if fit is None and not path.exists() and has_committed(path.parent):
+        why = f"{path.name} is gone, which has the schedule that was fitted"
+        to_do = "bring it back from a copy, or give the job another output_dir"
+        raise RunDamaged(why, where=str(path), to_do=to_do)
+    return fit

@@ -10,9 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.durability.files import Damaged
-from farthing.durability.run_folder import RUN, SETTINGS, has_committed, keep, kept
-from farthing.errors import RunDamaged
+from farthing.durability.run_folder import RUN, SETTINGS, keep, kept, kept_as
 from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
 from farthing.settings import Settings
@@ -48,19 +46,9 @@ def first_settings(
 def _kept(context: Context, planned: Settings) -> Settings | None:
     """What earlier attempts settled on; None where none has. Raises `RunDamaged`."""
     folder = context.folder
-    try:
-        values = kept(folder / SETTINGS)
-        if values is not None:
-            return Settings.from_json(values)
-    except (Damaged, ValueError) as error:
-        if has_committed(folder):
-            raise RunDamaged(
-                f"{error}: how the run is split into micro-batches is not known",
-                where=str(folder / SETTINGS),
-                to_do="bring it back from a copy, or remove it: the run goes on, equal to rounding",
-            ) from error
-        context.tell("warning", {"text": f"{error}; nothing was saved by it: it is made anew"})
-        return None
+    found = kept_as(folder / SETTINGS, Settings.from_json, lambda text: context.tell("warning", {"text": text}))
+    if found is not None:
+        return found
     facts = kept(folder / RUN) or {}
     if "keeps_frozen_output" not in facts:
         return None
