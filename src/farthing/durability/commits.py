@@ -20,15 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from farthing.durability.accounts import Account, as_line, merge, read_ledger, take_in
-from farthing.durability.files import (
-    Damaged,
-    discard,
-    make_private,
-    sha256_of,
-    sweep_drafts,
-    unseal,
-    write_text,
-)
+from farthing.durability.files import Damaged, discard, make_private, sha256_of, sweep_drafts, unseal, write_text
 from farthing.durability.object_store import Garbled, NoSuchObject, Store, TooLarge
 from farthing.durability.run_folder import (
     CHECKPOINT_NAME,

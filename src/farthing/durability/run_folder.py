@@ -33,15 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 import farthing
 from farthing.clock import today
 from farthing.durability.accounts import Witness, read_ledger, witnesses_in
-from farthing.durability.files import (
-    Damaged,
-    make_private,
-    parse_json,
-    read_manifest,
-    seal,
-    unseal,
-    write_text,
-)
+from farthing.durability.files import Damaged, make_private, parse_json, read_manifest, seal, unseal, write_text
 from farthing.errors import RunChanged, RunDamaged
 
 DATA_NOTES = "data_notes.json"  # columns that are not used, and the like

@@ -12,12 +12,7 @@ from statistics import NormalDist
 from typing import Any
 
 from farthing.planner.ownership import needed_samples_per_min
-from farthing.planner.spot import (
-    Choice,
-    Interruptions,
-    SaveSchedule,
-    choose,
-)
+from farthing.planner.spot import Choice, Interruptions, SaveSchedule, choose
 from farthing.planner.types import JobSpec, Plan, Range, Rejected
 from farthing.prices.offers import Offer
 from farthing.units import said_apart, say_seconds, say_usd

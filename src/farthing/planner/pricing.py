@@ -12,13 +12,7 @@ from typing import Any, NamedTuple
 from farthing.planner.confidence import price_error
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe
-from farthing.planner.speed import (
-    StepTime,
-    Work,
-    forward_work,
-    prefix_work,
-    step_time,
-)
+from farthing.planner.speed import StepTime, Work, forward_work, prefix_work, step_time
 from farthing.planner.spot import (
     Interruptions,
     SaveSchedule,
@@ -27,14 +21,7 @@ from farthing.planner.spot import (
     expect_range,
     young_interval_s,
 )
-from farthing.planner.types import (
-    Assumptions,
-    JobSpec,
-    Place,
-    Plan,
-    Range,
-    Rejected,
-)
+from farthing.planner.types import Assumptions, JobSpec, Place, Plan, Range, Rejected
 from farthing.prices.offers import Offer, bill
 
 WORST = 10.0  # of what is likely: the upper end of a range that has none

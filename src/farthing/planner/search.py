@@ -19,16 +19,8 @@ from farthing.planner.memory import Memory, estimate_memory, evaluation_memory
 from farthing.planner.pricing import Chosen, Pricing
 from farthing.planner.ranking import ranked
 from farthing.planner.recipe import Recipe
-from farthing.planner.speed import (
-    StepTime,
-    Work,
-    step_time,
-    work_of,
-)
-from farthing.planner.spot import (
-    Interruptions,
-    prior,
-)
+from farthing.planner.speed import StepTime, Work, step_time, work_of
+from farthing.planner.spot import Interruptions, prior
 from farthing.planner.types import UNCALIBRATED, Answer, Assumptions, JobSpec, Place, Plan, Rejected
 from farthing.prices.offers import Offer, bill
 from farthing.settings import Settings

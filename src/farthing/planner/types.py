@@ -18,15 +18,8 @@ from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe, Stack, stack_for
 from farthing.planner.shapes import Adapters, Shape
 from farthing.planner.software import Torch, why_no_code
-from farthing.planner.speed import (
-    Calibration,
-    Device,
-    StepTime,
-    device_of,
-)
-from farthing.planner.spot import (
-    Expected,
-)
+from farthing.planner.speed import Calibration, Device, StepTime, device_of
+from farthing.planner.spot import Expected
 from farthing.prices.gpus import Gpu, gpus
 from farthing.prices.offers import Offer, up_front_usd
 from farthing.units import say_seconds

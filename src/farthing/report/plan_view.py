@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import farthing
 from farthing.planner.confidence import how_sure
-from farthing.planner.ownership import (
-    saving,
-)
+from farthing.planner.ownership import saving
 from farthing.planner.throughput_arithmetic import OwnFigures, by_hand
 from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front
 from farthing.prices.offers import Offer

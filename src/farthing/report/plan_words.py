@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farthing.planner.ownership import (
-    Saving,
-)
+from farthing.planner.ownership import Saving
 from farthing.units import plural, say_count, say_seconds, say_usd
 
 if TYPE_CHECKING:

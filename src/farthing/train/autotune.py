@@ -24,13 +24,7 @@ from farthing.data.loader import MicroBatch, micro_batches
 from farthing.device_memory import is_out_of_memory
 from farthing.errors import Interrupted
 from farthing.model.activation_checkpointing import SHARE_OF_FREE
-from farthing.model.hardware import (
-    free_bytes,
-    reset_peak_bytes,
-    taken_bytes,
-    wait_for,
-    window_peak_bytes,
-)
+from farthing.model.hardware import free_bytes, reset_peak_bytes, taken_bytes, wait_for, window_peak_bytes
 from farthing.planner.estimate import Estimate
 from farthing.planner.tiles import default_tile_tokens
 from farthing.settings import Settings
