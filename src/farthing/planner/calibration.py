@@ -75,7 +75,7 @@ def calibrate(
 
 
 def past_errors(measurements: Sequence[Measurement], hardware: str) -> str:
-    """How far off earlier promises were on `hardware`, in words; empty where there were none."""
+    """how far off earlier estimates were on `hardware`, in words; empty where there were none."""
     steps, peaks = [], []
     for m in matching(measurements, hardware=hardware):
         step_s, peak = m.promised.get("step_s"), m.promised.get("peak_bytes")
@@ -85,7 +85,7 @@ def past_errors(measurements: Sequence[Measurement], hardware: str) -> str:
     if not steps:
         return ""
     return (
-        f"{plural(len(steps), 'earlier promise')} here: off by {statistics.median(steps):.0%} in time and "
+        f"{plural(len(steps), 'earlier estimate')} here: off by {statistics.median(steps):.0%} in time and "
         f"{statistics.median(peaks):.0%} in memory, median"
     )
 
