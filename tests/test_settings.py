@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from farthing.durability.run_folder import PLAN, SETTINGS
+from farthing.events import Decided, Event
 from farthing.model.forward import Forward
 from farthing.settings import Settings
 from farthing.train.autotune_cache import PROBES, Subject, leave_probe
@@ -51,11 +52,11 @@ def test_the_plan_stays_as_it_was_and_the_settings_are_lowered(tmp_path: Path, m
 
     seen: dict[str, bytes] = {}
 
-    def leaves(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "decided":
+    def leaves(event: Event) -> None:
+        if isinstance(event, Decided):
             seen.update({name: (run / name).read_bytes() for name in (PLAN, SETTINGS)})
             monkeypatch.setattr(Forward, "loss", loss)
-        LeavesAt(step=3)(kind, facts)
+        LeavesAt(step=3)(event)
 
     assert train(job, leaves).exit_code == 75
     lowered = Settings.from_json(json.loads((run / SETTINGS).read_text()))
@@ -65,7 +66,7 @@ def test_the_plan_stays_as_it_was_and_the_settings_are_lowered(tmp_path: Path, m
     assert outcome.state == "finished"
     assert "out of memory" not in heard.warnings, "what had no room is not tried again"
     assert (run / PLAN).read_bytes() == seen[PLAN]
-    assert Settings.from_json(outcome.receipt["settings"]) == lowered
+    assert Settings.from_json(outcome.receipt.settings) == lowered
 
 
 def test_what_others_probe_between_two_attempts_changes_nothing(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_what_others_probe_between_two_attempts_changes_nothing(tmp_path: Path) 
     heard = Heard()
     assert train(job, heard).state == "finished"
     assert losses_of(job) == losses_of(alone)
-    assert "up to 64 tokens" not in heard.of("decided")[0]["batch"]
+    assert "up to 64 tokens" not in heard.of(Decided)[0].batch
     new, told = make_job(tmp_path / "run", max_steps=6, n_rows=48, output_dir="./new"), Heard()
     train(new, told)
-    assert "up to 64 tokens" in told.of("decided")[0]["batch"], "a run that begins takes it"
+    assert "up to 64 tokens" in told.of(Decided)[0].batch, "a run that begins takes it"

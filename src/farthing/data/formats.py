@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ class Text:
 
     `segments`: (text, is_target) in order. `label`: classification only. `is_raw`: no template frames the text, so that
     the tokenizer's first token and an end-of-sequence token have to. `given`: what the row's owner wrote as input, before
-    anything is rendered; rows that agree in it are one input. `n_unlearned`: assistant turns that are context only.
+    anything is rendered; rows that agree in it are one input. `n_unlearned`: assistant turns that are learned nowhere.
+    `earlier`: further examples of the same row, which come before it.
     """
 
     segments: tuple[tuple[str, bool], ...]
@@ -55,6 +57,12 @@ class Text:
     is_raw: bool = True
     given: tuple[str, ...] = ()
     n_unlearned: int = 0
+    earlier: tuple[Text, ...] = ()
+
+    @property
+    def of_row(self) -> tuple[Text, ...]:
+        """All examples of the row."""
+        return *self.earlier, self
 
 
 def recognise(columns: set[str], task: str, renamed: dict[str, str], where: str) -> str:
@@ -76,7 +84,7 @@ def recognise(columns: set[str], task: str, renamed: dict[str, str], where: str)
         "{text: narrative, label: product}" if task == "classification" else "{prompt: question, completion: answer}"
     )
     raise DataError(
-        f"the columns ({_listed(columns)}) are of no format for {task}",
+        f"the columns ({_listed(columns)}) match no format for {task}",
         where=where,
         to_do=f"{task} reads {', or '.join(wanted)}; map yours with `data.columns: {example}`",
     )
@@ -120,7 +128,7 @@ def converter(
             }
         text = one(row)
         try:
-            for part, _ in text.segments:
+            for part, _ in itertools.chain(text.segments, *(each.segments for each in text.earlier)):
                 if not part.isascii():
                     part.encode()
         except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, no text can hold it
@@ -200,7 +208,8 @@ def _chat(messages: list[dict[str, Any]], tools: Any, read: ChatReader | None) -
     except Unusable as error:
         error.given = tuple(given)
         raise
-    return Text(chat.segments, is_raw=False, given=tuple(given), n_unlearned=chat.n_unlearned)
+    earlier = tuple(Text(segments, is_raw=False, given=tuple(given)) for segments in chat.earlier)
+    return Text(chat.segments, is_raw=False, given=tuple(given), n_unlearned=chat.n_unlearned, earlier=earlier)
 
 
 def _as_list(value: Any, column: str) -> list[Any]:

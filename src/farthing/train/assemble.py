@@ -16,6 +16,7 @@ from farthing.data.batches import Batches
 from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.run_folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
 from farthing.durability.summed_lines import SummedLines
+from farthing.events import Warned
 from farthing.model.adapters import count_parameters
 from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
 from farthing.model.flops import flops_per_token
@@ -177,7 +178,7 @@ def _checkpoints(job: Job, context: Context) -> Checkpoints:
         context.folder / CHECKPOINTS,
         context.run_id,
         job.train.save_total_limit,
-        warn=lambda text: context.tell("warning", {"text": text}),
+        warn=lambda text: context.emit(Warned(text)),
         facts=lambda: manifest_facts(context, copies),
         copy=context.replica.offer if context.replica is not None else None,
     )

@@ -23,6 +23,7 @@ from farthing.config.job import Job
 from farthing.data.loader import MicroBatch, micro_batches
 from farthing.device_memory import is_out_of_memory
 from farthing.errors import Interrupted
+from farthing.events import Probed
 from farthing.model.activation_checkpointing import SHARE_OF_FREE
 from farthing.model.hardware import free_bytes, reset_peak_bytes, taken_bytes, wait_for, window_peak_bytes
 from farthing.planner.estimate import Estimate
@@ -143,7 +144,7 @@ class Prober:
     def _try(self, settings: Settings) -> Trial:
         trial = self._measure(settings)
         self.trials.append(trial)
-        self.attempt.context.tell("probed", {**in_words(trial), "usd_per_hour": self.attempt.job.usd_per_hour})
+        self.attempt.context.emit(Probed(settings, 1 / trial.seconds_per_token))
         return trial
 
     def _again(self, trial: Trial) -> Trial:

@@ -8,17 +8,16 @@ Refuses to decide: `plan` does. A model or device that the planner does not know
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from farthing.config.job import Job
 from farthing.durability.run_folder import PLAN, SETTINGS, has_committed, keep, kept_as
 from farthing.errors import FarthingError
+from farthing.events import Emit, Note, Warned
 from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
 from farthing.planner.inputs import estimate_of, plan_here, shape_of, wanted_of
@@ -36,25 +35,25 @@ def estimated(
     numerics: Numerics,
     train: Examples,
     held_out: Examples | None,
-    tell: Callable[[str, dict[str, Any]], None],
+    emit: Emit,
 ) -> Estimate | None:
     """The estimate of this run: the first attempt's, or a new one; None where the planner can say nothing."""
 
     def warn(text: str) -> None:
-        tell("warning", {"text": text})
+        emit(Warned(text))
 
     before = kept_as(folder / PLAN, lambda values: (Estimate.from_json(values),), warn)
     if before is not None:
         return before[0]
     if has_committed(folder) and not (folder / SETTINGS).exists():
-        warn(f"{PLAN} is gone: it is made anew, the run goes on equal to rounding, not to the bit")
+        warn(f"{PLAN} is gone: it is made again, and the run goes on equal to rounding, not to the bit")
     made: Estimate | Rejected | None = None
     try:
         made = _make(job, inputs, numerics, train, held_out)
     except FarthingError as error:
-        tell("note", {"text": f"no plan for this run: {error.what}"})
+        emit(Note(f"no plan for this run: {error.what}"))
     if isinstance(made, Rejected):
-        warn(f"the plan says that this will not do here: {made.reason}; {made.change}")
+        warn(f"by the plan this job does not work on this machine: {made.reason}; {made.change}")
         made = None
     # also that there is none: later attempts must not find one
     keep(folder / PLAN, {} if made is None else made.to_json())

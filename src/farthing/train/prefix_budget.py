@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from farthing.data.batches import Batches
+from farthing.events import Note
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.train.attempt import Attempt
 from farthing.train.setup import Examples
@@ -32,9 +33,8 @@ def share_prefix(attempt: Attempt) -> None:
                 budgets.append(2 * budgets[-1])
         saved, n_tokens = attempt.forward.share(tokens, attempt.batches, budgets)
         if n_tokens:
-            attempt.context.tell(
-                "note", {"text": f"{saved:.0%} of the tokens begin others too: computed once in a micro-batch"}
-            )
+            text = f"{saved:.0%} of the tokens are beginnings that examples share: computed once in each micro-batch"
+            attempt.context.emit(Note(text))
             need = _need_of(attempt, n_tokens)
             attempt.expected_bytes += need.total_bytes - attempt.memory.total_bytes
             attempt.memory, settings = need, replace(settings, micro_batch_tokens=n_tokens)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from farthing.config.job import Job
 from farthing.durability.run_folder import RUN, SETTINGS, keep, kept, kept_as
+from farthing.events import Warned
 from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
 from farthing.settings import Settings
@@ -40,13 +41,15 @@ def first_settings(
     longest = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
     n_tokens = job.train.micro_batch_tokens or settings.micro_batch_tokens or longest
     settings = replace(settings, micro_batch_tokens=n_tokens, precision=numerics.name)
-    return settings.lowered_by(context.ledger.out_of_memory)
+    # of attempts before the job was corrected nothing holds; earlier versions did not say whose they were
+    events = [event for event in context.ledger.out_of_memory if event.get("job") in (None, job.fingerprint)]
+    return settings.lowered_by(events)
 
 
 def _kept(context: Context, planned: Settings) -> Settings | None:
     """What earlier attempts settled on; None where none has. Raises `RunDamaged`."""
     folder = context.folder
-    found = kept_as(folder / SETTINGS, Settings.from_json, lambda text: context.tell("warning", {"text": text}))
+    found = kept_as(folder / SETTINGS, Settings.from_json, lambda text: context.emit(Warned(text)))
     if found is not None:
         return found
     facts = kept(folder / RUN) or {}
