@@ -267,7 +267,7 @@ def rehearse(case: Case) -> str:
             raise Skipped("a token's meaning depends on what follows it")
         arrays = forward.collate(tokens, np.arange(len(tokens)))
         with mode, Reads() as reads:
-            batch = forward.place(arrays)
+            batch = forward.to_device(arrays)
             scale: Any = torch.full((), 1024.0, device="cuda") if numerics.needs_scaler else 1.0
             loss = forward.loss(batch, scale)
     if (loss.device.type, tuple(loss.shape), loss.dtype) != ("cuda", (), torch.float32):

@@ -246,11 +246,7 @@ def undeclared_at_top(path: Path, known: set[str]) -> set[str]:
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 500, 60, 8
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS = {
-    "planner.frozen_cache_cost.why_no_prefix_cache": "2026-11-21",
-    "planner.inputs.study_job": "2026-11-21",
     "planner.memory.estimate_memory": "2026-11-21",
-    "planner.shapes.read_shape": "2026-11-21",
-    "planner.spot.draw_paths": "2026-11-21",
     "train.assemble.assemble": "2026-11-21",
 }
 

@@ -335,14 +335,14 @@ def test_an_evaluation_batch_has_no_more_tokens_than_training_had(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    honest = Forward.place
+    honest = Forward.to_device
 
     def place(forward: Forward, arrays: Any) -> Any:
         if not torch.is_grad_enabled():
             asked.append(forward.n_computed(arrays))
         return honest(forward, arrays)
 
-    monkeypatch.setattr(Forward, "place", place)
+    monkeypatch.setattr(Forward, "to_device", place)
     workshop.train(
         make_job(tmp_path, family, max_steps=1, eval_rows=workshop.rows_of(family, 12, 9), micro_batch_tokens=70)
     )

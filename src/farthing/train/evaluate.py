@@ -49,7 +49,7 @@ def evaluate(
             if should_stop():
                 raise Interrupted("stopped while evaluating")
             arrays = forward.collate(tokens, piece)
-            batch = forward.place(arrays)
+            batch = forward.to_device(arrays)
             if task.labels is not None:
                 loss, scores = forward.loss_and_scores(batch)
                 chosen.append(task.labels.answers(scores))

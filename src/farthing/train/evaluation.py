@@ -16,11 +16,11 @@ def evaluate_run(attempt: Attempt) -> None:
     """Measure, and judge whether this is the best so far. Raises `Interrupted`."""
     settle(attempt)
     meter, at = attempt.context.meter, attempt.progress
-    started_s, n_before = meter.wall_s, attempt.forward.n_placed
+    started_s, n_before = meter.wall_s, attempt.forward.n_sent_tokens
     with meter.span("evaluation"):
         metrics = _measured(attempt)
     at.evaluated_step = at.step
-    attempt.n_evaluated_tokens = attempt.forward.n_placed - n_before
+    attempt.n_evaluated_tokens = attempt.forward.n_sent_tokens - n_before
     is_best = _judge(attempt, metrics.get(attempt.metric))
     attempt.clocks.evaluation_s = meter.wall_s - started_s
     attempt.record.evaluations_s.append(attempt.clocks.evaluation_s)
@@ -59,7 +59,7 @@ def _measured(attempt: Attempt) -> dict[str, Any]:
     assert held_out is not None
     longest = int(held_out.tokens.lengths[held_out.indices].max())
     # as much at once as training was seen to have room for
-    most_tokens, has_freed = min(attempt.steps.most_tokens, train.per_device_eval_batch_size * longest), False
+    most_tokens, has_freed = min(attempt.settings.micro_batch_tokens, train.per_device_eval_batch_size * longest), False
     while True:
         try:
             return evaluate(

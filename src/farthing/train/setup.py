@@ -45,6 +45,7 @@ from farthing.model.load import (
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.planner.job_lengths import note_token_set
 from farthing.planner.left_out_loss import refuse_left_out_loss
+from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
@@ -356,8 +357,7 @@ def settle_checkpointing(
     job: Job,
     forward: Forward,
     train: Examples,
-    most_tokens: int,
-    planned: int,
+    settings: Settings,
     *,
     optimizer: torch.optim.Optimizer,
     free_bytes: int,
@@ -365,7 +365,7 @@ def settle_checkpointing(
 ) -> MemoryNeed:
     """Measure small forward passes and switch on as much activation checkpointing as the largest micro-batch needs.
 
-    `planned` is what the plan has chosen: with `auto` no less is tried. `free_bytes` are those before the optimizer's
+    With `auto` no less is tried than `settings` have. `free_bytes` are those before the optimizer's
     state was made; `accumulates` says that a step may have several micro-batches.
     """
     lengths = train.tokens.lengths[train.indices]
@@ -373,23 +373,24 @@ def settle_checkpointing(
 
     def sample_of(n_copies: int) -> Sample:
         arrays = forward.collate(train.tokens, np.full(n_copies, middle))
-        batch = forward.place(arrays)
+        batch = forward.to_device(arrays)
         return Sample(forward.n_computed(arrays), lambda: forward.before_head(batch))
 
-    wanted, (head, twice) = job.train.gradient_checkpointing, (forward.head_bytes(most_tokens * n) for n in (1, 2))
+    wanted, n_tokens = job.train.gradient_checkpointing, settings.micro_batch_tokens
+    head, twice = forward.head_bytes(n_tokens), forward.head_bytes(2 * n_tokens)
     is_cuda = forward.numerics.device.type == "cuda"
     return choose_checkpointing(
         forward.model,
         (sample_of(1), sample_of(2)),
         Beside(
-            largest_tokens=most_tokens,
+            largest_tokens=n_tokens,
             accumulates=accumulates,
             optimizer_bytes=state_bytes(optimizer, forward.numerics.device),
             update_bytes=update_bytes(optimizer) if is_cuda else 0,
             free_bytes=free_bytes,
-            head=Linear(2 * head - twice, (twice - head) / max(1, most_tokens)),
+            head=Linear(2 * head - twice, (twice - head) / max(1, n_tokens)),
             autocast=forward.numerics.autocast,
         ),
         wanted=wanted if wanted == "auto" else int(wanted),
-        planned=planned,
+        planned=settings.checkpoint_every,
     )
