@@ -185,6 +185,7 @@ def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Attempt, Heard]:
     from farthing.durability.files import make_private
     from farthing.durability.ledger import Ledger, Meter
     from farthing.durability.preemption import Notice
+    from farthing.settings import Settings
     from farthing.train.assemble import assemble
     from farthing.train.attempt import Context
     from farthing.train.saver import restore
@@ -199,7 +200,7 @@ def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Attempt, Heard]:
     model = build_model(job, inputs, numerics, examples[0].tokens.label_names)
     meter = Meter()
     context = Context(folder, "test", meter, Ledger(folder / "ledger.jsonl", meter, 0.0), Notice(), heard)
-    attempt = assemble(job, context, inputs, numerics, model, examples, {}, None)
+    attempt = assemble(job, context, inputs, numerics, model, examples, None, Settings(micro_batch_tokens=1024))
     restore(attempt, allow_restart=False)
     return attempt, heard
 

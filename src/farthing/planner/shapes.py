@@ -366,10 +366,7 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
 
 
 def _family_of(config: Mapping[str, Any], task: str | None) -> tuple[Family, str, tuple[str, str]]:
-    """The family of a model; the task, its usual one unless given; how names of the body begin, and the head's rows.
-
-    Raises `UserMistake`.
-    """
+    """A model's family, its task (the usual one unless given), and how body and head begin. Raises `UserMistake`."""
     model_type = config.get("model_type") if isinstance(config, Mapping) else None
     family = FAMILIES.get(str(model_type))
     if family is None:
