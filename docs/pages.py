@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import date, datetime, time
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from farthing.config.load import job_schema
 from farthing.planner.families import DECODERS, ENCODERS, FAMILIES, KNOWN_HEADS
 from farthing.prices.gpus import gpus
 from farthing.report.plan_table import draw_plan
-from farthing.report.terminal import draw_receipt
+from farthing.report.receipt import build_receipt
+from farthing.report.receipt_table import draw_receipt
 from farthing.units import say_seconds
 
 FOLDER = Path(__file__).parent / "reference"
@@ -312,8 +313,8 @@ def plan_picture() -> str:
 
 
 def receipt_picture() -> str:
-    """The receipt of a run that was killed once, from what it left: docs/pictures/receipt.json."""
-    receipt = json.loads((FOLDER.parent / "pictures/receipt.json").read_text(encoding="utf-8"))
+    """The receipt of a run that was killed once, from the small files that it left: docs/pictures/run."""
+    receipt = replace(build_receipt(FOLDER.parent / "pictures/run"), run="runs/demo")
     return _picture("farthing report runs/demo", lambda console: draw_receipt(console, receipt), 60)
 
 

@@ -16,6 +16,8 @@ from typing import Any, cast
 from farthing.config import load
 from farthing.config.job import Job
 from farthing.errors import FarthingError, UserMistake
+from farthing.events import Emit, ignore
+from farthing.report import receipt as report
 
 __all__ = ["FarthingError", "Job", "Plan", "Receipt", "load_job", "plan", "train"]
 
@@ -40,39 +42,35 @@ def load_job(job: JobLike, overrides: Sequence[str] = ()) -> Job:
     return load.load_job(job, list(overrides))
 
 
-def plan(
-    job: JobLike, *, now: datetime | None = None, gpu: Sequence[str] = (), provider: Sequence[str] = (), **asked: Any
-) -> Plan:
+def plan(job: JobLike, *, now: datetime | None = None, **asked: Any) -> Plan:
     """Where a job fits, how long it takes and what it costs, on every machine that could run it; without torch.
 
-    `gpu` and `provider` narrow the offers, by name. `asked` are the further arguments of
-    `farthing.planner.inputs.study_job`: prices, region, kind ("spot", "on-demand"), max_gpus, budget_usd, deadline_s,
-    n_examples and mean_tokens (instead of reading the data). `now` is the time that prices are as old as.
+    `asked` are the fields of `farthing.planner.inputs.Asked`, all optional: gpu, provider, region (names), kind ("spot",
+    "on-demand"), max_gpus, prices, budget_usd, deadline_s, n_examples and mean_tokens (instead of reading the data) ...
+    `now` is the day that the age of prices is counted from. Raises `UserMistake`, `DataError`, `ModelError`.
     """
-    from farthing.planner.inputs import study_job
+    from farthing.planner.inputs import Asked, study_job
     from farthing.planner.preflight import look_over
     from farthing.report.plan_view import plan_view
 
-    loaded = load_job(job)
-    look_over(loaded, only_plans=True, with_data=asked.get("n_examples") is None)
+    loaded, wishes = load_job(job), Asked(**asked)
+    look_over(loaded, only_plans=True, with_data=wishes.n_examples is None)
     now = now or datetime.now().astimezone().replace(second=0, microsecond=0)
-    return Plan(plan_view(study_job(loaded, now=now, gpu=gpu, provider=provider, **asked)))
+    return Plan(plan_view(study_job(loaded, wishes, now=now)))
 
 
-def train(
-    job: JobLike, *, allow_restart: bool = False, on_event: Callable[..., None] | None = None, quiet: bool = False
-) -> Receipt:
+def train(job: JobLike, *, allow_restart: bool = False, on_event: Emit | None = None, quiet: bool = False) -> Receipt:
     """Start a job, or go on with it where it was interrupted, in this process; returns when it ends for whatever reason.
 
-    `on_event` gets what happens as it happens, instead of the terminal; `quiet` shows nothing. The receipt says how it
-    ended: "finished", "limit" or "interrupted".
+    `on_event` gets what happens (the events of `farthing.events`) instead of the terminal; `quiet` shows nothing. The
+    receipt says how it ended: "finished", "limit" or "interrupted".
     """
     from farthing.report.terminal import Terminal
     from farthing.train.run import train as run
 
     loaded = load_job(job)
     if on_event is not None or quiet:
-        outcome = run(loaded, on_event or (lambda *_: None), allow_restart=allow_restart)
+        outcome = run(loaded, on_event or ignore, allow_restart=allow_restart)
         return Receipt(outcome.state, outcome.reason, Path(loaded.output_dir), outcome.receipt)
     from rich.console import Console
 
@@ -138,22 +136,22 @@ class Receipt:
     reason: str
     folder: Path
     """The run's folder; the model is in `folder / "model"` when it is finished."""
-    content: Mapping[str, Any]
-    """Everything that `farthing report --json` prints."""
+    content: report.Receipt
+    """Everything that `farthing report` knows, typed."""
 
     @property
     def usd(self) -> float:
         """What the run has cost up to now, over all its attempts."""
-        return float(self.content["usd"] or 0.0)
+        return self.content.usd
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, as `farthing report --json`."""
-        return dict(self.content)
+        return self.content.to_json()
 
     def __str__(self) -> str:
-        from farthing.report.terminal import draw_receipt
+        from farthing.report.receipt_table import draw_receipt
 
-        return _drawn(lambda console: draw_receipt(console, dict(self.content)))
+        return _drawn(lambda console: draw_receipt(console, self.content))
 
     def __repr__(self) -> str:
         return f"Receipt({self.state}: {self.reason}, {self.folder})"

@@ -5,23 +5,43 @@ Names are those of the Hugging Face training arguments where one exists. Refuses
 
 from __future__ import annotations
 
+import hashlib
 import json
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from farthing.addresses import is_remote, without_secrets
+from farthing.tasks.registry import find_task, task_names, task_of
 from farthing.units import parse_hours, parse_usd
 
 
 def _number_is_no_bool(value: Any) -> Any:
     if isinstance(value, bool):
-        raise ValueError("a number is wanted, not true/false")
+        raise ValueError("give a number, not true/false")
     return value
 
 
-Task = Literal["causal-lm", "seq2seq", "classification"]
+def _known_task(name: Any) -> Any:
+    """The name of a task that there is. Raises the error that pydantic has for a value that is none of several."""
+    if not isinstance(name, str) or find_task(name) is None:
+        *others, last = (repr(name) for name in task_names())
+        expected = f"{', '.join(others)} or {last}"
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+    return name
+
+
+TaskName = Annotated[str, BeforeValidator(_known_task), Field(json_schema_extra={"enum": list(task_names())})]
 Number = Annotated[float, BeforeValidator(_number_is_no_bool)]
 Whole = Annotated[int, BeforeValidator(_number_is_no_bool)]
 Share = Annotated[Number, Field(ge=0, le=1)]
@@ -61,7 +81,9 @@ class ModelSection(Section):
     @classmethod
     def _is_no_address(cls, name: str | None) -> str | None:
         if name is not None and is_remote(name):
-            raise ValueError("an address; a Hub name or a folder is wanted, tokens go into the environment (HF_TOKEN)")
+            raise ValueError(
+                "this is a URL; give a Hub name or a folder, and put tokens into the environment (HF_TOKEN)"
+            )
         return name
 
 
@@ -73,7 +95,7 @@ class DataSection(Section):
     eval: Paths = ()
     """The same for evaluation."""
     eval_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    """Without `eval`: the share of distinct inputs held out of `train` (rows with equal input stay together)."""
+    """Without `eval`: the fraction of `train` that is held out (rows with equal input stay on one side)."""
     dataset_config_name: str | None = None
     """Configuration of a Hub data set."""
     train_split: str = "train"
@@ -197,7 +219,7 @@ class TrainSection(Section):
     predict_with_generate: bool = True
     """Seq2seq: generate at evaluation, for exact match and ROUGE."""
     metric_for_best_model: str | None = None
-    """loss, perplexity, accuracy, f1, precision, recall, exact_match, rouge1, rouge2, rougeL. Default: loss."""
+    """loss, document_loss, perplexity, accuracy, f1, precision, recall, exact_match, rouge1, rouge2, rougeL. Default: loss."""
     greater_is_better: bool | None = None
     """Default: known from the metric."""
     load_best_model_at_end: bool = True
@@ -282,7 +304,7 @@ def _short(key: str) -> BeforeValidator:
 class Job(Section):
     """A whole job. Every key besides the first three has a default."""
 
-    task: Task
+    task: TaskName
     model: Annotated[ModelSection, _short("model_name_or_path")]
     data: Annotated[DataSection, _short("train")]
     method: Annotated[MethodSection, _short("name")] = MethodSection()
@@ -309,16 +331,16 @@ class Job(Section):
     @classmethod
     def _is_a_folder(cls, name: str | None) -> str | None:
         if name is not None and is_remote(name):
-            raise ValueError("an address; a folder of this machine is wanted, a copy elsewhere is `output_store:`")
+            raise ValueError(
+                "this is a URL; give a folder of this machine, and use `output_store:` for a copy elsewhere"
+            )
         return name
 
     @field_validator("output_store")
     @classmethod
     def _store_has_no_secrets(cls, name: str | None) -> str | None:
         if name is not None and name != without_secrets(name):
-            raise ValueError(
-                "an address without user, password and query is wanted: credentials go into the environment"
-            )
+            raise ValueError("give a URL without user, password and query: credentials go into the environment")
         return name
 
     # ---- what follows from the keys ----
@@ -367,7 +389,13 @@ class Job(Section):
     @property
     def max_length(self) -> int:
         """Longest input in tokens."""
-        return self.data.max_length or (1024 if self.task == "causal-lm" else 512)
+        return self.data.max_length or task_of(self.task).max_length
+
+    @property
+    def fingerprint(self) -> str:
+        """Which job it is, for what was learned by running out of memory: 12 hex digits of its settings and its model."""
+        content = json.dumps([self.identity(), self.model.model_name_or_path], sort_keys=True, default=str)
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     def identity(self) -> dict[str, Any]:
         """The settings that can change the result, flat: a run can only be continued by a job that agrees on them.

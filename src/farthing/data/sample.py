@@ -23,14 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.arrow import bytes_of_rows, open_parquet, table_rows
-from farthing.data.chat import Unusable, default_template
+from farthing.data.chat import default_template
 from farthing.data.encode import Encoder, Encoding, first_tokens
 from farthing.data.foreign import Watch, say_ignored
 from farthing.data.formats import RENDERED, Text, converter, recognise, used_columns
 from farthing.data.read import Source, json_row, n_characters
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
-from farthing.data.tokens import Recipe
+from farthing.data.token_set import Recipe
 from farthing.errors import DataError
+from farthing.tasks.columns import Unusable
+from farthing.tasks.registry import task_of
 
 MOST_ROWS = 2000
 _FEWEST_ROWS, _MOST_BYTES_OF_FEWEST = 250, 64 << 20
@@ -76,15 +78,15 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         rows = population.rows(picked)
         watch = Watch(recipe.task, recipe.columns, source.name)
         watch(rows)
-        of_picked, n_encoded, reasons = _tokenized(source, rows, max(1, round(n_wanted * share)), tokenizer, recipe)
+        of_picked, counts, n, reasons = _tokenized(source, rows, max(1, round(n_wanted * share)), tokenizer, recipe)
         notes += _said_of(source, watch, recipe)
         why = why or next(iter(reasons), "")
         of_all = _spread(of_picked, population.sizes[picked], population.sizes, stratum)
         of_all[picked] = of_picked
-        lengths.append(of_all[of_picked[stratum, 0] > 0])
+        lengths.append(np.repeat(of_all, counts[stratum], axis=0))
         weights.append(np.full(len(lengths[-1]), population.n_rows / max(1, len(population.sizes))))
         n_rows += population.n_rows
-        n_tokenized += n_encoded
+        n_tokenized += n
     found, weight = np.concatenate(lengths), np.concatenate(weights)
     tokens, targets, labelled = found.T
     limit = recipe.max_length
@@ -94,17 +96,14 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
     tokens, targets, labelled, weight = tokens[kept], targets[kept], labelled[kept], weight[kept]
     if len(tokens) == 0:
         reason = why or f"all are longer than max_length {limit}"
-        raise DataError(f"no usable row ({reason})", where=sources[0].name, to_do="mend them, or check `data:`")
+        raise DataError(f"no usable row ({reason})", where=sources[0].name, to_do="correct them, or check `data:`")
     tokens = np.clip(np.round(tokens), 1, limit).astype(np.int64)
     pairs = np.clip(np.round(targets), 1, recipe.max_target_length).astype(np.int64)
-    n_labelled = float(labelled.sum())
-    if recipe.task == "classification":
-        n_labelled = float(len(tokens))
-    elif recipe.task == "seq2seq":
-        n_labelled = float(pairs.sum())
+    task = task_of(recipe.task)
+    n_labelled = float((pairs if task.is_pair else labelled).sum()) if task.scores_tokens else float(len(tokens))
     return Sampled(
         tokens=tokens,
-        targets=pairs if recipe.task == "seq2seq" else None,
+        targets=pairs if task.is_pair else None,
         n_target_tokens=n_labelled,
         n_examples=max(1, round(float(weight.sum()))),
         n_rows=round(n_rows),
@@ -147,22 +146,21 @@ def _spread(
 
 def _tokenized(
     source: Source, rows: list[Row | BadRow], n_wanted: int, tokenizer: Any, recipe: Recipe
-) -> tuple[NDArray[np.float64], int, list[str]]:
-    """[row, (input tokens, target tokens, labelled tokens)], how many rows were tokenized for it, and why others can't be.
-
-    Before truncation, but for the labelled tokens: of those only what is within max_length. 0 for what can't be used.
+) -> tuple[NDArray[np.float64], NDArray[np.int64], int, list[str]]:
+    """[row, (input, target, labelled tokens)] of an example of each row, [row] how many such, how many were tokenized for
+    it, and why rows can't be used. Before truncation, but for the labelled tokens: only those within max_length.
     """
-    found = np.zeros((len(rows), 3))
+    found, counts = np.zeros((len(rows), 3)), np.zeros(len(rows), np.int64)
     reasons = [row.reason for row in rows if isinstance(row, BadRow)]
     good = [(index, row.value) for index, row in enumerate(rows) if isinstance(row, Row)]
     if not good:
-        return found, 0, reasons
+        return found, counts, 0, reasons
     name = recognise(set().union(*(value.keys() for _, value in good)), recipe.task, recipe.columns, source.name)
     convert = converter(
         name, recipe.columns, recipe.label_map, tokenizer, recipe.task, on=recipe.date, version=recipe.version
     )
     all_good, picked, stands_for, sizes = good, np.arange(0), None, np.arange(0)
-    if recipe.task == "causal-lm" and name in RENDERED:
+    if task_of(recipe.task).predicts_next and name in RENDERED:
         sizes = np.array([n_characters(value) for _, value in good])
         picked, stands_for = _strata(sizes, n_wanted)
         good = [good[i] for i in picked]
@@ -170,19 +168,23 @@ def _tokenized(
     texts: list[tuple[int, Text]] = []
     for index, value in good:
         try:
-            texts.append((index, convert(value)))
+            texts += [(index, text) for text in convert(value).of_row]
         except Unusable as error:
             reasons.append(str(error))
     if texts:
         of_texts, n_encoded = _of_texts([text for _, text in texts], n_wanted, tokenizer, recipe)
-        found[[index for index, _ in texts]] = of_texts
+        of_rows = [index for index, _ in texts]
+        counts = np.bincount(of_rows, of_texts[:, 0] > 0, minlength=len(rows)).astype(np.int64)
+        np.add.at(found, of_rows, of_texts)
+        found /= np.maximum(counts, 1)[:, None]
     if stands_for is not None:
         of_picked = found[[index for index, _ in good]]
         found[[index for index, _ in all_good]] = _spread(of_picked, sizes[picked], sizes, stands_for)
         found[[index for index, _ in good]] = of_picked
+        counts[[index for index, _ in all_good]] = counts[[index for index, _ in good]][stands_for]
     if not found[:, 0].any() and texts:
         reasons.append("every target is masked: prompts fill max_length")
-    return found, n_encoded, reasons
+    return found, counts, n_encoded, reasons
 
 
 def _of_texts(texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe) -> tuple[NDArray[np.float64], int]:
@@ -191,19 +193,20 @@ def _of_texts(texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe) 
     for index, text in enumerate(texts):
         for part, is_target in text.segments:
             characters[index, int(is_target)] += len(part)
-    if recipe.train_on_prompt and recipe.task == "causal-lm":
+    task = task_of(recipe.task)
+    if recipe.train_on_prompt and task.predicts_next:
         characters = np.column_stack([characters[:, 0] * 0, characters.sum(axis=1)])
     picked, stands_for = _strata(characters.sum(axis=1).astype(np.int64), n_wanted)
     found = np.zeros((len(texts), 3))
     encode = Encoder(tokenizer, recipe.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt, version=recipe.version)
     for index, (ids, mask) in zip(picked, encode([texts[index] for index in picked]).examples(), strict=True):
         n_targets = int(mask.sum())
-        if n_targets == 0 and recipe.task != "classification":
+        if n_targets == 0 and task.scores_tokens:
             continue
-        found[index] = len(ids) - (n_targets if recipe.task == "seq2seq" else 0), n_targets, n_targets
-        if recipe.task == "causal-lm":
+        found[index] = len(ids) - (n_targets if task.is_pair else 0), n_targets, n_targets
+        if task.predicts_next:
             found[index, 2] = mask[: recipe.max_length].sum()
-    of_source = characters[:, 0] if recipe.task == "seq2seq" else characters.sum(axis=1)
+    of_source = characters[:, 0] if task.is_pair else characters.sum(axis=1)
     of_target = characters[:, 1]
     other = np.setdiff1d(np.arange(len(texts)), picked)
     if len(other):
@@ -213,11 +216,11 @@ def _of_texts(texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe) 
         rate = np.maximum(found[picked, 1] - 1, 0)[closed].sum() / max(1.0, of_target[picked][closed].sum())
         found[other, 1] = np.where(of_target[other] > 0, 1 + rate * of_target[other], 0)
         before = found[other, 0] - found[other, 1]  # of causal-lm, whose targets come last
-        within = recipe.max_length - np.maximum(before, 0) if recipe.task == "causal-lm" else found[other, 1]
+        within = recipe.max_length - np.maximum(before, 0) if task.predicts_next else found[other, 1]
         found[other, 2] = np.clip(within, 0, found[other, 1])
-    if recipe.task == "classification":
+    if not task.scores_tokens:
         found[:, 1:] = 0, 1
-    elif recipe.task == "causal-lm":
+    elif task.predicts_next:
         found[found[:, 2] < 0.5] = 0
         found[:, 1] = 0
     return found, len(picked)
@@ -243,7 +246,7 @@ def _population(source: Source) -> _Population:
         return read(source.path, source)
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise DataError(f"can't be read: {why}", where=source.name, to_do="bring the file back whole") from error
+        raise DataError(f"can't be read: {why}", where=source.name, to_do="it is damaged: copy it again") from error
 
 
 def _content(path: Path) -> tuple[bytes, float]:
@@ -355,7 +358,7 @@ def _parquet(path: Path, source: Source) -> _Population:
     except pyarrow.ArrowException as error:
         why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise DataError(
-            f"not a readable Parquet file: {why}", where=source.name, to_do="bring it back whole"
+            f"not a readable Parquet file: {why}", where=source.name, to_do="it is damaged: copy it again"
         ) from error
     sizes = bytes_of_rows(table)
 
@@ -460,7 +463,7 @@ def _from_json(folder: Path, specials: dict[str, str]) -> LightTokenizer:
         own = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises bare Exceptions
         raise DataError(
-            f"tokenizer.json can't be read: {error}", where=str(folder), to_do="bring the file back whole"
+            f"tokenizer.json can't be read: {error}", where=str(folder), to_do="it is damaged: copy it again"
         ) from error
     own.no_truncation()
     own.no_padding()
