@@ -1,0 +1,205 @@
+"""A merged model as one GGUF file, for llama.cpp, Ollama and LM Studio; and its weights read back from there.
+
+Names of tensors are those of the `gguf` package. Weights go through one at a time, so a model of any size needs the memory
+of its largest. Refuses, before a byte is written, what llama.cpp does not compute (`gguf_families`) or has no tokenizer for.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from farthing.errors import ModelError, UserMistake
+from farthing.export.gguf_families import Array, Family, family_of, lay_out, settings_of, taken_back
+from farthing.export.gguf_tokens import tokenizer_settings
+
+BITS = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+"""What is written here, by llama.cpp's names."""
+K_BITS = ("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k")
+"""What `llama-quantize` of llama.cpp writes."""
+QUANTIZER = "llama-quantize"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a GGUF file is made of but the weights."""
+
+    config: Any
+    family: Family
+    settings: dict[str, Any]
+    tensors: dict[str, Array]
+    notes: tuple[str, ...]
+
+
+def need_gguf() -> Any:
+    """The `gguf` package. Raises `UserMistake` that says how to get it."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise UserMistake(
+            "GGUF files are written with the package gguf, which is not installed",
+            where="--format gguf",
+            to_do="pip install 'farthing[gguf]'",
+        ) from error
+    return gguf
+
+
+def plan_gguf(config: Any, tokenizer: Any, task: str, bits: str, name: str) -> Plan:
+    """What will be written of a model by its configuration and tokenizer. Raises `UserMistake` for what can't be."""
+    gguf = need_gguf()
+    if bits in K_BITS and shutil.which(QUANTIZER) is None:
+        raise UserMistake(
+            f"{bits} is made by {QUANTIZER} of llama.cpp, which is not on PATH",
+            where=f"--bits {bits}",
+            to_do=f"install llama.cpp, or choose one of {', '.join(BITS)}",
+        )
+    text = config.get_text_config()
+    if text.model_type != config.model_type and config.model_type != "gemma3":
+        text = config  # a model of several parts, which is refused by its own name
+    family = family_of(text, task)
+    values, tensors, notes = settings_of(text, family)
+    tokens, more = tokenizer_settings(tokenizer, text.vocab_size)
+    more += ["only the text part is in the file; images need llama.cpp's mmproj file"] if text is not config else []
+    values |= {"vocab_size": text.vocab_size, "name": _name(name, tokenizer, family), **tokens}
+    values |= {"quantization_version": gguf.GGML_QUANT_VERSION, "file_type": _file_type(gguf, bits)}
+    return Plan(text, family, values, tensors, (*notes, *more))
+
+
+def _name(name: str, tokenizer: Any, family: Family) -> str:
+    """llama.cpp strips what follows the special tokens of models that are named phi-3, and of no others."""
+    strips = any(token.rstrip and token.special for token in tokenizer.added_tokens_decoder.values())
+    if strips and family.architecture == "phi3":
+        return f"{name} (phi-3)"
+    return name if strips else name.lower().replace("phi-3", "phi 3").replace("phi3", "phi 3")
+
+
+def _file_type(gguf: Any, bits: str) -> int:
+    names = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0", "Q4_0": "MOSTLY_Q4_0"}
+    return int(gguf.LlamaFileType[names[BITS.get(bits, "F32")]])
+
+
+def write_gguf(plan: Plan, source: Path, path: Path, bits: str) -> None:
+    """Write the merged model in `source` to `path`. Raises `ModelError` for weights that have no place, `OSError`."""
+    gguf = need_gguf()
+    whole = path.with_suffix(".whole.gguf") if bits in K_BITS else path
+    writer = gguf.GGUFWriter(whole, plan.family.architecture)
+    for name, value in plan.settings.items():
+        getattr(writer, f"add_{name}")(value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[plan.family.architecture.upper()], plan.config.num_hidden_layers)
+    weights = Weights(source)
+    written = [(name, _placed(name, names)) for name in weights.names]
+    written = [(name, place) for name, place in written if not _is_tied(name, plan)]
+    for name, place in written:
+        kind = _kind(gguf, place, weights.shape(name), bits)
+        shape = weights.shape(name)[::-1] if _is_turned(name, weights, plan) else weights.shape(name)
+        _announce(gguf, writer, place, shape, kind)
+    for name, values in plan.tensors.items():
+        _announce(gguf, writer, name, values.shape, gguf.GGMLQuantizationType.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, place in written:
+        kind = _kind(gguf, place, weights.shape(name), bits)
+        weight = lay_out(name, weights.read(name), plan.config, plan.family)
+        writer.write_tensor_data(_quantized(gguf, weight, kind))
+    for values in plan.tensors.values():
+        writer.write_tensor_data(np.ascontiguousarray(values))
+    writer.close()
+    if whole != path:
+        _make_k_quants(whole, path, bits)
+
+
+def _announce(gguf: Any, writer: Any, place: str, shape: tuple[int, ...], kind: Any) -> None:
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    n_bytes = int(np.prod(shape)) // block * block_bytes
+    writer.add_tensor_info(place, shape, np.dtype(np.float32), n_bytes, kind)
+
+
+def _quantized(gguf: Any, weight: Array, kind: Any) -> NDArray[Any]:
+    found: NDArray[Any] = gguf.quants.quantize(weight, kind)
+    return found
+
+
+def _placed(name: str, names: Any) -> str:
+    """llama.cpp's name of a weight. Raises `ModelError`."""
+    plain = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
+    place = names.get_name(plain, try_suffixes=(".weight", ".bias"))
+    if place is None:
+        raise ModelError(
+            "llama.cpp has no place for one of the weights", where=name, to_do="use --format merged for this model"
+        )
+    return str(place)
+
+
+def _kind(gguf: Any, place: str, shape: tuple[int, ...], bits: str) -> Any:
+    """Vectors and positions stay F32. What has no whole blocks stays F16; embeddings and the output layer are coarser by
+    8 bits at most, as they are hurt most."""
+    kinds = gguf.GGMLQuantizationType
+    if len(shape) < 2 or place.startswith("position_embd"):
+        return kinds.F32
+    kind = kinds[BITS.get(bits, "F32")]
+    if kind == kinds.Q4_0 and place in ("token_embd.weight", "output.weight"):
+        kind = kinds.Q8_0
+    return kinds.F16 if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
+
+
+def _is_tied(name: str, plan: Plan) -> bool:
+    """llama.cpp takes the embeddings for an output layer that is not in the file."""
+    return name == "lm_head.weight" and bool(plan.config.tie_word_embeddings)
+
+
+def _is_turned(name: str, weights: Weights, plan: Plan) -> bool:
+    return plan.family.conv_weights and (".attn." in name or ".mlp." in name) and len(weights.shape(name)) == 2
+
+
+def _make_k_quants(whole: Path, path: Path, bits: str) -> None:
+    done = subprocess.run(
+        [QUANTIZER, str(whole), str(path), bits.upper()], capture_output=True, text=True, errors="replace", check=False
+    )
+    whole.unlink(missing_ok=True)
+    if done.returncode or not path.exists():
+        raise ModelError(
+            f"{QUANTIZER} ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-200:]}",
+            where=f"--bits {bits}",
+            to_do="choose --bits q8_0 or q4_0, or install another version of llama.cpp",
+        )
+
+
+class Weights:
+    """The weights in a folder of safetensors files, read one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
+        self._of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+        self.names = [name for name in sorted(self._of) if not any(part in name for part in ("vision_tower", "projector"))]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one weight."""
+        return tuple(self._of[name].get_slice(name).get_shape())
+
+    def read(self, name: str) -> Array:
+        """One weight in fp32."""
+        return self._of[name].get_tensor(name).float().numpy()
+
+
+def read_back(plan: Plan, path: Path, source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight of a GGUF file by its name in transformers, in fp32: what llama.cpp will compute with."""
+    gguf = need_gguf()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[plan.family.architecture.upper()], plan.config.num_hidden_layers)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    weights = Weights(source)
+    for name in weights.names:
+        tensor = stored.get(_placed(name, names))
+        if tensor is None:
+            continue  # tied
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        yield name, torch.from_numpy(taken_back(name, values, plan.config, plan.family).copy())
