@@ -14,7 +14,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-import farthing.export
+import farthing.export.folders
 import farthing.train.run
 import workshop
 from farthing.cli import main
@@ -23,7 +23,7 @@ from farthing.durability.exported import damage_of
 from farthing.durability.run_folder import keep_job, kept_job
 from farthing.errors import Interrupted, ModelError, UserMistake
 from farthing.events import Event, Exported, StepTaken
-from farthing.export import export_run
+from farthing.export.folders import export_run
 from farthing.model.adapters import break_ties
 from farthing.model.load import auto_class
 from workshop import Heard, make_job
@@ -177,7 +177,7 @@ def test_a_merged_model_that_answers_otherwise_is_refused_and_not_kept(
     method = {"name": "lora", "target_modules": ["q_proj", "embed_tokens"]}
     job = make_job(tmp_path, method=method, pretrained=True, learning_rate=0.05)
     workshop.train(job)
-    monkeypatch.setattr(farthing.export, "break_ties", lambda *_: False)
+    monkeypatch.setattr(farthing.export.folders, "break_ties", lambda *_: False)
     before = sorted(os.listdir(tmp_path))
     with pytest.raises(ModelError, match="does not answer as the trained model does"):
         export_run(Path(job.output_dir), tmp_path / "merged", "merged", dtype)
@@ -186,7 +186,7 @@ def test_a_merged_model_that_answers_otherwise_is_refused_and_not_kept(
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "data.jsonl").unlink()  # without the run's examples it is checked with others
     export_run(Path(job.output_dir), tmp_path / "merged", "merged", dtype)
-    monkeypatch.setattr(farthing.export, "break_ties", lambda *_: False)
+    monkeypatch.setattr(farthing.export.folders, "break_ties", lambda *_: False)
     with pytest.raises(ModelError, match="does not answer"):
         export_run(Path(job.output_dir), tmp_path / "again", "merged", dtype)
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForSeq2SeqLM
 
 from farthing.durability.exported import seal_export
 from farthing.errors import ModelError
-from farthing.export import GENERATION_CONFIG, export_run
+from farthing.export.folders import GENERATION_CONFIG, export_run
 from test_alone import CODES, small, speaking
 from workshop import make_folder, make_job, train
 

@@ -20,7 +20,7 @@ from farthing.cli import main
 from farthing.data.packing import collate_flat
 from farthing.errors import ModelError
 from farthing.events import Event, Restored, StepTaken
-from farthing.export import export_run
+from farthing.export.folders import export_run
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.attention import go_flat
 from farthing.model.documents import flat_batch

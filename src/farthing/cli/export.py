@@ -1,21 +1,30 @@
-"""`farthing export`: the trained model of a run as an adapter or merged. Changes nothing in the run folder."""
+"""`farthing export`: the trained model of a run as an adapter, merged, or in fewer bits. Changes nothing in the run folder."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from farthing.cli.console import print_json
 from farthing.errors import EXIT_FINISHED, UserMistake
 from farthing.printable import printable
+
+WHOLE = ("adapter", "merged")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing export`."""
     parser.add_argument("folder", help="run folder (output_dir)")
     parser.add_argument("--output", required=True, help="new folder for the model")
-    parser.add_argument("--format", choices=("adapter", "merged"), default="merged")
+    parser.add_argument("--format", choices=(*WHOLE, "gguf", "fp8", "w8a16", "w4a16"), default="merged")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the merged weights")
+    parser.add_argument("--bits", help="of a GGUF file: f32, f16, bf16, q8_0 (default), q4_0, or with llama.cpp q4_k_m ...")
+    parser.add_argument(
+        "--max-kl", type=float, metavar="NATS", help="most divergence from the merged model that is kept (default 0.1)"
+    )
+    parser.add_argument("--force", action="store_true", help="keep the model however far it is from the merged one")
+    parser.add_argument("--data", metavar="FILE", help="examples to judge it on, instead of the run's held-out ones")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the code that comes with the base model, as the job does"
     )
@@ -27,19 +36,48 @@ def run(arguments: argparse.Namespace) -> int:
     run = Path(arguments.folder)
     if not run.is_dir():
         raise UserMistake("no such run folder", where=str(run), to_do="name the output_dir of a job")
-    from farthing.export import export_run
-
-    written = export_run(
-        run,
-        Path(arguments.output),
-        arguments.format,
-        arguments.dtype,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    _refuse_options(arguments)
+    written = _write(run, arguments)
     if arguments.json:
         print_json(written)
-    else:
-        from farthing.units import say_bytes
+        return EXIT_FINISHED
+    from farthing.units import say_bytes
 
-        print(f"wrote {printable(written['folder'])} ({written['format']}, {say_bytes(written['bytes'])})")
+    print(f"wrote {printable(written['folder'])} ({written['format']}, {say_bytes(written['bytes'])})")
+    for line in (written.get("method"), written.get("judged_in_words"), *written.get("notes", ())):
+        if line:
+            print(f"  {printable(line)}")
     return EXIT_FINISHED
+
+
+def _refuse_options(arguments: argparse.Namespace) -> None:
+    """Raises `UserMistake` for options that the format has not."""
+    given = {
+        "--bits": arguments.bits is not None and arguments.format != "gguf",
+        "--dtype": arguments.dtype is not None and arguments.format != "merged",
+        "--max-kl": arguments.max_kl is not None and arguments.format in WHOLE,
+        "--force": arguments.force and arguments.format in WHOLE,
+        "--data": arguments.data is not None and arguments.format in WHOLE,
+    }
+    for name, is_odd in given.items():
+        if is_odd:
+            raise UserMistake(f"--format {arguments.format} has no {name}", where=name, to_do="leave it out")
+    if arguments.max_kl is not None and not arguments.max_kl >= 0:
+        raise UserMistake("a limit is 0 or more", where="--max-kl", to_do="e.g. --max-kl 0.1")
+
+
+def _write(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    output, trust = Path(arguments.output), arguments.trust_remote_code
+    if arguments.format in WHOLE:
+        from farthing.export.folders import export_run
+
+        return export_run(run, output, arguments.format, arguments.dtype, trust_remote_code=trust)
+    from farthing.after.quantized import MOST_KL, Wish, export_quantized
+    from farthing.export.gguf_file import BITS, K_BITS
+
+    bits = (arguments.bits or "q8_0").lower()
+    if bits not in (*BITS, *K_BITS):
+        raise UserMistake(f"there is no {bits!r}", where="--bits", to_do=f"use one of {', '.join((*BITS, *K_BITS))}")
+    max_kl = MOST_KL if arguments.max_kl is None else arguments.max_kl
+    data = None if arguments.data is None else Path(arguments.data)
+    return export_quantized(run, output, Wish(arguments.format, bits, max_kl, arguments.force, data, trust))

@@ -64,7 +64,7 @@ def export_model(folder: Path, model: Any, tokenizer: Any, receipt: Receipt, ste
                     inner.generation_config.save_pretrained(draft)
         finally:
             model.config.use_cache = False
-        _save_tokenizer(tokenizer, draft)
+        save_tokenizer(tokenizer, draft)
         (draft / CARD).write_text(model_card(receipt, step, is_merged=False), encoding="utf-8")
         seal_export(draft)
 
@@ -75,10 +75,10 @@ def write_card(run: Path, receipt: Receipt) -> None:
     """Bring the card of a run's exported model up to its receipt. Nothing is done where no model is. Raises `OSError`."""
     folder = run / MODEL
     if folder.is_dir() and not folder.is_symlink():
-        write_text(folder / CARD, model_card(receipt, _step_of(receipt), is_merged=False))
+        write_text(folder / CARD, model_card(receipt, step_of(receipt), is_merged=False))
 
 
-def _step_of(receipt: Receipt) -> int:
+def step_of(receipt: Receipt) -> int:
     return receipt.exported_step or receipt.steps
 
 
@@ -91,7 +91,7 @@ def _in_one_order(path: Path) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Without the truncation and padding that the last call asked it for: those are of one attempt, not of the model. With
     the templates that it has beside the one for chats, for tools or documents."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -109,6 +109,26 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
         tokenizer.chat_template = used
 
 
+def whole_model(run: Path) -> Path:
+    """The folder of a run's model. Raises `UserMistake` where there is none, or a damaged one."""
+    source = run / MODEL
+    if not source.is_dir():
+        raise UserMistake("this run has exported no model yet", where=str(run), to_do="finish it with `farthing train`")
+    if damage := damage_of(run):
+        raise UserMistake(
+            f"the run's model is damaged: {damage}",
+            where=str(source),
+            to_do="run `farthing train` with its job again: it writes the model again from the checkpoint",
+        )
+    return source
+
+
+def refuse_used(folder: Path) -> None:
+    """Raises `UserMistake` where something is in the folder already."""
+    if folder.exists() and any(folder.iterdir()):
+        raise UserMistake("the folder is not empty", where=str(folder), to_do="name a new one with --output")
+
+
 def export_run(
     run: Path, folder: Path, form: str, dtype: str | None = None, *, trust_remote_code: bool = False
 ) -> dict[str, Any]:
@@ -119,17 +139,8 @@ def export_run(
     model that was written does not answer as the trained one.
     """
     quiet_libraries()
-    source = run / MODEL
-    if not source.is_dir():
-        raise UserMistake("this run has exported no model yet", where=str(run), to_do="finish it with `farthing train`")
-    if folder.exists() and any(folder.iterdir()):
-        raise UserMistake("the folder is not empty", where=str(folder), to_do="name a new one with --output")
-    if damage := damage_of(run):
-        raise UserMistake(
-            f"the run's model is damaged: {damage}",
-            where=str(source),
-            to_do="run `farthing train` with its job again: it writes the model again from the checkpoint",
-        )
+    source = whole_model(run)
+    refuse_used(folder)
     is_adapter = (source / ADAPTER_CONFIG).exists()
     if form == "adapter":
         if not is_adapter:
@@ -149,10 +160,10 @@ def _copy_adapter(run: Path, source: Path, draft: Path) -> None:
     if (draft / "config.json").exists():
         (draft / "config.json").rename(draft / MODEL_CONFIG)
     receipt = build_receipt(run)
-    (draft / CARD).write_text(model_card(receipt, _step_of(receipt), is_merged=False), encoding="utf-8")
+    (draft / CARD).write_text(model_card(receipt, step_of(receipt), is_merged=False), encoding="utf-8")
 
 
-def _job_of(run: Path, trust_remote_code: bool) -> dict[str, Any]:
+def trusted_job(run: Path, trust_remote_code: bool) -> dict[str, Any]:
     """The job of a run. Raises `RunDamaged`, and `UserMistake` where it needs code that nobody has said to trust."""
     job = kept_job(run)
     if job["model"]["trust_remote_code"] and not trust_remote_code:
@@ -164,10 +175,24 @@ def _job_of(run: Path, trust_remote_code: bool) -> dict[str, Any]:
     return job
 
 
-def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool) -> None:
-    import peft
+def trained_model(run: Path, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False) -> Any:
+    """The model of a run in evaluation mode: an adapter on its base, or the whole. Raises as `export_run` does."""
+    source = whole_model(run)
+    job = trusted_job(run, trust_remote_code)
+    if (source / ADAPTER_CONFIG).exists():
+        return _adapted(job, source, dtype, trust_remote_code)
+    auto = auto_class(job["task"])
+    trust = {"trust_remote_code": trust_remote_code}
+    return auto.from_pretrained(source, use_safetensors=True, dtype=dtype, **trust).eval()
 
-    job = _job_of(run, trust_remote_code)
+
+def untrained_model(run: Path, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False) -> Any:
+    """What the run began with, in evaluation mode; a head that the base has not is drawn as it was. Raises `ModelError`."""
+    job = trusted_job(run, trust_remote_code)
+    return _base_of(job, tuned_config(whole_model(run)), dtype, trust_remote_code).eval()
+
+
+def _base_of(job: dict[str, Any], tuned: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool) -> Any:
     section = job["model"]
     choice = ModelChoice(
         section["model_name_or_path"],
@@ -177,16 +202,22 @@ def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remot
         None,  # the attention of the job may need a GPU, and is none of the weights
         trust_remote_code,
     )
-    tuned = _tuned_config(source)
-    base = load_model(
+    return load_model(
         choice,
         load_config(choice),
         job["task"],
-        dtype=getattr(torch, dtype or "float32"),
+        dtype=dtype,
         seed=job["train"]["seed"],
         label_names=() if task_of(job["task"]).labels is None else _label_names(tuned),
         pad_id=tuned.get("pad_token_id"),
     )
+
+
+def _adapted(job: dict[str, Any], source: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """The adapter in `source` on its base."""
+    import peft
+
+    base = _base_of(job, tuned_config(source), dtype, trust_remote_code)
     if (source / GENERATION_CONFIG).exists():
         base.generation_config = GenerationConfig.from_pretrained(source)
     elif language := job["data"].get("target_lang"):  # an adapter of an older farthing
@@ -197,16 +228,23 @@ def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remot
         break_ties(base, weights.keys())
     with warnings.catch_warnings():  # of an output layer that is no longer tied to the embedding: it is saved beside it
         warnings.simplefilter("ignore")
-        model = peft.PeftModel.from_pretrained(base, source).eval()
-        tokenizer = load_tokenizer(ModelChoice(str(source)), None)
-        examples = check_examples(job, tokenizer, model.config.get_text_config().vocab_size)
-        expected = answers(model, examples)
+        return peft.PeftModel.from_pretrained(base, source).eval()
+
+
+def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool) -> None:
+    job = trusted_job(run, trust_remote_code)
+    model = _adapted(job, source, getattr(torch, dtype or "float32"), trust_remote_code)
+    tokenizer = load_tokenizer(ModelChoice(str(source)), None)
+    examples = check_examples(job, tokenizer, model.config.get_text_config().vocab_size)
+    expected = answers(model, examples)
+    with warnings.catch_warnings():  # of weights that are no longer tied
+        warnings.simplefilter("ignore")
         model = model.merge_and_unload()
     _write_whole(run, model, tokenizer, folder, lambda draft: _check(draft, job, examples, expected, trust_remote_code))
 
 
 def _recast(run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool) -> None:
-    job = _job_of(run, trust_remote_code)
+    job = trusted_job(run, trust_remote_code)
     wanted = getattr(torch, dtype) if dtype else "auto"
     auto, trust = auto_class(job["task"]), {"trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(ModelChoice(str(source)), None)
@@ -227,7 +265,7 @@ def _check(
     refuse_other_answers(answers(written, examples), expected, written.dtype, job["model"]["model_name_or_path"])
 
 
-def _tuned_config(source: Path) -> dict[str, Any]:
+def tuned_config(source: Path) -> dict[str, Any]:
     """The configuration of the whole model as it stands beside an adapter. Raises `ModelError`."""
     path = source / MODEL_CONFIG
     if not path.exists():
@@ -257,8 +295,8 @@ def _write_whole(run: Path, model: Any, tokenizer: Any, folder: Path, check: Cal
     def fill(draft: Path) -> None:
         model.config.use_cache = True
         model.save_pretrained(draft, safe_serialization=True)
-        _save_tokenizer(tokenizer, draft)
-        (draft / CARD).write_text(model_card(receipt, _step_of(receipt), is_merged=True), encoding="utf-8")
+        save_tokenizer(tokenizer, draft)
+        (draft / CARD).write_text(model_card(receipt, step_of(receipt), is_merged=True), encoding="utf-8")
         model.to("meta")  # its memory is for the copy that is read back
         check(draft)
 

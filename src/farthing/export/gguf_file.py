@@ -62,16 +62,12 @@ def plan_gguf(config: Any, tokenizer: Any, task: str, bits: str, name: str) -> P
             where=f"--bits {bits}",
             to_do=f"install llama.cpp, or choose one of {', '.join(BITS)}",
         )
-    text = config.get_text_config()
-    if text.model_type != config.model_type and config.model_type != "gemma3":
-        text = config  # a model of several parts, which is refused by its own name
-    family = family_of(text, task)
-    values, tensors, notes = settings_of(text, family)
-    tokens, more = tokenizer_settings(tokenizer, text.vocab_size)
-    more += ["only the text part is in the file; images need llama.cpp's mmproj file"] if text is not config else []
-    values |= {"vocab_size": text.vocab_size, "name": _name(name, tokenizer, family), **tokens}
+    family = family_of(config, task)
+    values, tensors, notes = settings_of(config, family)
+    tokens, more = tokenizer_settings(tokenizer, config.vocab_size)
+    values |= {"vocab_size": config.vocab_size, "name": _name(name, tokenizer, family), **tokens}
     values |= {"quantization_version": gguf.GGML_QUANT_VERSION, "file_type": _file_type(gguf, bits)}
-    return Plan(text, family, values, tensors, (*notes, *more))
+    return Plan(config, family, values, tensors, (*notes, *more))
 
 
 def _name(name: str, tokenizer: Any, family: Family) -> str:
@@ -97,7 +93,6 @@ def write_gguf(plan: Plan, source: Path, path: Path, bits: str) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[plan.family.architecture.upper()], plan.config.num_hidden_layers)
     weights = Weights(source)
     written = [(name, _placed(name, names)) for name in weights.names]
-    written = [(name, place) for name, place in written if not _is_tied(name, plan)]
     for name, place in written:
         kind = _kind(gguf, place, weights.shape(name), bits)
         shape = weights.shape(name)[::-1] if _is_turned(name, weights, plan) else weights.shape(name)
@@ -131,8 +126,7 @@ def _quantized(gguf: Any, weight: Array, kind: Any) -> NDArray[Any]:
 
 def _placed(name: str, names: Any) -> str:
     """llama.cpp's name of a weight. Raises `ModelError`."""
-    plain = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
-    place = names.get_name(plain, try_suffixes=(".weight", ".bias"))
+    place = names.get_name(name, try_suffixes=(".weight", ".bias"))
     if place is None:
         raise ModelError(
             "llama.cpp has no place for one of the weights", where=name, to_do="use --format merged for this model"
@@ -150,11 +144,6 @@ def _kind(gguf: Any, place: str, shape: tuple[int, ...], bits: str) -> Any:
     if kind == kinds.Q4_0 and place in ("token_embd.weight", "output.weight"):
         kind = kinds.Q8_0
     return kinds.F16 if shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
-
-
-def _is_tied(name: str, plan: Plan) -> bool:
-    """llama.cpp takes the embeddings for an output layer that is not in the file."""
-    return name == "lm_head.weight" and bool(plan.config.tie_word_embeddings)
 
 
 def _is_turned(name: str, weights: Weights, plan: Plan) -> bool:
@@ -180,7 +169,7 @@ class Weights:
     def __init__(self, folder: Path) -> None:
         self._files = [safe_open(path, framework="pt") for path in sorted(folder.glob("*.safetensors"))]
         self._of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
-        self.names = [name for name in sorted(self._of) if not any(part in name for part in ("vision_tower", "projector"))]
+        self.names = sorted(self._of)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of one weight."""
@@ -198,8 +187,6 @@ def read_back(plan: Plan, path: Path, source: Path) -> Iterator[tuple[str, torch
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     weights = Weights(source)
     for name in weights.names:
-        tensor = stored.get(_placed(name, names))
-        if tensor is None:
-            continue  # tied
+        tensor = stored[_placed(name, names)]
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         yield name, torch.from_numpy(taken_back(name, values, plan.config, plan.family).copy())

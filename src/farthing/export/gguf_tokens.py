@@ -33,7 +33,7 @@ SPLITS = {
 """Steps of a pre-tokenizer -> llama.cpp's name of it, and its name where whole words of the vocabulary are not merged."""
 
 
-def tokenizer_settings(tokenizer: Any, n_rows: int, n_used: int | None = None) -> tuple[dict[str, Any], list[str]]:
+def tokenizer_settings(tokenizer: Any, n_rows: int) -> tuple[dict[str, Any], list[str]]:
     """(settings by the name of the method of `gguf.GGUFWriter`, what is to be said) for a model that embeds `n_rows` tokens.
 
     Raises `UserMistake` for a tokenizer that llama.cpp does not have.
@@ -151,10 +151,16 @@ def _sentence_piece(
         -float(made[text][0]) if text in made else 0.0 if len(text) == 1 or kind != NORMAL else NEVER
         for text, kind in zip(tokens, kinds, strict=True)
     ]
-    begins = _begins_with_space(tokenizer, "")
-    notes = []
-    if tokenizer.eos_token and begins != _begins_with_space(tokenizer, tokenizer.eos_token):
-        notes.append("llama.cpp puts a space before texts that follow a special token, as the tokenizer does not")
+    begins, notes = _begins_with_space(tokenizer, ""), []
+    if begins and not _begins_with_space(tokenizer, tokenizer.eos_token or ""):
+        begins = tokenizer.chat_template is None  # a chat begins with a special token
+        notes.append(
+            "llama.cpp puts a space before texts that follow a special token, as the tokenizer does not"
+            if begins
+            else "llama.cpp puts no space before a text outside a chat, as the tokenizer does"
+        )
+    if begins and tokenizer(" a")["input_ids"] == tokenizer("a")["input_ids"]:
+        notes.append("llama.cpp keeps the space that a text begins with, the tokenizer does not")
     return {
         "tokenizer_model": "llama", "tokenizer_pre": "default", "token_scores": scores, "add_space_prefix": begins,
     }, notes  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from farthing.units import digits_of, plural, say_bytes, say_count
 _BEFORE_TASKS = CAUSAL_LM.name  # what the job of an older run is of, that names none
 
 
-def model_card(receipt: Receipt, step: int, *, is_merged: bool) -> str:
-    """Markdown with the metadata block that the Hub reads. Local paths are shortened to their last part."""
+def model_card(receipt: Receipt, step: int, *, is_merged: bool, in_form: Sequence[str] = ()) -> str:
+    """Markdown with the metadata block that the Hub reads. Local paths are shortened to their last part.
+
+    `in_form`: the lines of a section on a form that transformers does not have it in.
+    """
     job = receipt.job or {}
     task, method = job.get("task", _BEFORE_TASKS), (job.get("method") or {}).get("name", "full")
     base = (job.get("model") or {}).get("model_name_or_path", "unknown")
@@ -70,6 +74,7 @@ def model_card(receipt: Receipt, step: int, *, is_merged: bool) -> str:
             for name, row in classes.items()
         ]
     lines += _how_to_load(receipt, shown) if is_adapter else []
+    lines += in_form
     lines += _bill(receipt)
     return "\n".join([*meta, *lines]) + "\n"
 

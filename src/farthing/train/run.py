@@ -55,7 +55,7 @@ from farthing.errors import (
     UserMistake,
 )
 from farthing.events import Emit, Note, Warned, Working
-from farthing.export import write_card
+from farthing.export.folders import write_card
 from farthing.model.hardware import (
     Numerics,
     choose_numerics,

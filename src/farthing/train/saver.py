@@ -14,7 +14,7 @@ from farthing.durability.files import Damaged
 from farthing.durability.run_folder import LOG, MODEL
 from farthing.errors import NoSpace, RunDamaged
 from farthing.events import Exported, Note, Restored, Saved, Working
-from farthing.export import export_model
+from farthing.export.folders import export_model
 from farthing.model.adapters import put_back, trained_tensors
 from farthing.report.receipt import build_receipt
 from farthing.train.attempt import Attempt

@@ -1,0 +1,101 @@
+"""The held-out examples of a run that has ended, or those of another file, tokenized as the run's were."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.config.job import Job
+from farthing.data.token_set import TokenSet
+from farthing.errors import UserMistake
+from farthing.events import Emit, ignore
+from farthing.export.folders import trusted_job
+from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics, choose_numerics
+from farthing.planner.software import fp16_risk
+from farthing.train.evaluate import evaluate
+from farthing.train.setup import Inputs, open_examples, open_inputs
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Examples that a run was not trained on, or, where it held none out and none were given, some that it was."""
+
+    job: Job
+    inputs: Inputs
+    tokens: TokenSet
+    indices: NDArray[np.int64]
+    what: str
+    """In words."""
+
+    @property
+    def sha256(self) -> str:
+        """Identity of the tokens, and of which are taken."""
+        digest = hashlib.sha256(self.tokens.content_sha256.encode())
+        digest.update(np.ascontiguousarray(self.indices).tobytes())
+        return digest.hexdigest()
+
+    def numerics(self) -> Numerics:
+        """What the run computed in, or what this machine has."""
+        train = self.job.train
+        asked = self.job.where.device, train.bf16, train.fp16, train.tf32, train.full_determinism
+        return choose_numerics(*asked, fp16_risk(self.inputs.config.to_dict()))
+
+    def measure(
+        self, model: Any, numerics: Numerics, *, generates: bool = False, emit: Any = lambda done, total: None
+    ) -> dict[str, Any]:
+        """Loss and the task's metrics of a model, in the run's own batches of evaluation."""
+        model.to(numerics.device)
+        forward = Forward(
+            model,
+            self.job.task,
+            self.inputs.pad_id,
+            numerics,
+            may_go_flat=self.job.model.attn_implementation is None,
+        )
+        longest = int(self.tokens.lengths[self.indices].max())
+        return evaluate(
+            forward,
+            self.tokens,
+            self.indices,
+            tokenizer=self.inputs.tokenizer,
+            most_tokens=self.job.train.per_device_eval_batch_size * longest,
+            max_new_tokens=self.job.data.max_target_length if generates else 0,
+            progress=emit,
+        )
+
+
+def held_out_of(
+    run: Path, data: Path | None = None, most: int | None = None, *, trust_remote_code: bool = False, emit: Emit = ignore
+) -> HeldOut:
+    """At most `most` held-out examples, evenly spread over all; of the file `data` where it is given.
+
+    Raises `UserMistake` and `DataError` where the run's data is gone, or is another.
+    """
+    values = trusted_job(run, trust_remote_code)
+    try:
+        job = Job.model_validate(values)
+    except ValueError as error:
+        raise UserMistake(
+            "its job is that of another version of farthing", where=str(run), to_do="use the version that trained it"
+        ) from error
+    if data is not None:
+        if not data.exists():
+            raise UserMistake("no such file", where=str(data), to_do="check --data")
+        own = job.data.model_copy(update={"eval": [str(data.resolve())], "eval_fraction": 0.0, "max_eval_samples": None})
+        job = job.model_copy(update={"data": own})
+    inputs = open_inputs(job, emit)
+    train, held = open_examples(job, inputs, emit, lambda: False)
+    what = "held-out examples" if held is not None else "training examples, as the run held none out"
+    chosen = held if held is not None else train
+    if data is not None:
+        what = f"examples of {data.name}"
+    indices = chosen.indices
+    if most is not None and len(indices) > most:
+        indices = indices[np.linspace(0, len(indices) - 1, most).round().astype(np.int64)]
+    return HeldOut(job, inputs, chosen.tokens, indices, f"{len(indices):,} {what}")

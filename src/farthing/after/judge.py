@@ -1,0 +1,87 @@
+"""Whether a model with fewer bits still says what the merged one says: measured on examples that neither was trained on.
+
+Of every target (a token, or an example's class) the divergence KL(merged || compressed) in nats, and how often both choose the
+same. Refuses to decide what is too much: that is the caller's limit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from farthing.after.held_out import HeldOut
+from farthing.data.batches import collate
+from farthing.tasks.registry import task_of
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a compressed model is from the merged one."""
+
+    mean_kl: float
+    """Nats a target; infinite where the compressed model answers with numbers that are not finite."""
+    top1_agreement: float
+    n_examples: int
+    n_targets: int
+    examples: str
+    merged: dict[str, float]
+    """The task's metrics of the merged model."""
+    compressed: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in `export.json`."""
+        finite = math.isfinite(self.mean_kl)
+        return asdict(self) | {"mean_kl": self.mean_kl if finite else None}
+
+    def in_words(self) -> str:
+        """One line."""
+        pairs = [f"{name} {self.merged[name]:.4f} -> {self.compressed[name]:.4f}" for name in self.compressed]
+        return (
+            f"KL {self.mean_kl:.5f}, same first choice {self.top1_agreement:.2%} on {self.examples} "
+            f"({self.n_targets:,} targets); {', '.join(pairs)}"
+        )
+
+
+def judge(merged: Any, compressed: Any, held_out: HeldOut) -> Verdict:
+    """Hold `compressed` against `merged`, both on the device and in the dtype that they were loaded in."""
+    total, agreed, n = 0.0, 0, 0
+    for index in held_out.indices:
+        batch = _batch(held_out, int(index))
+        expected, found = (_scores(model, batch, held_out.job.task) for model in (merged, compressed))
+        p, q = expected.log_softmax(-1), found.log_softmax(-1)
+        total += float((p.exp() * (p - q)).sum())
+        agreed += int((expected.argmax(-1) == found.argmax(-1)).sum())
+        n += len(expected)
+    metrics = [_numbers(held_out.measure(model, held_out.numerics())) for model in (merged, compressed)]
+    kl = max(0.0, total / n) if math.isfinite(total) else math.inf
+    return Verdict(kl, agreed / n, len(held_out.indices), n, held_out.what, *metrics)
+
+
+def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if isinstance(value, float)}
+
+
+def _batch(held_out: HeldOut, index: int) -> dict[str, Tensor]:
+    """One example as the model takes it, with its labels."""
+    arrays = collate(held_out.tokens, np.array([index]), held_out.job.task, held_out.inputs.pad_id)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+@torch.no_grad()
+def _scores(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
+    """Logits [targets, V] in fp64, or [1, C] of a classifier."""
+    labels = batch["labels"]
+    given = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    of = task_of(task)
+    if not of.is_pair:
+        given.pop("labels")
+    logits = model(**given).logits[0].double().cpu()
+    if of.labels is not None:
+        return logits[None]
+    wanted = labels[0] >= 0
+    return logits[:-1][wanted[1:]] if of.predicts_next else logits[wanted]

@@ -1,0 +1,135 @@
+"""A run's model in fewer bits, judged before it is kept: GGUF files and compressed-tensors folders.
+
+The model is merged first, into a folder that goes away again; what was written is read back and held against it on held-out
+examples of the run. Refuses what moves the answers by more than the limit, unless it is forced.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from farthing.after.held_out import held_out_of
+from farthing.after.judge import Verdict, judge
+from farthing.durability.exported import CARD
+from farthing.durability.files import install_folder
+from farthing.errors import ModelError, UserMistake
+from farthing.export.compressed import plan_compressed, write_compressed
+from farthing.export.folders import (
+    GENERATION_CONFIG,
+    MODEL_CONFIG,
+    export_run,
+    refuse_used,
+    save_tokenizer,
+    step_of,
+    trusted_job,
+    whole_model,
+)
+from farthing.export.gguf_file import plan_gguf, read_back, write_gguf
+from farthing.export.modelfile import modelfile
+from farthing.model.load import ModelChoice, auto_class, load_tokenizer, quiet_libraries
+from farthing.report.card import model_card
+from farthing.report.receipt import build_receipt
+
+FORMATS = ("gguf", "fp8", "w8a16", "w4a16")
+MOST_EXAMPLES = 200
+MOST_KL = 0.1
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for."""
+
+    form: str
+    """One of `FORMATS`."""
+    bits: str = "q8_0"
+    """Of a GGUF file."""
+    max_kl: float = MOST_KL
+    is_forced: bool = False
+    """Keep it whatever the judgement, or without one where the data is gone."""
+    data: Path | None = None
+    """Examples to judge on, instead of the run's own."""
+    trust_remote_code: bool = False
+
+
+def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
+    """Write the run's model to the new `folder` as wished; returns what was written and how it was judged.
+
+    Raises `UserMistake` before a byte is written for what the form can't hold, `ModelError` for a judgement above the limit.
+    """
+    quiet_libraries()
+    refuse_used(folder)
+    source = whole_model(run)
+    job = trusted_job(run, wish.trust_remote_code)
+    tokenizer = load_tokenizer(ModelChoice(str(source)), None)
+    beside = source / MODEL_CONFIG
+    config = AutoConfig.from_pretrained(beside if beside.exists() else source, trust_remote_code=wish.trust_remote_code)
+    name = run.resolve().name
+    gguf = plan_gguf(config, tokenizer, job["task"], wish.bits, name) if wish.form == "gguf" else None
+    group = 0 if gguf else plan_compressed(config, wish.form)
+    held_out = None
+    try:
+        held_out = held_out_of(run, wish.data, MOST_EXAMPLES, trust_remote_code=wish.trust_remote_code)
+    except UserMistake:
+        if not wish.is_forced:
+            raise
+    said: dict[str, Any] = {"folder": str(folder), "format": wish.form, "bits": wish.bits if gguf else None}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
+        merged_folder = Path(work) / "merged"
+        export_run(run, merged_folder, "merged", trust_remote_code=wish.trust_remote_code)
+
+        def load(place: Path) -> Any:
+            auto, trust = auto_class(job["task"]), {"trust_remote_code": wish.trust_remote_code}
+            return auto.from_pretrained(place, use_safetensors=True, dtype="auto", **trust).eval()
+
+        def fill(draft: Path) -> None:
+            if gguf:
+                path = draft / "model.gguf"
+                write_gguf(gguf, merged_folder, path, wish.bits)
+                said.update(method=f"GGUF {wish.bits}", notes=list(gguf.notes))
+                compressed = load(merged_folder)
+                compressed.load_state_dict(dict(read_back(gguf, path, merged_folder)), strict=False)
+                stops = (merged_folder / GENERATION_CONFIG).exists() and compressed.generation_config
+                text, notes = modelfile(tokenizer, stops or None)
+                (draft / "Modelfile").write_text(text, encoding="utf-8")
+                said["notes"] += notes
+            else:
+                said.update(method=write_compressed(load(merged_folder), draft, wish.form, group), notes=[])
+                save_tokenizer(tokenizer, draft)
+                compressed = load(draft)
+            verdict = None if held_out is None else judge(load(merged_folder), compressed, held_out)
+            said["judged"] = None if verdict is None else verdict.to_json()
+            said["judged_in_words"] = "not judged: its data is gone" if verdict is None else verdict.in_words()
+            _refuse_far(verdict, wish)
+            (draft / "export.json").write_text(json.dumps(said, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            receipt = build_receipt(run)
+            card = model_card(receipt, step_of(receipt), is_merged=True, in_form=_on_card(said, verdict))
+            (draft / CARD).write_text(card, encoding="utf-8")
+
+        install_folder(folder, fill)
+    said["bytes"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return said
+
+
+def _refuse_far(verdict: Verdict | None, wish: Wish) -> None:
+    """Raises `ModelError` for a model that answers otherwise than the merged one."""
+    if verdict is None or wish.is_forced or verdict.mean_kl <= wish.max_kl:
+        return
+    raise ModelError(
+        f"it answers otherwise than the merged model; nothing was kept: {verdict.in_words()}",
+        where=f"--max-kl {wish.max_kl:g}",
+        to_do="choose more bits (--bits q8_0, --format w8a16), or keep it as it is with --force",
+    )
+
+
+def _on_card(said: dict[str, Any], verdict: Verdict | None) -> list[str]:
+    """The card's section on the form."""
+    judged = "It was not judged: the run's data is gone." if verdict is None else f"Against the merged model: {verdict.in_words()}."
+    return ["", "## Form", "", f"{said['method']}. {judged}", *(f"- {note}" for note in said["notes"])]
+

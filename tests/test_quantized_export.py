@@ -1,0 +1,232 @@
+"""GGUF files and compressed-tensors folders: refused where they would be another model, judged, and loaded for real."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+
+import workshop
+from exported_families import FAMILIES, make_family
+from farthing.cli import main
+from farthing.config.load import load_job
+from farthing.export.gguf_families import family_of, lay_out, taken_back
+from farthing.export.modelfile import modelfile
+from llama_cpp import LlamaCpp
+from test_export import body_of
+
+DATA = Path(os.environ.get("FARTHING_DATA", ""))
+needs_data = pytest.mark.skipif(not (DATA / "tokenizers").exists(), reason="FARTHING_DATA is not set")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a small Llama that has learned its rows."""
+    folder = tmp_path_factory.mktemp("trained")
+    held_out = workshop.rows_of("llama", 24, 9)
+    job = workshop.make_job(folder, n_rows=120, eval_rows=held_out, max_steps=40)
+    workshop.train(job)
+    return Path(job.output_dir)
+
+
+def export(run: Path, folder: Path, *words: str) -> int:
+    """`farthing export`."""
+    return main(["export", str(run), "--output", str(folder), *words])
+
+
+def test_what_is_laid_out_for_llama_cpp_is_taken_back() -> None:
+    dice = torch.Generator().manual_seed(0)
+    for model_type in ("llama", "gemma", "gpt2"):
+        config = transformers.AutoConfig.for_model(model_type)
+        config.num_attention_heads, config.num_key_value_heads = 4, 2
+        family = family_of(config, "causal-lm")
+        for name, rows in (("layers.0.self_attn.q_proj.weight", 32), ("layers.0.self_attn.k_proj.bias", 16),
+                           ("h.0.attn.c_attn.weight", 24), ("layers.0.input_layernorm.weight", 8)):  # fmt: skip
+            shape = (rows, 12) if name.endswith("attn.weight") or "q_proj" in name else (rows,)
+            weight = torch.randn(shape, generator=dice).numpy()
+            back = taken_back(name, lay_out(name, weight, config, family), config, family)
+            torch.testing.assert_close(torch.from_numpy(back), torch.from_numpy(weight), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "activation"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ("gemma2", {"query_pre_attn_scalar": 77}, "query_pre_attn_scalar"),
+        ("gemma2", {"layer_types": ["full_attention"] * 26}, "layer_types"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_weights"),
+        ("qwen3_moe", {}, "qwen3_moe"),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused_by_its_key(
+    family: str, changes: dict[str, Any], words: str
+) -> None:
+    config = transformers.AutoConfig.for_model(family, **changes)
+    with pytest.raises(Exception, match="llama.cpp does not compute") as refused:
+        family_of(config, "causal-lm")
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_other_tasks_are_refused_before_a_byte_is_written(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
+    job = workshop.make_job(tmp_path, family, max_steps=1)
+    workshop.train(job)
+    before = sorted(os.listdir(tmp_path))
+    assert export(Path(job.output_dir), tmp_path / "out", "--format", "gguf") == 2
+    assert "GGUF is written of causal-lm models" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_template_is_said_in_the_language_of_ollama_or_not_at_all(tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(workshop.make_folder(tmp_path / "base", "llama"))
+    text, notes = modelfile(tokenizer, None)
+    assert 'TEMPLATE """{{ .Prompt }}"""' in text
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    text, notes = modelfile(tokenizer, None)
+    assert '{{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n{{ end }}' in text
+    assert text.count("assistant\n") == 2
+    assert "<s>" not in text, "llama.cpp puts it there itself"
+    assert 'PARAMETER stop "</s>"' in text
+    assert not notes
+    tokenizer.chat_template = "{{ messages | length }} {{ messages[-1].content }}"
+    text, notes = modelfile(tokenizer, None)
+    assert "TEMPLATE" not in text
+    assert "the Modelfile has none" in notes[0]
+
+
+def test_without_the_package_it_is_said_how_to_get_it(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package, form in (("gguf", "gguf"), ("llmcompressor", "fp8")):
+        monkeypatch.setitem(__import__("sys").modules, package, None)
+        assert export(trained, tmp_path / "out", "--format", form) == 2
+        assert "pip install 'farthing[" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+    assert export(trained, tmp_path / "out", "--format", "merged", "--bits", "q8_0") == 2
+
+
+def test_a_file_of_few_bits_is_judged_and_refused_above_the_limit(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
+    assert export(trained, tmp_path / "eight", "--format", "gguf", "--json") == 0
+    eight = json.loads(capsys.readouterr().out)["judged"]
+    assert eight["mean_kl"] < 0.01
+    assert eight["n_examples"] == 24
+    assert set(eight["merged"]) == set(eight["compressed"]) >= {"loss"}
+    card = (tmp_path / "eight/README.md").read_text()
+    assert "## Form" in card
+    assert "same first choice" in card
+    assert json.loads((tmp_path / "eight/export.json").read_text())["judged"] == eight
+    four = ("--format", "gguf", "--bits", "q4_0", "--max-kl", "0")
+    assert export(trained, tmp_path / "four", *four) != 0
+    assert "nothing was kept" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["eight"]
+    assert export(trained, tmp_path / "four", *four, "--force", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["judged"]["mean_kl"] > eight["mean_kl"]
+
+
+def test_bits_of_llama_quantize_need_it(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert export(trained, tmp_path / "out", "--format", "gguf", "--bits", "q4_k_m") == 2
+    assert "not on PATH" in capsys.readouterr().err
+    tool = tmp_path / "llama-quantize"
+    tool.write_text('#!/bin/sh\n[ "$3" = Q4_K_M ] && /bin/cp "$1" "$2"\n')
+    tool.chmod(0o755)
+    assert export(trained, tmp_path / "out", "--format", "gguf", "--bits", "q4_k_m") == 0
+    assert sorted(os.listdir(tmp_path / "out")) == ["Modelfile", "README.md", "export.json", "model.gguf"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["fp8", "w8a16", "w4a16"])
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_a_compressed_folder_loads_in_plain_transformers(family: str, form: str, tmp_path: Path) -> None:
+    pytest.importorskip("llmcompressor", reason="pip install 'farthing[export]'")
+    body_of(tmp_path / "base", family)
+    job = workshop.make_job(tmp_path, family, n_rows=60, pretrained=True, method="lora", max_steps=30)
+    workshop.train(job)
+    assert export(Path(job.output_dir), tmp_path / "out", "--format", form) == 0
+    kept = json.loads((tmp_path / "out/export.json").read_text())
+    assert kept["judged"]["mean_kl"] < 0.1
+    auto = {"llama": transformers.AutoModelForCausalLM, "t5": transformers.AutoModelForSeq2SeqLM,
+            "bert": transformers.AutoModelForSequenceClassification}[family]  # fmt: skip
+    loaded: Any = auto.from_pretrained(tmp_path / "out")
+    assert loaded.config.quantization_config
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("name")["input_ids"]
+
+
+def job_of_family(folder: Path, family: str, texts: list[str]) -> Path:
+    """A run of a small model of a family that has learned a few real sentences."""
+    make_family(folder / "base", family, texts)
+    rows = [json.loads(line) for line in (DATA / "e2e_nlg_dev_test.jsonl").read_text().splitlines()[:160]]
+    workshop.write_jsonl(folder / "data.jsonl", [{"prompt": r["input"], "completion": " " + r["target"]} for r in rows])
+    values = {
+        "task": "causal-lm",
+        "model": {"model_name_or_path": "./base"},
+        "data": {"train": "data.jsonl", "eval_fraction": 0.2},
+        "where": {"device": "cpu"},
+        "output_dir": "./run",
+        "cache_dir": "./cache",
+        "train": {"max_steps": 30, "global_batch_size": 8, "learning_rate": 0.01},
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump(values))
+    job = load_job(folder / "job.yaml")
+    workshop.train(job)
+    return Path(job.output_dir)
+
+
+@needs_data
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_llama_cpp_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
+    pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
+    texts = [json.loads(line)["text"] for line in (DATA / "complaints_narratives.jsonl").read_text().splitlines()]
+    run = job_of_family(tmp_path, family, texts[:300])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "model")
+    for bits in ("f32", "bf16"):
+        assert export(run, tmp_path / bits, "--format", "gguf", "--bits", bits) == 0
+        engine = LlamaCpp(tmp_path / bits / "model.gguf")
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(run / "model")
+        if bits == "bf16":  # what the file holds
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim > 1:
+                        parameter.copy_(parameter.bfloat16().float())
+        prompt = tokenizer("name : The Mill , food : English , area : riverside")["input_ids"]
+        ids, first = _greedy(model, prompt, 32)
+        found, found_first = engine.greedy(prompt, 32)
+        assert found == ids
+        assert abs(found_first - first) < 1e-3
+        if bits == "f32":
+            texts = [text.strip() for text in texts if text.strip()][:1000]
+            assert [i for i, text in enumerate(texts) if engine.tokenize(text) != tokenizer(text)["input_ids"]] == []
+
+
+@torch.no_grad()
+def _greedy(model: Any, prompt: list[int], n: int) -> tuple[list[int], float]:
+    ends = model.generation_config.eos_token_id
+    ids, first = list(prompt), 0.0
+    for i in range(n):
+        scores = model(torch.tensor([ids])).logits[0, -1].float()
+        if ends is not None:
+            scores[ends] = -torch.inf
+        ids.append(int(scores.argmax()))
+        first = float(scores.log_softmax(-1).max()) if i == 0 else first
+    return ids[len(prompt) :], first
