@@ -60,7 +60,9 @@ def regex_tokenizer(texts: list[str], name: str) -> Any:
     )
     tokenizer.train_from_iterator(texts, trainer)
     if is_llama:
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=[(special[0], 0)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
+        )
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=special[0] if is_llama else None,

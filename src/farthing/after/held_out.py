@@ -71,7 +71,12 @@ class HeldOut:
 
 
 def held_out_of(
-    run: Path, data: Path | None = None, most: int | None = None, *, trust_remote_code: bool = False, emit: Emit = ignore
+    run: Path,
+    data: Path | None = None,
+    most: int | None = None,
+    *,
+    trust_remote_code: bool = False,
+    emit: Emit = ignore,
 ) -> HeldOut:
     """At most `most` held-out examples, evenly spread over all; of the file `data` where it is given.
 
@@ -87,7 +92,9 @@ def held_out_of(
     if data is not None:
         if not data.exists():
             raise UserMistake("no such file", where=str(data), to_do="check --data")
-        own = job.data.model_copy(update={"eval": [str(data.resolve())], "eval_fraction": 0.0, "max_eval_samples": None})
+        own = job.data.model_copy(
+            update={"eval": [str(data.resolve())], "eval_fraction": 0.0, "max_eval_samples": None}
+        )
         job = job.model_copy(update={"data": own})
     inputs = open_inputs(job, emit)
     train, held = open_examples(job, inputs, emit, lambda: False)

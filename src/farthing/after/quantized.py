@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from farthing.after.chat import trained_on_chats
 from farthing.after.held_out import held_out_of
 from farthing.after.judge import Verdict, judge
 from farthing.durability.exported import CARD
@@ -96,7 +97,7 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
                 compressed = load(merged_folder)
                 compressed.load_state_dict(dict(read_back(gguf, path, merged_folder)), strict=False)
                 stops = (merged_folder / GENERATION_CONFIG).exists() and compressed.generation_config
-                text, notes = modelfile(tokenizer, stops or None)
+                text, notes = modelfile(tokenizer, stops or None, is_chat=trained_on_chats(job))
                 (draft / "Modelfile").write_text(text, encoding="utf-8")
                 said["notes"] += notes
             else:
@@ -130,6 +131,9 @@ def _refuse_far(verdict: Verdict | None, wish: Wish) -> None:
 
 def _on_card(said: dict[str, Any], verdict: Verdict | None) -> list[str]:
     """The card's section on the form."""
-    judged = "It was not judged: the run's data is gone." if verdict is None else f"Against the merged model: {verdict.in_words()}."
+    judged = (
+        "It was not judged: the run's data is gone."
+        if verdict is None
+        else f"Against the merged model: {verdict.in_words()}."
+    )
     return ["", "## Form", "", f"{said['method']}. {judged}", *(f"- {note}" for note in said["notes"])]
-

@@ -19,7 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, help="new folder for the model")
     parser.add_argument("--format", choices=(*WHOLE, "gguf", "fp8", "w8a16", "w4a16"), default="merged")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the merged weights")
-    parser.add_argument("--bits", help="of a GGUF file: f32, f16, bf16, q8_0 (default), q4_0, or with llama.cpp q4_k_m ...")
+    parser.add_argument(
+        "--bits", help="of a GGUF file: f32, f16, bf16, q8_0 (default), q4_0, or with llama.cpp q4_k_m ..."
+    )
     parser.add_argument(
         "--max-kl", type=float, metavar="NATS", help="most divergence from the merged model that is kept (default 0.1)"
     )

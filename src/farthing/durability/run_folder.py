@@ -51,6 +51,8 @@ JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE, SETTINGS = (
 )
 DECIDING = (RUN, PLAN, SETTINGS, SCHEDULE)
 """The files that decide the result."""
+EVALUATION = "evaluation.json"
+"""What `farthing eval` has measured of the run's model."""
 COPIES = "run_files"
 """Under this name a checkpoint's manifest has a copy of each, None where there is no such file."""
 CHECKPOINT_NAME = re.compile(r"step-\d{8,}-\d{4,}")
@@ -234,6 +236,18 @@ def kept_job(folder: Path) -> dict[str, Any]:
     if not isinstance(job, dict) or digest not in (None, hashlib.sha256(text.encode()).hexdigest()):
         raise RunDamaged("differs from what was written (sha256)", where=str(folder / JOB), to_do=to_do)
     return job
+
+
+# ---- what was measured of its model afterwards ----
+
+
+def evaluation_of(folder: Path, exported_step: int | None) -> dict[str, Any] | None:
+    """What `farthing eval` has measured of the model of this step; None where it has not, or it can't be read."""
+    try:
+        values = kept(folder / EVALUATION)
+    except Damaged:
+        return None
+    return values if values is not None and values.get("exported_step") == exported_step else None
 
 
 # ---- whose run it is ----

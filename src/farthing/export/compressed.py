@@ -45,7 +45,7 @@ def plan_compressed(config: Any, form: str) -> int:
     """The weights of a group. Raises `UserMistake` where the model's width is no whole number of groups."""
     need_compressor()
     text = config.get_text_config()
-    width = getattr(text, "hidden_size", None) or getattr(text, "d_model", 0)
+    width: int = getattr(text, "hidden_size", None) or text.d_model
     group = next((size for size in GROUPS if width % size == 0), 0)
     if not group and form != "fp8":
         raise UserMistake(

@@ -79,6 +79,7 @@ def write_card(run: Path, receipt: Receipt) -> None:
 
 
 def step_of(receipt: Receipt) -> int:
+    """The step whose weights were exported."""
     return receipt.exported_step or receipt.steps
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from farthing.errors import UserMistake
+from farthing.tasks.registry import task_of
 from farthing.units import plural
 
 Array = NDArray[np.float32]
@@ -65,9 +66,9 @@ def refuse(why: str, key: str, config: Any) -> None:
 
 def family_of(config: Any, task: str) -> Family:
     """The family of a model for a task. Raises `UserMistake` where llama.cpp has none, or computes another model."""
-    if task != "causal-lm" or config.model_type not in FAMILIES:
+    if not task_of(task).predicts_next or config.model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        refuse(f"GGUF is written of causal-lm models of the families {known}", f"task {task}", config)
+        refuse(f"GGUF is written of models that continue a text, of the families {known}", f"task {task}", config)
     family = FAMILIES[config.model_type]
     activation = next(
         getattr(config, key) for key in ("hidden_activation", "hidden_act", "activation_function")
@@ -94,14 +95,18 @@ def _refuse_gpt2(config: Any) -> None:
 def _refuse_scales(config: Any, family: Family) -> None:
     """Windows and scales of the scores that llama.cpp fixes by the family."""
     layers, every = getattr(config, "layer_types", None) or [], family.full_every
-    expected = [("full" if (i + 1) % every == 0 else "sliding") + "_attention" for i in range(len(layers))] if every else []
+    expected = (
+        [("full" if (i + 1) % every == 0 else "sliding") + "_attention" for i in range(len(layers))] if every else []
+    )
     if every and (list(layers) != expected or not config.sliding_window):
         refuse(f"its layers are not {every - 1} with a window and one without, in turn", "layer_types", config)
     scalar = getattr(config, "query_pre_attn_scalar", None)
     is_27b = config.num_hidden_layers == GEMMA_27B_LAYERS.get(family.architecture)
     own = config.hidden_size // config.num_attention_heads if is_27b else head_width(config)
     if scalar is not None and not math.isclose(scalar, own):
-        refuse(f"its scores are divided by the root of {scalar}, in llama.cpp of {own}", "query_pre_attn_scalar", config)
+        refuse(
+            f"its scores are divided by the root of {scalar}, in llama.cpp of {own}", "query_pre_attn_scalar", config
+        )
     if family.architecture == "gemma3" and (config.final_logit_softcapping or config.attn_logit_softcapping):
         refuse("its logits or scores are capped", "logit_softcapping", config)
     if family.architecture == "gemma2" and not (config.final_logit_softcapping and config.attn_logit_softcapping):
@@ -122,7 +127,9 @@ def settings_of(config: Any, family: Family) -> tuple[dict[str, Any], dict[str, 
     windowed = getattr(config, "layer_types", None) or ["sliding_attention"]
     if not family.full_every and window and "sliding_attention" in windowed and window < context:
         context = window
-        notes.append(f"llama.cpp has no sliding window for it: the context is {plural(window, 'token')}, up to which both agree")
+        notes.append(
+            f"llama.cpp has no sliding window for it: the context is {plural(window, 'token')}, up to which both agree"
+        )
     values: dict[str, Any] = {
         "context_length": context,
         "embedding_length": config.hidden_size,
@@ -174,7 +181,8 @@ def _rope(config: Any, family: Family) -> tuple[dict[str, Any], dict[str, Array]
         return values, {"rope_freqs.weight": _slowed(config)}
     elif kind == "longrope" and family.architecture == "phi3":
         return values | _long_rope(config, main), {
-            f"rope_factors_{which}.weight": np.asarray(main[f"{which}_factor"], np.float32) for which in ("long", "short")
+            f"rope_factors_{which}.weight": np.asarray(main[f"{which}_factor"], np.float32)
+            for which in ("long", "short")
         }
     elif kind != "default":
         refuse(f"positions are scaled by the rule {kind!r}", "rope_parameters", config)
@@ -192,7 +200,9 @@ def _slowed(config: Any) -> Array:
 def _long_rope(config: Any, main: dict[str, Any]) -> dict[str, Any]:
     before = int(main.get("original_max_position_embeddings") or config.original_max_position_embeddings)
     longer = main.get("factor") or config.max_position_embeddings / before
-    factor = main.get("attention_factor") or (1.0 if longer <= 1 else math.sqrt(1 + math.log(longer) / math.log(before)))
+    factor = main.get("attention_factor") or (
+        1.0 if longer <= 1 else math.sqrt(1 + math.log(longer) / math.log(before))
+    )
     return {"rope_scaling_orig_ctx_len": before, "rope_scaling_attn_factors": float(factor)}
 
 

@@ -7,6 +7,7 @@ what has none is refused.
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any, NoReturn
 
@@ -91,7 +92,8 @@ def _tokens(tokenizer: Any, said: dict[str, Any], n_rows: int) -> tuple[list[str
 
 def _merges(said: dict[str, Any]) -> list[tuple[str, str]]:
     """Pairs in their order; older files have them as texts."""
-    return [tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair) for pair in said["model"]["merges"]]
+    pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in said["model"]["merges"]]
+    return [(left, right) for left, right in pairs]
 
 
 def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -145,7 +147,7 @@ def _sentence_piece(
         piece = left + right
         made[piece] = (made[piece][0] if piece in made else rank, rank)
     ordered = sorted(made.values())
-    if any(after[0] < before[1] for before, after in zip(ordered, ordered[1:], strict=False)):
+    if any(after[0] < before[1] for before, after in itertools.pairwise(ordered)):
         _refuse("its merges follow no order of pieces")
     scores = [
         -float(made[text][0]) if text in made else 0.0 if len(text) == 1 or kind != NORMAL else NEVER

@@ -1,8 +1,8 @@
 """The `Modelfile` of Ollama beside a GGUF file: its template in Go's language, and where an answer ends.
 
 Ollama does not read the template of transformers. What stands around each message is found by rendering small chats, put
-together again in Go's language, and kept only where it gives the same text as the tokenizer's template for chats that it was not
-made of; else nothing is written of it, and that is said.
+together again in Go's language, and kept only where it gives the same text as the tokenizer's template for chats that it
+was not made of; else nothing is written of it, and that is said.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Around(NamedTuple):
         return self.beginning + "".join(parts) + self.opening
 
 
-def modelfile(tokenizer: Any, generation: Any) -> tuple[str, list[str]]:
-    """(the text of the file, what is to be said)."""
+def modelfile(tokenizer: Any, generation: Any, *, is_chat: bool = True) -> tuple[str, list[str]]:
+    """(the text of the file, what is to be said); `is_chat`: it was trained on chats, not on texts as they are."""
     lines, notes = ["FROM ./model.gguf"], []
-    if tokenizer.chat_template is None:
+    if tokenizer.chat_template is None or not is_chat:
         lines.append('TEMPLATE """{{ .Prompt }}"""')
     elif (around := _found(tokenizer)) is not None:
         lines.append(f'TEMPLATE """{_in_go(around)}"""')
@@ -92,6 +92,7 @@ def _found(tokenizer: Any) -> Around | None:
 
 def _in_go(around: Around) -> str:
     """Go's template for it."""
+
     def said(role: str, pair: tuple[str, str]) -> str:
         return f'{{{{ if eq .Role "{role}" }}}}{pair[0]}{{{{ .Content }}}}{pair[1]}{{{{ end }}}}'
 

@@ -54,7 +54,17 @@ def model_card(receipt: Receipt, step: int, *, is_merged: bool, in_form: Sequenc
         f"| seed | {train.get('seed')} |",
         f"| machine | {_machine(receipt)} |",
     ]
-    metrics = receipt.metrics or {}
+    lines += _measured(receipt.metrics or {})
+    lines += _beside_base(receipt.evaluation)
+    lines += _how_to_load(receipt, shown) if is_adapter else []
+    lines += in_form
+    lines += _bill(receipt)
+    return "\n".join([*meta, *lines]) + "\n"
+
+
+def _measured(metrics: dict[str, Any]) -> list[str]:
+    """The run's own evaluation, and that of each class."""
+    lines: list[str] = []
     numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
     if numbers:
         lines += [
@@ -73,10 +83,22 @@ def model_card(receipt: Receipt, step: int, *, is_merged: bool, in_form: Sequenc
             f"| {_cell(name)} | {row['precision']:.3f} | {row['recall']:.3f} | {row['f1']:.3f} | {row['n']} |"
             for name, row in classes.items()
         ]
-    lines += _how_to_load(receipt, shown) if is_adapter else []
-    lines += in_form
-    lines += _bill(receipt)
-    return "\n".join([*meta, *lines]) + "\n"
+    return lines
+
+
+def _beside_base(evaluation: dict[str, Any] | None) -> list[str]:
+    """What `farthing eval` has measured of the model, and of what the run began with."""
+    if evaluation is None or "tuned" not in evaluation:
+        return []
+    base, tuned = evaluation.get("base", {}), evaluation["tuned"]
+    numbers = {name: value for name, value in tuned.items() if isinstance(value, float)}
+    before = {name: f"{value:.4f}" for name, value in base.items() if isinstance(value, float)}
+    lines = ["", "## Before and after", "", f"On {_cell(evaluation['examples'])}.", "", "| metric | before | after |"]
+    return [
+        *lines,
+        "|---|---|---|",
+        *(f"| {name} | {before.get(name, '')} | {value:.4f} |" for name, value in numbers.items()),
+    ]
 
 
 def _how_to_load(receipt: Receipt, base: str) -> list[str]:

@@ -26,6 +26,7 @@ from farthing.durability.run_folder import (
     RUN,
     SCHEDULE,
     SETTINGS,
+    evaluation_of,
     witnesses_of,
 )
 from farthing.errors import UserMistake
@@ -136,6 +137,8 @@ class Receipt:
     best_step: int | None
     exported_step: int | None
     metrics: Json | None
+    evaluation: Json | None
+    """What `farthing eval` has measured of the model, beside what the run began with."""
     wall_s: float
     usd: float
     usd_is_known: bool
@@ -196,6 +199,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         best_step=best["step"] if best else None,
         exported_step=exported_step,
         metrics=of_model["metrics"] if of_model else None,
+        evaluation=evaluation_of(folder, exported_step),
         wall_s=bill.wall_s,
         usd=bill.usd,
         usd_is_known=any(a.usd_per_hour > 0 for a in attempts),

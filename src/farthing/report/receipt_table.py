@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,28 @@ def draw_receipt(console: Console, receipt: Receipt) -> None:
     console.print(facts)
     _draw_promise(console, receipt)
     _draw_metrics(console, receipt)
+    if receipt.evaluation is not None:
+        console.print(evaluation_table(receipt.evaluation))
+
+
+def evaluation_table(found: dict[str, Any]) -> Table:
+    """What `farthing eval` has measured: the model, what it began with, the gain and what a hundredth of it has cost."""
+    table = Table(box=None, padding=(0, 2), show_edge=False, title=escape(found["examples"]), title_justify="left")
+    sides = [side for side in ("base", "tuned") if side in found]
+    gains = found.get("gains") or {}
+    table.add_column("metric")
+    for name in (*sides, *(["gain", "dollars a point"] if gains else [])):
+        table.add_column(name, justify="right")
+    for name, value in found.get("tuned", {}).items():
+        if not isinstance(value, float):
+            continue
+        cells = [f"{found[side].get(name, math.nan):.4f}" for side in sides]
+        if gains:
+            gain = gains.get(name) or {}
+            usd = gain.get("usd_per_point")
+            cells += [f"{gain['gain']:+.4f}" if gain else "", say_usd(usd) if usd else ""]
+        table.add_row(escape(name), *cells)
+    return table
 
 
 def _draw_spans(console: Console, receipt: Receipt) -> None:

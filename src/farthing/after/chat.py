@@ -1,0 +1,133 @@
+"""Answers of a run's model, or of what it began with: text piece by piece, a class with its probabilities, a target text.
+
+The chat template and the tokens at which an answer ends are those of the training. Refuses models without a task that answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farthing.data.formats import RENDERED, recognise
+from farthing.data.read import Row, open_sources
+from farthing.durability.run_folder import MODEL
+from farthing.errors import FarthingError, UserMistake
+from farthing.export.folders import trained_model, trusted_job, untrained_model
+from farthing.model.load import ModelChoice, load_tokenizer
+from farthing.tasks.registry import task_of
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How an answer is wanted."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    """0: always the likeliest token."""
+    seed: int = 0
+
+
+class Speaker:
+    """A model of a run that answers."""
+
+    def __init__(self, run: Path, *, is_base: bool = False, trust_remote_code: bool = False) -> None:
+        job = trusted_job(run, trust_remote_code)
+        self.job, self.task = job, task_of(job["task"])
+        make = untrained_model if is_base else trained_model
+        self.model = make(run, torch.float32, trust_remote_code=trust_remote_code)
+        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer = load_tokenizer(ModelChoice(str(run / MODEL)), None)
+        self.is_chat = self.task.predicts_next and trained_on_chats(job)
+
+    @property
+    def classes(self) -> bool:
+        """Whether it answers with a class."""
+        return self.task.labels is not None
+
+    def _ids(self, messages: list[Message]) -> dict[str, torch.Tensor]:
+        """What the model is asked with, as it was in training."""
+        last = messages[-1]["content"]
+        if self.is_chat:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self.tokenizer(last, truncation=self.classes, max_length=self.job["data"]["max_length"])["input_ids"]
+            if self.task.predicts_next:
+                first, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+                ids = ids[:-1] if len(ids) > 1 and ids[-1] == end else ids
+                ids = ids if first is None or ids[:1] == [first] or not _begins(self.tokenizer) else [first, *ids]
+        if not ids:
+            raise UserMistake("there is nothing to answer", where="the prompt", to_do="write a text")
+        tensor = torch.tensor([ids], device=self.model.device)
+        return {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}
+
+    @torch.no_grad()
+    def classify(self, text: str) -> dict[str, Any]:
+        """The likeliest class and the probability of each, the likeliest first; of a number alone, the number."""
+        scores = self.model(**self._ids([{"role": "user", "content": text}])).logits[0].float()
+        if len(scores) == 1:
+            return {"score": float(scores[0])}
+        names = self.model.config.id2label
+        shares = {str(names[i]): float(share) for i, share in enumerate(scores.softmax(-1))}
+        ordered = dict(sorted(shares.items(), key=lambda item: -item[1]))
+        return {"label": next(iter(ordered)), "probabilities": ordered}
+
+    def stream(self, messages: list[Message], asked: Asked) -> Iterator[str]:
+        """The answer to the last message, piece by piece."""
+        from transformers import TextIteratorStreamer
+
+        pieces = TextIteratorStreamer(self.tokenizer, skip_prompt=not self.task.is_pair, skip_special_tokens=True)
+        given, errors = self._ids(messages), []
+        sampled = (
+            {"do_sample": True, "temperature": asked.temperature} if asked.temperature > 0 else {"do_sample": False}
+        )
+        torch.manual_seed(asked.seed)
+
+        def generate() -> None:
+            try:
+                self.model.generate(
+                    **given, **sampled, streamer=pieces, max_new_tokens=asked.max_new_tokens, use_cache=True, num_beams=1,
+                    eos_token_id=self._ends() or None, pad_token_id=self.tokenizer.pad_token_id,
+                )  # fmt: skip
+            except Exception as error:
+                errors.append(error)
+                pieces.end()
+
+        thread = threading.Thread(target=generate, name="farthing-answer", daemon=True)
+        thread.start()
+        yield from (piece for piece in pieces if piece)
+        thread.join()
+        if errors:
+            raise errors[0]
+
+    def _ends(self) -> list[int]:
+        """Tokens that end an answer: the tokenizer's, and those that the model names."""
+        named = self.model.generation_config.eos_token_id
+        found = [self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])]
+        return [index for index in dict.fromkeys(found) if index is not None]
+
+
+def trained_on_chats(job: dict[str, Any]) -> bool:
+    """Whether the run's rows are rendered by the chat template; of rows that are gone, taken to be."""
+    data = job["data"]
+    try:
+        opened = {"split": data["train_split"], "config_name": data["dataset_config_name"]}
+        (source, *_) = open_sources(data["train"][:1], cache_dir=Path(job["cache_dir"] or "."), **opened)
+        rows = [row.value for row in itertools.islice(source.rows(), 16) if isinstance(row, Row)]
+        columns: set[str] = set().union(*rows)
+        return recognise(columns, job["task"], data["columns"], source.name) in RENDERED
+    except (FarthingError, OSError, ValueError, KeyError):
+        return True
+
+
+def _begins(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts its first token before a text."""
+    return bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])

@@ -1,0 +1,111 @@
+"""`farthing chat`: try the model of a run in the terminal; with `--prompt`, or text on stdin, one answer for scripts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from farthing.cli.console import print_json, write
+from farthing.errors import EXIT_FINISHED, UserMistake
+from farthing.printable import printable_lines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `farthing chat`."""
+    parser.add_argument("folder", help="run folder (output_dir)")
+    parser.add_argument("--prompt", metavar="TEXT", help="answer this and end")
+    parser.add_argument("--base", action="store_true", help="answer with what the run began with too")
+    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): always the likeliest token")
+    parser.add_argument("--seed", type=int, default=0, help="of a temperature above 0")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code that comes with the base model, as the job does"
+    )
+    parser.add_argument("--json", action="store_true", help="print one answer as JSON; needs a prompt")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Answer one prompt, or whatever is typed."""
+    folder = Path(arguments.folder)
+    if not folder.is_dir():
+        raise UserMistake("no such run folder", where=str(folder), to_do="name the output_dir of a job")
+    if arguments.max_tokens < 1 or arguments.temperature < 0:
+        raise UserMistake("at least one token, and no temperature below 0", where="--max-tokens, --temperature")
+    prompt = arguments.prompt
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read().removesuffix("\n")
+    if prompt is None and arguments.json:
+        raise UserMistake("which prompt?", where="--json", to_do="give --prompt TEXT, or a text on stdin")
+    if prompt is not None and not prompt.strip():
+        raise UserMistake("the prompt is empty", where="--prompt", to_do="write a text")
+    from farthing.after.chat import Speaker
+    from farthing.model.load import quiet_libraries
+
+    quiet_libraries()
+    trust = arguments.trust_remote_code
+    speakers = {"tuned": Speaker(folder, trust_remote_code=trust)}
+    if arguments.base:
+        speakers = {"base": Speaker(folder, is_base=True, trust_remote_code=trust), **speakers}
+    if prompt is None:
+        _converse(speakers, arguments)
+    else:
+        _answer_once(speakers, prompt, arguments)
+    return EXIT_FINISHED
+
+
+def _asked(arguments: argparse.Namespace) -> Any:
+    from farthing.after.chat import Asked
+
+    return Asked(arguments.max_tokens, arguments.temperature, arguments.seed)
+
+
+def _answer_once(speakers: dict[str, Any], prompt: str, arguments: argparse.Namespace) -> None:
+    if not arguments.json:
+        for name, speaker in speakers.items():
+            _say(name if len(speakers) > 1 else "", speaker, [{"role": "user", "content": prompt}], arguments)
+        return
+    answers: dict[str, Any] = {}
+    for name, speaker in speakers.items():
+        messages = [{"role": "user", "content": prompt}]
+        text = {} if speaker.classes else {"text": "".join(speaker.stream(messages, _asked(arguments)))}
+        answers[name] = speaker.classify(prompt) if speaker.classes else text
+    print_json({"prompt": prompt, **answers})
+
+
+def _say(name: str, speaker: Any, messages: list[dict[str, str]], arguments: argparse.Namespace) -> str:
+    """Print an answer as it comes; returns it."""
+    if name:
+        print(f"{name}:", end=" ", flush=True)
+    if speaker.classes:
+        found = speaker.classify(messages[-1]["content"])
+        shares = found.get("probabilities", {})
+        text = ", ".join(f"{label} {share:.1%}" for label, share in list(shares.items())[:5]) or f"{found['score']:.4g}"
+        print(printable_lines(text), flush=True)
+        return text
+    said = ""
+    for piece in speaker.stream(messages, _asked(arguments)):
+        print(printable_lines(piece), end="", flush=True)
+        said += piece
+    print(flush=True)
+    return said
+
+
+def _converse(speakers: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Until end of input; each of the models remembers the chat as it has answered itself."""
+    write("an empty line begins a new chat, Ctrl-D ends")
+    chats: dict[str, list[dict[str, str]]] = {name: [] for name in speakers}
+    while True:
+        try:
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            write("")
+            return
+        if not line.strip():
+            chats = {name: [] for name in speakers}
+            continue
+        for name, speaker in speakers.items():
+            messages = [*chats[name], {"role": "user", "content": line}]
+            said = _say(name if len(speakers) > 1 else "", speaker, messages, arguments)
+            chats[name] = [*messages, {"role": "assistant", "content": said}]

@@ -1,0 +1,74 @@
+"""`farthing eval`: the model of a run on held-out examples, beside what it began with. Keeps the figures with the run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from farthing.cli.console import print_json, rich_console
+from farthing.errors import EXIT_FINISHED, UserMistake
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `farthing eval`."""
+    parser.add_argument("folder", help="run folder (output_dir)")
+    parser.add_argument("--data", metavar="FILE", help="examples of your own, instead of the run's held-out ones")
+    parser.add_argument("--base", action="store_true", help="measure what the run began with too, and the gain")
+    parser.add_argument("--tasks", metavar="A,B", help="standard tasks of lm-eval (pip install 'farthing[eval]')")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most so many examples")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code that comes with the base model, as the job does"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, and print the figures side by side."""
+    folder = Path(arguments.folder)
+    if not folder.is_dir():
+        raise UserMistake("no such run folder", where=str(folder), to_do="name the output_dir of a job")
+    if arguments.limit is not None and arguments.limit < 1:
+        raise UserMistake("at least one example is needed", where="--limit", to_do="e.g. --limit 100")
+    from farthing.model.load import quiet_libraries
+
+    quiet_libraries()
+    trust = arguments.trust_remote_code
+    if arguments.tasks:
+        from farthing.after.standard_tasks import standard_tasks
+
+        names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
+        sides = ("base", "tuned") if arguments.base else ("tuned",)
+        found = standard_tasks(folder, names, sides, arguments.limit, trust_remote_code=trust)
+    else:
+        found = _on_examples(folder, arguments)
+    if arguments.json:
+        print_json(found)
+    else:
+        _draw(found)
+    return EXIT_FINISHED
+
+
+def _on_examples(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    from rich.progress import Progress
+
+    from farthing.after.evaluation import evaluate_run
+    from farthing.after.held_out import held_out_of
+
+    data = None if arguments.data is None else Path(arguments.data)
+    held_out = held_out_of(folder, data, arguments.limit, trust_remote_code=arguments.trust_remote_code)
+    with Progress(console=rich_console(stderr=True), transient=True, disable=arguments.json) as bars:
+        shown = {side: bars.add_task(side, total=None) for side in ("base", "tuned")}
+        return evaluate_run(
+            folder,
+            held_out,
+            with_base=arguments.base,
+            trust_remote_code=arguments.trust_remote_code,
+            progress=lambda side, done, total: bars.update(shown[side], completed=done, total=total),
+        )
+
+
+def _draw(found: dict[str, Any]) -> None:
+    from farthing.report.receipt_table import evaluation_table
+
+    rich_console().print(evaluation_table(found))

@@ -1,0 +1,151 @@
+"""`farthing eval` and `farthing chat`: the model of a run beside what it began with."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import workshop
+from farthing.after import evaluation
+from farthing.cli import main
+from farthing.durability.run_folder import kept
+
+
+def run_of(folder: Path, family: str) -> Path:
+    """A run that has learned its rows, on a price."""
+    job = workshop.make_job(
+        folder,
+        family,
+        n_rows=60,
+        eval_rows=workshop.rows_of(family, 12, 3),
+        pretrained=True,
+        method="lora",
+        max_steps=25,
+    )
+    workshop.train(job)
+    return Path(job.output_dir)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_base_and_tuned_are_measured_on_the_same_examples(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, family)
+    assert main(["eval", str(run), "--base", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["n_examples"] == 12
+    last = json.loads((run / "receipt.json").read_text())
+    if last["metrics"]:
+        assert math.isclose(found["tuned"]["loss"], last["metrics"]["loss"], rel_tol=1e-4)
+    assert found["tuned"]["loss"] < found["base"]["loss"]
+    gain = found["gains"]["loss"]
+    assert math.isclose(gain["usd_per_point"], last["usd"] / (100 * gain["gain"]), rel_tol=0.5)
+    if family == "t5":
+        assert "rougeL" in found["tuned"]
+    assert main(["report", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["evaluation"]["tuned"] == found["tuned"]
+    assert "## Before and after" in (run / "model/README.md").read_text()
+    assert main(["report", str(run)]) == 0
+    assert "dollars a point" in capsys.readouterr().out
+
+    def again(*_: object, **__: object) -> None:
+        raise AssertionError("what was measured is measured again")
+
+    monkeypatch.setattr(evaluation, "trained_model", again)
+    assert main(["eval", str(run), "--base", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found
+    assert main(["export", str(run), "--output", str(tmp_path / "out"), "--format", "adapter"]) == 0
+
+
+def test_an_evaluation_that_is_interrupted_goes_on_with_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, "llama")
+    make = evaluation.trained_model
+
+    def torn(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation, "trained_model", torn)
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.evaluate_run(run, evaluation_set(run), with_base=True, progress=lambda side, done, total: None)
+    first = kept(run / "evaluation.json")
+    assert first is not None
+    assert "tuned" not in first
+    monkeypatch.setattr(evaluation, "trained_model", make)
+    monkeypatch.setattr(evaluation, "untrained_model", torn)
+    assert main(["eval", str(run), "--base", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["base"] == first["base"]
+
+
+def evaluation_set(run: Path) -> evaluation.HeldOut:
+    """The held-out examples of a run."""
+    from farthing.after.held_out import held_out_of
+
+    return held_out_of(run)
+
+
+def test_a_cap_that_is_spent_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = workshop.make_job(
+        tmp_path, eval_rows=workshop.rows_of("llama", 4, 3), max_steps=2, limits={"max_usd": 1000.0}
+    )
+    workshop.train(job)
+    run = Path(job.output_dir)
+    values = json.loads((run / "job.json").read_text())
+    values["limits"]["max_usd"] = 1e-9
+    (run / "job.json").write_text(json.dumps(values))
+    workshop.change_facts(run, job_sha256=None)
+    assert main(["eval", str(run)]) == 2
+    assert "all that its job allows" in capsys.readouterr().err
+    assert not (run / "evaluation.json").exists()
+
+
+def test_data_of_ones_own_is_measured_instead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path, "bert")
+    other = workshop.write_jsonl(tmp_path / "other.jsonl", workshop.rows_of("bert", 7, 1))
+    assert main(["eval", str(run), "--data", str(other), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["n_examples"], found["examples"]) == (7, "7 examples of other.jsonl")
+    assert main(["eval", str(run), "--data", str(tmp_path / "none.jsonl")]) == 2
+
+
+def test_standard_tasks_need_lm_eval(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    assert main(["eval", str(tmp_path), "--tasks", "arc_easy"]) == 2
+    assert "farthing[eval]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+def test_a_model_answers_in_its_own_way(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(tmp_path, family)
+    row = workshop.rows_of(family, 1)[0]
+    prompt = row.get("prompt") or row.get("input") or row["text"]
+    assert main(["chat", str(run), "--prompt", prompt, "--base", "--json", "--max-tokens", "24"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["prompt"] == prompt
+    if family == "bert":
+        assert found["tuned"]["label"] == row["label"]
+        assert math.isclose(sum(found["tuned"]["probabilities"].values()), 1, rel_tol=1e-5)
+    else:
+        assert found["tuned"]["text"] != found["base"]["text"]
+        assert "<s>" not in found["tuned"]["text"]
+    if family == "llama":
+        assert found["tuned"]["text"].startswith(" ")
+        assert "serves" in found["tuned"]["text"]
+    assert main(["chat", str(run), "--prompt", prompt, "--max-tokens", "24"]) == 0
+    said = capsys.readouterr().out
+    assert (found["tuned"].get("text") or found["tuned"]["label"]) in said
+
+
+def test_a_chat_needs_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+    import sys
+
+    assert main(["chat", str(tmp_path / "none")]) == 2
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    assert main(["chat", str(tmp_path)]) == 2
