@@ -213,7 +213,7 @@ def test_llama_cpp_answers_as_transformers_does(family: str, tmp_path: Path) -> 
         ids, first = _greedy(model, prompt, 32)
         found, found_first = engine.greedy(prompt, 32)
         assert found == ids
-        assert abs(found_first - first) < 1e-3
+        assert abs(found_first - first) < (1e-3 if bits == "f32" else 5e-3)  # it rounds activations to bf16 too
         if bits == "f32":
             texts = [text.strip() for text in texts if text.strip()][:1000]
             assert [i for i, text in enumerate(texts) if engine.tokenize(text) != tokenizer(text)["input_ids"]] == []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from farthing.after.chat import trained_on_chats
@@ -71,7 +72,9 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
     beside = source / MODEL_CONFIG
     config = AutoConfig.from_pretrained(beside if beside.exists() else source, trust_remote_code=wish.trust_remote_code)
     name = run.resolve().name
-    gguf = plan_gguf(config, tokenizer, job["task"], wish.bits, name) if wish.form == "gguf" else None
+    gguf = None
+    if wish.form == "gguf":
+        gguf = plan_gguf(config, tokenizer, job["task"], wish.bits, name, is_chat=trained_on_chats(job))
     group = 0 if gguf else plan_compressed(config, wish.form)
     held_out = None
     try:
@@ -85,9 +88,9 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
         merged_folder = Path(work) / "merged"
         export_run(run, merged_folder, "merged", trust_remote_code=wish.trust_remote_code)
 
-        def load(place: Path) -> Any:
+        def load(place: Path, dtype: Any = "auto") -> Any:
             auto, trust = auto_class(job["task"]), {"trust_remote_code": wish.trust_remote_code}
-            return auto.from_pretrained(place, use_safetensors=True, dtype="auto", **trust).eval()
+            return auto.from_pretrained(place, use_safetensors=True, dtype=dtype, **trust).eval()
 
         def fill(draft: Path) -> None:
             if gguf:
@@ -101,7 +104,9 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
                 (draft / "Modelfile").write_text(text, encoding="utf-8")
                 said["notes"] += notes
             else:
-                said.update(method=write_compressed(load(merged_folder), draft, wish.form, group), notes=[])
+                said.update(
+                    method=write_compressed(load(merged_folder, torch.bfloat16), draft, wish.form, group), notes=[]
+                )
                 save_tokenizer(tokenizer, draft)
                 compressed = load(draft)
             verdict = None if held_out is None else judge(load(merged_folder), compressed, held_out)

@@ -1,7 +1,7 @@
 """A merged model in compressed-tensors form, with fewer bits to a weight, as vLLM, SGLang and transformers load it.
 
 Through `llmcompressor`, without calibration: each weight is rounded to the nearest step between the smallest and the largest
-of its group (of its row for fp8, whose activations are scaled as they come). The output layer and heads stay as they are.
+of its group (of its row for fp8, whose activations are scaled as they come). The output layer and heads stay in bf16.
 Refuses models of which nothing would be compressed.
 """
 

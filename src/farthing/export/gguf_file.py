@@ -53,7 +53,7 @@ def need_gguf() -> Any:
     return gguf
 
 
-def plan_gguf(config: Any, tokenizer: Any, task: str, bits: str, name: str) -> Plan:
+def plan_gguf(config: Any, tokenizer: Any, task: str, bits: str, name: str, *, is_chat: bool) -> Plan:
     """What will be written of a model by its configuration and tokenizer. Raises `UserMistake` for what can't be."""
     gguf = need_gguf()
     if bits in K_BITS and shutil.which(QUANTIZER) is None:
@@ -64,7 +64,7 @@ def plan_gguf(config: Any, tokenizer: Any, task: str, bits: str, name: str) -> P
         )
     family = family_of(config, task)
     values, tensors, notes = settings_of(config, family)
-    tokens, more = tokenizer_settings(tokenizer, config.vocab_size)
+    tokens, more = tokenizer_settings(tokenizer, config.vocab_size, is_chat=is_chat)
     values |= {"vocab_size": config.vocab_size, "name": _name(name, tokenizer, family), **tokens}
     values |= {"quantization_version": gguf.GGML_QUANT_VERSION, "file_type": _file_type(gguf, bits)}
     return Plan(config, family, values, tensors, (*notes, *more))

@@ -34,8 +34,10 @@ SPLITS = {
 """Steps of a pre-tokenizer -> llama.cpp's name of it, and its name where whole words of the vocabulary are not merged."""
 
 
-def tokenizer_settings(tokenizer: Any, n_rows: int) -> tuple[dict[str, Any], list[str]]:
+def tokenizer_settings(tokenizer: Any, n_rows: int, *, is_chat: bool) -> tuple[dict[str, Any], list[str]]:
     """(settings by the name of the method of `gguf.GGUFWriter`, what is to be said) for a model that embeds `n_rows` tokens.
+
+    `is_chat`: it was trained on chats, which begin with a special token, not on texts as they are.
 
     Raises `UserMistake` for a tokenizer that llama.cpp does not have.
     """
@@ -51,7 +53,7 @@ def tokenizer_settings(tokenizer: Any, n_rows: int) -> tuple[dict[str, Any], lis
             _refuse(f"its BPE has a {key}")
     tokens, kinds = _tokens(tokenizer, said, n_rows)
     if model.get("byte_fallback"):
-        values, more = _sentence_piece(tokenizer, said, tokens, kinds)
+        values, more = _sentence_piece(tokenizer, said, tokens, kinds, is_chat)
     else:
         values, more = _byte_level(said)
     notes += more
@@ -130,7 +132,7 @@ def _byte_level(said: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _sentence_piece(
-    tokenizer: Any, said: dict[str, Any], tokens: list[str], kinds: list[int]
+    tokenizer: Any, said: dict[str, Any], tokens: list[str], kinds: list[int], is_chat: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Pieces have scores in place of merges: the earlier a merge, the higher the score of the piece that it makes."""
     for step in _steps(said["normalizer"]):
@@ -155,7 +157,7 @@ def _sentence_piece(
     ]
     begins, notes = _begins_with_space(tokenizer, ""), []
     if begins and not _begins_with_space(tokenizer, tokenizer.eos_token or ""):
-        begins = tokenizer.chat_template is None  # a chat begins with a special token
+        begins = not is_chat
         notes.append(
             "llama.cpp puts a space before texts that follow a special token, as the tokenizer does not"
             if begins
