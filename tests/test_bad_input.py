@@ -120,7 +120,7 @@ def missing_data_file(desk: Desk) -> None:
 
 
 def missing_column(desk: Desk) -> None:
-    desk.rows([{"question": "a", "answer": "b"}])
+    desk.rows([{"left": "a", "right": "b"}])
 
 
 def missing_mapped_column(desk: Desk) -> None:
@@ -268,7 +268,7 @@ def template_with_a_mistake(desk: Desk) -> None:
 def columns_of_another_task(desk: Desk) -> None:
     desk.values["task"] = "classification"
     desk.set("model", model_name_or_path=str(desk.models["llama"]))
-    desk.rows([{"question": "x", "label": "y"}])
+    desk.rows([{"left": "x", "label": "y"}])
 
 
 def seq2seq_with_a_causal_model(desk: Desk) -> None:

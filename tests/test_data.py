@@ -355,8 +355,8 @@ def with_template(tokenizers: dict[str, Any]) -> Iterator[Any]:
 
 def segments(row: dict[str, Any], task: str, tokenizer: Any = None, **renamed: str) -> list[tuple[str, bool]]:
     """What the recognised format makes of a row."""
-    name = recognise(set(row), task, renamed, "file")
-    return list(converter(name, renamed, {}, tokenizer, task)(row).segments)
+    name, columns, _ = recognise(set(row), task, renamed, "file")
+    return list(converter(name, columns, {}, tokenizer, task)(row).segments)
 
 
 @pytest.mark.parametrize(
@@ -393,8 +393,8 @@ def test_labels_are_mapped_and_may_be_numbers() -> None:
 
 def test_columns_of_no_format_say_what_would_do() -> None:
     with pytest.raises(DataError) as caught:
-        recognise({"question", "answer"}, "causal-lm", {}, "a.jsonl")
-    assert "answer, question" in str(caught.value)
+        recognise({"left", "right"}, "causal-lm", {}, "a.jsonl")
+    assert "left, right" in str(caught.value)
     assert "data.columns: {prompt: question, completion: answer}" in str(caught.value)
     with pytest.raises(DataError, match="did you mean `narrative`"):
         recognise({"narrative", "product"}, "classification", {"text": "naratve", "label": "product"}, "a.jsonl")

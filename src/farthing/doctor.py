@@ -171,13 +171,14 @@ def _first_rows(job: Any, source: Any, inputs: Any) -> str:
     from farthing.data.rows import BadRow, Row
 
     rows = list(itertools.islice(source.rows(), 200))
-    columns, watch = dict(job.data.columns), Watch(job.task, dict(job.data.columns), source.name)
+    wanted = source.columns_or(dict(job.data.columns))
+    watch = Watch(job.task, wanted, source.name)
     watch(rows)
     good = [row for row in rows if isinstance(row, Row)]
     reasons = [f"row {row.line}: {row.reason}" for row in rows if isinstance(row, BadRow)]
     if not good:
         raise DataError(f"none of the first {plural(len(rows), 'row')} can be used ({reasons[0]})", to_do="mend them")
-    name = recognise(watch.columns, job.task, columns, source.name)
+    name, columns, notes = recognise(watch.columns, job.task, wanted, source.name)
     recipe = inputs.recipe
     convert = converter(
         name, columns, recipe.label_map, inputs.tokenizer, job.task, on=recipe.date, version=recipe.version
@@ -196,7 +197,7 @@ def _first_rows(job: Any, source: Any, inputs: Any) -> str:
         f"{n_bad} of the first {first} can't be used ({reasons[0]})" if n_bad else f"{first} tried"
     )
     ignored = say_ignored(watch.ignored(used_columns(name, columns)), watch.n_rows)
-    return "; ".join([words, *([f"columns that are not used: {ignored}"] if ignored else []), *watch.chosen()])
+    return "; ".join([words, *([f"columns that are not used: {ignored}"] if ignored else []), *notes, *watch.chosen()])
 
 
 def _run_folder(folder: Path) -> Iterator[Check]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, field_validator, model_validator
 
 from farthing.addresses import is_remote, without_secrets
+from farthing.config.data_keys import ColumnMap, LabelMap, Own, with_own
 from farthing.units import parse_hours, parse_usd
 
 
@@ -72,6 +73,10 @@ class DataSection(Section):
     """Files (jsonl, json, csv, parquet; local, s3://, gs://, https://; globs), a data set folder, or a Hub name."""
     eval: Paths = ()
     """The same for evaluation."""
+    of_train: tuple[Own, ...] = ()
+    """Filled from `train: [{path, weight, columns, split, name}]`: what is said of each file or data set alone."""
+    of_eval: tuple[Own, ...] = ()
+    """The same of `eval`."""
     eval_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Without `eval`: the share of distinct inputs held out of `train` (rows with equal input stay together)."""
     dataset_config_name: str | None = None
@@ -80,9 +85,10 @@ class DataSection(Section):
     """Split of a Hub data set or data set folder."""
     eval_split: str = "validation"
     """Split for `eval` of a Hub data set or data set folder."""
-    columns: dict[str, str] = {}
-    """Standard column name -> name in the data, e.g. {text: narrative, label: product}."""
-    label_map: dict[str, str] = {}
+    columns: ColumnMap = {}
+    """Standard column name -> name in the data, e.g. {text: narrative, label: product}; or a template of several,
+    "{question}\\n{context}"; or a list of which the first counts whose columns are filled."""
+    label_map: LabelMap = {}
     """Classification: label in the data -> label to train on, to merge what is the same class."""
     max_length: Positive | None = None
     """Longest input in tokens (prompt and completion together for causal-lm). Default: 1024, 512 for the others."""
@@ -104,6 +110,11 @@ class DataSection(Section):
     """Use only the first N usable examples for training."""
     max_eval_samples: Positive | None = None
     """Use only the first N usable examples for evaluation."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sources_are_paths(cls, values: Any) -> Any:
+        return with_own(values) if isinstance(values, dict) else values
 
     @field_serializer("train", "eval", when_used="json")
     def _no_secrets(self, names: tuple[str, ...]) -> list[str]:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from farthing.addresses import is_remote
 from farthing.config.job import Job
 from farthing.data.formats import COLUMNS
+from farthing.data.rows import Own
 from farthing.errors import JobError, UserMistake
 
 MAX_JOB_BYTES = 1 << 20
@@ -304,7 +305,7 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
     if model.trust_remote_code and on_hub and not re.fullmatch(r"[0-9a-f]{40}", model.revision or ""):
         what = f"trust_remote_code runs whatever {on_hub[0]} holds on that day"
         yield ("model", "trust_remote_code"), what, "pin `model.revision:` to a full commit (40 hex digits)"
-    for name in job.data.columns:
+    for name in {name: None for columns in _all_columns(job) for name in columns}:
         if name not in COLUMNS:
             near = difflib.get_close_matches(name, COLUMNS, n=1)
             to_do = f"did you mean `{near[0]}`?" if near else f"use {', '.join(sorted(COLUMNS))}"
@@ -319,6 +320,10 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
             near = difflib.get_close_matches(metric, known, n=1)
             to_do = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(known)}"
             yield ("train", "metric_for_best_model"), f"`{metric}` is not measured for {job.task}", to_do
+
+
+def _all_columns(job: Job) -> list[dict[str, Any]]:
+    return [job.data.columns, *(each.columns for each in (*job.data.of_train, *job.data.of_eval) if each.columns)]
 
 
 def _section_fields(section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel] | None]]:
@@ -365,13 +370,15 @@ def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set
             return name
         return _absolute(name, base_of(*key))
 
-    def sources(names: tuple[str, ...], *key: str) -> tuple[str, ...]:
+    def sources(names: tuple[str, ...], own: tuple[Own, ...], role: str) -> dict[str, Any]:
         found: list[str] = []
-        for name in names:
-            path = str(local(name, *key))
+        said: list[Own] = []
+        for name, each in zip(names, own or (Own(),) * len(names), strict=True):
+            path = str(local(name, "data", role))
             spread = sorted(glob.glob(path)) if any(c in path for c in "*?[") and not is_remote(path) else [path]
             found += spread or [path]
-        return tuple(found)
+            said += [each] * len(spread or [path])
+        return {role: tuple(found), f"of_{role}": tuple(said) if own else ()}
 
     model = job.model.model_copy(
         update={
@@ -382,8 +389,8 @@ def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set
     template = job.data.chat_template
     data = job.data.model_copy(
         update={
-            "train": sources(job.data.train, "data", "train"),
-            "eval": sources(job.data.eval, "data", "eval"),
+            **sources(job.data.train, job.data.of_train, "train"),
+            **sources(job.data.eval, job.data.of_eval, "eval"),
             "chat_template": template and _absolute(template, base_of("data", "chat_template")),
         }
     )

@@ -63,7 +63,7 @@ _CLOSED = re.compile(r"</(?:image|video|audio)>")
 _PARTS = ("image", "video", "audio", "file")
 
 
-def foreign_kind(row: Mapping[str, Any], task: str, renamed: Mapping[str, str] = {}) -> Foreign | None:
+def foreign_kind(row: Mapping[str, Any], task: str, renamed: Mapping[str, Any] = {}) -> Foreign | None:
     """What kind of other training a row is made for; None for a row of ours."""
     columns = tuple([name for name, value in row.items() if value is not None and value != "" and value != []])
     named = _by_columns(columns, task)
@@ -103,7 +103,7 @@ def _how_to_keep_the_preferred(row: Mapping[str, Any]) -> str:
     return "to learn only the preferred answers, write a file of `messages`: the turns of the prompt, then that answer"
 
 
-def _verdict(row: Mapping[str, Any], renamed: Mapping[str, str]) -> Foreign | None:
+def _verdict(row: Mapping[str, Any], renamed: Mapping[str, Any]) -> Foreign | None:
     if ("text" in row or "text" in renamed) and not any(name in row for name in _ANSWERED):
         return None  # a text with a label is no answer
     for name in _VERDICTS:
@@ -210,7 +210,7 @@ def _listed(names: Iterable[str]) -> str:
 class Watch:
     """Looks at every row of a source: refuses those of other kinds, and notes which columns nobody reads."""
 
-    def __init__(self, task: str, renamed: Mapping[str, str], where: str) -> None:
+    def __init__(self, task: str, renamed: Mapping[str, Any], where: str) -> None:
         self.task, self.renamed, self.where = task, dict(renamed), where
         self.n_rows = 0
         self._shapes: Counter[tuple[str, ...]] = Counter()

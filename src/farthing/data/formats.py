@@ -11,9 +11,10 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from farthing.data.chat import TEXT_VERSION, ChatReader, Unusable
+from farthing.data.columns import Columns, Template, columns_of, guessed, missing, renamed
 from farthing.durability.files import parse_json
 from farthing.errors import DataError
 
@@ -57,20 +58,38 @@ class Text:
     n_unlearned: int = 0
 
 
-def recognise(columns: set[str], task: str, renamed: dict[str, str], where: str) -> str:
-    """The name of the format these columns are in. Raises `DataError` that says what was found and what would do."""
-    for name in renamed.values():
-        if name not in columns:
+class Understood(NamedTuple):
+    """The format of a source, the columns it is read from, and what of that was guessed, in words."""
+
+    format: str
+    columns: dict[str, Template]
+    notes: tuple[str, ...] = ()
+
+
+def recognise(columns: set[str], task: str, renamed: Columns, where: str) -> Understood:
+    """The format these columns are in: by their names, as `renamed` says, or by usual other names where it says nothing.
+
+    Raises `DataError` that says what was found and what would do.
+    """
+    for template in renamed.values():
+        if name := missing(template, columns):
             near = difflib.get_close_matches(name, columns, n=1)
             to_do = f"did you mean `{near[0]}`?  there are: " if near else "there are: "
             raise DataError(
                 f"no column `{name}` (named in `data.columns`)", where=where, to_do=to_do + _listed(columns)
             )
-    present = (columns - set(renamed.values())) | set(renamed)
+    read = {name for template in renamed.values() for name in columns_of(template)}
+    present = (columns - read) | set(renamed)
     complete = [name for name, (needed, _) in FORMATS.items() if set(needed) <= present]
     for name in complete:
         if task in FORMATS[name][1]:
-            return name
+            return Understood(name, dict(renamed))
+    for name, (needed, tasks) in FORMATS.items() if not renamed else ():
+        found = guessed(columns, needed) if task in tasks else None
+        if found is not None:
+            words = ", ".join(f"`{own}` as `{standard}`" for standard, own in found.items())
+            note = f"read {words}, by the usual meaning of the name; data.columns says it otherwise"
+            return Understood(name, dict(found), (note,))
     wanted = [" + ".join(needed) for needed, tasks in FORMATS.values() if task in tasks]
     example = (
         "{text: narrative, label: product}" if task == "classification" else "{prompt: question, completion: answer}"
@@ -82,14 +101,15 @@ def recognise(columns: set[str], task: str, renamed: dict[str, str], where: str)
     )
 
 
-def used_columns(format_name: str, renamed: dict[str, str]) -> set[str]:
+def used_columns(format_name: str, renamed: Columns) -> set[str]:
     """The columns of the data, by their own names, that a format reads; all others are ignored."""
-    return {renamed.get(name, name) for name in (*FORMATS[format_name][0], *ALSO_READ.get(format_name, ()))}
+    read = (*FORMATS[format_name][0], *ALSO_READ.get(format_name, ()))
+    return {own for name in read for own in columns_of(renamed.get(name, name))}
 
 
 def converter(
     format_name: str,
-    renamed: dict[str, str],
+    columns: Columns,
     label_map: dict[str, str],
     tokenizer: Any,
     task: str,
@@ -114,10 +134,8 @@ def converter(
     }[format_name]
 
     def convert(row: dict[str, Any]) -> Text:
-        if renamed:
-            row = {k: v for k, v in row.items() if k not in renamed.values()} | {
-                standard: row.get(own) for standard, own in renamed.items()
-            }
+        if columns:
+            row = renamed(row, columns)
         text = one(row)
         try:
             for part, _ in text.segments:
@@ -172,7 +190,13 @@ def _labelled(row: dict[str, Any], label_map: dict[str, str]) -> Text:
         raise Unusable(f"`label` is {what}, not a class (text or a whole number)")
     name = str(label)
     text = _string(row, "text")
-    return Text(((text, False),), label=label_map.get(name, name), given=(text,))
+    return Text(
+        ((text, False),),
+        label=label_map.get(name, label_map.get(name.lower(), name))
+        if isinstance(label, bool)
+        else label_map.get(name, name),
+        given=(text,),
+    )
 
 
 def _instruction(row: dict[str, Any], read: ChatReader | None) -> Text:

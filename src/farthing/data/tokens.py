@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from farthing.data.chat import TEXT_VERSION, Unusable
 from farthing.data.encode import Encoded, Encoder
 from farthing.data.foreign import Watch, say_ignored
-from farthing.data.formats import Text, converter, group_of, hash_of_input, recognise, used_columns
+from farthing.data.formats import Text, Understood, converter, group_of, hash_of_input, recognise, used_columns
 from farthing.data.loader import Ahead
 from farthing.data.read import Source, n_characters
 from farthing.data.rows import BadRow, Reading, Row
@@ -73,7 +73,8 @@ class Recipe:
     max_target_length: int = 128
     too_long: str = "truncate"
     train_on_prompt: bool = False
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Standard column -> name or templates, see `columns.py`; a source may have its own."""
     label_map: dict[str, str] = field(default_factory=dict)
     max_bad_rows: float = 0.01
     label_names: tuple[str, ...] = ()
@@ -175,7 +176,7 @@ def _definition_sha256(definition: str, others: str) -> str:
 
 def set_key(sources: list[Source], tokenizer_hash: str, recipe: Recipe) -> str:
     """The name of a token set: a hash of everything it follows from."""
-    content = [CACHE_VERSION, [source.sha256 for source in sources], tokenizer_hash, recipe.settings()]
+    content = [CACHE_VERSION, [source.identity for source in sources], tokenizer_hash, recipe.settings()]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -324,7 +325,7 @@ def _write(
         recipe.version,
     )
     n_tokens, n_targets = 0, 0
-    formats: list[str] = []
+    formats: list[Understood] = []
     watches: list[Watch] = []
     all_groups, all_inputs = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
     names = [name for name in _DTYPES if name not in ("labels", "inputs")]
@@ -367,7 +368,7 @@ def _write(
         "kind": "farthing token set",
         "version": CACHE_VERSION,
         "sources": [{"name": source.name, "sha256": source.sha256} for source in sources],
-        "formats": formats,
+        "formats": [each.format for each in formats],
         "n_rows": tally.n_rows,
         "n_examples": len(groups),
         "n_distinct_inputs": len(np.unique(groups)),
@@ -379,19 +380,23 @@ def _write(
         "n_without_target": tally.n_without_target,
         "n_unlearned_turns": tally.n_unlearned_turns,
         "bad_rows": tally.bad,
-        "ignored_columns": _ignored(formats, watches, recipe),
-        "chosen": [{"source": watch.where, "what": what} for watch in watches for what in watch.chosen()],
+        "ignored_columns": _ignored(formats, watches),
+        "chosen": [
+            {"source": watch.where, "what": what}
+            for each, watch in zip(formats, watches, strict=False)
+            for what in (*each.notes, *watch.chosen())
+        ],
         "label_names": labels.names,
     }
     _refuse_unusable(facts, recipe)
     return facts
 
 
-def _ignored(formats: list[str], watches: list[Watch], recipe: Recipe) -> list[dict[str, Any]]:
+def _ignored(formats: list[Understood], watches: list[Watch]) -> list[dict[str, Any]]:
     """What nobody reads of each source: {source, columns: rows that have it by column, n_rows}."""
     found = []
-    for name, watch in zip(formats, watches, strict=False):
-        columns = watch.ignored(used_columns(name, recipe.columns))
+    for each, watch in zip(formats, watches, strict=False):
+        columns = watch.ignored(used_columns(each.format, each.columns))
         if columns:
             found.append({"source": watch.where, "columns": columns, "n_rows": watch.n_rows})
     return found
@@ -484,23 +489,24 @@ def _refuse_unusable(facts: dict[str, Any], recipe: Recipe) -> None:
 
 
 def _chunks(
-    sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list[str], watches: list[Watch]
+    sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list[Understood], watches: list[Watch]
 ) -> Iterator[_Chunk]:
     """The rows of all sources as texts, in order; format and watch of each source with rows go to `formats`, `watches`."""
     sizes = [source.n_bytes for source in sources]
     for number, source in enumerate(sources):
         convert: Callable[[dict[str, Any]], Text] | None = None
-        reading, watch = Reading(), Watch(recipe.task, recipe.columns, source.name)
+        wanted = source.columns_or(recipe.columns)
+        reading, watch = Reading(), Watch(recipe.task, wanted, source.name)
         for rows in _batched(source.rows(reading)):
             watch(rows)
             if convert is None:
                 columns: set[str] = set().union(*(row.value.keys() for row in rows if isinstance(row, Row)))
                 if any(isinstance(row, Row) for row in rows):
-                    formats.append(recognise(columns, recipe.task, recipe.columns, source.name))
+                    formats.append(recognise(columns, recipe.task, wanted, source.name))
                     watches.append(watch)
                     convert = converter(
-                        formats[-1],
-                        recipe.columns,
+                        formats[-1].format,
+                        formats[-1].columns,
                         recipe.label_map,
                         tokenizer,
                         recipe.task,

@@ -57,7 +57,6 @@ TABLE: dict[str, To] = {
     "base_model": To("model.model_name_or_path", text),
     "revision_of_model": To("model.revision", text),
     "trust_remote_code": To("model.trust_remote_code", truth),
-    "attn_implementation": hf.MODEL["attn_implementation"],
     "rope_scaling": To("model.rope_scaling"),
     "sequence_len": To("data.max_length", whole),
     "excess_length_strategy": To("data.too_long", _too_long),
@@ -81,6 +80,7 @@ TABLE: dict[str, To] = {
 }
 GROUPS = (
     *hf.MODEL_GROUPS,
+    Why("none", "the token that pads; padding is never learned nor looked at", "*.pad_token"),
     Why(
         "differs",
         "changes the vocabulary or special tokens; farthing takes the tokenizer as it is: save a tokenizer with these tokens "

@@ -144,7 +144,6 @@ MODEL: dict[str, To] = {
     "tokenizer_name": To("model.tokenizer_name_or_path", text),
     "tokenizer_name_or_path": To("model.tokenizer_name_or_path", text),
     "trust_remote_code": To("model.trust_remote_code", truth),
-    "attn_implementation": To("model.attn_implementation", text),
     "rope_scaling": To("model.rope_scaling"),
 }
 """What says which model."""

@@ -39,7 +39,10 @@ def job_text(imported: Imported, name: str) -> str:
         lines = [line for line in imported.named if line.effect == effect]
         if lines:
             rows += ["", f"# {title}:"]
-            rows += [text for line in lines for text in _comment(f"{line.key}: {say(line.value)} - {line.why}")]
+            by_reason: dict[str, list[str]] = {}
+            for line in lines:
+                by_reason.setdefault(line.why, []).append(f"{line.key}: {say(line.value)}")
+            rows += [text for why, keys in by_reason.items() for text in _comment(f"{', '.join(keys)} - {why}")]
     if imported.notes:
         rows += ["", "# Good to know:"]
         rows += [text for note in imported.notes for text in _comment(note)]
@@ -73,7 +76,11 @@ def _data(job: dict[str, Any]) -> dict[str, Any]:
 
 def _key(key: str, value: Any, origin: dict[str, list[Line]], imported: Imported, indent: str) -> list[str]:
     was = origin.get(key, [])
-    words = ", ".join(f"{line.key}: {say(line.value)}" if say(line.value) != say(value) else line.key for line in was)
+    words = ", ".join(
+        f"{line.key}: {say(line.value)}" if say(line.value) != say(value) else line.key
+        for line in was
+        if line.key.rpartition(".")[2] != key.rpartition(".")[2] or say(line.value) != say(value)
+    )
     words += "".join(f"; {line.why}" for line in was if line.why)
     if not was and key in imported.defaults:
         words = f"the default of {imported.defaults[key]}"

@@ -229,72 +229,47 @@ def _refuse_depth(text: str) -> None:
             raise ValueError("nested too deep, or too many aliases")
 
 
+_MARKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        axolotl.NAME,
+        ("base_model",),
+        ("datasets", "sequence_len", "micro_batch_size", "adapter", "num_epochs", "optimizer", "pretraining_dataset",
+         "output_dir"),
+    ),
+    (openai.NAME, (), ("hyperparameters",)),
+    (
+        llama_factory.NAME,
+        (),
+        ("finetuning_type", "stage", "cutoff_len", "lora_target", "peft_config", "train_dataset", "template", "infer_backend",
+         "adapter_name_or_path", "dist_config"),
+    ),
+    (hf_scripts.NAME, ("model_name_or_path",), ("task_name", "max_source_length", "do_train", "text_column")),
+    (
+        trl.NAME,
+        ("model_name_or_path",),
+        ("dataset_name", "use_peft", "dataset_train_split", "lora_target_modules", "max_length", "assistant_only_loss",
+         "completion_only_loss"),
+    ),
+    (hf_scripts.NAME, (), ("model_name_or_path", "per_device_train_batch_size")),
+)  # fmt: skip
+"""Whose settings have all of the first keys and one of the second; the first that fits."""
+_TOGETHER = ("lora", "n_checkpoints", "training_type", "lora_r", "wandb_api_key", "learning_rate", "warmup_ratio",
+             "training_method", "n_evals", "n_epochs")  # fmt: skip
+
+
 def _whose(values: Mapping[str, Any]) -> str | None:
     """Whose settings these are, by keys that no other has."""
     keys = set(values)
-
-    def has(*names: str) -> bool:
-        return any(name in keys for name in names)
-
-    fireworks_keys = {fireworks.snake(key) for key in keys}
-    if (
-        str(values.get("base_model", values.get("baseModel", ""))).startswith("accounts/")
-        or "baseModel" in keys
-        or ({"display_name", "dataset"} <= fireworks_keys and "base_model" in fireworks_keys)
-    ):
+    snakes = {fireworks.snake(key) for key in keys}
+    base = str(values.get("base_model", values.get("baseModel", "")))
+    if base.startswith("accounts/") or "baseModel" in keys or {"display_name", "dataset", "base_model"} <= snakes:
         return fireworks.NAME
-    if has("base_model") and has(
-        "datasets",
-        "sequence_len",
-        "micro_batch_size",
-        "adapter",
-        "num_epochs",
-        "optimizer",
-        "pretraining_dataset",
-        "output_dir",
-    ):
-        return axolotl.NAME
-    if has("training_file", "hyperparameters") or values.get("object") == "fine_tuning.job":
-        is_together = has(
-            "lora",
-            "n_checkpoints",
-            "training_type",
-            "lora_r",
-            "wandb_api_key",
-            "learning_rate",
-            "warmup_ratio",
-            "training_method",
-            "n_evals",
-            "n_epochs",
-        )
-        return together.NAME if is_together and not has("hyperparameters", "method") else openai.NAME
-    if has(
-        "finetuning_type",
-        "stage",
-        "cutoff_len",
-        "lora_target",
-        "peft_config",
-        "train_dataset",
-        "template",
-        "infer_backend",
-        "adapter_name_or_path",
-        "dist_config",
-    ):
-        return llama_factory.NAME
-    if has(
-        "dataset_name",
-        "use_peft",
-        "dataset_train_split",
-        "lora_target_modules",
-        "max_length",
-        "assistant_only_loss",
-        "completion_only_loss",
-    ) and has("model_name_or_path"):
-        return hf_scripts.NAME if has("task_name", "max_source_length", "do_train", "text_column") else trl.NAME
-    if has("model_name_or_path") or (
-        has("output_dir", "per_device_train_batch_size") and has("learning_rate", "num_train_epochs")
-    ):
-        return hf_scripts.NAME
+    if "training_file" in keys or values.get("object") == "fine_tuning.job":
+        is_together = keys & set(_TOGETHER) and not keys & {"hyperparameters", "method"}
+        return together.NAME if is_together else openai.NAME
+    for name, all_of, one_of in _MARKS:
+        if keys >= set(all_of) and keys & set(one_of):
+            return name
     return None
 
 

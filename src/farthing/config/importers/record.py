@@ -159,7 +159,10 @@ def read_keys(
             _by_table(out, key, value, table[name])
         else:
             why = next((g for g in groups if any(fnmatchcase(name, p) for p in g.patterns.split())), None)
-            out.name(key, value, *((why.reason, why.effect) if why else (UNKNOWN, "differs")))
+            if why and (value is False or value == 0):
+                out.name(key, value, "off there, and farthing has none of it: " + why.reason)
+            else:
+                out.name(key, value, *((why.reason, why.effect) if why else (UNKNOWN, "differs")))
 
 
 def _by_table(out: Imported, key: str, value: Any, rule: To) -> None:

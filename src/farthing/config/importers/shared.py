@@ -7,7 +7,8 @@ from farthing.config.importers.record import Why
 KERNELS = Why(
     "none",
     "chooses kernels; farthing picks its own by what it measures, and no result hangs on them",
-    "liger_* *liger_kernel* flash_attention flash_attn flash_attn_* flash_optimum xformers_attention sdp_attention "
+    "attn_implementation _attn_implementation attn_impl liger_* "
+    "*liger_kernel* flash_attention flash_attn flash_attn_* flash_optimum xformers_attention sdp_attention "
     "sdpa_varlen s2_attention* eager_attention flex_attention flex_attn_* sage_attention lora_*_kernel use_kernels "
     "use_*_kernels fused_attn_kernel gemma4_hybrid_attn_impl use_scattermoe use_sonicmoe experts_implementation "
     "cut_cross_entropy* chunked_cross_entropy* tiled_mlp* large_head_attention use_v1_kernels shift_attn* moe_grouped_gemm "
@@ -65,10 +66,15 @@ LOADING = Why(
     "tokenizer_use_fast tokenizer_legacy tokenizer_use_mistral_common max_concurrency num_proc keep_in_memory "
     "pretrain_multipack_buffer_size skip_prepare_dataset pad_to_multiple_of shards shards_idx preprocess_*",
 )
+PACKED = Why(
+    "differs",
+    "packing: a step there held as many packed sequences as this job says examples. farthing lays documents end to end "
+    "anyway, each seeing only itself, and counts a batch in examples: raise train.global_batch_size to as many as it held",
+    "packing neat_packing sample_packing pretraining_sample_concatenation max_packed_sequence_len",
+)
 PACKING = Why(
     "none",
-    "packing; farthing always lays documents end to end with attention kept apart, and counts a batch in examples. A packed "
-    "step there held more examples: raise train.global_batch_size to what a packed batch held",
+    "how examples are laid together; farthing always lays documents end to end, each seeing only itself",
     "packing neat_packing packing_strategy sample_packing sample_packing_* eval_sample_packing eval_packing padding_free "
     "batch_flattening pad_to_sequence_len group_by_length multipack_real_batches pretrain_multipack_attn "
     "pretraining_sample_concatenation max_packed_sequence_len length_column_name train_sampling_strategy sortish_sampler "
@@ -128,7 +134,8 @@ REWARDS = Why(
 )
 
 COMMON = (
-    KERNELS, GPUS, TRACKING, SAVING, PUBLISHING, LOADING, PACKING, PLUMBING, EVALUATION, VISION, SPECIAL_TRAINING, REWARDS,
+    KERNELS, GPUS, TRACKING, SAVING, PUBLISHING, LOADING, PACKED, PACKING, PLUMBING, EVALUATION, VISION, SPECIAL_TRAINING,
+    REWARDS,
 )  # fmt: skip
 """In the order in which they are asked."""
 

@@ -44,7 +44,6 @@ TABLE: dict[str, To] = {
     "model_name_or_path": hf.MODEL["model_name_or_path"],
     "model_revision": hf.MODEL["model_revision"],
     "trust_remote_code": hf.MODEL["trust_remote_code"],
-    "attn_implementation": hf.MODEL["attn_implementation"],
     "lora_r": To("method.lora_r", whole),
     "lora_alpha": To("method.lora_alpha", positive),
     "lora_dropout": To("method.lora_dropout", number),
