@@ -178,10 +178,8 @@ def test_a_misspelt_section_gets_a_suggestion(read: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "belongs"),
     [
-        ("learning_rate: 1.0\n", "train.learning_rate"),
         ("train: {lora_r: 8}\n", "method.lora_r"),
         ("limits: {usd_per_hour: 1}\n", "where.usd_per_hour"),
-        ("max_length: 3\n", "data.max_length"),
     ],
 )
 def test_a_key_in_the_wrong_section_is_sent_home(read: Any, more: str, belongs: str) -> None:

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from farthing.addresses import is_remote
+from farthing.config.foreign_keys import Foreign, adopt, answer
 from farthing.config.job import Job
 from farthing.data.formats import COLUMNS
 from farthing.data.rows import Own
@@ -81,6 +82,7 @@ def load_job(path: str | Path, overrides: list[str] | None = None) -> Job:
             from_command_line.add(_override(values, text))
         except ValueError as error:
             problems.append(UserMistake(str(error), where=f"--set {text}", to_do="--set train.learning_rate=1e-4"))
+    problems += _adopt(values, lines, path)
     try:
         job = Job.model_validate(values)
     except ValidationError as error:
@@ -178,6 +180,17 @@ def _expand(values: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
+def _adopt(values: dict[Any, Any], lines: dict[tuple[str, ...], int], path: Path) -> Iterator[UserMistake]:
+    """Other names of our keys are put in their place, and have the line where they stood."""
+    known = {"": list(Job.model_fields), **{name: _keys_of((name,)) for name, inner in _section_fields(Job) if inner}}
+    try:
+        for stood, stands in adopt(values, known):
+            if stood in lines:
+                lines.setdefault(stands, lines[stood])
+    except Foreign as error:
+        yield UserMistake(str(error), where=str(path), to_do="keep one of them")
+
+
 def _override(values: dict[Any, Any], text: str) -> tuple[str, ...]:
     """Put `a.b=value` into `values`; returns its key path."""
     key, sign, raw = text.partition("=")
@@ -269,6 +282,8 @@ def _explain(
 def _meant(loc: tuple[str, ...]) -> str:
     """What to do about an unknown key: the nearest one here, the section it belongs in, or all there are."""
     *section, name = loc
+    if words := answer(name):
+        return f"{words}; take the key out"
     known, everywhere = _keys_of(tuple(section)), _all_keys()
     elsewhere = [full for full in everywhere if full.split(".")[-1] == name]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
