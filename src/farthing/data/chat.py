@@ -18,11 +18,12 @@ from typing import Any
 
 from farthing.clock import today
 
-TEXT_VERSION = 2
+TEXT_VERSION = 3
 """How rows become texts, tokens and a split. A run goes on with the version that it began with.
 
 1: the split hangs on the rendered text; all that a template writes behind an answer is learned; chats begin with the
 tokenizer's first token even where the template has none; seq2seq targets are encoded as inputs are.
+2: content in parts and OpenAI's older function calls make a row unusable; a developer's turn keeps its role.
 """
 
 # For a tokenizer without a template of its own: readable headers, generation marks around what the model says.
@@ -176,30 +177,41 @@ class ChatReader:
         marks = has_marks(render.template)
         return cls(render, marks, ("", "") if marks else _ending(render, _added_tokens(tokenizer)), version)
 
-    def __call__(self, messages: Messages, tools: Any) -> Chat:
-        """The text of a chat. Raises `Unusable`."""
-        if not any(message["role"] == "assistant" for message in messages):
+    def __call__(self, messages: Messages, tools: Any, given: frozenset[int] = frozenset()) -> Chat:
+        """The text of a chat; the turns at `given` (from 0) are context whoever speaks. Raises `Unusable`."""
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
             raise Unusable("no assistant turn: there is nothing to learn")
+        if given.issuperset(answers):
+            raise Unusable("every assistant turn is marked as not to be learned")
         try:
             if self.marks:
-                return self._by_marks(messages, tools)
-            return self._by_prompts(messages, tools) if self.version > 1 else self._by_prefixes(messages, tools)
+                return self._by_marks(messages, tools, given)
+            if self.version > 1:
+                return self._by_prompts(messages, tools, given)
+            return self._by_prefixes(messages, tools, given)
         except Unusable:
             raise
         except Exception as error:  # templates are programs: they raise what they like
             raise Unusable(f"the chat template refuses it: {str(error)[:200]}") from error
 
-    def _by_marks(self, messages: Messages, tools: Any) -> Chat:
+    def _by_marks(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
         said = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if _START in said or _STOP in said:
             raise Unusable("it holds U+FDD0 or U+FDD1, which are no characters")
-        segments = []
-        for part in self.render.marked(messages, tools).split(_START):
-            inside, stop, outside = part.partition(_STOP)
-            segments += [(inside, True), (outside, False)] if stop else [(part, False)]
+        answers = [index not in given for index, message in enumerate(messages) if message["role"] == "assistant"]
+        before, *parts = self.render.marked(messages, tools).split(_START)
+        if given and len(parts) != len(answers):
+            raise Unusable(
+                "the chat template marks more or fewer turns than the assistant has: which one not to learn is not seen"
+            )
+        segments = [(before, False)]
+        for part, is_learned in zip(parts, answers if given else [True] * len(parts), strict=True):
+            inside, _, outside = part.partition(_STOP)
+            segments += [(inside, is_learned), (outside, False)]
         return Chat(_merged(segments))
 
-    def _by_prompts(self, messages: Messages, tools: Any) -> Chat:
+    def _by_prompts(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
         whole = self.render(messages, tools)
         segments: list[tuple[str, bool]] = []
         at, n_unlearned = 0, 0
@@ -210,16 +222,16 @@ class ChatReader:
             before = self.render(messages[:index], tools, is_prompt=True) if index else ""
             turn = self._without_trailer(self.render(messages[: index + 1], tools))
             if whole.startswith(before) and whole.startswith(turn) and at <= len(before) < len(turn):
-                segments += [(whole[at : len(before)], False), (whole[len(before) : len(turn)], True)]
+                segments += [(whole[at : len(before)], False), (whole[len(before) : len(turn)], index not in given)]
                 at = len(turn)
-            elif index == last and not segments:
+            elif index == last and index not in given and not any(is_learned for _, is_learned in segments):
                 return Chat(self._opened(messages, index, before), n_unlearned)
-            else:
+            elif index not in given:
                 n_unlearned += 1
         segments.append((whole[at:], False))
         return Chat(_merged(segments), n_unlearned)
 
-    def _by_prefixes(self, messages: Messages, tools: Any) -> Chat:
+    def _by_prefixes(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
         """As runs of version 1 read it: a turn is all that the render up to it adds to the render before it."""
         whole = self.render(messages, tools)
         segments: list[tuple[str, bool]] = []
@@ -231,7 +243,7 @@ class ChatReader:
             after = self.render(messages[: index + 1], tools)
             if not (whole.startswith(before) and whole.startswith(after) and at <= len(before) < len(after)):
                 raise Unusable("the chat template rewrites earlier turns; give one with {% generation %} marks")
-            segments += [(whole[at : len(before)], False), (whole[len(before) : len(after)], True)]
+            segments += [(whole[at : len(before)], False), (whole[len(before) : len(after)], index not in given)]
             at = len(after)
         segments.append((whole[at:], False))
         return Chat(_merged(segments))

@@ -1,4 +1,4 @@
-"""Data of other kinds of training: preference pairs, verdicts on answers, ranked answers, images, sound, masked turns.
+"""Data of other kinds of training: preference pairs, verdicts on answers, ranked answers, images, sound.
 
 Read as plain examples they would teach rejected answers, or text about a picture that the model never sees. Each row is
 looked at, since files are often mixtures. Who maps the column to learn in `data.columns` has chosen it: that is said, not
@@ -179,14 +179,6 @@ def _of_turn(turn: dict[str, Any], index: int, column: str) -> Foreign | None:
             kind = next((key for key in keys if any(word in key for word in _PARTS)), None)
             if kind is not None:
                 return _media(f"a part of type `{kind}` in {column}, turn {index}", column)
-    for key in ("weight", "loss", "train"):
-        if key in turn and turn[key] is not None and turn[key] in (0, False):
-            return Foreign(
-                f"turns marked as not to be learned (`{key}` is {turn[key]} in {column}, turn {index}), which farthing learns",
-                f"take those turns' answers out, or write the rows without `{key}` to learn all of them",
-                column,
-                can_be_chosen=False,
-            )
     return None
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from farthing.data.chat import TEXT_VERSION, ChatReader, Unusable
+from farthing.data.chat_rows import MARKS, from_openai, without_marks
 from farthing.data.columns import Columns, Template, columns_of, guessed, missing, renamed
 from farthing.durability.files import parse_json
 from farthing.errors import DataError
@@ -29,7 +30,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ("causal-lm",)),
 }
 ALSO_READ = {
-    "messages": ("tools",), "conversations": ("system", "tools"), "instruction": ("input", "system"),
+    "messages": ("tools", "functions"), "conversations": ("system", "tools"), "instruction": ("input", "system"),
 }  # fmt: skip
 COLUMNS = {
     "messages", "tools", "conversations", "system", "instruction", "input", "output", "prompt", "completion",
@@ -124,7 +125,7 @@ def converter(
     is_chat = format_name in RENDERED and task == "causal-lm"
     read = ChatReader.of(tokenizer, on, version) if is_chat else None
     one: Callable[[dict[str, Any]], Text] = {
-        "messages": lambda row: _chat(_messages(row), row.get("tools"), read),
+        "messages": lambda row: _chat(_messages(row, version), _tools_of(row), read),
         "conversations": lambda row: _chat(_conversations(row), row.get("tools"), read),
         "instruction": lambda row: _instruction(row, read),
         "prompt/completion": lambda row: _pair(row, "prompt", "completion"),
@@ -219,8 +220,11 @@ def _chat(messages: list[dict[str, Any]], tools: Any, read: ChatReader | None) -
     given = [str(message.get("content") or "").strip() for message in others]
     if tools:
         given.append(json.dumps(tools, sort_keys=True, default=str))
+    messages, unlearned = without_marks(messages)
+    if read.version > 2 and "developer" not in read.render.template:
+        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     try:
-        chat = read(messages, tools)
+        chat = read(messages, tools, unlearned)
     except Unusable as error:
         error.given = tuple(given)
         raise
@@ -238,11 +242,13 @@ def _as_list(value: Any, column: str) -> list[Any]:
     return value
 
 
-def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+def _messages(row: dict[str, Any], version: int = TEXT_VERSION) -> list[dict[str, Any]]:
     messages = []
     for index, message in enumerate(_as_list(row.get("messages"), "messages"), start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Unusable(f"message {index} has no `role`")
+        if version > 2:
+            message = from_openai(message)
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             raise Unusable(f"message {index}: `content` is {_kind(content)}, not text")
@@ -273,8 +279,17 @@ def _conversations(row: dict[str, Any]) -> list[dict[str, Any]]:
         who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
         if who not in _ROLES or not isinstance(said, str):
             raise Unusable(f"turn {index} has no known `from` with a text `value`")
-        messages.append({"role": _ROLES[who], "content": said})
+        marks = {name: turn[name] for name in MARKS if turn.get(name) is not None}
+        messages.append({"role": _ROLES[who], "content": said, **marks})
     return messages
+
+
+def _tools_of(row: dict[str, Any]) -> Any:
+    """The tools that a chat may call; OpenAI's older `functions` are tools without their frame."""
+    functions = row.get("functions")
+    if row.get("tools") or not functions or functions == "[]":
+        return row.get("tools")
+    return [{"type": "function", "function": each} for each in _as_list(functions, "functions")]
 
 
 def group_of(text: Text, version: int) -> int:
