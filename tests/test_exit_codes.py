@@ -45,6 +45,7 @@ VERBS: dict[str, list[str]] = {
     "export": ["export", "run", "--output", "x"],
     "prices": ["prices"],
     "doctor": ["doctor"],
+    "import": ["import", "x.yaml"],
 }
 
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,33 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
         yield from _try(f"data {source.name}", first_rows)
     if job.usd_per_hour == 0:
         yield Check("price", "warning", "none given", "set where.usd_per_hour, or power_watts and usd_per_kwh")
+
+
+def look_at_data(path: Path, job_file: Path | None, overrides: list[str]) -> Any:
+    """The `Summary` of a data file, read as a job reads it where one is named. Raises `DataError`, `JobError`.
+
+    Without a job tokens are guessed from characters, and chats are rendered by farthing's own template.
+    """
+    from farthing.data.chat import TEXT_VERSION
+    from farthing.data.read import Source, kind_of_file, short_name
+    from farthing.data.sample import light_tokenizer
+    from farthing.data.summary import summarize
+    from farthing.data.tokens import Recipe
+
+    shown = short_name(str(path))
+    if path.is_dir():
+        raise DataError("a folder", where=shown, to_do="name one file of it")
+    source = Source(shown, "", kind_of_file(path, shown), path)
+    if job_file is None:
+        tokenizer = light_tokenizer(None, None)
+        return summarize(source, tokenizer, Recipe("causal-lm", 1024), None)
+    from farthing.clock import today
+    from farthing.planner.job_lengths import reading_of
+
+    job = load_job(job_file, overrides)
+    tokenizer, recipe = reading_of(job, today().isoformat(), TEXT_VERSION)
+    own = dict(zip(job.data.train, job.data.of_train, strict=False)).get(str(path.resolve()))
+    return summarize(replace(source, columns=own.columns if own else None), tokenizer, recipe, job.task)
 
 
 def _first_rows(job: Any, source: Any, inputs: Any) -> str:

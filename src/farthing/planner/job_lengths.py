@@ -21,7 +21,7 @@ from farthing.data.batches import Batches, split_by_input
 from farthing.data.chat import TEXT_VERSION, asks_for_the_date
 from farthing.data.read import KINDS, Source, folder_sha256, is_dataset, kind_of_file, short_name
 from farthing.data.rows import Own
-from farthing.data.sample import Sampled, light_tokenizer, own_template, sample_lengths
+from farthing.data.sample import LightTokenizer, Sampled, light_tokenizer, own_template, sample_lengths
 from farthing.data.tokens import CACHE_VERSION, LINE_BITS, Recipe, TokenSet, notes_of, open_token_set
 from farthing.durability.files import Damaged, belongs_to_another, is_own, make_private, sha256_of, write_json
 from farthing.durability.run_folder import began
@@ -96,22 +96,7 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
 
 def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
     """From a sample of the rows."""
-    folder = _tokenizer_folder(job)
-    tokenizer = light_tokenizer(folder, _template_of_job(job))
-    day, text_version = began(Path(job.output_dir), TEXT_VERSION)
-    recipe = Recipe(
-        task=job.task,
-        max_length=_max_length(job, folder),
-        max_target_length=job.data.max_target_length,
-        too_long=job.data.too_long,
-        train_on_prompt=job.data.train_on_prompt,
-        columns=dict(job.data.columns),
-        label_map=dict(job.data.label_map),
-        source_lang=job.data.source_lang or "",
-        target_lang=job.data.target_lang or "",
-        date=day if asks_for_the_date(tokenizer.chat_template) else "",
-        version=text_version,
-    )
+    tokenizer, recipe = reading_of(job, *began(Path(job.output_dir), TEXT_VERSION))
 
     def sampled(names: tuple[str, ...], own: tuple[Own, ...], split: str) -> Sampled:
         sources = [
@@ -146,6 +131,26 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
         held_out = lengths_of(train, data.eval_fraction, data.max_eval_samples)
         return lengths_of(train, 1 - data.eval_fraction, data.max_train_samples), held_out
     return lengths_of(train, 1.0, data.max_train_samples), None
+
+
+def reading_of(job: Job, day: str, text_version: int) -> tuple[LightTokenizer, Recipe]:
+    """How a job reads its rows, without transformers: its tokenizer, or a guess where none is here. Raises `ModelError`."""
+    folder = _tokenizer_folder(job)
+    tokenizer = light_tokenizer(folder, _template_of_job(job))
+    recipe = Recipe(
+        task=job.task,
+        max_length=_max_length(job, folder),
+        max_target_length=job.data.max_target_length,
+        too_long=job.data.too_long,
+        train_on_prompt=job.data.train_on_prompt,
+        columns=dict(job.data.columns),
+        label_map=dict(job.data.label_map),
+        source_lang=job.data.source_lang or "",
+        target_lang=job.data.target_lang or "",
+        date=day if asks_for_the_date(tokenizer.chat_template) else "",
+        version=text_version,
+    )
+    return tokenizer, recipe
 
 
 def _template_of_job(job: Job) -> str | None:
