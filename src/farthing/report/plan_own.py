@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from farthing.planner.managed import bills, say_size
 from farthing.planner.ownership import (
     Owned,
     Way,
@@ -31,8 +32,28 @@ def best_of(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def services(study: Study) -> list[dict[str, Any]]:
-    """Services that train for a fee, and whether they take this model."""
+    """Services that train for a fee, and whether they take this model: those that are known, then those of a price file."""
+    job, wanted = study.job, study.wanted
+    known = bills(wanted, job.task, job.model.model_name_or_path, job.max_length, study.today)
     return [
+        {
+            "provider": bill.service.provider,
+            "what": bill.service.model or say_size(bill.service),
+            "usd": bill.usd,
+            "usd_high": bill.usd_high,
+            "usd_unpacked": bill.usd_unpacked,
+            "n_tokens": bill.n_tokens,
+            "unit": "million_tokens",
+            "usd_per_unit": bill.service.usd,
+            "you_get": bill.service.you_get,
+            "afterwards": bill.service.afterwards,
+            "ends": bill.service.ends.isoformat() if bill.service.ends else None,
+            "price_source": bill.service.source,
+            "price_date": bill.service.date.isoformat(),
+            "takes_the_model": bill.service.method != "closed",
+        }
+        for bill in known
+    ] + [
         {
             "provider": offer.provider,
             "what": offer.instance,
