@@ -30,6 +30,7 @@ Positive = Annotated[Whole, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]
 Usd = Annotated[float, BeforeValidator(parse_usd), Field(ge=0)]
 Hours = Annotated[float, BeforeValidator(parse_hours), Field(gt=0)]
+AsWord = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
 OneOrMany = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 Paths = Annotated[tuple[Name, ...], OneOrMany]
 
@@ -135,6 +136,11 @@ class MethodSection(Section):
     """Further modules trained in full and saved. A classification head is always among them."""
     use_dora: bool = False
     use_rslora: bool = False
+    init_lora_weights: Annotated[Literal["true", "false", "gaussian", "orthogonal"], AsWord] = "true"
+    """How an adapter begins, as in peft. true: A as Kaiming draws it, B zero; false: both drawn, so that it begins as noise.
+    What changes the base on the way (pissa, olora, corda, loftq) can't be resumed or exported exactly, and is refused."""
+    loraplus_lr_ratio: Annotated[Number, Field(gt=0)] | None = None
+    """LoRA+ (Hayou et al. 2024): the learning rate of the B matrices, and of vectors, as a multiple of the others'."""
 
 
 class TrainSection(Section):
@@ -166,6 +172,8 @@ class TrainSection(Section):
     warmup_ratio: Share = 0.03
     warmup_steps: Annotated[Whole, Field(ge=0)] | None = None
     """Overrides warmup_ratio."""
+    warmup_epochs: Annotated[Number, Field(ge=0)] | None = None
+    """The same in passes over the data; only one of the two may be given."""
     fit_schedule_to_budget: bool = False
     """The learning rate comes down to its end when the limits are reached: as many steps as they buy, never more than
     asked. Needs one of the limits."""
@@ -177,6 +185,8 @@ class TrainSection(Section):
         "adamw_torch",
         "adamw_torch_offload",
         "sgd",
+        "adagrad",
+        "rmsprop",
         "adamw_8bit",
         "adamw_bnb_8bit",
         "paged_adamw_8bit",
@@ -238,6 +248,8 @@ class TrainSection(Section):
                 f"global_batch_size {self.global_batch_size} is not per_device_train_batch_size {micro} x "
                 f"gradient_accumulation_steps {accumulation}; leave one of the three out"
             )
+        if self.warmup_steps is not None and self.warmup_epochs is not None:
+            raise ValueError("warmup_steps and warmup_epochs exclude each other; leave one of them out")
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 exclude each other; leave one of them out")
         if self.eval_strategy == "steps" and self.eval_steps is None:

@@ -31,6 +31,8 @@ CUDA_CONTEXT_BYTES = int(0.6 * 2**30)
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 STATE_BYTES = {
     "sgd": 0.0,
+    "adagrad": 4.0,
+    "rmsprop": 4.0,
     "adamw_torch_offload": 0.0,
     "adamw_8bit": 2.03,
     "adamw_bnb_8bit": 2.03,

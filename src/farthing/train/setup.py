@@ -335,6 +335,7 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
             method.modules_to_save,
             method.use_dora,
             method.use_rslora,
+            method.init_lora_weights,
         )
         model = add_adapter(model, adapter, job.task, job.train.seed)
     if not quantize:
@@ -356,6 +357,7 @@ def build_optimizer(job: Job, model: Any, rules: int = RULES) -> torch.optim.Opt
         betas=(train.adam_beta1, train.adam_beta2),
         epsilon=train.adam_epsilon,
         rules=rules,
+        loraplus=job.method.loraplus_lr_ratio if job.method.name != "full" else None,
     )
 
 

@@ -68,13 +68,18 @@ def strategy(value: Any) -> str:
 
 
 def scratch(value: Any) -> str:
-    """Adapter initialisation of peft, as a name or true/false."""
-    return value if isinstance(value, str) else str(truth(value)).lower()
+    """Adapter initialisation of peft, as a word. Raises `Odd` for those that change the base."""
+    name = value.lower() if isinstance(value, str) else str(truth(value)).lower()
+    if name not in ("true", "false", "gaussian", "orthogonal"):
+        raise Odd(f"{name} changes the base weights, which farthing can't resume or export exactly: it begins as usual")
+    return name
 
 
 def no_bias(value: Any) -> str:
-    """peft's `bias`: which biases are trained."""
-    return text(value)
+    """peft's `bias`: which biases are trained. Raises `Odd`: farthing trains none of them."""
+    if value == "none":
+        raise Odd("none there, and none here", "none")
+    raise Odd(f"biases of the base are trained there ({value}); farthing trains the adapter alone")
 
 
 CHECKPOINTING = "farthing checkpoints as many layers as memory asks for; the result is the same"

@@ -160,9 +160,12 @@ def _method(values: Mapping[str, Any], out: Imported) -> None:
         out.name("finetuning_type", kind, f"{kind}, which farthing does not do", "blocks")
     if values.get("pissa_init") is True:
         n = values.get("pissa_iter", 16)
-        out.put("pissa_init", True, "method.init_lora_weights", "pissa" if n in (None, -1) else f"pissa_niter_{n}")
-        out.name("pissa_iter", n, "is in method.init_lora_weights")
-        out.name("pissa_convert", values.get("pissa_convert"), "farthing keeps the base as it was: nothing to convert")
+        why = (
+            "PiSSA changes the base weights, which farthing can't resume or export exactly: the adapter begins as usual"
+        )
+        out.name("pissa_init", True, why, "differs")
+        out.name("pissa_iter", n, "settles PiSSA")
+        out.name("pissa_convert", values.get("pissa_convert"), "settles PiSSA")
     elif "pissa_init" in values:
         out.name("pissa_init", values["pissa_init"], "off there, and off here")
 
