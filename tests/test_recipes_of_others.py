@@ -108,7 +108,14 @@ def test_an_optimizer_moves_as_torchs_own_and_resumes(
 
 def test_warm_up_by_epochs(tmp_path: Path) -> None:
     job = make_job(
-        tmp_path, "llama", method="lora", max_steps=10, n_rows=24, lr_scheduler_type="linear", global_batch_size=8, warmup_epochs=2
+        tmp_path,
+        "llama",
+        method="lora",
+        max_steps=10,
+        n_rows=24,
+        lr_scheduler_type="linear",
+        global_batch_size=8,
+        warmup_epochs=2,
     )
     workshop.train(job)
     rates = [row["lr"] for row in log_of(job) if "lr" in row]

@@ -54,6 +54,9 @@ class ModelSection(Section):
     """Where the tokenizer is, when it is not with the model."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` trains from fresh weights: a folder with config.json and a tokenizer is enough."""
+    from_run: Name | None = None
+    """Begin with the trained weights of another run of the same model and method: its folder, or FOLDER:STEP for one of its
+    checkpoints. The receipt names it and adds what it has cost. `farthing train JOB --from FOLDER` sets it."""
     attn_implementation: str | None = None
     """Attention of transformers: sdpa (its default), eager, flash_attention_2 ..."""
     trust_remote_code: bool = False

@@ -395,8 +395,15 @@ def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set
             said += [each] * len(spread or [path])
         return {role: tuple(found), f"of_{role}": tuple(said) if own else ()}
 
+    def run_folder(name: str | None) -> str | None:
+        """`RUN` or `RUN:STEP`, with the folder made absolute."""
+        match = re.fullmatch(r"(.+):(\d+)", name or "")
+        run, step = (match[1], f":{match[2]}") if match else (name, "")
+        return run and _absolute(run, base_of("model", "from_run")) + step
+
     model = job.model.model_copy(
         update={
+            "from_run": run_folder(job.model.from_run),
             "model_name_or_path": local(job.model.model_name_or_path, "model", "model_name_or_path"),
             "tokenizer_name_or_path": local(job.model.tokenizer_name_or_path, "model", "tokenizer_name_or_path"),
         }

@@ -66,6 +66,8 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> dict[str, Any
         "metrics": of_model["metrics"] if of_model else None,
         "wall_s": wall_s,
         "usd": total_usd,
+        "ancestor": facts.get("ancestor"),
+        "usd_with_ancestor": total_usd + (facts.get("ancestor") or {}).get("usd", 0.0),
         "usd_is_known": any(a.usd_per_hour > 0 for a in attempts),
         "usd_per_million_tokens": total_usd / (log.n_tokens / 1e6) if log.n_tokens else None,
         "spans": [

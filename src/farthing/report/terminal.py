@@ -275,6 +275,12 @@ def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
     cells = ["total", f"{receipt['wall_s']:.1f}", f"{1:.1%}", dollars(receipt["usd"])]
     table.add_row(*(f"[bold]{cell}[/]" for cell in cells[: len(table.columns)]))
     console.print(table)
+    if ancestor := receipt.get("ancestor"):
+        console.print(
+            f"begun from step {ancestor['step']} of {escape(ancestor['run'])}, which had cost {say_usd(ancestor['usd'])}:"
+            f" {say_usd(receipt['usd_with_ancestor'])} in all",
+            soft_wrap=True,
+        )
     if not known:
         console.print("[dim]no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh[/]")
     facts = Table.grid(padding=(0, 2))

@@ -42,6 +42,7 @@ from farthing.model.load import (
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.planner.job_lengths import note_token_set
 from farthing.planner.left_out_loss import refuse_left_out_loss
+from farthing.train.ancestor import ancestor_identity
 from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
 from farthing.train.update_guard import update_bytes
@@ -172,7 +173,7 @@ def open_inputs(job: Job, tell: Tell = lambda kind, facts: None) -> Inputs:
     }
     train_sources = open_sources(data.train, split=data.train_split, own=data.of_train, **opened)  # type: ignore[arg-type]
     eval_sources = open_sources(data.eval, split=data.eval_split, own=data.of_eval, **opened) if data.eval else []  # type: ignore[arg-type]
-    identity = identity_of(job, choice, config, tokenizer, train_sources, eval_sources, recipe)
+    identity = identity_of(job, choice, config, tokenizer, train_sources, eval_sources, recipe) | ancestor_identity(job)
     return Inputs(choice, config, tokenizer, train_sources, eval_sources, recipe, identity)
 
 
