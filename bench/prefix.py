@@ -20,7 +20,7 @@ import peft
 import torch
 
 from farthing.data.packing import collate_flat
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.attention import go_flat
 from farthing.model.documents import flat_batch

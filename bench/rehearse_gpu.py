@@ -41,7 +41,7 @@ from torch.cuda.amp import common as autocast
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.errors import FarthingError
 from farthing.model import attention_kernels
 from farthing.model.adapters import Adapter, add_adapter

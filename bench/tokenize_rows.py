@@ -35,7 +35,8 @@ from farthing.data.encode import Encoder
 from farthing.data.formats import Text, converter, recognise
 from farthing.data.packing import collate_flat, cut_by_tokens, cut_padded
 from farthing.data.read import Row, Source, open_sources
-from farthing.data.tokens import Recipe, TokenSet, open_token_set, tokenize
+from farthing.data.token_set import Recipe, TokenSet, open_token_set
+from farthing.data.tokens import tokenize
 from farthing.durability.files import commit_folder
 
 PIECE_TOKENS = 16384
@@ -122,8 +123,8 @@ def with_maps(rows: Path, tokenizer: Any, recipe: Recipe, folder: Path) -> None:
 def texts_of(source: Source, tokenizer: Any, recipe: Recipe) -> list[Text]:
     """The usable rows of a file, rendered."""
     rows = [row.value for row in source.rows() if isinstance(row, Row)]
-    name = recognise(set().union(*rows[:1024]), recipe.task, recipe.columns, source.name)
-    convert, texts = converter(name, recipe.columns, recipe.label_map, tokenizer, recipe.task), []
+    name, columns, _ = recognise(set().union(*rows[:1024]), recipe.task, recipe.columns, source.name)
+    convert, texts = converter(name, columns, recipe.label_map, tokenizer, recipe.task), []
     for row in rows:
         try:
             texts.append(convert(row))

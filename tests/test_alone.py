@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from farthing.data.batches import IGNORED
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.errors import ModelError
+from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.apart import longrope_limit
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
@@ -157,6 +158,59 @@ def test_the_decoder_begins_as_the_model_itself_would_have_it(kind: str) -> None
     assert (forward.apart is None) == (kind in PADS_SAFELY["seq2seq"] and not is_blocked)
 
 
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("nllb-moe", {"num_experts": 2, "encoder_sparse_step": 1, "decoder_sparse_step": 1}),
+        ("switch_transformers", {"num_experts": 2, "encoder_sparse_step": 1, "decoder_sparse_step": 1}),
+    ],
+)
+def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(
+    kind: str, sizes: dict[str, Any], is_training: bool
+) -> None:
+    no_dropout = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "dropout_rate": 0.0}
+    no_dropout |= {
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+        "moe_token_dropout": 0.0,
+        "router_jitter_noise": 0.0,
+    }
+    model = small(kind, AutoModelForSeq2SeqLM, expert_capacity=3, **sizes, **no_dropout)
+    tokens = examples_of([9, 30, 17, 12, 9])
+    forward = Forward(model, "seq2seq", model.config.pad_token_id, CPU)
+    assert forward.drops_no_tokens == (kind == "nllb-moe")
+
+    def loss_of(indices: list[int]) -> float:
+        with torch.no_grad():
+            return float(forward.loss(forward.place(forward.collate(tokens, np.array(indices)))))
+
+    model.eval()
+    loss_of([1])  # an evaluation in between changes nothing
+    model.train(is_training)
+    alone = [loss_of([index]) for index in range(5)]
+    assert loss_of([0, 1, 2, 3, 4]) == pytest.approx(sum(alone), rel=1e-5)
+    assert loss_of([4, 1]) + loss_of([0, 3, 2]) == pytest.approx(sum(alone), rel=1e-5)
+    assert model.config.expert_capacity == 3  # what is exported stays as it was
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"), [("bert", ["query", "value"]), ("deberta-v2", ["query_proj", "value_proj"])]
+)
+def test_an_adapter_of_a_classifier_is_on_queries_and_values(kind: str, names: list[str]) -> None:
+    model = add_adapter(
+        small(kind, AutoModelForSequenceClassification, num_labels=2), Adapter(r=2), "classification", 0
+    )
+    assert {name.split(".")[-1] for name in model.peft_config["default"].target_modules} == set(names)
+
+
+def test_batch_norms_are_refused() -> None:
+    model = small("distilbert", AutoModelForSequenceClassification, num_labels=2)
+    model.pre_classifier = torch.nn.Sequential(model.pre_classifier, torch.nn.BatchNorm1d(32))
+    with pytest.raises(ModelError, match="a distilbert has batch norms"):
+        Forward(model, "classification", PAD, CPU)
+
+
 def test_mbart_begins_with_the_language_at_the_end_of_its_target() -> None:
     model = small("mbart", AutoModelForSeq2SeqLM)
     labels = torch.tensor([[5, 6, 2, 90], [7, 2, 91, IGNORED]])
@@ -251,14 +305,14 @@ def test_languages_that_are_not_said_or_not_known_are_refused(family: str) -> No
     source, target = CODES[family]
     with pytest.raises(ModelError, match=r"data.target_lang is not set"):
         set_languages(speaking(family), "seq2seq", source, None)
-    with pytest.raises(ModelError, match=f"'{target}x' is no language of its tokenizer"):
+    with pytest.raises(ModelError, match=f"'{target}x' is not a language of its tokenizer"):
         set_languages(speaking(family), "seq2seq", source, f"{target}x")
     assert set_languages(speaking(family), "seq2seq", None, None, text_version=1) == ("", "")
 
 
 def test_a_tokenizer_without_languages_takes_none(tokenizers: dict[str, Any]) -> None:
     assert set_languages(tokenizers["t5"], "seq2seq", None, None) == ("", "")
-    with pytest.raises(ModelError, match="writes no language into a text"):
+    with pytest.raises(ModelError, match="does not write a language into texts"):
         set_languages(tokenizers["t5"], "seq2seq", "en", "de")
 
 

@@ -42,11 +42,9 @@ def test_a_run_begins_with_the_weights_of_another(method: str, tmp_path: Path, m
     job = second(tmp_path, "run:3", **keys)
     outcome = workshop.train(job)
     saved = load_file(next((tmp_path / "run/checkpoints").glob("step-00000003-*")) / "model.safetensors")
-    assert outcome.receipt["ancestor"]["step"] == 3
-    assert outcome.receipt["ancestor"]["run"] == str(tmp_path / "run")
-    assert outcome.receipt["usd_with_ancestor"] == pytest.approx(
-        outcome.receipt["usd"] + build_receipt(tmp_path / "run")["usd"]
-    )
+    assert outcome.receipt.ancestor["step"] == 3
+    assert outcome.receipt.ancestor["run"] == str(tmp_path / "run")
+    assert outcome.receipt.usd_with_ancestor == pytest.approx(outcome.receipt.usd + build_receipt(tmp_path / "run").usd)
     assert losses_of(job)[0] != losses_of(first)[0]
     assert set(saved) <= {name for name, _ in watched.model.named_parameters()} | {
         n for n, _ in watched.model.named_buffers()

@@ -14,8 +14,12 @@ from tokenizers import processors
 from farthing.data.chat import ChatReader, Renderer, Unusable, default_template
 from farthing.data.encode import Encoder
 from farthing.data.formats import converter
-from farthing.data.sample import light_tokenizer
+from farthing.data.read import open_sources
+from farthing.data.sample import light_tokenizer, sample_lengths
+from farthing.data.token_set import Recipe, notes_of
+from farthing.data.tokens import tokenize
 from farthing.model.load import ModelChoice, load_tokenizer
+from farthing.tiny import write_jsonl
 
 LLAMA_2 = (
     "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system = '<<SYS>>\n' + messages[0]['content']"
@@ -117,7 +121,7 @@ FAMILIES: dict[str, tuple[str, list[str]]] = {
     "mistral": (MISTRAL, [f"{FIRST}</s>", f"{SECOND}</s>"]),
     "zephyr": (ZEPHYR, [f"{FIRST}</s>", f"{SECOND}</s>"]),
     "qwen-2.5": (CHATML, [f"{FIRST}<|im_end|>", f"{SECOND}<|im_end|>"]),
-    # the first turn is shown without the thinking that a prompt asks for: the model never writes it like that
+    # the first turn is shown without the thinking that a prompt asks for: it is learned in an example of its own
     "qwen-3": (QWEN_3, [f"<think>\n\n</think>\n\n{SECOND}<|im_end|>"]),
     "gemma": (GEMMA, [f"{FIRST.strip()}<end_of_turn>", f"{SECOND.strip()}<end_of_turn>"]),
     "phi-3": (PHI_3, [f"{FIRST}<|end|>", f"{SECOND}<|end|>"]),
@@ -156,7 +160,7 @@ def chat_ids(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> 
 def read(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
     """(ids, is_target) of a chat."""
     text = converter("messages", {}, {}, tokenizer, "causal-lm", on="2025-01-02")({"messages": messages})
-    ((ids, is_target),) = Encoder(tokenizer, "causal-lm", 4096, 4096)([text]).examples()
+    ((ids, is_target),) = Encoder(tokenizer, "causal-lm", 4096, 4096)([text]).examples()  # the whole chat
     return ids.tolist(), is_target.tolist()
 
 
@@ -242,8 +246,82 @@ def test_thinking_of_qwen_is_learned_where_the_model_writes_it(made: Any) -> Non
     tokenizer = made(QWEN_3)
     text = converter("messages", {}, {}, tokenizer, "causal-lm")({"messages": thought})
     assert [part for part, learned in text.segments if learned] == ["<think>\nTwo.\n</think>\n\nFood.<|im_end|>"]
-    assert text.n_unlearned == 1
     assert "One." not in "".join(part for part, _ in text.segments)
+    (earlier,) = text.earlier
+    assert earlier.given == text.given  # they are never on two sides of a split
+    assert text.n_unlearned == 0
+    prompt = tokenizer.apply_chat_template(thought[:1], tokenize=False, add_generation_prompt=True)
+    assert earlier.segments == ((prompt, False), ("<think>\nOne.\n</think>\n\nFood.<|im_end|>", True), ("\n", False))
+    former = converter("messages", {}, {}, tokenizer, "causal-lm", version=2)({"messages": thought})
+    assert (former.segments, former.n_unlearned, former.earlier) == (text.segments, 1, ())
+
+
+def test_answers_to_tools_share_an_example_with_their_question(made: Any) -> None:
+    """Qwen 3 keeps what was thought since the last question: one example a question, not one an answer."""
+    call = {"role": "assistant", "content": "<think>\nAsk.\n</think>\n\nadd(1, 1)"}
+    asked = [CHAT[0], call, {"role": "tool", "content": "2"}, {"role": "assistant", "content": "Two."}]
+    text = converter("messages", {}, {}, made(QWEN_3), "causal-lm")({"messages": [*asked, *asked, CHAT[2]]})
+    assert [[part for part, learned in each.segments if learned] for each in text.of_row] == [
+        ["<think>\nAsk.\n</think>\n\nadd(1, 1)<|im_end|>", "<think>\n\n</think>\n\nTwo.<|im_end|>"]
+    ] * 2
+    assert text.n_unlearned == 0
+
+
+NEMOTRON = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{{ m['content'] if '</think>' in m['content'] else '<think></think>' + m['content'] }}"
+    "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '</think>' }}{% else %}{{ '\n' }}{% endif %}{% endif %}"
+)
+
+
+def test_a_template_that_can_ask_without_thinking_has_such_answers_learned(made: Any) -> None:
+    ids, is_target = read(made(NEMOTRON), CHAT)
+    tokenizer = made(NEMOTRON)
+    learned = tokenizer.decode([i for i, target in zip(ids, is_target, strict=True) if target])
+    assert learned == f"{FIRST}<|im_end|>{SECOND}<|im_end|>"
+    prompt = chat_ids(tokenizer, CHAT[:3], add_generation_prompt=True, enable_thinking=False)
+    assert ids[: len(prompt)] == prompt
+    assert is_target[len(prompt)] == 1
+    thought = [*CHAT[:3], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nFood."}]
+    ids, is_target = read(tokenizer, thought)
+    prompt = chat_ids(tokenizer, CHAT[:3], add_generation_prompt=True)
+    assert tokenizer.decode(ids[len(prompt) :]) == "Hm.\n</think>\n\nFood.<|im_end|>\n"
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "plain"])
+def test_a_template_whose_answers_end_with_a_token_teaches_to_stop(made: Any, name: str) -> None:
+    assert ChatReader.of(made(FAMILIES[name][0])).teaches_to_stop
+
+
+def test_a_template_that_ends_no_answer_is_said(made: Any, tmp_path: Path) -> None:
+    open_end = MARKED.replace("m['content'] + '<|im_end|>' }}{% endgeneration %}", "m['content'] }}{% endgeneration %}")
+    for template in (PLAIN, open_end):
+        tokenizer = made(template)
+        assert not ChatReader.of(tokenizer).teaches_to_stop
+        write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 3)
+        (source,) = open_sources([str(tmp_path / "chats.jsonl")], cache_dir=tmp_path, split="train")
+        found = tokenize([source], tokenizer, Recipe("causal-lm", 512), tmp_path)
+        assert "the model does not learn where to stop" in "".join(notes_of(found.facts))
+
+
+def test_every_answer_is_an_example_of_the_set_and_of_the_plan(made: Any, tmp_path: Path) -> None:
+    rows = [{"messages": [{**turn, "content": f"{turn['content']} {n}"} for turn in CHAT]} for n in range(6)]
+    path = write_jsonl(tmp_path / "chats.jsonl", rows)
+    sources = open_sources([str(path)], cache_dir=tmp_path, split="train")
+    tokenizer, recipe = made(QWEN_3), Recipe("causal-lm", 512)
+    found = tokenize(sources, tokenizer, recipe, tmp_path)
+    assert (found.facts["n_rows"], len(found), found.facts["n_unlearned_turns"]) == (6, 12, 0)
+    assert len(set(found.groups.tolist())) == 6
+    assert [found.place(index).rpartition(":")[2] for index in range(4)] == ["1", "1", "2", "2"]
+    assert "6 earlier answers are learned in examples of their own" in "".join(notes_of(found.facts))
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    planned = sample_lengths(sources, light_tokenizer(tmp_path / "tokenizer", None), recipe)
+    assert (planned.n_examples, planned.n_rows) == (12, 6)
+    assert abs(int(planned.tokens.sum()) - int(found.lengths.sum())) <= 6  # means of a row are rounded
+    former = tokenize(sources, tokenizer, Recipe("causal-lm", 512, version=2), tmp_path)
+    assert (len(former), former.facts["n_unlearned_turns"]) == (6, 6)
 
 
 def test_calls_of_tools_are_learned_to_the_end_of_the_turn(made: Any) -> None:
@@ -304,3 +382,13 @@ def test_a_plan_reads_chats_as_training_does(made: Any, tmp_path: Path, name: st
     assert light.chat_template == tokenizer.chat_template
     ours, plans = (ChatReader.of(each, "2026-01-01")(CHAT, None) for each in (tokenizer, light))
     assert ours == plans
+
+
+@pytest.mark.parametrize(
+    "says", ["m['content'] if m['role'] == 'user' else ''", "m['content'] if m['role'] != 'user' else ''"]
+)
+def test_a_template_that_leaves_out_what_is_said_is_refused(made: Any, says: str) -> None:
+    """As those of some models for images do where a content is no list of parts."""
+    template = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (SAYS) + '<|im_end|>\n' }}{% endfor %}"
+    with pytest.raises(Unusable, match="leaves out what is said"):
+        read(made(template.replace("SAYS", says)), CHAT)

@@ -92,7 +92,7 @@ def test_usual_names_are_read_and_said(columns: set[str], task: str, found: dict
 def test_two_columns_that_could_be_meant_are_no_guess() -> None:
     assert guessed({"question", "query", "answer"}, ("prompt", "completion")) is None
     assert guessed({"question", "answer", "response"}, ("prompt", "completion")) is None
-    with pytest.raises(DataError, match="of no format"):
+    with pytest.raises(DataError, match="match no format"):
         recognise({"question", "answer", "response"}, "causal-lm", {}, "rows.jsonl")
 
 

@@ -26,7 +26,8 @@ from farthing.data.batches import IGNORED, Batches, collate, permutation, split_
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE, Unusable
 from farthing.data.formats import converter, recognise
 from farthing.data.read import BadRow, Row, Source, open_sources
-from farthing.data.tokens import CACHE_VERSION, Recipe, TokenSet, set_key, tokenize, tokenizer_sha256
+from farthing.data.token_set import CACHE_VERSION, Recipe, TokenSet, set_key, tokenizer_sha256
+from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.tiny import write_jsonl
 from workshop import cut
@@ -250,7 +251,7 @@ def test_bad_rows_are_named_and_the_good_ones_around_them_read(tmp_path: Path) -
     assert reasons[2].startswith("invalid JSON at column")
     assert reasons[4] == "invalid UTF-8 at byte 10 of the line"
     assert reasons[5] == "not a JSON object"
-    assert "`text` stands twice" in reasons[6]
+    assert "`text` appears twice" in reasons[6]
 
 
 def test_a_row_over_the_limit_is_passed_over_without_holding_it(tmp_path: Path) -> None:
@@ -279,7 +280,7 @@ def test_csv_rows_that_do_not_fit_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.csv", b"text,text\nx,y\n", "`text` stands twice in the header"),
+        ("a.csv", b"text,text\nx,y\n", "`text` appears twice in the header"),
         ("a.csv", b"\nx,y\n", "no header line"),
         ("a.csv", b'"te"xt,label\n', "header line is invalid"),
         ("a.json", b'{"text": 1}', "not an array of objects"),
@@ -409,7 +410,7 @@ def test_what_the_assistant_says_is_learned_and_nothing_else(with_template: Any,
     assert [part for part, is_target in parts if is_target] == ["Hello.<|end|>", "See you.<|end|>"]
 
 
-def test_a_turn_that_the_template_rewrites_later_is_context_and_not_learned(with_template: Any) -> None:
+def test_a_turn_that_the_template_rewrites_later_is_context_and_learned_by_itself(with_template: Any) -> None:
     tokenizer = with_template(REWRITING)
     thinking = [dict(turn) for turn in CHAT]
     thinking[2]["content"] = "<think>hm</think>Hello."
@@ -417,7 +418,8 @@ def test_a_turn_that_the_template_rewrites_later_is_context_and_not_learned(with
     text = converter("messages", {}, {}, tokenizer, "causal-lm")(row)
     assert [part for part, is_target in text.segments if is_target] == ["See you.<|end|>"]
     assert "<|assistant|>Hello.<|end|>" in text.segments[0][0]
-    assert text.n_unlearned == 1
+    assert text.n_unlearned == 0
+    assert [part for part, is_target in text.earlier[0].segments if is_target] == ["<think>hm</think>Hello.<|end|>"]
     with pytest.raises(Unusable, match=r"rewrites earlier turns; give one with \{% generation %\} marks"):
         converter("messages", {}, {}, tokenizer, "causal-lm", version=1)(row)
     assert [part for part, is_target in segments({"messages": thinking[:3]}, "causal-lm", tokenizer) if is_target] == [
@@ -761,7 +763,9 @@ def test_a_writer_that_is_killed_leaves_nothing_usable(tmp_path: Path, tiny_fold
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from transformers import PreTrainedTokenizerFast\n"
-        "from farthing.data.read import open_sources; from farthing.data.tokens import CACHE_VERSION, Recipe, tokenize\n"
+        "from farthing.data.read import open_sources\n"
+        "from farthing.data.token_set import CACHE_VERSION, Recipe\n"
+        "from farthing.data.tokens import tokenize\n"
         "tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])\n"
         "sources = open_sources((os.path.abspath('a.jsonl'),), cache_dir=Path('cache'), split='train')\n"
         "stop = lambda rows, tokens, share: os.kill(os.getpid(), signal.SIGKILL) if rows > 2000 else None\n"

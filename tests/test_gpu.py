@@ -34,6 +34,7 @@ import farthing.train.run
 import test_prefix
 import workshop
 from farthing.data.loader import micro_batches
+from farthing.events import Decided, Event, StepTaken
 from farthing.model import attention_kernels
 from farthing.model.attention_choice import Asked, choose
 from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here
@@ -199,7 +200,7 @@ def test_a_whole_run_in_half_precision_learns_as_in_fp32(precision: str, family:
     losses, expected = (losses_of(job) for job in jobs)
     assert losses[-1] == pytest.approx(expected[-1], rel=0.1)
     assert (losses[-1] < 0.9 * losses[0]) == (expected[-1] < 0.9 * expected[0])
-    assert outcomes[0].receipt["metrics"]["loss"] == pytest.approx(outcomes[1].receipt["metrics"]["loss"], rel=0.1)
+    assert outcomes[0].receipt.metrics["loss"] == pytest.approx(outcomes[1].receipt.metrics["loss"], rel=0.1)
     assert (Path(jobs[0].output_dir) / "model" / "model.safetensors").exists()
 
 
@@ -514,7 +515,7 @@ def test_beginnings_computed_once_change_no_loss(
     heard = Heard()
     shared = make_job(tmp_path / "shared", **keys)
     farthing.train.run.train(shared, heard)
-    assert heard.of("step")[-1]["padded_tokens"] < 0.6 * heard.of("step")[-1]["tokens"]
+    assert heard.of(StepTaken)[-1].run_padded_tokens < 0.6 * heard.of(StepTaken)[-1].run_tokens
     monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)
     plain = make_job(tmp_path / "plain", **keys)
     farthing.train.run.train(plain, Heard())
@@ -563,10 +564,11 @@ def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
 IN_A_PROCESS = """
 import os, signal, sys
 from farthing.config.load import load_job
+from farthing.events import Saved
 from farthing.train.run import train
 
-def tell(kind, facts):
-    if kind == "saved" and facts["step"] == int(sys.argv[2]):
+def tell(event):
+    if isinstance(event, Saved) and event.step == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
 
 sys.exit(train(load_job(sys.argv[1]), tell).exit_code)
@@ -629,8 +631,8 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
     peaks: list[int] = []
     resting: list[int] = []
 
-    def at_first_step(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "decided":
+    def at_first_step(event: Event) -> None:
+        if isinstance(event, Decided):
             torch.cuda.reset_peak_memory_stats()
             resting.append(torch.cuda.memory_allocated())
 
@@ -643,9 +645,9 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
 
     ballast: list[Tensor] = []
 
-    def fill(kind: str, facts: dict[str, Any]) -> None:
-        heard(kind, facts)
-        if kind == "decided":  # the model is there, and no step was taken
+    def fill(event: Event) -> None:
+        heard(event)
+        if isinstance(event, Decided):  # the model is there, and no step was taken
             gc.collect()
             torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info()[0]
@@ -658,7 +660,7 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
     finally:
         ballast.clear()
     assert outcome.state == "finished"
-    events = outcome.receipt["out_of_memory"]
+    events = outcome.receipt.out_of_memory
     assert events, "the ballast left too much room"
     assert "CUDA out of memory" in events[0]["why"]
     assert events[0]["step"] == 1
@@ -753,7 +755,7 @@ def test_the_driver_says_how_busy_the_gpu_is(tmp_path: Path) -> None:
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     heard = Heard()
     farthing.train.run.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
-    found = [facts["utilisation_percent"] for facts in heard.of("step")]
+    found = [event.utilisation_percent for event in heard.of(StepTaken)]
     assert all(percent is not None and 0 <= percent <= 100 for percent in found)
 
 
@@ -763,10 +765,10 @@ def test_this_gpu_is_in_the_table_and_a_run_on_it_has_a_promise(tmp_path: Path) 
     assert gpu_of_device(name) is not None, f"{name} is not in facts/gpus.csv"
     heard = Heard()
     outcome = farthing.train.run.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
-    assert heard.of("decided")[0]["device"] == name
-    assert outcome.receipt["promised"]["peak_bytes"]
-    assert heard.of("step")[-1]["mfu"] > 0
-    assert outcome.receipt["peak_bytes"] <= torch.cuda.max_memory_allocated()
+    assert heard.of(Decided)[0].device == name
+    assert outcome.receipt.promised.peak_bytes
+    assert heard.of(StepTaken)[-1].mfu > 0
+    assert outcome.receipt.peak_bytes <= torch.cuda.max_memory_allocated()
 
 
 def test_spans_add_up_to_the_wall_time(tmp_path: Path) -> None:
@@ -777,9 +779,9 @@ def test_spans_add_up_to_the_wall_time(tmp_path: Path) -> None:
     assert train_in_a_process(job) == 0
     outside_s = time.monotonic() - began
     receipt = build_receipt(tmp_path / "run")
-    spans = {span["name"]: span["seconds"] for span in receipt["spans"]}
-    assert sum(spans.values()) == pytest.approx(receipt["wall_s"], abs=0.01)
-    assert outside_s - 4 < receipt["wall_s"] <= outside_s + 0.1  # less what leaving takes
+    spans = {span.name: span.seconds for span in receipt.spans}
+    assert sum(spans.values()) == pytest.approx(receipt.wall_s, abs=0.01)
+    assert outside_s - 4 < receipt.wall_s <= outside_s + 0.1  # less what leaving takes
     assert spans["compute"] > 0
     assert spans["optimizer"] > 0
 
@@ -797,6 +799,6 @@ def test_compiled_layers_compute_what_plain_ones_do(tmp_path: Path) -> None:
         jobs.append(make_job(tmp_path / name, method="lora", **strict(rows=uneven_rows(), torch_compile=compiles)))
         heard = Heard()
         assert farthing.train.run.train(jobs[-1], heard).state == "finished"
-        assert ("2 layers compiled" in heard.of("decided")[0]["computed"]) == compiles
+        assert ("2 layers compiled" in heard.of(Decided)[0].computed) == compiles
     torch._dynamo.reset()
     must_agree(*jobs, 1e-3)

@@ -17,31 +17,34 @@ import torch
 from safetensors.torch import load_file
 
 import farthing.train.assemble
+import farthing.train.identity
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.durability.files import Damaged, commit_folder, seal, write_json
 from farthing.durability.run_folder import COPIES, DECIDING, PLAN, RUN, SCHEDULE, claim, keep, kept, kept_job, mend
 from farthing.durability.summed_lines import SummedLines
 from farthing.errors import RunChanged, RunDamaged, UserMistake
+from farthing.events import Decided, Event, Restored, StepTaken
+from farthing.model import weights
 from farthing.model.load import ModelChoice, load_config, model_sha256, model_sha256_by_place
 from farthing.tiny import write_jsonl
-from workshop import Heard, job_file, log_of, make_folder, make_job, rows_of, train
+from workshop import Heard, change_facts, job_file, log_of, make_folder, make_job, rows_of, train
 
 KEYS: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2, "size": {"hidden": 32}, "n_rows": 24}
 
 
 class LeavesAt(Heard):
-    """A listener that has the run asked to leave after a step, or when it tells of `kind`."""
+    """A listener that has the run asked to leave after a step, or at an event of `kind`."""
 
-    def __init__(self, kind: str = "step", step: int | None = None) -> None:
+    def __init__(self, kind: type[Event] = StepTaken, step: int | None = None) -> None:
         super().__init__()
-        self.kind, self.step = kind, step
+        self.kind, self.step, self.is_done = kind, step, False
 
-    def __call__(self, kind: str, facts: dict[str, Any]) -> None:
-        super().__call__(kind, facts)
-        if kind == self.kind and (self.step is None or facts.get("step") == self.step):
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        if isinstance(event, self.kind) and not self.is_done and self.step in (None, vars(event).get("step")):
             os.kill(os.getpid(), signal.SIGTERM)
-            self.kind = ""
+            self.is_done = True
 
 
 def weights_of(job: Job) -> dict[str, torch.Tensor]:
@@ -84,7 +87,7 @@ def test_a_run_goes_on_where_every_path_user_and_machine_is_another(
     heard = Heard()
     job = load_job(there / "the same.yaml", [*store, "output_dir=moved", "cache_dir=elsewhere"])
     assert train(job, heard).exit_code == 0
-    assert heard.of("restored")[0]["step"] == 3
+    assert heard.of(Restored)[0].step == 3
     assert "other conditions" not in heard.warnings
     assert are_equal(job, alone)
 
@@ -159,7 +162,7 @@ def test_runs_of_earlier_versions_go_on_at_their_path_and_at_another(
     for folder in folders:
         job, heard = load_job(folder / "job.yaml"), Heard()
         assert train(job, heard).exit_code == 0, heard.warnings
-        assert heard.of("restored")[0]["step"] == 3
+        assert heard.of(Restored)[0].step == 3
         assert "transformers 5.0.0 -> " in heard.warnings, "an upgrade is said, and refused by nobody"
         assert are_equal(job, alone)
         assert all("sha256" in (folder / "run" / name).read_text() for name in (RUN, PLAN)), "sealed from now on"
@@ -175,7 +178,7 @@ def test_an_earlier_run_with_another_model_is_refused(tmp_path: Path, monkeypatc
     with open(tmp_path / "base" / "model.safetensors", "r+b") as file:
         file.seek(-4, os.SEEK_END)
         file.write(b"\1\2\3\4")
-    with pytest.raises(RunChanged, match="model \\(content\\)"):
+    with pytest.raises(RunChanged, match=r"model \(content\)"):
         train(job)
 
 
@@ -188,6 +191,64 @@ def test_the_hash_of_earlier_versions_is_computed_from_the_old_path(tmp_path: Pa
     moved = ModelChoice(str(tmp_path / "b"), init="random")
     version = json.loads(config.to_json_string(use_diff=False))["transformers_version"]
     assert model_sha256_by_place(load_config(moved), moved, str(folder), version) == before
+
+
+def test_a_changed_byte_anywhere_in_the_weights_makes_another_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs that began when only the ends of weight files were read go on, and know the whole from then on."""
+    job = make_job(tmp_path, pretrained=True, **KEYS)
+    monkeypatch.setattr(weights, "END_BYTES", 1024)
+    with monkeypatch.context() as patch:
+        honest = farthing.train.identity.model_sha256
+        patch.setattr(farthing.train.identity, "model_sha256", lambda *args, **_: honest(*args[:2], by_ends=True))
+        train(job, LeavesAt(step=3))
+    heard = LeavesAt(step=5)
+    train(job, heard)
+    assert heard.of(Restored)[0].step == 3
+    with open(tmp_path / "base" / "model.safetensors", "r+b") as file:
+        file.seek(20_000)
+        old = file.read(1)
+        file.seek(20_000)
+        file.write(bytes([old[0] ^ 1]))
+    with pytest.raises(RunChanged, match=r"model \(content\)"):
+        train(job)
+
+
+def test_a_run_that_goes_on_in_another_precision_is_said(tmp_path: Path) -> None:
+    job = make_job(tmp_path, **KEYS)
+    train(job, LeavesAt(step=3))
+    facts = kept(tmp_path / "run" / RUN) or {}
+    change_facts(tmp_path / "run", machine={**facts["machine"], "precision": "fp16"})
+    heard = Heard()
+    assert train(job, heard).exit_code == 0
+    assert "precision fp16 -> fp32" in heard.warnings
+    assert "equal to rounding, not to the bit" in heard.warnings
+
+
+def test_weights_that_are_the_same_file_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    honest = weights.sha256_of
+
+    def counted(path: Path) -> str:
+        read.append(path.name)
+        return honest(path)
+
+    monkeypatch.setattr(weights, "sha256_of", counted)
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    folder.mkdir()
+    for name in ("b.safetensors", "a.safetensors"):
+        (folder / name).write_bytes(name.encode() * 1000)
+    first = weights.weights_sha256(folder, cache)
+    assert first == weights.weights_sha256(folder, cache) == weights.weights_sha256(folder)
+    assert sorted(read) == ["a.safetensors"] * 2 + ["b.safetensors"] * 2, "without a cache they are read again"
+    read.clear()
+    (folder / "a.safetensors").write_bytes(b"x" * 13_000)
+    assert dict(weights.weights_sha256(folder, cache))["a.safetensors"] != dict(first)["a.safetensors"]
+    for note in (cache / "weights").iterdir():
+        note.write_text("{}")
+    weights.weights_sha256(folder, cache)
+    assert sorted(read) == ["a.safetensors", "a.safetensors", "b.safetensors"]
 
 
 # ---- before anything was saved ----
@@ -204,8 +265,8 @@ def test_a_failed_check_leaves_the_bill_and_nothing_else(tmp_path: Path) -> None
     write_jsonl(tmp_path / "data.jsonl", rows_of("llama", 24))
     outcome = train(load_job(path))
     assert outcome.exit_code == 0
-    assert [attempt["ended"] for attempt in outcome.receipt["attempts"]] == ["failed", "finished"]
-    assert outcome.receipt["usd"] > outcome.receipt["attempts"][1]["usd"]
+    assert [attempt["ended"] for attempt in outcome.receipt.attempts] == ["failed", "finished"]
+    assert outcome.receipt.usd > outcome.receipt.attempts[1]["usd"]
 
 
 @pytest.mark.parametrize("has_store", [False, True], ids=["folder", "store"])
@@ -214,7 +275,7 @@ def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store: bool,
     path = job_file(tmp_path, **KEYS, **store)
     more = [f"output_store={tmp_path / 'store'}"] if has_store else []
     # "decided" comes right before the first step
-    assert train(load_job(path, more), LeavesAt("decided")).exit_code == 75
+    assert train(load_job(path, more), LeavesAt(Decided)).exit_code == 75
     if has_store:
         shutil.rmtree(tmp_path / "run")
     shutil.rmtree(tmp_path / "base")
@@ -223,11 +284,11 @@ def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store: bool,
     corrected = load_job(path, [*more, "train.learning_rate=0.02"])
     outcome = train(corrected, heard)
     assert outcome.exit_code == 0
-    said = [text for text in heard.warnings.splitlines() if "follows the job as it is now" in text]
+    said = [text for text in heard.warnings.splitlines() if "uses the job as it is now" in text]
     assert len(said) == 1
     assert "train.learning_rate: 0.01 -> 0.02" in said[0]
     assert "model (content)" in said[0]
-    assert len(outcome.receipt["attempts"]) == 2
+    assert len(outcome.receipt.attempts) == 2
     other = make_job(tmp_path / "other", **KEYS)
     shutil.rmtree(tmp_path / "other" / "base")
     shutil.copytree(tmp_path / "base", tmp_path / "other" / "base")
@@ -306,7 +367,7 @@ def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpo
         mend(folder, said.append)
         assert (folder / name).read_bytes() == whole
         assert len(said) == 1
-        assert "written anew from the checkpoint of step 4" in said[0]
+        assert "written again from the checkpoint of step 4" in said[0]
     said = []
     mend(folder, said.append)
     assert said == []
@@ -323,7 +384,7 @@ def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_
         claim(folder, {"train.seed": 42}, {}, print)
     said: list[str] = []
     assert claim(folder, {"train.seed": 42}, {}, said.append, allow_restart=True)["run_id"] != "r1"
-    assert "begins anew" in said[0]
+    assert "begins again" in said[0]
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +441,7 @@ def test_a_run_with_damaged_files_ends_as_one_without(
     heard = Heard()
     job = load_job(folder / "job.yaml", [f"output_dir={tmp_path / 'run'}"])
     assert train(job, heard).exit_code == 0
-    assert "written anew from the checkpoint of step" in heard.warnings
+    assert "written again from the checkpoint of step" in heard.warnings
     assert are_equal(job, untouched)
 
 

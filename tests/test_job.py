@@ -65,6 +65,7 @@ def test_the_names_are_those_of_the_hugging_face_training_arguments() -> None:
     own_names = {
         "global_batch_size", "learning_rate_batch_size", "early_stopping_patience", "early_stopping_threshold",
         "save_minutes", "max_skipped_steps", "fit_schedule_to_budget", "micro_batch_tokens", "probe",
+        "warmup_epochs",
         "warmup_ratio",  # a Hugging Face name that its latest versions fold into warmup_steps
     }  # fmt: skip
     theirs = set(Seq2SeqTrainingArguments.__dataclass_fields__)
@@ -269,7 +270,7 @@ def test_a_wrong_value_is_shown_with_what_is_wanted(read: Any, more: str, key: s
     "more", ["train: {seed: true}\n", "train: {warmup_ratio: true}\n", "train: {global_batch_size: false}\n"]
 )
 def test_true_and_false_are_no_numbers(read: Any, more: str) -> None:
-    assert "a number is wanted, not true/false" in one_problem(read, more)[1]
+    assert "give a number, not true/false" in one_problem(read, more)[1]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def test_empty_names_are_refused(read: Any) -> None:
 
 def test_a_key_that_stands_twice_is_refused_with_both_lines(read: Any) -> None:
     where, what, to_do = one_problem(read, "data: other.jsonl\n")
-    assert (where, what) == ("job.yaml:5", "`data` stands twice (first on line 3)")
+    assert (where, what) == ("job.yaml:5", "`data` appears twice (first on line 3)")
     assert to_do == "keep one of them"
 
 

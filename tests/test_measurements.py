@@ -16,6 +16,7 @@ import torch
 import farthing.train.run
 from farthing.config.job import Job
 from farthing.durability.ledger import SPANS
+from farthing.events import Decided, Evaluated, Event, Saved, StepTaken
 from farthing.model.forward import Forward
 from farthing.model.hardware import hardware_key
 from farthing.planner.machine import local_machine
@@ -175,14 +176,14 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     outcome = train(job, heard)
     assert "measured" not in heard.warnings
     (found,) = kept(job)
-    receipt, decided, steps = outcome.receipt, heard.of("decided")[0], heard.of("step")
+    receipt, decided, steps = outcome.receipt, heard.of(Decided)[0], heard.of(StepTaken)
 
     assert found.hardware == hardware_key(torch.device("cpu")) == local_machine().hardware
     assert (found.device, found.n_devices, found.precision) == ("cpu", 1, "fp32")
     shape = read_shape(json.loads((tmp_path / "base" / "config.json").read_text()), TASK[family], 3)
     assert (found.n_parameters, found.hidden, found.n_layers) == (shape.n_parameters, shape.hidden, shape.n_layers)
     assert (found.vocab, found.model_type) == (shape.vocab, shape.model_type)
-    assert found.n_trainable == decided["parameters"]["trainable"]
+    assert found.n_trainable == decided.n_trainable
     assert (found.task, found.method, found.lora_r, found.optim) == (TASK[family], "lora", 16, "adamw_torch_fused")
     longest = found.lengths["longest"] + found.lengths["longest_target"]
     assert (found.global_batch_size, found.every_n_layers, found.first_layer) == (8, 0, 0)
@@ -195,24 +196,24 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert found.n_steps == 7
     assert found.n_tokens == sum(row["n_tokens"] for row in rows[1:])
     assert found.n_target_tokens == sum(row["n_targets"] for row in rows[1:])
-    assert found.n_padded_tokens == steps[-1]["padded_tokens"] - steps[0]["padded_tokens"]
+    assert found.n_padded_tokens == steps[-1].run_padded_tokens - steps[0].run_padded_tokens
     assert found.n_steps <= found.n_micro_batches <= 8 * found.n_steps
     assert found.largest_examples >= 1
     assert longest / 2 < found.largest_tokens <= found.micro_batch_tokens
     assert (found.n_padded_tokens == found.n_tokens) == found.is_flat
 
     assert set(found.spans) <= set(SPANS)
-    assert sum(found.spans.values()) <= receipt["wall_s"] + 0.01
+    assert sum(found.spans.values()) <= receipt.wall_s + 0.01
     assert found.compute_s + found.first_step_s >= found.spans["compute"] - 0.01
     assert 0 < found.compute_s < found.spans["compute"]
     work_s = sum(found.spans[name] for name in ("compute", "optimizer", "data_wait", "host_to_device"))
     assert found.step_s * 7 == pytest.approx(work_s - found.first_step_s, rel=0.2)
-    assert found.n_evaluations == len(heard.of("evaluation")) == 2
+    assert found.n_evaluations == len(heard.of(Evaluated)) == 2
     assert found.evaluation_s * 2 == pytest.approx(found.spans["evaluation"], rel=0.05)
     assert found.n_eval_examples == 9
     assert found.has_generated == (family == "t5")
-    assert found.n_saves == len(heard.of("saved")) > 0
-    assert found.save_bytes == heard.of("saved")[-1]["bytes"]
+    assert found.n_saves == len(heard.of(Saved)) > 0
+    assert found.save_bytes == heard.of(Saved)[-1].n_bytes
     assert (found.save_s, found.export_s) == pytest.approx((found.spans["checkpoint"], found.spans["export"]), abs=1e-4)
     assert found.start_up_s > 0
     assert not found.was_tokenized_before
@@ -247,9 +248,9 @@ def test_every_attempt_is_measured_by_itself(tmp_path: Path) -> None:
 
     def stop_at(step: int) -> Heard:
         class Stops(Heard):
-            def __call__(self, kind: str, facts: dict[str, Any]) -> None:
-                super().__call__(kind, facts)
-                if kind == "step" and facts["step"] == step:
+            def __call__(self, event: Event) -> None:
+                super().__call__(event)
+                if isinstance(event, StepTaken) and event.step == step:
                     os.kill(os.getpid(), 15)
 
         return Stops()
@@ -326,7 +327,7 @@ def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monk
     heard = Heard()
     outcome = farthing.train.run.train(job, heard)
     assert outcome.state == "finished"
-    assert "what was measured could not be written down" in heard.warnings
+    assert "the measurement could not be written" in heard.warnings
     assert read_measurements(Path(job.cache_dir) / MEASUREMENTS) == []
 
 

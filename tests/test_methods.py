@@ -113,6 +113,35 @@ def test_modules_to_save_are_trained_whole(tmp_path: Path, watched: Watched) -> 
     assert not [name for name in watched.changed() if "original_module" in name]
 
 
+@pytest.mark.parametrize(
+    "method",
+    [{"target_modules": ["shared"]}, {"target_modules": ["q", "shared"]}, {"modules_to_save": ["shared"]}],
+    ids=["an adapter alone", "one of two", "trained whole"],
+)
+def test_a_module_that_is_never_computed_is_refused_by_name(tmp_path: Path, method: dict[str, Any]) -> None:
+    job = make_job(tmp_path, "t5", method={"name": "lora", **method})
+    with pytest.raises(ModelError, match="computed without `shared`") as refused:
+        workshop.train(job)
+    assert refused.value.where == f"method.{next(iter(method))}"
+    assert "encoder.embed_tokens" in str(refused.value.to_do)
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("t5", {"target_modules": ["q"], "modules_to_save": ["lm_head"]}),
+        ("t5", {"target_modules": ["embed_tokens"]}),
+        ("llama", {"target_modules": ["embed_tokens"]}),
+        ("llama", {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}),
+        ("bert", {"target_modules": ["word_embeddings", "position_embeddings"]}),
+    ],
+    ids=["t5 head", "t5 embeddings", "llama embeddings", "llama both", "bert embeddings"],
+)
+def test_whatever_a_job_names_is_trained(tmp_path: Path, watched: Watched, family: str, names: dict[str, Any]) -> None:
+    workshop.train(make_job(tmp_path, family, method={"name": "lora", **names}, max_steps=2))
+    assert watched.changed() == watched.trainable()
+
+
 def test_unknown_modules_to_save_are_refused_in_words(tmp_path: Path) -> None:
     job = make_job(tmp_path, method={"name": "lora", "modules_to_save": ["lm_haed"]})
     with pytest.raises(ModelError) as caught:

@@ -328,7 +328,7 @@ def test_nothing_to_choose_from_and_nothing_to_train_on() -> None:
     empty = decide(wanted_of(), [])
     assert (empty.plans, empty.rejected, empty.best) == ((), (), None)
     nothing = replace(lengths_of(), n_examples=0)
-    with pytest.raises(UserMistake, match="nothing to train on"):
+    with pytest.raises(UserMistake, match="no data to train on"):
         decide(wanted_of(lengths=nothing), MARKET)
 
 

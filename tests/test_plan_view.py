@@ -186,9 +186,9 @@ def test_own_or_rent_is_the_arithmetic_of_money(view: dict[str, Any], study: Stu
     assert equal["usd_per_own_hour"] == min(dollars)
     assert equal["break_even_hours"] == pytest.approx(break_even_hours(owned, min(dollars)))
     assert equal["break_even_months"] == pytest.approx(equal["break_even_hours"] / (24 * own["hours"]), rel=1e-6)
-    assert "it pays back after" in break_even_words(own, equal)
+    assert "it pays for itself after" in break_even_words(own, equal)
     dear = equal | {"break_even_hours": None, "break_even_months": None}
-    assert "never pays back" in break_even_words(own, dear)
+    assert "never pays for itself" in break_even_words(own, dear)
 
 
 def test_a_year_of_runs(view: dict[str, Any]) -> None:

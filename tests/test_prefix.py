@@ -25,9 +25,10 @@ from transformers.pytorch_utils import Conv1D
 
 import workshop
 from farthing.data.packing import collate_flat
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.durability.files import only_writer
 from farthing.errors import Interrupted
+from farthing.events import Note
 from farthing.model import frozen_cache as prefix_cache
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
@@ -967,7 +968,7 @@ def test_a_run_computes_frozen_layers_once_and_ends_as_one_that_computes_them_al
     plain = upper(tmp_path, "plain")
     workshop.train(plain, heard)
     assert len(frozen_calls) > 9
-    assert "is not kept: not today" in str(heard.of("note"))
+    assert "is not kept: not today" in str(heard.of(Note))
     assert workshop.losses_of(kept) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
     metrics = [[row["metrics"]["loss"] for row in workshop.log_of(job) if "metrics" in row] for job in (kept, plain)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)

@@ -15,6 +15,7 @@ import farthing.train.run
 from farthing.cli import main
 from farthing.durability.run_folder import PLAN
 from farthing.errors import Interrupted
+from farthing.events import Decided, Probed
 from farthing.planner.measurements import MEASUREMENTS, read_measurements
 from farthing.train.autotune import Prober, Trial, is_worth_it
 from farthing.train.autotune_cache import PROBES, Setting, Subject, known_setting, leave_probe
@@ -181,7 +182,7 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
     (tmp_path / "cache" / PROBES).write_text(json.dumps(row) + "\n")
     heard = Heard()
     farthing.train.run.train(job, heard)
-    assert "up to 77 tokens at a time" in heard.of("decided")[0]["batch"]
+    assert "up to 77 tokens at a time" in heard.of(Decided)[0].batch
     kept = json.loads((Path(job.output_dir) / PLAN).read_text())
     assert (kept["micro_batch_tokens"], kept["probed"]) == (77, True)
     assert main(["probe", str(path), "--seconds", "5"]) == 0
@@ -194,7 +195,7 @@ def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path: Path) -> None:
         heard = Heard()
         farthing.train.run.train(make_job(tmp_path, max_steps=3, output_dir=f"./{key}", **{key: value}), heard)
         assert "probed" not in json.loads((tmp_path / key / PLAN).read_text())
-        assert ("up to 99 tokens" in heard.of("decided")[0]["batch"]) == (key == "micro_batch_tokens")
+        assert ("up to 99 tokens" in heard.of(Decided)[0].batch) == (key == "micro_batch_tokens")
 
 
 # ---- when a run probes by itself ----
@@ -224,8 +225,8 @@ def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(
     weights = {name: p.detach().clone() for name, p in watched.model.named_parameters()}
     job, heard = make_job(tmp_path / "probing", max_steps=4, probe=True), Heard()
     outcome = farthing.train.run.train(job, heard)
-    assert heard.of("probed")
-    assert next(span for span in outcome.receipt["spans"] if span["name"] == "probe")["seconds"] > 0
+    assert heard.of(Probed)
+    assert next(span for span in outcome.receipt.spans if span.name == "probe").seconds > 0
     assert [row["examples"] for row in log_of(job) if "examples" in row] == [
         row["examples"] for row in log_of(plain) if "examples" in row
     ]
@@ -233,4 +234,4 @@ def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(
         assert torch.allclose(parameter, weights[name], atol=1e-4), name
     again = Heard()
     farthing.train.run.train(job, again)
-    assert not again.of("probed")
+    assert not again.of(Probed)

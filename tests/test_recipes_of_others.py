@@ -13,6 +13,7 @@ import torch
 import workshop
 from farthing.config.load import load_job
 from farthing.errors import JobError
+from farthing.events import Event, StepTaken
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.train.optim import make_optimizer
@@ -55,9 +56,9 @@ def stopped_and_resumed(folder: Path, **keys: Any) -> Any:
     job = make_job(folder, "llama", max_steps=6, n_rows=24, **keys)
 
     class Stopper(Heard):
-        def __call__(self, kind: str, facts: dict[str, Any]) -> None:
-            super().__call__(kind, facts)
-            if kind == "step" and facts["step"] == 3:
+        def __call__(self, event: Event) -> None:
+            super().__call__(event)
+            if isinstance(event, StepTaken) and event.step == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     assert workshop.train(job, Stopper()).state == "interrupted"

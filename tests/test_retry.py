@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 import workshop
+from farthing.durability.accounts import read_ledger
+from farthing.durability.opening import PAUSED, opened
 from farthing.durability.preemption import SIGNALS
 from farthing.durability.supervisor import Standing, Supervisor, standing
 
@@ -34,11 +36,13 @@ class Run:
         self.n_started = 0
         self.said: list[str] = []
         self.slept_s = 0.0
+        self.told_s: list[float] = []
         self.got: list[int] = []
         self.while_running: Callable[[], None] = lambda: None
 
     def start(self, number: int) -> Run:
         """Begin an attempt."""
+        self.told_s.append(float(os.environ[PAUSED]))
         assert number == self.n_started
         self.n_started += 1
         assert self.n_started <= len(self.ends), "begun again once too often"
@@ -211,3 +215,22 @@ def children_of(pid: int) -> list[int]:
     import psutil
 
     return [child.pid for child in psutil.Process(pid).children()] if psutil.pid_exists(pid) else []
+
+
+def test_pauses_between_attempts_are_on_the_bill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is there meanwhile, and paid for."""
+    monkeypatch.setenv(PAUSED, "0")
+    run = Run(tmp_path, (75, 3, 3), (75, 5, 5), (0, 8, 8))
+    code = Supervisor(tmp_path, run.start, run.said.append, sleep=run.sleep, clock=lambda: run.slept_s).run()
+    assert code == 0
+    assert run.told_s[0] == 0
+    assert sum(run.told_s) == pytest.approx(run.slept_s)
+    (tmp_path / "ledger.jsonl").unlink()
+    for pause in ("12.5", "no number", "-3"):
+        monkeypatch.setenv(PAUSED, pause)
+        with opened(tmp_path, 3600.0) as attempt:
+            attempt.ledger.end("failed")
+        assert PAUSED not in os.environ, "it is of one attempt"
+    accounts = read_ledger(tmp_path / "ledger.jsonl").ordered
+    assert [account.spans.get("idle", 0.0) for account in accounts] == pytest.approx([12.5, 0, 0], abs=0.5)
+    assert accounts[0].usd > 12.5

@@ -17,6 +17,7 @@ import farthing.train.run
 import workshop
 from farthing.data.loader import Feed, Ready, micro_batches
 from farthing.errors import Interrupted, NotFinite
+from farthing.events import Decided, Note, StepTaken
 from farthing.model.forward import Forward
 from farthing.train.step import Steps
 from workshop import Heard, Watched, log_of, make_job
@@ -130,8 +131,8 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(
     assert [row for row in ahead_rows if "loss" in row] == [row for row in rows if "loss" in row]
     assert [row for row in ahead_rows if "metrics" in row] == [row for row in rows if "metrics" in row]
     assert all(torch.equal(weights[name], ahead_weights[name]) for name in weights)
-    assert ahead_receipt["skipped_steps"] == receipt["skipped_steps"] == len(spoilt)
-    assert ahead_receipt["steps"] == 8
+    assert ahead_receipt.skipped_steps == receipt.skipped_steps == len(spoilt)
+    assert ahead_receipt.steps == 8
 
 
 def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(
@@ -166,9 +167,9 @@ def test_a_run_computes_useful_tokens_only(family: str, tmp_path: Path) -> None:
     job = make_job(tmp_path, family, max_steps=4, n_rows=120, global_batch_size=32)
     heard = Heard()
     farthing.train.run.train(job, heard)
-    facts = heard.of("step")[-1]
+    last = heard.of(StepTaken)[-1]
     least = 0.85 if family == "t5" else 1.0  # padded: another piece has to save more than it costs
-    assert facts["tokens"] >= least * facts["padded_tokens"]
+    assert last.run_tokens >= least * last.run_padded_tokens
 
 
 def test_another_attention_of_the_job_is_left_alone(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_another_attention_of_the_job_is_left_alone(tmp_path: Path) -> None:
 
     heard = Heard()
     farthing.train.run.train(load_job(path, ["model.attn_implementation=eager"]), heard)
-    assert heard.of("step")[-1]["tokens"] < heard.of("step")[-1]["padded_tokens"]
+    assert heard.of(StepTaken)[-1].run_tokens < heard.of(StepTaken)[-1].run_padded_tokens
 
 
 def test_what_is_exported_knows_nothing_of_how_it_was_computed(tmp_path: Path) -> None:
@@ -208,14 +209,15 @@ def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
     heard = Heard()
     job = make_job(tmp_path / "shared", **keys)
     farthing.train.run.train(job, heard)
-    step = heard.of("step")[-1]
-    assert step["padded_tokens"] < 0.6 * step["tokens"]
-    assert "computed once in a micro-batch" in str(heard.of("note"))
+    step = heard.of(StepTaken)[-1]
+    assert step.run_padded_tokens < 0.6 * step.run_tokens
+    assert "computed once in each micro-batch" in str(heard.of(Note))
     monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)
     plain = make_job(tmp_path / "plain", **keys)
     heard = Heard()
     farthing.train.run.train(plain, heard)
-    assert heard.of("step")[-1]["padded_tokens"] == heard.of("step")[-1]["tokens"] == step["tokens"]
+    last = heard.of(StepTaken)[-1]
+    assert last.run_padded_tokens == last.run_tokens == step.run_tokens
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
 
 
@@ -247,9 +249,9 @@ def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_pa
     farthing.train.run.train(job, heard)
     grown = json.loads((Path(job.output_dir) / "run.json").read_text())["shares_beginnings"]
     assert grown > 1024
-    assert f"up to {grown:,} tokens at a time" in heard.of("decided")[0]["batch"]
+    assert f"up to {grown:,} tokens at a time" in heard.of(Decided)[0].batch
     asked = make_job(tmp_path / "asked", micro_batch_tokens=1024, **keys)
     farthing.train.run.train(asked, told)
     assert json.loads((Path(asked.output_dir) / "run.json").read_text())["shares_beginnings"] in (0, 1024)
-    assert "up to 1,024 tokens at a time" in told.of("decided")[0]["batch"]
+    assert "up to 1,024 tokens at a time" in told.of(Decided)[0].batch
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(asked), rel=1e-5)

@@ -19,6 +19,7 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.events import Event, Note, Warned
 from farthing.planner.model_config import known_config
 from peers.assignment import Examples as Drawn
 
@@ -212,7 +213,7 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     import farthing.train.saver
     import farthing.train.setup
     from farthing.config.load import load_job
-    from farthing.data.tokens import TokenSet
+    from farthing.data.token_set import TokenSet
 
     folder = Path(values["output_dir"])
     folder.mkdir(parents=True)
@@ -231,9 +232,9 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
         (farthing.train.saver, "refuse_small_disk", lambda _: None),
     ]
 
-    def tell(kind: str, facts: dict[str, Any]) -> None:
-        if said is not None and kind in ("note", "warning"):
-            said.append(facts["text"])
+    def tell(event: Event) -> None:
+        if said is not None and isinstance(event, Note | Warned):
+            said.append(event.text)
 
     with contextlib.ExitStack() as stack:
         for where, name, instead in replaced:

@@ -17,27 +17,39 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import GenerationConfig
 
 from farthing.durability.exported import CARD, damage_of, seal_export
 from farthing.durability.files import MANIFEST, install_folder, parse_json, write_text
 from farthing.durability.run_folder import JOB, MODEL, kept_job
 from farthing.errors import ModelError, UserMistake
 from farthing.model.adapters import break_ties
-from farthing.model.load import AUTO_CLASSES, ModelChoice, load_config, load_model, load_tokenizer, quiet_libraries
+from farthing.model.load import (
+    AUTO_CLASSES,
+    ModelChoice,
+    load_config,
+    load_model,
+    load_tokenizer,
+    quiet_libraries,
+    set_languages,
+    speak,
+)
 from farthing.model.same_answers import answers, check_examples, refuse_other_answers
 from farthing.report.card import model_card
-from farthing.report.receipt import build_receipt
+from farthing.report.receipt import Receipt, build_receipt
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
 MODEL_CONFIG = "model_config.json"
 """The configuration of an adapter's whole model. It is not called config.json: a folder that has one beside an adapter is
 taken by transformers for a whole model."""
 
 
-def export_model(folder: Path, model: Any, tokenizer: Any, receipt: dict[str, Any], step: int) -> None:
+def export_model(folder: Path, model: Any, tokenizer: Any, receipt: Receipt, step: int) -> None:
     """Write `model` as it was trained (an adapter, or the whole model), its tokenizer, a card and a manifest.
 
-    An adapter comes with the configuration of the whole, so that the names of its classes are not lost.
+    An adapter comes with the configuration of the whole and how it generates, so that the names of its classes and the
+    language that it was taught to write are not lost.
     """
 
     def fill(draft: Path) -> None:
@@ -47,6 +59,8 @@ def export_model(folder: Path, model: Any, tokenizer: Any, receipt: dict[str, An
             if (draft / ADAPTER_CONFIG).exists():
                 _in_one_order(draft / ADAPTER_CONFIG)
                 model.config.to_json_file(draft / MODEL_CONFIG)
+                if (inner := model.get_base_model()).can_generate():
+                    inner.generation_config.save_pretrained(draft)
         finally:
             model.config.use_cache = False
         _save_tokenizer(tokenizer, draft)
@@ -56,15 +70,15 @@ def export_model(folder: Path, model: Any, tokenizer: Any, receipt: dict[str, An
     install_folder(folder, fill)
 
 
-def write_card(run: Path, receipt: dict[str, Any]) -> None:
+def write_card(run: Path, receipt: Receipt) -> None:
     """Bring the card of a run's exported model up to its receipt. Nothing is done where no model is. Raises `OSError`."""
     folder = run / MODEL
     if folder.is_dir() and not folder.is_symlink():
         write_text(folder / CARD, model_card(receipt, _step_of(receipt), is_merged=False))
 
 
-def _step_of(receipt: dict[str, Any]) -> int:
-    return int(receipt["exported_step"] or receipt["steps"])
+def _step_of(receipt: Receipt) -> int:
+    return receipt.exported_step or receipt.steps
 
 
 def _in_one_order(path: Path) -> None:
@@ -77,12 +91,21 @@ def _in_one_order(path: Path) -> None:
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Without the truncation and padding that the last call asked it for: those are of one attempt, not of the model."""
+    """Without the truncation and padding that the last call asked it for: those are of one attempt, not of the model. With
+    the templates that it has beside the one for chats, for tools or documents."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         backend.no_truncation()
         backend.no_padding()
-    tokenizer.save_pretrained(folder)
+    others, used = getattr(tokenizer, "other_templates", None), tokenizer.chat_template
+    try:
+        if isinstance(others, dict):
+            tokenizer.chat_template = {**others, "default": used}
+        tokenizer.save_pretrained(
+            folder, save_jinja_files=not isinstance(others, dict)
+        )  # several: in its configuration
+    finally:
+        tokenizer.chat_template = used
 
 
 def export_run(
@@ -97,14 +120,14 @@ def export_run(
     quiet_libraries()
     source = run / MODEL
     if not source.is_dir():
-        raise UserMistake("this run has exported no model yet", where=str(run), to_do="let `farthing train` finish it")
+        raise UserMistake("this run has exported no model yet", where=str(run), to_do="finish it with `farthing train`")
     if folder.exists() and any(folder.iterdir()):
         raise UserMistake("the folder is not empty", where=str(folder), to_do="name a new one with --output")
     if damage := damage_of(run):
         raise UserMistake(
             f"the run's model is damaged: {damage}",
             where=str(source),
-            to_do="run `farthing train` with its job again: it writes the model anew from the checkpoint",
+            to_do="run `farthing train` with its job again: it writes the model again from the checkpoint",
         )
     is_adapter = (source / ADAPTER_CONFIG).exists()
     if form == "adapter":
@@ -133,7 +156,7 @@ def _job_of(run: Path, trust_remote_code: bool) -> dict[str, Any]:
     job = kept_job(run)
     if job["model"]["trust_remote_code"] and not trust_remote_code:
         raise UserMistake(
-            "its job lets Python code run that comes with the base model",
+            "its job allows the Python code that comes with the base model to run",
             where=str(run / JOB),
             to_do="read that code; if you trust it: --trust-remote-code",
         )
@@ -163,6 +186,12 @@ def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remot
         label_names=_label_names(tuned) if job["task"] == "classification" else (),
         pad_id=tuned.get("pad_token_id"),
     )
+    if (source / GENERATION_CONFIG).exists():
+        base.generation_config = GenerationConfig.from_pretrained(source)
+    elif language := job["data"].get("target_lang"):  # an adapter of an older farthing
+        tokenizer = load_tokenizer(ModelChoice(str(source)), None)
+        set_languages(tokenizer, job["task"], job["data"].get("source_lang"), language)
+        speak(base, tokenizer, language)
     with safe_open(source / ADAPTER_WEIGHTS, framework="pt") as weights:
         break_ties(base, weights.keys())
     with warnings.catch_warnings():  # of an output layer that is no longer tied to the embedding: it is saved beside it
@@ -210,7 +239,7 @@ def _tuned_config(source: Path) -> dict[str, Any]:
         raise ModelError(
             f"the adapter's configuration can't be read ({type(error).__name__})",
             where=str(path),
-            to_do="run `farthing train` with the job again: it writes the model anew from the checkpoint",
+            to_do="run `farthing train` with the job again: it writes the model again from the checkpoint",
         ) from error
     return values
 

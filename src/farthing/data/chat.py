@@ -21,9 +21,11 @@ from farthing.clock import today
 TEXT_VERSION = 3
 """How rows become texts, tokens and a split. A run goes on with the version that it began with.
 
+2: answers that a template shows in another form once the chat goes on are not learned; an answer ends with the first special
+token behind it, though a template may write two, and with none where a template leaves the end to the next turn. Content in
+parts and OpenAI's older function calls make a row unusable; a developer's turn keeps its role.
 1: the split hangs on the rendered text; all that a template writes behind an answer is learned; chats begin with the
 tokenizer's first token even where the template has none; seq2seq targets are encoded as inputs are.
-2: content in parts and OpenAI's older function calls make a row unusable; a developer's turn keeps its role.
 """
 
 # For a tokenizer without a template of its own: readable headers, generation marks around what the model says.
@@ -45,6 +47,10 @@ Segments = tuple[tuple[str, bool], ...]
 
 _START, _STOP = "\ufdd0", "\ufdd1"  # around what a template marks as generated: code points that are no characters
 _PROBE = "Qj7wZk"  # an answer whose end is easily found again
+_QUESTION = "Hb3yTr"
+_ASKED = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _PROBE})
+_PROBES = (_ASKED, ({"role": "system", "content": "Hello"}, *_ASKED))  # some templates must have a system message
+_MORE = ({"role": "user", "content": "And?"}, {"role": "assistant", "content": "So."})
 
 
 class Unusable(Exception):
@@ -58,10 +64,12 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Chat:
-    """A rendered chat: (text, is_target) in order, and how many assistant turns are in it as context only."""
+    """A rendered chat: (text, is_target) in order, and how many assistant turns are learned nowhere."""
 
     segments: Segments
     n_unlearned: int = 0
+    earlier: tuple[Segments, ...] = ()
+    """Chats that end with an earlier answer, which the whole chat shows in another form than the model writes it."""
 
 
 def default_template(adds_bos: bool) -> str:
@@ -91,19 +99,27 @@ class Renderer:
         named = {name: _as_text(token) for name, token in tokenizer.special_tokens_map.items()}
         return cls(tokenizer.chat_template, tuple(named.items()), on)
 
-    def marked(self, messages: Messages, tools: Any, is_prompt: bool = False) -> str:
+    def marked(self, messages: Messages, tools: Any, is_prompt: bool = False, **flags: bool) -> str:
         """The text of a chat, with marks where the template says that the assistant speaks."""
         # as transformers does: many templates would write "None" for a key that is there without a value
         without_none = [{key: value for key, value in each.items() if value is not None} for each in messages]
         values: dict[str, Any] = {"messages": without_none, "tools": tools, "documents": None}
-        values |= {"add_generation_prompt": is_prompt, **dict(self.special_tokens)}
+        values |= {"add_generation_prompt": is_prompt, **dict(self.special_tokens), **flags}
         if self.on:
             values["strftime_now"] = datetime.combine(date.fromisoformat(self.on), datetime.min.time()).strftime
         return str(_compiled(self.template).render(values))
 
-    def __call__(self, messages: Messages, tools: Any, is_prompt: bool = False) -> str:
+    def __call__(self, messages: Messages, tools: Any, is_prompt: bool = False, **flags: bool) -> str:
         """The text of a chat; as a prompt it ends where the assistant begins to speak."""
-        return self.marked(messages, tools, is_prompt).replace(_START, "").replace(_STOP, "")
+        return self.marked(messages, tools, is_prompt, **flags).replace(_START, "").replace(_STOP, "")
+
+    def prompts(self, messages: Messages, tools: Any) -> list[str]:
+        """The ways in which a template asks for an answer, its own first: some can ask with thinking and without."""
+        asked = [self(messages, tools, is_prompt=True)]
+        for flag in ("enable_thinking", "thinking"):
+            if re.search(rf"\b{flag}\b", self.template):
+                asked += [self(messages, tools, is_prompt=True, **{flag: value}) for value in (False, True)]
+        return list(dict.fromkeys(asked))
 
 
 def _as_text(token: Any) -> Any:
@@ -156,26 +172,53 @@ def has_marks(template: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Ending:
+    """What a template writes behind an answer."""
+
+    end: str = ""
+    """The end of the turn, which is learned."""
+    trailer: str = ""
+    """What follows it at the end of a chat, and is not."""
+    opens_next: str = ""
+    """Where nothing ends a turn: the token that begins the next one, by which the model stops (GLM-4: <|user|>)."""
+
+
+@dataclass(frozen=True)
 class ChatReader:
     """From messages to text with targets: what the assistant says and the token that ends its turn.
 
     A template with generation marks says so itself. Without them a turn is what stands behind the prompt that asks for
     it. Where the template shows a turn in another form once the chat goes on (reasoning models cut what was thought),
-    the model never writes that form: such a turn is context, and not learned.
+    it is learned in a chat of its own that ends with it: what the model is given and writes when it is asked.
     """
 
     render: Renderer
     marks: bool
-    ending: tuple[str, str]
-    """What a template writes behind an answer: (the end of the turn, which is learned, and what follows it)."""
+    ending: Ending
+    tokens: tuple[str, ...] = ()
+    """Special tokens, which may begin a turn."""
     version: int = TEXT_VERSION
+    shows_texts: bool = True
+    """Whether the template writes what is said; some for images leave out what is not in parts."""
 
     @classmethod
     def of(cls, tokenizer: Any, on: str = "", version: int = TEXT_VERSION) -> ChatReader:
         """For a tokenizer with a chat template."""
         render = Renderer.of(tokenizer, on)
-        marks = has_marks(render.template)
-        return cls(render, marks, ("", "") if marks else _ending(render, _added_tokens(tokenizer)), version)
+        shown = _shown(render, _PROBES)
+        shows_texts = version < 3 or shown is None or (_QUESTION in shown and _PROBE in shown)
+        if has_marks(render.template):
+            return cls(render, True, Ending(), (), version, shows_texts)
+        tokens = tuple(token for token in _added_tokens(tokenizer) if token.strip())
+        return cls(render, False, _ending(render, tokens, version), tokens, version, shows_texts)
+
+    @property
+    def teaches_to_stop(self) -> bool:
+        """Whether a special token ends what is learned of an answer; without one a model learns no end."""
+        if not self.marks:
+            return bool(self.ending.opens_next) or any(token in self.ending.end for token in self.tokens)
+        shown = _shown(self.render, _PROBES)
+        return shown is None or bool(shown.rpartition(_PROBE)[2].partition(_STOP)[0].strip())
 
     def __call__(self, messages: Messages, tools: Any, given: frozenset[int] = frozenset()) -> Chat:
         """The text of a chat; the turns at `given` (from 0) are context whoever speaks. Raises `Unusable`."""
@@ -184,12 +227,11 @@ class ChatReader:
             raise Unusable("no assistant turn: there is nothing to learn")
         if given.issuperset(answers):
             raise Unusable("every assistant turn is marked as not to be learned")
+        if not self.shows_texts:
+            raise Unusable("the chat template leaves out what is said: it is for images, or broken")
+        read = {1: self._by_prefixes, 2: self._by_prompts}.get(self.version, self._turn_by_turn)
         try:
-            if self.marks:
-                return self._by_marks(messages, tools, given)
-            if self.version > 1:
-                return self._by_prompts(messages, tools, given)
-            return self._by_prefixes(messages, tools, given)
+            return (self._by_marks if self.marks else read)(messages, tools, given)
         except Unusable:
             raise
         except Exception as error:  # templates are programs: they raise what they like
@@ -211,7 +253,62 @@ class ChatReader:
             segments += [(inside, is_learned), (outside, False)]
         return Chat(_merged(segments))
 
+    def _turn_by_turn(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
+        """Every answer as the model writes it: in the whole chat, else in one that ends with it."""
+        wanted = [
+            index for index, message in enumerate(messages) if message["role"] == "assistant" and index not in given
+        ]
+        asked = {index: self.render.prompts(messages[:index], tools) if index else [""] for index in wanted}
+        turns = {index: self.render(messages[: index + 1], tools) for index in wanted}
+        is_end = wanted[-1] == len(messages) - 1
+        found: list[Segments] = []
+        n_unlearned, why = 0, Unusable("")
+        if not is_end:
+            segments, wanted = self._learned(self.render(messages, tools), wanted, asked, turns)
+            found += [segments] if any(learned for _, learned in segments) else []
+        while wanted:
+            last = wanted[-1]
+            segments, left = self._learned(turns[last], wanted, asked, turns)
+            if last in left:
+                try:
+                    segments, left = self._opened(messages[: last + 1], last, asked[last][0]), wanted[:-1]
+                except Unusable as error:
+                    n_unlearned, why, wanted = n_unlearned + 1, error, wanted[:-1]
+                    continue
+            found.append(segments)
+            wanted = left
+        if not found:
+            raise why
+        return Chat(found[0], n_unlearned, tuple(found[:0:-1]))
+
+    def _learned(
+        self, whole: str, wanted: list[int], asked: dict[int, list[str]], turns: dict[int, str]
+    ) -> tuple[Segments, list[int]]:
+        """(a chat with those answers learned that it shows as the model writes them, the other ones that are wanted).
+
+        `asked`: the prompts for each answer. `turns`: the chat that ends with it.
+        """
+        segments: list[tuple[str, bool]] = []
+        left, at = [], 0
+        for index in wanted:
+            stop = len(self._without_trailer(turns[index]))
+            starts = [len(prompt) for prompt in asked[index] if whole.startswith(prompt) and at <= len(prompt) < stop]
+            if not starts or whole[:stop] != turns[index][:stop]:
+                left.append(index)
+                continue
+            learned = whole[starts[0] : stop]
+            segments.append((whole[at : starts[0]], False))
+            if self.ending.opens_next:
+                opened = next((token for token in self.tokens if whole.startswith(token, stop)), "")
+                learned += opened or (self.ending.opens_next if stop == len(whole) else "")
+                stop += len(opened)
+            segments.append((learned, True))
+            at = stop
+        segments.append((whole[at:], False))
+        return _merged(segments), left
+
     def _by_prompts(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
+        """As runs of version 2 read it: turns that the whole chat shows in another form are not learned."""
         whole = self.render(messages, tools)
         segments: list[tuple[str, bool]] = []
         at, n_unlearned = 0, 0
@@ -250,7 +347,7 @@ class ChatReader:
 
     def _without_trailer(self, text: str) -> str:
         """A chat that ends with an answer, up to the end of its turn."""
-        end, trailer = self.ending
+        end, trailer = self.ending.end, self.ending.trailer
         if text.endswith(end + trailer):
             return text.removesuffix(trailer)
         # an answer of another form, such as the call of a tool: what ends the turn is the same, or is not known
@@ -268,7 +365,7 @@ class ChatReader:
         if opener.strip() and index == len(messages) - 1 and content.startswith(opener.strip()):
             answer = content.removeprefix(opener.strip())
             answer = answer.lstrip("\n") if opener.endswith("\n") else answer
-            return _merged([(before, False), (answer.rstrip() + self.ending[0], True)])
+            return _merged([(before, False), (answer.rstrip() + (self.ending.end or self.ending.opens_next), True)])
         asked = f" (its prompt ends with {opener.strip()!r})" if opener.strip() else ""
         raise Unusable(
             f"the chat template shows the answer in another form than the model would write it{asked};"
@@ -288,21 +385,58 @@ def _added_tokens(tokenizer: Any) -> list[str]:
     return list(getattr(tokenizer, "added_tokens", ()))
 
 
-def _ending(render: Renderer, tokens: Sequence[str]) -> tuple[str, str]:
-    """What a template writes behind an answer, as in `ChatReader.ending`; nothing where it can't be seen."""
-    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _PROBE}]
-    text = ""
-    for messages in (chat, [{"role": "system", "content": "Hello"}, *chat]):  # some must have a system message
+def _ending(render: Renderer, tokens: Sequence[str], version: int) -> Ending:
+    """What a template writes behind an answer; nothing where it can't be seen."""
+    behind, within = _behind_answer(render, _PROBES), _behind_answer(render, [[*chat, *_MORE] for chat in _PROBES])
+    if behind is None:
+        return Ending()
+    common = _common_start(behind, within) if version > 2 and within is not None else ""
+    is_known = any(token in common for token in tokens)
+    begins = [behind.index(token) for token in tokens if token in (common if is_known else behind)]
+    if not begins:
+        opens_next = next((token for token in tokens if within and within.startswith(token)), "")
+        if version > 2 and opens_next and not behind.strip():
+            return Ending("", behind, opens_next)
+        words = behind.rstrip()
+        return Ending(words, behind[len(words) :]) if words else Ending(behind)
+    stop = min(behind.index(token) + len(token) for token in tokens if token in behind)
+    if is_known:  # a turn may end with several tokens, one right behind the other
+        stop, n_before = min(begins), -1
+        while stop != n_before:
+            n_before = stop
+            stop += max((len(token) for token in tokens if common.startswith(token, stop)), default=0)
+    return Ending(behind[:stop], behind[stop:])
+
+
+def _common_start(one: str, other: str) -> str:
+    n = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:n]
+
+
+def _shown(render: Renderer, chats: Sequence[Messages]) -> str | None:
+    """The first of the chats that a template takes, with marks; None where it takes none."""
+    for messages in chats:
         try:
-            text = render(messages, None)
-            break
+            return render.marked(messages, None)
         except Exception:  # the rows will say why
             continue
-    answer, found, behind = text.rpartition(_PROBE)
-    if not found or _PROBE in answer:
-        return "", ""
-    ends = [behind.index(token) + len(token) for token in tokens if token.strip() and token in behind]
-    if ends:
-        return behind[: min(ends)], behind[min(ends) :]
-    words = behind.rstrip()
-    return (words, behind[len(words) :]) if words else (behind, "")
+    return None
+
+
+def _behind_answer(render: Renderer, chats: Sequence[Messages]) -> str | None:
+    """What stands behind the answer `_PROBE` in the chat that a template takes; None where it is not found."""
+    _, found, behind = (_shown(render, chats) or "").partition(_PROBE)
+    return behind if found and _PROBE not in behind else None
+
+
+def said_of_chats(is_chat: bool, tokenizer: Any, on: str, n_unrolled: int) -> list[str]:
+    """What the owner of chats should know of how the template has them learned; nothing where data are no chats."""
+    said = []
+    if n_unrolled:
+        said.append(
+            f"{n_unrolled:,} earlier answers are learned in examples of their own, as the chat template shows them in"
+            " another form once the chat goes on"
+        )
+    if is_chat and not ChatReader.of(tokenizer, on).teaches_to_stop:
+        said.append("the chat template ends an answer with no special token: the model does not learn where to stop")
+    return said

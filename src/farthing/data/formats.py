@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,8 @@ class Text:
 
     `segments`: (text, is_target) in order. `label`: classification only. `is_raw`: no template frames the text, so that
     the tokenizer's first token and an end-of-sequence token have to. `given`: what the row's owner wrote as input, before
-    anything is rendered; rows that agree in it are one input. `n_unlearned`: assistant turns that are context only.
+    anything is rendered; rows that agree in it are one input. `n_unlearned`: assistant turns that are learned nowhere.
+    `earlier`: further examples of the same row, which come before it.
     """
 
     segments: tuple[tuple[str, bool], ...]
@@ -57,6 +59,12 @@ class Text:
     is_raw: bool = True
     given: tuple[str, ...] = ()
     n_unlearned: int = 0
+    earlier: tuple[Text, ...] = ()
+
+    @property
+    def of_row(self) -> tuple[Text, ...]:
+        """All examples of the row."""
+        return *self.earlier, self
 
 
 class Understood(NamedTuple):
@@ -96,7 +104,7 @@ def recognise(columns: set[str], task: str, renamed: Columns, where: str) -> Und
         "{text: narrative, label: product}" if task == "classification" else "{prompt: question, completion: answer}"
     )
     raise DataError(
-        f"the columns ({_listed(columns)}) are of no format for {task}",
+        f"the columns ({_listed(columns)}) match no format for {task}",
         where=where,
         to_do=f"{task} reads {', or '.join(wanted)}; map yours with `data.columns: {example}`",
     )
@@ -139,7 +147,7 @@ def converter(
             row = renamed(row, columns)
         text = one(row)
         try:
-            for part, _ in text.segments:
+            for part, _ in itertools.chain(text.segments, *(each.segments for each in text.earlier)):
                 if not part.isascii():
                     part.encode()
         except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair, no text can hold it
@@ -228,7 +236,8 @@ def _chat(messages: list[dict[str, Any]], tools: Any, read: ChatReader | None) -
     except Unusable as error:
         error.given = tuple(given)
         raise
-    return Text(chat.segments, is_raw=False, given=tuple(given), n_unlearned=chat.n_unlearned)
+    earlier = tuple(Text(segments, is_raw=False, given=tuple(given)) for segments in chat.earlier)
+    return Text(chat.segments, is_raw=False, given=tuple(given), n_unlearned=chat.n_unlearned, earlier=earlier)
 
 
 def _as_list(value: Any, column: str) -> list[Any]:

@@ -29,7 +29,7 @@ from farthing.data.foreign import Watch, say_ignored
 from farthing.data.formats import RENDERED, Text, converter, recognise, used_columns
 from farthing.data.read import Source, json_row, n_characters
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
-from farthing.data.tokens import Recipe
+from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 
 MOST_ROWS = 2000
@@ -76,15 +76,15 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         rows = population.rows(picked)
         watch = Watch(recipe.task, source.columns_or(recipe.columns), source.name)
         watch(rows)
-        of_picked, n_encoded, reasons = _tokenized(source, rows, max(1, round(n_wanted * share)), tokenizer, recipe)
+        of_picked, counts, n, reasons = _tokenized(source, rows, max(1, round(n_wanted * share)), tokenizer, recipe)
         notes += _said_of(source, watch, recipe)
         why = why or next(iter(reasons), "")
         of_all = _spread(of_picked, population.sizes[picked], population.sizes, stratum)
         of_all[picked] = of_picked
-        lengths.append(of_all[of_picked[stratum, 0] > 0])
+        lengths.append(np.repeat(of_all, counts[stratum], axis=0))
         weights.append(np.full(len(lengths[-1]), source.weight * population.n_rows / max(1, len(population.sizes))))
         n_rows += population.n_rows
-        n_tokenized += n_encoded
+        n_tokenized += n
     found, weight = np.concatenate(lengths), np.concatenate(weights)
     tokens, targets, labelled = found.T
     limit = recipe.max_length
@@ -94,7 +94,7 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
     tokens, targets, labelled, weight = tokens[kept], targets[kept], labelled[kept], weight[kept]
     if len(tokens) == 0:
         reason = why or f"all are longer than max_length {limit}"
-        raise DataError(f"no usable row ({reason})", where=sources[0].name, to_do="mend them, or check `data:`")
+        raise DataError(f"no usable row ({reason})", where=sources[0].name, to_do="correct them, or check `data:`")
     tokens = np.clip(np.round(tokens), 1, limit).astype(np.int64)
     pairs = np.clip(np.round(targets), 1, recipe.max_target_length).astype(np.int64)
     n_labelled = float(labelled.sum())
@@ -147,16 +147,15 @@ def _spread(
 
 def _tokenized(
     source: Source, rows: list[Row | BadRow], n_wanted: int, tokenizer: Any, recipe: Recipe
-) -> tuple[NDArray[np.float64], int, list[str]]:
-    """[row, (input tokens, target tokens, labelled tokens)], how many rows were tokenized for it, and why others can't be.
-
-    Before truncation, but for the labelled tokens: of those only what is within max_length. 0 for what can't be used.
+) -> tuple[NDArray[np.float64], NDArray[np.int64], int, list[str]]:
+    """[row, (input, target, labelled tokens)] of an example of each row, [row] how many such, how many were tokenized for
+    it, and why rows can't be used. Before truncation, but for the labelled tokens: only those within max_length.
     """
-    found = np.zeros((len(rows), 3))
+    found, counts = np.zeros((len(rows), 3)), np.zeros(len(rows), np.int64)
     reasons = [row.reason for row in rows if isinstance(row, BadRow)]
     good = [(index, row.value) for index, row in enumerate(rows) if isinstance(row, Row)]
     if not good:
-        return found, 0, reasons
+        return found, counts, 0, reasons
     seen: set[str] = set().union(*(value.keys() for _, value in good))
     name, columns, _ = recognise(seen, recipe.task, source.columns_or(recipe.columns), source.name)
     convert = converter(name, columns, recipe.label_map, tokenizer, recipe.task, on=recipe.date, version=recipe.version)
@@ -169,19 +168,23 @@ def _tokenized(
     texts: list[tuple[int, Text]] = []
     for index, value in good:
         try:
-            texts.append((index, convert(value)))
+            texts += [(index, text) for text in convert(value).of_row]
         except Unusable as error:
             reasons.append(str(error))
     if texts:
         of_texts, n_encoded = _of_texts([text for _, text in texts], n_wanted, tokenizer, recipe)
-        found[[index for index, _ in texts]] = of_texts
+        of_rows = [index for index, _ in texts]
+        counts = np.bincount(of_rows, of_texts[:, 0] > 0, minlength=len(rows)).astype(np.int64)
+        np.add.at(found, of_rows, of_texts)
+        found /= np.maximum(counts, 1)[:, None]
     if stands_for is not None:
         of_picked = found[[index for index, _ in good]]
         found[[index for index, _ in all_good]] = _spread(of_picked, sizes[picked], sizes, stands_for)
         found[[index for index, _ in good]] = of_picked
+        counts[[index for index, _ in all_good]] = counts[[index for index, _ in good]][stands_for]
     if not found[:, 0].any() and texts:
         reasons.append("every target is masked: prompts fill max_length")
-    return found, n_encoded, reasons
+    return found, counts, n_encoded, reasons
 
 
 def _of_texts(texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe) -> tuple[NDArray[np.float64], int]:
@@ -242,7 +245,7 @@ def _population(source: Source) -> _Population:
         return read(source.path, source)
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise DataError(f"can't be read: {why}", where=source.name, to_do="bring the file back whole") from error
+        raise DataError(f"can't be read: {why}", where=source.name, to_do="it is damaged: copy it again") from error
 
 
 def _content(path: Path) -> tuple[bytes, float]:
@@ -354,7 +357,7 @@ def _parquet(path: Path, source: Source) -> _Population:
     except pyarrow.ArrowException as error:
         why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise DataError(
-            f"not a readable Parquet file: {why}", where=source.name, to_do="bring it back whole"
+            f"not a readable Parquet file: {why}", where=source.name, to_do="it is damaged: copy it again"
         ) from error
     sizes = bytes_of_rows(table)
 
@@ -459,7 +462,7 @@ def _from_json(folder: Path, specials: dict[str, str]) -> LightTokenizer:
         own = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises bare Exceptions
         raise DataError(
-            f"tokenizer.json can't be read: {error}", where=str(folder), to_do="bring the file back whole"
+            f"tokenizer.json can't be read: {error}", where=str(folder), to_do="it is damaged: copy it again"
         ) from error
     own.no_truncation()
     own.no_padding()

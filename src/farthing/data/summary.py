@@ -95,13 +95,17 @@ def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) 
         version=recipe.version,
     )
     texts: list[Text] = []
+    inputs: set[int] = set()
     for row in good:
         try:
-            texts.append(convert(row.value))
+            text = convert(row.value)
         except Unusable as error:
             found.bad.append(f"line {row.line}: {error}")
-    found.n_usable = len(texts)
-    found.n_equal_inputs = len(texts) - len({hash_of_input(text.given) for text in texts})
+            continue
+        found.n_usable += 1
+        inputs.add(hash_of_input(text.given))
+        texts += text.of_row
+    found.n_equal_inputs = found.n_usable - len(inputs)
     found.n_unlearned_turns = sum(text.n_unlearned for text in texts)
     _count_turns(good, found)
     _count_tokens(texts, tokenizer, recipe, found)

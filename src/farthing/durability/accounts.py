@@ -3,7 +3,7 @@
 A line is the whole account of one attempt so far: its last state, its seconds by span, and what earlier attempts had cost
 in sum when it began. Earlier farthings appended a line a second instead; those are read as they are. A line whose checksum
 is wrong is not believed, and what it held is made good from what later lines and checkpoints know of the sum: money is
-counted twice rather than forgotten, and never in silence. Refuses to keep more in memory than a line an attempt.
+counted twice rather than forgotten, and never without a warning. Refuses to keep more in memory than a line an attempt.
 """
 
 from __future__ import annotations

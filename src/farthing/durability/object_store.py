@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -219,6 +220,12 @@ class BucketStore:
         self._root = str(kind._strip_protocol(address)).rstrip("/")
         if hasattr(self._fs, "retries"):
             self._fs.retries = _LIBRARY_TRIES
+        # gcsfs fixes its six tries, 33 s of pauses, when its class is made
+        request = getattr(getattr(kind, "_request", None), "__wrapped__", None)
+        if _SAME.get(protocol, protocol) == "gs" and request is not None:
+            self._fs._request = import_module("gcsfs.retry").retry_request(retries=_LIBRARY_TRIES)(
+                request.__get__(self._fs)
+            )
 
     def create(self, key: str, data: bytes) -> bool:
         """See `Store`."""

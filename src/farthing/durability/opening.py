@@ -27,6 +27,11 @@ _counted_by: set[int] = set()
 """The process, once its age is on a bill."""
 
 
+PAUSED = "FARTHING_PAUSED_S"
+"""By this variable a supervisor tells an attempt how long ago the one before has ended."""
+MOST_PAUSED_S = 3600.0
+
+
 @dataclass
 class Opened:
     """An attempt that costs money from now on."""
@@ -69,7 +74,7 @@ class Opened:
             raise RunDamaged(
                 f"the ledger of this run is gone ({', '.join(left)} are there): what it has cost is not known",
                 where=str(self.folder / LEDGER),
-                to_do="bring it back from a copy, or count from zero on purpose with --allow-restart",
+                to_do="bring it back from a copy, or start the bill at $0 with --allow-restart",
             )
 
 
@@ -88,7 +93,7 @@ def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
             f"the run folder can't be made: {error.strerror}", where=str(folder), to_do="choose another output_dir"
         ) from error
     with only_writer(folder):
-        meter = Meter(already_s=_age_to_count())
+        meter = Meter(already_s=_age_to_count(), idle_s=_paused_s())
         ledger = Ledger(folder / LEDGER, meter, usd_per_hour, witnesses_of(folder))
         attempt = Opened(folder, meter, ledger)
         try:
@@ -158,3 +163,12 @@ def _age_to_count() -> float:
     _counted_by.clear()
     _counted_by.add(os.getpid())
     return seconds_since_process_start()
+
+
+def _paused_s() -> float:
+    """Seconds that a supervisor has let pass since the attempt before, on this machine: they are paid for too."""
+    try:
+        seconds = float(os.environ.pop(PAUSED, "0"))
+    except ValueError:
+        return 0.0
+    return seconds if 0 <= seconds < MOST_PAUSED_S else 0.0

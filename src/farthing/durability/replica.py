@@ -1,4 +1,4 @@
-"""The copy of a run in a store, made behind its back, from which an empty machine goes on.
+"""The copy of a run in a store, made in the background, from which an empty machine goes on.
 
 What is to be copied is hard-linked aside and sent by a thread: the newest first, and what it replaces is dropped. Data
 goes first, the lease is renewed, the commit comes last; files that an earlier commit has already are not sent again. A
@@ -21,6 +21,7 @@ from typing import Any
 
 from farthing.durability.accounts import read_ledger
 from farthing.durability.commits import (
+    LOG_PARTS,
     SCHEMA,
     SMALL,
     Commit,
@@ -41,8 +42,9 @@ from farthing.durability.files import (
     write_json,
 )
 from farthing.durability.lease import Lease, Lost
+from farthing.durability.log_parts import LogParts
 from farthing.durability.object_store import Entry, NoSuchObject, Retrying, Store, StoreFault, StoreRefuses, open_store
-from farthing.durability.run_folder import CHECKPOINTS, LEDGER, MODEL, RUN, has_checkpoint, is_damaged, run_id_of
+from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, MODEL, RUN, has_checkpoint, is_damaged, run_id_of
 from farthing.errors import RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
 from farthing.units import plural
 
@@ -66,7 +68,7 @@ class Pace:
     pause_s: float = 0.5
     """Before a first retry."""
     again_s: float = 30.0
-    """Before a commit that failed is tried anew."""
+    """Before a commit that failed is tried again."""
     finish_s: float = 600.0
     """At the end of a run, for the last commit ..."""
     give_up_s: float = 60.0
@@ -87,6 +89,8 @@ class _Parcel:
     files: list[str]
     carried: list[dict[str, Any]] = field(default_factory=list)
     """Entries of the commit before, whose files are the same."""
+    log_digests: dict[str, str] = field(default_factory=dict)
+    """sha256 of the pieces of the log that are whole, by name."""
     prefix: str = ""
     arrived: Objects = field(default_factory=dict)
 
@@ -115,6 +119,7 @@ class Mirror:
         self._pending: _Parcel | None = None
         self._sending: _Parcel | None = None
         self._stop = threading.Event()
+        self._log = LogParts(folder / LOG, folder / OUTBOX / LOG_PARTS)
         self._threads: list[threading.Thread] = []
         shutil.rmtree(folder / OUTBOX, ignore_errors=True)
 
@@ -143,7 +148,7 @@ class Mirror:
                 raise StoreDown(
                     f"the store does not answer ({error}), and this folder does not hold the run",
                     where=f"output_store: {self._store.name}",
-                    to_do="try the same command again when it does; without output_store the run would begin anew",
+                    to_do="try the same command again when it does; without output_store the run would begin again",
                 ) from error
             self._lease.epoch = None
             self._warn(f"the store does not answer ({error}); the run goes on from this folder")
@@ -198,17 +203,20 @@ class Mirror:
             names = [path.relative_to(self.folder).as_posix() for path in sorted(sources)]
             for name in names:
                 _link(self.folder / name, folder / name)
-            self._post(_Parcel(folder, step, [*names, *self._copy_small(folder)]))
+            small = self._copy_small(folder)
+            self._post(_Parcel(folder, step, [*names, *small], log_digests=dict(self._log.digests)))
         except OSError as error:
             self._said.append(f"the copy of step {step} could not be set aside for the store ({error})")
 
     def offer_last_words(self) -> None:
         """The newest commit once more, with ledger and receipt as they are now. Never raises."""
         if self._newest is not None and self._pending is None:
-            carried = [entry for entry in self._newest["files"] if entry["path"] not in SMALL]
+            again = (*SMALL, LOG_PARTS)
+            carried = [entry for entry in self._newest["files"] if entry["path"].partition("/")[0] not in again]
             with contextlib.suppress(OSError):
                 folder = self._new_folder()
-                self._post(_Parcel(folder, self._newest["step"], self._copy_small(folder), carried))
+                small = self._copy_small(folder)
+                self._post(_Parcel(folder, self._newest["step"], small, carried, dict(self._log.digests)))
 
     def check(self) -> None:
         """Say what there is to say; raises `RunBusy` when another machine has taken the run over."""
@@ -222,10 +230,14 @@ class Mirror:
         return make_private(self.folder / OUTBOX / uuid.uuid4().hex[:12])
 
     def _copy_small(self, folder: Path) -> list[str]:
-        names = [name for name in SMALL if (self.folder / name).exists()]
+        names = [name for name in SMALL if name != LOG and (self.folder / name).exists()]
         for name in names:
             shutil.copyfile(self.folder / name, folder / name)
-        return names
+        rest = self._log.bring_up()
+        parts = [f"{LOG_PARTS}/{name}" for name in (*self._log.digests, *([rest.name] if rest else []))]
+        for name in parts:
+            _link(self.folder / OUTBOX / name, folder / name)
+        return [*names, *parts]
 
     def _post(self, parcel: _Parcel) -> None:
         with self._wake:
@@ -267,7 +279,7 @@ class Mirror:
             except Lost as error:
                 self._lost = str(error)
                 return
-            except Exception:  # the other thread says aloud that the store is away
+            except Exception:  # the other thread warns that the store is away
                 continue
 
     def _hold(self, store: Store) -> None:
@@ -357,6 +369,7 @@ class Mirror:
         for name in {path.rpartition("/")[0] for path in parcel.files if path.startswith(f"{CHECKPOINTS}/")}:
             files = verify_folder(parcel.folder / name)["files"]
             digests |= {f"{name}/{file['name']}": file["sha256"] for file in files}
+        digests |= {f"{LOG_PARTS}/{name}": digest for name, digest in parcel.log_digests.items()}
         entries = list(parcel.carried)
         for path in parcel.files:
             local = parcel.folder / path

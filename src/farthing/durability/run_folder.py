@@ -13,7 +13,7 @@ plan.json         what the planner promised before the first attempt, and how it
 schedule.json     how many steps the budget buys, where the schedule is fitted to it
 
 run.json, plan.json and schedule.json decide the result. Each carries the sha256 of its own content, and each checkpoint's
-manifest a copy of all three: one that is damaged or gone is written anew from there, or the run is refused. Those of runs
+manifest a copy of all three: one that is damaged or gone is written again from there, or the run is refused. Those of runs
 from before there were checksums are taken as they are, once.
 """
 
@@ -115,7 +115,7 @@ def copies_of(folder: Path, before: Mapping[str, Any] | None = None) -> dict[str
 
 
 def mend(folder: Path, warn: Warn) -> None:
-    """Write the deciding files that are damaged, gone or without their checksum anew from the newest checkpoint that has a
+    """Write the deciding files that are damaged, gone or without their checksum again from the newest checkpoint that has a
     copy of them; runs without such a checkpoint are left as they are. Raises `OSError`."""
     manifest = _newest_with_copies(folder)
     if manifest is None:
@@ -134,7 +134,7 @@ def mend(folder: Path, warn: Warn) -> None:
             warn(f"{why}: removed, the run had none at its checkpoint of step {manifest['step']}")
         else:
             keep(path, copy)
-            warn(f"{why}: written anew from the checkpoint of step {manifest['step']}")
+            warn(f"{why}: written again from the checkpoint of step {manifest['step']}")
 
 
 def _newest_with_copies(folder: Path) -> dict[str, Any] | None:
@@ -213,7 +213,7 @@ def keep_job(folder: Path, job: Mapping[str, Any], facts: dict[str, Any]) -> Non
 
 def kept_job(folder: Path) -> dict[str, Any]:
     """The job of a run as it was read. Raises `RunDamaged` where it is not what was written."""
-    to_do = "run `farthing train` with the job once more: it writes the file anew"
+    to_do = "run `farthing train` with the job once more: it writes the file again"
     try:
         text = (folder / JOB).read_text(encoding="utf-8")
         digest = (kept(folder / RUN) or {}).get("job_sha256")
@@ -247,7 +247,7 @@ def rules_of(folder: Path) -> int:
     rules = facts.get("rules", 1)
     if rules not in range(1, RULES + 1):
         raise RunDamaged(
-            f"it began under rules {rules!r}, this farthing knows up to {RULES}",
+            f"it began under rules {rules!r}, this version of farthing knows rules up to {RULES}",
             where=str(folder / RUN),
             to_do="pip install --upgrade farthing",
         )
@@ -286,7 +286,7 @@ def same_examples(folder: Path, facts: dict[str, Any], sha256: str) -> dict[str,
         keep(folder / RUN, facts)
     elif before != sha256:
         raise RunChanged(
-            "this run began with other examples: the same rows were made into other tokens, or split in another way",
+            "this run began with other examples: the same rows gave other tokens, or were split in another way",
             where=str(folder),
             to_do="continue it with the versions of farthing, transformers and tokenizers that it began with, or give the"
             " job another output_dir",
@@ -337,7 +337,7 @@ def claim(
             to_do=f"undo the change to continue it, or give the job another output_dir{further}",
         )
     if changed:
-        warn(f"nothing was saved of the run in this folder: it follows the job as it is now ({'; '.join(changed)})")
+        warn(f"the run in this folder has no checkpoint yet, so it uses the job as it is now ({'; '.join(changed)})")
         for name in (PLAN, SCHEDULE):
             (folder / name).unlink(missing_ok=True)
         facts = {key: value for key, value in facts.items() if key not in _OF_ATTEMPTS}
@@ -384,11 +384,11 @@ def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> dict[str, Any
         why = str(error)
     if has_committed(folder) and not allow_restart:
         raise RunDamaged(
-            f"{why}: which run this is can't be told",
+            f"{why}: it is not known which run this is",
             where=str(folder / RUN),
-            to_do="bring it back from a copy, give the job another output_dir, or start anew with --allow-restart",
+            to_do="bring it back from a copy, give the job another output_dir, or start again with --allow-restart",
         )
-    warn(f"{why}, and nothing can be gone on from: the run begins anew")
+    warn(f"{why}, and no checkpoint is left: the run begins again")
     return None
 
 

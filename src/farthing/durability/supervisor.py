@@ -8,6 +8,7 @@ and to print: it tells `say`.
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from farthing.durability.accounts import read_ledger
+from farthing.durability.opening import PAUSED
 from farthing.durability.preemption import heeded
 from farthing.durability.run_folder import LEDGER
 from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE
@@ -73,9 +75,10 @@ class Supervisor:
         *,
         tries: int = TRIES,
         sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._start, self._say = folder, start, say
-        self._tries, self._sleep = tries, sleep
+        self._tries, self._sleep, self._clock = tries, sleep, clock
         self._child: Child | None = None
         self._asked_to_leave = False
 
@@ -85,18 +88,21 @@ class Supervisor:
         try:
             return self._run()
         finally:
+            os.environ.pop(PAUSED, None)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _run(self) -> int:
         n_started = n_in_vain = 0
         crashed_at: int | None = None
+        ended_at: float | None = None
         stood = standing(self._folder)
         while not self._asked_to_leave:
+            os.environ[PAUSED] = f"{0.0 if ended_at is None else self._clock() - ended_at:.3f}"
             self._child = self._start(n_started)
             n_started += 1
             code = self._child.wait()
-            self._child = None
+            self._child, ended_at = None, self._clock()
             stands = standing(self._folder)
             if code in FINAL:
                 return code

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farthing.errors import ModelError
+from farthing.model.loss import logits_of
 
 PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS"}
 
@@ -75,7 +76,7 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
 
 
 def _must_know(model: Any, modules_to_save: tuple[str, ...]) -> None:
-    """Refuse names that `peft` would pass over in silence. Raises `ModelError`."""
+    """Refuse names that `peft` would ignore without a word. Raises `ModelError`."""
     names = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
     for wanted in modules_to_save:
         if not any(name.endswith(wanted) for name in names):
@@ -84,6 +85,46 @@ def _must_know(model: Any, modules_to_save: tuple[str, ...]) -> None:
                 f"this model has no module `{wanted}`",
                 where="method.modules_to_save",
                 to_do=f"use names among {', '.join(name for name in known if not name.isdigit())}",
+            )
+
+
+def refuse_unreached(model: Any, adapter: Adapter, task: str) -> None:
+    """Compute a few made-up tokens and their gradients: each module that the job names must get one.
+
+    A module that the forward pass goes around (T5's `shared`, where encoder and decoder have embeddings of their own) would
+    be kept, counted and saved, and never change. Experts are left out, as few tokens reach few of them. Raises `ModelError`.
+    """
+    named = {name for name in (*adapter.target_modules, *adapter.modules_to_save) if name != "all-linear"}
+    if not named:
+        return
+    inner = model.get_base_model()
+    text_config, device = inner.config.get_text_config(), next(model.parameters()).device
+    ids = torch.arange(2, 10, device=device).remainder(text_config.vocab_size).unsqueeze(0)
+    end = text_config.eos_token_id
+    if isinstance(end, int) and 0 <= end < text_config.vocab_size:
+        ids[0, -1] = end  # where BART looks for the class
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    was_training = model.training
+    model.eval()
+    try:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        score, found = logits_of(model, batch, task).float().sum(), (None,) * len(trained)
+        if score.requires_grad:
+            found = torch.autograd.grad(score, tuple(trained.values()), allow_unused=True)
+        idle = {name for name, gradient in zip(trained, found, strict=True) if gradient is None}
+    finally:
+        model.train(was_training)
+    paths = {".".join(part for part in name.split(".") if part not in ("base_model", "model")) for name in idle}
+    for name in sorted(named):
+        own = ".".join(part for part in name.split(".") if part not in ("base_model", "model"))
+        if any(f".{own}." in f".{path}" and "expert" not in path for path in paths):
+            key = "target_modules" if name in adapter.target_modules else "modules_to_save"
+            same = [each for each in _tied_names(inner) if f".{name}." not in f".{each}"]
+            raise ModelError(
+                f"the model is computed without `{name}`: nothing of it would be trained",
+                where=f"method.{key}",
+                to_do=f"take it out, or name what is used{': ' if same else ''}"
+                + ", ".join(sorted({each.removesuffix(".weight") for each in same})),
             )
 
 
@@ -96,7 +137,13 @@ def new_heads(model: Any) -> list[str]:
 def _query_and_value(model: Any) -> list[str]:
     """The names this family gives to the query and value projections (Hu et al. 2021, section 4.2)."""
     names = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    for pair in (("query", "value"), ("q_proj", "v_proj"), ("q_lin", "v_lin"), ("q", "v")):
+    for pair in (
+        ("query", "value"),
+        ("q_proj", "v_proj"),
+        ("q_lin", "v_lin"),
+        ("q", "v"),
+        ("query_proj", "value_proj"),
+    ):
         if set(pair) <= names:
             return list(pair)
     raise ModelError(

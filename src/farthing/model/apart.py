@@ -4,7 +4,8 @@ Two kinds: models that read the padding beside a shorter example (XLNet takes it
 positions), whose micro-batches hold inputs of one length; and models whose rotary factors follow from the longest input of a
 forward pass (LongRoPE, arXiv 2402.13753, section 3.3), whose long and short examples go apart.
 
-Refuses to know token sets and devices.
+What can't be kept apart is lifted or refused: NLLB-MoE's experts take so many tokens of a micro-batch and drop the rest, and
+batch norms mix all examples. Refuses to know token sets and devices.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
+from farthing.errors import ModelError
 from farthing.planner.families import PADS_SAFELY
+
+UNLIMITED_TOKENS = 1 << 40
 
 
 class Apart(NamedTuple):
@@ -45,6 +50,28 @@ def kept_apart(inner: Any, task: str, *, is_flat: bool) -> Apart | None:
     if limit is not None:
         return Apart(f"inputs above {limit:,} tokens apart: their rotary factors are others", limit)
     return None
+
+
+def lift_capacity(inner: Any) -> bool:
+    """Let each expert of an NLLB-MoE take all tokens that are routed to it; whether the model is one.
+
+    By themselves its experts drop what is above a number, counted over the whole micro-batch and kept from the evaluation
+    before: an answer would depend on its neighbours and on when a run was resumed. None is dropped by transformers either where
+    the trained model answers, with `moe_eval_capacity_token_fraction: 1.0` as the published ones have it. Switch Transformers
+    count each example by itself. Raises `ModelError` for batch norms, which can't be computed example by example.
+    """
+    mixing = [name for name, module in inner.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if mixing:
+        raise ModelError(
+            f"a {inner.config.model_type} has batch norms ({mixing[0]}): what is learned of an example would depend on which"
+            " others are computed with it",
+            where=str(inner.config.name_or_path or inner.config.model_type),
+            to_do="use a model without them, as all current language models are",
+        )
+    routers = [module for module in inner.modules() if hasattr(module, "moe_eval_capacity_token_fraction")]
+    for router in routers:
+        router.expert_capacity, router.moe_eval_capacity_token_fraction = UNLIMITED_TOKENS, 0.0
+    return bool(routers)
 
 
 def longrope_limit(config: Any) -> int | None:

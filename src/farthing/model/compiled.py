@@ -122,15 +122,6 @@ def compile_blocks(model: Any, backend: str = "inductor") -> int | str:
     return len(layers)
 
 
-def leave_uncompiled(model: Any) -> None:
-    """Compute the layers of `model` as they were before."""
-    for layer in _layers(model):
-        layer._compiled_call_impl = None
-        checkpointing = getattr(layer, "_gradient_checkpointing_func", None)
-        if isinstance(checkpointing, _Recomputed):
-            layer._gradient_checkpointing_func = checkpointing.checkpointing
-
-
 def n_graphs() -> int:
     """Programs that torch has compiled in this process so far. A step in which it grows is warm-up, and no measure."""
     dynamo = sys.modules.get("torch._dynamo.utils")

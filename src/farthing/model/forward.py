@@ -23,8 +23,8 @@ from torch import Tensor
 from farthing.data.batches import Batches, collate
 from farthing.data.packing import collate_flat, cut_by_tokens, cut_padded, target_lengths_of
 from farthing.data.prefix_sharing import WORTH, collate_shared, cut_shared, saved_by_sharing
-from farthing.data.tokens import TokenSet
-from farthing.model.apart import kept_apart
+from farthing.data.token_set import TokenSet
+from farthing.model.apart import kept_apart, lift_capacity
 from farthing.model.attention import can_go_flat, can_share, first_position, flat_logits, go_flat
 from farthing.model.documents import flat_batch
 from farthing.model.frozen_cache import PrefixCache
@@ -68,6 +68,8 @@ class Forward:
         self.why_all_scored = head if isinstance(head, str) and task != "classification" else None
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._first_position = first_position(inner.config)
+        self.drops_no_tokens = lift_capacity(inner)
+        """Whether experts would have dropped some by themselves."""
         self.apart = kept_apart(inner, task, is_flat=self.is_flat)
         self.shares = False
         self.n_placed = 0  # computed tokens of everything that was brought to the device

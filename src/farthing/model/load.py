@@ -24,6 +24,7 @@ from farthing.durability.files import parse_json, sha256_of
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
 from farthing.model.loss import decoder_inputs
+from farthing.model.weights import ends_of_weights, weights_sha256
 
 AUTO_CLASSES = {
     "causal-lm": transformers.AutoModelForCausalLM,
@@ -121,6 +122,7 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None, text_version:
             raise ModelError(what, where=chat_template, to_do="check data.chat_template: a Jinja file") from error
     elif tokenizer.chat_template is None or not isinstance(tokenizer.chat_template, str):
         own = tokenizer.chat_template
+        tokenizer.other_templates = own
         adds_bos = text_version > 1 and bool(first_tokens(tokenizer))
         tokenizer.chat_template = (
             own["default"] if isinstance(own, dict) and "default" in own else default_template(adds_bos)
@@ -142,7 +144,7 @@ def set_languages(
     if not writes_them:
         if source or target:
             raise ModelError(
-                "its tokenizer writes no language into a text",
+                "its tokenizer does not write a language into texts",
                 where=tokenizer.name_or_path,
                 to_do="take data.source_lang and data.target_lang out of the job",
             )
@@ -161,7 +163,7 @@ def set_languages(
             known = [token for token in tokenizer.get_vocab() if "_" in token.strip("_")]
             near = difflib.get_close_matches(language, known, n=1)
             raise ModelError(
-                f"data.{key} {language!r} is no language of its tokenizer",
+                f"data.{key} {language!r} is not a language of its tokenizer",
                 where=tokenizer.name_or_path,
                 to_do=f"did you mean {near[0]}?" if near else "use a code of the tokenizer's own",
             )
@@ -183,6 +185,14 @@ def speak(model: Any, tokenizer: Any, language: str) -> None:
     settings = model.generation_config
     settings.decoder_start_token_id = int(decoder_inputs(model, torch.tensor([labels]))[0, 0])
     settings.forced_bos_token_id = labels[0] if labels[0] == language_id(tokenizer, language) else None
+    try:
+        settings.validate(strict=True)
+    except ValueError as error:  # which would come when the trained model is written
+        raise ModelError(
+            f"its generation_config.json can't be written with a language: {' '.join(str(error).split())[:200]}",
+            where=str(model.config.name_or_path or model.config.model_type),
+            to_do="mend what it says in that file",
+        ) from error
 
 
 def load_model(
@@ -231,7 +241,7 @@ def load_model(
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=task == "classification",  # a head for other classes is drawn anew
+                ignore_mismatched_sizes=task == "classification",  # a head for other classes is drawn again
                 **choice.where_from,
                 **attention,
                 **four_bit,
@@ -258,7 +268,7 @@ def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:
             f"{len(odd)} of the weights of a {model.config.model_type} for {task} are not in its files or have another shape, "
             f"e.g. {min(odd)}",
             where=name,
-            to_do="name a model that was pretrained for this task, or mend its folder",
+            to_do="name a model that was pretrained for this task, or correct its folder",
         )
 
 
@@ -292,12 +302,12 @@ def max_positions(config: Any) -> int | None:
     return int(limit)
 
 
-def model_sha256(choice: ModelChoice, config: Any) -> str:
+def model_sha256(choice: ModelChoice, config: Any, cache_dir: Path | None = None, *, by_ends: bool = False) -> str:
     """Identity of the model: what its files hold, wherever they lie and whichever library reads them.
 
     `config.json` without the path and the version that libraries write into it; of a model on the Hub its commit; of a folder
-    each weight file's size, head and tail, and the code that the job lets run. The whole of a large model is not read: what
-    is, tells one model, revision or download from another.
+    every byte of its weight files (noted in `cache_dir`, see `weights_sha256`), and the code that the job lets run. `by_ends`:
+    as runs have it that began when only the ends of weight files were read.
     """
     commit = None if choice.is_local else getattr(config, "_commit_hash", None)
     if choice.is_local:
@@ -310,7 +320,8 @@ def model_sha256(choice: ModelChoice, config: Any) -> str:
         for path in sorted(Path(choice.name).rglob("*.py")):
             digest.update(f"{path.relative_to(choice.name)}:{sha256_of(path)}".encode())
     if choice.is_local and choice.init == "pretrained":
-        _digest_weights(digest, Path(choice.name))
+        folder = Path(choice.name)
+        digest.update(ends_of_weights(folder) if by_ends else json.dumps(weights_sha256(folder, cache_dir)).encode())
     return digest.hexdigest()
 
 
@@ -327,18 +338,8 @@ def model_sha256_by_place(config: Any, choice: ModelChoice, name: str, library: 
             commit = in_path[1] if in_path else None
         digest.update(str(commit).encode())
         if choice.is_local:
-            _digest_weights(digest, Path(choice.name))
+            digest.update(ends_of_weights(Path(choice.name)))
     return digest.hexdigest()
-
-
-def _digest_weights(digest: Any, folder: Path) -> None:
-    """Each weight file's name, size, first and last MiB."""
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            size = path.stat().st_size
-            digest.update(f"{path.name}:{size}".encode() + file.read(1 << 20))
-            file.seek(max(0, size - (1 << 20)))
-            digest.update(file.read())
 
 
 def _without_places(value: Any) -> Any:
@@ -420,7 +421,7 @@ def _must_name_its_own(index: Path) -> None:
         names = {str(name) for name in parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"can't be read ({type(error).__name__})"
-        raise ModelError(why, where=str(index), to_do="bring the file back whole") from error
+        raise ModelError(why, where=str(index), to_do="it is damaged: copy it again") from error
     odd = [
         name
         for name in names
@@ -428,7 +429,7 @@ def _must_name_its_own(index: Path) -> None:
     ]
     if odd:
         raise ModelError(
-            f"names files that are not of it, e.g. {odd[0]!r}",
+            f"names files outside its folder, e.g. {odd[0]!r}",
             where=str(index),
             to_do="name safetensors files of this folder alone",
         )
@@ -451,10 +452,10 @@ def _in_words(what: str, name: str, error: Exception) -> ModelError:
         return error  # type: ignore[return-value]
     if message.startswith("Unrecognized configuration class"):
         return ModelError(
-            f"{what}: transformers knows no such form of this model", where=name, to_do="change task: or model:"
+            f"{what}: transformers has no such class for this model", where=name, to_do="change task: or model:"
         )
     if "trust_remote_code" in message:
         to_do = "read that code; if you trust it: model.trust_remote_code: true with a pinned model.revision"
         return ModelError(f"{what}: it needs Python code that comes with it", where=name, to_do=to_do)
-    to_do = "bring the files of this folder back whole" if Path(name).is_absolute() else "see the model's own page"
+    to_do = "copy the folder again: it is damaged" if Path(name).is_absolute() else "see the model's own page"
     return ModelError(f"{what}: {type(error).__name__}: {message[:300]}", where=name, to_do=to_do)

@@ -51,7 +51,7 @@ def decide(
     Raises `UserMistake` for a job that no place can do at all.
     """
     if wanted.lengths.n_examples < 1:
-        raise UserMistake("there is nothing to train on", where="data", to_do="check the data set")
+        raise UserMistake("there is no data to train on", where="data", to_do="check the data set")
     search = _Search(wanted, assumptions or Assumptions(), hazard or (lambda offer: prior(offer.n_gpus)))
     plans: list[Plan] = []
     rejected: list[Rejected] = []

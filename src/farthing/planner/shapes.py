@@ -69,11 +69,6 @@ class Flops(NamedTuple):
         """All of them."""
         return self.body + self.attention + self.head + self.adapters
 
-    @property
-    def per_token(self) -> float:
-        """Mean over the tokens of the sequence, source and target together."""
-        return self.total / self.n_tokens
-
 
 class Adapters(NamedTuple):
     """A LoRA on a model (Hu et al. 2021, arXiv 2106.09685): what is trained, counted as `peft` makes it."""

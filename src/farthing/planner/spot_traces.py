@@ -72,7 +72,7 @@ def read_traces(folder: Path) -> list[Trace]:
         try:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UserMistake("not a trace: no JSON", where=str(path), to_do="mend it or take it out") from error
+            raise UserMistake("not a trace: no JSON", where=str(path), to_do="correct it or remove it") from error
         if not isinstance(content, dict) or "data" not in content or "gap_seconds" not in content.get("metadata", {}):
             continue
         gap_s, data = content["metadata"]["gap_seconds"], content["data"]

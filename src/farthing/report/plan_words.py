@@ -78,7 +78,8 @@ def summary(view: Mapping[str, Any]) -> str:
     return (
         f"{job['model']} ({say_count(job['n_parameters'])} parameters{trained}), {job['method']}, {job['task']}: "
         f"{plural(job['n_examples'], 'example')}{epochs}, {plural(job['n_steps'], 'step')} of {job['global_batch']}, "
-        f"{say_count(job['n_tokens'])} tokens ({job['mean_tokens']:,.0f} in the mean, {job['longest_tokens']:,} in the longest)"
+        f"{say_count(job['n_tokens'])} tokens "
+        f"({job['mean_tokens']:,.0f} an example on average, {job['longest_tokens']:,} at most)"
     )
 
 
@@ -106,11 +107,11 @@ def break_even_words(own: Mapping[str, Any], one: Mapping[str, Any]) -> str:
         price = f"the best rent, {price.removesuffix(' an hour')} for what it does in an hour"
     rent = f"{one['name']} ({price})"
     if one["break_even_hours"] is None:
-        return f"bought for {say_cost(own['price_usd'])} it never pays back against {rent}"
+        return f"bought for {say_cost(own['price_usd'])} it never pays for itself against {rent}"
     months = one["break_even_months"]
     long = f"{months:,.1f} months" if months < 36 else f"{months / 12:,.0f} years"
     return (
-        f"bought for {say_cost(own['price_usd'])} it pays back after {one['break_even_hours']:,.0f} h of use, "
+        f"bought for {say_cost(own['price_usd'])} it pays for itself after {one['break_even_hours']:,.0f} h of use, "
         f"{long} with {one['hours_per_month']:.3g} h a month, against {rent}"
     )
 

@@ -100,12 +100,12 @@ def begin_from(found: Ancestor, model: Any) -> dict[str, Any]:
         ) from error
     put_back(model, tensors)
     receipt = build_receipt(found.run)
-    before = receipt.get("ancestor") or {}
+    before = receipt.ancestor or {}
     return {
         "run": str(found.run),
         "run_id": (kept(found.run / RUN) or {}).get("run_id"),
         "step": found.step,
-        "wall_s": receipt["wall_s"] + before.get("wall_s", 0.0),
-        "usd": receipt["usd"] + before.get("usd", 0.0),
-        "usd_is_known": receipt["usd_is_known"],
+        "wall_s": receipt.wall_s + before.get("wall_s", 0.0),
+        "usd": receipt.usd + before.get("usd", 0.0),
+        "usd_is_known": receipt.usd_is_known,
     }

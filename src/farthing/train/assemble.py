@@ -16,6 +16,7 @@ from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.ledger import Ledger
 from farthing.durability.run_folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
 from farthing.durability.summed_lines import SummedLines
+from farthing.events import Warned
 from farthing.model.adapters import count_parameters
 from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
 from farthing.model.flops import flops_per_token
@@ -148,9 +149,11 @@ def micro_batch_tokens(job: Job, examples: Examples, promise: dict[str, Any], le
     longest = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
     most = job.train.micro_batch_tokens or promise.get("micro_batch_tokens") or longest
     every_n_layers = promise.get("every_n_layers", 0)
-    if ledger.out_of_memory:
-        every_n_layers = ledger.out_of_memory[-1]["every_n_layers"] or every_n_layers
-    return min([int(most), *(event["most_tokens"] for event in ledger.out_of_memory)]), every_n_layers
+    # of attempts before the job was corrected nothing holds; older farthings did not say whose they were
+    events = [event for event in ledger.out_of_memory if event.get("job") in (None, job.fingerprint)]
+    if events:
+        every_n_layers = events[-1]["every_n_layers"] or every_n_layers
+    return min([int(most), *(event["most_tokens"] for event in events)]), every_n_layers
 
 
 def _compile(
@@ -177,7 +180,7 @@ def _checkpoints(job: Job, context: Context) -> Checkpoints:
         context.folder / CHECKPOINTS,
         context.run_id,
         job.train.save_total_limit,
-        warn=lambda text: context.tell("warning", {"text": text}),
+        warn=lambda text: context.emit(Warned(text)),
         facts=lambda: manifest_facts(context, copies),
         copy=context.replica.offer if context.replica is not None else None,
     )

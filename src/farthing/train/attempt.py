@@ -20,13 +20,14 @@ from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.preemption import Notice
 from farthing.durability.replica import Mirror
 from farthing.durability.summed_lines import SummedLines
+from farthing.events import Emit, Warned
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.planner.measurements import Record
 from farthing.train.autotune_cache import Subject
 from farthing.train.schedule import Schedule
-from farthing.train.setup import Examples, Inputs, Tell
+from farthing.train.setup import Examples, Inputs
 from farthing.train.state import Progress
 from farthing.train.step import Steps, Taken
 from farthing.train.throughput import Pace
@@ -42,7 +43,7 @@ class Context:
     meter: Meter
     ledger: Ledger
     notice: Notice
-    tell: Tell
+    emit: Emit
     replica: Mirror | None = None
     """The copy of this run in a store, where the job names one."""
 
@@ -142,4 +143,4 @@ class Attempt:
 
     def warn(self, text: str) -> None:
         """Say what the person should know; the run goes on."""
-        self.context.tell("warning", {"text": text})
+        self.context.emit(Warned(text))

@@ -25,6 +25,7 @@ from farthing.data.loader import Ready, micro_batches
 from farthing.device_memory import is_out_of_memory
 from farthing.durability.run_folder import PLAN, keep
 from farthing.errors import Interrupted
+from farthing.events import Probed
 from farthing.model.activation_checkpointing import SHARE_OF_FREE, checkpoint_layers
 from farthing.model.hardware import (
     free_bytes,
@@ -151,7 +152,9 @@ class Prober:
     def _try(self, setting: Setting) -> Trial:
         trial = self._measure(setting)
         self.trials.append(trial)
-        self.attempt.context.tell("probed", {**in_words(trial), "usd_per_hour": self.attempt.job.usd_per_hour})
+        self.attempt.context.emit(
+            Probed(setting.most_tokens, setting.every_n_layers, setting.tile_tokens or 0, 1 / trial.seconds_per_token)
+        )
         return trial
 
     def _again(self, trial: Trial) -> Trial:

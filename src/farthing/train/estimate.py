@@ -8,7 +8,6 @@ Refuses to decide: `plan` does. A model or device that the planner does not know
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ from farthing.config.job import Job
 from farthing.durability.files import Damaged
 from farthing.durability.run_folder import PLAN, has_committed, keep, kept
 from farthing.errors import FarthingError, RunDamaged
+from farthing.events import Emit, Note, Warned
 from farthing.model.hardware import Numerics
 from farthing.planner.inputs import plan_here, promise_of, shape_of, wanted_of
 from farthing.planner.lengths import Lengths, from_token_set
@@ -36,25 +36,25 @@ def promised(
     numerics: Numerics,
     train: Examples,
     held_out: Examples | None,
-    tell: Callable[[str, dict[str, Any]], None],
+    emit: Emit,
 ) -> dict[str, Any]:
     """The promise of this run: the first attempt's, or a new one; empty where the planner can say nothing."""
-    before = _kept(folder, tell)
+    before = _kept(folder, emit)
     if before is not None:
         return before if "wall_range_s" in before else {}
     try:
         made = _make(job, inputs, numerics, train, held_out)
     except FarthingError as error:
-        tell("note", {"text": f"no plan for this run: {error.what}"})
+        emit(Note(f"no plan for this run: {error.what}"))
         made = {}
     if isinstance(made, Rejected):
-        tell("warning", {"text": f"the plan says that this will not do here: {made.reason}; {made.change}"})
+        emit(Warned(f"by the plan this job does not work on this machine: {made.reason}; {made.change}"))
         made = {}
     keep(folder / PLAN, made)  # also that there is none: later attempts must not find one
     return made
 
 
-def _kept(folder: Path, tell: Callable[[str, dict[str, Any]], None]) -> dict[str, Any] | None:
+def _kept(folder: Path, emit: Emit) -> dict[str, Any] | None:
     """The plan that earlier attempts were cut by; None where it has to be made. Raises `RunDamaged`."""
     try:
         plan = kept(folder / PLAN)
@@ -65,10 +65,10 @@ def _kept(folder: Path, tell: Callable[[str, dict[str, Any]], None]) -> dict[str
                 where=str(folder / PLAN),
                 to_do="bring it back from a copy, or remove it: the run goes on, equal to rounding",
             ) from error
-        tell("warning", {"text": f"{error}; nothing was saved by it: it is made anew"})
+        emit(Warned(f"{error}; no checkpoint depends on it yet: it is made again"))
         return None
     if plan is None and has_committed(folder):
-        tell("warning", {"text": f"{PLAN} is gone: it is made anew, the run goes on equal to rounding, not to the bit"})
+        emit(Warned(f"{PLAN} is gone: it is made again, and the run goes on equal to rounding, not to the bit"))
     return plan
 
 

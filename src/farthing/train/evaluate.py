@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.errors import Interrupted
 from farthing.metrics import classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward

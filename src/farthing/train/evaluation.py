@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from farthing.device_memory import is_out_of_memory
+from farthing.events import Evaluated, Evaluating
 from farthing.metrics import GREATER_IS_BETTER
 from farthing.model.hardware import free_cached
 from farthing.train.attempt import Attempt
@@ -24,10 +25,9 @@ def evaluate_run(attempt: Attempt) -> None:
     is_best = _judge(attempt, metrics.get(attempt.metric))
     attempt.clocks.evaluation_s = meter.wall_s - started_s
     attempt.record.evaluations_s.append(attempt.clocks.evaluation_s)
-    attempt.log.append({"step": at.step, "metrics": metrics, "is_best": is_best})
-    attempt.context.tell(
-        "evaluation", {"step": at.step, "metrics": metrics, "is_best": is_best, "metric": attempt.metric}
-    )
+    event = Evaluated(at.step, metrics, is_best)
+    attempt.log.append(event.log_row())
+    attempt.context.emit(event)
 
 
 def _judge(attempt: Attempt, value: float | None) -> bool:
@@ -72,7 +72,7 @@ def _measured(attempt: Attempt) -> dict[str, Any]:
                 generate=train.predict_with_generate,
                 max_new_tokens=attempt.job.data.max_target_length,
                 should_stop=lambda: bool(attempt.context.notice),
-                progress=lambda done, total: attempt.context.tell("evaluating", {"done": done, "total": total}),
+                progress=lambda done, total: attempt.context.emit(Evaluating(done, total)),
             )
         except Exception as error:
             if not is_out_of_memory(error) or (has_freed and most_tokens <= longest):

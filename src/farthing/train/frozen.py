@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
+from farthing.events import KeepingFrozen, Note, Working
 from farthing.model.frozen_cache import open_prefix_cache
 from farthing.model.frozen_layers import Prefix, find_prefix
 from farthing.planner.frozen_cache_cost import why_no_prefix_cache
@@ -44,13 +45,11 @@ def begin_behind_frozen_layers(attempt: Attempt, decided: bool | None) -> bool:
     if any(attempt.forward.mixes(tokens, indices) for tokens, indices in sets):
         return False
     if decided is None and (reason := _why_not_keep(attempt, prefix, sets)):
-        attempt.context.tell(
-            "note", {"text": f"the output of {plural(prefix.n_layers, 'frozen layer')} is not kept: {reason}"}
-        )
+        attempt.context.emit(Note(f"the output of {plural(prefix.n_layers, 'frozen layer')} is not kept: {reason}"))
         return False
     caches = []
     for tokens, indices in sets:
-        attempt.context.tell("working", {"on": f"computing {plural(prefix.n_layers, 'frozen layer')} for every epoch"})
+        attempt.context.emit(Working(f"computing {plural(prefix.n_layers, 'frozen layer')} once for all epochs"))
         cache = open_prefix_cache(
             prefix,
             tokens,
@@ -58,13 +57,13 @@ def begin_behind_frozen_layers(attempt: Attempt, decided: bool | None) -> bool:
             Path(attempt.job.cache_dir or "."),
             numerics=attempt.numerics,
             most_tokens=PREFIX_TOKENS,
-            progress=lambda done, total: attempt.context.tell("keeping", {"done": done, "total": total}),
+            progress=lambda done, total: attempt.context.emit(KeepingFrozen(done, total)),
             should_stop=lambda: bool(attempt.context.notice),
         )
         if isinstance(cache, str):
             attempt.warn(f"the output of frozen layers is not kept: {cache}")
             if decided:
-                attempt.warn("earlier attempts had it: equal to rounding, not to the bit")
+                attempt.warn("earlier attempts used it: the result is equal to rounding, not to the bit")
             return bool(decided)
         caches.append((tokens, cache))
     attempt.forward.begin_at(prefix, caches)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from farthing.config.job import Job
 from farthing.data.read import Source
-from farthing.data.tokens import Recipe, tokenizer_sha256
+from farthing.data.token_set import Recipe, tokenizer_sha256
 from farthing.model.load import ModelChoice, model_sha256, model_sha256_by_place
 
 MODEL_CONTENT = "model (content)"
@@ -38,7 +39,7 @@ def identity_of(
         "data.eval (content)": [source.identity for source in eval_sources],
         "tokenizer (content)": tokenizer_sha256(tokenizer),
         **({"data.train (weights)": weights} if any(weight != 1 for weight in weights) else {}),
-        MODEL_CONTENT: model_sha256(choice, config),
+        MODEL_CONTENT: model_sha256(choice, config, Path(job.cache_dir) if job.cache_dir else None),
         **{f"tokenization.{key}": value for key, value in tokenization.items() if key != "label_names"},
     }
 
@@ -48,8 +49,8 @@ def former_names(
 ) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
     """A function of a run's facts and its kept job: what earlier versions of farthing wrote for this same `identity`.
 
-    They hashed the model's configuration together with its path and the library's version, and did not know every key: one
-    that is missing stands for its default.
+    They hashed the model's configuration together with its path and the library's version, or only the ends of its weight
+    files, and did not know every key: one that is missing stands for its default.
     """
 
     def names(facts: dict[str, Any], kept_job: Any) -> dict[str, Any]:
@@ -63,6 +64,10 @@ def former_names(
         library = facts.get("machine", {}).get("transformers")
         if isinstance(name, str) and isinstance(library, str):
             found[MODEL_CONTENT] = model_sha256_by_place(config, choice, name, library)
+        if isinstance(before, dict) and before.get(MODEL_CONTENT) == (
+            by_ends := model_sha256(choice, config, by_ends=True)
+        ):
+            found[MODEL_CONTENT] = by_ends
         return found
 
     return names

@@ -13,6 +13,7 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.durability.ledger import Ledger
 from farthing.durability.run_folder import SCHEDULE
+from farthing.events import Note
 from farthing.train.attempt import Attempt
 from farthing.train.budget import seconds_left
 from farthing.train.forecast import EXPORT_S, evaluation_s, leaving_s
@@ -50,9 +51,8 @@ def settle_schedule(attempt: Attempt) -> None:
     attempt.schedule = _as_fitted(job, fit)
     attempt.steps.n_steps = attempt.n_steps
     attempt.steps.close()  # what was made ready knew the number
-    attempt.context.tell(
-        "note", {"text": f"the schedule is settled: {plural(attempt.n_steps, 'step')} of {fit.asked_steps:,}"}
-    )
+    text = f"the schedule is fixed: {plural(attempt.n_steps, 'step')} of {fit.asked_steps:,} fit the limits"
+    attempt.context.emit(Note(text))
 
 
 def _first_fit(job: Job, folder: Path, ledger: Ledger, promise: dict[str, Any], asked: tuple[int, int]) -> Fit:

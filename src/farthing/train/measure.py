@@ -24,7 +24,7 @@ def leave_measured(attempt: Attempt) -> None:
         if measurement is not None:
             leave_measurement(measurement, Path(attempt.job.cache_dir or "."), attempt.context.folder)
     except Exception as error:  # the run is done and safe, whatever is wrong here
-        attempt.warn(f"what was measured could not be written down: {error}")
+        attempt.warn(f"the measurement could not be written: {error}")
 
 
 def measurement_of(attempt: Attempt) -> Measurement | None:

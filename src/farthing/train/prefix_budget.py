@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from farthing.data.batches import Batches
+from farthing.events import Note
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.train.attempt import Attempt
 from farthing.train.setup import Examples
@@ -33,9 +34,8 @@ def share_beginnings(attempt: Attempt, decided: int | None) -> int:
                 budgets.append(2 * budgets[-1])
         saved, decided = attempt.forward.share(tokens, attempt.batches, budgets)
         if decided:
-            attempt.context.tell(
-                "note", {"text": f"{saved:.0%} of the tokens begin others too: computed once in a micro-batch"}
-            )
+            text = f"{saved:.0%} of the tokens are beginnings that examples share: computed once in each micro-batch"
+            attempt.context.emit(Note(text))
     attempt.forward.shares = bool(decided)
     if decided and "probed" not in attempt.promise:
         most_tokens = min([decided, *(event["most_tokens"] for event in out_of_memory)])

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from farthing.data.batches import Batches
 from farthing.data.loader import Feed, Ready, micro_batches
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.device_memory import is_out_of_memory
 from farthing.durability.ledger import Meter
 from farthing.errors import Interrupted
