@@ -15,6 +15,7 @@ from farthing.planner.model_config import known_config, known_models
 from farthing.planner.recipe import CHUNKED, FUSED, SAVED, TILED, WHOLE, Recipe, Stack
 from farthing.planner.shapes import Adapters, Shape, read_shape
 from farthing.prices.gpus import Gpu, find_gpu
+from farthing.settings import Settings
 
 GIB = 2**30
 SPREAD = 0.5  # of ln(length) in a set of questions and worked answers, where only the mean is stated
@@ -188,7 +189,7 @@ def read_case(row: dict[str, str]) -> Case:
         raise NotExpressed("optimizer is lion or AdamW, by an unnamed file")
     n_micro = n_micro_batches_of(words, int(micro) * n_gpus)
     recipe = Recipe(
-        method, precision, optim, int(micro) * n_gpus * n_micro, int(micro), every, r,
+        method, Settings(checkpoint_every=every, precision=precision), optim, int(micro) * n_gpus * n_micro, int(micro), r,
         dropout_of(words, source) if r else 0.0, tuple(targets), tuple(saved), "dora" in words, n_gpus, sharding, stack,
     )  # fmt: skip
     variable = re.search(r"mean (\d+) real tokens", words)

@@ -24,7 +24,7 @@ import numpy as np
 
 from farthing.planner.spot import (
     Interruptions,
-    Rhythm,
+    SaveSchedule,
     best_interval_s,
     draw_paths,
     drawn_together,
@@ -55,7 +55,7 @@ class Replayed:
     n_interruptions: Floats
 
 
-def replay(trace: Trace, work_s: float, rhythm: Rhythm, starts_s: Sequence[int], nodes: int = 1) -> Replayed:
+def replay(trace: Trace, work_s: float, saves: SaveSchedule, starts_s: Sequence[int], nodes: int = 1) -> Replayed:
     """Jobs wanted at `starts_s`, event by event and all starts at once; the trace begins again when it ends."""
     is_up = np.asarray(trace.available) >= nodes
     if not is_up.any():
@@ -78,13 +78,13 @@ def replay(trace: Trace, work_s: float, rhythm: Rhythm, starts_s: Sequence[int],
     who = np.arange(len(began))
     while who.size:
         now[who] = np.maximum(now[who], begins[index[who]] + shift[who])
-        done, used, kept = rhythm.spend(ends[index[who]] + shift[who] - now[who], left[who], restart[who])
+        done, used, kept = saves.spend(ends[index[who]] + shift[who] - now[who], left[who], restart[who])
         now[who] += used
         billed[who] += used
         left[who] -= kept
         who = who[~done]
         hits[who] += 1
-        restart[who] = rhythm.restart_s
+        restart[who] = saves.restart_s
         index[who] += 1
         shift[who] += np.where(index[who] == len(ends), length, 0)
         index[who] %= len(ends)
@@ -112,16 +112,16 @@ def models(
 def judge(trace: Trace, zones: Sequence[Interruptions], nodes: int) -> dict[str, Any]:
     """Predicted and replayed hours of each job in the second half of one zone."""
     future = trace.halves()[1]
-    rhythm = Rhythm(max(60, round(best_interval_s(SAVE_S, RESTART_S, zones[0]))), SAVE_S, RESTART_S)
+    saves = SaveSchedule(max(60, round(best_interval_s(SAVE_S, RESTART_S, zones[0]))), SAVE_S, RESTART_S)
     length_s = len(future.available) * trace.gap_s
     starts = [round(i * length_s / N_STARTS) for i in range(N_STARTS)]
     jobs = []
     for hours in JOB_HOURS:
         work_s = hours * 3600.0
-        happened = replay(future, work_s, rhythm, starts, nodes)
-        middles = [expect(work_s, rhythm, zone) for zone in zones]
-        edges = [expect_range(work_s, rhythm, zone) for zone in zones]
-        paths = [draw_paths(work_s, rhythm, zone, deadline_s=2 * work_s, n_paths=1000) for zone in zones]
+        happened = replay(future, work_s, saves, starts, nodes)
+        middles = [expect(work_s, saves, zone) for zone in zones]
+        edges = [expect_range(work_s, saves, zone) for zone in zones]
+        paths = [draw_paths(work_s, saves, zone, deadline_s=2 * work_s, n_paths=1000) for zone in zones]
         jobs.append(
             {
                 "job_hours": hours,
@@ -139,7 +139,7 @@ def judge(trace: Trace, zones: Sequence[Interruptions], nodes: int) -> dict[str,
             }
         )
     errors = {f"{what}_error_percent": error_percent(jobs, what) for what in ("billed_h", "wall_h")}
-    return {"zone": trace.name, "interval_s": rhythm.interval_s, "spread": zones[0].spread, **errors, "jobs": jobs}
+    return {"zone": trace.name, "interval_s": saves.interval_s, "spread": zones[0].spread, **errors, "jobs": jobs}
 
 
 def error_percent(jobs: Sequence[dict[str, Any]], what: str) -> float:

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-from farthing.data.batches import IGNORED
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text
 from farthing.data.token_set import TokenSet
@@ -25,6 +24,7 @@ from farthing.model.load import set_languages, speak
 from farthing.model.loss import decoder_inputs
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.planner.families import DECODERS, ENCODERS, PADS_SAFELY
+from farthing.tasks.task import IGNORED
 from test_pieces import token_set
 
 CPU = Numerics(torch.device("cpu"), None)
@@ -90,7 +90,9 @@ def scores_together_and_alone(model: Any, most_tokens: int = 200) -> tuple[torch
     pieces = forward.cut(tokens, np.arange(9), most_tokens)
     together = torch.zeros(9, 3)
     for piece in pieces:
-        together[torch.from_numpy(piece)] = forward.loss_and_scores(forward.place(forward.collate(tokens, piece)))[1]
+        together[torch.from_numpy(piece)] = forward.loss_and_scores(forward.to_device(forward.collate(tokens, piece)))[
+            1
+        ]
     alone = []
     for index in range(9):
         ids = torch.from_numpy(tokens.example(index)[0].astype(np.int64))[None]
@@ -146,7 +148,7 @@ def test_the_decoder_begins_as_the_model_itself_would_have_it(kind: str) -> None
     summed, alone = 0.0, 0.0
     with torch.no_grad():
         for piece in forward.cut(tokens, np.arange(5), 400):
-            summed += float(forward.loss(forward.place(forward.collate(tokens, piece))))
+            summed += float(forward.loss(forward.to_device(forward.collate(tokens, piece))))
         for index, length in enumerate(lengths):
             ids, is_target = (torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index))
             source, labels = ids[is_target == 0][None], ids[is_target == 1][None]
@@ -246,7 +248,7 @@ def test_short_documents_keep_their_factors_beside_long_ones(how: str) -> None:
     pieces = forward.cut(tokens, np.arange(7), 400)
     assert sorted(sorted(piece.tolist()) for piece in pieces)[0] == [0, 2, 4, 6]
     model.zero_grad()
-    summed = sum(_backward(forward.loss(forward.place(forward.collate(tokens, piece)))) for piece in pieces)
+    summed = sum(_backward(forward.loss(forward.to_device(forward.collate(tokens, piece)))) for piece in pieces)
     ours = model.model.layers[0].self_attn.qkv_proj.weight.grad.clone()
     model.zero_grad()
     alone = 0.0

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from farthing.data.chat import DEFAULT_CHAT_TEMPLATE, Unusable
+from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.foreign import foreign_kind
 from farthing.data.formats import converter
+from farthing.tasks.columns import Unusable
 
 PLAIN = (
     "{%- for m in messages %}{{- '<' + m.role + '>' + (m.content or '') + '</s>' }}"

@@ -11,10 +11,10 @@ import pytest
 
 from farthing.config.load import load_job
 from farthing.data.batches import Batches
-from farthing.data.chat import Unusable
 from farthing.data.columns import columns_of, guessed, renamed
 from farthing.data.formats import converter, recognise
 from farthing.errors import DataError, JobError
+from farthing.tasks.columns import Unusable
 
 GSM = {"question": "2 + 2?", "chain_of_thought": "Count.", "answer": "4"}
 

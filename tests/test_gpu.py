@@ -48,7 +48,7 @@ from farthing.train.attempt import Attempt
 from farthing.train.frozen import begin_behind_frozen_layers
 from farthing.train.loop import take_step
 from farthing.train.offload import OffloadedAdamW
-from farthing.train.prefix_budget import share_beginnings
+from farthing.train.prefix_budget import share_prefix
 from farthing.train.run import opened_attempt
 from farthing.train.step import seed_everything
 from farthing.train.step_log import settle
@@ -123,7 +123,7 @@ def gradients(run: Attempt, step: int = 0) -> tuple[float, dict[str, Tensor]]:
             step,
             step + 1,
             run.batches.examples_of,
-            lambda examples: run.forward.cut(tokens, examples, run.steps.most_tokens),
+            lambda examples: run.forward.cut(tokens, examples, run.settings.micro_batch_tokens),
             lambda examples: run.forward.collate(tokens, examples),
         )
         sums = run.steps.accumulate(ready)
@@ -409,7 +409,7 @@ def test_what_is_computed_again_is_what_was_kept(method: str, dropout: float, tm
     found = {}
     for every in (False, 2, True):
         with opened(make_job(tmp_path / str(every), gradient_checkpointing=every, **strict(**keys))) as run:
-            assert run.steps.every_n_layers == int(every)
+            assert run.steps.checkpoint_every == int(every)
             found[every] = gradients(run)
     for every in (2, True):
         assert found[every][0] == pytest.approx(found[False][0], rel=1e-6)
@@ -497,11 +497,11 @@ def test_frozen_layers_that_are_kept_change_no_loss(
 ) -> None:
     kept = test_prefix.upper(tmp_path, "kept", **strict(precision=precision))
     assert workshop.train(kept).state == "finished"
-    assert json.loads((tmp_path / "kept/run.json").read_text())["keeps_frozen_output"] is True
-    monkeypatch.setattr("farthing.train.frozen.why_no_prefix_cache", lambda **_: "not today")
+    assert json.loads((tmp_path / "kept/settings.json").read_text())["caches_frozen"] is True
+    monkeypatch.setattr("farthing.train.frozen.FrozenCacheCost.why_not", lambda _: "not today")
     plain = test_prefix.upper(tmp_path, "plain", **strict(precision=precision))
     workshop.train(plain)
-    assert json.loads((tmp_path / "plain/run.json").read_text())["keeps_frozen_output"] is False
+    assert json.loads((tmp_path / "plain/settings.json").read_text())["caches_frozen"] is False
     must_agree(kept, plain, SAME if precision == "fp32" else 0.01)
 
 
@@ -541,8 +541,9 @@ def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
         job = make_job(tmp_path, method="lora" if kind == "lora" else "full", **keys | {"rows": rows} | more)
     with opened(job) as run:
         if kind == "frozen layers":
-            assert begin_behind_frozen_layers(run, None)
-        assert bool(share_beginnings(run, None)) == (kind == "beginnings")
+            assert begin_behind_frozen_layers(run)
+        share_prefix(run)
+        assert run.settings.shares_prefix == (kind == "beginnings")
         steps = run.steps
         taken = [steps.take(step) for step in range(2)]  # what is made once may be waited for
         if HAS_GPU:
@@ -699,7 +700,7 @@ def test_the_need_judged_before_the_first_step_is_the_peak(method: str, every: b
         take_step(run)
         settle(run)
         peak = torch.cuda.max_memory_allocated() - resting
-        assert run.promised_bytes - resting == pytest.approx(peak, rel=0.1)
+        assert run.expected_bytes - resting == pytest.approx(peak, rel=0.1)
 
 
 @on_a_gpu

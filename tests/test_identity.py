@@ -21,7 +21,19 @@ import farthing.train.identity
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.durability.files import Damaged, commit_folder, seal, write_json
-from farthing.durability.run_folder import COPIES, DECIDING, PLAN, RUN, SCHEDULE, claim, keep, kept, kept_job, mend
+from farthing.durability.run_folder import (
+    COPIES,
+    DECIDING,
+    PLAN,
+    RUN,
+    SCHEDULE,
+    SETTINGS,
+    claim,
+    keep,
+    kept,
+    kept_job,
+    mend,
+)
 from farthing.durability.summed_lines import SummedLines
 from farthing.errors import RunChanged, RunDamaged, UserMistake
 from farthing.events import Decided, Event, Restored, StepTaken
@@ -312,13 +324,14 @@ def test_a_refusal_names_no_model_that_is_not_there(tmp_path: Path) -> None:
 
 VALUES: dict[str, dict[str, Any]] = {
     RUN: {"run_id": "r1", "farthing": "1", "identity": {"train.seed": 42}, "machine": {"torch": "2"}, "keeps": None},
-    PLAN: {"micro_batch_tokens": 512, "every_n_layers": 0, "wall_range_s": [1.5, 2.5], "calibration": "é"},
+    PLAN: {"micro_batch_tokens": 512, "checkpoint_every": 0, "wall_range_s": [1.5, 2.5], "calibration": "é"},
+    SETTINGS: {"micro_batch_tokens": 512, "checkpoint_every": 2, "tile_tokens": None, "compiled": False},
     SCHEDULE: {"kind": "farthing schedule", "n_steps": 81, "settled": True, "step_s": 0.25},
 }
 
 
 def folder_with(folder: Path, *, has_checkpoint: bool = True) -> Path:
-    """The three files, and a checkpoint whose manifest has copies of them."""
+    """The deciding files, and a checkpoint whose manifest has copies of them."""
     folder.mkdir()
     for name, value in VALUES.items():
         keep(folder / name, value)
@@ -402,7 +415,12 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
 
 def flipped(name: str) -> Callable[[Path], None]:
     """One digit of a file of a run becomes another."""
-    key = {RUN: b'"train.seed": 4', PLAN: b'"micro_batch_tokens": ', SCHEDULE: b'"n_steps": '}[name]
+    key = {
+        RUN: b'"train.seed": 4',
+        PLAN: b'"micro_batch_tokens": ',
+        SETTINGS: b'"micro_batch_tokens": ',
+        SCHEDULE: b'"n_steps": ',
+    }[name]
 
     def damage(run: Path) -> None:
         content = (run / name).read_bytes()

@@ -5,6 +5,7 @@ Most of it runs the real loop over a simulated machine: steps, saves and exports
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -156,7 +157,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(farthing.train.loop, "rare_collections", nullcontext)
 
 
-def attempt(job: Job, folder: Path, machine: Machine, costs: Costs, disk: dict[str, Any], promise: Any = None) -> str:
+def attempt(job: Job, folder: Path, machine: Machine, costs: Costs, disk: dict[str, Any], estimate: Any = None) -> str:
     """One process, as `train` does it: the state it ends in. Raises `Killed`."""
     clock = lambda: machine.now  # noqa: E731
     meter = Meter(clock=clock, wall=machine.wall, since_boot=clock)
@@ -176,9 +177,9 @@ def attempt(job: Job, folder: Path, machine: Machine, costs: Costs, disk: dict[s
     run.machine, run.costs, run.disk = machine, costs, disk
     run.job, run.context = job, Context(folder, "simulated", meter, ledger, Notice(), lambda *_: None)
     run.train_examples, run.eval_examples = [1], [1] if costs.evaluation_s else None  # type: ignore[assignment]
-    run.model, run.promise, run.progress = torch.nn.Linear(1, 1), promise or {}, Progress()
+    run.model, run.estimate, run.progress = torch.nn.Linear(1, 1), estimate, Progress()
     run.batches = SimpleNamespace(steps_per_epoch=7)  # type: ignore[assignment]
-    run.schedule = first_schedule(job, folder, ledger, run.promise, 7)
+    run.schedule = first_schedule(job, folder, ledger, run.estimate, 7)
     run.pace = SimpleNamespace(longest_step_s=0.0, step_s=None, n_steps=0)  # type: ignore[assignment]
     run.steps = SimpleNamespace(close=lambda: None, n_steps=run.n_steps)  # type: ignore[assignment]
     run.saving, run.clocks, run.in_flight = Saving(costs.save_every_s, meter.wall_s, mark(run)), Clocks(), deque()
@@ -382,9 +383,9 @@ def test_a_fitted_run_uses_its_budget_and_ends_annealed(seed: int, plain: Job, t
     costs.mean_step_s = 1.0
     costs.evaluation_s = 3.0
     job = limited(plain, dice, 320.0, fit_schedule_to_budget=True)
-    promise = {"step_s": dice.choice([0.3, 1.0, 3.0]), "seconds": {}}
+    estimate = dataclasses.replace(workshop.ESTIMATE, step_s=dice.choice([0.3, 1.0, 3.0]))
     machine, disk = Machine(), {}
-    assert attempt(job, tmp_path, machine, costs, disk, promise) == "finished"
+    assert attempt(job, tmp_path, machine, costs, disk, estimate) == "finished"
     fit = kept_fit(tmp_path / "schedule.json")
     assert fit is not None
     assert fit.settled

@@ -30,7 +30,7 @@ from farthing.planner.measurements import (
     read_measurements,
 )
 from farthing.planner.shapes import read_shape
-from workshop import TASK, Heard, make_job, rows_of, train
+from workshop import ESTIMATE, TASK, Heard, make_job, rows_of, train
 
 VALUES: dict[str, Any] = {
     "str": "x", "int": 3, "float": 1.5, "bool": True, "dict[str, float]": {"a": 1.0}, "dict[str, Any]": {"usd": 1},
@@ -186,7 +186,7 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert found.n_trainable == decided.n_trainable
     assert (found.task, found.method, found.lora_r, found.optim) == (TASK[family], "lora", 16, "adamw_torch_fused")
     longest = found.lengths["longest"] + found.lengths["longest_target"]
-    assert (found.global_batch_size, found.every_n_layers, found.first_layer) == (8, 0, 0)
+    assert (found.global_batch_size, found.checkpoint_every, found.first_layer) == (8, 0, 0)
     assert 0 < found.micro_batch_tokens <= 4 * longest, "four of the longest, as the job says"
     assert found.is_flat == (family != "t5")
     assert found.lengths["n_examples"] == 40
@@ -228,14 +228,14 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
 def test_the_padding_of_an_evaluation_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for family in ("llama", "t5"):
         sizes: list[int] = []
-        honest = Forward.place
+        honest = Forward.to_device
 
         def seen(forward: Forward, arrays: Any, honest: Any = honest, sizes: list[int] = sizes) -> Any:
             if not torch.is_grad_enabled():
                 sizes.append(arrays["input_ids"].size + (arrays["labels"].size if forward.task == "seq2seq" else 0))
             return honest(forward, arrays)
 
-        monkeypatch.setattr(Forward, "place", seen)
+        monkeypatch.setattr(Forward, "to_device", seen)
         job = make_job(tmp_path / family, family, eval_rows=rows_of(family, 33, seed=1), per_device_eval_batch_size=5)
         train(job)
         (found,) = kept(job)
@@ -289,7 +289,7 @@ def test_a_run_is_cut_as_planned_and_its_steps_stay_what_they_are(tmp_path: Path
     assert job.global_batch_size == 6
     train(job)
     (found,) = kept(job)
-    assert found.micro_batch_tokens == found.promised["micro_batch_tokens"] == 2 * found.lengths["longest"]
+    assert found.micro_batch_tokens == found.promised["settings"]["micro_batch_tokens"] == 2 * found.lengths["longest"]
 
 
 def test_no_path_and_no_secret_is_kept(tmp_path: Path) -> None:
@@ -301,9 +301,6 @@ def test_no_path_and_no_secret_is_kept(tmp_path: Path) -> None:
     assert "/" not in text
     assert "jsonl" not in text
     assert os.uname().nodename not in text
-
-
-PROMISE = {"wall_range_s": [1.0, 2.0, 3.0], "usd": 0.0, "peak_bytes": 1, "calibration": "formulas only"}
 
 
 def no_space(*_: Any) -> None:
@@ -319,7 +316,9 @@ def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monk
     elif breaks == "fsync":
         monkeypatch.setattr("farthing.planner.measurements.append_measurement", no_space)
     elif breaks == "line":
-        monkeypatch.setattr("farthing.train.run.promised", lambda *_: {**PROMISE, "wall_s": float("nan")})
+        monkeypatch.setattr(
+            "farthing.train.run.estimated", lambda *_: dataclasses.replace(ESTIMATE, tokens_per_s=float("nan"))
+        )
     elif breaks == "folder":
         (Path(job.cache_dir) / MEASUREMENTS).mkdir(parents=True)
     else:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 
 import farthing.model.head
-from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
+from farthing.model.activation_checkpointing import Beside, Linear, MemoryNeed, Sample, choose_checkpointing
 from farthing.model.attention import Documents
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
@@ -56,7 +56,7 @@ def how(case: Case) -> dict[str, Any]:
 def judged(case: Case) -> tuple[MemoryNeed, int]:
     """(the need that is found from one document and two, bytes of the loaded weights)."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = fake_model(config_for(case), "causal-lm", every_n_layers=0, is_own=True, **how(case))
+        model = fake_model(config_for(case), "causal-lm", checkpoint_every=0, is_own=True, **how(case))
         forward = Forward(model, "causal-lm", 0, Numerics(CPU, torch.bfloat16))
         assert forward.is_flat
 
@@ -77,15 +77,17 @@ def judged(case: Case) -> tuple[MemoryNeed, int]:
         head, twice = forward.head_bytes(largest), forward.head_bytes(2 * largest)
         need = choose_checkpointing(
             model,
-            samples=(sample_of(1), sample_of(2)),
-            largest_tokens=largest,
-            accumulates=case.accumulates,
-            optimizer_bytes=2 * trained,
-            update_bytes=0,
-            free_bytes=1 << 50,
+            (sample_of(1), sample_of(2)),
+            Beside(
+                largest_tokens=largest,
+                accumulates=case.accumulates,
+                optimizer_bytes=2 * trained,
+                update_bytes=0,
+                free_bytes=1 << 50,
+                head=Linear(2 * head - twice, (twice - head) / largest),
+                autocast=torch.bfloat16,
+            ),
             wanted=case.every,
-            head=Linear(2 * head - twice, (twice - head) / largest),
-            autocast=torch.bfloat16,
         )
         return need, sum(p.nbytes for p in model.parameters())
 
@@ -96,7 +98,7 @@ def seen(case: Case) -> int:
         config_for(case),
         "causal-lm",
         autocast=True,
-        every_n_layers=case.every,
+        checkpoint_every=case.every,
         documents=(LENGTH,) * case.n_documents,
         n_targets=LENGTH * case.n_documents,
         accumulates=case.accumulates,
@@ -114,7 +116,7 @@ def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def agree(case: Case, rel: float = 0.05) -> None:
     """What is judged from two short documents is the peak of the whole step, within a twentieth."""
     need, loaded_bytes = judged(case)
-    assert need.every_n_layers == case.every
+    assert need.checkpoint_every == case.every
     assert need.total_bytes + loaded_bytes == pytest.approx(seen(case), rel=rel), need.moments()
 
 

@@ -122,7 +122,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(
     assert [event["step"] for event in events] == [1] * len(events)
     assert "out of memory; it goes on" in heard.warnings
     # a later attempt does not try again what had no room
-    steps = [event["most_tokens"] for event in events]
+    steps = [event["micro_batch_tokens"] for event in events]
     assert steps == sorted(steps, reverse=True)
 
 
@@ -136,7 +136,7 @@ def test_one_example_without_room_is_computed_again_in_parts_and_then_said(
     assert "data.max_length" in words.err
     assert "Traceback" not in words.err
     events = build_receipt(tmp_path / "run").out_of_memory
-    assert [event["every_n_layers"] for event in events][-2:] == [2, 1]
+    assert [event["checkpoint_every"] for event in events][-2:] == [2, 1]
     monkeypatch.undo()
     assert main(["train", str(tmp_path / "run.yaml")]) == 0
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import farthing.durability.checkpoint
 import farthing.train.assemble
-import farthing.train.evaluate
 import farthing.train.run
 import farthing.train.state
 import farthing.train.step
@@ -231,14 +230,14 @@ class Failing:
 
 
 PLACES: dict[str, tuple[Any, str, int]] = {
-    "placing a batch": (Forward, "place", 4),
+    "placing a batch": (Forward, "to_device", 4),
     "forward": (Forward, "loss", 2),
     "backward": (Tensor, "backward", 4),
     "clipping": (torch.nn.utils, "clip_grad_norm_", 2),
     "before the first update": (farthing.train.step, "reserve_for_update", 1),
     "before a later update": (farthing.train.step, "reserve_for_update", 4),
     "the update, before it writes": (torch.optim.AdamW, "step", 2),
-    "evaluation": (farthing.train.evaluate, "perplexity", 1),
+    "evaluation": (Forward, "loss_and_log_probs", 1),
     "snapshot of a checkpoint": (farthing.durability.checkpoint, "_copied", 3),
 }
 
@@ -341,7 +340,9 @@ def test_a_device_that_stays_full_halves_after_it_was_freed(tmp_path: Path, monk
     outcome = workshop.train(make_job(tmp_path, max_steps=4, n_rows=64, global_batch_size=32, micro_batch_tokens=1200))
     assert outcome.state == "finished"
     events = outcome.receipt.out_of_memory
-    assert [event["most_tokens"] for event in events] == sorted({e["most_tokens"] for e in events}, reverse=True)
+    assert [event["micro_batch_tokens"] for event in events] == sorted(
+        {e["micro_batch_tokens"] for e in events}, reverse=True
+    )
     assert len(freed) == len(events) + 1
 
 

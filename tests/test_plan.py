@@ -88,8 +88,7 @@ MARKET = [
 
 def tokens_of(recipe: Recipe) -> float:
     """The most that the micro-batches of a mean step may compute."""
-    assert recipe.micro_tokens is not None
-    return recipe.micro_tokens * recipe.n_micro_batches * recipe.n_gpus
+    return recipe.settings.micro_batch_tokens * recipe.n_micro_batches * recipe.n_gpus
 
 
 def only(answer: Answer) -> Plan:
@@ -136,9 +135,9 @@ def test_micro_batches_are_budgets_of_tokens() -> None:
     assert budgets(wanted_of(lengths=lengths_of(longest=200)), 1, True)[:2] == [200, 1024]
     assert budgets(wanted_of(lengths=lengths_of(longest=200)), 1, False) == [200, 1024, CPU_TOKENS]
     assert budgets(wanted_of(lengths=lengths_of(longest=9000)), 1, False) == [9000]
-    assert budgets(replace(asked, micro_tokens=777), 4, True) == [777], "what the job says"
-    plan = only(decide(replace(asked, micro_tokens=777), [place("A100-80GB", 2.0)]))
-    assert plan.recipe.micro_tokens == 777
+    assert budgets(replace(asked, micro_batch_tokens=777), 4, True) == [777], "what the job says"
+    plan = only(decide(replace(asked, micro_batch_tokens=777), [place("A100-80GB", 2.0)]))
+    assert plan.recipe.settings.micro_batch_tokens == 777
     assert "up to 777 tokens at a time" in plan.recipe.in_words()
 
 
@@ -169,7 +168,7 @@ def test_adapters_in_upper_layers_cost_less_and_a_cache_of_the_others_less_still
     asked = wanted_of(target_modules=("q_proj", "v_proj"), eval_lengths=lengths_of(500))
     upper = replace(asked, target_modules=UPPER)
     every, few = (only(decide(one, here)) for one in (asked, upper))
-    cached = only(decide(replace(upper, caches_prefix=True), here))
+    cached = only(decide(replace(upper, caches_frozen=True), here))
     assert upper.adapters is not None
     assert upper.adapters.first_layer == 14
     assert few.seconds["training"] < 0.6 * every.seconds["training"]
@@ -180,7 +179,7 @@ def test_adapters_in_upper_layers_cost_less_and_a_cache_of_the_others_less_still
     assert cached.cache_bytes == pytest.approx(n_tokens * asked.shape.hidden * 2)
     saved = few.seconds["training"] / asked.n_epochs - cached.seconds["training"] / asked.n_epochs
     assert cached.seconds["frozen layers"] == pytest.approx(saved, rel=0.25), "about what an epoch no longer computes"
-    assert only(decide(replace(asked, caches_prefix=True), here)).cache_bytes == 0, "nothing is below"
+    assert only(decide(replace(asked, caches_frozen=True), here)).cache_bytes == 0, "nothing is below"
 
 
 def test_steps_are_those_of_the_trainer() -> None:
@@ -386,8 +385,8 @@ def follow(wanted: JobSpec, change: str, *, last: bool = False) -> JobSpec:
         else:
             field = {
                 "train.global_batch_size": ("global_batch", int),
-                "train.micro_batch_tokens": ("micro_tokens", int),
-                "train.gradient_checkpointing": ("every_n_layers", lambda _: 1),
+                "train.micro_batch_tokens": ("micro_batch_tokens", int),
+                "train.gradient_checkpointing": ("checkpoint_every", lambda _: 1),
                 "train.optim": ("optim", str),
                 "train.max_steps": ("max_steps", lambda text: int(text.split()[0])),
                 "method": ("method", str),
@@ -411,8 +410,8 @@ def random_job(drawn: random.Random) -> JobSpec:
         lengths=lengths_of(2000, longest),
         eval_lengths=drawn.choice([None, lengths_of(200, longest)]),
         global_batch=drawn.choice([1, 6, 32]),
-        micro_tokens=drawn.choice([None, None, 8 * longest]),
-        every_n_layers=drawn.choice([None, None, 0, 2]),
+        micro_batch_tokens=drawn.choice([None, None, 8 * longest]),
+        checkpoint_every=drawn.choice([None, None, 0, 2]),
         optim=drawn.choice(["adamw_torch_fused", "adamw_torch"]),
         max_usd=drawn.choice([None, None, 1.0, 5.0]),
         max_hours=drawn.choice([None, None, 2.0]),
@@ -541,7 +540,7 @@ def test_a_deadline_is_met_with_the_chance_that_is_asked_for() -> None:
     assert decide(wanted_of(deadline_s=1.02 * sure_s), here).plans
     tight = refused(decide(wanted_of(deadline_s=free.wall_s * 1.01), here))
     assert "only" in tight.reason
-    assert decide(wanted_of(deadline_s=free.wall_s * 1.01, sure=0.5), here).plans
+    assert decide(wanted_of(deadline_s=free.wall_s * 1.01, confidence=0.5), here).plans
 
 
 # ---- what else is paid for ----

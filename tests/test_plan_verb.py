@@ -85,7 +85,7 @@ def test_the_table_reads_at_80_columns(job: str, capsys: pytest.CaptureFixture[s
         "method: qlora",
         "Prices: ",
         "days old",
-        "How sure: ",
+        "Confidence: ",
         "Assumptions: a rented machine needs",
         "given on the command line: 10,000 examples of 400 tokens",
     ):

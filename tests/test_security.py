@@ -32,7 +32,6 @@ import torch
 import yaml
 
 from farthing.cli import main
-from farthing.data.chat import Unusable
 from farthing.data.formats import converter
 from farthing.data.sample import light_tokenizer
 from farthing.durability.checkpoint import Checkpoints
@@ -40,6 +39,7 @@ from farthing.durability.files import _sealed as sealed
 from farthing.durability.files import seal, unseal, write_json
 from farthing.durability.run_folder import keep_job, kept, kept_job
 from farthing.errors import RunChanged, RunDamaged
+from farthing.tasks.columns import Unusable
 from mirrored import delivered, folder_of_run, mirror_of, step_done
 from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
 from test_checkpoint import newest, restored, save
@@ -490,7 +490,7 @@ def test_objects_larger_than_they_may_be_are_not_fetched(two_copies: Model, tmp_
     assert sum(path.stat().st_size for path in (tmp_path / "empty").rglob("*") if path.is_file()) < 1 << 20
 
 
-@pytest.mark.parametrize("name", ["run.json", "ledger.jsonl", "plan.json", "schedule.json"])
+@pytest.mark.parametrize("name", ["run.json", "ledger.jsonl", "plan.json", "settings.json", "schedule.json"])
 def test_hostile_small_files_of_a_commit_end_in_words(
     name: str, tmp_path: Path, marker: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -612,7 +612,7 @@ def test_a_run_folder_that_somebody_else_has_linked_is_refused(desk: Desk, run: 
     assert (desk.folder / "elsewhere").stat().st_mode & 0o777 == 0o755
 
 
-@pytest.mark.parametrize("name", [".lock", "log.jsonl", "ledger.jsonl", "run.json", "plan.json"])
+@pytest.mark.parametrize("name", [".lock", "log.jsonl", "ledger.jsonl", "run.json", "plan.json", "settings.json"])
 def test_nothing_is_written_through_a_link_in_the_run_folder(
     name: str,
     desk: Desk,

@@ -15,7 +15,7 @@ import torch
 
 import farthing.train.run
 import workshop
-from farthing.data.loader import Feed, Ready, micro_batches
+from farthing.data.loader import Feed, MicroBatch, micro_batches
 from farthing.errors import Interrupted, NotFinite
 from farthing.events import Decided, Note, StepTaken
 from farthing.model.forward import Forward
@@ -25,7 +25,7 @@ from workshop import Heard, Watched, log_of, make_job
 # ---- the feed ----
 
 
-def items(n: int) -> Iterator[Ready]:
+def items(n: int) -> Iterator[MicroBatch]:
     return micro_batches(
         0,
         n,
@@ -38,9 +38,9 @@ def items(n: int) -> Iterator[Ready]:
 def test_a_feed_gives_every_micro_batch_once_and_in_order() -> None:
     feed = Feed(items(5))
     found = [feed.next() for _ in range(10)]
-    assert [int(i) for ready in found for i in ready.examples] == list(range(20))
-    assert [ready.step for ready in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert [ready.is_last for ready in found] == [False, True] * 5
+    assert [int(i) for micro_batch in found for i in micro_batch.examples] == list(range(20))
+    assert [micro_batch.step for micro_batch in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert [micro_batch.is_last for micro_batch in found] == [False, True] * 5
     with pytest.raises(StopIteration):
         feed.next()
     feed.close()
@@ -49,10 +49,10 @@ def test_a_feed_gives_every_micro_batch_once_and_in_order() -> None:
 def test_a_feed_runs_ahead_but_not_away() -> None:
     made: list[int] = []
 
-    def noting() -> Iterator[Ready]:
-        for ready in items(100):
-            made.append(ready.step)
-            yield ready
+    def noting() -> Iterator[MicroBatch]:
+        for micro_batch in items(100):
+            made.append(micro_batch.step)
+            yield micro_batch
 
     feed = Feed(noting(), ahead=2)
     deadline = time.monotonic() + 30
@@ -65,7 +65,7 @@ def test_a_feed_runs_ahead_but_not_away() -> None:
 
 
 def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken() -> None:
-    def broken() -> Iterator[Ready]:
+    def broken() -> Iterator[MicroBatch]:
         yield next(items(1))
         raise ZeroDivisionError("of the collation")
 
@@ -247,11 +247,13 @@ def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_pa
     job = make_job(tmp_path / "free", **keys)
     heard, told = Heard(), Heard()
     farthing.train.run.train(job, heard)
-    grown = json.loads((Path(job.output_dir) / "run.json").read_text())["shares_beginnings"]
+    kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
+    assert kept["shares_prefix"]
+    grown = kept["micro_batch_tokens"]
     assert grown > 1024
     assert f"up to {grown:,} tokens at a time" in heard.of(Decided)[0].batch
     asked = make_job(tmp_path / "asked", micro_batch_tokens=1024, **keys)
     farthing.train.run.train(asked, told)
-    assert json.loads((Path(asked.output_dir) / "run.json").read_text())["shares_beginnings"] in (0, 1024)
+    assert json.loads((Path(asked.output_dir) / "settings.json").read_text())["micro_batch_tokens"] == 1024
     assert "up to 1,024 tokens at a time" in told.of(Decided)[0].batch
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(asked), rel=1e-5)

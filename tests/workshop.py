@@ -18,9 +18,16 @@ from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.durability.run_folder import RUN, keep, kept
 from farthing.events import Event, StepTaken, Warned
+from farthing.planner.estimate import Estimate
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train.run import Outcome
 
+ESTIMATE = Estimate(
+    wall_s=10.0, wall_range_s=[5.0, 10.0, 20.0], usd=0.0, usd_range=[0.0, 0.0, 0.0], peak_bytes=1,
+    peak_range_bytes=[1, 1, 1], seconds={}, memory={}, step_s=1.0, tokens_per_s=100.0, interval_s=60.0,
+    calibration="formulas only",
+)  # fmt: skip
+"""Says nothing that could be true of a job."""
 TASK = {"llama": "causal-lm", "t5": "seq2seq", "bert": "classification"}
 TOPICS = {
     "food": ["bread", "cheese", "soup", "apple", "rice"],
@@ -58,11 +65,11 @@ def make_folder(folder: Path, family: str, *, pretrained: bool = False, **size: 
     texts = [" ".join(row.values()) for row in rows_of(family, 60)]
     make_model_folder(folder, texts, family, **size)
     if pretrained:
-        from farthing.model.load import AUTO_CLASSES, ModelChoice, load_config
+        from farthing.model.load import ModelChoice, auto_class, load_config
 
         torch.manual_seed(0)
         task = "causal-lm" if family == "llama" else "seq2seq" if family == "t5" else "classification"
-        AUTO_CLASSES[task].from_config(load_config(ModelChoice(str(folder), init="random"))).save_pretrained(folder)
+        auto_class(task).from_config(load_config(ModelChoice(str(folder), init="random"))).save_pretrained(folder)
     return folder
 
 

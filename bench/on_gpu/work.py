@@ -58,7 +58,7 @@ class Scale:
     """Warm-up and timed steps of a variant."""
     large_batch: int = 128
     """Examples of a step of which micro-batches of 64k tokens can be cut."""
-    micro_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    micro_batch_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
     tiles: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     probe_s: float = 10.0
     matmul: int = 8192
@@ -75,7 +75,7 @@ class Scale:
 
 FULL = Scale()
 SMALL = Scale(
-    n_examples=48, shrink=32, batches=(("chat", 8), ("full", 4)), large_batch=16, micro_tokens=(64, 256),
+    n_examples=48, shrink=32, batches=(("chat", 8), ("full", 4)), large_batch=16, micro_batch_tokens=(64, 256),
     tiles=(8, 32), probe_s=1.0, matmul=256, copy_bytes=1 << 20,
 )  # fmt: skip
 
@@ -171,11 +171,11 @@ def random_model(
     """In place of `load_model`: weights drawn where they will be used, so that none has to be read or sent."""
     import torch
 
-    from farthing.model.load import AUTO_CLASSES
+    from farthing.model.load import auto_class
 
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AUTO_CLASSES[task].from_config(config, dtype=dtype)
+        model = auto_class(task).from_config(config, dtype=dtype)
     model.config.use_cache = False
     return model
 

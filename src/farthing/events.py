@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from farthing.settings import Settings
+
 
 @dataclass(frozen=True)
 class Event:
@@ -126,13 +128,9 @@ class KeepingFrozen(Event):
 
 @dataclass(frozen=True)
 class Probed(Event):
-    """A setting was tried."""
+    """Settings were tried."""
 
-    micro_batch_tokens: int
-    checkpoint_every: int
-    """Layers from one that is computed again to the next; 0: none is."""
-    tile_tokens: int
-    """Of the output layer; 0: it is computed in one piece."""
+    settings: Settings
     tokens_per_s: float
     """Without padding."""
 

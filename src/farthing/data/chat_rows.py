@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from farthing.data.chat import Unusable
+from farthing.tasks.columns import Unusable
 
 MARKS = ("weight", "train", "training", "loss")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")

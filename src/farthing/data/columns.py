@@ -14,7 +14,7 @@ import string
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from farthing.data.chat import Unusable
+from farthing.tasks.columns import Unusable
 
 Template = str | tuple[str, ...]
 Columns = Mapping[str, Template]

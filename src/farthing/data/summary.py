@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from farthing.data.chat import Unusable
 from farthing.data.encode import Encoder
 from farthing.data.foreign import foreign_kind, say_ignored
 from farthing.data.formats import Text, converter, hash_of_input, recognise, used_columns
@@ -23,6 +22,7 @@ from farthing.data.read import Source
 from farthing.data.rows import BadRow, Row
 from farthing.data.tokens import Recipe
 from farthing.errors import DataError
+from farthing.tasks.columns import Unusable
 
 MOST_CHARACTERS = 8_000_000  # that are tokenized: some seconds
 N_EXAMPLES = 3

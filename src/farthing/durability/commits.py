@@ -21,15 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from farthing.durability.accounts import Account, as_line, merge, read_ledger, take_in
-from farthing.durability.files import (
-    Damaged,
-    discard,
-    make_private,
-    sha256_of,
-    sweep_drafts,
-    unseal,
-    write_text,
-)
+from farthing.durability.files import Damaged, discard, make_private, sha256_of, sweep_drafts, unseal, write_text
 from farthing.durability.object_store import Garbled, NoSuchObject, Store, TooLarge
 from farthing.durability.run_folder import (
     CHECKPOINT_NAME,
@@ -42,6 +34,7 @@ from farthing.durability.run_folder import (
     RECEIPT,
     RUN,
     SCHEDULE,
+    SETTINGS,
     is_checkpoint,
     mend,
     run_id_of,
@@ -52,7 +45,7 @@ from farthing.units import say_bytes
 SCHEMA = 2  # 1: the log is sent whole
 LOG_PARTS = "log.parts"
 """Of the log, which grows for as long as the run: pieces that end with a line, of which all but the last never change."""
-SMALL = (JOB, RUN, PLAN, SCHEDULE, LOG, LEDGER, RECEIPT, "measurements.json")
+SMALL = (JOB, RUN, PLAN, SETTINGS, SCHEDULE, LOG, LEDGER, RECEIPT, "measurements.json")
 _COMMIT = re.compile(r"commits/(\d{8})-(\d{6})-(\d{8,})\.json")
 _DRAFT = ".draft-"
 
@@ -191,7 +184,7 @@ def _install(
             raise Damaged(next(iter(lost.values())))
         mend(draft, lambda text: None)
         small = {path for path in lost if path in SMALL or path.startswith(f"{LOG_PARTS}/")}
-        for path in [path for path in lost if path in small - {SCHEDULE} and not (draft / path).exists()]:
+        for path in [path for path in lost if path in small - {SETTINGS, SCHEDULE} and not (draft / path).exists()]:
             spares = [entry for other in older for entry in other["files"] if entry["path"] == path]
             if any(not _fetch_all(store, draft, [spare]) for spare in spares):
                 lost[path] += "; an older copy is used"

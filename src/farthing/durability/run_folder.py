@@ -9,12 +9,13 @@ checkpoints/      see checkpoint.py
 model/            the trained model for others, with a manifest, see exported.py
 receipt.json      written when an attempt ends
 measurements.json what each attempt took, see measurements.py
-plan.json         what the planner promised before the first attempt, and how it would have it run
+plan.json         what was estimated before the first attempt, and how the planner would have it run; never written again
+settings.json     how the run is computed since its first step, see settings.py
 schedule.json     how many steps the budget buys, where the schedule is fitted to it
 
-run.json, plan.json and schedule.json decide the result. Each carries the sha256 of its own content, and each checkpoint's
-manifest a copy of all three: one that is damaged or gone is written again from there, or the run is refused. Those of runs
-from before there were checksums are taken as they are, once.
+run.json, plan.json, settings.json and schedule.json decide the result. Each carries the sha256 of its own content, and each
+checkpoint's manifest a copy of all: one that is damaged or gone is written again from there, or the run is refused. Those of
+runs from before there were checksums are taken as they are, once.
 """
 
 from __future__ import annotations
@@ -27,24 +28,16 @@ import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import farthing
 from farthing.clock import today
 from farthing.durability.accounts import Witness, read_ledger, witnesses_in
-from farthing.durability.files import (
-    Damaged,
-    make_private,
-    parse_json,
-    read_manifest,
-    seal,
-    unseal,
-    write_text,
-)
+from farthing.durability.files import Damaged, make_private, parse_json, read_manifest, seal, unseal, write_text
 from farthing.errors import RunChanged, RunDamaged
 
 DATA_NOTES = "data_notes.json"  # columns that are not used, and the like
-JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
+JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE, SETTINGS = (
     "job.json",
     "run.json",
     "plan.json",
@@ -54,8 +47,9 @@ JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
     "model",
     "receipt.json",
     "schedule.json",
+    "settings.json",
 )
-DECIDING = (RUN, PLAN, SCHEDULE)
+DECIDING = (RUN, PLAN, SETTINGS, SCHEDULE)
 """The files that decide the result."""
 COPIES = "run_files"
 """Under this name a checkpoint's manifest has a copy of each, None where there is no such file."""
@@ -64,6 +58,7 @@ _OF_ATTEMPTS = ("keeps_frozen_output", "shares_beginnings", "steps_per_epoch", "
 _SEAL = "sha256"
 
 Warn = Callable[[str], None]
+T = TypeVar("T")
 FormerNames = Callable[[dict[str, Any], Any], dict[str, Any]]
 """A run's facts and its job as it was kept -> what earlier versions wrote, by key, for the identity that the run has now."""
 
@@ -82,6 +77,22 @@ def kept(path: Path) -> dict[str, Any] | None:
     A file without a checksum is of an earlier farthing, and taken as it is.
     """
     return _read(path)[0]
+
+
+def kept_as(path: Path, read: Callable[[dict[str, Any]], T], warn: Warn) -> T | None:
+    """What `read` makes of a deciding file; None where there is none, or where nothing was saved by one that is damaged.
+
+    Raises `RunDamaged`.
+    """
+    try:
+        values = kept(path)
+        return None if values is None else read(values)
+    except (Damaged, ValueError, KeyError, TypeError) as error:
+        why = str(error) if isinstance(error, Damaged) else f"{path.name} holds something else"
+    if has_committed(path.parent):
+        raise RunDamaged(why, where=str(path), to_do="bring it back from a copy, or give the job another output_dir")
+    warn(f"{why}; nothing was saved by it: it is made anew")
+    return None
 
 
 def _read(path: Path) -> tuple[dict[str, Any] | None, bool]:
@@ -309,7 +320,7 @@ def claim(
     """
     facts = _facts_of(folder, warn, allow_restart=allow_restart)
     if facts is None:
-        for name in (PLAN, SCHEDULE):
+        for name in (PLAN, SETTINGS, SCHEDULE):
             (folder / name).unlink(missing_ok=True)  # of a run that is not known
         facts = {
             "run_id": uuid.uuid4().hex,
@@ -338,7 +349,7 @@ def claim(
         )
     if changed:
         warn(f"the run in this folder has no checkpoint yet, so it uses the job as it is now ({'; '.join(changed)})")
-        for name in (PLAN, SCHEDULE):
+        for name in (PLAN, SETTINGS, SCHEDULE):
             (folder / name).unlink(missing_ok=True)
         facts = {key: value for key, value in facts.items() if key not in _OF_ATTEMPTS}
         facts["machine"] = machine

@@ -139,7 +139,7 @@ def estimate_memory(
     if stack.frees_gradients:
         gradients = max(gradients / max(1, shape.n_layers), head_gradients)
     held = gradients if recipe.n_micro_batches > 1 and not stack.frees_gradients else 0.0
-    by_positions = stack.loss == POSITIONS and shape.task in ("causal-lm", "seq2seq")
+    by_positions = stack.loss == POSITIONS and shape.scores_tokens
     # made in the forward pass; where the embeddings share its weight it waits for theirs, beside what is held
     in_loss = head_gradients if by_positions else 0.0
     in_backward = in_loss if shape.is_tied and held else 0.0
@@ -168,9 +168,9 @@ def estimate_memory(
         "backward": base
         | {
             "gradients": (held or head_gradients) + in_backward,
-            "casts": 0.0 if recipe.every_n_layers == 1 else casts,
-            "activations": (saved if recipe.every_n_layers != 1 else boundaries + top),
-            "working": max(working, dora if recipe.every_n_layers else 0.0),
+            "casts": 0.0 if recipe.settings.checkpoint_every == 1 else casts,
+            "activations": (saved if recipe.settings.checkpoint_every != 1 else boundaries + top),
+            "working": max(working, dora if recipe.settings.checkpoint_every else 0.0),
         },
         "last layer": base | {"gradients": (held or before_last) + in_backward, "activations": top, "working": working},
         "embeddings": base | {"gradients": gradients, "working": more / shards},
@@ -229,7 +229,7 @@ def _casts_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> flo
     if not recipe.stack.has_autocast or recipe.trained_bytes <= recipe.compute_bytes:
         return 0.0
     if adapters is not None:  # fused layers keep the casts of their thin matrices, unless they are computed again
-        kept = 1 - (1 / recipe.every_n_layers if recipe.every_n_layers else 0)
+        kept = 1 - (1 / recipe.settings.checkpoint_every if recipe.settings.checkpoint_every else 0)
         return adapters.n_adapter * recipe.compute_bytes * kept if recipe.stack.fuses_adapters else 0.0
     of_head = 0 if recipe.stack.loss == POSITIONS else shape.n_head_matmul  # cast for the time of its tiles only
     return float((shape.n_matmul + of_head) * recipe.compute_bytes)
@@ -267,7 +267,7 @@ def logits_bytes(
     """
     n_tokens = largest.n_rows * (largest.targets or largest.tokens)
     c = recipe.compute_bytes
-    if shape.task in ("classification", "body"):
+    if not shape.scores_tokens:
         return 0.0
     if recipe.stack.loss == TILED:
         return float(TILE_BYTES)
@@ -317,7 +317,7 @@ def _layers(
         decoder += squares * target * (largest.targets + largest.tokens)
         of_number = 4 if _is_math(shape, is_cuda) else recipe.compute_bytes
         decoder += 2 * of_number * shape.n_kv_heads * shape.head_dim * (source - target)
-    every = recipe.every_n_layers
+    every = recipe.settings.checkpoint_every
     first = 0 if adapters is None else adapters.first_layer  # nothing is kept below
     of_all = shape.n_layers + shape.n_decoder_layers
     reached = range(min(first, shape.n_layers), shape.n_layers), range(max(first, shape.n_layers), of_all)

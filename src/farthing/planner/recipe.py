@@ -9,8 +9,11 @@ Refuses to choose: `plan` does.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from farthing.planner.families import FLAT, KNOWN_HEADS
+from farthing.settings import Settings
+from farthing.tasks.registry import task_of
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -70,14 +73,14 @@ def stack_for(
 
     A plain head has no adapter and is not trained beside its original; plain adapters are LoRA without dropout or DoRA.
     """
-    is_flat = may_go_flat and model_type in FLAT.get(task, ())
+    is_flat = may_go_flat and model_type in FLAT.get(task_of(task).head, ())
     return replace(
         FARTHING,
         has_autocast=precision != "fp32",
         is_flat=is_flat,
         # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
         is_flash=is_flat and precision != "fp16",
-        loss=POSITIONS if has_plain_head and model_type in KNOWN_HEADS.get(task, ()) else LABELLED,
+        loss=POSITIONS if has_plain_head and model_type in KNOWN_HEADS.get(task_of(task).head, ()) else LABELLED,
         fuses_adapters=method == "lora" and has_plain_adapters,
     )
 
@@ -88,14 +91,12 @@ class Recipe:
 
     method: str
     """full, lora or qlora."""
-    precision: str
-    """bf16, fp16 or fp32: of the forward pass."""
+    settings: Settings
+    """Tokens of a micro-batch, checkpointing, precision, and whether the output of frozen layers is kept."""
     optim: str
     global_batch: int
     micro_batch: int | None = None
     """Most examples in one forward pass of one GPU, as other trainers cut; None where tokens are counted."""
-    every_n_layers: int = 0
-    """Activation checkpointing: 0 none, 1 every layer, k every k-th."""
     lora_r: int = 0
     lora_dropout: float = 0.0
     target_modules: tuple[str, ...] = ()
@@ -105,12 +106,8 @@ class Recipe:
     sharding: str = "none"
     """none, ddp (every GPU has everything) or fsdp (weights, gradients and state are divided)."""
     stack: Stack = FARTHING
-    micro_tokens: int | None = None
-    """Most computed tokens in one forward pass of one GPU; a longer example goes alone."""
     mean_passes: float = 1.0
     """Forward passes of one GPU in a mean step, where tokens are counted: what `Lengths.cut` makes of them."""
-    caches_prefix: bool = False
-    """What the layers below the first trained one compute is read from the disk: see `speed.prefix_work`."""
 
     @property
     def n_micro_batches(self) -> float:
@@ -124,6 +121,12 @@ class Recipe:
     def compute_bytes(self) -> int:
         """Of a number in the forward pass."""
         return BYTES[self.precision]
+
+    @property
+    def precision(self) -> str:
+        """Of the forward pass: bf16, fp16 or fp32."""
+        assert self.settings.precision is not None, "a recipe has decided"
+        return self.settings.precision
 
     @property
     def trained_bytes(self) -> int:
@@ -142,14 +145,14 @@ class Recipe:
         """Of a number in the residual stream: that of the embedding it begins with."""
         return self.trained_bytes if self.method == "full" else self.frozen_bytes
 
+    def with_settings(self, **changed: Any) -> Recipe:
+        """The same recipe with other settings."""
+        return replace(self, settings=replace(self.settings, **changed))
+
     def in_words(self) -> str:
         """`lora, bf16, up to 8,192 tokens at a time, every layer checkpointed`."""
-        kept = {0: "no checkpointing", 1: "every layer checkpointed", 2: "every 2nd layer checkpointed"}
-        at_once = f"{self.micro_batch} x {self.n_micro_batches:g} examples"
-        if self.micro_tokens is not None:
-            at_once = f"up to {self.micro_tokens:,} tokens at a time"
-        words = [self.method, self.precision, at_once]
-        words.append(kept.get(self.every_n_layers, f"every {self.every_n_layers}th layer checkpointed"))
+        at_once = [] if self.micro_batch is None else [f"{self.micro_batch} x {self.n_micro_batches:g} examples"]
+        words = [self.method, self.precision, *at_once, self.settings.in_words()]
         if self.sharding != "none":
             words.append(f"{self.sharding} over {self.n_gpus}")
         return ", ".join(words)

@@ -19,18 +19,11 @@ from farthing.planner.memory import Memory, estimate_memory, evaluation_memory
 from farthing.planner.pricing import Chosen, Pricing
 from farthing.planner.ranking import ranked
 from farthing.planner.recipe import Recipe
-from farthing.planner.speed import (
-    StepTime,
-    Work,
-    step_time,
-    work_of,
-)
-from farthing.planner.spot import (
-    Interruptions,
-    prior,
-)
+from farthing.planner.speed import StepTime, Work, step_time, work_of
+from farthing.planner.spot import Interruptions, prior
 from farthing.planner.types import UNCALIBRATED, Answer, Assumptions, JobSpec, Place, Plan, Rejected
 from farthing.prices.offers import Offer, bill
+from farthing.settings import Settings
 from farthing.units import said_apart, say_bytes
 
 # of a micro-batch on a GPU: smaller ones leave it idle, but for longer examples
@@ -116,7 +109,7 @@ class _Search:
         wanted = self.wanted
         if n_gpus > wanted.global_batch:
             return
-        everies = [wanted.every_n_layers] if wanted.every_n_layers is not None else [0, 2, 1]
+        everies = [wanted.checkpoint_every] if wanted.checkpoint_every is not None else [0, 2, 1]
         shardings = ["none"] if n_gpus == 1 else ["ddp", "fsdp"]
         for most in budgets(wanted, n_gpus, is_cuda):
             example = wanted.cut(most, n_gpus).example
@@ -127,12 +120,11 @@ class _Search:
 
     def memory_of(self, wanted: JobSpec, recipe: Recipe, is_cuda: bool) -> Memory:
         """Peak memory of a recipe, in training or evaluation."""
-        assert recipe.micro_tokens is not None
         how: dict[str, Any] = {"labelled_share": wanted.labelled_share, "is_cuda": is_cuda}
-        largest = wanted.cut(recipe.micro_tokens, recipe.n_gpus).largest
+        largest = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus).largest
         memory = estimate_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
         if wanted.eval_lengths is not None:  # an evaluation takes as many tokens at once as training does
-            largest = wanted.eval_cut(recipe.micro_tokens).largest
+            largest = wanted.eval_cut(recipe.settings.micro_batch_tokens).largest
             other = evaluation_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
             memory = max(memory, other, key=lambda one: one.allocated_bytes)
         return memory
@@ -177,8 +169,8 @@ class _Search:
             def cheapness(one: tuple[Recipe, Memory, StepTime, Work]) -> tuple[float, ...]:
                 recipe, _, step, _ = one
                 if not place.is_cuda:  # what a micro-batch costs by itself is not in the seconds of a CPU
-                    return recipe.every_n_layers, -(recipe.micro_tokens or 0)
-                return step.seconds, recipe.every_n_layers, recipe.micro_tokens or 0
+                    return recipe.settings.checkpoint_every, -recipe.settings.micro_batch_tokens
+                return step.seconds, recipe.settings.checkpoint_every, recipe.settings.micro_batch_tokens
 
             recipe, memory, step, work = min(sure, key=cheapness)
             family = self.wanted.shape.model_type
@@ -213,7 +205,7 @@ class _Search:
             for changed in _memory_savers(self.wanted, is_cuda):
                 other = replace(self.wanted, **changed)
                 most = min(budgets(other, n_gpus, is_cuda))
-                every = other.every_n_layers if other.every_n_layers is not None else 1
+                every = other.checkpoint_every if other.checkpoint_every is not None else 1
                 sharding = "none" if n_gpus == 1 else "fsdp"
                 memory = self.memory_of(other, recipe_of(other, precision, most, every, n_gpus, sharding), is_cuda)
                 found.append((_in_words(changed), memory.reserved_bytes))
@@ -224,8 +216,8 @@ class _Search:
 
 def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
     """Tokens of a micro-batch that are worth a look: the job's own, or as few as can be and powers of two above that."""
-    if wanted.micro_tokens is not None:
-        return [wanted.micro_tokens]
+    if wanted.micro_batch_tokens is not None:
+        return [wanted.micro_batch_tokens]
     longest = wanted.lengths.longest_example
     if not is_cuda:
         return sorted({longest, max(longest, FEWEST_TOKENS), max(longest, CPU_TOKENS)})
@@ -243,11 +235,11 @@ def _memory_savers(wanted: JobSpec, is_cuda: bool) -> list[dict[str, Any]]:
     lengths = wanted.lengths
     milder: dict[str, Any] = {}
     ways: list[dict[str, Any]] = []
-    if wanted.micro_tokens is not None and wanted.micro_tokens > lengths.longest_example:
-        milder["micro_tokens"] = lengths.longest_example
+    if wanted.micro_batch_tokens is not None and wanted.micro_batch_tokens > lengths.longest_example:
+        milder["micro_batch_tokens"] = lengths.longest_example
         ways.append(dict(milder))
-    if wanted.every_n_layers not in (None, 1):
-        milder["every_n_layers"] = 1
+    if wanted.checkpoint_every not in (None, 1):
+        milder["checkpoint_every"] = 1
         ways.append(dict(milder))
     if wanted.method == "full" and is_cuda and "8bit" not in wanted.optim:
         ways.append(milder | {"optim": "adamw_8bit"})
@@ -265,8 +257,8 @@ def _shortened(wanted: JobSpec, milder: dict[str, Any], longest: int) -> dict[st
     """Changes with inputs of at most `longest` tokens besides."""
     held_out = wanted.eval_lengths
     found = milder | {"lengths": wanted.lengths.truncated(max(1, longest))}
-    if wanted.micro_tokens is not None:
-        found["micro_tokens"] = min(wanted.micro_tokens, found["lengths"].longest_example)
+    if wanted.micro_batch_tokens is not None:
+        found["micro_batch_tokens"] = min(wanted.micro_batch_tokens, found["lengths"].longest_example)
     return found | {"eval_lengths": None if held_out is None else held_out.truncated(max(1, longest))}
 
 
@@ -275,8 +267,8 @@ def _in_words(changed: dict[str, Any]) -> str:
     says: dict[str, Callable[[Any], str]] = {
         "method": lambda name: f"method: {name}",
         "optim": lambda name: f"train.optim: {name}",
-        "every_n_layers": lambda _: "train.gradient_checkpointing: true",
-        "micro_tokens": lambda n: f"train.micro_batch_tokens: {n}",
+        "checkpoint_every": lambda _: "train.gradient_checkpointing: true",
+        "micro_batch_tokens": lambda n: f"train.micro_batch_tokens: {n}",
         "lengths": lambda lengths: f"data.max_length: {lengths.longest}",
     }
     return " with ".join(say(changed[name]) for name, say in says.items() if name in changed)
@@ -289,10 +281,9 @@ def recipe_of(
     is_full = wanted.method == "full"
     return Recipe(
         method=wanted.method,
-        precision=precision,
+        settings=Settings(most_tokens, every, caches_frozen=wanted.cache_bytes > 0, precision=precision),
         optim=wanted.optim,
         global_batch=wanted.global_batch,
-        every_n_layers=every,
         lora_r=0 if is_full else wanted.lora_r,
         lora_dropout=0.0 if is_full else wanted.lora_dropout,
         target_modules=() if is_full else wanted.target_modules,
@@ -301,7 +292,5 @@ def recipe_of(
         n_gpus=n_gpus,
         sharding=sharding,
         stack=wanted.stack(precision),
-        micro_tokens=most_tokens,
-        caches_prefix=wanted.cache_bytes > 0,
         mean_passes=wanted.cut(most_tokens, n_gpus).n_micro_batches,
     )

@@ -238,7 +238,7 @@ def _components(best: Row) -> str:
     recipe = best["recipe"]
     words = (
         f"{recipe['words']}; {recipe['optimizer']}; a step is {micro_batches_in_words(recipe)}; a checkpoint "
-        f"every {say_seconds(best['save_every_s'])}. {best['sure'][:1].upper()}{best['sure'][1:]}."
+        f"every {say_seconds(best['save_every_s'])}. {best['confidence'][:1].upper()}{best['confidence'][1:]}."
     )
     return (
         f'<h2>Where it goes: {escape(best["name"])}</h2>\n<p class="soft">{escape(words)}</p>\n'

@@ -87,12 +87,14 @@ def draw_components(console: Console, row: Row) -> None:
     facts = {
         "recipe": f"{recipe['method']}, {recipe['precision']}, {recipe['optimizer']}",
         "step": f"{recipe['global_batch']} examples: {micro_batches_in_words(recipe)}{each}",
-        "checkpointing": f"activations of {recipe['checkpointing']} recomputed" if recipe["every_n_layers"] else "none",
+        "checkpointing": f"activations of {recipe['checkpointing']} recomputed"
+        if recipe["checkpoint_every"]
+        else "none",
         "sharding": recipe["sharding"],
         "speed": f"{say_count(step['tokens_per_s'])} useful tokens/s, {step['useful_share']:.0%} of the computed tokens; "
         f"{step['flops_per_s'] / 1e12:,.3g} TFLOP/s",
         "price": _price_words(row),
-        "how sure": row["sure"],
+        "confidence": row["confidence"],
     }
     if row["cache_bytes"]:
         facts["disk"] = f"{say_bytes(row['cache_bytes'])} for the output of the frozen layers"
@@ -333,7 +335,7 @@ def _draw_sources(console: Console, view: Row) -> None:
     if best:
         if best["kind"] in ("spot", "on-demand"):
             console.print(f"[dim]the one above: {escape(_price_words(best))}[/]")
-        console.print(f"[bold]How sure[/]: {escape(best['sure'])}")
+        console.print(f"[bold]Confidence[/]: {escape(best['confidence'])}")
     for note in view["notes"]:
         if note.endswith(view["job"]["lengths_source"]):
             continue

@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farthing.planner.ownership import (
-    Saving,
-)
+from farthing.planner.ownership import Saving
 from farthing.units import plural, say_count, say_seconds, say_usd
 
 if TYPE_CHECKING:
@@ -95,7 +93,7 @@ def limits_in_words(view: Mapping[str, Any]) -> str:
         words.append(f"at most {limits['max_gpu_hours']:g} GPU-hours")
     if limits["deadline_s"] is not None:
         words.append(
-            f"done in {say_seconds(limits['deadline_s'])} from now, on spot with {limits['sure']:.0%} at least"
+            f"done in {say_seconds(limits['deadline_s'])} from now, on spot with {limits['confidence']:.0%} at least"
         )
     return ", ".join(words)
 

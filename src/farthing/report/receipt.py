@@ -1,4 +1,4 @@
-"""The receipt: what happened, what it cost, where each dollar went, and how true the promise was.
+"""The receipt: what happened, what it cost, where each dollar went, and how true the estimate was.
 
 Built from the files of the run folder only, so a killed run has one too. Spans add up to the wall time of the attempts
 and dollars to the bill: each attempt's seconds at that attempt's price.
@@ -16,9 +16,22 @@ from typing import Any
 from farthing.durability.accounts import LOST, Account, Attempt, Found, attempts_of, read_ledger
 from farthing.durability.files import parse_json, write_json
 from farthing.durability.ledger import SPANS
-from farthing.durability.run_folder import DATA_NOTES, JOB, LEDGER, LOG, PLAN, RECEIPT, RUN, SCHEDULE, witnesses_of
+from farthing.durability.run_folder import (
+    DATA_NOTES,
+    JOB,
+    LEDGER,
+    LOG,
+    PLAN,
+    RECEIPT,
+    RUN,
+    SCHEDULE,
+    SETTINGS,
+    witnesses_of,
+)
 from farthing.errors import UserMistake
+from farthing.planner.estimate import Estimate
 from farthing.report.training_log import TrainingLog, read_log
+from farthing.settings import renamed
 from farthing.units import plural
 
 Json = dict[str, Any]
@@ -40,7 +53,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Pair:
-    """What was promised and what came of it; `ratio` happened/promised, None until the run has ended."""
+    """An estimate and what came of it; `ratio` happened/promised, None until the run has ended."""
 
     promised: float
     happened: float | None
@@ -111,6 +124,7 @@ class Receipt:
     machine: Json | None
     data_notes: list[str]
     schedule: Json | None
+    settings: Json | None
     steps: int
     steps_per_epoch: int | None
     epochs: float | None
@@ -159,7 +173,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         raise UserMistake("not a run folder", where=str(folder), to_do="name the output_dir of a job that has started")
     accounts, log = found.ordered, log or read_log(folder / LOG)
     attempts = attempts_of(accounts)
-    job, plan, facts = _read_json(folder / JOB), _read_json(folder / PLAN), _read_json(folder / RUN) or {}
+    job, estimate, facts = _read_json(folder / JOB), _estimate_in(folder / PLAN), _read_json(folder / RUN) or {}
     bill = _Bill(
         accounts[-1].ended if accounts else "killed",
         {name: sum(a.spans.get(name, 0.0) for a in attempts) for name in SPANS},
@@ -179,8 +193,9 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         machine=facts.get("machine"),
         data_notes=_read_json(folder / DATA_NOTES) or [],
         schedule=_read_json(folder / SCHEDULE),
+        settings=_read_json(folder / SETTINGS),
         **_of_log(log, facts.get("steps_per_epoch")),
-        out_of_memory=[event for a in accounts for event in a.out_of_memory],
+        out_of_memory=[renamed(event) for a in accounts for event in a.out_of_memory],
         best_step=best["step"] if best else None,
         exported_step=exported_step,
         metrics=of_model["metrics"] if of_model else None,
@@ -192,7 +207,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         usd_per_million_tokens=bill.usd / (log.n_tokens / 1e6) if log.n_tokens else None,
         spans=_spans(bill),
         ledger=_trust(found),
-        checkpoints=_checkpoints(job, plan, attempts, bill.wall_s),
+        checkpoints=_checkpoints(job, estimate, attempts, bill.wall_s),
         attempts=[_attempt(a) for a in attempts],
         notices=[_notice(each, a) for a in accounts for each in a.notices],
         interruptions=max(0, len([a for a in attempts if a.began]) - 1),
@@ -200,7 +215,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         redone_usd=sum(a.redone_s / 3600 * a.usd_per_hour for a in attempts),
         restart_s=sum(_start_up_s(a) for a in attempts[1:]),
         restart_usd=sum(_start_up_s(a) / 3600 * a.usd_per_hour for a in attempts[1:]),
-        promised=_promised(plan, bill),
+        promised=_against_estimate(estimate, bill),
         forecast=_forecast(next((a.forecast for a in accounts if a.forecast), None), bill),
         peak_bytes=bill.peak_bytes,
         **{name: _newest(accounts, lambda a, name=name: a.facts.get(name)) for name in FIGURES},  # type: ignore[misc]
@@ -387,11 +402,11 @@ def _attempt(attempt: Attempt) -> Json:
     return {**values, "wall_s": attempt.wall_s, "usd": attempt.usd}
 
 
-def _checkpoints(job: Any, plan: Any, attempts: list[Attempt], wall_s: float) -> Saves:
+def _checkpoints(job: Any, estimate: Estimate | None, attempts: list[Attempt], wall_s: float) -> Saves:
     train = job["train"] if isinstance(job, dict) else {}
     interval_s = 60 * train["save_minutes"] if train.get("save_minutes") else None
-    if interval_s is None and not train.get("save_steps") and isinstance(plan, dict):
-        interval_s = plan.get("interval_s")
+    if interval_s is None and not train.get("save_steps") and estimate is not None:
+        interval_s = estimate.interval_s
     held_up_s = sum(attempt.save_held_up_s for attempt in attempts)
     n = sum(attempt.n_saves for attempt in attempts)
     return Saves(n, interval_s, held_up_s, held_up_s / wall_s if wall_s else 0.0)
@@ -409,7 +424,7 @@ def _start_up_s(attempt: Attempt) -> float:
     return sum(attempt.spans.get(name, 0.0) for name in ("start_up", "tokenize", "load_model", "restore"))
 
 
-# what a plan promises seconds for, and the spans that they go to
+# what a plan estimates seconds for, and the spans that they go to
 PROMISED_SPANS = {
     "start-up": ("start_up", "load_model", "restore", "probe"),
     "tokenizing": ("tokenize",),
@@ -425,15 +440,23 @@ def _pair(promised: float, happened: float | None, bill: _Bill) -> Pair:
     return Pair(promised, happened, ratio)
 
 
-def _promised(plan: Any, bill: _Bill) -> Promised | None:
-    if not isinstance(plan, dict) or "wall_s" not in plan:
+def _estimate_in(path: Path) -> Estimate | None:
+    """What plan.json says; None where it says nothing or is damaged."""
+    with contextlib.suppress(ValueError, TypeError):
+        return Estimate.from_json(_read_json(path))
+    return None
+
+
+def _against_estimate(estimate: Estimate | None, bill: _Bill) -> Promised | None:
+    """What the plan had said before the first attempt against what happened, whole and by component."""
+    if estimate is None:
         return None
     return Promised(
-        plan["calibration"],
-        plan["wall_range_s"],
-        **_sums(plan, bill),
+        estimate.calibration,
+        list(estimate.wall_range_s),
+        **_sums(asdict(estimate), bill),
         seconds={
-            name: _pair(plan["seconds"].get(name, 0.0), sum(bill.spans.get(span, 0.0) for span in of), bill)
+            name: _pair(estimate.seconds.get(name, 0.0), sum(bill.spans.get(span, 0.0) for span in of), bill)
             for name, of in PROMISED_SPANS.items()
         },
     )

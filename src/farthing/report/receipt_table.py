@@ -10,31 +10,21 @@ from rich.table import Table
 
 from farthing.report.receipt import Comparison, Forecast, Pair, Promised, Receipt
 from farthing.report.safe import escape
+from farthing.settings import Settings
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
-
-
-def setting_in_words(micro_batch_tokens: int, checkpoint_every: int, tile_tokens: int) -> str:
-    """How micro-batches were computed."""
-    words = [f"{micro_batch_tokens:,} tokens at a time"]
-    if checkpoint_every:
-        which = {1: "every layer", 2: "every 2nd layer"}.get(checkpoint_every, f"every {checkpoint_every}th layer")
-        words.append(f"activation checkpointing {which}")
-    if tile_tokens:
-        words.append(f"output layer in tiles of {tile_tokens:,} tokens")
-    return ", ".join(words)
 
 
 def draw_probe(console: Console, found: dict[str, Any]) -> None:
     """What a probe has tried, the best first."""
     has_price = any(trial["usd_per_million_tokens"] for trial in found["trials"] if trial["fits"])
     table = Table(box=None, padding=(0, 2), show_edge=False)
-    table.add_column("setting")
+    table.add_column("settings")
     for name in ("useful tok/s", "useful", "peak", *(["$ a million"] if has_price else [])):
         table.add_column(name, justify="right")
     for number, trial in enumerate(found["trials"]):
-        words = escape(_setting(trial))
+        words = escape(Settings.from_json(trial).in_words())
         speed = f"{trial['tokens_per_s']:,.0f}" if trial["fits"] else "out of memory"
         cells = [f"[bold]{words}[/]" if number == 0 else words, speed, f"{trial['useful_share']:.1%}"]
         cells.append(say_bytes(trial["peak_bytes"]) if trial["peak_bytes"] else "not known")
@@ -42,7 +32,7 @@ def draw_probe(console: Console, found: dict[str, Any]) -> None:
             cells.append(say_usd(trial["usd_per_million_tokens"]) if trial["fits"] else "")
         table.add_row(*cells)
     console.print(table)
-    words = f"chosen: {_setting(found['setting'])}"
+    words = f"chosen: {Settings.from_json(found['settings']).in_words()}"
     if found["tokens_per_s"]:
         words += f"; {found['steps']} whole steps went at {found['tokens_per_s']:,.0f} useful tokens/s"
     if found["usd_per_million_tokens"]:
@@ -50,10 +40,6 @@ def draw_probe(console: Console, found: dict[str, Any]) -> None:
     console.print(
         f"{words}\n`farthing train` uses it from now on, and `farthing plan` uses the measurement", soft_wrap=True
     )
-
-
-def _setting(trial: dict[str, Any]) -> str:
-    return setting_in_words(trial["most_tokens"], trial["every_n_layers"], trial["tile_tokens"])
 
 
 def draw_receipt(console: Console, receipt: Receipt) -> None:
@@ -134,8 +120,10 @@ def _of_trouble(receipt: Receipt) -> dict[str, str]:
             f"{escape(told[-1]['what'])}; saved and left after {say_seconds(told[-1]['left_after_s'])}{grace}"
         )
     if events := receipt.out_of_memory:
-        setting = setting_in_words(events[-1]["most_tokens"], events[-1]["every_n_layers"], 0)
-        facts["out of memory"] = f"{plural(len(events), 'time')}; training went on with {setting}"
+        now = Settings.from_json(events[-1]).in_words()
+        facts["out of memory"] = f"{plural(len(events), 'time')}; training went on with {now}"
+    if values := receipt.settings:
+        facts["computed"] = f"{values['precision']}, {Settings.from_json(values).in_words()}"
     if trust := receipt.ledger:
         lost = "no money is missing"
         if trust.lost_s:

@@ -29,7 +29,6 @@ from farthing.events import (
     Working,
 )
 from farthing.printable import printable
-from farthing.report.receipt_table import setting_in_words
 from farthing.report.safe import escape
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
@@ -139,7 +138,7 @@ class Terminal:
 
     @_show.register
     def _(self, event: Probed) -> None:
-        words = setting_in_words(event.micro_batch_tokens, event.checkpoint_every, event.tile_tokens)
+        words = event.settings.in_words()
         self._alive(f"probing: {words}: {say_count(event.tokens_per_s)} useful tok/s")
 
     @_show.register

@@ -14,6 +14,7 @@ import farthing
 from farthing.model.hardware import hardware_key, peak_bytes
 from farthing.planner.lengths import from_token_set
 from farthing.planner.measurements import Measurement, leave_measurement
+from farthing.tasks.registry import task_of
 from farthing.train.attempt import Attempt
 
 
@@ -50,14 +51,14 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         task=job.task,
         method=job.method.name,
         lora_r=0 if job.method.name == "full" else job.method.lora_r,
-        first_layer=attempt.promise.get("first_layer", 0),
+        first_layer=0 if attempt.estimate is None else attempt.estimate.first_layer,
         precision=attempt.numerics.name,
         optim=job.train.optim,
-        micro_batch_tokens=attempt.steps.most_tokens,
+        micro_batch_tokens=attempt.settings.micro_batch_tokens,
         is_flat=attempt.forward.is_flat,
-        caches_prefix=attempt.forward.prefix is not None,
+        caches_frozen=attempt.forward.prefix is not None,
         global_batch_size=job.global_batch_size,
-        every_n_layers=attempt.steps.every_n_layers,
+        checkpoint_every=attempt.settings.checkpoint_every,
         lengths={
             "n_examples": lengths.n_examples,
             "mean": lengths.mean,
@@ -69,7 +70,7 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         spans={name: round(seconds, 4) for name, seconds in spans.items()},
         n_eval_examples=0 if attempt.eval_examples is None else len(attempt.eval_examples),
         n_eval_padded_tokens=attempt.n_evaluated_tokens,
-        has_generated=job.task == "seq2seq" and job.train.predict_with_generate,
+        has_generated=task_of(job.task).is_pair and job.train.predict_with_generate,
         save_s=spans.get("checkpoint", 0.0),
         export_s=spans.get("export", 0.0),
         start_up_s=spans.get("start_up", 0.0),
@@ -78,6 +79,6 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         load_model_s=spans.get("load_model", 0.0),
         restore_s=spans.get("restore", 0.0),
         peak_bytes=peak_bytes(attempt.numerics.device),
-        promised=attempt.promise,
+        promised={} if attempt.estimate is None else attempt.estimate.to_json(),
         **measured,
     )

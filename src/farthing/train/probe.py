@@ -5,7 +5,6 @@ The measurement that those steps leave is one that plans can stand on. The job's
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import time
 from typing import Any
@@ -14,6 +13,7 @@ from farthing.config.job import Job
 from farthing.events import Emit
 from farthing.model.hardware import hardware_key
 from farthing.train.autotune import PROBE_S, in_words, probe_run
+from farthing.train.autotune_cache import tried
 from farthing.train.loop import take_step
 from farthing.train.measure import leave_measured
 from farthing.train.run import opened_attempt
@@ -42,7 +42,7 @@ def probe(job: Job, emit: Emit, budget_s: float = PROBE_S) -> dict[str, Any]:
             figures = attempt.pace.figures()
             return {
                 "hardware": hardware_key(attempt.numerics.device),
-                "setting": dataclasses.asdict(trials[0].setting),
+                "settings": tried(trials[0].settings),
                 "trials": [
                     {
                         **in_words(trial),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,29 +60,29 @@ from farthing.model.hardware import (
     Numerics,
     choose_numerics,
     device_name,
-    hardware_key,
     in_words,
     taken_bytes,
 )
 from farthing.model.load import quiet_libraries
 from farthing.planner.left_out_loss import left_out_loss
-from farthing.planner.lengths import from_token_set
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
 from farthing.report.training_log import read_log
+from farthing.tasks.registry import task_of
 from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
-from farthing.train.autotune import as_probed, is_worth_it, keep_setting, probe_run, subject_of
+from farthing.train.autotune import is_worth_it, probe_run
 from farthing.train.budget import over_limit, seconds_left, why_not_start
-from farthing.train.estimate import promised
+from farthing.train.estimate import estimated
 from farthing.train.finished import STAMPS, stamps_of
 from farthing.train.frozen import begin_behind_frozen_layers
 from farthing.train.identity import former_names
 from farthing.train.loop import loop, note_news
 from farthing.train.measure import leave_measured
-from farthing.train.prefix_budget import share_beginnings
+from farthing.train.prefix_budget import share_prefix
 from farthing.train.saver import restore
+from farthing.train.settled import first_settings, keep_settings
 from farthing.train.setup import (
     Inputs,
     Meanwhile,
@@ -298,24 +298,21 @@ def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow
 
 
 def _decide(attempt: Attempt, run_facts: dict[str, Any]) -> None:
-    """What the first attempt decides for all, as it changes rounding; and the setting, where a probe pays."""
+    """What the first attempt decides for all, as it changes rounding; and the settings, where a probe pays."""
     context, job = attempt.context, attempt.job
     with context.meter.span("prefix"):
-        keeps = begin_behind_frozen_layers(attempt, run_facts.get("keeps_frozen_output"))
-    decided = {
-        "keeps_frozen_output": keeps,
-        "shares_beginnings": share_beginnings(attempt, run_facts.get("shares_beginnings")),
-        "steps_per_epoch": attempt.batches.steps_per_epoch,
-    }
-    if run_facts | decided != run_facts:
-        run_facts |= decided
+        attempt.steps.use(replace(attempt.settings, caches_frozen=begin_behind_frozen_layers(attempt)))
+    share_prefix(attempt)
+    if run_facts.get("steps_per_epoch") != attempt.batches.steps_per_epoch:
+        run_facts["steps_per_epoch"] = attempt.batches.steps_per_epoch
         keep(context.folder / RUN, run_facts)
     left_s, exact = seconds_left(job, context.ledger), job.train.full_determinism
-    if attempt.progress.step == 0 and is_worth_it(job, attempt.promise, is_deterministic=exact, left_s=left_s):
+    pays = is_worth_it(job, attempt.estimate, attempt.settings, is_deterministic=exact, left_s=left_s)
+    if attempt.progress.step == 0 and pays:
         with context.meter.span("probe"):
             context.emit(Note("trying a few micro-batch sizes before the first step"))
-            best = probe_run(attempt)[0]
-            attempt.promise = keep_setting(context.folder, attempt.promise, best.setting)
+            probe_run(attempt)
+    keep_settings(attempt)
 
 
 def _offer(attempt: Attempt, *, with_model: bool = False) -> None:
@@ -396,21 +393,19 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics) -> Att
     before_bytes = taken_bytes(numerics.device)
     with contextlib.ExitStack() as stack:
         loading = None
-        if job.task != "classification":  # whose head waits for the labels; else the model is read meanwhile
+        if task_of(job.task).labels is None:  # else the head waits for them; the model is read meanwhile
             loading = stack.enter_context(Meanwhile(lambda: build_model(job, inputs, numerics, ())))
         examples, held_out = open_examples(job, inputs, emit, lambda: bool(notice))
         sets = [each.tokens for each in (examples, held_out) if each is not None]
         notes = list(dict.fromkeys(note for each in sets for note in notes_of(each.facts)))
         write_json(context.folder / DATA_NOTES, notes)
-        promise = promised(job, context.folder, inputs, numerics, examples, held_out, emit)
-        lengths = from_token_set(examples.tokens, examples.indices, job.task, source="")
-        subject = subject_of(job, inputs.config, lengths, numerics.name, hardware_key(numerics.device))
-        promise = as_probed(job, context.folder, promise, subject)
+        estimate = estimated(job, context.folder, inputs, numerics, examples, held_out, emit)
+        settings = first_settings(job, context, inputs, numerics, examples, estimate)
         ledger.write("starting")
         meter.enter("load_model")
         emit(Working("loading the model"))
         model = loading.result() if loading else build_model(job, inputs, numerics, examples.tokens.label_names)
-    attempt = assemble(job, context, inputs, numerics, model, (examples, held_out), promise, subject)
+    attempt = assemble(job, context, inputs, numerics, model, (examples, held_out), estimate, settings)
     attempt.record.before_model_bytes = before_bytes
     ledger.write("starting")
     return attempt

@@ -15,7 +15,8 @@ from farthing.model.compiled import n_graphs
 from farthing.model.hardware import peak_bytes
 from farthing.train.attempt import Attempt
 from farthing.train.forecast import remaining_s, takes
-from farthing.train.step import Taken
+from farthing.train.settled import keep_settings
+from farthing.train.step import StepResult
 
 FORECAST_AFTER_STEPS = 5
 FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu", "utilisation_percent")
@@ -35,7 +36,7 @@ def note_rest(attempt: Attempt) -> None:
         note(attempt, attempt.in_flight.popleft())
 
 
-def note(attempt: Attempt, taken: Taken) -> tuple[list[float], float]:
+def note(attempt: Attempt, taken: StepResult) -> tuple[list[float], float]:
     """Put a step in the log, on the meter and before the user. Returns its losses and gradient norm."""
     meter, clocks = attempt.context.meter, attempt.clocks
     with meter.span("compute"):  # a GPU is waited for here
@@ -66,7 +67,7 @@ def _note_compiling(attempt: Attempt) -> None:
     clocks.n_graphs, clocks.compute_s = n, meter.spans.get("compute", 0.0)
 
 
-def judge_finite(attempt: Attempt, taken: Taken, losses: list[float], norm: float) -> None:
+def judge_finite(attempt: Attempt, taken: StepResult, losses: list[float], norm: float) -> None:
     """Count a skipped step and name its samples. Raises `NotFinite` when there were too many in a row."""
     at, scaler = attempt.progress, attempt.scaler
     loss, step = math.fsum(losses), taken.step + 1
@@ -96,17 +97,20 @@ def judge_finite(attempt: Attempt, taken: Taken, losses: list[float], norm: floa
 
 def note_out_of_memory(attempt: Attempt, step: int, why: str, is_less: bool) -> None:
     """Say that a step is taken again, and put on the receipt that it is with less at once."""
-    steps = attempt.steps
+    settings = attempt.settings
     if not is_less:
         freed = "unused memory was freed, and the step is taken again"
         attempt.warn(f"step {step + 1}: out of memory ({why}); {freed}")
         return
-    event = {"step": step + 1, "most_tokens": steps.most_tokens, "every_n_layers": steps.every_n_layers, "why": why}
-    event["job"] = attempt.job.fingerprint
-    attempt.context.ledger.write("running", out_of_memory=event)
+    now = {"micro_batch_tokens": settings.micro_batch_tokens, "checkpoint_every": settings.checkpoint_every}
+    attempt.context.ledger.write(
+        "running", out_of_memory={"step": step + 1, **now, "why": why, "job": attempt.job.fingerprint}
+    )
+    keep_settings(attempt)
+    more = ", with more activation checkpointing" if settings.checkpoint_every else ""
     attempt.warn(
-        f"step {step + 1}: out of memory; it goes on with {steps.most_tokens:,} tokens at a time"
-        f"{', with more activation checkpointing' if steps.every_n_layers else ''}: the same examples a step, the same result"
+        f"step {step + 1}: out of memory; it goes on with {settings.micro_batch_tokens:,} tokens at a time{more}: "
+        "the same examples a step, the same result"
     )
 
 
@@ -115,7 +119,7 @@ def _skipped(attempt: Attempt, event: StepSkipped) -> None:
     attempt.context.emit(event)
 
 
-def _step_event(attempt: Attempt, taken: Taken, loss: float, norm: float, n_tokens: int) -> StepTaken:
+def _step_event(attempt: Attempt, taken: StepResult, loss: float, norm: float, n_tokens: int) -> StepTaken:
     """What there is to say of a step, at the pace so far."""
     step, left_s = taken.step + 1, remaining_s(attempt)
     return StepTaken(
@@ -148,7 +152,7 @@ def _report_step(attempt: Attempt, event: StepTaken) -> None:
             "step": event.step,
             "wall_s": ledger.spent_s + event.s_to_go,
             "usd": event.usd + event.usd_to_go,
-            "peak_bytes": attempt.promised_bytes,
+            "peak_bytes": attempt.expected_bytes,
         }
     figures = {name: getattr(event, name) for name in ("peak_bytes", *FIGURES)}
     facts = {**figures, "tokens": event.run_tokens, "padded_tokens": event.run_padded_tokens, "takes": takes(attempt)}

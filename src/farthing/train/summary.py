@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from farthing.config.job import Job
 from farthing.device_memory import set_allocator
 from farthing.events import Decided
 from farthing.model.hardware import device_name
+from farthing.planner.estimate import Estimate
 from farthing.train.attempt import Attempt
 from farthing.units import plural, say_bytes, say_seconds, say_usd
 
@@ -20,10 +20,6 @@ from farthing.units import plural, say_bytes, say_seconds, say_usd
 def say_what_was_decided(attempt: Attempt) -> None:
     """One table of everything the job left open."""
     job, batch = attempt.job, attempt.job.global_batch_size
-    every = attempt.steps.every_n_layers
-    checkpointing = {0: "off", 1: "every layer"}.get(
-        every, f"every {every}nd layer" if every == 2 else f"every {every}th layer"
-    )
     counts = attempt.parameters
     attempt.context.emit(
         Decided(
@@ -34,7 +30,7 @@ def say_what_was_decided(attempt: Attempt) -> None:
             n_eval_examples=len(attempt.eval_examples) if attempt.eval_examples else 0,
             max_length=attempt.inputs.recipe.max_length,
             n_steps=attempt.n_steps,
-            batch=f"{plural(batch, 'example')} a step, up to {attempt.steps.most_tokens:,} tokens at a time",
+            batch=f"{plural(batch, 'example')} a step, up to {attempt.settings.micro_batch_tokens:,} tokens at a time",
             fitted=_fit_in_words(attempt),
             learning_rate=f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, "
             + plural(attempt.schedule.n_warmup_steps, "warm-up step"),
@@ -42,10 +38,10 @@ def say_what_was_decided(attempt: Attempt) -> None:
             precision=attempt.numerics.name,
             computed=_computed_in_words(attempt),
             memory=_memory_in_words(attempt),
-            checkpointing=checkpointing,
+            checkpointing=attempt.settings.checkpointing,
             checkpoints=_interval_in_words(attempt),
             price=_price_in_words(job),
-            estimate=_promise_in_words(attempt.promise),
+            estimate=_estimate_in_words(attempt.estimate),
         )
     )
     if not attempt.memory.fits:
@@ -58,7 +54,7 @@ def say_what_was_decided(attempt: Attempt) -> None:
 
 
 def _memory_in_words(attempt: Attempt) -> str:
-    words = f"{say_bytes(attempt.promised_bytes)} expected, {say_bytes(attempt.memory.free_bytes)} free"
+    words = f"{say_bytes(attempt.expected_bytes)} expected, {say_bytes(attempt.memory.free_bytes)} free"
     is_cuda = attempt.numerics.device.type == "cuda"
     return f"{words}; allocator: {set_allocator(os.environ)}" if is_cuda else words
 
@@ -67,7 +63,7 @@ def _computed_in_words(attempt: Attempt) -> str:
     """What is computed of a batch, and why not less."""
     forward = attempt.forward
     words = [f"padded ({forward.why_padded})" if forward.why_padded else "documents packed end to end, no padding"]
-    if attempt.job.task != "classification":
+    if attempt.forward.of.scores_tokens:
         words.append(forward.why_all_scored or "output layer: only positions with a target")
     if forward.mixes(attempt.train_examples.tokens, attempt.train_examples.indices):
         assert forward.apart is not None
@@ -98,14 +94,14 @@ def _interval_in_words(attempt: Attempt) -> str:
     return f"every {say_seconds(attempt.saving.every_s)}, {asked}"
 
 
-def _promise_in_words(promise: dict[str, Any]) -> str:
-    if not promise:
+def _estimate_in_words(estimate: Estimate | None) -> str:
+    if estimate is None:
         return "none: the planner does not know this model or device"
-    low, likely, high = promise["wall_range_s"]
+    low, likely, high = estimate.wall_range_s
     words = f"{say_seconds(likely)} ({say_seconds(low)} to {say_seconds(high)})"
-    if promise["usd"] > 0:
-        words += f", {say_usd(promise['usd'])}"
-    return f"{words}, {say_bytes(promise['peak_bytes'])}; {promise['calibration']}"
+    if estimate.usd > 0:
+        words += f", {say_usd(estimate.usd)}"
+    return f"{words}, {say_bytes(estimate.peak_bytes)}; {estimate.calibration}"
 
 
 def _price_in_words(job: Job) -> str:

@@ -29,7 +29,7 @@ from farthing.config.importers.scripts import (
 )
 from farthing.config.job import DataSection, MethodSection, TrainSection
 from farthing.errors import UserMistake
-from farthing.metrics import OF_TASK
+from farthing.tasks.registry import task_of
 
 FILL_IN = "FILL-IN/the-model"
 SOURCES = ("openai", "together", "fireworks", "axolotl", "llama-factory", "trl", "unsloth", "hf-trainer")
@@ -136,7 +136,10 @@ def _settle(out: Imported) -> None:
         _drop(out, "train.eval_steps", "eval_strategy does not go by steps")
     if job.get("train.bf16") and job.get("train.fp16"):
         _drop(out, "train.fp16", "bf16 is on too, and goes before it")
-    metric, known = str(job.get("train.metric_for_best_model", "loss")).removeprefix("eval_"), OF_TASK[str(job["task"])]
+    metric, known = (
+        str(job.get("train.metric_for_best_model", "loss")).removeprefix("eval_"),
+        task_of(str(job["task"])).metrics,
+    )
     if metric not in known:
         _drop(
             out,
