@@ -173,6 +173,7 @@ def look_at_data(path: Path, job_file: Path | None, overrides: list[str]) -> Any
     from farthing.data.sample import light_tokenizer
     from farthing.data.summary import summarize
     from farthing.data.tokens import Recipe
+    from farthing.tasks.causal_lm import CAUSAL_LM
 
     shown = short_name(str(path))
     if path.is_dir():
@@ -180,7 +181,7 @@ def look_at_data(path: Path, job_file: Path | None, overrides: list[str]) -> Any
     source = Source(shown, "", kind_of_file(path, shown), path)
     if job_file is None:
         tokenizer = light_tokenizer(None, None)
-        return summarize(source, tokenizer, Recipe("causal-lm", 1024), None)
+        return summarize(source, tokenizer, Recipe(CAUSAL_LM.name, CAUSAL_LM.max_length), None)
     from farthing.clock import today
     from farthing.planner.job_lengths import reading_of
 

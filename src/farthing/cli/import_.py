@@ -24,6 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write or print the job; 2 where the file asks for a training that farthing can't do."""
     from farthing.config.importers.job_text import job_text
     from farthing.config.importers.recognise import import_file
+    from farthing.tasks.registry import task_names
 
     path = Path(arguments.file)
     found = import_file(path, arguments.source)
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserMistake(
             "no job can be made of it: " + "; ".join(f"{line.key} ({line.why})" for line in found.blockers),
             where=str(path),
-            to_do="farthing trains causal-lm, seq2seq and classification on text: import a configuration of such a training",
+            to_do=f"farthing trains {', '.join(task_names())}, on text: import a configuration of such a training",
         )
     elif written:
         _say(found, written)

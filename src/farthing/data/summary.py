@@ -22,11 +22,15 @@ from farthing.data.read import Source
 from farthing.data.rows import BadRow, Row
 from farthing.data.tokens import Recipe
 from farthing.errors import DataError
+from farthing.tasks.causal_lm import CAUSAL_LM
+from farthing.tasks.classification import CLASSIFICATION
 from farthing.tasks.columns import Unusable
+from farthing.tasks.registry import task_of
+from farthing.tasks.seq2seq import SEQ2SEQ
 
 MOST_CHARACTERS = 8_000_000  # that are tokenized: some seconds
 N_EXAMPLES = 3
-TASKS = ("classification", "causal-lm", "seq2seq")
+TASKS = (CLASSIFICATION, CAUSAL_LM, SEQ2SEQ)
 _NO_LIMIT = 1 << 40
 _USUAL_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "human", "gpt", "observation", "function_call",
                 "function_response"}  # fmt: skip
@@ -113,14 +117,14 @@ def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) 
 
 
 def _task_of(columns: set[str], recipe: Recipe) -> str:
-    for task in TASKS:
+    for task in (each.name for each in TASKS):
         try:
             recognise(columns, task, recipe.columns, "")
         except DataError:
             continue
-        if task != "classification" or "label" in columns or "text" not in columns:
+        if task_of(task).labels is None or "label" in columns or "text" not in columns:
             return task
-    return "causal-lm"
+    return CAUSAL_LM.name
 
 
 def _hash(value: Any) -> bytes:
@@ -181,8 +185,8 @@ def _count_tokens(texts: list[Text], tokenizer: Any, recipe: Recipe, found: Summ
         "learned_share": float(targets.sum() / max(1, lengths.sum())),
     }  # fmt: skip
     found.n_too_long = int((lengths > recipe.max_length).sum())
-    if found.task == "classification":
+    if task_of(found.task).labels is not None:
         found.labels = dict(Counter(str(text.label) for text in texts).most_common(50))
     found.examples = [list(text.segments) for text in kept[:N_EXAMPLES]]
-    if recipe.train_on_prompt and found.task == "causal-lm":
+    if recipe.train_on_prompt and task_of(found.task).predicts_next:
         found.examples = [[(part, True) for part, _ in example] for example in found.examples]

@@ -17,6 +17,7 @@ from functools import cache
 
 from farthing.planner.types import JobSpec
 from farthing.prices.gpus import FACTS
+from farthing.tasks.registry import task_of
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def bills(wanted: JobSpec, task: str, model: str, max_length: int, today: date) 
 
     `model` is a name on the Hub or a folder. A closed model is listed beside the others, as it is what one may have now.
     """
-    if task != "causal-lm":
+    if not task_of(task).predicts_next:
         return []
     method, name = "full" if wanted.method == "full" else "lora", model.rstrip("/").rpartition("/")[2].lower()
     billion = wanted.shape.n_parameters / 1e9

@@ -6,6 +6,7 @@ from typing import Any
 
 from farthing.data.summary import Summary
 from farthing.report.safe import escape
+from farthing.tasks.registry import task_of
 from farthing.units import plural
 
 MOST_CHARACTERS = 1500  # of an example
@@ -56,7 +57,7 @@ def _tokens(found: Summary) -> list[str]:
         f"tokens     {tokens['all']:,.0f} in all; {tokens['mean']:,.0f} in the mean, half under {tokens['median']:,.0f},"
         f" nine in ten under {tokens['nine_in_ten']:,.0f}, the longest {tokens['longest']:,.0f} ({source})"
     ]
-    if found.task != "classification":
+    if task_of(found.task).labels is None:
         rows.append(f"learned    {tokens['learned_share']:.0%} of the tokens")
     if found.n_too_long:
         rows.append(

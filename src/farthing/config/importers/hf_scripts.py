@@ -10,6 +10,9 @@ from farthing.config.importers import trl
 from farthing.config.importers.record import Imported, To, Why, flat, read_keys, scheduler, text, whole
 from farthing.config.importers.script_job import Script
 from farthing.config.importers.scripts import Call
+from farthing.tasks.causal_lm import CAUSAL_LM
+from farthing.tasks.classification import CLASSIFICATION
+from farthing.tasks.seq2seq import SEQ2SEQ
 
 NAME = "hf-trainer"
 TABLE: dict[str, To] = {
@@ -47,8 +50,9 @@ GROUPS = (
     *trl.GROUPS,
 )  # fmt: skip
 _TASKS = {
-    "run_glue": "classification", "run_classification": "classification", "run_xnli": "classification",
-    "run_summarization": "seq2seq", "run_translation": "seq2seq", "run_clm": "causal-lm", "finetune_trainer": "seq2seq",
+    "run_glue": CLASSIFICATION.name, "run_classification": CLASSIFICATION.name, "run_xnli": CLASSIFICATION.name,
+    "run_summarization": SEQ2SEQ.name, "run_translation": SEQ2SEQ.name,
+    "run_clm": CAUSAL_LM.name, "finetune_trainer": SEQ2SEQ.name,
 }  # fmt: skip
 
 
@@ -65,7 +69,7 @@ def read(values: Mapping[str, Any], out: Imported, program: str = "") -> None:
     if name.startswith("run_") and task is None:
         out.name("(script)", program, f"{program} is a task that farthing does not have", "blocks")
     out.job["task"] = task or _guessed(values)
-    if values.get("task_name") and out.job["task"] == "classification":
+    if values.get("task_name") and out.job["task"] == CLASSIFICATION.name:
         task_name = str(values["task_name"])
         out.put("task_name", task_name, "data.train", [{"path": "nyu-mll/glue", "name": task_name, **_glue(task_name)}])
     trl.data(values, out)
@@ -90,8 +94,8 @@ def _glue(name: str) -> dict[str, Any]:
 
 def _guessed(values: Mapping[str, Any]) -> str:
     if values.get("task_name") or "label_column_name" in values:
-        return "classification"
-    return "seq2seq" if "max_source_length" in values or "predict_with_generate" in values else "causal-lm"
+        return CLASSIFICATION.name
+    return SEQ2SEQ.name if "max_source_length" in values or "predict_with_generate" in values else CAUSAL_LM.name
 
 
 def _columns(values: Mapping[str, Any], out: Imported) -> None:
@@ -100,7 +104,7 @@ def _columns(values: Mapping[str, Any], out: Imported) -> None:
     source = values.get("text_column") or values.get("text_column_name")
     target = values.get("summary_column")
     prefix = values.get("source_prefix")
-    if out.job["task"] == "seq2seq":
+    if out.job["task"] == SEQ2SEQ.name:
         if prefix and source:
             columns["input"] = f"{prefix}{{{source}}}"
         elif source:

@@ -23,7 +23,7 @@ def job_text(imported: Imported, name: str) -> str:
         f"# From {printable(name)} ({imported.source}). Plan it: farthing plan FILE    Train it: farthing train FILE",
         "",
     ]
-    rows += _key("task", job.pop("task", "causal-lm"), origin, imported, "")
+    rows += _key("task", job.pop("task"), origin, imported, "")
     data = _data(job)
     for section in _SECTIONS:
         keys = {key.partition(".")[2]: value for key, value in {**job, **data}.items() if key.startswith(f"{section}.")}

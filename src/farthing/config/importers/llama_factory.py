@@ -24,6 +24,7 @@ from farthing.config.importers.record import (
     whole,
 )
 from farthing.config.importers.shared import COMMON, NO_COUNT_OF_GPUS
+from farthing.tasks.causal_lm import CAUSAL_LM
 
 NAME = "llama-factory"
 MAX_REGISTRY_BYTES = 16 << 20
@@ -116,7 +117,7 @@ def _kind(values: Mapping[str, Any], out: Imported) -> None:
     if stage in _STAGES:
         out.name("stage", stage, f"{_STAGES[stage]}, which farthing does not do", "blocks")
     elif stage in ("sft", "pt"):
-        out.put("stage", stage, "task", "causal-lm")
+        out.put("stage", stage, "task", CAUSAL_LM.name)
     trains = (
         "stage" in values or "train_dataset" in values or values.get("do_train") is True or "learning_rate" in values
     )

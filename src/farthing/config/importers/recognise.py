@@ -29,6 +29,7 @@ from farthing.config.importers.scripts import (
 )
 from farthing.config.job import DataSection, MethodSection, TrainSection
 from farthing.errors import UserMistake
+from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.registry import task_of
 
 FILL_IN = "FILL-IN/the-model"
@@ -70,7 +71,7 @@ def _import(path: Path, source: str | None) -> Imported:
 
 def _read(source: str, values: Mapping[str, Any], path: Path, program: str = "") -> Imported:
     out = Imported(source)
-    out.job["task"] = "causal-lm"
+    out.job["task"] = CAUSAL_LM.name
     if source == axolotl.NAME:
         axolotl.read(values, out)
     elif source == llama_factory.NAME:
@@ -107,7 +108,7 @@ def _machines(values: Mapping[str, Any]) -> Imported:
 
 def finish(out: Imported) -> Imported:
     """What every import has to have: a task, a model, and no code of strangers unasked."""
-    out.job.setdefault("task", "causal-lm")
+    out.job.setdefault("task", CAUSAL_LM.name)
     model, revision = out.job.get("model.model_name_or_path"), str(out.job.get("model.revision") or "")
     if not model:
         out.job["model.model_name_or_path"] = FILL_IN

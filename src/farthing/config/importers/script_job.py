@@ -11,6 +11,8 @@ from farthing.config.importers.prompts import CHATML
 from farthing.config.importers.record import Imported, To, Why, flat, read_keys, truth
 from farthing.config.importers.scripts import Call, Computed
 from farthing.config.importers.shared import COMMON
+from farthing.tasks.classification import CLASSIFICATION
+from farthing.tasks.seq2seq import SEQ2SEQ
 
 ARGUMENTS = ("SFTConfig", "TrainingArguments", "Seq2SeqTrainingArguments", "UnslothTrainingArguments")
 TRAINERS = ("SFTTrainer", "Trainer", "Seq2SeqTrainer", "UnslothTrainer")
@@ -48,8 +50,8 @@ _LORA = {**hf.LORA, "loraplus_lr_ratio": To("method.loraplus_lr_ratio"), "use_do
 _VISION = ("Vision", "ImageText", "Vision2Seq", "VL", "Whisper", "Csm", "Audio", "Speech", "CTC",
            "ImageClassification", "Segmentation", "ObjectDetection")  # fmt: skip
 _TASKS = {
-    "SequenceClassification": "classification", "Seq2SeqLM": "seq2seq", "T5ForConditionalGeneration": "seq2seq",
-    "BartForConditionalGeneration": "seq2seq",
+    "SequenceClassification": CLASSIFICATION.name, "Seq2SeqLM": SEQ2SEQ.name, "T5ForConditionalGeneration": SEQ2SEQ.name,
+    "BartForConditionalGeneration": SEQ2SEQ.name,
 }  # fmt: skip
 _NO_TASKS = (
     "TokenClassification",

@@ -8,6 +8,7 @@ from farthing.config.importers import trl
 from farthing.config.importers.record import Imported
 from farthing.config.importers.script_job import Script
 from farthing.config.importers.scripts import Call
+from farthing.tasks.causal_lm import CAUSAL_LM
 
 NAME = "unsloth"
 
@@ -19,7 +20,7 @@ def read(calls: Sequence[Call], out: Imported) -> None:
     if (
         not script.masks_prompts
         and "data.train_on_prompt" not in out.job
-        and out.job.get("task", "causal-lm") == "causal-lm"
+        and out.job.get("task", CAUSAL_LM.name) == CAUSAL_LM.name
     ):
         out.default("data.train_on_prompt", True, "SFTTrainer without train_on_responses_only: every token is learned")
     model = out.job.get("model.model_name_or_path", "")
