@@ -139,6 +139,14 @@ def test_a_wrong_key_of_data_is_explained(tmp_path: Path, text: str, words: str)
         job_of(tmp_path, text + "\n")
 
 
+def test_the_schema_for_editors_knows_sources_with_keys_of_their_own() -> None:
+    from farthing.config.load import job_schema
+
+    items = job_schema()["$defs"]["DataSection"]["properties"]["train"]["anyOf"][1]["items"]["anyOf"]
+    assert {"type": "string"} in items
+    assert set(items[1]["properties"]) == {"path", "weight", "columns", "split", "name"}
+
+
 def test_whole_numbers_are_labels_by_their_digits(tmp_path: Path) -> None:
     assert job_of(tmp_path, "data: {train: a.jsonl, label_map: {0: neg, 1: pos}}\n").data.label_map == {
         "0": "neg",

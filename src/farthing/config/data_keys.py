@@ -13,7 +13,14 @@ from pydantic.config import ConfigDict
 from farthing.data.columns import parts_of, templates_of
 from farthing.data.rows import Own
 
-_OWN_KEYS = ("path", "weight", "columns", "split", "name")
+OWN_SCHEMA: dict[str, Any] = {
+    "path": {"type": "string", "description": "file, address, folder or data set"},
+    "weight": {"type": "number", "description": "how often an epoch learns each of its examples"},
+    "columns": {"type": "object", "description": "as data.columns, for this source alone"},
+    "split": {"type": "string", "description": "split of a data set"},
+    "name": {"type": "string", "description": "configuration of a Hub data set"},
+}
+"""The keys of a source, for editors."""
 _ADVICE = "YAML reads yes, no, on, off, true and false as true/false; put the word in quotes"
 
 
@@ -83,9 +90,9 @@ def with_own(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(said: dict[Any, Any], role: str) -> None:
-    unknown = [str(key) for key in said if key not in _OWN_KEYS]
+    unknown = [str(key) for key in said if key not in OWN_SCHEMA]
     if unknown:
-        raise ValueError(f"`{unknown[0]}` is no key of a source in `{role}`; there are {', '.join(_OWN_KEYS)}")
+        raise ValueError(f"`{unknown[0]}` is no key of a source in `{role}`; there are {', '.join(OWN_SCHEMA)}")
     if not isinstance(said.get("path"), str) or not said["path"]:
         raise ValueError(f"a source in `{role}` without a path; write {{path: FILE}}")
     weight = said.get("weight", 1)

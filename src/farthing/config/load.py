@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from farthing.addresses import is_remote
+from farthing.config.data_keys import OWN_SCHEMA
 from farthing.config.foreign_keys import Foreign, adopt, answer
 from farthing.config.job import Job
 from farthing.data.rows import Own
@@ -102,11 +103,23 @@ def job_schema() -> dict[str, Any]:
     for section, key in SHORTHAND.items():
         short = {"type": "string", "description": f"short for {section}: {{{key}: ...}}"}
         schema["properties"][section] = {"anyOf": [short, schema["properties"][section]]}
-    one_or_many = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    one_or_many: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     for definition in schema["$defs"].values():
         for key, value in definition.get("properties", {}).items():
             if key in ("train", "eval", "target_modules", "modules_to_save") and value.get("type") == "array":
-                definition["properties"][key] = {**one_or_many, "description": value.get("description", "")}
+                definition["properties"][key] = {
+                    "anyOf": [*one_or_many["anyOf"]],
+                    "description": value.get("description", ""),
+                }
+                if key in ("train", "eval"):
+                    own = {
+                        "type": "object",
+                        "required": ["path"],
+                        "additionalProperties": False,
+                        "properties": OWN_SCHEMA,
+                    }
+                    items = {"anyOf": [{"type": "string"}, own]}
+                    definition["properties"][key]["anyOf"][1] = {"type": "array", "items": items}
             if key == "report_to":
                 definition["properties"][key] = {"anyOf": [value["items"], value]}
             if key in ("max_usd", "usd_per_hour", "usd_per_kwh", "max_hours", "max_gpu_hours"):
