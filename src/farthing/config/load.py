@@ -51,7 +51,11 @@ def load_job(path: str | Path, overrides: list[str] | None = None) -> Job:
     each with its line or its `--set`.
     """
     path = Path(path)
-    text = _read_text(path)
+    return parse_job(_read_text(path), path, overrides)
+
+
+def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
+    """`load_job` of a text: `path` is what messages call it, and relative names of the job stand beside it."""
     try:
         _refuse_tangles(text, path)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
