@@ -648,7 +648,7 @@ def test_too_many_bad_rows_are_refused_with_their_places(tokens_of: Any) -> None
     with pytest.raises(DataError) as caught:
         tokens_of(rows, max_bad_rows=0.1)
     message = str(caught.value)
-    assert "2 of 10 rows can't be used, 10% may be" in message
+    assert "2 of 10 rows can't be used, at most 10% are allowed" in message
     assert ".jsonl:9: `text` is empty" in message
     assert ".jsonl:10: `text` is a number, not text" in message
     assert "data.max_bad_rows: 0.2" in message
