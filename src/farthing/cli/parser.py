@@ -23,6 +23,7 @@ VERBS = {
     "init": "write a commented starter job, the demo, or the JSON Schema of job files",
     "plan": "where to run a job: does it fit, how long, how many dollars, and why not elsewhere",
     "train": "start a job, or continue it where it was interrupted",
+    "launch": "take a job to a machine elsewhere: rented, watched, given back; shows what it would do unless --yes",
     "probe": "measure real steps for a minute and find the cheapest settings for a job on this machine",
     "report": "print the receipt of a run, or compare two",
     "export": "write the trained model of a run as an adapter or merged into its base",

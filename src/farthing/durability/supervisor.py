@@ -147,7 +147,9 @@ def _how(code: int) -> str:
     return "interrupted" if code == EXIT_INTERRUPTED else f"ended with {code}"
 
 
-def begin(arguments: Sequence[str], stdout: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+def begin(
+    arguments: Sequence[str], stdout: IO[bytes] | int | None = None, stderr: int | None = None
+) -> subprocess.Popen[bytes]:
     """`farthing` with these arguments as a child that signals of the terminal reach only through us, and that is asked to
     leave when we die."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -159,6 +161,7 @@ def begin(arguments: Sequence[str], stdout: IO[bytes] | None = None) -> subproce
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "farthing", *arguments],
         stdout=stdout,
+        stderr=stderr,
         process_group=0,
         preexec_fn=follow,
     )

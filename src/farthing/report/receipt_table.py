@@ -58,6 +58,8 @@ def draw_receipt(console: Console, receipt: Receipt) -> None:
         )
     if not receipt.usd_is_known:
         console.print("[dim]no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh[/]")
+    if receipt.machines:
+        _draw_machines(console, receipt.machines)
     facts = Table.grid(padding=(0, 2))
     for name, words in {**_of_training(receipt), **_of_trouble(receipt)}.items():
         if words:
@@ -80,6 +82,22 @@ def _draw_spans(console: Console, receipt: Receipt) -> None:
             table.add_row(*cells[: len(table.columns)])
     cells = ["total", f"{receipt.wall_s:.1f}", f"{1:.1%}", dollars(receipt.usd)]
     table.add_row(*(f"[bold]{cell}[/]" for cell in cells[: len(table.columns)]))
+    console.print(table)
+
+
+def _draw_machines(console: Console, machines: list[dict[str, Any]]) -> None:
+    """What was paid for each rented machine, from the request to the confirmed deletion; training is a part of it."""
+    total = sum(row["usd"] for row in machines)
+    dollars = digits_of(total)
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    table.add_column("machine")
+    for name in ("boot", "train", "idle", "teardown", "dollars"):
+        table.add_column(name, justify="right")
+    for row in machines:
+        where = f"{row['provider']} {row['instance'] or row['gpu']}" + ("" if row["gone_at"] else ", not confirmed gone")
+        cells = [dollars(row["usd_of"][name]) for name in ("boot", "train", "idle", "teardown")]
+        table.add_row(escape(where), *cells, dollars(row["usd"]))
+    table.add_row("[bold]all machines[/]", "", "", "", "", f"[bold]{dollars(total)}[/]")
     console.print(table)
 
 
