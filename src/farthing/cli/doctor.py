@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from farthing.cli.console import print_json, rich_console
 from farthing.cli.parser import add_set_argument
@@ -13,6 +14,7 @@ from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, UserMistake
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing doctor`."""
     parser.add_argument("job", nargs="?", help="job file (YAML)")
+    parser.add_argument("--target", metavar="TARGET", help="what `farthing launch --on TARGET` would lack here")
     add_set_argument(parser)
     parser.add_argument("--data", metavar="FILE", help="say what a data file is; with a job, as that job reads it")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
@@ -24,12 +26,20 @@ def run(arguments: argparse.Namespace) -> int:
         return _look_at_data(arguments)
     if arguments.set and not arguments.job:
         raise UserMistake("there is no job to override", where="--set", to_do="name the job file as well")
-    from farthing.doctor import check_before, check_job, check_machine
+    from farthing.doctor import Check, check_before, check_job, check_machine
 
+    if arguments.target:
+        from farthing.launch.check import check_target
+
+        return _show([Check(*found) for found in check_target(arguments.target)], arguments, next_step="")
     faults = check_before(Path(arguments.job), arguments.set) if arguments.job else []
     checks = list(check_machine(Path.cwd(), with_device=not faults)) + faults
     if arguments.job and not faults:
         checks += check_job(Path(arguments.job), arguments.set)
+    return _show(checks, arguments, next_step=f"farthing train {arguments.job}" if arguments.job else "")
+
+
+def _show(checks: list[Any], arguments: argparse.Namespace, *, next_step: str) -> int:
     failed = [check for check in checks if check.state == "failed"]
     if arguments.json:
         print_json({"ok": not failed, "checks": [check.as_dict() for check in checks]})
@@ -51,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         if failed:
             console.print(f"\n[red]{plural(len(failed), 'check')} failed[/]{also}")
         else:
-            ready = f"\nnext: farthing train {escape(arguments.job)}" if arguments.job else ""
+            ready = f"\nnext: {escape(next_step)}" if next_step else ""
             console.print(f"\n[green]nothing failed[/]{also}{ready}", soft_wrap=True)
     return EXIT_MISTAKE if failed else EXIT_FINISHED
 

@@ -54,7 +54,7 @@ class HostDriver:
     def _home(self) -> str:
         return f"{shlex.quote(self._shared)}/launch" if self._shared else '"${FARTHING_HOME:-$HOME/.farthing}"'
 
-    def _tell(self, host: str, script: str) -> str:
+    def tell(self, host: str, script: str) -> str:
         """What a shell there prints. Raises `Unclear`."""
         program = shlex.split(os.environ.get("FARTHING_SSH", "ssh"))
         words = ["sh", "-s"] if host == HERE else [*program, *SSH_OPTIONS, "--", host, "sh -s"]
@@ -74,7 +74,7 @@ class HostDriver:
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
         if ask.offer.instance == HERE:  # this very farthing, also where no environment was activated
             exports += f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"\n'
-        said = self._tell(ask.offer.instance, f"""
+        said = self.tell(ask.offer.instance, f"""
 umask 077
 d={self._home()}/{ask.name}
 mkdir -p "$d" || exit 1
@@ -100,7 +100,7 @@ cat "$d/pid"
         script = (
             f'{_LOOK}\nd={self._home()}/{machine.name}\n[ -e "$d/pid" ] && echo "$(cat "$d/pid") $(one "$d")"; true'
         )
-        words = self._tell(machine.instance, script).split()
+        words = self.tell(machine.instance, script).split()
         if not words:
             return None
         code = int(words[2]) if len(words) > 2 and words[2].isdigit() else None
@@ -116,14 +116,14 @@ for d in {self._home()}/{prefix}-*; do
 done; true"""
         for host in self._hosts:
             with contextlib.suppress(Unclear):
-                for line in self._tell(host, script).splitlines():
+                for line in self.tell(host, script).splitlines():
                     name, _, number = line.partition(" ")
                     found[name] = f"{host} {number}"
         return found
 
     def destroy(self, machine: Machine) -> None:
         """See `Driver`. First a polite signal, which saves; after a minute of asking everything of the session is killed."""
-        self._tell(machine.instance, f"""
+        self.tell(machine.instance, f"""
 d={self._home()}/{machine.name}
 [ -e "$d/pid" ] || exit 0
 p=$(cat "$d/pid"); now=$(date +%s)
@@ -134,4 +134,4 @@ true
 
     def log(self, machine: Machine) -> str:
         """See `Driver`."""
-        return self._tell(machine.instance, f"tail -n 200 {self._home()}/{machine.name}/log.txt 2>/dev/null; true")
+        return self.tell(machine.instance, f"tail -n 200 {self._home()}/{machine.name}/log.txt 2>/dev/null; true")

@@ -346,9 +346,15 @@ class Launch:
             pass
 
     def _closed(self, code: int) -> int:
-        """Wait until every machine is confirmed to be gone; then the code."""
+        """Wait until every machine is confirmed to be gone, then the code. A host of one's own that does not answer is
+        waited for only a while, and said."""
+        began = self._clock()
         self._sweep()
         while self._ledger.open:
+            if self._driver.may_overlap and self._clock() - began > self.patience.stubborn_s:
+                names = ", ".join(machine.name for machine in self._ledger.open)
+                self._say(f"not confirmed gone, and counted until it is: {names}; `farthing launch --stop` asks again")
+                break
             self._sleep(self.patience.poll_s)
             self._sweep()
         return code
