@@ -5,11 +5,13 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from farthing.launch.registry import TARGETS
 from farthing.launch.session import Session
 from farthing.launch.supervise import Spent
 from farthing.launch.words import Speaker, StoreWords
+from farthing.prices.offers import Billing, Offer
 from launch_faults import Fate, Killed, is_good, prepared_for, run_case, supervise
 from launch_matrix import AT, FILES_OF_CASE, cases, outcome_of
 
@@ -605,3 +608,63 @@ def test_the_ledger_of_machines_survives_a_torn_line(tmp_path: Path) -> None:
     assert [(m.state, m.id, m.number) for m in again.machines.values()] == [("created", "x", 1)]
     again.note("farthing-1-1", "gone", 3.0)
     assert MachineLedger(tmp_path).open == []
+
+
+# ---- docs ----
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "launch"
+
+
+def _commands() -> list[str]:
+    """Every command of the pages that stands in a block of its own."""
+    found = []
+    for page in sorted(DOCS.glob("*.md")):
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
+            found += [line.partition("#")[0].strip() for line in block.splitlines() if line.strip()]
+    return found
+
+
+def test_every_target_has_a_page_and_every_page_is_about_one() -> None:
+    pages = {page.stem for page in DOCS.glob("*.md")} - {"README"}
+    assert pages == {"hosts" if name in ("local", "ssh") else name for name in TARGETS}
+
+
+@pytest.mark.parametrize("command", _commands())
+def test_commands_of_the_pages_work(command: str, demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    program, *words = shlex.split(command)
+    assert program == "farthing"
+    monkeypatch.chdir(demo.parent)
+    monkeypatch.setattr(
+        "farthing.launch.check.subprocess.run", lambda words, **more: subprocess.CompletedProcess(words, 1, "", "")
+    )
+    for name in ("RUNPOD_API_KEY", "VAST_API_KEY", "LAMBDA_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    code = main(words)
+    said = capsys.readouterr()
+    assert code == EXIT_FINISHED or (words[0] == "doctor" and "to do" in said.out), said.err
+
+
+def test_doctor_says_what_a_target_lacks(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.delenv("RUNPOD_API_KEY", raising=False)
+    assert main(["doctor", "--target", "runpod", "--json"]) == 2
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["key"]["state"] == "failed"
+    assert "export RUNPOD_API_KEY" in checks["key"]["to_do"]
+    assert main(["doctor", "--target", "nowhere"]) == 2
+
+
+def test_boot_times_are_facts_with_a_source_and_the_plan_counts_with_them() -> None:
+    from farthing.planner.pricing import setup_s
+    from farthing.planner.types import Assumptions
+    from farthing.prices.boot import INSTALL_S, boot_of
+
+    def of(provider: str) -> float:
+        offer = Offer(
+            provider, "", "L4", 1, "", "", False, "machine_hour", 1.0, "", date(2026, 11, 22), Billing(provider)
+        )
+        return setup_s(offer, Assumptions(setup_s=77.0))
+
+    assert of("AWS") == 101 + INSTALL_S == boot_of("AWS").seconds
+    assert of("nobody") == 77.0
+    assert boot_of("AWS").source.startswith("github.com/")
+    assert boot_of("nobody").seconds == Assumptions().setup_s

@@ -22,6 +22,7 @@ from farthing.planner.spot import (
     young_interval_s,
 )
 from farthing.planner.types import Assumptions, JobSpec, Place, Plan, Range, Rejected
+from farthing.prices.boot import boot_of
 from farthing.prices.offers import Offer, bill
 from farthing.tasks.registry import task_of
 
@@ -140,7 +141,7 @@ class Pricing:
         tokens = task_of(shape.task).n_tokens(wanted.lengths.n_tokens, wanted.lengths.n_target_tokens)
         export_s = known.export_s if known.export_s is not None else 0.5 + wanted.n_trainable * 4 / a.disk_bytes_per_s
         seconds = {
-            "setup": 0.0 if place.is_local else a.setup_s,
+            "setup": 0.0 if place.is_local else setup_s(place.offer, a),
             "download": 0.0 if place.is_local else weights_bytes / a.download_bytes_per_s,
             "start-up": start_s,
             "tokenizing": 0.0 if wanted.is_tokenized and place.is_local else tokens / a.tokenize_tokens_per_s,
@@ -190,6 +191,12 @@ class Pricing:
                 self._intervals[key] = best_interval_s(*key)
             interval_s = max(30.0, min(self._intervals[key], busy_s))
         return expect_range(busy_s, SaveSchedule(interval_s, save_s, before_s), zone), interval_s
+
+
+def setup_s(offer: Offer, assumptions: Assumptions) -> float:
+    """Seconds from the request for a machine until it can begin: its provider's, where they are known."""
+    boot = boot_of(offer.provider)
+    return boot.seconds if boot.is_known else assumptions.setup_s
 
 
 def _swing(place: Place, moving_once_s: float, wall_s: float, spot: SpotRange | None, error: float) -> _Swing:

@@ -32,7 +32,7 @@ OLD_PRICE_DAYS = 90  # an older price may have changed
 class Assumptions(NamedTuple):
     """What a plan supposes where nothing was measured. All are printed with it."""
 
-    setup_s: float = 240.0  # of a rented machine: boot, drivers, installation
+    setup_s: float = 240.0  # of a rented machine: boot, drivers, installation; facts/boot.csv knows some providers'
     download_bytes_per_s: float = 100e6
     load_bytes_per_s: float = 1e9  # from disk to the device
     import_s: float = 10.0
@@ -44,7 +44,8 @@ class Assumptions(NamedTuple):
     def in_words(self) -> list[str]:
         """One line each."""
         return [
-            f"a rented machine needs {say_seconds(self.setup_s)} before it can begin, and downloads at "
+            f"a rented machine needs {say_seconds(self.setup_s)} before it can begin where its provider's time is not "
+            "known (facts/boot.csv), and downloads at "
             f"{self.download_bytes_per_s / 1e6:.0f} MB/s",
             f"imports take {self.import_s:.0f} s, weights load at {self.load_bytes_per_s / 1e9:g} GB/s",
             f"tokenizing runs at {self.tokenize_tokens_per_s / 1e6:g} M tokens/s",

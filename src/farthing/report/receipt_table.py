@@ -94,7 +94,9 @@ def _draw_machines(console: Console, machines: list[dict[str, Any]]) -> None:
     for name in ("boot", "train", "idle", "teardown", "dollars"):
         table.add_column(name, justify="right")
     for row in machines:
-        where = f"{row['provider']} {row['instance'] or row['gpu']}" + ("" if row["gone_at"] else ", not confirmed gone")
+        where = f"{row['provider']} {row['instance'] or row['gpu']}" + (
+            "" if row["gone_at"] else ", not confirmed gone"
+        )
         cells = [dollars(row["usd_of"][name]) for name in ("boot", "train", "idle", "teardown")]
         table.add_row(escape(where), *cells, dollars(row["usd"]))
     table.add_row("[bold]all machines[/]", "", "", "", "", f"[bold]{dollars(total)}[/]")
