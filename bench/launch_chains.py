@@ -93,14 +93,14 @@ def judged(session: Session, code: int, reference: dict[str, Any]) -> list[str]:
         return [f"it ended with {code}"]
     wrong = [] if result_of(session.folder) == reference else ["it is not the same to the bit"]
     receipt = leave_receipt(session.folder)
-    rows = receipt["machines"]
+    rows = receipt.machines
     if [row["state"] for row in rows] != ["gone"] * len(rows):
         wrong.append(f"machines are {[row['state'] for row in rows]}")
     for row in rows:
         if abs(sum(row["usd_of"].values()) - row["usd"]) > 1e-6:
             wrong.append(f"the parts of {row['name']} do not add up")
     on_machines = sum(row["seconds"]["train"] for row in rows)
-    if abs(on_machines - receipt["wall_s"]) > 0.05 * receipt["wall_s"] + 1.0:
+    if abs(on_machines - receipt.wall_s) > 0.05 * receipt.wall_s + 1.0:
         wrong.append(f"{receipt['wall_s']:.1f} s of training, {on_machines:.1f} s of them on machines")
     return wrong
 

@@ -116,9 +116,13 @@ def test_what_does_not_leave_is_killed_in_the_end(
     monkeypatch.setattr("farthing.launch.host_driver.KILL_AFTER_S", 0)
     ask = ask_for("stubborn")
     host.create(ask, 1.0)
-    host.destroy(machine_of(ask))
-    seen = over(host, ask)
-    assert seen.code is None
+
+    def is_gone() -> bool:
+        host.destroy(machine_of(ask))  # asked again and again, as the supervisor does
+        seen = host.look(machine_of(ask))
+        return seen is not None and seen.is_over and seen.code is None
+
+    assert until(is_gone)
     assert host.names("farthing-12345678") == {}
 
 

@@ -170,8 +170,9 @@ def _show_standing(session: Any, *, as_json: bool) -> int:
 
 def _token_sets(job: Any) -> list[Path]:
     """The data of a job tokenized here, where that costs nothing: the folders of its token sets."""
+    from farthing.events import ignore
     from farthing.train.setup import open_examples, open_inputs
 
     inputs = open_inputs(job)
-    train, held_out = open_examples(job, inputs, lambda kind, facts: None, lambda: False)
+    train, held_out = open_examples(job, inputs, ignore, lambda: False)
     return list(dict.fromkeys(each.tokens.folder for each in (train, held_out) if each is not None))

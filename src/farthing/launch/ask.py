@@ -77,7 +77,7 @@ def script_of(ask: Ask) -> str:
     """What a machine runs, as a POSIX shell script: bring farthing, train, end in time. Its exit code is the run's.
 
     Signals are handed on and the script waits for the end of the last checkpoint. 124 of `timeout` (nothing else ended it
-    in time) becomes 3: stopped by a limit.
+    in time) becomes 3, stopped by a limit; 143 (told to leave before it could listen) becomes 75, interrupted.
     """
     folder = (
         f"{shlex.quote(ask.folder)}/launch/{ask.name}"
@@ -88,12 +88,13 @@ def script_of(ask: Ask) -> str:
     return f"""#!/bin/sh
 # {ask.name}: trains, and ends after {ask.most_s} seconds at the latest.
 umask 077
+child=
+trap '[ -z "$child" ] && exit 75; kill -TERM "$child" 2>/dev/null' TERM INT HUP USR1
 mkdir -p {folder} && cd {folder} || exit 2
 {_file(JOB, ask.job_text)}{_file(ABOARD, json.dumps(ask.aboard, indent=1, sort_keys=True))}\
 command -v farthing >/dev/null 2>&1 || {install} || {{ echo "farthing can't be installed here" >&2; exit 2; }}
 timeout --signal=TERM --kill-after={GRACE_S} {ask.most_s} farthing launch {JOB} --aboard {ABOARD} &
 child=$!
-trap 'kill -TERM "$child" 2>/dev/null' TERM INT HUP USR1
 wait "$child"
 code=$?
 while kill -0 "$child" 2>/dev/null; do
@@ -101,6 +102,7 @@ while kill -0 "$child" 2>/dev/null; do
   code=$?
 done
 [ "$code" -eq 124 ] && code=3
+[ "$code" -eq 143 ] && code=75
 exit "$code"
 """
 
