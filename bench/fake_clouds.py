@@ -57,6 +57,7 @@ class World:
     n_double: int = 0
     away_until: float = 0.0
     n_created: int = 0
+    stopped: bool = False
     asks: dict[str, Any] = field(default_factory=dict)
     requests: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -138,6 +139,10 @@ class World:
         is_gone = machine.gone_at is not None
         beat = "silent" if is_silent else f"{machine.gone_at if is_gone else self.now // 30}"
         return Word(has_booted=True, code=code, why=why, beat=beat)
+
+    def is_stopped(self) -> bool:
+        """See `Words`."""
+        return self.stopped
 
     def committed(self) -> int:
         """See `Words`."""

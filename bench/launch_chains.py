@@ -101,7 +101,7 @@ def judged(session: Session, code: int, reference: dict[str, Any]) -> list[str]:
             wrong.append(f"the parts of {row['name']} do not add up")
     on_machines = sum(row["seconds"]["train"] for row in rows)
     if abs(on_machines - receipt.wall_s) > 0.05 * receipt.wall_s + 1.0:
-        wrong.append(f"{receipt['wall_s']:.1f} s of training, {on_machines:.1f} s of them on machines")
+        wrong.append(f"{receipt.wall_s:.1f} s of training, {on_machines:.1f} s of them on machines")
     return wrong
 
 

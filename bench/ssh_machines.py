@@ -44,29 +44,29 @@ def _run(*words: str) -> None:
 
 
 class Machine:
-    """One machine, up when made. `environment` is what its shells have."""
+    """One machine, up after `boot`."""
 
     def __init__(self, fleet: Fleet, number: int) -> None:
         self.fleet, self.number, self.name = fleet, number, f"m{number}"
         self.space = f"ft{os.getpid() % 10000}m{number}"
         self.cable = f"ft{os.getpid() % 10000}h{number}"
-        self.address = f"{NET}.{number}.2"
+        self.net = fleet.net(number)
+        self.address = f"{self.net}.2"
         self.home = fleet.folder / self.name
         self._process: subprocess.Popen[bytes] | None = None
-        self.boot()
 
     def boot(self) -> None:
         """An empty machine with this name and address."""
         self.home.mkdir(parents=True, exist_ok=True)
         _run("ip", "netns", "add", self.space)
         _run("ip", "link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", self.space)
-        _run("ip", "addr", "add", f"{NET}.{self.number}.1/30", "dev", self.cable)
+        _run("ip", "addr", "add", f"{self.net}.1/30", "dev", self.cable)
         _run("ip", "link", "set", self.cable, "up")
         inside = ("ip", "-n", self.space)
         _run(*inside, "addr", "add", f"{self.address}/30", "dev", "eth0")
         for name in ("lo", "eth0"):
             _run(*inside, "link", "set", name, "up")
-        _run(*inside, "route", "add", "default", "via", f"{NET}.{self.number}.1")
+        _run(*inside, "route", "add", "default", "via", f"{self.net}.1")
         settings = {**self.fleet.environment, "FARTHING_HOME": str(self.home / "farthing")}
         config = self.fleet.folder / f"sshd_{self.name}"
         config.write_text(
@@ -125,6 +125,10 @@ class Fleet:
         self.ssh = ["ssh", "-F", str(self.config)]
         self.machines: list[Machine] = []
 
+    def net(self, number: int) -> str:
+        """The network of a machine: not that of another process' fleet."""
+        return f"{NET}.{os.getpid() % 60 * 4 + number}"
+
     def __enter__(self) -> Fleet:
         (self.folder / "site").mkdir(parents=True)
         (self.folder / "site" / "sitecustomize.py").write_text(PACE)
@@ -132,13 +136,14 @@ class Fleet:
         for name in ("host_key", "key"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
         self.config.write_text(
-            "".join(f"Host m{n}\n  HostName {NET}.{n}.2\n" for n in range(1, self.n + 1))
+            "".join(f"Host m{n}\n  HostName {self.net(n)}.2\n" for n in range(1, self.n + 1))
             + f"Host *\n  User root\n  IdentityFile {self.folder}/key\n  IdentitiesOnly yes\n"
             "  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
         )
         try:
             for number in range(1, self.n + 1):
                 self.machines.append(Machine(self, number))
+                self.machines[-1].boot()
         except BaseException:
             self.__exit__(None, None, None)
             raise

@@ -24,7 +24,7 @@ from farthing.config.job import Job
 from farthing.durability.accounts import Account
 from farthing.durability.machines import MACHINES, Machine, MachineLedger, bill_by_machine
 from farthing.durability.object_store import LocalStore
-from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, UserMistake
+from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, RunBusy, UserMistake
 from farthing.launch import aboard as aboard_module
 from farthing.launch.aboard import Aboard
 from farthing.launch.ask import CREATED_AT
@@ -668,3 +668,53 @@ def test_boot_times_are_facts_with_a_source_and_the_plan_counts_with_them() -> N
     assert of("nobody") == 77.0
     assert boot_of("AWS").source.startswith("github.com/")
     assert boot_of("nobody").seconds == Assumptions().setup_s
+
+
+# ---- more than one of us ----
+
+
+def test_a_launch_that_is_stopped_from_elsewhere_rents_no_other_machine(tmp_path: Path) -> None:
+    world = World("runpod", n_steps=10**6)
+    run = tmp_path / "run"
+
+    def stop_soon(text: str) -> None:
+        world.stopped |= "booted" in text
+
+    prepared = prepared_for("runpod", run, 4.0, 0.4)
+    code = supervise(world, prepared, run, Fate(None, is_before=False), returns=True, say=stop_soon)
+    assert (code, world.n_alive, len(world.machines)) == (EXIT_INTERRUPTED, 0, 1)
+
+
+def test_a_machine_that_another_folder_asked_for_is_taken_over_not_doubled(tmp_path: Path) -> None:
+    world = World("runpod", n_steps=120)
+    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    with pytest.raises(Killed):
+        supervise(world, prepared, tmp_path / "laptop", Fate(25, is_before=False), returns=True)
+    assert world.n_alive == 1
+    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False), returns=True) == EXIT_FINISHED
+    assert (len(world.machines), world.n_alive, world.n_double) == (1, 0, 0)
+    assert list(MachineLedger(tmp_path / "desktop").machines) == [world.machines[0].name]
+
+
+def test_one_process_watches_a_launch(demo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("farthing.launch.session.LEASE_S", 0.6)
+    job = _job(demo, f"output_store={tmp_path}/store")
+    sessions = [
+        Session(
+            prepare(job.model_copy(update={"output_dir": str(tmp_path / name)}), Wishes(on="ssh:a"), NOW),
+            lambda text: None,
+        )
+        for name in ("laptop", "desktop")
+    ]
+    assert sessions[0].prepared.launch_id == sessions[1].prepared.launch_id
+    with sessions[0]._only_watcher() as sleep:
+        other = threading.Thread(target=lambda: [sleep(0.1) for _ in range(15)])
+        other.start()
+        with pytest.raises(RunBusy, match="another process watches"), sessions[1]._only_watcher():
+            pass
+        other.join()
+    with sessions[1]._only_watcher():
+        sessions[1].words().ask_to_stop(is_wanted=True)
+        assert sessions[0].words().is_stopped()
+        sessions[1].words().ask_to_stop(is_wanted=False)
+        assert not sessions[0].words().is_stopped()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import stat
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,7 @@ def test_a_machine_that_is_cut_off_stops_at_its_lease_and_is_counted_until_it_is
         with ssh_machines.Fleet(tmp_path / "fleet", 2, {"AWS_EC2_METADATA_DISABLED": "true"}) as fleet:
             # a machine reaches the store by its own cable alone; here it is on the loopback
             for machine in fleet.machines:
-                fleet.environment["AWS_ENDPOINT_URL"] = f"http://{ssh_machines.NET}.{machine.number}.1:{port}"
+                fleet.environment["AWS_ENDPOINT_URL"] = f"http://{machine.net}.1:{port}"
                 machine.lose()
                 machine.boot()
             with environment(FARTHING_SSH=" ".join(fleet.ssh), AWS_EC2_METADATA_DISABLED="true", **keys):
@@ -219,13 +220,13 @@ def _cut_off(fleet: ssh_machines.Fleet, reference: dict[str, Any], tmp_path: Pat
             while saved_step(store) < 24:
                 time.sleep(0.1)
             first.cut()
-            until(lambda: any("m2" in line and "made" in line for line in said), 120.0)
-            time.sleep(15.0)
+            until(lambda: any("m2" in line and "made" in line for line in said), 200.0)
+            time.sleep(5.0)
             first.mend()
 
         thread = threading.Thread(target=cut)
         thread.start()
-        patient = QUICK.__class__(poll_s=0.5, boot_s=120.0, lost_s=3.0, silent_s=120.0, stubborn_s=90.0)
+        patient = replace(QUICK, farewell_s=120.0)
         code = session.run(is_attended=True, tokenize=list, patience=patient)
         thread.join()
     assert launch_chains.judged(session, code, reference) == [], said

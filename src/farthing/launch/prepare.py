@@ -255,7 +255,14 @@ def _rented_offers(
     job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: datetime
 ) -> tuple[Target, str, list[Offer], dict[Offer, Plan], list[str]]:
     """The offers of the plan that the target, or any, can rent, the best first."""
-    study = study_job(job, now=now, prices=wishes.prices, is_local=bool(wishes.offer))
+    alone = (
+        named is not None and not wishes.offer and not job.where.provider
+    )  # then no rank of the whole plan is asked for
+    study = study_job(
+        job, now=now, prices=wishes.prices, is_local=bool(wishes.offer),
+        provider=PROVIDERS[named[0].name] if alone and named is not None else (),
+        max_gpus=8 if wishes.offer or trains_on_several() else 1,
+    )  # fmt: skip
     plans = [plan for plan in study.answer.plans if not plan.place.is_local]
     if wishes.offer:
         plans = _chosen(study, wishes.offer)

@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from farthing.durability.accounts import Account
 from farthing.durability.commits import list_commits, take_newest
 from farthing.durability.files import make_private, only_writer, write_text
+from farthing.durability.lease import Lease, Lost
 from farthing.durability.machines import Machine, MachineLedger, bill_by_machine
-from farthing.durability.object_store import LocalStore, Retrying, Store, StoreFault, open_store
+from farthing.durability.object_store import Entry, LocalStore, Retrying, Store, StoreFault, open_store
 from farthing.durability.run_folder import LEDGER, run_id_of
-from farthing.errors import FarthingError, UserMistake
+from farthing.errors import FarthingError, RunBusy, StoreDown, UserMistake
 from farthing.launch.ask import Ask
 from farthing.launch.clients import connect
 from farthing.launch.commands import CommandDriver
@@ -34,7 +35,7 @@ from farthing.prices.offers import Offer
 from farthing.units import say_bytes, say_seconds, say_usd
 
 FOLDER = "launch"
-STORE_S, LOOK_S = 120.0, 15.0
+STORE_S, LOOK_S, LEASE_S = 120.0, 15.0, 60.0
 VALUES_GO_ALONG = ("local", "ssh", "vast", "lambda", "skypilot", "hf")
 """Targets that get the values of secrets from this environment; others have them already."""
 Say = Callable[[str], None]
@@ -95,16 +96,63 @@ class Session:
         with only_writer(self.folder / FOLDER):
             if self.prepared.travels and self.prepared.packed.files:
                 self._send(tokenize)
-            launch = self._launch(driver, patience)
-            code = launch.run(self.prepared.launch_id)
+            with self._only_watcher() as sleep:
+                self.words().ask_to_stop(is_wanted=False)
+                code = self._launch(driver, patience, sleep).run(self.prepared.launch_id)
         self.bring_back()
         return code
 
+    @contextlib.contextmanager
+    def _only_watcher(self) -> Iterator[Callable[[float], None]]:
+        """Hold the launch against processes on other machines, by a lease in the store as the run itself is held; gives a
+        `sleep` that keeps it. Raises `RunBusy`, `StoreDown`."""
+        if self.prepared.job.output_store is None:
+            yield time.sleep  # all who could watch see the run folder, and its lock
+            return
+        store = Within(self._store(), f"launch/{self.prepared.launch_id}/")
+        lease = Lease(self.folder / FOLDER, LEASE_S, list, self.say)
+
+        def busy(error: Lost) -> RunBusy:
+            return RunBusy(
+                f"another process watches this launch ({error})", where=str(self.prepared.job.output_store),
+                to_do="let it, or end it; --status and --stop work from anywhere",
+            )  # fmt: skip
+
+        def sleep(seconds: float) -> None:
+            time.sleep(seconds)
+            if time.monotonic() - lease.renewed_at > LEASE_S / 3:
+                try:
+                    lease.renew(Within(self._store(), f"launch/{self.prepared.launch_id}/"))
+                except Lost as error:
+                    raise busy(error) from error
+                except StoreFault:
+                    pass  # tried again at the next look; without a store nobody else can take it either
+
+        try:
+            lease.claim(store, lambda: False)
+        except Lost as error:
+            raise busy(error) from error
+        except StoreFault as error:
+            raise StoreDown(f"the store does not answer ({error})", to_do="try again when it does") from error
+        try:
+            yield sleep
+        finally:
+            with contextlib.suppress(StoreFault, Lost):
+                lease.release(Within(self._store(), f"launch/{self.prepared.launch_id}/"))
+
     def stop(self, patience: Patience | None = None) -> None:
-        """Destroy every machine of the launch, and ask until each is confirmed to be gone."""
+        """Tell whoever watches, destroy every machine of the launch, and ask until each is confirmed to be gone."""
+        try:
+            self.words(LOOK_S).ask_to_stop(is_wanted=True)
+        except Unclear as error:
+            self.say(
+                f"the store does not answer ({error}): a process that watches elsewhere is not told, end it yourself"
+            )
         self._launch(self.driver(), patience).stop(self.prepared.launch_id)
 
-    def _launch(self, driver: Driver, patience: Patience | None) -> Launch:
+    def _launch(
+        self, driver: Driver, patience: Patience | None, sleep: Callable[[float], None] = time.sleep
+    ) -> Launch:  # fmt: skip
         def make_ask(number: int, offer: Offer, accounts: list[Account]) -> Ask:
             ask = self.prepared.ask(number, offer, self.ledger, accounts, self.clock())
             self.write(ask)
@@ -112,7 +160,7 @@ class Session:
 
         launch = Launch(
             self.ledger, driver, self.prepared.offers, make_ask, self.words(),
-            say=self.say, clock=self.clock, sleep=time.sleep,
+            say=self.say, clock=self.clock, sleep=sleep,
         )  # fmt: skip
         launch.patience = patience or Patience(boot_s=self.prepared.wishes.boot_s)
         launch.may_take = self._is_in_time
@@ -150,7 +198,9 @@ class Session:
     def words(self, patient_s: float = STORE_S) -> StoreWords:
         """Where the machines' words are."""
         shared = Path(self.prepared.folder) if self.prepared.folder and self.prepared.job.output_store is None else None
-        return StoreWords(_Each(self.prepared.job.output_store, self.folder, patient_s), shared)
+        return StoreWords(
+            _Each(self.prepared.job.output_store, self.folder, patient_s), self.prepared.launch_id, shared
+        )
 
     def driver(self) -> Driver:
         """What speaks to the target. Raises `UserMistake` where a key is not set."""
@@ -219,6 +269,37 @@ class Session:
             return self.words().log(newest.name) or self.driver().log(newest)
         except (Unclear, Refused) as error:
             raise UserMistake(f"nobody gives its words ({error})", where=newest.name, to_do="try again") from error
+
+
+class Within:
+    """A store whose keys begin with a prefix, for a lease of its own. See `Store`."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self.name, self._store, self._prefix = store.name, store, prefix
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See `Store`."""
+        return self._store.create(self._prefix + key, data)
+
+    def put(self, key: str, path: Path) -> None:
+        """See `Store`."""
+        self._store.put(self._prefix + key, path)
+
+    def get(self, key: str) -> bytes:
+        """See `Store`."""
+        return self._store.get(self._prefix + key)
+
+    def fetch(self, key: str, path: Path, n_bytes: int) -> None:
+        """See `Store`."""
+        self._store.fetch(self._prefix + key, path, n_bytes)
+
+    def list(self, prefix: str) -> dict[str, Entry]:
+        """See `Store`."""
+        return {key.removeprefix(self._prefix): entry for key, entry in self._store.list(self._prefix + prefix).items()}
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """See `Store`."""
+        self._store.remove([self._prefix + key for key in keys])
 
 
 class _Each:

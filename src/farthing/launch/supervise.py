@@ -37,6 +37,8 @@ class Patience:
     """The same for a machine that its provider shows and that says nothing itself."""
     stubborn_s: float = 60.0
     """To ask for a deletion before the next machine is asked for meanwhile, where that may be."""
+    farewell_s: float = 60.0
+    """At the end, for hosts of one's own that do not answer to be confirmed gone."""
     stock_s: float = 300.0
     """Before offers that were out of stock are tried again ..."""
     n_stock_rounds: int = 3
@@ -65,6 +67,9 @@ class Words(Protocol):
 
     def of(self, name: str) -> Word:
         """The newest of a machine."""
+
+    def is_stopped(self) -> bool:
+        """Whether somebody has asked, from anywhere, that the launch be stopped."""
 
     def committed(self) -> int:
         """The newest step that is saved."""
@@ -114,8 +119,9 @@ class Launch:
     def run(self, prefix: str) -> int:
         """Until the run has ended or cannot go on; the exit code. `prefix` begins the name of each of our machines."""
         self._prefix, n_rounds = prefix, 0
+        self._take_in_strangers()
         current = self._adopted()
-        while True:
+        while not self._is_stopped():
             try:
                 current = current or self._rent()
             except Spent as error:
@@ -140,6 +146,8 @@ class Launch:
             if self._in_vain() >= self.patience.n_in_vain:
                 self._say(f"{plural(self._in_vain(), 'machine')} in a row saved nothing new: stopped")
                 return self._closed(EXIT_INTERRUPTED if ending.code is None else ending.code)
+        self._say("stopped, as somebody asked with --stop")
+        return self._closed(EXIT_INTERRUPTED)
 
     def stop(self, prefix: str) -> None:
         """Destroy every machine of the launch, and ask until each is confirmed to be gone."""
@@ -150,7 +158,33 @@ class Launch:
             self._leave(machine, Ending("stopped by the user"))
         self._closed(0)
 
+    def _is_stopped(self) -> bool:
+        try:
+            return self._words.is_stopped()
+        except Unclear:
+            return False
+
     # ---- a new machine ----
+
+    def _take_in_strangers(self) -> None:
+        """Put machines of this launch that are there and in no line of the ledger into it: another folder asked for them."""
+        while True:
+            try:
+                there = self._driver.names(self._prefix)
+                break
+            except Unclear as error:
+                self._say(f"the provider does not answer ({error}): nothing is rented until it does")
+                self._sleep(self.patience.poll_s)
+        for name, number in there.items():
+            known = self._ledger.machines.get(name)
+            if known is None and name.rpartition("-")[2].isdigit():
+                offer, now = self._offers[0], self._clock()
+                self._ledger.note(
+                    name, "asked", now, number=int(name.rpartition("-")[2]), provider=offer.provider,
+                    usd_per_hour=max(each.usd_per_hour or 0.0 for each in self._offers), committed=self._committed(),
+                    is_paid_in_queue=self._driver.is_paid_in_queue, why="asked for elsewhere; counted from now on",
+                )  # fmt: skip
+                self._ledger.note(name, "created", now, id=number)
 
     def _adopted(self) -> Machine | None:
         """The machine that an earlier process of ours asked for and that still works for the run; others are sent away."""
@@ -205,14 +239,23 @@ class Launch:
         return next((offer for offer in self._offers if offer not in out and self.may_take(offer)), None)
 
     def _found(self, machine: Machine) -> bool:
-        """Whether a machine is there whose creation was not answered; looked for until it must be in every list."""
-        until = max(machine.asked_at, self._clock()) + self._driver.late_s
+        """Whether a machine is there whose creation was not answered; looked for until it must be in every list.
+
+        One that is looked for long after may have been there and gone: it is counted as if it was.
+        """
+        began = self._clock()
+        until = max(machine.asked_at, began) + self._driver.late_s
         while True:
             try:
                 seen = self._driver.look(machine)
                 if seen is not None:
                     self._ledger.note(machine.name, "created", self._clock(), id=seen.id)
                     return True
+                if self._clock() >= until and began - machine.asked_at > self._driver.late_s:
+                    at = min(began, machine.asked_at + machine.most_s) if machine.most_s else began
+                    why = "nobody knows whether it was there; counted as if it was"
+                    self._ledger.note(machine.name, "gone", at, why=why)
+                    return False
                 if self._clock() >= until:
                     self._ledger.note(machine.name, "refused", self._clock(), why="no such machine came into being")
                     return False
@@ -237,6 +280,8 @@ class Launch:
         n_absent, answered_at, beat, beat_at = 0, self._clock(), "", self._clock()
         while True:
             self._sweep()
+            if self._is_stopped():
+                return Ending("stopped by the user")
             now, word = self._clock(), Word()
             try:
                 word = self._words.of(machine.name)
@@ -351,7 +396,7 @@ class Launch:
         began = self._clock()
         self._sweep()
         while self._ledger.open:
-            if self._driver.may_overlap and self._clock() - began > self.patience.stubborn_s:
+            if self._driver.may_overlap and self._clock() - began > self.patience.farewell_s:
                 names = ", ".join(machine.name for machine in self._ledger.open)
                 self._say(f"not confirmed gone, and counted until it is: {names}; `farthing launch --stop` asks again")
                 break

@@ -3,6 +3,7 @@
     launch/NAME/booted.json   once, when farthing runs there
     launch/NAME/log.txt       the end of what was printed, anew every half minute: it is the beat too
     launch/NAME/left.json     the exit code, and why
+    launch/LAUNCH/stop.json   somebody wants the launch stopped, and whoever watches it heeds that
 
 Where there is no store the shared run folder is one. Refuses to take such a word for a reason to train: the lease decides that.
 """
@@ -24,14 +25,14 @@ from farthing.durability.run_folder import LEDGER
 from farthing.launch.driver import Unclear
 from farthing.launch.supervise import Word
 
-BOOTED, LOG, LEFT = "booted.json", "log.txt", "left.json"
+BOOTED, LOG, LEFT, STOP = "booted.json", "log.txt", "left.json", "stop.json"
 
 
 class StoreWords:
     """The words of machines in a store. `folder`: the run folder that all share, where the store is only that."""
 
-    def __init__(self, store: Store, folder: Path | None = None) -> None:
-        self._store, self._folder = store, folder
+    def __init__(self, store: Store, launch_id: str = "", folder: Path | None = None) -> None:
+        self._store, self._launch, self._folder = store, f"launch/{launch_id}", folder
 
     def of(self, name: str) -> Word:
         """See `Words`."""
@@ -56,6 +57,23 @@ class StoreWords:
             return self._store.get(f"launch/{name}/{LOG}").decode("utf-8", "replace")
         except NoSuchObject:
             return ""
+        except StoreFault as error:
+            raise Unclear(str(error)) from error
+
+    def is_stopped(self) -> bool:
+        """See `Words`."""
+        try:
+            return f"{self._launch}/{STOP}" in self._store.list(f"{self._launch}/")
+        except StoreFault as error:
+            raise Unclear(str(error)) from error
+
+    def ask_to_stop(self, *, is_wanted: bool) -> None:
+        """Leave word that the launch be stopped, or take it back. Raises `Unclear`."""
+        try:
+            if is_wanted:
+                self._store.create(f"{self._launch}/{STOP}", json.dumps({"at": time.time()}).encode())
+            else:
+                self._store.remove([f"{self._launch}/{STOP}"])
         except StoreFault as error:
             raise Unclear(str(error)) from error
 

@@ -17,7 +17,7 @@ INPUTS = {
 }  # fmt: skip
 """The fields of its input types that are used here."""
 _COMMAND = (
-    "sh -c 'echo $FARTHING_SCRIPT | base64 -d > /run.sh && sh /run.sh; "
+    "sh -c 'cd; echo $FARTHING_SCRIPT | base64 -d > run.sh && sh run.sh; "
     'runpodctl remove pod "$RUNPOD_POD_ID"; exec sleep infinity\''
 )
 """A pod begins again what has ended, so it waits to be removed, which it asks for itself."""
