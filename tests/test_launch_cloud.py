@@ -27,6 +27,13 @@ from farthing.durability.object_store import open_store
 from launch_chains import left_alone, result_of, saved_step, write_job
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "canary-of-a-secret"}
+NO_TOKENIZING = """
+import farthing.data.tokens as tokens
+def refuse(*args, **more):
+    raise RuntimeError("data was tokenized on a rented machine")
+assert tokens._write
+tokens._write = refuse
+"""
 
 
 class Pods(http.server.BaseHTTPRequestHandler):
@@ -96,7 +103,7 @@ def take_away(pods: dict[str, Any], number: str) -> None:
 def cloud(tmp_path: Path) -> Iterator[tuple[str, type[Pods]]]:
     site = tmp_path / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text(ssh_machines.PACE)
+    (site / "sitecustomize.py").write_text(ssh_machines.PACE + NO_TOKENIZING)
     environment = {
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "AWS_EC2_METADATA_DISABLED": "true",
@@ -147,9 +154,6 @@ def test_from_the_plan_to_the_bill_over_two_pods(cloud: Any, tmp_path: Path, mon
     assert result_of(tmp_path / "job" / "run") == reference
     receipt = json.loads((tmp_path / "job" / "run" / "receipt.json").read_text())
     assert len(receipt["machines"]) == 2
-    spans = {span["name"]: span["seconds"] for span in receipt["spans"]}
-    assert spans["tokenize"] < 0.5 * spans["load_model"] + 1.0, "tokenized before it was rented"
-    assert "tokenizing" not in "".join(path.read_text() for path in (tmp_path / "pods").glob("*/out.txt"))
     everything = said + out + "".join(handler.bodies)
     files = [path for path in (tmp_path / "job").rglob("*") if path.is_file()]
     assert "canary-" not in everything

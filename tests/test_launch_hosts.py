@@ -149,6 +149,31 @@ def test_a_host_that_is_not_there_is_unclear(monkeypatch: pytest.MonkeyPatch) ->
     assert HostDriver(["nowhere"]).names("farthing-12345678") == {}
 
 
+def test_a_launch_here_from_the_start_to_the_log(host: HostDriver, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job", None)
+    said: list[str] = []
+    session = Session(prepare(load_job(job), Wishes(on="local"), datetime.now(UTC)), said.append)
+    program = tmp_path / "bin" / "farthing"
+    program.write_text("#!/bin/sh\necho hello from there\nexit 3\n")
+    assert session.run(is_attended=False, tokenize=list, patience=replace(QUICK, poll_s=0.1)) == 3
+    standing = session.standing()
+    assert [row["state"] for row in standing["machines"]] == ["gone"]
+    assert standing["there_now"] == {}
+    assert session.log().strip() == "hello from there"
+    program.write_text("#!/bin/sh\ntrap 'exit 75' TERM\nwhile :; do sleep 0.1; done\n")
+    thread = threading.Thread(
+        target=lambda: session.run(is_attended=False, tokenize=list, patience=replace(QUICK, poll_s=0.1))
+    )
+    thread.start()
+    until(lambda: session.standing()["there_now"])
+    again = Session(session.prepared, said.append)
+    again.stop(replace(QUICK, poll_s=0.1))
+    thread.join(20.0)
+    assert not thread.is_alive(), "whoever watched has heard of it"
+    assert Session(session.prepared, said.append).standing()["there_now"] == {}
+    assert len(Session(session.prepared, said.append).ledger.machines) == 2, "and has rented nothing more"
+
+
 # ---- long ----
 
 

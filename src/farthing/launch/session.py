@@ -26,7 +26,7 @@ from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import Driver, Refused, Unclear
 from farthing.launch.host_driver import HostDriver
 from farthing.launch.inputs import inputs_key, send_inputs, with_token_sets
-from farthing.launch.prepare import TEARDOWN_S, Prepared, Wishes
+from farthing.launch.prepare import TEARDOWN_S, Prepared
 from farthing.launch.supervise import Launch, Patience, refuse_unattended
 from farthing.launch.targets import hf_jobs, kubernetes, skypilot, slurm, vertex
 from farthing.launch.words import StoreWords
@@ -410,6 +410,3 @@ def said(view: dict[str, Any]) -> list[str]:
     lines += [f"note         {note}" for note in view["notes"]]
     lines.append(f"wrote        {view['folder']}: {', '.join(view['files'])}")
     return lines
-
-
-__all__ = ["Session", "Wishes", "dry_view", "notes_of", "said"]

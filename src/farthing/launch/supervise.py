@@ -277,7 +277,7 @@ class Launch:
 
     def _watch(self, machine: Machine) -> Ending:
         """Until it has left, is lost or has to go."""
-        n_absent, answered_at, beat, beat_at = 0, self._clock(), "", self._clock()
+        n_absent, was_seen, answered_at, beat, beat_at = 0, False, self._clock(), "", self._clock()
         while True:
             self._sweep()
             if self._is_stopped():
@@ -296,9 +296,9 @@ class Launch:
                 return Ending(word.why or f"left with {word.code}", word.code)
             try:
                 seen = self._driver.look(machine)
-                answered_at = now
+                answered_at, was_seen = now, was_seen or seen is not None
                 n_absent = n_absent + 1 if seen is None else 0
-                if n_absent >= 3 and now - machine.asked_at > self._driver.late_s:
+                if n_absent >= 3 and (was_seen or now - machine.asked_at > self._driver.late_s):
                     return Ending("taken away" if machine.booted_at else "gone before it had booted")
                 if seen is not None and seen.is_over:
                     code = seen.code if seen.code is not None else self._last_word(machine)
