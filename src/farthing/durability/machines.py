@@ -171,3 +171,10 @@ def bill_by_machine(machines: Sequence[Machine], accounts: Sequence[Account], no
             }
         )
     return rows
+
+
+def bill_of(folder: Path, accounts: Sequence[Account], now: float) -> list[dict[str, Any]]:
+    """The same for the run in a folder; empty where no machine was rented for it."""
+    if not (folder / MACHINES).exists():
+        return []
+    return bill_by_machine(list(MachineLedger(folder).machines.values()), accounts, now)

@@ -29,7 +29,7 @@ from farthing.launch.inputs import Packed, inputs_key, pack
 from farthing.launch.registry import PROVIDERS, called, find_target, target_of
 from farthing.launch.supervise import Patience, Spent
 from farthing.launch.target import Target
-from farthing.planner.inputs import study_job
+from farthing.planner.inputs import Asked, study_job
 from farthing.planner.types import Plan
 from farthing.prices.boot import boot_of
 from farthing.prices.offers import Billing, Offer
@@ -258,11 +258,13 @@ def _rented_offers(
     alone = (
         named is not None and not wishes.offer and not job.where.provider
     )  # then no rank of the whole plan is asked for
-    study = study_job(
-        job, now=now, prices=wishes.prices, is_local=bool(wishes.offer),
+    asked = Asked(
         provider=PROVIDERS[named[0].name] if alone and named is not None else (),
         max_gpus=8 if wishes.offer or trains_on_several() else 1,
-    )  # fmt: skip
+        prices=wishes.prices,
+        is_local=bool(wishes.offer),
+    )
+    study = study_job(job, asked, now=now)
     plans = [plan for plan in study.answer.plans if not plan.place.is_local]
     if wishes.offer:
         plans = _chosen(study, wishes.offer)

@@ -16,7 +16,7 @@ from typing import Any
 from farthing.durability.accounts import LOST, Account, Attempt, Found, attempts_of, read_ledger
 from farthing.durability.files import parse_json, write_json
 from farthing.durability.ledger import SPANS
-from farthing.durability.machines import MACHINES, MachineLedger, bill_by_machine
+from farthing.durability.machines import bill_of
 from farthing.durability.run_folder import (
     DATA_NOTES,
     JOB,
@@ -158,7 +158,7 @@ class Receipt:
     forecast: Forecast | None
     peak_bytes: int | None
     machines: list[Json]
-    """What each machine that was rented has cost, see `bill_by_machine`; training is a part of it."""
+    """What each rented machine has cost, see `bill_by_machine`; training is a part of it."""
     tokens_per_s: float | None
     padded_tokens_per_s: float | None
     mfu: float | None
@@ -221,7 +221,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         promised=_against_estimate(estimate, bill),
         forecast=_forecast(next((a.forecast for a in accounts if a.forecast), None), bill),
         peak_bytes=bill.peak_bytes,
-        machines=_machines(folder, accounts),
+        machines=bill_of(folder, accounts, datetime.now(UTC).timestamp()),
         **{name: _newest(accounts, lambda a, name=name: a.facts.get(name)) for name in FIGURES},  # type: ignore[misc]
         curves=_curves(log, accounts),
     )
@@ -266,14 +266,6 @@ def _curves(log: TrainingLog, accounts: list[Account]) -> Curves:
         for row in log.evaluations
     ]
     return Curves(_curve(log.steps, log.losses), _utilisation(accounts), evaluations)
-
-
-def _machines(folder: Path, accounts: list[Account]) -> list[Json]:
-    """Empty where none was rented."""
-    if not (folder / MACHINES).exists():
-        return []
-    ledger = MachineLedger(folder)
-    return bill_by_machine(list(ledger.machines.values()), accounts, datetime.now(UTC).timestamp())
 
 
 def _newest(accounts: list[Account], value: Callable[[Account], Any]) -> Any:
