@@ -17,6 +17,8 @@ from typing import Any
 from farthing.errors import UserMistake
 from farthing.prices.offers import Offer
 
+PLAIN_IMAGE = "pytorch/pytorch:2.10.0-cuda12.8-cudnn9-runtime"
+"""What is used where no image is named: hosts have it at hand, and farthing is installed on top."""
 GRACE_S = 120
 """Between a polite end and a hard one: for the last checkpoint and its way to the store."""
 CREATED_AT, ENDS_AT = "FARTHING_CREATED_AT", "FARTHING_ENDS_AT"

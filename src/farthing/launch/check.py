@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from farthing.durability.machines import Machine
 from farthing.errors import UserMistake
+from farthing.launch.ask import PLAIN_IMAGE
 from farthing.launch.clients import connect
 from farthing.launch.driver import Refused, Unclear
-from farthing.launch.image import PLAIN
 from farthing.launch.prepare import S3_KEYS
 from farthing.launch.registry import find_target
 from farthing.launch.target import Target
@@ -79,9 +79,9 @@ def check_target(text: str) -> Iterator[Found]:
     if target.name in QUOTA:
         yield Found("quota", "warning", "not asked", QUOTA[target.name])
     if target.name not in ("local", "ssh", "slurm"):
-        to_do = "docker build with the Dockerfile of `farthing launch --on vertex:...`, push it, name it with --image"
+        to_do = "docker build --target cuda at the root of farthing's repository, push it, name it with --image"
         yield Found(
-            "image", "warning", f"without --image {PLAIN}, on which farthing is installed at every start", to_do
+            "image", "warning", f"without --image {PLAIN_IMAGE}, on which farthing is installed at every start", to_do
         )
 
 

@@ -23,8 +23,7 @@ from farthing.config.job import Job
 from farthing.durability.accounts import Account
 from farthing.durability.machines import MachineLedger, bill_by_machine
 from farthing.errors import UserMistake
-from farthing.launch.ask import GRACE_S, Ask
-from farthing.launch.image import PLAIN
+from farthing.launch.ask import GRACE_S, PLAIN_IMAGE, Ask
 from farthing.launch.inputs import Packed, inputs_key, pack
 from farthing.launch.registry import PROVIDERS, called, find_target, target_of
 from farthing.launch.supervise import Patience, Spent
@@ -152,7 +151,7 @@ class Prepared:
             aboard=aboard,
             gpu_id=calls.gpu_id,
             machine_type=calls.machine_type,
-            image="" if is_here else self.wishes.image or PLAIN,
+            image="" if is_here else self.wishes.image or PLAIN_IMAGE,
             install=self.wishes.install or f"farthing[{_extra(self.job.output_store)}]=={farthing.__version__}",
             disk_gb=self.wishes.disk_gb,
             folder=self.folder,

@@ -1,4 +1,4 @@
-"""Vertex AI: a CustomJob with a time limit, and the Dockerfile of its image."""
+"""Vertex AI: a CustomJob with a time limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from farthing.launch.ask import SCRIPT, Ask, script_of
 from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen
-from farthing.launch.image import dockerfile
 from farthing.launch.target import Files, Target, missing
 
 DOCUMENT = "custom_job.json"
@@ -56,7 +55,6 @@ def render(ask: Ask) -> Files:
         DOCUMENT: json.dumps(document, indent=1) + "\n",
         "job_spec.json": json.dumps(job, indent=1) + "\n",
         SCRIPT: script_of(ask),
-        "Dockerfile": dockerfile(),
     }
 
 
