@@ -150,11 +150,17 @@ class World:
 
     def accounts(self) -> list[Account]:
         """See `Words`."""
+        trained = [(n, machine) for n, machine in enumerate(self.machines, 1) if machine.trained_from is not None]
         return [
-            Account(n, state="running", started_at=each.trained_from, spans={"compute": each.trained_s},
-                    usd_per_hour=self.usd_per_hour)
-            for n, each in enumerate(self.machines, 1) if each.trained_from is not None
-        ]  # fmt: skip
+            Account(
+                n,
+                state="finished" if machine.left is not None and machine.left[0] == 0 else "running",
+                started_at=machine.trained_from or 0.0,
+                spans={"compute": machine.trained_s},
+                usd_per_hour=self.usd_per_hour,
+            )
+            for n, machine in trained
+        ]
 
     # ---- HTTP ----
 

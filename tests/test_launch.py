@@ -718,3 +718,22 @@ def test_one_process_watches_a_launch(demo: Path, monkeypatch: pytest.MonkeyPatc
         assert sessions[0].words().is_stopped()
         sessions[1].words().ask_to_stop(is_wanted=False)
         assert not sessions[0].words().is_stopped()
+
+
+def test_a_finished_run_rents_nothing_more(tmp_path: Path) -> None:
+    world = World("runpod", n_steps=24)
+    run = tmp_path / "run"
+    prepared = prepared_for("runpod", run, 4.0, 0.4)
+    for _ in range(2):
+        assert supervise(world, prepared, run, Fate(None, is_before=False), returns=True) == EXIT_FINISHED
+    assert len(world.machines) == 1
+
+
+def test_there_has_to_be_something_to_attach_to(demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("FARTHING_SSH", "false")
+    assert launch(demo, "--on", "ssh:nowhere", "--attach") == 2
+    assert "no machine of this launch is there" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(demo.parent))
+    monkeypatch.delenv("FARTHING_SSH")
+    assert launch(demo, "--on", "ssh:nowhere", "--attach") == 2
+    assert "there is no command `ssh` here" in capsys.readouterr().err

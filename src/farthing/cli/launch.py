@@ -118,7 +118,11 @@ def _do(session: Any, arguments: argparse.Namespace) -> int:
         if arguments.stop:
             session.stop()
         else:
-            code = session.run(is_attended=arguments.attended, tokenize=lambda: _token_sets(session.prepared.job))
+            code = session.run(
+                is_attended=arguments.attended,
+                tokenize=lambda: _token_sets(session.prepared.job),
+                is_new=not arguments.attach,
+            )
     except KeyboardInterrupt:
         open_ = ", ".join(machine.name for machine in session.ledger.open) or "none"
         write(f"farthing: no longer watched: {open_}; --attach goes on watching, --stop destroys what there is")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -84,9 +86,17 @@ class Session:
 
     # ---- doing ----
 
-    def run(self, *, is_attended: bool, tokenize: Callable[[], list[Path]], patience: Patience | None = None) -> int:
-        """Rent, watch and give back until the run has ended; the exit code. Raises `UserMistake`, `StoreDown`."""
+    def run(
+        self, *, is_attended: bool, tokenize: Callable[[], list[Path]], patience: Patience | None = None,
+        is_new: bool = True,
+    ) -> int:  # fmt: skip
+        """Rent, watch and give back until the run has ended; the exit code. Raises `UserMistake`, `StoreDown`.
+
+        With `is_new` False there has to be a machine already.
+        """
         driver = self.driver()
+        if not is_new and not self.ledger.open and not self._there(driver):
+            raise UserMistake("no machine of this launch is there", where="--attach", to_do="rent one with --yes")
         if self.prepared.target.is_rented:
             refuse_unattended(driver, is_attended=is_attended)
         if self.prepared.target.name in VALUES_GO_ALONG:
@@ -101,6 +111,16 @@ class Session:
                 code = self._launch(driver, patience, sleep).run(self.prepared.launch_id)
         self.bring_back()
         return code
+
+    def _there(self, driver: Driver) -> dict[str, str]:
+        """The machines of this launch as the target shows them. Raises `UserMistake`."""
+        try:
+            return driver.names(self.prepared.launch_id)
+        except (Unclear, Refused) as error:
+            name = self.prepared.target.title
+            raise UserMistake(
+                f"{name} does not answer ({error})", where="--on", to_do="try again when it does"
+            ) from error
 
     @contextlib.contextmanager
     def _only_watcher(self) -> Iterator[Callable[[float], None]]:
@@ -203,8 +223,13 @@ class Session:
         )
 
     def driver(self) -> Driver:
-        """What speaks to the target. Raises `UserMistake` where a key is not set."""
+        """What speaks to the target. Raises `UserMistake` where its command is not there or a key is not set."""
         target, at = self.prepared.target.name, self.prepared.at
+        program = self.prepared.target.program
+        if target == "ssh":
+            program = shlex.split(os.environ.get("FARTHING_SSH", program))[0]
+        if program and shutil.which(program) is None:
+            raise UserMistake(f"there is no command `{program}` here", where="PATH", to_do=self.prepared.target.install)
         if target in ("local", "ssh"):
             hosts = [offer.instance for offer in self.prepared.offers]
             return HostDriver(hosts, self.prepared.folder)
@@ -241,11 +266,11 @@ class Session:
         except Unclear as error:
             asked = f"the store does not answer ({error})"
         rows = bill_by_machine(list(self.ledger.machines.values()), accounts, now)
+        there: dict[str, str] | None = None
         try:
-            driver = self.driver()
-            there = driver.names(self.prepared.launch_id)
-        except (Unclear, Refused, UserMistake) as error:
-            there, asked = None, asked or str(error).splitlines()[0]
+            there = self._there(self.driver())
+        except UserMistake as error:
+            asked = asked or str(error).splitlines()[0]
         return {
             "kind": "farthing launch",
             "launch": self.prepared.launch_id,

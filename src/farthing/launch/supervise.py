@@ -17,7 +17,7 @@ from typing import Protocol
 
 from farthing.durability.accounts import Account
 from farthing.durability.machines import Machine, MachineLedger
-from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, UserMistake
+from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, UserMistake
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Driver, Refused, Unclear
 from farthing.prices.offers import Offer
@@ -122,6 +122,9 @@ class Launch:
         self._take_in_strangers()
         current = self._adopted()
         while not self._is_stopped():
+            if current is None and self._is_finished():
+                self._say("the run has come to its end already: nothing is rented")
+                return self._closed(EXIT_FINISHED)
             try:
                 current = current or self._rent()
             except Spent as error:
@@ -420,6 +423,11 @@ class Launch:
             except Unclear as error:
                 self._say(f"the store does not answer ({error}): nothing is rented until it does")
                 self._sleep(self.patience.poll_s)
+
+    def _is_finished(self) -> bool:
+        """Whether the run has finished, also where the machine that did it was lost before it could say so."""
+        accounts = self._accounts()
+        return bool(accounts) and accounts[-1].state == "finished"
 
     def _in_vain(self) -> int:
         """How many machines in a row, up to now, have brought the run no further."""
