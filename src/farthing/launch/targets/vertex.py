@@ -104,7 +104,16 @@ def commands(at: str) -> Commands:
         listing=lambda prefix: [*ai, "list", *place, f"--filter=labels.farthing-launch={prefix}", "--format=json"],
         parse=_parse,
         destroy=lambda m: [*ai, "cancel", m.id, *place],
-        log=lambda m: [*ai, "stream-logs", m.id, *place],
+        log=lambda m: [
+            "gcloud",
+            "logging",
+            "read",
+            f'resource.type="ml_job" AND resource.labels.job_id="{m.id.rpartition("/")[2]}"',
+            f"--project={project}",
+            "--limit=200",
+            "--order=asc",
+            "--format=value(jsonPayload.message)",
+        ],
     )
 
 
