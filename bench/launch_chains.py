@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -172,6 +173,7 @@ def main() -> int:
     parser.add_argument("--kind", choices=("ssh", "slurm", "both"), default="both")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # machines and daemons are taken down then too
     import slurm_cluster
 
     kinds: dict[str, tuple[Callable[[], str], Callable[..., list[dict[str, Any]]]]] = {
