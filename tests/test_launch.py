@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -737,3 +738,19 @@ def test_there_has_to_be_something_to_attach_to(demo: Path, monkeypatch: pytest.
     monkeypatch.delenv("FARTHING_SSH")
     assert launch(demo, "--on", "ssh:nowhere", "--attach") == 2
     assert "there is no command `ssh` here" in capsys.readouterr().err
+
+
+def test_spot_is_left_out_when_the_rest_would_only_just_fit_on_demand(demo: Path) -> None:
+    prepared = prepare(_job(demo, "limits.deadline=2026-11-22T23:00:00+00:00"), Wishes(on="runpod"), NOW)
+    spot = next(offer for offer in prepared.offers if offer.is_spot)
+    steady = next(offer for offer in prepared.offers if not offer.is_spot)
+    wall_s = min(plan.wall_s for plan in prepared.plans.values() if not plan.offer.is_spot)
+    prepared = replace(prepared, job=prepared.job.model_copy(update={"output_store": str(demo.parent / "store")}))
+
+    def may_take(left_s: float) -> tuple[bool, bool]:
+        at = datetime(2026, 11, 22, 23, tzinfo=UTC).timestamp() - left_s
+        session = Session(prepared, lambda text: None, clock=lambda: at)
+        return session._is_in_time(spot), session._is_in_time(steady)
+
+    assert may_take(20 * wall_s + 3600) == (True, True)
+    assert may_take(wall_s + 60) == (False, True)

@@ -76,7 +76,8 @@ class Prepared:
     offers: tuple[Offer, ...]
     plans: dict[Offer, Plan]
     packed: Packed
-    notes: tuple[str, ...] = ()
+    n_steps: int = 0
+    """Of the whole job, where it was planned."""
 
     @property
     def launch_id(self) -> str:
@@ -214,12 +215,12 @@ def prepare(job: Job, wishes: Wishes, now: datetime) -> Prepared:
         target, at = named
         offers = _own_offers(job, target, at, now.date())
         plans: dict[Offer, Plan] = {}
-        notes: list[str] = []
+        n_steps = 0
     else:
-        target, at, offers, plans, notes = _rented_offers(job, wishes, named, now)
+        target, at, offers, plans, n_steps = _rented_offers(job, wishes, named, now)
     if named is None:
         _refuse_what_cannot_work(job, target, at)
-    prepared = Prepared(job, target, at, wishes, tuple(offers), plans, Packed(), tuple(notes))
+    prepared = Prepared(job, target, at, wishes, tuple(offers), plans, Packed(), n_steps)
     return replace(prepared, packed=pack(job)) if prepared.travels else prepared
 
 
@@ -252,7 +253,7 @@ def _own_offers(job: Job, target: Target, at: str, today: date) -> list[Offer]:
 
 def _rented_offers(
     job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: datetime
-) -> tuple[Target, str, list[Offer], dict[Offer, Plan], list[str]]:
+) -> tuple[Target, str, list[Offer], dict[Offer, Plan], int]:
     """The offers of the plan that the target, or any, can rent, the best first."""
     alone = (
         named is not None and not wishes.offer and not job.where.provider
@@ -306,7 +307,7 @@ def _rented_offers(
     if not at and target.at and not target.at.startswith("["):
         raise UserMistake(f"{target.title} needs to know where", where="--on", to_do=f"--on {target.name}:{target.at}")
     ours = [plan for one, plan in found if one is target]
-    return target, at, [plan.offer for plan in ours], {plan.offer: plan for plan in ours}, list(study.notes)
+    return target, at, [plan.offer for plan in ours], {plan.offer: plan for plan in ours}, study.answer.n_steps
 
 
 def _chosen(study: Any, text: str) -> list[Plan]:

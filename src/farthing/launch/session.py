@@ -194,15 +194,8 @@ class Session:
             return True
         done = 0.0
         with contextlib.suppress(Unclear):
-            accounts = self.words().accounts()
-            marks = [account.step for account in accounts]
-            n_steps = next(
-                (a.forecast.get("n_steps") for a in accounts if a.forecast and a.forecast.get("n_steps")), None
-            )
-            done = max(marks, default=0) / n_steps if n_steps else 0.0
-        needed_s = (
-            min(plan.wall_s for plan in steady) * (1.0 - min(1.0, done)) + boot_of(steady[0].offer.provider).seconds
-        )
+            done = min(1.0, self.words(LOOK_S).committed() / max(1, self.prepared.n_steps))
+        needed_s = min(plan.wall_s for plan in steady) * (1.0 - done) + boot_of(steady[0].offer.provider).seconds
         return deadline.timestamp() - self.clock() > 1.25 * needed_s + 2 * boot_of(offer.provider).seconds
 
     def _send(self, tokenize: Callable[[], list[Path]]) -> None:
