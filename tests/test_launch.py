@@ -231,6 +231,18 @@ def test_the_job_that_travels_is_a_job_and_names_what_is_there(demo: Path) -> No
     assert Path(job.output_dir) == travelling.parent / "run"
 
 
+def test_several_sources_travel_with_what_is_said_of_each(demo: Path) -> None:
+    (demo.parent / "more.jsonl").write_text((demo.parent / "data.jsonl").read_text())
+    values = yaml.safe_load(demo.read_text())
+    values["data"] = {"train": [{"path": "./data.jsonl", "weight": 2}, {"path": "./more.jsonl", "weight": 1}]}
+    demo.write_text(yaml.safe_dump(values))
+    here, there = _job(demo), demo.parent / "there" / "job.yaml"
+    there.parent.mkdir()
+    there.write_text(_ask(demo, "runpod").job_text)
+    assert _job(there).data.of_train == here.data.of_train
+    assert [Path(name).name for name in _job(there).data.train] == ["data.jsonl", "more.jsonl"]
+
+
 def _ask(demo: Path, on: str) -> Any:
     session = Session(prepare(_job(demo), Wishes(on=on), NOW), lambda text: None, clock=lambda: NOW.timestamp())
     return session.next_ask()

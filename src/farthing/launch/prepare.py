@@ -259,7 +259,7 @@ def _rented_offers(
         named is not None and not wishes.offer and not job.where.provider
     )  # then no rank of the whole plan is asked for
     asked = Asked(
-        provider=PROVIDERS[named[0].name] if alone and named is not None else (),
+        provider=PROVIDERS[named[0].name] if alone and named is not None and len(PROVIDERS[named[0].name]) == 1 else (),
         max_gpus=8 if wishes.offer or trains_on_several() else 1,
         prices=wishes.prices,
         is_local=bool(wishes.offer),

@@ -157,8 +157,7 @@ class Receipt:
     promised: Promised | None
     forecast: Forecast | None
     peak_bytes: int | None
-    machines: list[Json]
-    """What each rented machine has cost, see `bill_by_machine`; training is a part of it."""
+    machines: list[Json]  # that were rented: what each has cost, see `bill_by_machine`; training is a part of it
     tokens_per_s: float | None
     padded_tokens_per_s: float | None
     mfu: float | None
