@@ -297,7 +297,7 @@ def promise_of(plan: Plan, wanted: JobSpec) -> dict[str, Any]:
     `formula` is what would have been said without any measurement, for the plans of other models on the same device.
     """
     assert plan.recipe.micro_tokens is not None
-    padded = wanted.cut(plan.recipe.micro_tokens, plan.recipe.n_gpus).example
+    padded = wanted.cut(plan.recipe.micro_tokens, plan.recipe.n_gpus, plan.recipe.cost).example
     work = work_of(
         wanted.shape,
         plan.recipe,
@@ -321,6 +321,7 @@ def promise_of(plan: Plan, wanted: JobSpec) -> dict[str, Any]:
         "interval_s": plan.interval_s,
         "cache_bytes": plan.cache_bytes,
         "micro_batch_tokens": plan.recipe.micro_tokens,
+        "piece_cost": list(plan.recipe.cost),
         "every_n_layers": plan.recipe.every_n_layers,
         "first_layer": wanted.adapters.first_layer if wanted.adapters is not None else 0,
         "calibration": plan.place.calibration.source or "formulas only",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.packing import cut_by_tokens, cut_padded
+from farthing.data.packing import ON_CPU, PieceCost, cut_by_tokens, cut_padded
 from farthing.data.tokens import TokenSet
 from farthing.errors import UserMistake
 
@@ -108,17 +108,17 @@ class Lengths:
 
     # ---- cut by tokens ----
 
-    def cut(self, most_tokens: int, global_batch: int, *, is_flat: bool) -> Cut:
+    def cut(self, most_tokens: int, global_batch: int, *, is_flat: bool, cost: PieceCost = ON_CPU) -> Cut:
         """Steps of `global_batch` random examples in micro-batches of at most `most_tokens` computed tokens.
 
         `is_flat`: end to end, without padding, so that all but the number of micro-batches is exact; else padded by
-        `cut_padded`, which leaves nearly all of the tokens useful. What is not exact is counted in steps drawn from a
+        `cut_padded`, by what pieces `cost` on the device. What is not exact is counted in steps drawn from a
         fixed seed and cut by the trainer's own functions: within 2 % for flat pieces and 5 % for padded ones (tests).
         """
         batch = max(1, min(global_batch, self.n_examples))
-        key = ("cut", max(1, most_tokens), batch, is_flat)
+        key = ("cut", max(1, most_tokens), batch, is_flat or cost)
         if key not in self._known:
-            self._known[key] = self._cut(max(1, most_tokens), batch, is_flat)
+            self._known[key] = self._cut(max(1, most_tokens), batch, is_flat, cost)
         found: Cut = self._known[key]
         return found
 
@@ -166,12 +166,12 @@ class Lengths:
     def _both(self) -> NDArray[np.int64]:
         return self.tokens if self.targets is None else self.tokens + self.targets
 
-    def _cut(self, most_tokens: int, batch: int, is_flat: bool) -> Cut:
+    def _cut(self, most_tokens: int, batch: int, is_flat: bool, cost: PieceCost) -> Cut:
         top = min(max(most_tokens, self.longest_example), self.largest_step(batch))
         if is_flat:
             flat = Padded(self.mean, 0.0, self.mean_of_squares, 0.0, 0.0)
             return Cut(flat, self._n_flat(most_tokens, batch), Largest(1, top, 0, self._pairs_of_flat(top, batch)))
-        return self._cut_padded(most_tokens, batch, top)
+        return self._cut_padded(most_tokens, batch, top, cost)
 
     def _n_flat(self, most_tokens: int, batch: int) -> float:
         """Mean number of flat pieces of a step."""
@@ -190,7 +190,7 @@ class Lengths:
             return round(min(squares, self.longest**2 + beside))
         return squares
 
-    def _cut_padded(self, most_tokens: int, batch: int, top: int) -> Cut:
+    def _cut_padded(self, most_tokens: int, batch: int, top: int, cost: PieceCost) -> Cut:
         n = min(
             batch, _N_CUT_PADDED
         )  # of a larger set a part stands for the whole: no better sorted, so padded a little more
@@ -198,9 +198,8 @@ class Lengths:
         targets = np.zeros_like(self.tokens) if self.targets is None else self.targets
         of_pieces = []
         for step in steps:
-            pieces = cut_padded(
-                step, self.tokens, most_tokens, target_lengths=None if self.targets is None else targets
-            )
+            of_targets = None if self.targets is None else targets
+            pieces = cut_padded(step, self.tokens, most_tokens, target_lengths=of_targets, cost=cost)
             of_pieces += [(len(piece), self.tokens[piece].max(), targets[piece].max()) for piece in pieces]
         rows, source, target = (np.array(column, dtype=np.float64) for column in zip(*of_pieces, strict=True))
         drawn = self.tokens[steps].astype(np.float64), targets[steps].astype(np.float64)

@@ -164,7 +164,7 @@ class Pricing:
         }
         if wanted.eval_lengths is not None:
             assert recipe.micro_tokens is not None
-            cut, n = wanted.eval_cut(recipe.micro_tokens), wanted.eval_lengths.n_examples
+            cut, n = wanted.eval_cut(recipe.micro_tokens, recipe.cost), wanted.eval_lengths.n_examples
             n_steps = n * (cut.example.tokens + cut.example.targets) / max(1.0, work.n_padded_tokens)
             once = step_time(forward_work(work, n_steps), place.device).seconds * known.compute * known.evaluation
             if wanted.max_new_tokens:
@@ -180,7 +180,7 @@ class Pricing:
         wanted = self.wanted
         if not wanted.cache_bytes or wanted.adapters is None or recipe.micro_tokens is None:
             return 0.0
-        example = wanted.cut(recipe.micro_tokens, recipe.n_gpus).example
+        example = wanted.cut(recipe.micro_tokens, recipe.n_gpus, recipe.cost).example
         n_examples = wanted.lengths.n_examples + (wanted.eval_lengths.n_examples if wanted.eval_lengths else 0)
         filling = prefix_work(wanted.shape, recipe, example, wanted.adapters, n_examples, wanted.tokens_per_example)
         writing_s = wanted.cache_bytes * recipe.residual_bytes / self.assumptions.disk_bytes_per_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from farthing.data.packing import ON_CPU, PieceCost
 from farthing.planner.families import FLAT, KNOWN_HEADS
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -109,6 +110,8 @@ class Recipe:
     """Most computed tokens in one forward pass of one GPU; a longer example goes alone."""
     mean_passes: float = 1.0
     """Forward passes of one GPU in a mean step, where tokens are counted: what `Lengths.cut` makes of them."""
+    cost: PieceCost = ON_CPU
+    """What padded work is cut by."""
     caches_prefix: bool = False
     """What the layers below the first trained one compute is read from the disk: see `speed.prefix_work`."""
 

@@ -18,9 +18,11 @@ Refuses to import torch and to measure: `calibrate` makes factors of measurement
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from farthing.data.packing import ON_CPU, PieceCost
 from farthing.planner.lengths import Padded
 from farthing.planner.memory import NF4_BYTES, block_of
 from farthing.planner.recipe import CHUNKED, FUSED, POSITIONS, TILED, Recipe
@@ -206,6 +208,42 @@ def prefix_work(
     return every._replace(**saved, **alone, **tokens)
 
 
+class _Busy(NamedTuple):
+    """Seconds that a device computes for a step, waiting aside."""
+
+    matmul: float
+    attention: float
+    traffic: float
+    dequantization: float
+
+
+def _busy(work: Work, device: Device, reached: float) -> _Busy:
+    """`reached` is the share of its usual rate that products of so few tokens reach."""
+    bandwidth = device.bandwidth_bytes_per_s
+    return _Busy(
+        max(work.matmul_flops / (device.flops_per_s * reached), work.read_bytes / bandwidth),
+        work.attention_flops / (device.flops_per_s * ATTENTION_SHARE / _MEAN_SHARE),
+        work.traffic_bytes / bandwidth,
+        work.dequantization_bytes / (bandwidth / BANDWIDTH_SHARE * DEQUANTIZATION_SHARE),
+    )
+
+
+def piece_cost(work: Work, device: Device) -> PieceCost:
+    """What a micro-batch costs on a device beside its tokens: what trainer and plan cut padded work by.
+
+    `work` is that of a step of one micro-batch. The host launches its kernels, and the weights are read, however few tokens
+    there are; products of few tokens are slower, as if there were more; quantized weights are unpacked once. In powers of
+    two, so that GPUs that hardly differ cut alike.
+    """
+    if not device.is_cuda:
+        return ON_CPU
+    busy = _busy(work._replace(read_bytes=0.0), device, 1.0)
+    token_s = (busy.matmul + busy.attention + busy.traffic) / max(1.0, work.n_padded_tokens)
+    least_s = max(work.host_s, work.read_bytes / device.bandwidth_bytes_per_s + busy.dequantization)
+    more_s = busy.dequantization + token_s * HALF_TOKENS
+    return PieceCost(*(2 ** max(0, round(math.log2(max(1.0, seconds / token_s)))) for seconds in (least_s, more_s)))
+
+
 def step_time(work: Work, device: Device, calibration: Calibration | None = None) -> StepTime:
     """Seconds of a step on a device."""
     known = calibration or Calibration()
@@ -213,17 +251,14 @@ def step_time(work: Work, device: Device, calibration: Calibration | None = None
     if device.is_cuda:
         reached = work.tokens_per_micro_batch / (work.tokens_per_micro_batch + HALF_TOKENS)
     bandwidth = device.bandwidth_bytes_per_s
-    matmul_s = max(work.matmul_flops / (device.flops_per_s * reached), work.read_bytes / bandwidth)
-    attention_s = work.attention_flops / (device.flops_per_s * ATTENTION_SHARE / _MEAN_SHARE)
-    traffic_s = work.traffic_bytes / bandwidth
-    dequantization_s = work.dequantization_bytes / (bandwidth / BANDWIDTH_SHARE * DEQUANTIZATION_SHARE)
-    busy_s = matmul_s + attention_s + traffic_s + dequantization_s
+    busy = _busy(work, device, reached)
+    busy_s = sum(busy)
     sending_s = work.sent_bytes / device.link_bytes_per_s if work.sent_bytes and device.link_bytes_per_s else 0.0
     parts = {
-        "matmul": known.compute * matmul_s,
-        "attention": known.compute * attention_s,
-        "memory traffic": known.compute * traffic_s,
-        "dequantization": known.compute * dequantization_s,
+        "matmul": known.compute * busy.matmul,
+        "attention": known.compute * busy.attention,
+        "memory traffic": known.compute * busy.traffic,
+        "dequantization": known.compute * busy.dequantization,
         # a GPU computes while the host launches what comes next; a CPU does one after the other
         "launch": known.compute
         * (max(0.0, work.host_s - busy_s) if device.is_cuda else CPU_LAUNCH_SHARE * work.host_s),

@@ -12,6 +12,7 @@ import torch
 import farthing
 from farthing.config.job import Job
 from farthing.data.batches import Batches
+from farthing.data.packing import ON_CPU, PieceCost
 from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.ledger import Ledger
 from farthing.durability.run_folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
@@ -71,6 +72,7 @@ def assemble(
         label_smoothing=train.label_smoothing_factor,
         may_go_flat=job.model.attn_implementation is None,
         tile_tokens=promise.get("tile_tokens"),
+        piece_cost=PieceCost(*promise.get("piece_cost", ON_CPU)),  # runs of before were cut as on a CPU
     )
     most_tokens, every_n_layers = micro_batch_tokens(job, train_examples, promise, ledger)
     before_bytes, free = taken_bytes(numerics.device), free_bytes(numerics.device)
