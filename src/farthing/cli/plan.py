@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = 'a GPU of your own, such as "RTX 4090:1600usd:0.45kW" (repeatable)'
     add("--own", action="append", default=[], metavar="GPU:PRICE:POWER", help=text)
     add("--runs-per-month", type=float, metavar="N", help="add the yearly cost of a project of N such runs a month")
+    text = 'what answering with the model costs: "requests=2000/day,input=800,output=200,latency=2s", or nothing for the usual'
+    add("--serve", nargs="?", const="", metavar="TRAFFIC", help=text)
     text = "measured traces of spot capacity, used instead of the built-in assumption where they tell more"
     add("--traces", metavar="DIR", help=text)
     add("--prices", metavar="FILE", help="use only the prices of this CSV file")
@@ -65,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _view(arguments: argparse.Namespace) -> dict[str, Any]:
     from farthing.config.load import load_job
     from farthing.planner.ownership import parse_owned
+    from farthing.planner.serving import parse_traffic
     from farthing.planner.throughput_arithmetic import parse_figures
 
     now = datetime.now().astimezone().replace(second=0, microsecond=0)
@@ -81,6 +84,7 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.samples_per_min, arguments.tokens_per_s, arguments.spot_discount, arguments.spot_overhead,
         arguments.interrupted_every, arguments.restart, arguments.step_time,
     )  # fmt: skip
+    traffic = None if arguments.serve is None else parse_traffic(arguments.serve)
     if arguments.html is not None:
         _check_page_path(Path(arguments.html))
     job = load_job(arguments.job, arguments.set)
@@ -107,7 +111,7 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
         traces=None if arguments.traces is None else Path(arguments.traces),
         torch=arguments.torch,
     )
-    return plan_view(study, runs, figures)
+    return plan_view(study, runs, figures, traffic)
 
 
 def _impossible(arguments: argparse.Namespace, view: dict[str, Any]) -> UserMistake:

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from farthing.planner.types import OLD_PRICE_DAYS
+from farthing.report.plan_serving import draw_serving
 from farthing.report.plan_words import (
     break_even_words,
     has_price,
@@ -58,6 +59,8 @@ def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
     _draw_why_not(console, view)
     _draw_by_hand(console, view)
     _draw_own(console, view)
+    if view["serving"] is not None:
+        draw_serving(console, view["serving"])
     _draw_sources(console, view)
 
 

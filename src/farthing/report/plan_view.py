@@ -16,6 +16,7 @@ from farthing.planner.confidence import how_sure
 from farthing.planner.ownership import (
     saving,
 )
+from farthing.planner.serving import Traffic
 from farthing.planner.throughput_arithmetic import OwnFigures, by_hand
 from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front
 from farthing.prices.offers import Offer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from farthing.planner.inputs import Study
 from farthing.report.plan_compare import plain
 from farthing.report.plan_own import RENTED, best_of, own_machine, services, years_of
+from farthing.report.plan_serving import serving_view
 from farthing.report.plan_words import LOCAL, OWN, cause_of, has_price, say_cost, say_saving
 
 KIND = "farthing plan"
@@ -32,9 +34,14 @@ NOT_YET = "needs several GPUs, which farthing cannot train on yet"
 _DEARER = 2.0  # what being sooner may cost
 
 
-def plan_view(study: Study, runs_per_month: float | None = None, figures: OwnFigures | None = None) -> dict[str, Any]:
+def plan_view(
+    study: Study,
+    runs_per_month: float | None = None,
+    figures: OwnFigures | None = None,
+    traffic: Traffic | None = None,
+) -> dict[str, Any]:
     """Everything a plan says. `runs_per_month` adds what a project of so many comes to in a year, `figures` what somebody
-    knows of the run from elsewhere."""
+    knows of the run from elsewhere, `traffic` what answering with the model costs."""
     choices = _choices(study.answer.plans)
     rows = [_plan(rank, group, study.law, study.wanted.shape.model_type) for rank, group in enumerate(choices, 1)]
     for row in _front([row for row in rows if row["is_runnable"]]):
@@ -65,6 +72,7 @@ def plan_view(study: Study, runs_per_month: float | None = None, figures: OwnFig
     view["own"] = [own_machine(owned, rows, best, study, runs_per_month) for owned in study.own]
     view["years"] = years_of(rows, view, study, runs_per_month) if runs_per_month else None
     view["by_hand"] = _by_hand(study, figures or OwnFigures(), best)
+    view["serving"] = serving_view(study, traffic) if traffic is not None else None
     return dict(plain(view))
 
 
