@@ -1,12 +1,9 @@
-"""What answering with the trained model costs: a view for programs and a table for people. Computes nothing but sums."""
+"""What answering with the trained model costs, as plain values and as the cells of a table. Refuses to draw."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.table import Table
 
 from farthing.planner.serving import (
     ERROR,
@@ -19,7 +16,6 @@ from farthing.planner.serving import (
     serve,
 )
 from farthing.report.plan_words import say_cost
-from farthing.report.safe import escape
 from farthing.units import say_seconds
 
 if TYPE_CHECKING:
@@ -139,26 +135,6 @@ def shown(serving: Row) -> list[Row]:
     others = {row["machine"]: row for row in reversed(rows) if row not in of_best}
     ordered = sorted(others.values(), key=rows.index)
     return [*of_best, *ordered][:_N_SHOWN]
-
-
-def draw_serving(console: Console, serving: Row) -> None:
-    """The answer and the cheapest choices."""
-    console.print(f"\n[bold]{escape(serving['answer'])}[/]")
-    if not serving["rows"]:
-        for one in serving["refused"][:_N_SHOWN]:
-            console.print(f"  {one['n_gpus']}x {escape(one['gpu'])} in {one['precision']}: {escape(one['why'])}")
-        return
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
-    for name in COLUMNS:
-        table.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left")
-    for row in shown(serving):
-        table.add_row(*map(escape, serving_cells(row)))
-    console.print(table)
-    rest = len(serving["rows"]) - len(shown(serving))
-    more = f"and {rest} more (--json has all); " if rest > 0 else ""
-    console.print(f"[dim]{more}$/M: a million tokens at this traffic, always on; GB: weights alone[/]")
-    for words in serving["assumptions"]:
-        console.print(f"[dim]{escape(words)}[/]")
 
 
 def _short(seconds: float) -> str:

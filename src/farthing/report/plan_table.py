@@ -10,7 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 
 from farthing.planner.types import OLD_PRICE_DAYS
-from farthing.report.plan_serving import draw_serving
+from farthing.report.plan_serving import COLUMNS as SERVING_COLUMNS
+from farthing.report.plan_serving import serving_cells, shown
 from farthing.report.plan_words import (
     break_even_words,
     has_price,
@@ -60,7 +61,7 @@ def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
     _draw_by_hand(console, view)
     _draw_own(console, view)
     if view["serving"] is not None:
-        draw_serving(console, view["serving"])
+        _draw_serving(console, view["serving"])
     _draw_sources(console, view)
 
 
@@ -333,6 +334,26 @@ def _draw_own(console: Console, view: Row) -> None:
         console.print(table)
         for note in years["notes"]:
             console.print(f"[dim]{escape(note)}[/]")
+
+
+def _draw_serving(console: Console, serving: Row) -> None:
+    """The answer and the cheapest choices."""
+    console.print(f"\n[bold]{escape(serving['answer'])}[/]")
+    if not serving["rows"]:
+        for one in serving["refused"][:_N_WHY_NOT]:
+            console.print(f"  {one['n_gpus']}x {escape(one['gpu'])} in {one['precision']}: {escape(one['why'])}")
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
+    for name in SERVING_COLUMNS:
+        table.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left")
+    for row in shown(serving):
+        table.add_row(*map(escape, serving_cells(row)))
+    console.print(table)
+    rest = len(serving["rows"]) - len(shown(serving))
+    more = f"and {rest} more (--json has all); " if rest > 0 else ""
+    console.print(f"[dim]{more}$/M: a million tokens at this traffic, always on; GB: weights alone[/]")
+    for words in serving["assumptions"]:
+        console.print(f"[dim]{escape(words)}[/]")
 
 
 def _draw_sources(console: Console, view: Row) -> None:
