@@ -129,7 +129,7 @@ def study_job(
     assumptions = Assumptions()
     hazard, law = None, Study.law
     if traces is not None:
-        hazard, words = hazards(read_traces(traces))
+        hazard, words = hazards(read_traces(traces), now)
         notes.append(words)
         law = words
     answer = decide(wanted, places, assumptions=assumptions, managed=managed, hazard=hazard)
