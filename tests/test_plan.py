@@ -221,7 +221,7 @@ def test_hours_cost_what_they_cost_and_twice_the_work_takes_twice_as_long() -> N
     two = only(decide(wanted_of(n_epochs=2.0), [place("A100-80GB", 4.0)]))
     assert two.seconds["training"] == pytest.approx(2 * one.seconds["training"])
     assert two.seconds["start-up"] == one.seconds["start-up"]
-    assert two.total_usd == pytest.approx(two.wall_s / H * 4.0, rel=2e-3)  # seconds are billed whole
+    assert two.usd["compute"] == pytest.approx(two.wall_s / H * 4.0, rel=2e-3)  # seconds are billed whole
 
 
 def test_a_place_of_ones_own_needs_no_setup_no_download_and_no_tokenizing_twice() -> None:
@@ -587,8 +587,22 @@ def test_units_of_gigabytes_and_packs_are_paid_up_front() -> None:
     assert isinstance(found, Place)
     plan = only(decide(wanted_of("HuggingFaceTB/SmolLM2-135M", lengths=lengths_of(2000)), [found]))
     gib = gpus()["T4"].memory_gib
-    assert plan.total_usd == pytest.approx(gib * plan.wall_s / H * 0.0999, rel=2e-3)
+    assert plan.usd["compute"] == pytest.approx(gib * plan.wall_s / H * 0.0999, rel=2e-3)
     assert up_front(plan) == pytest.approx(9.99 * -(-plan.total_usd // 9.99))
+
+
+def test_checkpoints_that_go_to_a_store_elsewhere_are_egress() -> None:
+    wanted = wanted_of(method="full", optim="adamw_torch_fused", save_every_s=600.0)
+    of_offer = place("H100-80GB", 2.0)
+    there = replace(of_offer, offer=of_offer.offer._replace(provider="AWS"))
+    usd = {store: only(decide(replace(wanted, store=store), [there])).usd for store in ("", "s3://a/b", "gs://a/b")}
+    assert usd[""]["egress"] == usd["s3://a/b"]["egress"] == pytest.approx(wanted.n_trainable * 4e-9 * 0.09)
+    plan = only(decide(replace(wanted, store="gs://a/b"), [there]))
+    n = plan.seconds["training"] // 600 + 1
+    assert plan.usd["egress"] == pytest.approx((wanted.n_trainable * 4 + n * wanted.save_bytes) * 9e-11)
+    here = only(decide(replace(wanted, store="gs://a/b"), [replace(there, is_local=True)]))
+    assert "egress" not in here.usd
+    assert "storage" not in here.usd
 
 
 def test_a_host_without_room_for_the_copy_of_a_checkpoint_takes_it_at_the_pace_of_its_disk() -> None:

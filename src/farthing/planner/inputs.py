@@ -192,6 +192,7 @@ def wanted_of(
         max_new_tokens=job.data.max_target_length if is_generated else 0,
         save_every_s=train.save_minutes * 60 if train.save_minutes else None,
         save_steps=train.save_steps,
+        store=job.output_store or "",
         is_tokenized=lengths.is_exact,
         max_usd=job.limits.max_usd,
         max_hours=job.limits.max_hours,

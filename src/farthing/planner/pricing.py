@@ -37,6 +37,13 @@ from farthing.planner.types import (
 )
 from farthing.prices.offers import Offer, bill
 
+_STORES = {
+    "s3": "AWS",
+    "gs": "GCP",
+    "gcs": "GCP",
+    "az": "Azure",
+    "abfs": "Azure",
+}  # whose own machines pay no egress to them
 WORST = 10.0  # of what is likely: the upper end of a range that has none
 CRASH_EVERY_S = 7 * 86400.0  # of a machine that is not taken away, by assumption: a week
 SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 1800.0
@@ -103,9 +110,9 @@ class Pricing:
             offer,
             billed_s / 3600,
             n_starts=1 + (math.ceil(spot.likely.n_interruptions) if spot else 0),
-            storage_gb=self._held_gb,
+            storage_gb=0.0 if place.is_local else self._held_gb,
             storage_hours=wall_s / 3600,
-            egress_gb=0.0 if place.is_local else wanted.n_trainable * 4 / 1e9,
+            egress_gb=self._leaving_gb(place, busy_s // interval_s + 1),
         )
         total = sum(usd.values())
         moving_s = wall_s - seconds.get("waiting", 0.0)  # starts and saves are no surer than steps
@@ -128,6 +135,14 @@ class Pricing:
             cache_bytes=wanted.cache_bytes * chosen.recipe.residual_bytes,
             spot=spot.likely if spot else None,
         )
+
+    def _leaving_gb(self, place: Place, n_checkpoints: float) -> float:
+        """What leaves the provider: the model, and checkpoints where their store is elsewhere."""
+        if place.is_local:
+            return 0.0
+        wanted, scheme = self.wanted, self.wanted.store.partition("://")[0]
+        is_elsewhere = wanted.store and _STORES.get(scheme) != place.offer.provider
+        return (wanted.n_trainable * 4 + (n_checkpoints * wanted.save_bytes if is_elsewhere else 0.0)) / 1e9
 
     def save_s(self, place: Place) -> float:
         """Seconds that training stands still for a checkpoint.

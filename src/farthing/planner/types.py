@@ -29,7 +29,12 @@ from farthing.planner.spot import (
     Expected,
 )
 from farthing.prices.gpus import Gpu, gpus
-from farthing.prices.offers import Offer, up_front_usd
+from farthing.prices.offers import (
+    ASSUMED_EGRESS_USD_PER_GB,
+    ASSUMED_STORAGE_USD_PER_GB_MONTH,
+    Offer,
+    up_front_usd,
+)
 from farthing.units import say_seconds
 
 UNCALIBRATED = Calibration()
@@ -54,6 +59,8 @@ class Assumptions(NamedTuple):
             f"a rented machine needs {say_seconds(self.setup_s)} before it can begin, and downloads at "
             f"{self.download_bytes_per_s / 1e6:.0f} MB/s",
             f"imports take {self.import_s:.0f} s, weights load at {self.load_bytes_per_s / 1e9:g} GB/s",
+            f"where terms do not say, a GB kept for a month costs ${ASSUMED_STORAGE_USD_PER_GB_MONTH:.2f} and a GB that "
+            f"leaves ${ASSUMED_EGRESS_USD_PER_GB:.2f}: the model, and each checkpoint that goes to a store elsewhere",
             f"tokenizing runs at {self.tokenize_tokens_per_s / 1e6:g} M tokens/s",
             f"a checkpoint halts training while {self.snapshot_bytes_per_s / 1e9:g} GB/s go to host memory, or "
             f"{self.disk_bytes_per_s / 1e6:.0f} MB/s to the disk where it takes more than half of that memory",
@@ -100,6 +107,8 @@ class JobSpec:
     """None: the planner's choice."""
     save_steps: int | None = None
     """Or optimizer steps between checkpoints."""
+    store: str = ""
+    """Where checkpoints are copied to, as an address; empty: nowhere."""
     is_tokenized: bool = False
     max_usd: float | None = None
     max_hours: float | None = None

@@ -19,6 +19,7 @@ from farthing.planner.ownership import (
 from farthing.planner.serving import Traffic
 from farthing.planner.throughput_arithmetic import OwnFigures, by_hand
 from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front
+from farthing.prices.gpus import gpus
 from farthing.prices.offers import Offer
 from farthing.units import plural, say_bytes, say_seconds
 
@@ -92,6 +93,7 @@ def _by_hand(study: Study, figures: OwnFigures, best: Any) -> dict[str, Any] | N
         save_every_s=wanted.save_every_s,
         max_gpu_hours=wanted.max_gpu_hours,
         usd_per_hour=best["usd_per_hour"] if best is not None and best["kind"] in RENTED else None,
+        paid_gb=best["paid_gb"] if best is not None else None,
     )
 
 
@@ -166,6 +168,7 @@ def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> dict[str, 
         "kind": _kind(offer),
         "usd_per_hour": offer.usd_per_hour,
         "usd_per_gpu_hour": None if offer.usd_per_hour is None else offer.usd_per_hour / max(1, offer.n_gpus),
+        "paid_gb": offer.n_gpus * gpus()[offer.gpu].memory_gib if offer.unit == "gb_hour" else None,
         "price_source": offer.source,
         "price_date": offer.date.isoformat(),
         "price_age_days": plan.place.price_age_days,
@@ -341,6 +344,11 @@ def price_notes(plan: Plan) -> list[str]:
         found.append(f"{say_cost(up_front(plan))} is paid before, in packs of {say_cost(terms.pack_usd)}")
     elif terms.deposit_usd > plan.total_usd:
         found.append(f"a deposit of {say_cost(terms.deposit_usd)} is paid before")
+    moved = {name: plan.usd.get(name, 0.0) for name in ("storage", "egress")}
+    unknown = {"storage": terms.storage_usd_per_gb_month, "egress": terms.egress_usd_per_gb}
+    assumed = [name for name, usd in moved.items() if unknown[name] is None and usd > 0.02 * plan.total_usd]
+    if assumed:
+        found.append(f"{say_cost(sum(moved[name] for name in assumed))} of it is {' and '.join(assumed)} by assumption")
     if plan.usd.get("rounding", 0.0) > 0.02 * plan.total_usd:
         found.append(f"{say_cost(plan.usd['rounding'])} of it is the provider's minimum or rounding up")
     return found
