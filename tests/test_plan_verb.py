@@ -335,7 +335,8 @@ def test_hours_that_are_paid_by_the_gigabyte(job: str, tmp_path: Path, capsys: p
         "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,source,date\n"
         "Colab,T4,T4,1,any,,on-demand,gb_hour,0.0999,made up,2026-11-01\n"
     )
-    found = by_hand(capsys, job, 54_000, 1, "--samples-per-min", "100", "--prices", str(prices))
+    known = ("--examples", "54000", "--mean-tokens", "300", "--samples-per-min", "100", "--prices", str(prices))
+    found = run_json(capsys, job, *known, "--set", "train.num_train_epochs=1")["by_hand"]
     assert (found["hours"], round(found["units"], 1), round(found["usd"], 2)) == (9.0, 135.0, 13.49)
     assert "15 GB x 9.00 h = 135.0 units" in found["words"][0]
 

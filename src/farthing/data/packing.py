@@ -96,20 +96,23 @@ def cut_padded(
     sizes = np.stack(sides, axis=1)  # [n, sides]
     useful = int(sizes.sum())
     pieces = _filled(np.lexsort((-sizes[:, -1], -sizes.sum(1))), sizes, most_tokens, most_examples or len(examples))
-    splits = [_best_split(piece, sizes, number, cost) for number, piece in enumerate(pieces)]
+    computed = [padded_tokens(sizes[piece]) for piece in pieces]
+    splits = [_best_split(piece, sizes, number, cost, computed[number]) for number, piece in enumerate(pieces)]
     heapq.heapify(splits)
-    computed = sum(padded_tokens(sizes[piece]) for piece in pieces)
-    while splits and useful < least_share * computed:
+    n_computed = sum(computed)
+    while splits and useful < least_share * n_computed:
         change, number, *parts = heapq.heappop(splits)
         if change >= 0:
             break
-        computed += sum(padded_tokens(sizes[part]) for part in parts) - padded_tokens(sizes[pieces[number]])
-        pieces[number] = parts[0]
+        both = [padded_tokens(sizes[part]) for part in parts]
+        n_computed += sum(both) - computed[number]
+        pieces[number], computed[number] = parts[0], both[0]
         pieces.append(parts[1])
+        computed.append(both[1])
         for at in (number, len(pieces) - 1):
-            heapq.heappush(splits, _best_split(pieces[at], sizes, at, cost))
-    pieces.sort(key=lambda places: (-padded_tokens(sizes[places]), int(places[0])))
-    return [examples[places] for places in pieces]
+            heapq.heappush(splits, _best_split(pieces[at], sizes, at, cost, computed[at]))
+    order = sorted(range(len(pieces)), key=lambda at: (-computed[at], int(pieces[at][0])))
+    return [examples[pieces[at]] for at in order]
 
 
 def padded_tokens(sizes: NDArray[np.int64]) -> int:
@@ -121,34 +124,41 @@ def _filled(
     order: NDArray[np.int64], sizes: NDArray[np.int64], most_tokens: int, most_examples: int
 ) -> list[NDArray[np.int64]]:
     """Neighbours in `order` as long as the budget holds."""
-    pieces, start, width = [], 0, sizes[order[0]] if len(order) else sizes.sum(0)
-    for at in range(len(order)):
-        wider = np.maximum(width, sizes[order[at]])
+    pieces: list[NDArray[np.int64]] = []
+    start = 0
+    width: list[int] = [0] * sizes.shape[1]
+    for at, sides in enumerate(sizes[order].tolist()):
+        wider = [max(pair) for pair in zip(width, sides, strict=True)]
         n = at - start + 1
-        if n > 1 and (n > most_examples or n * int(wider.sum()) > most_tokens):
+        if n > 1 and (n > most_examples or n * sum(wider) > most_tokens):
             pieces.append(order[start:at])
-            start, wider = at, sizes[order[at]]
+            start, wider = at, sides
         width = wider
     return [*pieces, order[start:]] if len(order) else []
 
 
 def _best_split(
-    piece: NDArray[np.int64], sizes: NDArray[np.int64], number: int, cost: PieceCost
+    piece: NDArray[np.int64], sizes: NDArray[np.int64], number: int, cost: PieceCost, n_computed: int
 ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
-    """(change in cost, `number`, one part, the other) of the split in two that costs least; 0 where none saves anything."""
+    """(change in cost, `number`, one part, the other) of the split in two that costs least; 0 where none saves anything.
+
+    `n_computed` are the computed tokens of the whole piece.
+    """
     best = 0, number, piece, piece[:0]
     n = len(piece)
-    whole = int(cost.of(padded_tokens(sizes[piece])))
+    whole = max(cost.least_tokens, n_computed + cost.more_tokens)
     if n < 2 or whole <= cost.least_tokens + cost.more_tokens:
         return best
+    own, counts = sizes[piece], np.arange(1, n)
     for side in range(sizes.shape[1]):
-        order = piece[np.argsort(-sizes[piece, side], kind="stable")]
-        ordered = sizes[order]
-        left = cost.of(np.maximum.accumulate(ordered, axis=0).sum(1)[:-1] * np.arange(1, n))
-        right = cost.of(np.maximum.accumulate(ordered[::-1], axis=0)[::-1].sum(1)[1:] * np.arange(n - 1, 0, -1))
-        if int((left + right).min()) - whole < best[0]:
-            at = int((left + right).argmin())
-            best = int(left[at] + right[at]) - whole, number, order[: at + 1], order[at + 1 :]
+        order = np.argsort(-own[:, side], kind="stable")
+        ordered = own[order]
+        left = np.maximum.accumulate(ordered)[:-1].sum(1) * counts
+        right = np.maximum.accumulate(ordered[::-1])[-2::-1].sum(1) * counts[::-1]
+        both = cost.of(left) + cost.of(right)
+        at = int(both.argmin())
+        if int(both[at]) - whole < best[0]:
+            best = int(both[at]) - whole, number, piece[order[: at + 1]], piece[order[at + 1 :]]
     return best
 
 
