@@ -19,7 +19,6 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,18 +27,18 @@ import numpy as np
 import yaml
 
 from farthing.config.load import load_job
-from farthing.data.tokens import _DTYPES as DTYPES
-from farthing.data.tokens import set_key, tokenize, tokenizer_sha256
+from farthing.data.token_set import DTYPES, set_key, tokenizer_sha256
+from farthing.data.tokens import tokenize
 from farthing.durability.checkpoint import Checkpoints, State
 from farthing.durability.files import commit_folder
 from farthing.durability.ledger import seconds_since_process_start
+from farthing.events import Event, Restored, StepTaken
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train.setup import open_inputs
 
 BLOCK = 1000  # rows that are repeated
 BATCH = 16
 LIMIT_S = 5.0
-Tell = Callable[[str, dict[str, Any]], None]
 
 
 class Kept:
@@ -130,12 +129,13 @@ def attempt(job: Path, told: Connection, stop_after: int | None) -> None:
     torch.set_num_threads(1)
     n_steps = 0
 
-    def tell(kind: str, facts: dict[str, Any]) -> None:
+    def tell(event: Event) -> None:
         nonlocal n_steps
-        if kind in ("restored", "step"):
-            told.send((kind, facts["step"], seconds_since_process_start(), time.process_time()))
-        n_steps += kind == "step"
-        if kind == "step" and n_steps == stop_after:
+        if isinstance(event, Restored | StepTaken):
+            kind = "step" if isinstance(event, StepTaken) else "restored"
+            told.send((kind, event.step, seconds_since_process_start(), time.process_time()))
+        n_steps += isinstance(event, StepTaken)
+        if isinstance(event, StepTaken) and n_steps == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
     train(load_job(job), tell)

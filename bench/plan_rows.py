@@ -16,6 +16,7 @@ from farthing.planner.model_config import known_config, known_models
 from farthing.planner.recipe import CHUNKED, FUSED, SAVED, TILED, WHOLE, Recipe, Stack
 from farthing.planner.shapes import Adapters, Shape, Weight, read_shape
 from farthing.prices.gpus import Gpu, find_gpu
+from farthing.settings import Settings
 
 GIB = 2**30
 MOST_GPUS = 8  # of a machine
@@ -298,7 +299,7 @@ def read_case(row: dict[str, str]) -> Case:
         raise NotExpressed("GPUs of several machines: the network between them is not stated")
     n_micro = n_micro_batches_of(words, int(micro) * n_gpus)
     recipe = Recipe(
-        method, precision, optim, int(micro) * n_gpus * n_micro, int(micro), every, r,
+        method, Settings(checkpoint_every=every, precision=precision), optim, int(micro) * n_gpus * n_micro, int(micro), r,
         dropout_of(words, source) if r else 0.0, tuple(targets), tuple(saved), "dora" in words, n_gpus, sharding, stack,
     )  # fmt: skip
     variable = re.search(r"mean (\d+) real tokens", words)

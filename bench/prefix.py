@@ -20,7 +20,7 @@ import peft
 import torch
 
 from farthing.data.packing import collate_flat
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.attention import go_flat
 from farthing.model.documents import flat_batch
@@ -85,10 +85,10 @@ def main() -> None:
             loss = language_model_loss(model, batch, "causal-lm")
         (loss / args.tokens).backward()
 
-    def forced(every_n_layers: int) -> Callable[[], None]:
+    def forced(checkpoint_every: int) -> Callable[[], None]:
         def step() -> None:
             hook = model.get_input_embeddings().register_forward_hook(lambda _, __, y: y.requires_grad_(True))
-            checkpoint_layers(model, every_n_layers)
+            checkpoint_layers(model, checkpoint_every)
             try:
                 run()
             finally:

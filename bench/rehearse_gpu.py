@@ -41,7 +41,7 @@ from torch.cuda.amp import common as autocast
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.errors import FarthingError
 from farthing.model import attention_kernels
 from farthing.model.adapters import Adapter, add_adapter
@@ -267,7 +267,7 @@ def rehearse(case: Case) -> str:
             raise Skipped("a token's meaning depends on what follows it")
         arrays = forward.collate(tokens, np.arange(len(tokens)))
         with mode, Reads() as reads:
-            batch = forward.place(arrays)
+            batch = forward.to_device(arrays)
             scale: Any = torch.full((), 1024.0, device="cuda") if numerics.needs_scaler else 1.0
             loss = forward.loss(batch, scale)
     if (loss.device.type, tuple(loss.shape), loss.dtype) != ("cuda", (), torch.float32):

@@ -24,7 +24,7 @@ import numpy as np
 
 from farthing.planner.spot import (
     Interruptions,
-    Rhythm,
+    SaveSchedule,
     best_interval_s,
     draw_paths,
     drawn_together,
@@ -56,7 +56,7 @@ class Replayed:
     n_interruptions: Floats
 
 
-def replay(trace: Trace, work_s: float, rhythm: Rhythm, starts_s: Sequence[int], nodes: int = 1) -> Replayed:
+def replay(trace: Trace, work_s: float, saves: SaveSchedule, starts_s: Sequence[int], nodes: int = 1) -> Replayed:
     """Jobs wanted at `starts_s`, event by event and all starts at once; the trace begins again when it ends."""
     is_up = np.asarray(trace.available) >= nodes
     if not is_up.any():
@@ -79,13 +79,13 @@ def replay(trace: Trace, work_s: float, rhythm: Rhythm, starts_s: Sequence[int],
     who = np.arange(len(began))
     while who.size:
         now[who] = np.maximum(now[who], begins[index[who]] + shift[who])
-        done, used, kept = rhythm.spend(ends[index[who]] + shift[who] - now[who], left[who], restart[who])
+        done, used, kept = saves.spend(ends[index[who]] + shift[who] - now[who], left[who], restart[who])
         now[who] += used
         billed[who] += used
         left[who] -= kept
         who = who[~done]
         hits[who] += 1
-        restart[who] = rhythm.restart_s
+        restart[who] = saves.restart_s
         index[who] += 1
         shift[who] += np.where(index[who] == len(ends), length, 0)
         index[who] %= len(ends)
@@ -113,18 +113,18 @@ def models(
 def judge(trace: Trace, zones: Sequence[Interruptions], nodes: int) -> dict[str, Any]:
     """Predicted and replayed hours of each job in the second half of one zone."""
     future = trace.halves()[1]
-    rhythm = Rhythm(max(60, round(best_interval_s(SAVE_S, RESTART_S, zones[0]))), SAVE_S, RESTART_S)
+    saves = SaveSchedule(max(60, round(best_interval_s(SAVE_S, RESTART_S, zones[0]))), SAVE_S, RESTART_S)
     length_s = len(future.available) * trace.gap_s
     starts = [round(i * length_s / N_STARTS) for i in range(N_STARTS)]
     jobs = []
     for hours in JOB_HOURS:
         work_s = hours * 3600.0
-        happened = replay(future, work_s, rhythm, starts, nodes)
-        middles = [expect(work_s, rhythm, zone) for zone in zones]
-        edges = [expect_range(work_s, rhythm, zone) for zone in zones]
-        chances = chances_of(trace, work_s, rhythm, zones) if len(zones) > 1 else None
+        happened = replay(future, work_s, saves, starts, nodes)
+        middles = [expect(work_s, saves, zone) for zone in zones]
+        edges = [expect_range(work_s, saves, zone) for zone in zones]
+        chances = chances_of(trace, work_s, saves, zones) if len(zones) > 1 else None
         if chances is None:
-            path = draw_paths(work_s, rhythm, zones[0], deadline_s=2 * work_s, n_paths=1000)
+            path = draw_paths(work_s, saves, zones[0], deadline_s=2 * work_s, n_paths=1000)
             chances = path.chance_by(2 * work_s), float(np.mean(happened.wall_s <= 2 * work_s))
         jobs.append(
             {
@@ -140,21 +140,21 @@ def judge(trace: Trace, zones: Sequence[Interruptions], nodes: int) -> dict[str,
             }
         )
     errors = {f"{what}_error_percent": error_percent(jobs, what) for what in ("billed_h", "wall_h")}
-    return {"zone": trace.name, "interval_s": rhythm.interval_s, "spread": zones[0].spread, **errors, "jobs": jobs}
+    return {"zone": trace.name, "interval_s": saves.interval_s, "spread": zones[0].spread, **errors, "jobs": jobs}
 
 
-def chances_of(trace: Trace, work_s: float, rhythm: Rhythm, zones: Sequence[Interruptions]) -> tuple[float, float]:
+def chances_of(trace: Trace, work_s: float, saves: SaveSchedule, zones: Sequence[Interruptions]) -> tuple[float, float]:
     """(predicted, replayed) share of jobs done in twice their work, wanted at moments when the zone's state is known."""
     middle, n = len(trace.available) // 2, len(trace.available)
     n_all = len(zones) * N_MOMENTS
     places = [middle + (n - middle) * i // n_all for i in range(n_all)]
     starts = [(place - middle) * trace.gap_s for place in places]
-    happened = replay(trace.halves()[1], work_s, rhythm, starts)
+    happened = replay(trace.halves()[1], work_s, saves, starts)
     predicted = [
         draw_paths(
             work_s,
-            rhythm,
-            replace(zones[i // N_MOMENTS], now=trace.now(place)),
+            saves,
+            replace(zones[i // N_MOMENTS], now=trace.state(place)),
             deadline_s=2 * work_s,
             n_paths=300,
         ).chance_by(2 * work_s)

@@ -35,7 +35,8 @@ from farthing.data.encode import Encoder
 from farthing.data.formats import Text, converter, recognise
 from farthing.data.packing import collate_flat, cut_by_tokens, cut_padded
 from farthing.data.read import Row, Source, open_sources
-from farthing.data.tokens import Recipe, TokenSet, open_token_set, tokenize
+from farthing.data.token_set import Recipe, TokenSet, open_token_set
+from farthing.data.tokens import tokenize
 from farthing.durability.files import commit_folder
 
 PIECE_TOKENS = 16384

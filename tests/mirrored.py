@@ -31,7 +31,7 @@ def folder_of_run(folder: Path, run_id: str = "run-1") -> Path:
     """What a run leaves before its first step."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "run.json", {"run_id": run_id, "identity": {}})
-    write_json(folder / "plan.json", {"promise": 1})
+    write_json(folder / "plan.json", {"wall_s": 1})
     return folder
 
 

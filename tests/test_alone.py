@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from farthing.data.batches import IGNORED
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.errors import ModelError
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.apart import longrope_limit
@@ -90,7 +90,9 @@ def scores_together_and_alone(model: Any, most_tokens: int = 200) -> tuple[torch
     pieces = forward.cut(tokens, np.arange(9), most_tokens)
     together = torch.zeros(9, 3)
     for piece in pieces:
-        together[torch.from_numpy(piece)] = forward.loss_and_scores(forward.place(forward.collate(tokens, piece)))[1]
+        together[torch.from_numpy(piece)] = forward.loss_and_scores(forward.to_device(forward.collate(tokens, piece)))[
+            1
+        ]
     alone = []
     for index in range(9):
         ids = torch.from_numpy(tokens.example(index)[0].astype(np.int64))[None]
@@ -146,7 +148,7 @@ def test_the_decoder_begins_as_the_model_itself_would_have_it(kind: str) -> None
     summed, alone = 0.0, 0.0
     with torch.no_grad():
         for piece in forward.cut(tokens, np.arange(5), 400):
-            summed += float(forward.loss(forward.place(forward.collate(tokens, piece))))
+            summed += float(forward.loss(forward.to_device(forward.collate(tokens, piece))))
         for index, length in enumerate(lengths):
             ids, is_target = (torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index))
             source, labels = ids[is_target == 0][None], ids[is_target == 1][None]
@@ -246,7 +248,7 @@ def test_short_documents_keep_their_factors_beside_long_ones(how: str) -> None:
     pieces = forward.cut(tokens, np.arange(7), 400)
     assert sorted(sorted(piece.tolist()) for piece in pieces)[0] == [0, 2, 4, 6]
     model.zero_grad()
-    summed = sum(_backward(forward.loss(forward.place(forward.collate(tokens, piece)))) for piece in pieces)
+    summed = sum(_backward(forward.loss(forward.to_device(forward.collate(tokens, piece)))) for piece in pieces)
     ours = model.model.layers[0].self_attn.qkv_proj.weight.grad.clone()
     model.zero_grad()
     alone = 0.0
@@ -305,14 +307,14 @@ def test_languages_that_are_not_said_or_not_known_are_refused(family: str) -> No
     source, target = CODES[family]
     with pytest.raises(ModelError, match=r"data.target_lang is not set"):
         set_languages(speaking(family), "seq2seq", source, None)
-    with pytest.raises(ModelError, match=f"'{target}x' is no language of its tokenizer"):
+    with pytest.raises(ModelError, match=f"'{target}x' is not a language of its tokenizer"):
         set_languages(speaking(family), "seq2seq", source, f"{target}x")
     assert set_languages(speaking(family), "seq2seq", None, None, text_version=1) == ("", "")
 
 
 def test_a_tokenizer_without_languages_takes_none(tokenizers: dict[str, Any]) -> None:
     assert set_languages(tokenizers["t5"], "seq2seq", None, None) == ("", "")
-    with pytest.raises(ModelError, match="writes no language into a text"):
+    with pytest.raises(ModelError, match="does not write a language into texts"):
         set_languages(tokenizers["t5"], "seq2seq", "en", "de")
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_table import rows_of_the_table, varlen_of
 from farthing.model import attention_kernels
 from farthing.model.attention import attend
 from farthing.model.attention_choice import (
@@ -23,8 +24,6 @@ from farthing.model.attention_choice import (
     Machine,
     choose,
     padded_groups,
-    rows_of_the_table,
-    varlen_of,
 )
 from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here
 from farthing.model.documents import Documents
@@ -138,7 +137,7 @@ def test_every_case_of_the_table_has_a_kernel_that_can_do_it() -> None:
 
 def test_the_table_in_the_docs_is_what_the_choice_says() -> None:
     text = (Path(__file__).parent.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
-    assert "\n".join(rows_of_the_table()) in text, "write it anew: farthing.model.attention_choice.rows_of_the_table"
+    assert "\n".join(rows_of_the_table()) in text, "tests/attention_table.py prints the new one"
 
 
 def test_what_is_known_of_torch_is_true_of_the_one_installed() -> None:

@@ -14,11 +14,12 @@ from farthing.planner.model_config import known_config
 from farthing.planner.recipe import Recipe, stack_for
 from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import Calibration, cpu_device, step_time, work_of
+from farthing.settings import Settings
 
 HERE = "a processor, 2 threads"
 DEVICE = cpu_device("a processor", 1e11, 2)
 STACK = stack_for("llama", "causal-lm", "fp32", "full")
-RECIPE = Recipe("full", "fp32", "adamw_torch_fused", 16, micro_tokens=512, stack=STACK)
+RECIPE = Recipe("full", Settings(512, precision="fp32"), "adamw_torch_fused", 16, stack=STACK)
 
 
 def shape_of(name: str = "HuggingFaceTB/SmolLM2-135M") -> Shape:
@@ -70,9 +71,9 @@ def test_runs_of_the_same_model_give_their_factors_back() -> None:
 def test_a_run_is_taken_as_it_was_cut() -> None:
     run = run_of(shape_of(), 1.0)
     flat, padded, mean, largest = as_run(run, RECIPE)
-    assert (flat.micro_tokens, flat.n_micro_batches, flat.stack.is_flat) == (512, 2.5, True)
-    assert not flat.caches_prefix
-    assert as_run(replace(run, caches_prefix=True), RECIPE)[0].caches_prefix
+    assert (flat.settings.micro_batch_tokens, flat.n_micro_batches, flat.stack.is_flat) == (512, 2.5, True)
+    assert not flat.settings.caches_frozen
+    assert as_run(replace(run, caches_frozen=True), RECIPE)[0].settings.caches_frozen
     assert (padded.tokens, padded.token_pairs, mean) == (50.0, 3200.0, 50.0)
     assert largest == (1, 500, 0, 500 * 64)
     rows = replace(run, is_flat=False, n_padded_tokens=10 * 16 * 60, largest_examples=5)

@@ -13,6 +13,7 @@ import farthing.train.run
 import workshop
 from farthing.cli import main
 from farthing.errors import Interrupted
+from farthing.events import Event, StepTaken
 from workshop import job_file, make_job
 
 
@@ -26,7 +27,7 @@ def card_rows(run: Path) -> dict[str, list[str]]:
 def test_the_card_says_how_many_epochs_were_trained_and_not_how_many_were_asked_for(tmp_path: Path) -> None:
     job = make_job(tmp_path, n_rows=100, max_steps=1)  # a step of 8 of 100 rows; three epochs are the default
     receipt = workshop.train(job).receipt
-    assert receipt["epochs"] == pytest.approx(1 / 13)
+    assert receipt.epochs == pytest.approx(1 / 13)
     assert card_rows(Path(job.output_dir))["epochs"] == ["0.0769"]
 
 
@@ -36,8 +37,8 @@ def test_the_card_of_a_run_that_was_interrupted_has_the_figures_of_its_receipt(
     monkeypatch.setenv("COLUMNS", "200")
     job = make_job(tmp_path, save_steps=2)
 
-    def stop(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "step" and facts["step"] == 3:
+    def stop(event: Event) -> None:
+        if isinstance(event, StepTaken) and event.step == 3:
             raise Interrupted("asked to leave")
 
     farthing.train.run.train(job, stop)

@@ -385,7 +385,7 @@ def test_a_broken_row_is_named_by_line_and_column(tmp_path: Path, line: str, whe
 
 def test_an_offer_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.csv", HEADER, GOOD, change(usd="0.7"))
-    with pytest.raises(UserMistake, match="the offer of line 2 once more") as caught:
+    with pytest.raises(UserMistake, match="the same offer as on line 2") as caught:
         read_catalog(path, TODAY)
     assert caught.value.where == f"{path}:3"
 

@@ -16,7 +16,8 @@ from farthing.data.encode import Encoder
 from farthing.data.formats import converter
 from farthing.data.read import open_sources
 from farthing.data.sample import light_tokenizer, sample_lengths
-from farthing.data.tokens import Recipe, notes_of, tokenize
+from farthing.data.token_set import Recipe, notes_of
+from farthing.data.tokens import tokenize
 from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.tiny import write_jsonl
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import compare
+from farthing.events import Event, KeepingFrozen, Note, Working
 from peers import figures, judge, leaks, models, naive, ours, workloads
 from peers.assignment import IGNORED, Assignment
 from peers.clock import Clock
@@ -207,15 +208,15 @@ def test_what_was_worked_ahead_belongs_to_the_first_epoch() -> None:
 def test_the_time_of_keeping_is_found_in_what_is_said() -> None:
     clock, computed = Clock(), [7]
     keeping = ours.Keeping(clock)
-    keeping.heard("working", computed)
+    keeping.heard(Working("loading the model"), computed)
     assert computed == []
     for n in (10, 20):
         _burn(0.02)
         computed.append(n)
-        keeping.heard("keeping", computed)
-    keeping.heard("note", computed)
+        keeping.heard(KeepingFrozen(n, 30), computed)
+    keeping.heard(Note(""), computed)
     _burn(0.05)  # of something else
-    keeping.heard("decided", computed)
+    keeping.heard(Event(), computed)
     clock.begin()
     ahead = clock.facts()["ahead"]
     assert ahead["computed"] == 30

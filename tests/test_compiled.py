@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import workshop
+from farthing.events import Decided
 from farthing.model import compiled
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.adapters import Adapter, add_adapter
@@ -335,8 +336,8 @@ def test_a_run_with_compiled_layers_ends_as_one_without_and_keeps_warm_up_apart(
     workshop.train(plain)
     job, heard = workshop.make_job(tmp_path / "compiled", torch_compile=True, **keys), workshop.Heard()
     outcome = workshop.train(job, heard)
-    assert "layers compiled" in heard.of("decided")[0]["computed"]
-    spans = {span["name"]: span["seconds"] for span in outcome.receipt["spans"]}
+    assert "layers compiled" in heard.of(Decided)[0].computed
+    spans = {span.name: span.seconds for span in outcome.receipt.spans}
     assert spans["compile"] > 5 * spans["compute"]
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
 
@@ -345,6 +346,6 @@ def test_a_run_says_why_it_is_not_compiled(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("farthing.model.compiled.find_compiler", lambda device: None)
     heard = workshop.Heard()
     workshop.train(workshop.make_job(tmp_path, max_steps=2, torch_compile=True, use_liger_kernel=True), heard)
-    said = heard.of("decided")[0]["computed"]
+    said = heard.of(Decided)[0].computed
     assert "not compiled: there is no C++ compiler" in said
     assert "no Liger kernels: they are for GPUs" in said

@@ -26,7 +26,8 @@ from farthing.data.batches import IGNORED, Batches, collate, permutation, split_
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE, Unusable
 from farthing.data.formats import converter, recognise
 from farthing.data.read import BadRow, Row, Source, open_sources
-from farthing.data.tokens import CACHE_VERSION, Recipe, TokenSet, set_key, tokenize, tokenizer_sha256
+from farthing.data.token_set import CACHE_VERSION, Recipe, TokenSet, set_key, tokenizer_sha256
+from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.tiny import write_jsonl
 from workshop import cut
@@ -250,7 +251,7 @@ def test_bad_rows_are_named_and_the_good_ones_around_them_read(tmp_path: Path) -
     assert reasons[2].startswith("invalid JSON at column")
     assert reasons[4] == "invalid UTF-8 at byte 10 of the line"
     assert reasons[5] == "not a JSON object"
-    assert "`text` stands twice" in reasons[6]
+    assert "`text` appears twice" in reasons[6]
 
 
 def test_a_row_over_the_limit_is_passed_over_without_holding_it(tmp_path: Path) -> None:
@@ -279,7 +280,7 @@ def test_csv_rows_that_do_not_fit_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.csv", b"text,text\nx,y\n", "`text` stands twice in the header"),
+        ("a.csv", b"text,text\nx,y\n", "`text` appears twice in the header"),
         ("a.csv", b"\nx,y\n", "no header line"),
         ("a.csv", b'"te"xt,label\n', "header line is invalid"),
         ("a.json", b'{"text": 1}', "not an array of objects"),
@@ -762,7 +763,9 @@ def test_a_writer_that_is_killed_leaves_nothing_usable(tmp_path: Path, tiny_fold
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from transformers import PreTrainedTokenizerFast\n"
-        "from farthing.data.read import open_sources; from farthing.data.tokens import CACHE_VERSION, Recipe, tokenize\n"
+        "from farthing.data.read import open_sources\n"
+        "from farthing.data.token_set import CACHE_VERSION, Recipe\n"
+        "from farthing.data.tokens import tokenize\n"
         "tokenizer = PreTrainedTokenizerFast.from_pretrained(sys.argv[1])\n"
         "sources = open_sources((os.path.abspath('a.jsonl'),), cache_dir=Path('cache'), split='train')\n"
         "stop = lambda rows, tokens, share: os.kill(os.getpid(), signal.SIGKILL) if rows > 2000 else None\n"

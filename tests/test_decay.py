@@ -18,6 +18,7 @@ import farthing.train.run
 import workshop
 from farthing.durability.run_folder import rules_of
 from farthing.errors import Interrupted, RunDamaged
+from farthing.events import Event, StepTaken
 from farthing.model.load import AUTO_CLASSES
 from farthing.planner.families import CAUSAL_FAMILIES, DECODERS, ENCODERS, FAMILIES, SEQ2SEQ_FAMILIES
 from farthing.train.optim import decayed_names, make_optimizer
@@ -116,8 +117,8 @@ def test_a_run_that_began_under_the_old_rule_goes_on_under_it_to_the_same_bits(
 ) -> None:
     keys: dict[str, Any] = {"weight_decay": 0.5, "save_steps": 2, "learning_rate": 0.1}
 
-    def stop(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "step" and facts["step"] == 3:
+    def stop(event: Event) -> None:
+        if isinstance(event, StepTaken) and event.step == 3:
             raise Interrupted("asked to leave")
 
     with monkeypatch.context() as before:

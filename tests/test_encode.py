@@ -21,7 +21,8 @@ from farthing.data.encode import Encoder, bytes_of_tokens
 from farthing.data.formats import Text
 from farthing.data.read import Source, open_sources
 from farthing.data.rows import BadRow, Reading, Row
-from farthing.data.tokens import Recipe, TokenSet, tokenize
+from farthing.data.token_set import Recipe, TokenSet
+from farthing.data.tokens import tokenize
 from farthing.errors import DataError, Interrupted
 from farthing.tiny import write_jsonl
 

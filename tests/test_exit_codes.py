@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -45,6 +46,7 @@ VERBS: dict[str, list[str]] = {
     "export": ["export", "run", "--output", "x"],
     "prices": ["prices"],
     "doctor": ["doctor"],
+    "completion": ["completion", "bash"],
 }
 
 
@@ -149,7 +151,17 @@ def test_a_misspelt_word_is_answered_with_the_nearest_one(
     out, err = capsys.readouterr()
     assert (out, said in err) == ("", True), err
     if not words or (words[0] not in VERBS and not words[0].startswith("-")):
-        assert all(f"    {verb} " in err for verb in VERBS), "the help comes with it"
+        assert all(f"\n    {verb}" in err for verb in VERBS), "the help comes with it"
+
+
+def test_completion_knows_every_verb_and_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("shtab") is None:
+        assert main(["completion", "bash"]) == 2
+        assert "pip install 'farthing[completion]'" in capsys.readouterr().err
+        return
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert all(word in script for word in (*VERBS, "--samples-per-min", "--allow-restart"))
 
 
 def test_a_beginning_of_an_option_and_words_behind_two_dashes_are_taken(capsys: pytest.CaptureFixture[str]) -> None:

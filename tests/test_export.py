@@ -22,6 +22,7 @@ from farthing.durability import run_folder
 from farthing.durability.exported import damage_of
 from farthing.durability.run_folder import keep_job, kept_job
 from farthing.errors import Interrupted, ModelError, UserMistake
+from farthing.events import Event, Exported, StepTaken
 from farthing.export import export_run
 from farthing.model.adapters import break_ties
 from farthing.model.load import AUTO_CLASSES
@@ -225,8 +226,8 @@ def test_what_is_exported_does_not_tell_of_kills_or_of_cached_tokens(family: str
     workshop.train(own)
     other = make_job(tmp_path, family, output_dir="./other/run", **keys)  # finds the tokens in the cache
 
-    def stop(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "step" and facts["step"] == 3:
+    def stop(event: Event) -> None:
+        if isinstance(event, StepTaken) and event.step == 3:
             raise Interrupted("asked to leave")
 
     assert farthing.train.run.train(other, stop).state == "interrupted"
@@ -260,7 +261,7 @@ DAMAGE: dict[str, Any] = {
     "model.safetensors differs": flip,
     "config.json has": lambda model: (model / "config.json").write_text("{"),
     "tokenizer.json is missing": lambda model: (model / "tokenizer.json").unlink(),
-    "files it was not written with: notes.txt": lambda model: (model / "notes.txt").write_text("mine"),
+    "files that were added later: notes.txt": lambda model: (model / "notes.txt").write_text("mine"),
     "manifest.json": lambda model: (model / "manifest.json").unlink(),
     "manifest.json differs": lambda model: (model / "manifest.json").write_text(
         (model / "manifest.json").read_text().replace("export", "import", 1)
@@ -285,26 +286,26 @@ def test_a_damaged_model_is_named_and_written_again(tmp_path: Path, capsys: pyte
         assert words in said.err
         heard = Heard()
         outcome = workshop.train(job, heard)
-        assert (outcome.state, outcome.receipt["steps"]) == ("finished", 3)
+        assert (outcome.state, outcome.receipt.steps) == ("finished", 3)
         assert words in heard.warnings
-        assert not heard.of("step")
+        assert not heard.of(StepTaken)
         assert damage_of(run) is None
         assert files_of(run / "model") == whole
     assert (run / "model.bad-4/notes.txt").read_text() == "mine"  # set aside: nothing of anybody's is lost
     heard = Heard()
     assert workshop.train(job, heard).reason == "it was finished already; nothing was trained"
-    assert not heard.of("exported")
+    assert not heard.of(Exported)
 
 
 def test_the_best_step_is_what_is_written_again(tmp_path: Path) -> None:
     rows = workshop.rows_of("llama", 16)
     others = [{**row, "completion": rows[-1 - i]["completion"]} for i, row in enumerate(rows)]
     job = make_job(tmp_path, rows=rows, eval_rows=others, eval_steps=4, max_steps=40)
-    best = workshop.train(job).receipt["exported_step"]
+    best = workshop.train(job).receipt.exported_step
     assert best < 40
     whole = files_of(Path(job.output_dir) / "model")
     flip(Path(job.output_dir) / "model")
-    assert workshop.train(job).receipt["exported_step"] == best
+    assert workshop.train(job).receipt.exported_step == best
     assert files_of(Path(job.output_dir) / "model") == whole
 
 
@@ -348,9 +349,9 @@ def test_a_run_at_its_limit_is_let_in_to_write_a_damaged_model_again(tmp_path: P
     capped = make_job(tmp_path, max_steps=3, save_steps=1, limits={"max_hours": 1e-6})
     heard = Heard()
     assert workshop.train(capped, heard).state == "limit"
-    assert not heard.of("exported")
+    assert not heard.of(Exported)
     flip(run / "model")
     assert workshop.train(capped, heard).state == "finished"
     assert "model.safetensors differs" in heard.warnings
-    assert not heard.of("step")
+    assert not heard.of(StepTaken)
     assert files_of(run / "model") == whole

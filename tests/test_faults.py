@@ -32,6 +32,7 @@ from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.files import JsonLines, seal, unseal
 from farthing.durability.object_store import Entry, LocalStore, open_store
 from farthing.errors import NoSpace, RunChanged, SaveFailing, StoreDown
+from farthing.events import DataRead, Event, Restored, Saved, StepTaken
 from farthing.train.run import train
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from test_store import Faulty, Model, machine, same_result, taken
@@ -85,7 +86,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run_loses_nothing(
     job_in(tmp_path, "run")
     path = tmp_path / "run.yaml"
     path.write_text(path.read_text().replace("output_dir: run", f"output_dir: {small_disk / 'run'}"))
-    tell = when("saved", 4, lambda: fill(small_disk))
+    tell = when(Saved, 4, lambda: fill(small_disk))
     with pytest.raises((NoSpace, SaveFailing), match="No space left"):
         train(load_job(path), tell)
     assert main(["train", str(path)]) == 2
@@ -95,7 +96,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run_loses_nothing(
     (small_disk / "filler").unlink()
     heard = Heard()
     assert train(load_job(path), heard).exit_code == 0
-    assert [facts["step"] for facts in heard.of("restored")] == [4]
+    assert [event.step for event in heard.of(Restored)] == [4]
     assert ends_like(alone, small_disk / "run")
 
 
@@ -106,9 +107,9 @@ def test_a_quota_that_stops_checkpoints_keeps_the_old_ones_and_ends_the_run_in_w
     job, before = job_in(tmp_path, "run"), resource.getrlimit(resource.RLIMIT_FSIZE)
     heard = Heard()
 
-    def tell(kind: str, facts: dict[str, Any]) -> None:
-        heard(kind, facts)
-        if kind == "saved" and facts["step"] == 4:
+    def tell(event: Event) -> None:
+        heard(event)
+        if isinstance(event, Saved) and event.step == 4:
             resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, before[1]))
 
     try:
@@ -206,11 +207,11 @@ def test_bad_rows_are_left_out_alike_by_every_attempt(tmp_path: Path) -> None:
         job_in(tmp_path, name)
         jobs[name] = load_job(tmp_path / f"{name}.yaml", ["data.max_bad_rows=0.1"])
     assert train(jobs["alone"], quiet).exit_code == 0
-    assert train(jobs["stopped"], when("step", 5, lambda: os.kill(os.getpid(), signal.SIGTERM))).exit_code == 75
+    assert train(jobs["stopped"], when(StepTaken, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))).exit_code == 75
     shutil.rmtree(str(job.cache_dir))
     heard = Heard()
     assert train(jobs["stopped"], heard).exit_code == 0
-    assert heard.of("data")[0]["n_bad"] == 3
+    assert heard.of(DataRead)[0].n_bad == 3
     assert ends_like(survive.result_of(tmp_path / "alone"), tmp_path / "stopped")
 
 
@@ -236,9 +237,7 @@ def test_a_stop_signal_within_an_upload_is_heard_and_the_copy_is_whole(
     assert first.exit_code == 75
     heard = Heard()
     assert train(machine(tmp_path, "second", tmp_path / "store"), heard).exit_code == 0
-    assert [facts["step"] for facts in heard.of("restored")] == (
-        [first.receipt["steps"]] if first.receipt["steps"] else []
-    )
+    assert [event.step for event in heard.of(Restored)] == ([first.receipt.steps] if first.receipt.steps else [])
     assert same_result(tmp_path / "alone", tmp_path / "second") == []
 
 
@@ -247,10 +246,10 @@ def test_a_bucket_that_is_emptied_in_the_middle_of_a_run_gets_a_whole_copy_again
 ) -> None:
     monkeypatch.setattr(mirror_module, "PACE", QUICK)
 
-    def tell(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "step":
+    def tell(event: Event) -> None:
+        if isinstance(event, StepTaken):
             time.sleep(0.1)
-        if kind == "step" and facts["step"] == 5:
+        if isinstance(event, StepTaken) and event.step == 5:
             (tmp_path / "store").rename(tmp_path / "emptied")
 
     outcome = train(machine(tmp_path, "run", tmp_path / "store"), tell)
@@ -308,8 +307,8 @@ def train_with_slow_store(job: str, put_s: float) -> None:
     mirror_module.PACE = QUICK
     torch.set_num_threads(1)
 
-    def tell(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "step" and facts["step"] == 6:
+    def tell(event: Event) -> None:
+        if isinstance(event, StepTaken) and event.step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
 
     sys.exit(train(load_job(job), tell).exit_code)
@@ -340,7 +339,7 @@ def test_a_kill_so_long_after_the_notice_leaves_the_last_step_or_a_whole_one_bef
     (tmp_path / "first").rename(tmp_path / "gone")
     heard = Heard()
     assert train(machine(tmp_path, "second", tmp_path / "store"), heard).exit_code == 0
-    restored = [facts["step"] for facts in heard.of("restored")]
+    restored = [event.step for event in heard.of(Restored)]
     assert restored in ([], [2], [3], [4], [6])
     assert grace_s < 30 or restored == [6]
     assert same_result(tmp_path / "alone", tmp_path / "second") == []

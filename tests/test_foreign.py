@@ -14,8 +14,10 @@ import yaml
 from farthing.data.foreign import Watch, foreign_kind
 from farthing.data.read import open_sources
 from farthing.data.rows import Row
-from farthing.data.tokens import Recipe, notes_of, tokenize
+from farthing.data.token_set import Recipe, notes_of
+from farthing.data.tokens import tokenize
 from farthing.errors import DataError
+from farthing.events import DataRead
 from farthing.tiny import demo_rows, write_jsonl
 from test_bad_input import Desk, Said, desk, left_behind, run  # noqa: F401 - fixtures
 from workshop import Heard
@@ -229,4 +231,4 @@ def test_what_is_said_of_data_is_said_once(desk: Desk) -> None:
     desk.rows([{**row, "source": "web"} for row in demo_rows(24)])
     heard = Heard()
     train(load_job(desk.job()), heard)
-    assert [len(facts["notes"]) for facts in heard.of("data")] == [1]
+    assert [len(event.notes) for event in heard.of(DataRead)] == [1]

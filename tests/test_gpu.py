@@ -34,6 +34,7 @@ import farthing.train.run
 import test_prefix
 import workshop
 from farthing.data.loader import micro_batches
+from farthing.events import Decided, Event, StepTaken
 from farthing.model import attention_kernels
 from farthing.model.attention_choice import Asked, choose
 from farthing.model.attention_kernels import KERNELS, How, choose_kernel, here
@@ -47,7 +48,7 @@ from farthing.train.attempt import Attempt
 from farthing.train.frozen import begin_behind_frozen_layers
 from farthing.train.loop import take_step
 from farthing.train.offload import OffloadedAdamW
-from farthing.train.prefix_budget import share_beginnings
+from farthing.train.prefix_budget import share_prefix
 from farthing.train.run import opened_attempt
 from farthing.train.step import seed_everything
 from farthing.train.step_log import settle
@@ -122,7 +123,7 @@ def gradients(run: Attempt, step: int = 0) -> tuple[float, dict[str, Tensor]]:
             step,
             step + 1,
             run.batches.examples_of,
-            lambda examples: run.forward.cut(tokens, examples, run.steps.most_tokens),
+            lambda examples: run.forward.cut(tokens, examples, run.settings.micro_batch_tokens),
             lambda examples: run.forward.collate(tokens, examples),
         )
         sums = run.steps.accumulate(ready)
@@ -199,7 +200,7 @@ def test_a_whole_run_in_half_precision_learns_as_in_fp32(precision: str, family:
     losses, expected = (losses_of(job) for job in jobs)
     assert losses[-1] == pytest.approx(expected[-1], rel=0.1)
     assert (losses[-1] < 0.9 * losses[0]) == (expected[-1] < 0.9 * expected[0])
-    assert outcomes[0].receipt["metrics"]["loss"] == pytest.approx(outcomes[1].receipt["metrics"]["loss"], rel=0.1)
+    assert outcomes[0].receipt.metrics["loss"] == pytest.approx(outcomes[1].receipt.metrics["loss"], rel=0.1)
     assert (Path(jobs[0].output_dir) / "model" / "model.safetensors").exists()
 
 
@@ -408,7 +409,7 @@ def test_what_is_computed_again_is_what_was_kept(method: str, dropout: float, tm
     found = {}
     for every in (False, 2, True):
         with opened(make_job(tmp_path / str(every), gradient_checkpointing=every, **strict(**keys))) as run:
-            assert run.steps.every_n_layers == int(every)
+            assert run.steps.checkpoint_every == int(every)
             found[every] = gradients(run)
     for every in (2, True):
         assert found[every][0] == pytest.approx(found[False][0], rel=1e-6)
@@ -496,11 +497,11 @@ def test_frozen_layers_that_are_kept_change_no_loss(
 ) -> None:
     kept = test_prefix.upper(tmp_path, "kept", **strict(precision=precision))
     assert workshop.train(kept).state == "finished"
-    assert json.loads((tmp_path / "kept/run.json").read_text())["keeps_frozen_output"] is True
-    monkeypatch.setattr("farthing.train.frozen.why_no_prefix_cache", lambda **_: "not today")
+    assert json.loads((tmp_path / "kept/settings.json").read_text())["caches_frozen"] is True
+    monkeypatch.setattr("farthing.train.frozen.FrozenCacheCost.why_not", lambda _: "not today")
     plain = test_prefix.upper(tmp_path, "plain", **strict(precision=precision))
     workshop.train(plain)
-    assert json.loads((tmp_path / "plain/run.json").read_text())["keeps_frozen_output"] is False
+    assert json.loads((tmp_path / "plain/settings.json").read_text())["caches_frozen"] is False
     must_agree(kept, plain, SAME if precision == "fp32" else 0.01)
 
 
@@ -514,7 +515,7 @@ def test_beginnings_computed_once_change_no_loss(
     heard = Heard()
     shared = make_job(tmp_path / "shared", **keys)
     farthing.train.run.train(shared, heard)
-    assert heard.of("step")[-1]["padded_tokens"] < 0.6 * heard.of("step")[-1]["tokens"]
+    assert heard.of(StepTaken)[-1].run_padded_tokens < 0.6 * heard.of(StepTaken)[-1].run_tokens
     monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)
     plain = make_job(tmp_path / "plain", **keys)
     farthing.train.run.train(plain, Heard())
@@ -540,8 +541,9 @@ def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
         job = make_job(tmp_path, method="lora" if kind == "lora" else "full", **keys | {"rows": rows} | more)
     with opened(job) as run:
         if kind == "frozen layers":
-            assert begin_behind_frozen_layers(run, None)
-        assert bool(share_beginnings(run, None)) == (kind == "beginnings")
+            assert begin_behind_frozen_layers(run)
+        share_prefix(run)
+        assert run.settings.shares_prefix == (kind == "beginnings")
         steps = run.steps
         taken = [steps.take(step) for step in range(2)]  # what is made once may be waited for
         if HAS_GPU:
@@ -563,10 +565,11 @@ def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
 IN_A_PROCESS = """
 import os, signal, sys
 from farthing.config.load import load_job
+from farthing.events import Saved
 from farthing.train.run import train
 
-def tell(kind, facts):
-    if kind == "saved" and facts["step"] == int(sys.argv[2]):
+def tell(event):
+    if isinstance(event, Saved) and event.step == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
 
 sys.exit(train(load_job(sys.argv[1]), tell).exit_code)
@@ -629,8 +632,8 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
     peaks: list[int] = []
     resting: list[int] = []
 
-    def at_first_step(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "decided":
+    def at_first_step(event: Event) -> None:
+        if isinstance(event, Decided):
             torch.cuda.reset_peak_memory_stats()
             resting.append(torch.cuda.memory_allocated())
 
@@ -643,9 +646,9 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
 
     ballast: list[Tensor] = []
 
-    def fill(kind: str, facts: dict[str, Any]) -> None:
-        heard(kind, facts)
-        if kind == "decided":  # the model is there, and no step was taken
+    def fill(event: Event) -> None:
+        heard(event)
+        if isinstance(event, Decided):  # the model is there, and no step was taken
             gc.collect()
             torch.cuda.empty_cache()
             free = torch.cuda.mem_get_info()[0]
@@ -658,7 +661,7 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
     finally:
         ballast.clear()
     assert outcome.state == "finished"
-    events = outcome.receipt["out_of_memory"]
+    events = outcome.receipt.out_of_memory
     assert events, "the ballast left too much room"
     assert "CUDA out of memory" in events[0]["why"]
     assert events[0]["step"] == 1
@@ -697,7 +700,7 @@ def test_the_need_judged_before_the_first_step_is_the_peak(method: str, every: b
         take_step(run)
         settle(run)
         peak = torch.cuda.max_memory_allocated() - resting
-        assert run.promised_bytes - resting == pytest.approx(peak, rel=0.1)
+        assert run.expected_bytes - resting == pytest.approx(peak, rel=0.1)
 
 
 @on_a_gpu
@@ -753,7 +756,7 @@ def test_the_driver_says_how_busy_the_gpu_is(tmp_path: Path) -> None:
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     heard = Heard()
     farthing.train.run.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
-    found = [facts["utilisation_percent"] for facts in heard.of("step")]
+    found = [event.utilisation_percent for event in heard.of(StepTaken)]
     assert all(percent is not None and 0 <= percent <= 100 for percent in found)
 
 
@@ -763,10 +766,10 @@ def test_this_gpu_is_in_the_table_and_a_run_on_it_has_a_promise(tmp_path: Path) 
     assert gpu_of_device(name) is not None, f"{name} is not in facts/gpus.csv"
     heard = Heard()
     outcome = farthing.train.run.train(make_job(tmp_path, **strict(precision="bf16", max_steps=8)), heard)
-    assert heard.of("decided")[0]["device"] == name
-    assert outcome.receipt["promised"]["peak_bytes"]
-    assert heard.of("step")[-1]["mfu"] > 0
-    assert outcome.receipt["peak_bytes"] <= torch.cuda.max_memory_allocated()
+    assert heard.of(Decided)[0].device == name
+    assert outcome.receipt.promised.peak_bytes
+    assert heard.of(StepTaken)[-1].mfu > 0
+    assert outcome.receipt.peak_bytes <= torch.cuda.max_memory_allocated()
 
 
 def test_spans_add_up_to_the_wall_time(tmp_path: Path) -> None:
@@ -777,9 +780,9 @@ def test_spans_add_up_to_the_wall_time(tmp_path: Path) -> None:
     assert train_in_a_process(job) == 0
     outside_s = time.monotonic() - began
     receipt = build_receipt(tmp_path / "run")
-    spans = {span["name"]: span["seconds"] for span in receipt["spans"]}
-    assert sum(spans.values()) == pytest.approx(receipt["wall_s"], abs=0.01)
-    assert outside_s - 4 < receipt["wall_s"] <= outside_s + 0.1  # less what leaving takes
+    spans = {span.name: span.seconds for span in receipt.spans}
+    assert sum(spans.values()) == pytest.approx(receipt.wall_s, abs=0.01)
+    assert outside_s - 4 < receipt.wall_s <= outside_s + 0.1  # less what leaving takes
     assert spans["compute"] > 0
     assert spans["optimizer"] > 0
 
@@ -797,6 +800,6 @@ def test_compiled_layers_compute_what_plain_ones_do(tmp_path: Path) -> None:
         jobs.append(make_job(tmp_path / name, method="lora", **strict(rows=uneven_rows(), torch_compile=compiles)))
         heard = Heard()
         assert farthing.train.run.train(jobs[-1], heard).state == "finished"
-        assert ("2 layers compiled" in heard.of("decided")[0]["computed"]) == compiles
+        assert ("2 layers compiled" in heard.of(Decided)[0].computed) == compiles
     torch._dynamo.reset()
     must_agree(*jobs, 1e-3)

@@ -21,9 +21,22 @@ import farthing.train.identity
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.durability.files import Damaged, commit_folder, seal, write_json
-from farthing.durability.run_folder import COPIES, DECIDING, PLAN, RUN, SCHEDULE, claim, keep, kept, kept_job, mend
+from farthing.durability.run_folder import (
+    COPIES,
+    DECIDING,
+    PLAN,
+    RUN,
+    SCHEDULE,
+    SETTINGS,
+    claim,
+    keep,
+    kept,
+    kept_job,
+    mend,
+)
 from farthing.durability.summed_lines import SummedLines
 from farthing.errors import RunChanged, RunDamaged, UserMistake
+from farthing.events import Decided, Event, Restored, StepTaken
 from farthing.model import weights
 from farthing.model.load import ModelChoice, load_config, model_sha256, model_sha256_by_place
 from farthing.tiny import write_jsonl
@@ -33,17 +46,17 @@ KEYS: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2, 
 
 
 class LeavesAt(Heard):
-    """A listener that has the run asked to leave after a step, or when it tells of `kind`."""
+    """A listener that has the run asked to leave after a step, or at an event of `kind`."""
 
-    def __init__(self, kind: str = "step", step: int | None = None) -> None:
+    def __init__(self, kind: type[Event] = StepTaken, step: int | None = None) -> None:
         super().__init__()
-        self.kind, self.step = kind, step
+        self.kind, self.step, self.is_done = kind, step, False
 
-    def __call__(self, kind: str, facts: dict[str, Any]) -> None:
-        super().__call__(kind, facts)
-        if kind == self.kind and (self.step is None or facts.get("step") == self.step):
+    def __call__(self, event: Event) -> None:
+        super().__call__(event)
+        if isinstance(event, self.kind) and not self.is_done and self.step in (None, vars(event).get("step")):
             os.kill(os.getpid(), signal.SIGTERM)
-            self.kind = ""
+            self.is_done = True
 
 
 def weights_of(job: Job) -> dict[str, torch.Tensor]:
@@ -86,7 +99,7 @@ def test_a_run_goes_on_where_every_path_user_and_machine_is_another(
     heard = Heard()
     job = load_job(there / "the same.yaml", [*store, "output_dir=moved", "cache_dir=elsewhere"])
     assert train(job, heard).exit_code == 0
-    assert heard.of("restored")[0]["step"] == 3
+    assert heard.of(Restored)[0].step == 3
     assert "other conditions" not in heard.warnings
     assert are_equal(job, alone)
 
@@ -161,7 +174,7 @@ def test_runs_of_earlier_versions_go_on_at_their_path_and_at_another(
     for folder in folders:
         job, heard = load_job(folder / "job.yaml"), Heard()
         assert train(job, heard).exit_code == 0, heard.warnings
-        assert heard.of("restored")[0]["step"] == 3
+        assert heard.of(Restored)[0].step == 3
         assert "transformers 5.0.0 -> " in heard.warnings, "an upgrade is said, and refused by nobody"
         assert are_equal(job, alone)
         assert all("sha256" in (folder / "run" / name).read_text() for name in (RUN, PLAN)), "sealed from now on"
@@ -204,7 +217,7 @@ def test_a_changed_byte_anywhere_in_the_weights_makes_another_model(
         train(job, LeavesAt(step=3))
     heard = LeavesAt(step=5)
     train(job, heard)
-    assert heard.of("restored")[0]["step"] == 3
+    assert heard.of(Restored)[0].step == 3
     with open(tmp_path / "base" / "model.safetensors", "r+b") as file:
         file.seek(20_000)
         old = file.read(1)
@@ -264,8 +277,8 @@ def test_a_failed_check_leaves_the_bill_and_nothing_else(tmp_path: Path) -> None
     write_jsonl(tmp_path / "data.jsonl", rows_of("llama", 24))
     outcome = train(load_job(path))
     assert outcome.exit_code == 0
-    assert [attempt["ended"] for attempt in outcome.receipt["attempts"]] == ["failed", "finished"]
-    assert outcome.receipt["usd"] > outcome.receipt["attempts"][1]["usd"]
+    assert [attempt["ended"] for attempt in outcome.receipt.attempts] == ["failed", "finished"]
+    assert outcome.receipt.usd > outcome.receipt.attempts[1]["usd"]
 
 
 @pytest.mark.parametrize("has_store", [False, True], ids=["folder", "store"])
@@ -274,7 +287,7 @@ def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store: bool,
     path = job_file(tmp_path, **KEYS, **store)
     more = [f"output_store={tmp_path / 'store'}"] if has_store else []
     # "decided" comes right before the first step
-    assert train(load_job(path, more), LeavesAt("decided")).exit_code == 75
+    assert train(load_job(path, more), LeavesAt(Decided)).exit_code == 75
     if has_store:
         shutil.rmtree(tmp_path / "run")
     shutil.rmtree(tmp_path / "base")
@@ -283,11 +296,11 @@ def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store: bool,
     corrected = load_job(path, [*more, "train.learning_rate=0.02"])
     outcome = train(corrected, heard)
     assert outcome.exit_code == 0
-    said = [text for text in heard.warnings.splitlines() if "follows the job as it is now" in text]
+    said = [text for text in heard.warnings.splitlines() if "uses the job as it is now" in text]
     assert len(said) == 1
     assert "train.learning_rate: 0.01 -> 0.02" in said[0]
     assert "model (content)" in said[0]
-    assert len(outcome.receipt["attempts"]) == 2
+    assert len(outcome.receipt.attempts) == 2
     other = make_job(tmp_path / "other", **KEYS)
     shutil.rmtree(tmp_path / "other" / "base")
     shutil.copytree(tmp_path / "base", tmp_path / "other" / "base")
@@ -311,13 +324,14 @@ def test_a_refusal_names_no_model_that_is_not_there(tmp_path: Path) -> None:
 
 VALUES: dict[str, dict[str, Any]] = {
     RUN: {"run_id": "r1", "farthing": "1", "identity": {"train.seed": 42}, "machine": {"torch": "2"}, "keeps": None},
-    PLAN: {"micro_batch_tokens": 512, "every_n_layers": 0, "wall_range_s": [1.5, 2.5], "calibration": "é"},
+    PLAN: {"micro_batch_tokens": 512, "checkpoint_every": 0, "wall_range_s": [1.5, 2.5], "calibration": "é"},
+    SETTINGS: {"micro_batch_tokens": 512, "checkpoint_every": 2, "tile_tokens": None, "compiled": False},
     SCHEDULE: {"kind": "farthing schedule", "n_steps": 81, "settled": True, "step_s": 0.25},
 }
 
 
 def folder_with(folder: Path, *, has_checkpoint: bool = True) -> Path:
-    """The three files, and a checkpoint whose manifest has copies of them."""
+    """The deciding files, and a checkpoint whose manifest has copies of them."""
     folder.mkdir()
     for name, value in VALUES.items():
         keep(folder / name, value)
@@ -366,7 +380,7 @@ def test_a_damaged_or_lost_deciding_file_is_written_anew_from_the_newest_checkpo
         mend(folder, said.append)
         assert (folder / name).read_bytes() == whole
         assert len(said) == 1
-        assert "written anew from the checkpoint of step 4" in said[0]
+        assert "written again from the checkpoint of step 4" in said[0]
     said = []
     mend(folder, said.append)
     assert said == []
@@ -383,7 +397,7 @@ def test_without_a_copy_a_damaged_run_file_is_refused_once_steps_were_saved(tmp_
         claim(folder, {"train.seed": 42}, {}, print)
     said: list[str] = []
     assert claim(folder, {"train.seed": 42}, {}, said.append, allow_restart=True)["run_id"] != "r1"
-    assert "begins anew" in said[0]
+    assert "begins again" in said[0]
 
 
 @pytest.fixture(scope="module")
@@ -401,7 +415,12 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
 
 def flipped(name: str) -> Callable[[Path], None]:
     """One digit of a file of a run becomes another."""
-    key = {RUN: b'"train.seed": 4', PLAN: b'"micro_batch_tokens": ', SCHEDULE: b'"n_steps": '}[name]
+    key = {
+        RUN: b'"train.seed": 4',
+        PLAN: b'"micro_batch_tokens": ',
+        SETTINGS: b'"micro_batch_tokens": ',
+        SCHEDULE: b'"n_steps": ',
+    }[name]
 
     def damage(run: Path) -> None:
         content = (run / name).read_bytes()
@@ -440,7 +459,7 @@ def test_a_run_with_damaged_files_ends_as_one_without(
     heard = Heard()
     job = load_job(folder / "job.yaml", [f"output_dir={tmp_path / 'run'}"])
     assert train(job, heard).exit_code == 0
-    assert "written anew from the checkpoint of step" in heard.warnings
+    assert "written again from the checkpoint of step" in heard.warnings
     assert are_equal(job, untouched)
 
 

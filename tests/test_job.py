@@ -271,7 +271,7 @@ def test_a_wrong_value_is_shown_with_what_is_wanted(read: Any, more: str, key: s
     "more", ["train: {seed: true}\n", "train: {warmup_ratio: true}\n", "train: {global_batch_size: false}\n"]
 )
 def test_true_and_false_are_no_numbers(read: Any, more: str) -> None:
-    assert "a number is wanted, not true/false" in one_problem(read, more)[1]
+    assert "give a number, not true/false" in one_problem(read, more)[1]
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_empty_names_are_refused(read: Any) -> None:
 
 def test_a_key_that_stands_twice_is_refused_with_both_lines(read: Any) -> None:
     where, what, to_do = one_problem(read, "data: other.jsonl\n")
-    assert (where, what) == ("job.yaml:5", "`data` stands twice (first on line 3)")
+    assert (where, what) == ("job.yaml:5", "`data` appears twice (first on line 3)")
     assert to_do == "keep one of them"
 
 

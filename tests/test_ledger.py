@@ -21,6 +21,7 @@ from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.opening import _likely_folder, opened
 from farthing.durability.run_folder import witnesses_of
 from farthing.errors import DataError, RunChanged, RunDamaged
+from farthing.events import StepTaken
 from farthing.report.receipt import build_receipt
 from test_meter import Clock, attempt
 
@@ -108,9 +109,9 @@ def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(how: str, tmp_p
     else:
         path.write_bytes({"emptied": b"", "garbage": b"\xff\x00\n" * 9}.get(how, content.replace(b": ", b":")))
     receipt = build_receipt(tmp_path)
-    assert (receipt["wall_s"], receipt["usd"]) == (pytest.approx(160), pytest.approx(0.22))
-    assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"])
-    assert receipt["ledger"]["lost_usd"] == pytest.approx(0.22)
+    assert (receipt.wall_s, receipt.usd) == (pytest.approx(160), pytest.approx(0.22))
+    assert sum(span.usd for span in receipt.spans) == pytest.approx(receipt.usd)
+    assert receipt.ledger.lost_usd == pytest.approx(0.22)
     ledger = Ledger(path, Meter(clock=clock), 3.6, witnesses_of(tmp_path))
     assert ledger.spent_usd == pytest.approx(0.22), "the cap counts it"
     assert ledger.committed_step == 16
@@ -121,8 +122,8 @@ def test_a_checkpoint_of_an_earlier_version_knows_no_sum_and_does_no_harm(tmp_pa
     three_attempts(tmp_path / "ledger.jsonl")
     facts = {"kind": "farthing checkpoint", "step": 5, "run_id": "run-1", "attempt": 1}
     commit_folder(tmp_path / "checkpoints" / "step-00000005-0001", lambda draft: None, facts)
-    assert build_receipt(tmp_path)["usd"] == pytest.approx(0.24)
-    assert build_receipt(tmp_path)["ledger"] is None
+    assert build_receipt(tmp_path).usd == pytest.approx(0.24)
+    assert build_receipt(tmp_path).ledger is None
 
 
 @pytest.mark.parametrize("left", ["run.json", "log.jsonl", "checkpoints"])
@@ -157,7 +158,7 @@ def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path
     job = workshop.make_job(tmp_path, max_steps=4, save_steps=2, limits={"max_hours": 1})
     from test_survive import terminate, when
 
-    stopped = workshop.train(job, when("step", 2, terminate))  # type: ignore[arg-type]
+    stopped = workshop.train(job, when(StepTaken, 2, terminate))  # type: ignore[arg-type]
     assert stopped.state == "interrupted"
     ledger, checkpoints = tmp_path / "run" / "ledger.jsonl", tmp_path / "run" / "checkpoints"
     kept = tmp_path / "kept"
@@ -174,12 +175,12 @@ def test_a_run_with_a_damaged_ledger_says_so_keeps_its_bill_and_goes_on(tmp_path
     assert "ledger.jsonl was damaged (1 line can't be read" in heard.warnings
     assert done.state == "finished"
     manifest = json.loads(next(checkpoints.glob("step-00000002-*/manifest.json")).read_text())
-    assert done.receipt["ledger"]["lost_usd"] == pytest.approx(manifest["spent_usd"], rel=1e-3)
-    assert done.receipt["usd"] > manifest["spent_usd"]
-    assert sum(span["usd"] for span in done.receipt["spans"]) == pytest.approx(done.receipt["usd"], rel=0.01)
+    assert done.receipt.ledger.lost_usd == pytest.approx(manifest["spent_usd"], rel=1e-3)
+    assert done.receipt.usd > manifest["spent_usd"]
+    assert sum(span.usd for span in done.receipt.spans) == pytest.approx(done.receipt.usd, rel=0.01)
 
 
-# ---- kills while the ledger is written anew ----
+# ---- kills while the ledger is written again ----
 
 OPERATIONS = ("open", "fsync", "replace", "rename", "unlink", "pwrite")
 

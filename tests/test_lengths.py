@@ -21,8 +21,10 @@ from farthing.data.batches import Batches
 from farthing.data.encode import Encoder
 from farthing.data.packing import cut_by_tokens, cut_padded
 from farthing.data.read import open_sources
-from farthing.data.tokens import Recipe, TokenSet, tokenize
+from farthing.data.token_set import Recipe, TokenSet
+from farthing.data.tokens import tokenize
 from farthing.errors import DataError, ModelError, UserMistake
+from farthing.events import Decided, StepTaken
 from farthing.planner.job_lengths import INDEX, read_lengths
 from farthing.planner.lengths import Lengths, from_arrays, from_mean, from_token_set
 from farthing.planner.measurements import MEASUREMENTS, read_measurements
@@ -239,7 +241,7 @@ def cache_of(job: Job) -> Path:
 
 def token_set(job: Job) -> TokenSet:
     """The only token set in a job's cache."""
-    from farthing.data.tokens import open_token_set
+    from farthing.data.token_set import open_token_set
 
     (folder,) = [path for path in (cache_of(job) / "tokens").iterdir() if path.is_dir()]
     return open_token_set(folder)
@@ -254,11 +256,11 @@ def test_what_training_has_tokenized_is_known_exactly(family: str, tmp_path: Pat
     heard = Heard()
     train(job, heard)
     exact, held_out = read_lengths(job, cache_dir=cache_of(job))
-    decided = heard.of("decided")[0]
+    decided = heard.of(Decided)[0]
     assert exact.is_exact
     assert held_out is not None
-    assert exact.source == f"token cache, {decided['examples']} examples"
-    assert (exact.n_examples, held_out.n_examples) == (decided["examples"], decided["eval_examples"])
+    assert exact.source == f"token cache, {decided.n_examples} examples"
+    assert (exact.n_examples, held_out.n_examples) == (decided.n_examples, decided.n_eval_examples)
     tokens = token_set(job)
     whole = from_token_set(tokens, None, job.task, source="")
     assert exact.n_tokens + held_out.n_tokens == whole.n_tokens
@@ -282,10 +284,10 @@ def test_every_token_that_a_run_computes_is_foreseen(tmp_path: Path) -> None:
         heard = Heard()
         train(job, heard)
         lengths, _ = read_lengths(job, cache_dir=cache_of(job))
-        steps = heard.of("step")
+        steps = heard.of(StepTaken)
         found = lengths.cut(100, 16, is_flat=family == "llama")
         computed = len(steps) * 16 * (found.example.tokens + found.example.targets)
-        assert computed == pytest.approx(steps[-1]["padded_tokens"], rel=1e-6 if family == "llama" else 0.02)
+        assert computed == pytest.approx(steps[-1].run_padded_tokens, rel=1e-6 if family == "llama" else 0.02)
         (measured,) = read_measurements(cache_of(job) / MEASUREMENTS)
         n_pieces = measured.n_micro_batches / measured.n_steps
         assert found.n_micro_batches == pytest.approx(n_pieces, rel=0.05)
@@ -362,7 +364,7 @@ def test_a_note_that_was_tampered_with_is_no_way_out_of_the_cache(tmp_path: Path
     for content in ('{"set": "../../etc"}', '{"set": 5}', "[]", "{", ""):
         note.write_text(content)
         assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
-    train(job)  # a finished run tokenizes nothing, and nothing is noted anew
+    train(job)  # a finished run tokenizes nothing, and nothing is noted again
     assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
 
 

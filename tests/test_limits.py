@@ -5,6 +5,7 @@ Most of it runs the real loop over a simulated machine: steps, saves and exports
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -29,6 +30,7 @@ from farthing.config.job import Job
 from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.preemption import Notice
 from farthing.durability.run_folder import LEDGER, MODEL, kept
+from farthing.events import Decided, StepTaken
 from farthing.report.receipt import build_receipt
 from farthing.train.attempt import Attempt, Clocks, Context, Saving
 from farthing.train.budget import over_limit, seconds_left, why_not_start
@@ -155,7 +157,7 @@ def simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(farthing.train.loop, "rare_collections", nullcontext)
 
 
-def attempt(job: Job, folder: Path, machine: Machine, costs: Costs, disk: dict[str, Any], promise: Any = None) -> str:
+def attempt(job: Job, folder: Path, machine: Machine, costs: Costs, disk: dict[str, Any], estimate: Any = None) -> str:
     """One process, as `train` does it: the state it ends in. Raises `Killed`."""
     clock = lambda: machine.now  # noqa: E731
     meter = Meter(clock=clock, wall=machine.wall, since_boot=clock)
@@ -175,9 +177,9 @@ def attempt(job: Job, folder: Path, machine: Machine, costs: Costs, disk: dict[s
     run.machine, run.costs, run.disk = machine, costs, disk
     run.job, run.context = job, Context(folder, "simulated", meter, ledger, Notice(), lambda *_: None)
     run.train_examples, run.eval_examples = [1], [1] if costs.evaluation_s else None  # type: ignore[assignment]
-    run.model, run.promise, run.progress = torch.nn.Linear(1, 1), promise or {}, Progress()
+    run.model, run.estimate, run.progress = torch.nn.Linear(1, 1), estimate, Progress()
     run.batches = SimpleNamespace(steps_per_epoch=7)  # type: ignore[assignment]
-    run.schedule = first_schedule(job, folder, ledger, run.promise, 7)
+    run.schedule = first_schedule(job, folder, ledger, run.estimate, 7)
     run.pace = SimpleNamespace(longest_step_s=0.0, step_s=None, n_steps=0)  # type: ignore[assignment]
     run.steps = SimpleNamespace(close=lambda: None, n_steps=run.n_steps)  # type: ignore[assignment]
     run.saving, run.clocks, run.in_flight = Saving(costs.save_every_s, meter.wall_s, mark(run)), Clocks(), deque()
@@ -255,12 +257,12 @@ def test_a_cap_is_passed_by_no_more_than_a_step_and_a_model_is_left(seed: int, p
     assert (folder / MODEL).is_dir()
     assert disk["model"] > 0
     receipt = build_receipt(folder)  # every second has a name and a price, over all attempts
-    assert receipt["wall_s"] == pytest.approx(ledger._past_s, abs=0.1)
-    assert sum(span["seconds"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"], rel=0.01)
-    assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["wall_s"] / 3600 * 7.2, rel=0.01)
-    started_again = [attempt for attempt in receipt["attempts"][1:] if attempt["began"]]
-    assert receipt["restart_s"] >= 0.99 * len(started_again) * costs.start_s
-    assert receipt["restart_usd"] == pytest.approx(receipt["restart_s"] / 3600 * 7.2)
+    assert receipt.wall_s == pytest.approx(ledger._past_s, abs=0.1)
+    assert sum(span.seconds for span in receipt.spans) == pytest.approx(receipt.wall_s, rel=0.01)
+    assert sum(span.usd for span in receipt.spans) == pytest.approx(receipt.wall_s / 3600 * 7.2, rel=0.01)
+    started_again = [attempt for attempt in receipt.attempts[1:] if attempt["began"]]
+    assert receipt.restart_s >= 0.99 * len(started_again) * costs.start_s
+    assert receipt.restart_usd == pytest.approx(receipt.restart_s / 3600 * 7.2)
 
 
 @pytest.mark.parametrize("cap", ["max_hours", "max_gpu_hours"])
@@ -365,7 +367,7 @@ def test_a_fit_that_was_kept_is_read_back_and_a_torn_one_is_refused(tmp_path: Pa
     keep_fit(tmp_path / "s", fit)
     assert kept_fit(tmp_path / "s") == fit
     (tmp_path / "s").write_text("{")
-    assert kept_fit(tmp_path / "s") is None, "while nothing was saved by it, it is made anew"
+    assert kept_fit(tmp_path / "s") is None, "while nothing was saved by it, it is made again"
     (tmp_path / "checkpoints" / "step-00000005-0001").mkdir(parents=True)
     with pytest.raises(RunDamaged, match="s can't be read"):
         kept_fit(tmp_path / "s")
@@ -381,9 +383,9 @@ def test_a_fitted_run_uses_its_budget_and_ends_annealed(seed: int, plain: Job, t
     costs.mean_step_s = 1.0
     costs.evaluation_s = 3.0
     job = limited(plain, dice, 320.0, fit_schedule_to_budget=True)
-    promise = {"step_s": dice.choice([0.3, 1.0, 3.0]), "seconds": {}}
+    estimate = dataclasses.replace(workshop.ESTIMATE, step_s=dice.choice([0.3, 1.0, 3.0]))
     machine, disk = Machine(), {}
-    assert attempt(job, tmp_path, machine, costs, disk, promise) == "finished"
+    assert attempt(job, tmp_path, machine, costs, disk, estimate) == "finished"
     fit = kept_fit(tmp_path / "schedule.json")
     assert fit is not None
     assert fit.settled
@@ -403,22 +405,22 @@ def test_a_fitted_run_that_is_stopped_goes_on_with_the_number_it_had(tmp_path: P
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("farthing.durability.opening.seconds_since_process_start", lambda: 0.0)
         job = make("a")
-        stopped = farthing.train.run.train(job, when("step", 14, terminate))
+        stopped = farthing.train.run.train(job, when(StepTaken, 14, terminate))
         assert stopped.state == "interrupted"
         before = kept(Path(job.output_dir, "schedule.json"))
         heard = workshop.Heard()
         done = farthing.train.run.train(job, heard)
-    fit = done.receipt["schedule"]
+    fit = done.receipt.schedule
     assert fit == before
     assert fit["settled"]
     assert fit["n_steps"] < 5000
-    assert done.receipt["state"] in ("finished", "limit")
+    assert done.receipt.state in ("finished", "limit")
     rates = [row["lr"] for row in workshop.log_of(job) if "examples" in row]
     factor = fitted_schedule(
         "linear", n_warmup_steps=fit["n_warmup_steps"], holds_until=fit["settles_at"], n_steps=fit["n_steps"]
     )
     assert rates == pytest.approx([job.learning_rate * factor(step) for step in range(len(rates))])
-    assert "what the limits buy of 5,000, settled" in heard.of("decided")[-1]["fitted"]
+    assert "as many of 5,000 as the limits allow, fixed" in heard.of(Decided)[-1].fitted
 
 
 def test_a_schedule_can_be_fitted_to_a_limit_only(tmp_path: Path) -> None:

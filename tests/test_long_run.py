@@ -31,9 +31,9 @@ def test_a_long_run_has_a_small_ledger_and_a_receipt_in_little_memory(tmp_path: 
     assert ledger.read_bytes().count(b"\n") == 201, "a line an attempt, and the two places of the last"
     assert ledger.stat().st_size < 200 * 1500
     receipt = build_receipt(tmp_path / "long")
-    assert receipt["usd"] == pytest.approx(usd, abs=0.001)
-    assert sum(span["usd"] for span in receipt["spans"]) == pytest.approx(receipt["usd"], rel=1e-9)
-    assert len(receipt["attempts"]) == 200
+    assert receipt.usd == pytest.approx(usd, abs=0.001)
+    assert sum(span.usd for span in receipt.spans) == pytest.approx(receipt.usd, rel=1e-9)
+    assert len(receipt.attempts) == 200
     more_bytes = traced_peak_bytes(tmp_path / "long") - traced_peak_bytes(tmp_path / "short")
     assert more_bytes < 18_000 * 50, "a step costs its place in the curve, not its line"
 

@@ -17,6 +17,7 @@ import farthing.train.run
 from farthing.config.job import Job
 from farthing.data.packing import PieceCost
 from farthing.durability.ledger import SPANS
+from farthing.events import Decided, Evaluated, Event, Saved, StepTaken
 from farthing.model.forward import Forward
 from farthing.model.hardware import hardware_key
 from farthing.planner.machine import local_machine
@@ -30,7 +31,7 @@ from farthing.planner.measurements import (
     read_measurements,
 )
 from farthing.planner.shapes import read_shape
-from workshop import TASK, Heard, make_job, rows_of, train
+from workshop import ESTIMATE, TASK, Heard, make_job, rows_of, train
 
 VALUES: dict[str, Any] = {
     "str": "x", "int": 3, "float": 1.5, "bool": True, "dict[str, float]": {"a": 1.0}, "dict[str, Any]": {"usd": 1},
@@ -176,17 +177,17 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     outcome = train(job, heard)
     assert "measured" not in heard.warnings
     (found,) = kept(job)
-    receipt, decided, steps = outcome.receipt, heard.of("decided")[0], heard.of("step")
+    receipt, decided, steps = outcome.receipt, heard.of(Decided)[0], heard.of(StepTaken)
 
     assert found.hardware == hardware_key(torch.device("cpu")) == local_machine().hardware
     assert (found.device, found.n_devices, found.precision) == ("cpu", 1, "fp32")
     shape = read_shape(json.loads((tmp_path / "base" / "config.json").read_text()), TASK[family], 3)
     assert (found.n_parameters, found.hidden, found.n_layers) == (shape.n_parameters, shape.hidden, shape.n_layers)
     assert (found.vocab, found.model_type) == (shape.vocab, shape.model_type)
-    assert found.n_trainable == decided["parameters"]["trainable"]
+    assert found.n_trainable == decided.n_trainable
     assert (found.task, found.method, found.lora_r, found.optim) == (TASK[family], "lora", 16, "adamw_torch_fused")
     longest = found.lengths["longest"] + found.lengths["longest_target"]
-    assert (found.global_batch_size, found.every_n_layers, found.first_layer) == (8, 0, 0)
+    assert (found.global_batch_size, found.checkpoint_every, found.first_layer) == (8, 0, 0)
     assert 0 < found.micro_batch_tokens <= 4 * longest, "four of the longest, as the job says"
     assert found.is_flat == (family != "t5")
     assert found.lengths["n_examples"] == 40
@@ -196,24 +197,24 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert found.n_steps == 7
     assert found.n_tokens == sum(row["n_tokens"] for row in rows[1:])
     assert found.n_target_tokens == sum(row["n_targets"] for row in rows[1:])
-    assert found.n_padded_tokens == steps[-1]["padded_tokens"] - steps[0]["padded_tokens"]
+    assert found.n_padded_tokens == steps[-1].run_padded_tokens - steps[0].run_padded_tokens
     assert found.n_steps <= found.n_micro_batches <= 8 * found.n_steps
     assert found.largest_examples >= 1
     assert longest / 2 < found.largest_tokens <= found.micro_batch_tokens
     assert (found.n_padded_tokens == found.n_tokens) == found.is_flat
 
     assert set(found.spans) <= set(SPANS)
-    assert sum(found.spans.values()) <= receipt["wall_s"] + 0.01
+    assert sum(found.spans.values()) <= receipt.wall_s + 0.01
     assert found.compute_s + found.first_step_s >= found.spans["compute"] - 0.01
     assert 0 < found.compute_s < found.spans["compute"]
     work_s = sum(found.spans[name] for name in ("compute", "optimizer", "data_wait", "host_to_device"))
     assert found.step_s * 7 == pytest.approx(work_s - found.first_step_s, rel=0.2)
-    assert found.n_evaluations == len(heard.of("evaluation")) == 2
+    assert found.n_evaluations == len(heard.of(Evaluated)) == 2
     assert found.evaluation_s * 2 == pytest.approx(found.spans["evaluation"], rel=0.05)
     assert found.n_eval_examples == 9
     assert found.has_generated == (family == "t5")
-    assert found.n_saves == len(heard.of("saved")) > 0
-    assert found.save_bytes == heard.of("saved")[-1]["bytes"]
+    assert found.n_saves == len(heard.of(Saved)) > 0
+    assert found.save_bytes == heard.of(Saved)[-1].n_bytes
     assert (found.save_s, found.export_s) == pytest.approx((found.spans["checkpoint"], found.spans["export"]), abs=1e-4)
     assert found.start_up_s > 0
     assert not found.was_tokenized_before
@@ -228,14 +229,14 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
 def test_the_padding_of_an_evaluation_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for family in ("llama", "t5"):
         sizes: list[int] = []
-        honest = Forward.place
+        honest = Forward.to_device
 
         def seen(forward: Forward, arrays: Any, honest: Any = honest, sizes: list[int] = sizes) -> Any:
             if not torch.is_grad_enabled():
                 sizes.append(arrays["input_ids"].size + (arrays["labels"].size if forward.task == "seq2seq" else 0))
             return honest(forward, arrays)
 
-        monkeypatch.setattr(Forward, "place", seen)
+        monkeypatch.setattr(Forward, "to_device", seen)
         job = make_job(tmp_path / family, family, eval_rows=rows_of(family, 33, seed=1), per_device_eval_batch_size=5)
         train(job)
         (found,) = kept(job)
@@ -248,9 +249,9 @@ def test_every_attempt_is_measured_by_itself(tmp_path: Path) -> None:
 
     def stop_at(step: int) -> Heard:
         class Stops(Heard):
-            def __call__(self, kind: str, facts: dict[str, Any]) -> None:
-                super().__call__(kind, facts)
-                if kind == "step" and facts["step"] == step:
+            def __call__(self, event: Event) -> None:
+                super().__call__(event)
+                if isinstance(event, StepTaken) and event.step == step:
                     os.kill(os.getpid(), 15)
 
         return Stops()
@@ -295,7 +296,8 @@ def test_the_run_is_cut_by_the_cost_that_its_plan_names(tmp_path: Path, monkeypa
     job = make_job(tmp_path, "t5", max_steps=2)
     train(job)
     assert set(asked) == {PieceCost(4096, 64)}
-    assert json.loads((Path(job.output_dir) / "plan.json").read_text())["piece_cost"] == [4096, 64]
+    kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
+    assert (kept["least_tokens"], kept["more_tokens"]) == (4096, 64)
 
 
 def test_a_run_is_cut_as_planned_and_its_steps_stay_what_they_are(tmp_path: Path) -> None:
@@ -303,7 +305,7 @@ def test_a_run_is_cut_as_planned_and_its_steps_stay_what_they_are(tmp_path: Path
     assert job.global_batch_size == 6
     train(job)
     (found,) = kept(job)
-    assert found.micro_batch_tokens == found.promised["micro_batch_tokens"] == 2 * found.lengths["longest"]
+    assert found.micro_batch_tokens == found.promised["settings"]["micro_batch_tokens"] == 2 * found.lengths["longest"]
 
 
 def test_no_path_and_no_secret_is_kept(tmp_path: Path) -> None:
@@ -315,9 +317,6 @@ def test_no_path_and_no_secret_is_kept(tmp_path: Path) -> None:
     assert "/" not in text
     assert "jsonl" not in text
     assert os.uname().nodename not in text
-
-
-PROMISE = {"wall_range_s": [1.0, 2.0, 3.0], "usd": 0.0, "peak_bytes": 1, "calibration": "formulas only"}
 
 
 def no_space(*_: Any) -> None:
@@ -333,7 +332,9 @@ def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monk
     elif breaks == "fsync":
         monkeypatch.setattr("farthing.planner.measurements.append_measurement", no_space)
     elif breaks == "line":
-        monkeypatch.setattr("farthing.train.run.promised", lambda *_: {**PROMISE, "wall_s": float("nan")})
+        monkeypatch.setattr(
+            "farthing.train.run.estimated", lambda *_: dataclasses.replace(ESTIMATE, tokens_per_s=float("nan"))
+        )
     elif breaks == "folder":
         (Path(job.cache_dir) / MEASUREMENTS).mkdir(parents=True)
     else:
@@ -341,7 +342,7 @@ def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monk
     heard = Heard()
     outcome = farthing.train.run.train(job, heard)
     assert outcome.state == "finished"
-    assert "what was measured could not be written down" in heard.warnings
+    assert "the measurement could not be written" in heard.warnings
     assert read_measurements(Path(job.cache_dir) / MEASUREMENTS) == []
 
 

@@ -28,6 +28,7 @@ from farthing.planner.recipe import (
 )
 from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.tiles import CUDA_BLOCK_BYTES
+from farthing.settings import Settings
 from traced import labelled_loss, own_loss, traced_peak
 
 GIB = 2**30
@@ -190,12 +191,12 @@ def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
     kind |= {"decoder_start_token_id": 0} if task == "seq2seq" else {}
     seen = traced_peak(
         AutoConfig.for_model(config["model_type"], **kind), task, method=case.method, weights=weights, autocast=is_mixed,
-        every_n_layers=case.every, n_rows=4, n_tokens=case.n_tokens, n_targets=n_targets, documents=documents, lora=lora,
+        checkpoint_every=case.every, n_rows=4, n_tokens=case.n_tokens, n_targets=n_targets, documents=documents, lora=lora,
         accumulates=case.accumulates, loss=own_loss if is_ours else labelled_loss,
     )  # fmt: skip
     recipe = Recipe(
-        case.method, precision, "adamw_torch_fused", 8 if case.accumulates else 4, 4,
-        case.every, 16 if adapters else 0, case.dropout, case.targets, (), case.dora,
+        case.method, Settings(checkpoint_every=case.every, precision=precision), "adamw_torch_fused",
+        8 if case.accumulates else 4, 4, 16 if adapters else 0, case.dropout, case.targets, (), case.dora,
         stack=replace(stack, has_autocast=is_mixed, has_master_weights=case.dtype != "bf16"),
     )  # fmt: skip
     largest = Largest(4, case.n_tokens, n_targets if task == "seq2seq" else 0)
@@ -249,8 +250,9 @@ def test_the_peak_is_that_of_the_loop_everywhere(case: Traced) -> None:
 # ---- published peaks, to the second digit ----
 
 PLAIN = Stack("hf", has_master_weights=False, has_autocast=False, loss=WHOLE, is_flash=True)
-FULL = Recipe("full", "bf16", "adamw_torch", 2, 2, 1, stack=PLAIN)
-LORA = Recipe("lora", "bf16", "adamw_torch_fused", 2, 2, 0, 16, target_modules=ALL)
+BF16 = Settings(precision="bf16")
+FULL = Recipe("full", Settings(checkpoint_every=1, precision="bf16"), "adamw_torch", 2, 2, stack=PLAIN)
+LORA = Recipe("lora", BF16, "adamw_torch_fused", 2, 2, 16, target_modules=ALL)
 SHORT = Largest(2, 64, 0)
 
 
@@ -325,7 +327,14 @@ def test_more_checkpointing_never_needs_more_and_a_larger_micro_batch_never_less
     found: dict[tuple[int, int], int] = {}
     for every in (0, 4, 3, 2, 1):
         for rows in (1, 2, 4, 8):
-            recipe = Recipe(method, "bf16", "adamw_torch_fused", 64, rows, every, 0 if adapters is None else 16)
+            recipe = Recipe(
+                method,
+                replace(BF16, checkpoint_every=every),
+                "adamw_torch_fused",
+                64,
+                rows,
+                0 if adapters is None else 16,
+            )
             largest = Largest(rows, 1024, 256 if shape.task == "seq2seq" else 0)
             found[every, rows] = estimate_memory(shape, recipe, largest, adapters, labelled_share=0.5).allocated_bytes
     for every in (0, 4, 3, 2, 1):
@@ -339,7 +348,7 @@ def test_what_is_left_of_the_logits_orders_the_losses() -> None:
     adapters = shape.with_lora(16)
     needed = {}
     for loss in (WHOLE, LABELLED, FUSED, CHUNKED, TILED, POSITIONS):
-        recipe = replace(LORA, every_n_layers=1, stack=replace(FARTHING, loss=loss))
+        recipe = replace(LORA.with_settings(checkpoint_every=1), stack=replace(FARTHING, loss=loss))
         needed[loss] = estimate_memory(shape, recipe, largest, adapters, labelled_share=0.25).allocated_bytes
     assert needed[WHOLE] > needed[FUSED] > needed[LABELLED] > needed[CHUNKED] > needed[TILED]
     assert needed[CHUNKED] > needed[POSITIONS]
@@ -350,7 +359,7 @@ def test_what_is_left_of_the_logits_orders_the_losses() -> None:
 def test_only_labelled_positions_are_paid_for_and_a_tile_of_them_at_most() -> None:
     shape, adapters = shape_of("qwen2"), shape_of("qwen2").with_lora(16)
     stack = stack_for("qwen2", "causal-lm", "bf16", "lora")
-    recipe = Recipe("lora", "bf16", "adamw_torch_fused", 64, lora_r=16, micro_tokens=65_536, stack=stack)
+    recipe = Recipe("lora", Settings(65_536, precision="bf16"), "adamw_torch_fused", 64, lora_r=16, stack=stack)
 
     def logits(n_tokens: int, share: float, is_trained: bool | None = False) -> float:
         largest = Largest(1, n_tokens, 0)
@@ -375,7 +384,7 @@ def test_nothing_is_kept_below_the_first_trained_layer() -> None:
     alike = shape.with_lora(16, ("q_proj", "v_proj"))
     for every in (0, 2, 1):
         recipe = Recipe(
-            "lora", "bf16", "adamw_torch_fused", 8, every_n_layers=every, lora_r=16, micro_tokens=16_384,
+            "lora", Settings(16_384, every, precision="bf16"), "adamw_torch_fused", 8, lora_r=16,
             stack=stack_for("llama", "causal-lm", "bf16", "lora"),
         )  # fmt: skip
         few, many = (
@@ -393,7 +402,10 @@ def test_old_gpus_repeat_keys_and_other_kernels_take_them_as_they_are() -> None:
     shape, largest = shape_of("llama"), Largest(1, 16_384, 0)
     adapters = shape.with_lora(16)
     stacks = {precision: stack_for("llama", "causal-lm", precision, "lora") for precision in ("bf16", "fp16")}
-    recipes = {name: Recipe("lora", name, "adamw_torch_fused", 8, lora_r=16, stack=one) for name, one in stacks.items()}
+    recipes = {
+        name: Recipe("lora", Settings(precision=name), "adamw_torch_fused", 8, lora_r=16, stack=one)
+        for name, one in stacks.items()
+    }
     found = {name: estimate_memory(shape, one, largest, adapters, labelled_share=0.1) for name, one in recipes.items()}
     repeated = 2 * 2 * (shape.n_heads - shape.n_kv_heads) * shape.head_dim * 16_384 * shape.n_layers
     assert found["fp16"].parts["activations"] - found["bf16"].parts["activations"] == repeated
@@ -426,7 +438,7 @@ def test_sharding_divides_weights_gradients_and_state_and_leaves_activations() -
 
 def test_accumulation_keeps_gradients_while_the_next_micro_batch_runs() -> None:
     shape, large = shape_of("llama"), Largest(4, 4096, 0)
-    at_once = Recipe("full", "bf16", "adamw_torch_fused", 4, 4)
+    at_once = Recipe("full", BF16, "adamw_torch_fused", 4, 4)
     twice = replace(at_once, global_batch=8)
     assert twice.n_micro_batches == 2
     more = estimate_memory(shape, twice, large).allocated_bytes - estimate_memory(shape, at_once, large).allocated_bytes

@@ -56,7 +56,7 @@ def how(case: Case) -> dict[str, Any]:
 def judged(case: Case) -> tuple[MemoryNeed, int]:
     """(the need that is found from one document and two, bytes of the loaded weights)."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = fake_model(config_for(case), "causal-lm", every_n_layers=0, is_own=True, **how(case))
+        model = fake_model(config_for(case), "causal-lm", checkpoint_every=0, is_own=True, **how(case))
         forward = Forward(model, "causal-lm", 0, Numerics(CPU, torch.bfloat16))
         assert forward.is_flat
 
@@ -96,7 +96,7 @@ def seen(case: Case) -> int:
         config_for(case),
         "causal-lm",
         autocast=True,
-        every_n_layers=case.every,
+        checkpoint_every=case.every,
         documents=(LENGTH,) * case.n_documents,
         n_targets=LENGTH * case.n_documents,
         accumulates=case.accumulates,
@@ -114,7 +114,7 @@ def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def agree(case: Case, rel: float = 0.05) -> None:
     """What is judged from two short documents is the peak of the whole step, within a twentieth."""
     need, loaded_bytes = judged(case)
-    assert need.every_n_layers == case.every
+    assert need.checkpoint_every == case.every
     assert need.total_bytes + loaded_bytes == pytest.approx(seen(case), rel=rel), need.moments()
 
 

@@ -142,7 +142,7 @@ def test_ledgers_of_earlier_versions_are_read_to_the_same_sums(tmp_path: Path) -
     ledger.write("starting")
     assert ledger.number == 3
     assert ledger.committed_step == 8
-    assert read_attempts(tmp_path / "l")[:2] == before, "and written anew they are the same"
+    assert read_attempts(tmp_path / "l")[:2] == before, "and written again they are the same"
 
 
 def test_the_first_forecast_is_the_one_that_is_kept(tmp_path: Path) -> None:

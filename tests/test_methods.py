@@ -534,13 +534,13 @@ def choose(model: Any, forward: Callable[..., Any], free_bytes: int, wanted: boo
 def test_auto_checkpoints_no_more_than_the_memory_asks_for(family: str, method: str, tmp_path: Path) -> None:
     model, forward = small_model(family, tmp_path / "base", method)
     ample, tiny = choose(model, forward, 1 << 40), choose(model, forward, 1)
-    assert (ample.every_n_layers, ample.fits) == (0, True)
-    assert (tiny.every_n_layers, tiny.fits) == (1, False)
+    assert (ample.checkpoint_every, ample.fits) == (0, True)
+    assert (tiny.checkpoint_every, tiny.fits) == (1, False)
     half = choose(model, forward, 1, wanted=2)
     assert tiny.saved.at(4000) < half.saved.at(4000) < ample.saved.at(4000)
     assert tiny.total_bytes < half.total_bytes < ample.total_bytes
     between = (half.total_bytes + ample.total_bytes) / 2
-    assert choose(model, forward, int(between / 0.9)).every_n_layers == 2
+    assert choose(model, forward, int(between / 0.9)).checkpoint_every == 2
     assert ample.gradients.all_bytes == 4 * count_parameters(model)["trainable"]
 
 
@@ -552,7 +552,7 @@ def test_a_sample_without_room_is_a_mode_that_does_not_fit(tmp_path: Path) -> No
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(n_copies)
 
-    assert choose(model, short, 1 << 40).every_n_layers == 2
+    assert choose(model, short, 1 << 40).checkpoint_every == 2
     with pytest.raises(torch.OutOfMemoryError):
         choose(model, short, 1 << 40, wanted=False)
 
@@ -560,7 +560,7 @@ def test_a_sample_without_room_is_a_mode_that_does_not_fit(tmp_path: Path) -> No
 @pytest.mark.parametrize(("wanted", "every"), [(True, 1), (False, 0), (3, 3)])
 def test_checkpointing_is_what_the_job_says_when_it_says(wanted: bool | int, every: int, tmp_path: Path) -> None:
     model, forward = small_model("llama", tmp_path / "base")
-    assert choose(model, forward, 1 << 40, wanted).every_n_layers == every
+    assert choose(model, forward, 1 << 40, wanted).checkpoint_every == every
 
 
 def test_a_frozen_embedding_stays_out_of_the_backward_pass(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import farthing.train.run
 import workshop
 from farthing.errors import Interrupted
+from farthing.events import Event, Exported, Saved
 from farthing.metrics import GREATER_IS_BETTER, OF_TASK, classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import choose_numerics
@@ -134,8 +135,8 @@ def test_a_generated_answer_that_was_learnt_by_heart_matches_exactly(tmp_path: P
     job = make_job(tmp_path, "t5", rows=rows * 4, eval_rows=rows, max_steps=60, learning_rate=0.01,
                    metric_for_best_model="exact_match", eval_steps=20)  # fmt: skip
     outcome = workshop.train(job)
-    assert outcome.receipt["metrics"]["exact_match"] == 1
-    assert outcome.receipt["metrics"]["rougeL"] == 1
+    assert outcome.receipt.metrics["exact_match"] == 1
+    assert outcome.receipt.metrics["rougeL"] == 1
 
 
 def test_a_seq2seq_run_may_spare_the_generation(tmp_path: Path) -> None:
@@ -181,13 +182,13 @@ def test_the_best_checkpoint_is_the_one_exported(tmp_path: Path, monkeypatch: py
     set_metrics(monkeypatch, 3.0, 1.0, 2.0, 2.0, 2.0, 2.0)
     job, heard = judged_job(tmp_path, save_steps=1), Heard()
     outcome = workshop.train(job, heard)
-    assert outcome.receipt["best_step"] == 2
+    assert outcome.receipt.best_step == 2
     assert [row["is_best"] for row in evaluations(job)] == [True, True, False, False, False, False]
     exported = load_file(tmp_path / "run/model/model.safetensors")
     best, last = checkpoint_weights(job, 2), checkpoint_weights(job, 6)
     assert all(torch.equal(exported[name], best[name]) for name in exported)
     assert not all(torch.equal(exported[name], last[name]) for name in exported)
-    assert heard.of("exported")[0]["step"] == 2
+    assert heard.of(Exported)[0].step == 2
     assert "| step | 2 of 6 |" in (tmp_path / "run/model/README.md").read_text()
 
 
@@ -199,11 +200,11 @@ def test_a_real_run_that_gets_worse_exports_its_best_step(tmp_path: Path) -> Non
     by_step = {row["step"]: row["metrics"]["loss"] for row in evaluations(job)}
     best = min(by_step, key=lambda step: by_step[step])
     assert 4 < best < 40  # it learns to speak, and then by heart what is wrong here
-    assert outcome.receipt["best_step"] == best
+    assert outcome.receipt.best_step == best
     exported = load_file(tmp_path / "run/model/model.safetensors")
     saved = checkpoint_weights(job, best)
     assert all(torch.equal(exported[name], saved[name]) for name in exported)
-    assert outcome.receipt["metrics"]["loss"] == by_step[best]
+    assert outcome.receipt.metrics["loss"] == by_step[best]
 
 
 def test_the_last_step_is_exported_when_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,9 +220,9 @@ def test_patience_counts_evaluations_without_a_gain(tmp_path: Path, monkeypatch:
     job = judged_job(tmp_path, early_stopping_patience=2, max_steps=20)
     outcome = workshop.train(job)
     assert (outcome.state, outcome.reason) == ("finished", "stopped early")
-    assert outcome.receipt["steps"] == 6
-    assert outcome.receipt["best_step"] == 4
-    assert workshop.train(job).receipt["steps"] == 6  # the same command trains nothing more
+    assert outcome.receipt.steps == 6
+    assert outcome.receipt.best_step == 4
+    assert workshop.train(job).receipt.steps == 6  # the same command trains nothing more
 
 
 def test_a_gain_below_the_threshold_does_not_count_for_patience_and_is_still_the_best(
@@ -230,8 +231,8 @@ def test_a_gain_below_the_threshold_does_not_count_for_patience_and_is_still_the
     set_metrics(monkeypatch, 3.0, 2.95, 2.91, 2.0)
     job = judged_job(tmp_path, early_stopping_patience=2, early_stopping_threshold=0.1, max_steps=20)
     outcome = workshop.train(job)
-    assert outcome.receipt["steps"] == 3
-    assert outcome.receipt["best_step"] == 3
+    assert outcome.receipt.steps == 3
+    assert outcome.receipt.best_step == 3
     assert [row["is_best"] for row in evaluations(job)] == [True, True, True]
 
 
@@ -251,13 +252,13 @@ def test_the_best_step_does_not_depend_on_the_threshold_even_over_a_stop(
     monkeypatch.setattr(evaluation, "_measured", lambda run: {"loss": values[run.progress.step - 1], "n_examples": 1})
     job = judged_job(tmp_path, greater_is_better=greater, early_stopping_threshold=0.5, max_steps=4, save_steps=1)
 
-    def stop(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "saved" and facts["step"] == 2:
+    def stop(event: Event) -> None:
+        if isinstance(event, Saved) and event.step == 2:
             raise Interrupted("asked to leave")
 
     assert farthing.train.run.train(job, stop).state == "interrupted"
     outcome = workshop.train(job)
-    assert (outcome.state, outcome.receipt["best_step"]) == ("finished", best_step)
+    assert (outcome.state, outcome.receipt.best_step) == ("finished", best_step)
     exported, best = load_file(tmp_path / "run/model/model.safetensors"), checkpoint_weights(job, best_step)
     assert all(torch.equal(exported[name], best[name]) for name in exported)
 
@@ -277,8 +278,8 @@ def test_patience_is_that_of_transformers_early_stopping(tmp_path: Path, monkeyp
     set_metrics(monkeypatch, *values)
     job = judged_job(tmp_path, early_stopping_patience=3, early_stopping_threshold=0.3, max_steps=20)
     outcome = workshop.train(job)
-    assert outcome.receipt["steps"] == stopped_at == 9
-    assert outcome.receipt["best_step"] == 8
+    assert outcome.receipt.steps == stopped_at == 9
+    assert outcome.receipt.best_step == 8
 
 
 @pytest.mark.parametrize(
@@ -291,18 +292,18 @@ def test_more_or_less_is_better_as_the_metric_has_it(
     set_metrics(monkeypatch, *values, name=metric.removeprefix("eval_"))
     job = make_job(tmp_path, "bert", max_steps=3, eval_steps=1, metric_for_best_model=metric,
                    eval_rows=workshop.rows_of("bert", 3))  # fmt: skip
-    assert workshop.train(job).receipt["best_step"] == best_step
+    assert workshop.train(job).receipt.best_step == best_step
 
 
 def test_the_job_may_turn_the_direction_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_metrics(monkeypatch, 1.0, 3.0, 2.0)
-    assert workshop.train(judged_job(tmp_path, max_steps=3, greater_is_better=True)).receipt["best_step"] == 2
+    assert workshop.train(judged_job(tmp_path, max_steps=3, greater_is_better=True)).receipt.best_step == 2
 
 
 def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_metrics(monkeypatch, None, 2.0, None)
     job = judged_job(tmp_path, max_steps=3)
-    assert workshop.train(job).receipt["best_step"] == 2
+    assert workshop.train(job).receipt.best_step == 2
     assert [row["is_best"] for row in evaluations(job)] == [False, True, False]
 
 
@@ -330,14 +331,14 @@ def test_an_evaluation_batch_has_no_more_tokens_than_training_had(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    honest = Forward.place
+    honest = Forward.to_device
 
     def place(forward: Forward, arrays: Any) -> Any:
         if not torch.is_grad_enabled():
             asked.append(forward.n_computed(arrays))
         return honest(forward, arrays)
 
-    monkeypatch.setattr(Forward, "place", place)
+    monkeypatch.setattr(Forward, "to_device", place)
     workshop.train(
         make_job(tmp_path, family, max_steps=1, eval_rows=workshop.rows_of(family, 12, 9), micro_batch_tokens=70)
     )

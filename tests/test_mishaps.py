@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import farthing.train.run
 import farthing.train.step
 import workshop
 from farthing.cli import main
+from farthing.events import StepTaken, Warned
 from farthing.report.receipt import build_receipt
 from farthing.train import trackers as track
 from farthing.train.run import train
@@ -36,13 +38,13 @@ def test_tensorboard_gets_losses_and_metrics(tmp_path: Path) -> None:
 
 def test_a_tracker_that_fails_is_dropped_and_training_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    heard: list[tuple[str, dict[str, Any]]] = []
+    heard, taken = workshop.Heard(), workshop.step_taken()
     (tmp_path / "board").write_text("a file where the folder should be")
-    with tracked(lambda kind, facts: heard.append((kind, facts)), ("tensorboard",), tmp_path / "board") as tell:
+    with tracked(heard, ("tensorboard",), tmp_path / "board") as emit:
         for step in (1, 2):
-            tell("step", dict.fromkeys(track.STEP_FIGURES, 1.0) | {"step": step})
-    assert sorted(kind for kind, _ in heard) == ["step", "step", "warning"]
-    assert "is off" in next(facts["text"] for kind, facts in heard if kind == "warning")
+            emit(replace(taken, step=step))
+    assert len(heard.of(StepTaken)) == 2
+    assert [("is off" in warned.text) for warned in heard.of(Warned)] == [True]
 
 
 @pytest.mark.parametrize("most_waiting", [3, 10_000])
@@ -57,7 +59,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(
     assert train(job_in(tmp_path, "run", report_to=["tensorboard"]), heard).exit_code == 0
     assert not is_over.is_set(), "the tracker still hangs"
     is_over.set()
-    assert [facts["step"] for facts in heard.of("step")] == list(range(1, 13))
+    assert [event.step for event in heard.of(StepTaken)] == list(range(1, 13))
     assert ("events behind" in heard.warnings) == (most_waiting == 3)
 
 
@@ -115,12 +117,12 @@ def test_memory_that_runs_out_halves_the_micro_batch_and_not_the_step(
     assert [row["loss"] for row in ours if "loss" in row] == pytest.approx(
         [row["loss"] for row in theirs if "loss" in row], rel=1e-4
     )
-    events = outcome.receipt["out_of_memory"]
+    events = outcome.receipt.out_of_memory
     assert events
     assert [event["step"] for event in events] == [1] * len(events)
     assert "out of memory; it goes on" in heard.warnings
     # a later attempt does not try again what had no room
-    steps = [event["most_tokens"] for event in events]
+    steps = [event["micro_batch_tokens"] for event in events]
     assert steps == sorted(steps, reverse=True)
 
 
@@ -133,8 +135,8 @@ def test_one_example_without_room_is_computed_again_in_parts_and_then_said(
     words = capsys.readouterr()
     assert "data.max_length" in words.err
     assert "Traceback" not in words.err
-    events = build_receipt(tmp_path / "run")["out_of_memory"]
-    assert [event["every_n_layers"] for event in events][-2:] == [2, 1]
+    events = build_receipt(tmp_path / "run").out_of_memory
+    assert [event["checkpoint_every"] for event in events][-2:] == [2, 1]
     monkeypatch.undo()
     assert main(["train", str(tmp_path / "run.yaml")]) == 0
 
@@ -142,7 +144,7 @@ def test_one_example_without_room_is_computed_again_in_parts_and_then_said(
 def _token_rows(job: Any) -> list[Any]:
     from farthing.train.setup import open_examples, open_inputs
 
-    train, _ = open_examples(job, open_inputs(job), lambda kind, facts: None, lambda: False)
+    train, _ = open_examples(job, open_inputs(job), lambda event: None, lambda: False)
     return [train.tokens.example(int(index))[0] for index in train.indices]
 
 

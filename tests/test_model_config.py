@@ -307,7 +307,7 @@ def test_last_the_hub_itself(hub: list[tuple[str, str | None]], monkeypatch: pyt
         assert "secret" not in str(caught.value)
     n_asked = len(hub)
     find_config("openai-community/gpt2")
-    with pytest.raises(ModelError, match="not here"):
+    with pytest.raises(ModelError, match="not found"):
         find_config("me/own", ask_hub=False)
     assert len(hub) == n_asked
 

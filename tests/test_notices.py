@@ -33,6 +33,7 @@ from farthing.durability.cloud_preemption import (
 )
 from farthing.durability.preemption import SIGNALS, Notice
 from farthing.errors import UserMistake
+from farthing.events import Evaluating, Event, Saved, StepTaken, Tokenizing
 from farthing.train.run import train
 from mirrored import QUICK
 from test_survive import job_in, quiet
@@ -340,7 +341,7 @@ def test_only_this_machine_stands_in_for_the_service(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("FARTHING_METADATA")
     assert Watch([], lambda *_: None, print)._address == ADDRESS
     for base in ("http://example.org:80", "https://127.0.0.1:80", "http://127.0.0.1", "127.0.0.1:80"):
-        with pytest.raises(UserMistake, match="port of this machine"):
+        with pytest.raises(UserMistake, match="not an address of this machine"):
             Watch([], lambda *_: None, print, base=base)
 
 
@@ -442,9 +443,9 @@ def noticed(cloud: str, metadata: Metadata) -> None:
     }[cloud]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("cloud", "kind"), [("aws", "step"), ("gcp", "evaluating"), ("azure", "tokenizing")])
+@pytest.mark.parametrize(("cloud", "kind"), [("aws", StepTaken), ("gcp", Evaluating), ("azure", Tokenizing)])
 def test_a_run_that_is_noticed_leaves_with_75_and_goes_on_to_the_bit(
-    cloud: str, kind: str, quick: Metadata, tmp_path: Path
+    cloud: str, kind: type[Event], quick: Metadata, tmp_path: Path
 ) -> None:
     alone = job_in(tmp_path, "alone")
     assert train(alone, quiet).exit_code == 0
@@ -453,15 +454,15 @@ def test_a_run_that_is_noticed_leaves_with_75_and_goes_on_to_the_bit(
     job = of_cloud(job_in(tmp_path, "noticed"), cloud)
     done: list[bool] = []
 
-    def tell(event: str, facts: dict[str, Any]) -> None:
-        if event == kind and not done:
+    def tell(event: Event) -> None:
+        if isinstance(event, kind) and not done:
             done.append(True)
             noticed(cloud, quick)
             time.sleep(0.3)  # the service has said it before the next micro-batch, row or batch
 
     outcome = train(job, tell)
     assert outcome.exit_code == 75
-    (notice,) = outcome.receipt["notices"]
+    (notice,) = outcome.receipt.notices
     assert (notice["source"], notice["attempt"], notice["is_certain"]) == (cloud, 1, True)
     assert 0 <= notice["left_after_s"] < 10
     assert (notice["grace_s"] is not None) == (cloud == "aws")
@@ -475,17 +476,17 @@ def test_a_rebalance_recommendation_saves_now_and_goes_on(quick: Metadata, tmp_p
     job = of_cloud(workshop.make_job(tmp_path, save_steps=1000), "aws")
     heard = workshop.Heard()
 
-    def tell(kind: str, facts: dict[str, Any]) -> None:
-        heard(kind, facts)
-        if kind == "step" and facts["step"] == 2:
+    def tell(event: Event) -> None:
+        heard(event)
+        if isinstance(event, StepTaken) and event.step == 2:
             quick.says[REBALANCE] = with_token(json.dumps({"noticeTime": moment(0)}))
             time.sleep(0.3)
 
     outcome = train(job, tell)
     assert outcome.exit_code == 0
-    assert heard.of("saved")[0]["step"] == 2
+    assert heard.of(Saved)[0].step == 2
     assert "AWS rebalance recommendation: saving now" in heard.warnings
-    assert [notice["is_certain"] for notice in outcome.receipt["notices"]] == [False]
+    assert [notice["is_certain"] for notice in outcome.receipt.notices] == [False]
 
 
 def test_nobody_is_asked_without_a_reason(quick: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,8 +527,8 @@ def test_a_store_gets_the_time_that_a_notice_leaves(tmp_path: Path, monkeypatch:
     enter = Notice.__enter__
     monkeypatch.setattr(Notice, "__enter__", lambda notice: (notices.append(notice), enter(notice))[1])
 
-    def tell(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "step" and facts["step"] == 2:
+    def tell(event: Event) -> None:
+        if isinstance(event, StepTaken) and event.step == 2:
             notices[0].say("preempted", "gcp", leaves_at=time.time() + 30)
 
     job = workshop.make_job(tmp_path).model_copy(update={"output_store": str(tmp_path / "store")})

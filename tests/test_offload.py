@@ -16,6 +16,7 @@ import farthing.train.offload
 import survive
 import workshop
 from farthing.errors import ModelError
+from farthing.events import Event, Restored, StepTaken
 from farthing.train.offload import ALIGNED_BYTES, pack
 from farthing.train.optim import load_state, make_optimizer, state_bytes, state_tensors
 from workshop import Heard, losses_of, make_job
@@ -174,8 +175,8 @@ def test_weights_that_are_not_fp32_are_refused_in_words() -> None:
 
 def test_a_run_that_was_stopped_ends_as_one_left_alone_and_as_one_on_the_device(tmp_path: Path) -> None:
     class Stopper(Heard):
-        def __call__(self, kind: str, facts: dict[str, Any]) -> None:
-            if kind == "step" and facts["step"] == 3:
+        def __call__(self, event: Event) -> None:
+            if isinstance(event, StepTaken) and event.step == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     keys: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "weight_decay": 0.1, "n_rows": 40}
@@ -187,7 +188,7 @@ def test_a_run_that_was_stopped_ends_as_one_left_alone_and_as_one_on_the_device(
     heard = Heard()
     outcomes = {name: workshop.train(job, heard) for name, job in jobs.items()}
     assert {outcome.state for outcome in outcomes.values()} == {"finished"}
-    assert [facts["step"] for facts in heard.of("restored")] == [3]
+    assert [event.step for event in heard.of(Restored)] == [3]
     assert losses_of(jobs["stopped"]) == losses_of(jobs["alone"]) == losses_of(jobs["device"])
     results = {name: survive.result_of(Path(job.output_dir)) for name, job in jobs.items()}
     assert survive.differences(results["alone"], results["stopped"]) == []

@@ -24,6 +24,7 @@ import survive
 import workshop
 from farthing.device_memory import ALLOCATOR_SETTING, is_out_of_memory, is_out_of_resources, set_allocator
 from farthing.errors import HardwareError, OutOfMemory, SaveFailing
+from farthing.events import Decided, Event, Restored, StepTaken, Warned
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.train.optim import allocate_state, load_state, make_optimizer, state_bytes, state_tensors
@@ -230,7 +231,7 @@ class Failing:
 
 
 PLACES: dict[str, tuple[Any, str, int]] = {
-    "placing a batch": (Forward, "place", 4),
+    "placing a batch": (Forward, "to_device", 4),
     "forward": (Forward, "loss", 2),
     "backward": (Tensor, "backward", 4),
     "clipping": (torch.nn.utils, "clip_grad_norm_", 2),
@@ -288,7 +289,7 @@ def test_memory_that_runs_out_once_is_survived_to_the_bit(
     expected, expected_losses, _ = untouched[scales]
     assert survive.differences(expected, result) == []
     assert losses == expected_losses
-    assert receipt["out_of_memory"] == []  # nothing was halved
+    assert receipt.out_of_memory == []  # nothing was halved
     said_nothing = place in ("evaluation", "snapshot of a checkpoint")  # tried again at once
     assert (f"out of memory ({GONE})" in heard.warnings) != said_nothing
 
@@ -319,7 +320,7 @@ def test_an_update_that_was_begun_is_never_taken_again_or_saved(
     assert sorted(path.name[:13] for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000002"]
     heard = Heard()
     result, losses, _ = ended(tmp_path, heard)
-    assert [facts["step"] for facts in heard.of("restored")] == [2]
+    assert [event.step for event in heard.of(Restored)] == [2]
     assert survive.differences(untouched[False][0], result) == []
     assert losses == untouched[False][1]
 
@@ -339,8 +340,10 @@ def test_a_device_that_stays_full_halves_after_it_was_freed(tmp_path: Path, monk
     monkeypatch.setattr(Forward, "loss", loss)
     outcome = workshop.train(make_job(tmp_path, max_steps=4, n_rows=64, global_batch_size=32, micro_batch_tokens=1200))
     assert outcome.state == "finished"
-    events = outcome.receipt["out_of_memory"]
-    assert [event["most_tokens"] for event in events] == sorted({e["most_tokens"] for e in events}, reverse=True)
+    events = outcome.receipt.out_of_memory
+    assert [event["micro_batch_tokens"] for event in events] == sorted(
+        {e["micro_batch_tokens"] for e in events}, reverse=True
+    )
     assert len(freed) == len(events) + 1
 
 
@@ -355,8 +358,8 @@ def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return honest(forward, batch, *scale)
 
-    def stop(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "warning" and "tokens at a time" in facts["text"]:
+    def stop(event: Event) -> None:
+        if isinstance(event, Warned) and "tokens at a time" in event.text:
             raise ZeroDivisionError
 
     keys: dict[str, Any] = {"max_steps": 2, "n_rows": 32, "global_batch_size": 16, "micro_batch_tokens": 600}
@@ -368,14 +371,14 @@ def test_what_ran_out_of_memory_before_the_job_was_corrected_cuts_nothing(
     for more in ({}, {"weight_decay": 0.1}):
         heard = Heard()
 
-        def leave(kind: str, facts: dict[str, Any], heard: Heard = heard) -> None:
-            heard(kind, facts)
-            if kind == "decided":
+        def leave(event: Event, heard: Heard = heard) -> None:
+            heard(event)
+            if isinstance(event, Decided):
                 raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
             workshop.train(make_job(tmp_path, **keys, **more), leave)  # type: ignore[arg-type]
-        decided.append(heard.of("decided")[0]["batch"])
+        decided.append(heard.of(Decided)[0].batch)
     assert "up to 600 tokens" not in decided[0]  # the same job goes on with what fitted
     assert "up to 600 tokens" in decided[1]
 
@@ -385,8 +388,8 @@ def test_a_restore_without_memory_says_nothing_against_the_checkpoint(
 ) -> None:
     job = make_job(tmp_path, max_steps=4, save_steps=2)
 
-    def stop(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "step" and facts["step"] == 3:
+    def stop(event: Event) -> None:
+        if isinstance(event, StepTaken) and event.step == 3:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

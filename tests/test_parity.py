@@ -17,6 +17,7 @@ from farthing.config.load import load_job
 from farthing.data.loader import micro_batches
 from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.preemption import Notice
+from farthing.events import Event
 from farthing.model.hardware import choose_numerics
 from farthing.model.load import ModelChoice, load_config, load_model, load_tokenizer
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
@@ -33,7 +34,7 @@ CLOSE = 1e-5
 FOODS = ["Chinese", "English", "French", "Indian", "Italian", "Japanese"]
 
 
-def quiet(kind: str, facts: dict[str, Any]) -> None:
+def quiet(event: Event) -> None:
     """Listens to nothing."""
 
 

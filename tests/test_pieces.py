@@ -24,7 +24,7 @@ from farthing.data.packing import (
     padded_tokens,
     target_lengths_of,
 )
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention import first_position, flat_logits, go_flat
 from farthing.model.documents import flat_batch

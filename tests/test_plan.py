@@ -15,7 +15,7 @@ import pytest
 from farthing.data.packing import ON_CPU
 from farthing.errors import UserMistake
 from farthing.planner.confidence import speed_error
-from farthing.planner.inputs import promise_of
+from farthing.planner.inputs import estimate_of
 from farthing.planner.lengths import Lengths, from_arrays
 from farthing.planner.model_config import known_config
 from farthing.planner.ranking import TIE
@@ -90,8 +90,7 @@ MARKET = [
 
 def tokens_of(recipe: Recipe) -> float:
     """The most that the micro-batches of a mean step may compute."""
-    assert recipe.micro_tokens is not None
-    return recipe.micro_tokens * recipe.n_micro_batches * recipe.n_gpus
+    return recipe.settings.micro_batch_tokens * recipe.n_micro_batches * recipe.n_gpus
 
 
 def only(answer: Answer) -> Plan:
@@ -138,9 +137,9 @@ def test_micro_batches_are_budgets_of_tokens() -> None:
     assert budgets(wanted_of(lengths=lengths_of(longest=200)), 1, True)[:2] == [200, 1024]
     assert budgets(wanted_of(lengths=lengths_of(longest=200)), 1, False) == [200, 1024, CPU_TOKENS]
     assert budgets(wanted_of(lengths=lengths_of(longest=9000)), 1, False) == [9000]
-    assert budgets(replace(asked, micro_tokens=777), 4, True) == [777], "what the job says"
-    plan = only(decide(replace(asked, micro_tokens=777), [place("A100-80GB", 2.0)]))
-    assert plan.recipe.micro_tokens == 777
+    assert budgets(replace(asked, micro_batch_tokens=777), 4, True) == [777], "what the job says"
+    plan = only(decide(replace(asked, micro_batch_tokens=777), [place("A100-80GB", 2.0)]))
+    assert plan.recipe.settings.micro_batch_tokens == 777
     assert "up to 777 tokens at a time" in plan.recipe.in_words()
 
 
@@ -164,9 +163,10 @@ def test_padded_work_is_cut_for_the_device_and_hardly_waits_for_launches(method:
     is_one = plan.recipe.mean_passes == 1
     assert plan.step.parts.get("launch", 0.0) < 0.2 * plan.step.seconds or (is_one and method == "lora")
     assert plan.recipe.cost.least_tokens >= 1024
-    as_on_cpu = asked.cut(plan.recipe.micro_tokens or 0)
+    as_on_cpu = asked.cut(plan.recipe.settings.micro_batch_tokens)
     assert plan.recipe.mean_passes < 0.5 * as_on_cpu.n_micro_batches
-    assert promise_of(plan, asked)["piece_cost"] == list(plan.recipe.cost)
+    kept = estimate_of(plan, asked).settings
+    assert (kept.least_tokens, kept.more_tokens) == plan.recipe.cost
     here = only(decide(asked, [replace(place("RTX 4090", 0.4), device=cpu_device("", 1e11, 2), is_cuda=False)]))
     assert here.recipe.cost == ON_CPU
     assert here.step.n_tokens > 0.9 * here.step.n_padded_tokens
@@ -189,7 +189,7 @@ def test_adapters_in_upper_layers_cost_less_and_a_cache_of_the_others_less_still
     asked = wanted_of(target_modules=("q_proj", "v_proj"), eval_lengths=lengths_of(500))
     upper = replace(asked, target_modules=UPPER)
     every, few = (only(decide(one, here)) for one in (asked, upper))
-    cached = only(decide(replace(upper, caches_prefix=True), here))
+    cached = only(decide(replace(upper, caches_frozen=True), here))
     assert upper.adapters is not None
     assert upper.adapters.first_layer == 14
     assert few.seconds["training"] < 0.6 * every.seconds["training"]
@@ -200,7 +200,7 @@ def test_adapters_in_upper_layers_cost_less_and_a_cache_of_the_others_less_still
     assert cached.cache_bytes == pytest.approx(n_tokens * asked.shape.hidden * 2)
     saved = few.seconds["training"] / asked.n_epochs - cached.seconds["training"] / asked.n_epochs
     assert cached.seconds["frozen layers"] == pytest.approx(saved, rel=0.25), "about what an epoch no longer computes"
-    assert only(decide(replace(asked, caches_prefix=True), here)).cache_bytes == 0, "nothing is below"
+    assert only(decide(replace(asked, caches_frozen=True), here)).cache_bytes == 0, "nothing is below"
 
 
 def test_steps_are_those_of_the_trainer() -> None:
@@ -348,7 +348,7 @@ def test_nothing_to_choose_from_and_nothing_to_train_on() -> None:
     empty = decide(wanted_of(), [])
     assert (empty.plans, empty.rejected, empty.best) == ((), (), None)
     nothing = replace(lengths_of(), n_examples=0)
-    with pytest.raises(UserMistake, match="nothing to train on"):
+    with pytest.raises(UserMistake, match="no data to train on"):
         decide(wanted_of(lengths=nothing), MARKET)
 
 
@@ -406,8 +406,8 @@ def follow(wanted: JobSpec, change: str, *, last: bool = False) -> JobSpec:
         else:
             field = {
                 "train.global_batch_size": ("global_batch", int),
-                "train.micro_batch_tokens": ("micro_tokens", int),
-                "train.gradient_checkpointing": ("every_n_layers", lambda _: 1),
+                "train.micro_batch_tokens": ("micro_batch_tokens", int),
+                "train.gradient_checkpointing": ("checkpoint_every", lambda _: 1),
                 "train.optim": ("optim", str),
                 "train.max_steps": ("max_steps", lambda text: int(text.split()[0])),
                 "method": ("method", str),
@@ -431,8 +431,8 @@ def random_job(drawn: random.Random) -> JobSpec:
         lengths=lengths_of(2000, longest),
         eval_lengths=drawn.choice([None, lengths_of(200, longest)]),
         global_batch=drawn.choice([1, 6, 32]),
-        micro_tokens=drawn.choice([None, None, 8 * longest]),
-        every_n_layers=drawn.choice([None, None, 0, 2]),
+        micro_batch_tokens=drawn.choice([None, None, 8 * longest]),
+        checkpoint_every=drawn.choice([None, None, 0, 2]),
         optim=drawn.choice(["adamw_torch_fused", "adamw_torch"]),
         max_usd=drawn.choice([None, None, 1.0, 5.0]),
         max_hours=drawn.choice([None, None, 2.0]),
@@ -561,7 +561,7 @@ def test_a_deadline_is_met_with_the_chance_that_is_asked_for() -> None:
     assert decide(wanted_of(deadline_s=1.02 * sure_s), here).plans
     tight = refused(decide(wanted_of(deadline_s=free.wall_s * 1.01), here))
     assert "only" in tight.reason
-    assert decide(wanted_of(deadline_s=free.wall_s * 1.01, sure=0.5), here).plans
+    assert decide(wanted_of(deadline_s=free.wall_s * 1.01, confidence=0.5), here).plans
 
 
 # ---- what else is paid for ----

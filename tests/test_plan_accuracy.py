@@ -184,7 +184,7 @@ def test_qwens_own_script() -> None:
     notes = "GB, nvidia-smi; LoRA r=64 on all linear layers; gradient accumulation 8; flash attention 2"
     case = case_of(QWEN, "Qwen-7B", notes=notes, grad_ckpt="True", tokens_per_s="1000")
     recipe = case.recipe
-    assert (recipe.lora_r, recipe.target_modules, recipe.every_n_layers) == (64, ("all-linear",), 1)
+    assert (recipe.lora_r, recipe.target_modules, recipe.settings.checkpoint_every) == (64, ("all-linear",), 1)
     assert (recipe.micro_batch, recipe.n_micro_batches) == (1, 8)
     assert recipe.stack.is_flash
     assert not recipe.stack.adapters_fp32  # adapters took the dtype of what they adapt
@@ -206,7 +206,7 @@ def test_swift_adapts_queries_keys_and_values_with_rank_8_and_tells_no_lengths()
     notes = "GiB, nvidia-smi; variable length data, max_length 2048; flash attn"
     case = case_of(SWIFT, "qwen-7b-chat", notes=notes, seq_len="2048", tokens_per_s="900", grad_ckpt="yes")
     assert case.recipe.target_modules == ("q_proj", "k_proj", "v_proj")
-    assert (case.recipe.lora_r, case.recipe.every_n_layers) == (8, 1)
+    assert (case.recipe.lora_r, case.recipe.settings.checkpoint_every) == (8, 1)
     assert case.largest.tokens == 2048
     assert case.measured_tokens_per_s is None  # on lengths that are not told
     assert case.measured_bytes == 20 * GIB
@@ -221,7 +221,7 @@ def test_litgpt_is_bf16_without_autocast_checkpointing_or_mask() -> None:
     stack = case.recipe.stack
     switches = (stack.has_autocast, stack.adapters_fp32, stack.masks_padding, stack.has_master_weights)
     assert switches == (False, False, False, False)
-    assert (case.recipe.every_n_layers, case.recipe.lora_r) == (0, 8)
+    assert (case.recipe.settings.checkpoint_every, case.recipe.lora_r) == (0, 8)
     assert case.recipe.target_modules == ("query_key_value",)
     assert case_of(LITGPT, "meta-llama/Llama-2-7b-hf").recipe.target_modules == ("q_proj", "v_proj")
     quantized = case_of(LITGPT, "meta-llama/Llama-2-7b-hf", method="qlora", quant="bnb.nf4")

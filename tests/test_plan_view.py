@@ -14,7 +14,7 @@ import pytest
 
 from farthing.config.job import Job
 from farthing.errors import UserMistake
-from farthing.planner.inputs import Study, study_job
+from farthing.planner.inputs import Asked, Study, study_job
 from farthing.planner.ownership import break_even_hours, parse_owned, run_on_own
 from farthing.planner.search import decide
 from farthing.planner.speed import Calibration, cpu_device
@@ -51,7 +51,7 @@ def job_of(folder: Path, **keys: Any) -> Job:
 def ask(folder: Path, job: dict[str, Any] | None = None, **wishes: Any) -> Study:
     """The answer for 10,000 examples of 400 tokens on every offer."""
     wanted: dict[str, Any] = {"n_examples": 10_000, "mean_tokens": 400.0, "is_local": False}
-    return study_job(job_of(folder, **(job or {})), now=NOW, **(wanted | wishes))
+    return study_job(job_of(folder, **(job or {})), Asked(**(wanted | wishes)), now=NOW)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_the_parts_of_every_plan_add_up(view: dict[str, Any]) -> None:
         assert 0 < recipe["mean_tokens_at_once"] <= recipe["micro_batch_tokens"]
         assert f"up to {recipe['micro_batch_tokens']:,} tokens at a time" in recipe["words"]
         assert row["is_runnable"] == (row["n_gpus"] == 1) == (not row["not_runnable"])
-        for words in (row["why"], row["sure"], row["price_source"], row["price_date"], row["name"]):
+        for words in (row["why"], row["confidence"], row["price_source"], row["price_date"], row["name"]):
             assert words
 
 
@@ -186,9 +186,9 @@ def test_own_or_rent_is_the_arithmetic_of_money(view: dict[str, Any], study: Stu
     assert equal["usd_per_own_hour"] == min(dollars)
     assert equal["break_even_hours"] == pytest.approx(break_even_hours(owned, min(dollars)))
     assert equal["break_even_months"] == pytest.approx(equal["break_even_hours"] / (24 * own["hours"]), rel=1e-6)
-    assert "it pays back after" in break_even_words(own, equal)
+    assert "it pays for itself after" in break_even_words(own, equal)
     dear = equal | {"break_even_hours": None, "break_even_months": None}
-    assert "never pays back" in break_even_words(own, dear)
+    assert "never pays for itself" in break_even_words(own, dear)
 
 
 def test_a_year_of_runs(view: dict[str, Any]) -> None:
@@ -331,7 +331,7 @@ def test_the_first_is_at_a_price_that_can_be_had(study: Study) -> None:
     low, _, high = (usd / alone.total_usd for usd in alone.usd_range.as_list())
     assert spread(answers["old"], 0) < low
     assert spread(answers["old"], 2) > high
-    assert spread(answers["from"], 0) == pytest.approx(low)
+    assert spread(answers["from"], 0) == pytest.approx(low, rel=0.02)
     assert spread(answers["from"], 2) > high
 
 
@@ -339,10 +339,10 @@ def test_how_sure_a_plan_is_and_why(study: Study) -> None:
     known = Calibration(n_runs=3, spread=0.06, source="3 runs of this model here", extra_bytes=1 << 30)
     rows = with_here(study, here(0.1, 1e15, calibration=known))["plans"]
     one = next(row for row in rows if row["kind"] == "here")
-    assert one["sure"] == "calibrated by 3 runs of this model here: seconds within 6% in 4 of 5 cases"
+    assert one["confidence"] == "calibrated by 3 runs of this model here: seconds within 6% in 4 of 5 cases"
     assert one["memory"]["parts"]["measured beside the formula"] == 1 << 30
     bare = next(row for row in with_here(study, here(0.1, 1e15))["plans"] if row["kind"] == "here")
-    assert "nothing was measured on this processor" in bare["sure"]
-    sure = {row["gpu"]: row["sure"] for row in rows}
+    assert "nothing was measured on this processor" in bare["confidence"]
+    sure = {row["gpu"]: row["confidence"] for row in rows}
     assert "published runs on this GPU" in sure["A100-80GB"]
     assert "no published runs on this GPU" in sure["L4"]

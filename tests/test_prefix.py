@@ -25,9 +25,10 @@ from transformers.pytorch_utils import Conv1D
 
 import workshop
 from farthing.data.packing import collate_flat
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.durability.files import only_writer
 from farthing.errors import Interrupted
+from farthing.events import Note
 from farthing.model import frozen_cache as prefix_cache
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
@@ -38,7 +39,7 @@ from farthing.model.frozen_layers import Prefix, find_prefix
 from farthing.model.hardware import Numerics
 from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import use_low_rank
-from farthing.planner.frozen_cache_cost import DISK_SHARE, prefix_cache_bytes, prefix_cache_saves_s, why_no_prefix_cache
+from farthing.planner.frozen_cache_cost import DISK_SHARE, FrozenCacheCost, prefix_cache_bytes
 from farthing.train.step import Steps
 from test_attention import MAIN, OWN, assert_same, gradients, model_of
 from test_pieces import token_set
@@ -895,7 +896,7 @@ def terms(**changes: Any) -> dict[str, Any]:
 def test_a_cache_pays_where_it_is_read_more_often_and_quicker_than_computed(
     changes: dict[str, Any], why: str | None
 ) -> None:
-    found = why_no_prefix_cache(**terms(**changes))
+    found = FrozenCacheCost(**terms(**changes)).why_not()
     assert (why is None) == (found is None)
     assert why is None or why in str(found)
 
@@ -908,31 +909,20 @@ def test_what_it_saves_is_the_difference_of_two_runs(seed: int) -> None:
     size, read, write = draw.randint(100, 30_000), draw.uniform(1e8, 1e10), draw.uniform(1e8, 1e10)
     plain = epochs * n * (compute + rest)
     cached = n * max(compute, size / write) + epochs * n * max(rest, size / read)
-    saved = prefix_cache_saves_s(
-        n_tokens=n,
+    cost = FrozenCacheCost(
         n_epochs=epochs,
-        prefix_s_per_token=compute,
+        n_frozen=1,
+        n_layers=1,
+        layers_s_per_token=compute,
         rest_s_per_token=rest,
+        n_tokens=n,
         bytes_per_token=size,
         read_bytes_per_s=read,
         write_bytes_per_s=write,
+        free_bytes=10**15,
     )
-    assert saved == pytest.approx(plain - cached, rel=1e-9, abs=1e-9)
-    found = why_no_prefix_cache(
-        **terms(
-            n_epochs=epochs,
-            n_frozen=1,
-            n_layers=1,
-            layers_s_per_token=compute,
-            rest_s_per_token=rest,
-            n_tokens=n,
-            bytes_per_token=size,
-            read_bytes_per_s=read,
-            write_bytes_per_s=write,
-            free_bytes=10**15,
-        )
-    )
-    assert (found is None) == (saved > 0 and epochs > 1)
+    assert cost.saved_s == pytest.approx(plain - cached, rel=1e-9, abs=1e-9)
+    assert (cost.why_not() is None) == (cost.saved_s > 0 and epochs > 1)
 
 
 # ---- in a run ----
@@ -956,18 +946,18 @@ def test_a_run_computes_frozen_layers_once_and_ends_as_one_that_computes_them_al
     workshop.train(kept)
     frozen_calls = _calls_of_the_first_layer(monkeypatch)
     ends = {name: p.detach().clone() for name, p in watched.model.named_parameters()}
-    assert json.loads((tmp_path / "kept/run.json").read_text())["keeps_frozen_output"] is True
+    assert json.loads((tmp_path / "kept/settings.json").read_text())["caches_frozen"] is True
     again = upper(tmp_path, "again")
     # the cache is there: the first layer is asked whether the model looks ahead, and twice for what a forward pass keeps
     workshop.train(again)
     assert len(frozen_calls) == 3
     assert all(torch.equal(p, ends[name]) for name, p in watched.model.named_parameters())
-    monkeypatch.setattr("farthing.train.frozen.why_no_prefix_cache", lambda **_: "not today")
+    monkeypatch.setattr(FrozenCacheCost, "why_not", lambda _: "not today")
     heard = workshop.Heard()
     plain = upper(tmp_path, "plain")
     workshop.train(plain, heard)
     assert len(frozen_calls) > 9
-    assert "is not kept: not today" in str(heard.of("note"))
+    assert "is not kept: not today" in str(heard.of(Note))
     assert workshop.losses_of(kept) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
     metrics = [[row["metrics"]["loss"] for row in workshop.log_of(job) if "metrics" in row] for job in (kept, plain)]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)
@@ -990,7 +980,7 @@ def _calls_of_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_one_epoch_keeps_nothing_and_a_divided_set_is_one_cache(tmp_path: Path) -> None:
     workshop.train(upper(tmp_path / "one", "run", max_steps=2))
-    assert json.loads((tmp_path / "one/run/run.json").read_text())["keeps_frozen_output"] is False
+    assert json.loads((tmp_path / "one/run/settings.json").read_text())["caches_frozen"] is False
     assert not (tmp_path / "one/cache/prefix").exists()
     job = workshop.make_job(
         tmp_path / "two",

@@ -13,13 +13,15 @@ import torch
 import farthing.train.autotune
 import farthing.train.run
 from farthing.cli import main
-from farthing.durability.run_folder import PLAN
+from farthing.durability.run_folder import PLAN, SETTINGS
 from farthing.errors import Interrupted
+from farthing.events import Decided, Probed
 from farthing.planner.measurements import MEASUREMENTS, read_measurements
+from farthing.settings import Settings
 from farthing.train.autotune import Prober, Trial, is_worth_it
-from farthing.train.autotune_cache import PROBES, Setting, Subject, known_setting, leave_probe
+from farthing.train.autotune_cache import PROBES, Subject, known_settings, leave_probe
 from farthing.train.run import opened_attempt
-from workshop import Heard, Watched, job_file, log_of, make_job
+from workshop import ESTIMATE, Heard, Watched, job_file, log_of, make_job
 
 SUBJECT = Subject("H100", "llama", 64, 4, 1000, "causal-lm", "lora", 16, "bf16", "adamw_torch", 16, 100.0, 500)
 
@@ -34,8 +36,8 @@ class Bench(Prober):
     def _now(self) -> float:
         return getattr(self, "now_s", 0.0)
 
-    def _measure(self, setting: Setting) -> Trial:
-        self._apply(setting)
+    def _measure(self, setting: Settings) -> Trial:
+        self.steps.use(setting)
         self.measured.append(setting)
         self.now_s += 1.0
         seconds = self._seconds_of(setting)
@@ -51,45 +53,47 @@ def run(tmp_path: Path) -> Any:
 
 
 def test_it_climbs_to_the_best_size_and_tile(run: Any) -> None:
-    def seconds(setting: Setting) -> float:
-        return abs(setting.most_tokens - 1024) / 1024 + abs((setting.tile_tokens or 4000) - 500) / 1000 + 1.0
+    def seconds(setting: Settings) -> float:
+        return abs(setting.micro_batch_tokens - 1024) / 1024 + abs((setting.tile_tokens or 4000) - 500) / 1000 + 1.0
 
     found = Bench(run, seconds).find()
-    assert found.setting.most_tokens == 1024
-    assert found.setting.tile_tokens is not None
-    assert found.setting.tile_tokens <= 1024
-    assert (run.steps.most_tokens, run.forward.tile_tokens) == (1024, found.setting.tile_tokens)
+    assert found.settings.micro_batch_tokens == 1024
+    assert found.settings.tile_tokens is not None
+    assert found.settings.tile_tokens <= 1024
+    assert (run.settings.micro_batch_tokens, run.forward.tile_tokens) == (1024, found.settings.tile_tokens)
 
 
 def test_smaller_is_found_too_and_noise_is_not_believed(run: Any) -> None:
-    assert Bench(run, lambda setting: setting.most_tokens).find().setting.most_tokens < 256
-    run.steps.most_tokens = 256
+    assert Bench(run, lambda setting: setting.micro_batch_tokens).find().settings.micro_batch_tokens < 256
+    run.steps.use(Settings(256))
     waves = iter(range(1000))
     noisy = Bench(run, lambda setting: 1.0 + 0.015 * (next(waves) % 2))
-    assert noisy.find().setting.most_tokens == 256
+    assert noisy.find().settings.micro_batch_tokens == 256
 
 
 def test_what_does_not_fit_is_not_tried_and_what_ran_out_is_not_chosen(run: Any) -> None:
-    bench = Bench(run, lambda setting: 1000 / setting.most_tokens, lambda setting: setting.most_tokens << 30)
+    bench = Bench(
+        run, lambda setting: 1000 / setting.micro_batch_tokens, lambda setting: setting.micro_batch_tokens << 30
+    )
     bench._cap_bytes = 600 << 30
-    assert bench.find().setting.most_tokens == 512
-    assert max(setting.most_tokens for setting in bench.measured) == 512
+    assert bench.find().settings.micro_batch_tokens == 512
+    assert max(setting.micro_batch_tokens for setting in bench.measured) == 512
 
-    def short(setting: Setting) -> float:
-        return float("inf") if setting.most_tokens > 512 else 1000 / setting.most_tokens
+    def short(setting: Settings) -> float:
+        return float("inf") if setting.micro_batch_tokens > 512 else 1000 / setting.micro_batch_tokens
 
-    assert Bench(run, short).find().setting.most_tokens == 512
-    assert run.steps.most_tokens == 512
+    assert Bench(run, short).find().settings.micro_batch_tokens == 512
+    assert run.settings.micro_batch_tokens == 512
 
 
 def test_less_checkpointing_is_tried_where_there_is_some(run: Any) -> None:
-    run.steps.every_n_layers = 1
-    assert Bench(run, lambda setting: 1.0 + 0.1 * bool(setting.every_n_layers)).find().setting.every_n_layers == 0
-    assert run.steps.every_n_layers == 0
+    run.steps.use(replace(run.settings, checkpoint_every=1))
+    assert Bench(run, lambda setting: 1.0 + 0.1 * bool(setting.checkpoint_every)).find().settings.checkpoint_every == 0
+    assert run.settings.checkpoint_every == 0
 
 
 def test_it_keeps_to_its_time(run: Any) -> None:
-    bench = Bench(run, lambda setting: 1000 / setting.most_tokens)
+    bench = Bench(run, lambda setting: 1000 / setting.micro_batch_tokens)
     bench._deadline = 5.0
     bench.find()
     assert bench.now_s <= 8
@@ -116,17 +120,17 @@ def test_memory_that_runs_out_in_a_trial_is_an_answer(run: Any, monkeypatch: pyt
 
     monkeypatch.setattr(run.forward, "loss", loss)
     prober = Prober(run, 4.0)
-    found = prober._measure(Setting(100_000)), prober._measure(Setting(128))
+    found = prober._measure(Settings(100_000)), prober._measure(Settings(128))
     assert [one.seconds_per_token == float("inf") for one in found] == [len(prober._sample[0]) > 9, False]
     prober._sample = [run.batches.examples_of(0)]
-    assert prober._measure(Setting(100_000)).seconds_per_token == float("inf")
+    assert prober._measure(Settings(100_000)).seconds_per_token == float("inf")
 
 
 def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:
     run.context.notice.reason = "SIGTERM"
     with pytest.raises(Interrupted):
         Prober(run, 4.0).find()
-    assert (run.steps.most_tokens, run.forward.tile_tokens) == (256, None)
+    assert (run.settings.micro_batch_tokens, run.forward.tile_tokens) == (256, None)
 
 
 # ---- what it leaves ----
@@ -134,29 +138,36 @@ def test_a_stop_in_a_trial_leaves_the_settings_as_they_were(run: Any) -> None:
 
 def test_what_was_found_holds_for_the_like_and_not_for_others(tmp_path: Path) -> None:
     path = tmp_path / "cache" / PROBES
-    assert known_setting(path, SUBJECT) is None
-    leave_probe(path, SUBJECT, Setting(4096, 2, None), "then", [])
-    leave_probe(path, replace(SUBJECT, hardware="A100"), Setting(1024), "later", [])
-    assert known_setting(path, SUBJECT) == Setting(4096, 2, None)
-    assert known_setting(path, replace(SUBJECT, mean_tokens=115.0, longest=450)) == Setting(4096, 2, None)
+    assert known_settings(path, SUBJECT) is None
+    leave_probe(path, SUBJECT, Settings(4096, 2, None), "then", [])
+    leave_probe(path, replace(SUBJECT, hardware="A100"), Settings(1024), "later", [])
+    assert known_settings(path, SUBJECT) == Settings(4096, 2, None)
+    assert known_settings(path, replace(SUBJECT, mean_tokens=115.0, longest=450)) == Settings(4096, 2, None)
     for name, value in (("mean_tokens", 150.0), ("longest", 900), ("method", "full"), ("precision", "fp32")):
-        assert known_setting(path, replace(SUBJECT, **{name: value})) is None
-    leave_probe(path, SUBJECT, Setting(8192), "last", [])
-    assert known_setting(path, SUBJECT) == Setting(8192)
+        assert known_settings(path, replace(SUBJECT, **{name: value})) is None
+    leave_probe(path, SUBJECT, Settings(8192), "last", [])
+    assert known_settings(path, SUBJECT) == Settings(8192)
     with open(path, "ab") as file:
         file.write(b'{"torn": ')
-    assert known_setting(path, SUBJECT) == Setting(8192)
+    assert known_settings(path, SUBJECT) == Settings(8192)
 
 
 @pytest.mark.parametrize(
-    "bad", [{"most_tokens": 0}, {"most_tokens": "many"}, {"every_n_layers": -1}, {"tile_tokens": -2}]
+    "bad",
+    [
+        {"micro_batch_tokens": 0},
+        {"most_tokens": "many"},
+        {"tile_tokens": 0},
+        {"checkpoint_every": -1},
+        {"tile_tokens": -2},
+    ],
 )
 def test_a_setting_that_no_probe_writes_is_not_used(bad: dict[str, Any], tmp_path: Path) -> None:
-    leave_probe(tmp_path / PROBES, SUBJECT, Setting(100), "then", [])
+    leave_probe(tmp_path / PROBES, SUBJECT, Settings(100), "then", [])
     row = json.loads((tmp_path / PROBES).read_text())
-    row["setting"] |= bad
+    row["settings"] |= bad
     (tmp_path / PROBES).write_text(json.dumps(row) + "\n")
-    assert known_setting(tmp_path / PROBES, SUBJECT) is None
+    assert known_settings(tmp_path / PROBES, SUBJECT) is None
 
 
 def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
@@ -166,7 +177,7 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
     assert main(["probe", str(path), "--seconds", "5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert not (tmp_path / "run").exists()
-    assert found["trials"][0] | found["setting"] == found["trials"][0]
+    assert found["trials"][0] | found["settings"] == found["trials"][0]
     assert found["tokens_per_s"] > 0
     assert found["usd_per_million_tokens"] == pytest.approx(1e6 / found["tokens_per_s"] / 3600 * 3.6)
     (measured,) = read_measurements(tmp_path / "cache" / MEASUREMENTS)
@@ -176,14 +187,16 @@ def test_a_probe_leaves_a_setting_and_a_measurement_and_a_run_uses_them(
     job = make_job(tmp_path, n_rows=96, max_steps=3)
     # what is used is what was found, whatever that is
     row = json.loads((tmp_path / "cache" / PROBES).read_text())
-    row["setting"]["most_tokens"] = 77
-    del row["crc32"]  # as of an earlier farthing
+    found = row.pop("settings")  # as an earlier farthing wrote it
+    row["setting"] = {"most_tokens": 77, "every_n_layers": 0, "tile_tokens": found["tile_tokens"]}
+    del row["crc32"]
     (tmp_path / "cache" / PROBES).write_text(json.dumps(row) + "\n")
     heard = Heard()
     farthing.train.run.train(job, heard)
-    assert "up to 77 tokens at a time" in heard.of("decided")[0]["batch"]
-    kept = json.loads((Path(job.output_dir) / PLAN).read_text())
+    assert "up to 77 tokens at a time" in heard.of(Decided)[0].batch
+    kept = json.loads((Path(job.output_dir) / SETTINGS).read_text())
     assert (kept["micro_batch_tokens"], kept["probed"]) == (77, True)
+    assert json.loads((Path(job.output_dir) / PLAN).read_text())["settings"]["micro_batch_tokens"] > 77, "as planned"
     assert main(["probe", str(path), "--seconds", "5"]) == 0
     assert "chosen:" in capsys.readouterr().out
 
@@ -193,8 +206,8 @@ def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path: Path) -> None:
     for key, value in (("micro_batch_tokens", 99), ("probe", False)):
         heard = Heard()
         farthing.train.run.train(make_job(tmp_path, max_steps=3, output_dir=f"./{key}", **{key: value}), heard)
-        assert "probed" not in json.loads((tmp_path / key / PLAN).read_text())
-        assert ("up to 99 tokens" in heard.of("decided")[0]["batch"]) == (key == "micro_batch_tokens")
+        assert not json.loads((tmp_path / key / SETTINGS).read_text())["probed"]
+        assert ("up to 99 tokens" in heard.of(Decided)[0].batch) == (key == "micro_batch_tokens")
 
 
 # ---- when a run probes by itself ----
@@ -202,15 +215,19 @@ def test_a_job_that_says_how_it_is_cut_is_cut_so(tmp_path: Path) -> None:
 
 def test_a_run_probes_only_where_that_pays(tmp_path: Path) -> None:
     job = make_job(tmp_path)
-    long, short = {"seconds": {"training": 7200.0}}, {"seconds": {"training": 300.0}}
-    assert is_worth_it(job, long, is_deterministic=False)
-    assert not is_worth_it(job, short, is_deterministic=False)
-    assert not is_worth_it(job, long, is_deterministic=True)
-    assert not is_worth_it(job, long | {"probed": True}, is_deterministic=False)
-    assert not is_worth_it(job, {}, is_deterministic=False)
-    assert is_worth_it(make_job(tmp_path, probe=True), short, is_deterministic=False)
-    assert not is_worth_it(make_job(tmp_path, probe=False), long, is_deterministic=False)
-    assert not is_worth_it(make_job(tmp_path, micro_batch_tokens=100), long, is_deterministic=False)
+
+    def pays(job: Any, training_s: float | None, *, probed: bool = False, is_deterministic: bool = False) -> bool:
+        estimate = None if training_s is None else replace(ESTIMATE, seconds={"training": training_s})
+        return is_worth_it(job, estimate, Settings(512, probed=probed), is_deterministic=is_deterministic)
+
+    assert pays(job, 7200.0)
+    assert not pays(job, 300.0)
+    assert not pays(job, 7200.0, is_deterministic=True)
+    assert not pays(job, 7200.0, probed=True)
+    assert not pays(job, None)
+    assert pays(make_job(tmp_path, probe=True), 300.0)
+    assert not pays(make_job(tmp_path, probe=False), 7200.0)
+    assert not pays(make_job(tmp_path, micro_batch_tokens=100), 7200.0)
 
 
 def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(
@@ -224,8 +241,8 @@ def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(
     weights = {name: p.detach().clone() for name, p in watched.model.named_parameters()}
     job, heard = make_job(tmp_path / "probing", max_steps=4, probe=True), Heard()
     outcome = farthing.train.run.train(job, heard)
-    assert heard.of("probed")
-    assert next(span for span in outcome.receipt["spans"] if span["name"] == "probe")["seconds"] > 0
+    assert heard.of(Probed)
+    assert next(span for span in outcome.receipt.spans if span.name == "probe").seconds > 0
     assert [row["examples"] for row in log_of(job) if "examples" in row] == [
         row["examples"] for row in log_of(plain) if "examples" in row
     ]
@@ -233,4 +250,4 @@ def test_a_run_that_probes_ends_like_one_that_does_not_and_probes_once(
         assert torch.allclose(parameter, weights[name], atol=1e-4), name
     again = Heard()
     farthing.train.run.train(job, again)
-    assert not again.of("probed")
+    assert not again.of(Probed)

@@ -17,7 +17,9 @@ import pytest
 from farthing.data import tokens as tokens_module
 from farthing.data.read import open_sources
 from farthing.data.rows import Reading
-from farthing.data.tokens import Recipe, tokenize
+from farthing.data.token_set import Recipe
+from farthing.data.tokens import tokenize
+from farthing.events import ReadingData, Tokenizing
 from farthing.report.safe import SafeConsole
 from farthing.report.terminal import Terminal
 from farthing.tiny import demo_rows, write_jsonl
@@ -39,7 +41,7 @@ class Log:
         for second in range(n_seconds + 1):
             self.now = float(second)
             share = second / of_seconds
-            self.terminal("tokenizing", {"role": "train", "rows": 1000 * second, "tokens": 10**6, "share": share})
+            self.terminal(Tokenizing("train", 1000 * second, 10**6, share))
 
     @property
     def lines(self) -> list[str]:
@@ -66,13 +68,13 @@ def test_a_quick_one_leaves_no_line_and_another_source_has_its_own_time() -> Non
     log.tokenizing(4, 4)
     for second in (4, 6, 9.5):
         log.now = second
-        log.terminal("reading", {"what": "reading a\x1b.jsonl", "done_bytes": 1 << 20, "total_bytes": 4 << 20})
+        log.terminal(ReadingData("reading a\x1b.jsonl", 1 << 20, 4 << 20))
     assert len(log.lines) == 1
     assert log.lines[0].startswith(r"reading a\x1b.jsonl: 25%, 1.0 MiB of 4.0 MiB")
     log.now = 20
-    log.terminal("reading", {"what": "downloading b", "done_bytes": 1 << 20, "total_bytes": None})
+    log.terminal(ReadingData("downloading b", 1 << 20, None))
     log.now = 26
-    log.terminal("reading", {"what": "downloading b", "done_bytes": 3 << 20, "total_bytes": None})
+    log.terminal(ReadingData("downloading b", 3 << 20, None))
     assert log.lines[1] == "downloading b: 3.0 MiB", "without a total none is made up"
 
 
@@ -113,10 +115,10 @@ def test_shares_are_of_all_sources(tmp_path: Path, tokenizers: dict[str, Any], m
 def test_a_run_tells_of_reading_and_of_tokenizing(tmp_path: Path) -> None:
     heard = Heard()
     train(make_job(tmp_path, n_rows=20, max_steps=1), heard)
-    (reading,) = heard.of("reading")
-    assert reading["what"].startswith("reading ")
-    assert reading["done_bytes"] == reading["total_bytes"] == (tmp_path / "data.jsonl").stat().st_size
-    assert heard.of("tokenizing")[-1]["role"] == "train"
+    (reading,) = heard.of(ReadingData)
+    assert reading.what.startswith("reading ")
+    assert reading.done_bytes == reading.total_bytes == (tmp_path / "data.jsonl").stat().st_size
+    assert heard.of(Tokenizing)[-1].role == "train"
 
 
 def test_json_is_left_alone(desk: Desk, run: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import workshop
 from farthing.cli import main
 from farthing.data.packing import collate_flat
 from farthing.errors import ModelError
+from farthing.events import Event, Restored, StepTaken
 from farthing.export import export_run
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.attention import go_flat
@@ -130,7 +131,7 @@ def test_a_quantized_run_resumes_to_the_bit(optim: str, tmp_path: Path) -> None:
     broken = make_job(tmp_path / "broken", pretrained=True, max_steps=6, save_steps=3, **keys)
     stop_after(broken, 3)
     workshop.train(broken, heard)
-    assert [facts["step"] for facts in heard.of("restored")] == [3]
+    assert [event.step for event in heard.of(Restored)] == [3]
     assert losses_of(broken) == losses_of(whole)
     ends = [tmp_path / name / "run/model/adapter_model.safetensors" for name in ("whole", "broken")]
     assert ends[0].read_bytes() == ends[1].read_bytes()
@@ -140,9 +141,9 @@ def stop_after(job: Any, step: int) -> None:
     """Train `job` up to `step` and leave as if a notice had come."""
 
     class Stopper(Heard):
-        def __call__(self, kind: str, facts: dict[str, Any]) -> None:
-            super().__call__(kind, facts)
-            if kind == "step" and facts["step"] == step:
+        def __call__(self, event: Event) -> None:
+            super().__call__(event)
+            if isinstance(event, StepTaken) and event.step == step:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     assert workshop.train(job, Stopper()).state == "interrupted"

@@ -14,9 +14,11 @@ import survive
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.read import open_sources
-from farthing.data.tokens import Recipe, TokenSet, tokenize
+from farthing.data.token_set import Recipe, TokenSet
+from farthing.data.tokens import tokenize
 from farthing.durability.run_folder import RUN, kept
 from farthing.errors import Interrupted, RunChanged
+from farthing.events import Event, StepTaken
 from farthing.planner.job_lengths import read_lengths
 from farthing.tiny import write_jsonl
 from farthing.train.setup import open_examples, open_inputs
@@ -49,10 +51,10 @@ class StopAt(Heard):
         super().__init__()
         self.step = step
 
-    def __call__(self, kind: str, facts: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """Hear one."""
-        super().__call__(kind, facts)
-        if kind == "step" and facts["step"] == self.step:
+        super().__call__(event)
+        if isinstance(event, StepTaken) and event.step == self.step:
             raise Interrupted("stopped by the test")
 
 

@@ -490,12 +490,12 @@ def test_objects_larger_than_they_may_be_are_not_fetched(two_copies: Model, tmp_
     assert sum(path.stat().st_size for path in (tmp_path / "empty").rglob("*") if path.is_file()) < 1 << 20
 
 
-@pytest.mark.parametrize("name", ["run.json", "ledger.jsonl", "plan.json", "schedule.json"])
+@pytest.mark.parametrize("name", ["run.json", "ledger.jsonl", "plan.json", "settings.json", "schedule.json"])
 def test_hostile_small_files_of_a_commit_end_in_words(
     name: str, tmp_path: Path, marker: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They are installed, as their checksums are right; the run that reads them says what is wrong, and writes those that
-    decide its result anew from its checkpoint."""
+    decide its result again from its checkpoint."""
     path = job_file(tmp_path, max_steps=2)
     keys = ["--set", "limits.max_hours=1", "--set", "train.fit_schedule_to_budget=true"]
     assert main(["train", str(path), *keys]) == 0
@@ -503,7 +503,7 @@ def test_hostile_small_files_of_a_commit_end_in_words(
     code = main(["train", str(path), *keys])
     out, said = capsys.readouterr()
     assert code == 0, said
-    assert ("written anew from the checkpoint" in out) == (name != "ledger.jsonl")
+    assert ("written again from the checkpoint" in out) == (name != "ledger.jsonl")
     assert "Traceback" not in said
     assert not marker.exists()
 
@@ -607,12 +607,12 @@ def test_a_run_folder_that_somebody_else_has_linked_is_refused(desk: Desk, run: 
     os.chown(desk.folder / "run", 12345, 12345, follow_symlinks=False)
     said = run()
     assert said.code == 2
-    assert "a link that somebody else has made" in said.err
+    assert "a link made by another user" in said.err
     assert list((desk.folder / "elsewhere").iterdir()) == []
     assert (desk.folder / "elsewhere").stat().st_mode & 0o777 == 0o755
 
 
-@pytest.mark.parametrize("name", [".lock", "log.jsonl", "ledger.jsonl", "run.json", "plan.json"])
+@pytest.mark.parametrize("name", [".lock", "log.jsonl", "ledger.jsonl", "run.json", "plan.json", "settings.json"])
 def test_nothing_is_written_through_a_link_in_the_run_folder(
     name: str,
     desk: Desk,
@@ -624,7 +624,7 @@ def test_nothing_is_written_through_a_link_in_the_run_folder(
     (desk.folder / "run" / name).symlink_to(precious)
     said = run()
     assert said.code == 2
-    assert f"`{name}` in this folder is a link to elsewhere" in said.err
+    assert f"`{name}` in this folder is a symbolic link" in said.err
     assert precious.read_text() == "of someone"
 
 
@@ -738,7 +738,7 @@ def test_an_index_does_not_make_a_pickle_of_a_model_folder_run(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         said = run()
         assert said.code == 2
-        assert "names files that are not of it" in said.err
+        assert "names files outside its folder" in said.err
         (folder / "part.safetensors").rename(folder / "model.safetensors")
     assert not marker.exists()
 

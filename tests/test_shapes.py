@@ -409,11 +409,11 @@ def test_flops_of_a_token_by_context() -> None:
     n_attention = 24 * 896 * 2 * 2049 / 2 * 2  # layers, width of the heads, two products over half of 2,048
     n_matmul = 494_032_768 - shape.parts["norms"] - 24 * (896 + 2 * 128)  # all but norms and biases; the head is tied
     assert shape.n_matmul + shape.n_head_matmul == n_matmul
-    assert shape.training_flops(2048).per_token == pytest.approx(6 * n_matmul + 3 * n_attention)
+    assert shape.training_flops(2048).total / 2048 == pytest.approx(6 * n_matmul + 3 * n_attention)
     lora = shape.with_lora(16)
     low = shape.training_flops(2048, adapters=lora)
-    assert low.per_token == pytest.approx(4 * n_matmul + 3 * n_attention + 6 * lora.n_adapter)
-    assert shape.forward_flops(4096).per_token > shape.forward_flops(2048).per_token
+    assert low.total / 2048 == pytest.approx(4 * n_matmul + 3 * n_attention + 6 * lora.n_adapter)
+    assert shape.forward_flops(4096).total > 2 * shape.forward_flops(2048).total
     labelled = shape.training_flops(2048, n_head_tokens=512)
     assert labelled.head == shape.training_flops(2048).head / 4
 

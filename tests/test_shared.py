@@ -27,7 +27,8 @@ from farthing.data.prefix_sharing import (
     in_common,
     saved_by_sharing,
 )
-from farthing.data.tokens import Recipe, TokenSet, tokenize
+from farthing.data.token_set import Recipe, TokenSet
+from farthing.data.tokens import tokenize
 from farthing.model import attention_kernels
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter

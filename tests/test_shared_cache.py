@@ -11,7 +11,8 @@ import pytest
 
 from farthing.data.fetch import fetch
 from farthing.data.read import open_sources
-from farthing.data.tokens import Recipe, TokenSet, tokenize
+from farthing.data.token_set import Recipe, TokenSet
+from farthing.data.tokens import tokenize
 from farthing.errors import DataError
 from farthing.planner.job_lengths import INDEX, read_lengths
 from farthing.tiny import demo_rows, write_jsonl

@@ -152,7 +152,7 @@ def test_a_checkpoint_that_is_copied_behind_the_next_step_is_of_one_step(
     assert losses_of(job) == losses
     assert survive.differences(result, survive.result_of(Path(job.output_dir))) == []
     assert True in waited  # the copy was under way when the update was due
-    assert outcome.receipt["checkpoints"]["n"] == 3
+    assert outcome.receipt.checkpoints.n == 3
 
 
 def test_without_the_wait_such_a_checkpoint_is_torn(

@@ -33,6 +33,7 @@ from farthing.planner.speed import (
     work_of,
 )
 from farthing.prices.gpus import find_gpu
+from farthing.settings import Settings
 
 
 def shape_of(name: str, task: str = "causal-lm") -> Shape:
@@ -44,7 +45,7 @@ def shape_of(name: str, task: str = "causal-lm") -> Shape:
 
 LLAMA = shape_of("meta-llama/Llama-2-7b-hf")
 QWEN = shape_of("Qwen/Qwen2.5-0.5B")
-FULL = Recipe("full", "bf16", "adamw_torch_fused", 8, 4)
+FULL = Recipe("full", Settings(precision="bf16"), "adamw_torch_fused", 8, 4)
 LORA = replace(FULL, method="lora", lora_r=16)
 DEVICE = Device("made", 100e12, 1e12, 50e9, True)
 
@@ -96,7 +97,7 @@ def test_layers_below_the_first_trained_one_are_computed_once() -> None:
     assert few.matmul_flops == pytest.approx(8 * (once.body * (1 + 8 / 32) + 2 * once.head + of_adapters))
     # flash computes scores again in the backward pass: 2.5 times the forward pass
     assert few.attention_flops == pytest.approx(8 * once.attention * (1 + 2.5 * 8 / 32))
-    checked = work_of(LLAMA, replace(LORA, every_n_layers=1), lengths, mean, upper(8))
+    checked = work_of(LLAMA, LORA.with_settings(checkpoint_every=1), lengths, mean, upper(8))
     again = once.body * 8 / 32 + of_adapters / 3
     assert checked.matmul_flops - few.matmul_flops == pytest.approx(8 * again)
     every = work_of(LLAMA, LORA, lengths, mean, upper(32))
@@ -109,7 +110,7 @@ def test_layers_below_the_first_trained_one_are_computed_once() -> None:
 def test_a_cache_of_frozen_layers_leaves_the_upper_ones_and_is_filled_once() -> None:
     lengths, mean, adapters = flat(1024), 1024.0, upper(8)
     every = work_of(LLAMA, LORA, lengths, mean, adapters)
-    cached = work_of(LLAMA, replace(LORA, caches_prefix=True), lengths, mean, adapters)
+    cached = work_of(LLAMA, LORA.with_settings(caches_frozen=True), lengths, mean, adapters)
     filling = prefix_work(LLAMA, LORA, lengths, adapters, 800, mean)
     once = LLAMA.forward_flops(1024)
     assert filling.matmul_flops == pytest.approx(800 * once.body * 24 / 32)
@@ -135,7 +136,7 @@ def test_only_labelled_positions_go_through_the_head() -> None:
 
 
 def test_a_budget_of_tokens_says_how_often_weights_are_read() -> None:
-    recipe = Recipe("full", "bf16", "adamw_torch_fused", 8, micro_tokens=2048, mean_passes=4.2)
+    recipe = Recipe("full", Settings(2048, precision="bf16"), "adamw_torch_fused", 8, mean_passes=4.2)
     asked = work(recipe)
     assert asked.read_bytes == pytest.approx(4.2 / 2 * work(FULL).read_bytes)
     assert asked.tokens_per_micro_batch == pytest.approx(8 * 1024 / 4.2)
@@ -144,9 +145,9 @@ def test_a_budget_of_tokens_says_how_often_weights_are_read() -> None:
 @pytest.mark.parametrize(("recipe", "factor"), [(FULL, 4 / 3), (LORA, 3 / 2)])
 def test_recomputing_every_layer_is_one_more_forward_pass(recipe: Recipe, factor: float) -> None:
     # the head is no layer, so it is not computed again: it is a fiftieth of this model
-    ratio = work(replace(recipe, every_n_layers=1)).matmul_flops / work(recipe).matmul_flops
+    ratio = work(recipe.with_settings(checkpoint_every=1)).matmul_flops / work(recipe).matmul_flops
     assert ratio == pytest.approx(factor, rel=0.02)
-    halfway = work(replace(recipe, every_n_layers=2)).matmul_flops / work(recipe).matmul_flops
+    halfway = work(recipe.with_settings(checkpoint_every=2)).matmul_flops / work(recipe).matmul_flops
     assert halfway - 1 == pytest.approx((ratio - 1) / 2)
 
 
@@ -158,7 +159,7 @@ def test_long_examples_attend_more_than_their_mean_says() -> None:
     assert (found[0].n_tokens, found[0].n_padded_tokens) == (8 * 900.0, 8 * 1000.0)
 
 
-@pytest.mark.parametrize("recipe", [FULL, LORA, replace(LORA, method="qlora"), replace(FULL, every_n_layers=1)])
+@pytest.mark.parametrize("recipe", [FULL, LORA, replace(LORA, method="qlora"), FULL.with_settings(checkpoint_every=1)])
 def test_more_tokens_never_take_less(recipe: Recipe) -> None:
     gpu = device_of(find_gpu("A100-80GB"), "bf16")
     assert gpu is not None
@@ -250,7 +251,7 @@ def test_shards_gather_weights_for_every_pass_and_scatter_gradients() -> None:
     n = LLAMA.n_parameters
     assert shards.n_micro_batches == 2
     assert work(shards).sent_bytes == pytest.approx(3 / 4 * (2 * 2 * 2 * n + 4 * n))
-    assert work(replace(shards, every_n_layers=1)).sent_bytes == pytest.approx(3 / 4 * (2 * 3 * 2 * n + 4 * n))
+    assert work(shards.with_settings(checkpoint_every=1)).sent_bytes == pytest.approx(3 / 4 * (2 * 3 * 2 * n + 4 * n))
 
 
 def test_sending_lengthens_a_step_and_gpus_wait_for_the_slowest() -> None:
@@ -299,7 +300,7 @@ def test_old_gpus_have_fp16_and_no_bf16() -> None:
 def test_a_processor_does_one_thing_after_the_other() -> None:
     device = cpu_device("a processor", 2e11, 4)
     assert (device.is_cuda, device.link_bytes_per_s) == (False, 0.0)
-    asked = work(replace(FULL, precision="fp32", stack=replace(FARTHING, has_autocast=False)), QWEN, 64)
+    asked = work(replace(FULL.with_settings(precision="fp32"), stack=replace(FARTHING, has_autocast=False)), QWEN, 64)
     found = step_time(asked, device).parts
     assert found["launch"] == pytest.approx(0.5 * asked.host_s)  # beside the computing, not behind it
     assert found["matmul"] == pytest.approx(asked.matmul_flops / device.flops_per_s)
@@ -319,7 +320,9 @@ def test_calibration_multiplies_what_it_was_measured_on() -> None:
     assert "data" not in raw
 
 
-@pytest.mark.parametrize(("recipe", "share"), [(FULL, 1 / 3), (LORA, 1 / 2), (replace(FULL, every_n_layers=1), 1 / 4)])
+@pytest.mark.parametrize(
+    ("recipe", "share"), [(FULL, 1 / 3), (LORA, 1 / 2), (FULL.with_settings(checkpoint_every=1), 1 / 4)]
+)
 def test_an_evaluation_is_forward_passes_only(recipe: Recipe, share: float) -> None:
     asked = work(recipe)
     alone = forward_work(asked, 3.0)

@@ -15,7 +15,7 @@ from farthing.errors import UserMistake
 from farthing.planner.spot import (
     Interruptions,
     Now,
-    Rhythm,
+    SaveSchedule,
     best_interval_s,
     choose,
     draw_paths,
@@ -52,8 +52,8 @@ def test_half_price_with_ten_percent_overhead_saves_45_percent() -> None:
     work_s = 300_000 / 1100 * 60
     assert work_s / H == pytest.approx(4.55, abs=0.005)
     # 6 s of saving per minute of work, nothing ever interrupted
-    rhythm = Rhythm(60, 6, 0)
-    choice = choose(work_s, rhythm, exponential(1e12), spot_usd_per_h=0.5, on_demand_usd_per_h=1.0)
+    saves = SaveSchedule(60, 6, 0)
+    choice = choose(work_s, saves, exponential(1e12), spot_usd_per_h=0.5, on_demand_usd_per_h=1.0)
     assert (choice.best.kind, choice.ways[0].usd) == ("spot", pytest.approx(4.55, abs=0.005))
     assert choice.best.usd == pytest.approx(2.5, abs=0.005)
     assert choice.why.startswith("spot saves 45% of $4.55 on demand")
@@ -61,10 +61,10 @@ def test_half_price_with_ten_percent_overhead_saves_45_percent() -> None:
 
 def test_an_interruption_in_8_hours_and_a_12_hour_job() -> None:
     # restart and loss of 5 min each: save every 4 min, half of it lost on average, and 3 min to restart
-    expected = expect(12 * H, Rhythm(240, 0, 180), exponential(8 * H))
+    expected = expect(12 * H, SaveSchedule(240, 0, 180), exponential(8 * H))
     assert expected.n_interruptions == pytest.approx(1.5, abs=0.03)
     assert 7 <= (expected.lost_s + expected.restart_s) / 60 <= 10
-    lost_5 = expect(12 * H, Rhythm(600, 0, 0), exponential(8 * H))
+    lost_5 = expect(12 * H, SaveSchedule(600, 0, 0), exponential(8 * H))
     assert lost_5.lost_s / lost_5.n_interruptions / 60 == pytest.approx(5, abs=0.1)
     assert 7.5 <= lost_5.lost_s / 60 <= 10
 
@@ -73,7 +73,7 @@ def test_an_interruption_in_8_hours_and_a_12_hour_job() -> None:
 def test_checkpoints_every_5_min_and_half_price_are_still_about_half_the_cost(mean_h: float) -> None:
     work_s = 400_000 / 1200 * 60
     assert work_s / H == pytest.approx(5.56, abs=0.005)
-    expected = expect(work_s, Rhythm(300, 5, 180), exponential(mean_h * H))
+    expected = expect(work_s, SaveSchedule(300, 5, 180), exponential(mean_h * H))
     assert expected.billed_s / work_s * 0.5 == pytest.approx(0.5, abs=0.035)
 
 
@@ -85,7 +85,7 @@ def test_checkpoints_every_5_min_and_half_price_are_still_about_half_the_cost(me
 )
 def test_exponential_spells_give_dalys_formula(work_h: float, tau: float, save: float, restart: float) -> None:
     mean_s = 4 * H
-    expected = expect(work_h * H, Rhythm(tau, save, restart), exponential(mean_s))
+    expected = expect(work_h * H, SaveSchedule(tau, save, restart), exponential(mean_s))
     daly = mean_s * math.exp(restart / mean_s) * math.expm1((tau + save) / mean_s) * work_h * H / tau
     assert expected.billed_s == pytest.approx(daly, rel=1e-6)
     assert expected.wall_s == expected.billed_s
@@ -104,7 +104,7 @@ def test_the_best_interval_of_exponential_spells_is_dalys() -> None:
 def test_no_interval_does_better_than_the_best_one() -> None:
     for zone in (BURSTY, measured(BURSTY, 500)):
         best = best_interval_s(30, 300, zone)
-        hours = [expect(100 * H, Rhythm(tau, 30, 300), zone).billed_s for tau in (best, best / 2, best * 2)]
+        hours = [expect(100 * H, SaveSchedule(tau, 30, 300), zone).billed_s for tau in (best, best / 2, best * 2)]
         assert hours[0] < min(hours[1:])
 
 
@@ -114,10 +114,10 @@ def test_no_interval_does_better_than_the_best_one() -> None:
 @pytest.mark.parametrize("zone", [BURSTY, measured(BURSTY, 300), Interruptions(Weibull(2 * H), Weibull(H, 2.0))])
 @pytest.mark.parametrize("work_h", [0.2, 3, 30])
 def test_expected_times_are_the_mean_of_drawn_paths(zone: Interruptions, work_h: float) -> None:
-    rhythm = Rhythm(1200, 30, 300)
-    expected = expect(work_h * H, rhythm, zone)
+    saves = SaveSchedule(1200, 30, 300)
+    expected = expect(work_h * H, saves, zone)
     certain = replace(zone, drift=0.0, n_spells=math.inf)
-    paths = draw_paths(work_h * H, rhythm, certain, deadline_s=1e12, n_paths=40_000)
+    paths = draw_paths(work_h * H, saves, certain, deadline_s=1e12, n_paths=40_000)
     assert expected.billed_s == pytest.approx(paths.spot_s.mean(), rel=0.01)
     assert expected.wall_s == pytest.approx(paths.wall_s.mean(), rel=0.02)
 
@@ -125,16 +125,16 @@ def test_expected_times_are_the_mean_of_drawn_paths(zone: Interruptions, work_h:
 def test_thousands_of_stretches_go_on_as_the_first() -> None:
     """Beyond the stretches that are solved one by one, growth is even: a job twice as long at half the detail agrees."""
     zone = Interruptions(Weibull(1 * H, 0.7), Weibull(0.5 * H))
-    exact, grown = (expect(hours * H, Rhythm(60, 1, 30), zone).billed_s for hours in (49, 98))
-    paths = draw_paths(98 * H, Rhythm(60, 1, 30), zone, deadline_s=1e12, n_paths=4000)
+    exact, grown = (expect(hours * H, SaveSchedule(60, 1, 30), zone).billed_s for hours in (49, 98))
+    paths = draw_paths(98 * H, SaveSchedule(60, 1, 30), zone, deadline_s=1e12, n_paths=4000)
     assert grown == pytest.approx(paths.spot_s.mean(), rel=0.003)
     assert grown == pytest.approx(2 * exact, rel=0.01)
 
 
 def test_a_job_that_can_never_save_is_said_never_to_end() -> None:
     zone = fit([Spell(600, 0), Spell(900, 0)], [Spell(60, 0)])
-    assert expect(5 * H, Rhythm(1800, 10, 60), zone).billed_s == math.inf
-    choice = choose(5 * H, Rhythm(1800, 10, 60), zone, spot_usd_per_h=0.1, on_demand_usd_per_h=1)
+    assert expect(5 * H, SaveSchedule(1800, 10, 60), zone).billed_s == math.inf
+    choice = choose(5 * H, SaveSchedule(1800, 10, 60), zone, spot_usd_per_h=0.1, on_demand_usd_per_h=1)
     assert choice.best.kind == "on demand"
 
 
@@ -209,7 +209,7 @@ def test_few_spells_and_priors_have_wide_ranges() -> None:
     assert not many.is_prior
     assert prior(8).mean_between_s == pytest.approx(guess.mean_between_s / 2.7, rel=0.02)
     assert prior(8).spread > guess.spread
-    good, likely, bad = expect_range(12 * H, Rhythm(1200, 30, 300), guess)
+    good, likely, bad = expect_range(12 * H, SaveSchedule(1200, 30, 300), guess)
     assert good.wall_s < likely.wall_s < bad.wall_s
     assert good.billed_s < likely.billed_s < bad.billed_s
 
@@ -218,35 +218,35 @@ def test_few_spells_and_priors_have_wide_ranges() -> None:
 
 
 def test_the_mixture_meets_deadlines_that_spot_alone_would_miss() -> None:
-    rhythm = Rhythm(1200, 30, 300)
+    saves = SaveSchedule(1200, 30, 300)
     for deadline_h in (32, 36, 45, 60, 90):
         alone, mixed = (
-            draw_paths(30 * H, rhythm, BURSTY, deadline_s=deadline_h * H, falls_back=both) for both in (False, True)
+            draw_paths(30 * H, saves, BURSTY, deadline_s=deadline_h * H, falls_back=both) for both in (False, True)
         )
         assert mixed.chance_by(deadline_h * H) == 1
         assert alone.chance_by(deadline_h * H) < 1
-    choice = choose(30 * H, rhythm, BURSTY, spot_usd_per_h=1, on_demand_usd_per_h=3, deadline_s=45 * H)
+    choice = choose(30 * H, saves, BURSTY, spot_usd_per_h=1, on_demand_usd_per_h=3, deadline_s=45 * H)
     assert choice.best.kind == "mixture"
     assert "spot alone meets the deadline with" in choice.why
     cost = {way.kind: way.usd for way in choice.ways}
     assert cost["spot"] < cost["mixture"] < cost["on demand"]
-    again = choose(30 * H, rhythm, BURSTY, spot_usd_per_h=1, on_demand_usd_per_h=3, deadline_s=45 * H)
+    again = choose(30 * H, saves, BURSTY, spot_usd_per_h=1, on_demand_usd_per_h=3, deadline_s=45 * H)
     assert again == choice
 
 
 def test_dear_or_late_spot_is_left() -> None:
-    rhythm = Rhythm(1200, 30, 300)
-    dear = choose(30 * H, rhythm, BURSTY, spot_usd_per_h=2.9, on_demand_usd_per_h=3)
+    saves = SaveSchedule(1200, 30, 300)
+    dear = choose(30 * H, saves, BURSTY, spot_usd_per_h=2.9, on_demand_usd_per_h=3)
     assert dear.best.kind == "on demand"
     assert "with what it loses" in dear.why
-    late = choose(30 * H, rhythm, BURSTY, spot_usd_per_h=1, on_demand_usd_per_h=3, deadline_s=20 * H)
+    late = choose(30 * H, saves, BURSTY, spot_usd_per_h=1, on_demand_usd_per_h=3, deadline_s=20 * H)
     assert "no way meets the deadline" in late.why
 
 
 # ---- replays ----
 
 
-def second_by_second(trace: spot_replay.Trace, work_s: int, rhythm: Rhythm, start_s: int) -> tuple[int, int, int]:
+def second_by_second(trace: spot_replay.Trace, work_s: int, saves: SaveSchedule, start_s: int) -> tuple[int, int, int]:
     """Wall and billed seconds and interruptions of one job: the plainest loop there is."""
     second, wall, billed, hits = start_s, 0, 0, 0
     safe = work = restart = saving = 0
@@ -254,7 +254,7 @@ def second_by_second(trace: spot_replay.Trace, work_s: int, rhythm: Rhythm, star
     while True:
         is_up = trace.available[second // trace.gap_s % len(trace.available)] >= 1
         if was_up and not is_up:
-            hits, work, saving, restart = hits + 1, safe, 0, int(rhythm.restart_s)
+            hits, work, saving, restart = hits + 1, safe, 0, int(saves.restart_s)
         if is_up:
             billed += 1
             if restart:
@@ -264,8 +264,8 @@ def second_by_second(trace: spot_replay.Trace, work_s: int, rhythm: Rhythm, star
                 safe = work if saving == 0 else safe
             else:
                 work += 1
-                if work - safe == rhythm.interval_s or work == work_s:
-                    saving = int(rhythm.save_s)
+                if work - safe == saves.interval_s or work == work_s:
+                    saving = int(saves.save_s)
         was_up = is_up
         second, wall = second + 1, wall + 1
         if safe == work_s:
@@ -280,11 +280,11 @@ def test_replays_are_those_of_a_loop_over_seconds(seed: int) -> None:
     if seed in (2, 3):
         data += [data[0]] * 2  # a spell that goes on over the end
     data = [1] * 9 if seed == 6 else data
-    trace, rhythm = spot_replay.Trace("small", 40, tuple(data)), Rhythm(50, 7, 20)
+    trace, saves = spot_replay.Trace("small", 40, tuple(data)), SaveSchedule(50, 7, 20)
     starts = sorted({0, *(int(s) for s in chance.integers(0, 40 * len(data), 40)), 40 * len(data) - 1})
     for work_s in (30, 170, 500):
-        found = spot_replay.replay(trace, work_s, rhythm, starts)
-        plain = [second_by_second(trace, work_s, rhythm, start) for start in starts]
+        found = spot_replay.replay(trace, work_s, saves, starts)
+        plain = [second_by_second(trace, work_s, saves, start) for start in starts]
         assert list(zip(found.wall_s, found.billed_s, found.n_interruptions, strict=True)) == plain
 
 
@@ -336,7 +336,7 @@ def test_a_spell_older_than_any_that_was_seen_lasts_about_as_long_again() -> Non
 def test_a_zone_that_is_up_now_is_likelier_to_be_in_time() -> None:
     zone = measured(BURSTY, 300)
     chances = [
-        draw_paths(H, Rhythm(600, 10, 120), replace(zone, now=now), deadline_s=2 * H).chance_by(2 * H)
+        draw_paths(H, SaveSchedule(600, 10, 120), replace(zone, now=now), deadline_s=2 * H).chance_by(2 * H)
         for now in (Now(True, 6 * H), None, Now(False, 6 * H))
     ]
     assert chances[0] > chances[1] > chances[2]
@@ -349,6 +349,6 @@ def test_what_is_not_known_of_a_zone_widens_its_chances() -> None:
     zones, weights = zip(*vague.perhaps(), strict=True)
     assert sum(weights) == pytest.approx(1.0)
     assert zones[1].mean_between_s > zones[0].mean_between_s > zones[2].mean_between_s
-    rhythm = Rhythm(600, 10, 120)
-    likely = [draw_paths(H, rhythm, zone, deadline_s=4 * H).chance_by(4 * H) for zone in (sure, vague)]
+    saves = SaveSchedule(600, 10, 120)
+    likely = [draw_paths(H, saves, zone, deadline_s=4 * H).chance_by(4 * H) for zone in (sure, vague)]
     assert likely[1] < likely[0] - 0.02, "what was likely is less so"

@@ -15,8 +15,9 @@ import torch
 
 import farthing.train.run
 import workshop
-from farthing.data.loader import Feed, Ready, micro_batches
+from farthing.data.loader import Feed, MicroBatch, micro_batches
 from farthing.errors import Interrupted, NotFinite
+from farthing.events import Decided, Note, StepTaken
 from farthing.model.forward import Forward
 from farthing.train.step import Steps
 from workshop import Heard, Watched, log_of, make_job
@@ -24,7 +25,7 @@ from workshop import Heard, Watched, log_of, make_job
 # ---- the feed ----
 
 
-def items(n: int) -> Iterator[Ready]:
+def items(n: int) -> Iterator[MicroBatch]:
     return micro_batches(
         0,
         n,
@@ -37,9 +38,9 @@ def items(n: int) -> Iterator[Ready]:
 def test_a_feed_gives_every_micro_batch_once_and_in_order() -> None:
     feed = Feed(items(5))
     found = [feed.next() for _ in range(10)]
-    assert [int(i) for ready in found for i in ready.examples] == list(range(20))
-    assert [ready.step for ready in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert [ready.is_last for ready in found] == [False, True] * 5
+    assert [int(i) for micro_batch in found for i in micro_batch.examples] == list(range(20))
+    assert [micro_batch.step for micro_batch in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert [micro_batch.is_last for micro_batch in found] == [False, True] * 5
     with pytest.raises(StopIteration):
         feed.next()
     feed.close()
@@ -48,10 +49,10 @@ def test_a_feed_gives_every_micro_batch_once_and_in_order() -> None:
 def test_a_feed_runs_ahead_but_not_away() -> None:
     made: list[int] = []
 
-    def noting() -> Iterator[Ready]:
-        for ready in items(100):
-            made.append(ready.step)
-            yield ready
+    def noting() -> Iterator[MicroBatch]:
+        for micro_batch in items(100):
+            made.append(micro_batch.step)
+            yield micro_batch
 
     feed = Feed(noting(), ahead=2)
     deadline = time.monotonic() + 30
@@ -64,7 +65,7 @@ def test_a_feed_runs_ahead_but_not_away() -> None:
 
 
 def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken() -> None:
-    def broken() -> Iterator[Ready]:
+    def broken() -> Iterator[MicroBatch]:
         yield next(items(1))
         raise ZeroDivisionError("of the collation")
 
@@ -130,8 +131,8 @@ def test_a_host_that_runs_ahead_of_the_device_ends_in_the_same_bits(
     assert [row for row in ahead_rows if "loss" in row] == [row for row in rows if "loss" in row]
     assert [row for row in ahead_rows if "metrics" in row] == [row for row in rows if "metrics" in row]
     assert all(torch.equal(weights[name], ahead_weights[name]) for name in weights)
-    assert ahead_receipt["skipped_steps"] == receipt["skipped_steps"] == len(spoilt)
-    assert ahead_receipt["steps"] == 8
+    assert ahead_receipt.skipped_steps == receipt.skipped_steps == len(spoilt)
+    assert ahead_receipt.steps == 8
 
 
 def test_too_many_bad_steps_end_a_run_that_is_ahead_with_everything_noted(
@@ -166,9 +167,9 @@ def test_a_run_computes_useful_tokens_only(family: str, tmp_path: Path) -> None:
     job = make_job(tmp_path, family, max_steps=4, n_rows=120, global_batch_size=32)
     heard = Heard()
     farthing.train.run.train(job, heard)
-    facts = heard.of("step")[-1]
+    last = heard.of(StepTaken)[-1]
     least = 0.85 if family == "t5" else 1.0  # padded: another piece has to save more than it costs
-    assert facts["tokens"] >= least * facts["padded_tokens"]
+    assert last.run_tokens >= least * last.run_padded_tokens
 
 
 def test_another_attention_of_the_job_is_left_alone(tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_another_attention_of_the_job_is_left_alone(tmp_path: Path) -> None:
 
     heard = Heard()
     farthing.train.run.train(load_job(path, ["model.attn_implementation=eager"]), heard)
-    assert heard.of("step")[-1]["tokens"] < heard.of("step")[-1]["padded_tokens"]
+    assert heard.of(StepTaken)[-1].run_tokens < heard.of(StepTaken)[-1].run_padded_tokens
 
 
 def test_what_is_exported_knows_nothing_of_how_it_was_computed(tmp_path: Path) -> None:
@@ -208,14 +209,15 @@ def test_what_examples_begin_with_is_computed_once_and_changes_no_loss(
     heard = Heard()
     job = make_job(tmp_path / "shared", **keys)
     farthing.train.run.train(job, heard)
-    step = heard.of("step")[-1]
-    assert step["padded_tokens"] < 0.6 * step["tokens"]
-    assert "computed once in a micro-batch" in str(heard.of("note"))
+    step = heard.of(StepTaken)[-1]
+    assert step.run_padded_tokens < 0.6 * step.run_tokens
+    assert "computed once in each micro-batch" in str(heard.of(Note))
     monkeypatch.setattr("farthing.model.forward.WORTH", 2.0)
     plain = make_job(tmp_path / "plain", **keys)
     heard = Heard()
     farthing.train.run.train(plain, heard)
-    assert heard.of("step")[-1]["padded_tokens"] == heard.of("step")[-1]["tokens"] == step["tokens"]
+    last = heard.of(StepTaken)[-1]
+    assert last.run_padded_tokens == last.run_tokens == step.run_tokens
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(plain), rel=1e-4)
 
 
@@ -245,11 +247,13 @@ def test_micro_batches_grow_where_a_beginning_is_then_computed_less_often(tmp_pa
     job = make_job(tmp_path / "free", **keys)
     heard, told = Heard(), Heard()
     farthing.train.run.train(job, heard)
-    grown = json.loads((Path(job.output_dir) / "run.json").read_text())["shares_beginnings"]
+    kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
+    assert kept["shares_prefix"]
+    grown = kept["micro_batch_tokens"]
     assert grown > 1024
-    assert f"up to {grown:,} tokens at a time" in heard.of("decided")[0]["batch"]
+    assert f"up to {grown:,} tokens at a time" in heard.of(Decided)[0].batch
     asked = make_job(tmp_path / "asked", micro_batch_tokens=1024, **keys)
     farthing.train.run.train(asked, told)
-    assert json.loads((Path(asked.output_dir) / "run.json").read_text())["shares_beginnings"] in (0, 1024)
-    assert "up to 1,024 tokens at a time" in told.of("decided")[0]["batch"]
+    assert json.loads((Path(asked.output_dir) / "settings.json").read_text())["micro_batch_tokens"] == 1024
+    assert "up to 1,024 tokens at a time" in told.of(Decided)[0].batch
     assert workshop.losses_of(job) == pytest.approx(workshop.losses_of(asked), rel=1e-5)

@@ -23,6 +23,7 @@ from farthing.durability.object_store import Entry, LocalStore, NoSuchObject, St
 from farthing.durability.replica import Pace
 from farthing.durability.run_folder import COPIES, is_finished, kept
 from farthing.errors import JobError, RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
+from farthing.events import Event, Exported, Restored, StepTaken
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
 from workshop import Heard, job_file, make_job, train
 
@@ -329,7 +330,7 @@ def test_a_machine_that_comes_back_takes_what_the_other_did(tmp_path: Path) -> N
     third.close(1)
     here = sorted(path.name for path in (a / "checkpoints").iterdir() if "elsewhere" not in path.name)
     assert here == ["step-00000002-0001", "step-00000004-0002"]
-    assert "step-00000006-0001 here is not what the run went on from elsewhere" in said[0]
+    assert "step-00000006-0001 here is not part of the run that the store has" in said[0]
     rows = [json.loads(line) for line in (a / "ledger.jsonl").read_text().splitlines()]
     last = {row["attempt"]: row["spans"]["compute"] for row in rows}
     assert last == {1: 6.0, 2: 4.0}, "time that was spent here and not sent stays on the bill"
@@ -412,7 +413,7 @@ def test_swapped_objects_are_detected(two_copies: Model, tmp_path: Path) -> None
         mirror_of(two_copies, tmp_path / "empty").bring_back()
     said: list[str] = []
     mirror = mirror_of(two_copies, tmp_path / "empty", said)
-    assert mirror.bring_back(allow_restart=True) is None, "unless starting anew is asked for"
+    assert mirror.bring_back(allow_restart=True) is None, "unless starting again is asked for"
     assert "as asked" in said[-1]
     mirror.close(1)
 
@@ -617,9 +618,9 @@ def stop_after(step: int) -> Heard:
     import signal
 
     class Stopping(Heard):
-        def __call__(self, kind: str, facts: dict[str, Any]) -> None:
-            super().__call__(kind, facts)
-            if kind == "step" and facts["step"] == step:
+        def __call__(self, event: Event) -> None:
+            super().__call__(event)
+            if isinstance(event, StepTaken) and event.step == step:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     return Stopping()
@@ -647,16 +648,16 @@ def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(
     third = train(machine(tmp_path, "third", store), heard)
     assert third.exit_code == 0
     assert heard.warnings == ""
-    assert [facts["step"] for facts in heard.of("restored")] == [5]
+    assert [event.step for event in heard.of(Restored)] == [5]
     assert same_result(tmp_path / "alone", tmp_path / "third") == []
-    ended = [attempt["ended"] for attempt in third.receipt["attempts"]]
+    ended = [attempt["ended"] for attempt in third.receipt.attempts]
     assert ended == ["interrupted", "interrupted", "finished"]
-    second_s = [a["wall_s"] for a in second.receipt["attempts"]]
-    third_s = [a["wall_s"] for a in third.receipt["attempts"]][:2]
+    second_s = [a["wall_s"] for a in second.receipt.attempts]
+    third_s = [a["wall_s"] for a in third.receipt.attempts][:2]
     assert third_s == pytest.approx(second_s, abs=0.5), "but for the moment in which the lease was given back"
     fourth = train(machine(tmp_path, "fourth", store), heard := Heard())
     assert fourth.reason.startswith("it was finished already"), "the model came along"
-    assert heard.of("step") == []
+    assert heard.of(StepTaken) == []
     assert same_result(tmp_path / "alone", tmp_path / "fourth") == []
 
 
@@ -665,8 +666,8 @@ def test_a_run_that_another_machine_takes_over_stops_in_words(
 ) -> None:
     store = LocalStore(tmp_path / "store")
 
-    def take_over(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "step" and facts["step"] == 4:
+    def take_over(event: Event) -> None:
+        if isinstance(event, StepTaken) and event.step == 4:
             links = sorted(store.list("writers/"))
             number = int(links[-1][-13:-5]) + 1
             while not store.create(
@@ -699,14 +700,14 @@ def test_a_store_that_goes_away_holds_nothing_up_and_gets_its_backlog(
     monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
     heard = Heard()
 
-    def tell(kind: str, facts: dict[str, Any]) -> None:
+    def tell(event: Event) -> None:
         nonlocal is_away
-        heard(kind, facts)
-        if kind == "step" and facts["step"] == 3:
+        heard(event)
+        if isinstance(event, StepTaken) and event.step == 3:
             is_away = True
-        if kind == "step" and is_away:
+        if isinstance(event, StepTaken) and is_away:
             time.sleep(0.2)
-        if kind == "step" and facts["step"] == 7:
+        if isinstance(event, StepTaken) and event.step == 7:
             is_away = False
 
     assert train(machine(tmp_path, "run", tmp_path / "store"), tell).exit_code == 0  # type: ignore[arg-type]
@@ -727,7 +728,7 @@ def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(
     real, heard = open_store(str(tmp_path / "store")), Heard()
 
     def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
-        if heard.of("step"):
+        if heard.of(StepTaken):
             raise StoreFault("503 for ever")
         return operation()
 
@@ -741,7 +742,7 @@ def test_a_store_that_is_down_to_the_end_costs_nothing_but_the_copy(
     heard.clear()
     monkeypatch.setattr(mirror_module, "open_store", lambda address: real)
     assert train(machine(tmp_path, "run", tmp_path / "store"), heard).state == "finished"
-    assert heard.of("step") == []
+    assert heard.of(StepTaken) == []
     assert is_finished(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "gone")
     assert train(machine(tmp_path, "run", tmp_path / "store"), Heard()).reason.startswith("it was finished already")
@@ -776,16 +777,16 @@ def test_a_store_that_is_down_at_the_start(quick: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(mirror_module, "open_store", lambda address: Faulty(real, trouble))
     with pytest.raises(StoreDown, match="does not answer") as error:
         train(machine(tmp_path, "run", tmp_path / "store"))
-    assert error.value.exit_code == 75, "an empty folder never begins anew in silence"
+    assert error.value.exit_code == 75, "an empty folder never begins again in silence"
     is_down = False
     train(machine(tmp_path, "run", tmp_path / "store"), stop_after(3))
     is_down = True
     heard = Heard()
 
-    def tell(kind: str, facts: dict[str, Any]) -> None:
+    def tell(event: Event) -> None:
         nonlocal is_down
-        heard(kind, facts)
-        is_down = is_down and not heard.of("step")
+        heard(event)
+        is_down = is_down and not heard.of(StepTaken)
 
     assert train(machine(tmp_path, "run", tmp_path / "store"), tell).exit_code == 0  # type: ignore[arg-type]
     assert "the run goes on from this folder" in heard.warnings
@@ -799,7 +800,7 @@ def test_what_is_waited_for_after_the_last_step_is_on_the_bill(
     real, heard = open_store(str(tmp_path / "store")), Heard()
 
     def trouble(name: str, key: str, operation: Callable[[], Any]) -> Any:
-        if heard.of("exported") and name == "put":
+        if heard.of(Exported) and name == "put":
             time.sleep(0.15)
         return operation()
 
@@ -808,14 +809,14 @@ def test_what_is_waited_for_after_the_last_step_is_on_the_bill(
     began = time.monotonic()
     receipt = train(machine(tmp_path, "run", tmp_path / "store"), heard).receipt
     elapsed_s = time.monotonic() - began
-    attempt = receipt["attempts"][0]
-    assert receipt["wall_s"] == pytest.approx(elapsed_s, abs=0.5)
+    attempt = receipt.attempts[0]
+    assert receipt.wall_s == pytest.approx(elapsed_s, abs=0.5)
     assert attempt["spans"]["checkpoint"] > 1.0
-    assert receipt["usd"] == pytest.approx(receipt["wall_s"] / 3600 * 3.6)
-    assert [a["ended"] for a in receipt["attempts"]] == ["finished"]
+    assert receipt.usd == pytest.approx(receipt.wall_s / 3600 * 3.6)
+    assert [a["ended"] for a in receipt.attempts] == ["finished"]
     on_disk = json.loads((tmp_path / "run" / "receipt.json").read_text())
-    assert on_disk["wall_s"] == receipt["wall_s"]
+    assert on_disk["wall_s"] == receipt.wall_s
     (tmp_path / "run").rename(tmp_path / "gone")
     again = train(machine(tmp_path, "run", tmp_path / "store"), Heard()).receipt
-    known_s = again["attempts"][0]["wall_s"]
+    known_s = again.attempts[0]["wall_s"]
     assert known_s == pytest.approx(attempt["wall_s"], abs=0.5), "and the store knows it"

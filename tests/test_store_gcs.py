@@ -24,6 +24,7 @@ from farthing.durability import replica as mirror_module
 from farthing.durability.object_store import BucketStore, Retrying, StoreFault, StoreRefuses, open_store
 from farthing.durability.replica import Pace
 from farthing.errors import RunBusy, UserMistake
+from farthing.events import ReadingData, Restored
 from fault_proxy import FaultProxy
 from mirrored import PATIENT, delivered, folder_of_run, mirror_of, step_done
 from test_store import behaves_like_a_store, machine, newest_objects, same_result, stop_after
@@ -265,8 +266,8 @@ def test_training_reads_its_data_from_a_bucket(proxy: GcsProxy, address: str, tm
     heard = Heard()
     assert train(remote, heard).exit_code == 0
     assert same_result(tmp_path / "local", tmp_path / "remote") == []
-    assert heard.of("reading")[0]["what"] == f"downloading gs://{bucket}/sets/a.jsonl"
-    assert heard.of("reading")[0]["done_bytes"] == len(content)
+    assert heard.of(ReadingData)[0].what == f"downloading gs://{bucket}/sets/a.jsonl"
+    assert heard.of(ReadingData)[0].done_bytes == len(content)
     missing = data.model_copy(update={"train": (f"gs://{bucket}/sets/b.jsonl",)})
     with pytest.raises(UserMistake, match="no such file"):
         train(remote.model_copy(update={"data": missing, "output_dir": str(tmp_path / "missing")}))
@@ -288,9 +289,9 @@ def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
     heard = Heard()
     last = train(machine(tmp_path, "second", address), heard)
     assert last.exit_code == 0
-    assert [facts["step"] for facts in heard.of("restored")] == [3]
+    assert [event.step for event in heard.of(Restored)] == [3]
     assert same_result(tmp_path / "alone", tmp_path / "second") == []
-    assert [attempt["ended"] for attempt in last.receipt["attempts"]] == ["interrupted", "finished"]
+    assert [attempt["ended"] for attempt in last.receipt.attempts] == ["interrupted", "finished"]
 
 
 def test_the_library_asks_twice_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

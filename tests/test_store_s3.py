@@ -19,6 +19,7 @@ from farthing.durability import replica as mirror_module
 from farthing.durability.object_store import Retrying, StoreFault, StoreRefuses, open_store
 from farthing.durability.replica import Pace
 from farthing.errors import RunBusy, UserMistake
+from farthing.events import ReadingData, Restored
 from fault_proxy import FaultProxy
 from mirrored import PATIENT, delivered, folder_of_run, mirror_of, step_done, upload
 from test_store import behaves_like_a_store, machine, newest_objects, same_result, stop_after
@@ -273,9 +274,9 @@ def test_training_reads_its_data_from_a_bucket(proxy: FaultProxy, address: str, 
     heard = Heard()
     assert train(remote, heard).exit_code == 0
     assert same_result(tmp_path / "local", tmp_path / "remote") == []
-    assert heard.of("reading")[0] == {
-        "what": f"downloading s3://{bucket}/sets/a.jsonl", "done_bytes": len(content), "total_bytes": len(content),
-    }  # fmt: skip
+    assert heard.of(ReadingData)[0] == ReadingData(
+        f"downloading s3://{bucket}/sets/a.jsonl", len(content), len(content)
+    )
     proxy.begin(lambda number, method, path: "403" if method == "GET" else None)
     assert train(remote.model_copy(update={"output_dir": str(tmp_path / "again")})).exit_code == 0, "it is in the cache"
     proxy.begin()
@@ -303,8 +304,8 @@ def test_a_run_goes_on_from_the_bucket_alone_through_a_store_in_trouble(
     heard = Heard()
     last = train(machine(tmp_path, "second", address), heard)
     assert last.exit_code == 0
-    assert [facts["step"] for facts in heard.of("restored")] == [3]
+    assert [event.step for event in heard.of(Restored)] == [3]
     assert same_result(tmp_path / "alone", tmp_path / "second") == []
-    assert [attempt["ended"] for attempt in last.receipt["attempts"]] == ["interrupted", "finished"]
+    assert [attempt["ended"] for attempt in last.receipt.attempts] == ["interrupted", "finished"]
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or b"canary-of-a-secret" not in path.read_bytes(), path

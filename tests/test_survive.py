@@ -18,11 +18,13 @@ import torch
 import yaml
 
 import survive
+import workshop
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.files import only_writer
 from farthing.errors import RunBusy, RunDamaged
+from farthing.events import Decided, Emit, Evaluating, Event, Restored, Saved, StepTaken, Tokenizing
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train.run import train
 from kills import moments
@@ -30,7 +32,7 @@ from kills import moments
 Tell = Callable[[str, dict[str, Any]], None]
 
 
-def quiet(kind: str, facts: dict[str, Any]) -> None:
+def quiet(event: Event) -> None:
     """Listens to nothing."""
 
 
@@ -54,12 +56,12 @@ def job_in(folder: Path, name: str, **train_keys: Any) -> Job:
     return load_job(folder / f"{name}.yaml")
 
 
-def when(kind: str, step: int | None, action: Callable[[], None]) -> Tell:
-    """Do something once, when the run tells of `kind` (at `step`)."""
+def when(kind: type[Event], step: int | None, action: Callable[[], None]) -> Emit:
+    """Do something once, at the first event of `kind` (of `step`)."""
     done: list[bool] = []
 
-    def tell(event: str, facts: dict[str, Any]) -> None:
-        if event == kind and not done and (step is None or facts.get("step") == step):
+    def tell(event: Event) -> None:
+        if isinstance(event, kind) and not done and (step is None or vars(event)["step"] == step):
             done.append(True)
             action()
 
@@ -142,18 +144,18 @@ def test_moments_follow_from_the_seed_and_are_spread() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "step"),
-    [("step", 1), ("step", 5), ("evaluating", None), ("tokenizing", None), ("saved", 4), ("decided", None)],
+    [(StepTaken, 1), (StepTaken, 5), (Evaluating, None), (Tokenizing, None), (Saved, 4), (Decided, None)],
 )
 def test_a_stop_signal_at_any_time_can_be_continued(
-    kind: str, step: int | None, alone: dict[str, Any], tmp_path: Path
+    kind: type[Event], step: int | None, alone: dict[str, Any], tmp_path: Path
 ) -> None:
     shutil.rmtree(tmp_path / "cache")
     job = job_in(tmp_path, "stopped")
     outcome = train(job, when(kind, step, terminate))
     assert outcome.exit_code == 75
-    assert outcome.receipt["state"] == "interrupted"
-    if kind == "step":
-        assert outcome.receipt["steps"] == step, "the last step that was done is saved"
+    assert outcome.receipt.state == "interrupted"
+    if kind is StepTaken:
+        assert outcome.receipt.steps == step, "the last step that was done is saved"
     assert train(job, quiet).exit_code == 0
     assert survive.differences(alone, survive.result_of(Path(job.output_dir))) == []
 
@@ -161,7 +163,9 @@ def test_a_stop_signal_at_any_time_can_be_continued(
 def test_a_finished_run_trains_nothing_more(alone: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "alone"
     log, steps = (run / "log.jsonl").read_bytes(), []
-    outcome = train(job_in(tmp_path, "alone"), lambda kind, facts: steps.append(kind) if kind == "step" else None)
+    outcome = train(
+        job_in(tmp_path, "alone"), lambda event: steps.append(event) if isinstance(event, StepTaken) else None
+    )
     assert outcome.exit_code == 0
     assert steps == []
     assert (run / "log.jsonl").read_bytes() == log
@@ -173,14 +177,13 @@ def test_after_damage_the_run_goes_on_from_the_checkpoint_before(
     file: str, alone: dict[str, Any], tmp_path: Path
 ) -> None:
     job = job_in(tmp_path, "damaged")
-    train(job, when("step", 7, terminate))
+    train(job, when(StepTaken, 7, terminate))
     newest = max((tmp_path / "damaged" / "checkpoints").glob("step-*"))
     os.truncate(newest / file, (newest / file).stat().st_size // 2)
-    heard: list[tuple[str, dict[str, Any]]] = []
-    assert train(job, lambda kind, facts: heard.append((kind, facts))).exit_code == 0
-    warnings = [facts["text"] for kind, facts in heard if kind == "warning"]
-    assert any("step 7 is damaged" in text for text in warnings)
-    assert [facts["step"] for kind, facts in heard if kind == "restored"] == [6]
+    heard = workshop.Heard()
+    assert train(job, heard).exit_code == 0
+    assert "step 7 is damaged" in heard.warnings
+    assert [event.step for event in heard.of(Restored)] == [6]
     assert survive.differences(alone, survive.result_of(tmp_path / "damaged")) == []
 
 
@@ -189,7 +192,7 @@ def test_without_a_whole_checkpoint_a_restart_has_to_be_asked_for(
     how: str, alone: dict[str, Any], tmp_path: Path
 ) -> None:
     job = job_in(tmp_path, "lost")
-    train(job, when("step", 7, terminate))
+    train(job, when(StepTaken, 7, terminate))
     for folder in (tmp_path / "lost" / "checkpoints").glob("step-*"):
         if how == "damaged":
             (folder / "state.json").write_text("{}")
@@ -233,32 +236,32 @@ def test_dropout_is_a_function_of_seed_and_step() -> None:
 def test_the_bill_counts_every_attempt_once(tmp_path: Path) -> None:
     job = job_in(tmp_path, "run")
     began = time.time()
-    first = train(job, when("step", 5, terminate)).receipt
+    first = train(job, when(StepTaken, 5, terminate)).receipt
     second = train(job, quiet).receipt
     elapsed_s = time.time() - began
-    ages = sum(a["spans"]["start_up"] for a in second["attempts"])  # this process was started long before
-    assert [a["ended"] for a in second["attempts"]] == ["interrupted", "finished"]
-    assert second["wall_s"] == pytest.approx(first["wall_s"] + second["attempts"][1]["wall_s"], abs=0.01)
-    assert second["wall_s"] - ages == pytest.approx(elapsed_s, rel=0.05)
-    assert sum(span["seconds"] for span in second["spans"]) == pytest.approx(second["wall_s"], rel=0.01)
-    assert sum(span["usd"] for span in second["spans"]) == pytest.approx(second["usd"], rel=0.01)
-    assert second["usd"] == pytest.approx(second["wall_s"] / 3600 * 3.6, rel=1e-6)
-    assert second["interruptions"] == 1
-    assert second["restart_s"] > 0
+    ages = sum(a["spans"]["start_up"] for a in second.attempts)  # this process was started long before
+    assert [a["ended"] for a in second.attempts] == ["interrupted", "finished"]
+    assert second.wall_s == pytest.approx(first.wall_s + second.attempts[1]["wall_s"], abs=0.01)
+    assert second.wall_s - ages == pytest.approx(elapsed_s, rel=0.05)
+    assert sum(span.seconds for span in second.spans) == pytest.approx(second.wall_s, rel=0.01)
+    assert sum(span.usd for span in second.spans) == pytest.approx(second.usd, rel=0.01)
+    assert second.usd == pytest.approx(second.wall_s / 3600 * 3.6, rel=1e-6)
+    assert second.interruptions == 1
+    assert second.restart_s > 0
 
 
 def test_work_that_was_lost_to_a_kill_stays_on_the_bill(tmp_path: Path) -> None:
     """As if killed after step 7 with nothing saved since step 4: the later checkpoints are taken away."""
     job = job_in(tmp_path, "run")
-    train(job, when("step", 7, terminate))
+    train(job, when(StepTaken, 7, terminate))
     for folder in (tmp_path / "run" / "checkpoints").glob("step-*"):
         if json.loads((folder / "manifest.json").read_text())["step"] > 6:
             shutil.rmtree(folder)
     receipt = train(job, quiet).receipt
-    assert receipt["attempts"][1]["first_step"] == 6
-    assert receipt["redone_s"] > 0
-    assert receipt["steps"] == 12
-    assert receipt["tokens"] == train(job_in(tmp_path, "other"), quiet).receipt["tokens"]
+    assert receipt.attempts[1]["first_step"] == 6
+    assert receipt.redone_s > 0
+    assert receipt.steps == 12
+    assert receipt.tokens == train(job_in(tmp_path, "other"), quiet).receipt.tokens
 
 
 def test_the_receipt_says_how_long_saving_held_the_run_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,25 +279,25 @@ def test_the_receipt_says_how_long_saving_held_the_run_up(tmp_path: Path, monkey
     monkeypatch.setattr(Checkpoints, "save", slow_snapshot)
     monkeypatch.setattr(Checkpoints, "_write", slow_write)
 
-    def tell(kind: str, facts: dict[str, Any]) -> None:
-        if kind == "step":
+    def tell(event: Event) -> None:
+        if isinstance(event, StepTaken):
             time.sleep(0.15)
 
     job = job_in(tmp_path, "run", save_steps=4)
-    train(job, lambda kind, facts: terminate() if kind == "step" and facts["step"] == 6 else tell(kind, facts))
+    train(job, lambda event: terminate() if isinstance(event, StepTaken) and event.step == 6 else tell(event))
     receipt = train(job, tell).receipt
-    saves = receipt["checkpoints"]
-    assert saves["n"] == sum(attempt["n_saves"] for attempt in receipt["attempts"]) >= 4
-    least = 0.05 * saves["n"] + 0.15 * 2  # both attempts wait for their last one
-    assert least <= saves["held_up_s"] < least + 2.0
-    assert saves["held_up_s"] <= next(s["seconds"] for s in receipt["spans"] if s["name"] == "checkpoint") + 0.01
-    assert saves["share"] == pytest.approx(saves["held_up_s"] / receipt["wall_s"])
-    assert saves["interval_s"] is None, "by steps, as the job has it"
+    saves = receipt.checkpoints
+    assert saves.n == sum(attempt["n_saves"] for attempt in receipt.attempts) >= 4
+    least = 0.05 * saves.n + 0.15 * 2  # both attempts wait for their last one
+    assert least <= saves.held_up_s < least + 2.0
+    assert saves.held_up_s <= next(s.seconds for s in receipt.spans if s.name == "checkpoint") + 0.01
+    assert saves.share == pytest.approx(saves.held_up_s / receipt.wall_s)
+    assert saves.interval_s is None, "by steps, as the job has it"
 
 
 def test_the_receipt_has_the_interval_of_its_checkpoints(tmp_path: Path) -> None:
     planned = train(job_in(tmp_path, "planned", save_steps=None), quiet).receipt
     promise = json.loads((tmp_path / "planned" / "plan.json").read_text())
-    assert planned["checkpoints"]["interval_s"] == promise["interval_s"] > 0
+    assert planned.checkpoints.interval_s == promise["interval_s"] > 0
     asked = train(job_in(tmp_path, "asked", save_steps=None, save_minutes=2), quiet).receipt
-    assert asked["checkpoints"]["interval_s"] == 120
+    assert asked.checkpoints.interval_s == 120

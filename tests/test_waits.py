@@ -82,7 +82,7 @@ def step(model: Any, task: str, dtype: torch.dtype | None = None, **how: Any) ->
     arrays = forward.collate(tokens, np.arange(len(tokens)))
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     with no_waits():
-        loss = forward.loss(forward.place(arrays))
+        loss = forward.loss(forward.to_device(arrays))
         found = torch.autograd.grad(loss, trained, allow_unused=True)
     assert any(gradient is not None and bool(gradient.any()) for gradient in found)
     assert forward.why_padded is None

@@ -107,7 +107,7 @@ def fake_model(
     *,
     method: str,
     weights: str,
-    every_n_layers: int,
+    checkpoint_every: int,
     lora: dict[str, Any] | None = None,
     adapters_fp32: bool = True,
     is_own: bool = False,
@@ -138,7 +138,7 @@ def fake_model(
             if isinstance(module, peft.tuners.lora.Linear):
                 module.base_layer = InFourBits(module.base_layer)
     model.train()
-    checkpoint_layers(model, every_n_layers)
+    checkpoint_layers(model, checkpoint_every)
     if is_own:
         use_low_rank(model)
     if is_flat:
@@ -184,7 +184,7 @@ def traced_peak(
     method: str,
     weights: str,
     autocast: bool,
-    every_n_layers: int,
+    checkpoint_every: int,
     n_rows: int = 0,
     n_tokens: int = 0,
     n_targets: int = 0,
@@ -205,7 +205,7 @@ def traced_peak(
             task,
             method=method,
             weights=weights,
-            every_n_layers=every_n_layers,
+            checkpoint_every=checkpoint_every,
             lora=lora,
             adapters_fp32=adapters_fp32,
             is_own=loss is own_loss,

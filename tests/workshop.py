@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,9 +17,17 @@ import farthing.train.run
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.durability.run_folder import RUN, keep, kept
+from farthing.events import Event, StepTaken, Warned
+from farthing.planner.estimate import Estimate
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train.run import Outcome
 
+ESTIMATE = Estimate(
+    wall_s=10.0, wall_range_s=[5.0, 10.0, 20.0], usd=0.0, usd_range=[0.0, 0.0, 0.0], peak_bytes=1,
+    peak_range_bytes=[1, 1, 1], seconds={}, memory={}, step_s=1.0, tokens_per_s=100.0, interval_s=60.0,
+    calibration="formulas only",
+)  # fmt: skip
+"""Says nothing that could be true of a job."""
 TASK = {"llama": "causal-lm", "t5": "seq2seq", "bert": "classification"}
 TOPICS = {
     "food": ["bread", "cheese", "soup", "apple", "rice"],
@@ -102,21 +111,30 @@ def make_job(folder: Path, family: str = "llama", **keys: Any) -> Job:
     return load_job(job_file(folder, family, **keys))
 
 
-class Heard(list[tuple[str, dict[str, Any]]]):
+Kind = TypeVar("Kind", bound=Event)
+
+
+class Heard(list[Event]):
     """Every event of a run, in order."""
 
-    def __call__(self, kind: str, facts: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """Hear one."""
-        self.append((kind, facts))
+        self.append(event)
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        """The facts of one kind."""
-        return [facts for name, facts in self if name == kind]
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Those of one kind."""
+        return [event for event in self if isinstance(event, kind)]
 
     @property
     def warnings(self) -> str:
         """All warnings as text."""
-        return "\n".join(facts["text"] for facts in self.of("warning"))
+        return "\n".join(event.text for event in self.of(Warned))
+
+
+def step_taken(**figures: Any) -> StepTaken:
+    """An event of a step, with figures that no test looks at where none are given."""
+    of_any = {each.name: 1.0 for each in fields(StepTaken)} | {"step": 1, "n_steps": 2, "examples": (0,)}
+    return StepTaken(**(of_any | figures))
 
 
 def train(job: Job, heard: Heard | None = None) -> Outcome:

@@ -12,6 +12,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -92,12 +93,12 @@ def as_planned(values: dict[str, Any], drawn: Drawn, n_warm: int) -> dict[str, A
 
     rested, said = resting_bytes(), list[str]()
     with opened(values, drawn, said) as run:
-        if not run.promise:
-            raise RuntimeError("; ".join(said) or "no promise")
-        planned = run.steps.most_tokens, run.steps.every_n_layers
+        if run.estimate is None:
+            raise RuntimeError("; ".join(said) or "no estimate")
+        planned = run.settings
         found = measured(run, n_warm, run.n_steps - n_warm)
-        row = {**found, "settings": settings_of(run), "promised": run.promise}
-        row["ran_out_of_memory"] = planned != (run.steps.most_tokens, run.steps.every_n_layers)
+        row = {**found, "settings": settings_of(run), "promised": run.estimate.to_json()}
+        row["ran_out_of_memory"] = planned != run.settings
         row["happened"] = happened_to(run, found, rested)
         leave_measured(run)
         return row
@@ -137,14 +138,13 @@ def settings_of(run: Any) -> dict[str, Any]:
     """How it computed."""
     from farthing.model.attention_choice import Asked, choose
     from farthing.model.attention_kernels import DTYPES, here
+    from farthing.train.autotune_cache import tried
 
     config = run.inputs.config.get_text_config()
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     computed = run.numerics.autocast or torch.float32
     return {
-        "micro_batch_tokens": run.steps.most_tokens,
-        "every_n_layers": run.steps.every_n_layers,
-        "tile_tokens": run.forward.tile_tokens,
+        **tried(run.settings),
         "attention": choose(Asked(DTYPES[computed], head_size), here(run.numerics.device, False)).kernel,
         "precision": run.numerics.name,
         "liger": run.kernels.liger,
@@ -218,10 +218,10 @@ def changed(
             if not has_time(f"{group}, {name}: variant of {base['shape']} {base['method']}"):
                 continue
             with failing(what, emit), way(run):
-                wanted = run.steps.most_tokens
+                wanted = run.settings.micro_batch_tokens
                 found = measured(run, *scale.of_variants)
-                if run.steps.most_tokens != wanted:
-                    found = {"failed": f"out of memory, went on with {run.steps.most_tokens:,} tokens"}
+                if run.settings.micro_batch_tokens != wanted:
+                    found = {"failed": f"out of memory, went on with {run.settings.micro_batch_tokens:,} tokens"}
                 emit({**what, **found, "micro_batch_tokens": wanted, "settings": settings_of(run)})
             run.steps.close()
 
@@ -242,7 +242,12 @@ def opened_anew(values: dict[str, Any], drawn: Drawn, scale: Scale, is_smoke: bo
         began = time.perf_counter()
         found = measured(run, n_warm, n_timed)
         warm_s = time.perf_counter() - began - n_timed * found["step_s"]
-        return {**found, "micro_batch_tokens": run.steps.most_tokens, "warm_up_s": warm_s, "said": run.kernels.liger}
+        return {
+            **found,
+            "micro_batch_tokens": run.settings.micro_batch_tokens,
+            "warm_up_s": warm_s,
+            "said": run.kernels.liger,
+        }
 
 
 def on_by_default() -> bool:
@@ -260,12 +265,12 @@ def ways(run: Any, scale: Scale) -> Iterator[tuple[str, str, Way]]:
         for tile in scale.tiles:
             yield "head tile", str(tile), setting(tile_tokens=tile)
     for name, every in (("none", 0), ("every second", 2), ("all", 1)):
-        yield "checkpointing", name, setting(every_n_layers=every)
+        yield "checkpointing", name, setting(checkpoint_every=every)
     if run.kernels.lora is not None:
         yield "adapters", "by peft", by_peft
     yield "host", "waits each micro-batch", waiting
-    for tokens in scale.micro_tokens:
-        yield "micro-batch", str(tokens), setting(most_tokens=tokens, global_batch_size=scale.large_batch)
+    for tokens in scale.micro_batch_tokens:
+        yield "micro-batch", str(tokens), setting(micro_batch_tokens=tokens, global_batch_size=scale.large_batch)
     yield "probe", f"of {scale.probe_s:g} s", probed(scale.probe_s)
 
 
@@ -281,18 +286,16 @@ def kernels() -> list[str]:
 
 
 def setting(**changes: int) -> Way:
-    """Other numbers: most_tokens, every_n_layers, tile_tokens, global_batch_size."""
+    """Other numbers: micro_batch_tokens, checkpoint_every, tile_tokens, global_batch_size."""
 
     @contextlib.contextmanager
     def way(run: Any) -> Iterator[None]:
+        from farthing.train.autotune_cache import tried
         from farthing.train.step_log import settle
 
-        steps, forward, batches = run.steps, run.forward, run.batches
         before = {
-            "most_tokens": steps.most_tokens,
-            "every_n_layers": steps.every_n_layers,
-            "tile_tokens": forward.tile_tokens,
-            "global_batch_size": batches.global_batch_size,
+            **tried(run.settings),
+            "global_batch_size": run.batches.global_batch_size,
         }
         apply(run, **before | changes)
         try:
@@ -318,16 +321,11 @@ def probed(seconds: float) -> Way:
     return way
 
 
-def apply(run: Any, *, most_tokens: int, every_n_layers: int, tile_tokens: int | None, global_batch_size: int) -> None:
+def apply(run: Any, *, global_batch_size: int, **changed: Any) -> None:
     """Compute the next steps so."""
-    from farthing.model.activation_checkpointing import checkpoint_layers
-
-    run.steps.close()  # what was made ready was cut otherwise
-    run.steps.most_tokens, run.forward.tile_tokens = most_tokens, tile_tokens
+    run.steps.close()  # what was made ready was of other micro-batches
+    run.steps.use(replace(run.settings, **changed))
     run.batches.global_batch_size = global_batch_size
-    if run.steps.every_n_layers != every_n_layers:
-        run.steps.every_n_layers = every_n_layers
-        checkpoint_layers(run.model, every_n_layers)
 
 
 def attention_by(kernel: str) -> Way:

@@ -19,6 +19,7 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.events import Event, Note, Warned
 from farthing.planner.model_config import known_config
 from peers.assignment import Examples as Drawn
 
@@ -57,7 +58,7 @@ class Scale:
     """Warm-up and timed steps of a variant."""
     large_batch: int = 128
     """Examples of a step of which micro-batches of 64k tokens can be cut."""
-    micro_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    micro_batch_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
     tiles: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
     probe_s: float = 10.0
     matmul: int = 8192
@@ -74,7 +75,7 @@ class Scale:
 
 FULL = Scale()
 SMALL = Scale(
-    n_examples=48, shrink=32, batches=(("chat", 8), ("full", 4)), large_batch=16, micro_tokens=(64, 256),
+    n_examples=48, shrink=32, batches=(("chat", 8), ("full", 4)), large_batch=16, micro_batch_tokens=(64, 256),
     tiles=(8, 32), probe_s=1.0, matmul=256, copy_bytes=1 << 20,
 )  # fmt: skip
 
@@ -212,7 +213,7 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
     import farthing.train.saver
     import farthing.train.setup
     from farthing.config.load import load_job
-    from farthing.data.tokens import TokenSet
+    from farthing.data.token_set import TokenSet
 
     folder = Path(values["output_dir"])
     folder.mkdir(parents=True)
@@ -231,9 +232,9 @@ def opened(values: dict[str, Any], drawn: Drawn, said: list[str] | None = None) 
         (farthing.train.saver, "refuse_small_disk", lambda _: None),
     ]
 
-    def tell(kind: str, facts: dict[str, Any]) -> None:
-        if said is not None and kind in ("note", "warning"):
-            said.append(facts["text"])
+    def tell(event: Event) -> None:
+        if said is not None and isinstance(event, Note | Warned):
+            said.append(event.text)
 
     with contextlib.ExitStack() as stack:
         for where, name, instead in replaced:

@@ -14,6 +14,7 @@ import torch
 import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from farthing.events import Decided, Event, KeepingFrozen, StepTaken
 from peers.assignment import ADAM, MAX_GRAD_NORM, Assignment
 from peers.clock import Clock, cpu_seconds
 
@@ -90,14 +91,14 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
             computed.clear()
             clock.step_done()
 
-        def tell(kind: str, facts: dict[str, Any]) -> None:
-            keeping.heard(kind, computed)
-            if kind == "decided":  # the last that is said before the first step
-                said.update({key: value for key, value in facts.items() if isinstance(value, str | int | float)})
+        def tell(event: Event) -> None:
+            keeping.heard(event, computed)
+            if isinstance(event, Decided):  # the last that is said before the first step
+                said.update(vars(event))
                 computed.clear()
                 clock.begin()
-            elif kind == "step":
-                losses.append(facts["loss"])
+            elif isinstance(event, StepTaken) and event.loss is not None:
+                losses.append(event.loss)
 
         # not when a step is told of: on a GPU that is some steps later
         hook = register_optimizer_step_post_hook(step_taken)
@@ -114,17 +115,17 @@ def train(assignment: Assignment, clock: Clock) -> dict[str, Any]:
 class Keeping:
     """What the output of frozen layers takes where it is computed before the first step: a part of the first epoch.
 
-    farthing says `keeping` as it goes; the work lies between what was said before the first of these and after the last.
+    farthing emits `KeepingFrozen` as it goes; the work lies between what was said before the first of these and after the last.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._began = clock, (0.0, 0.0)
         self._is_at_it = False
 
-    def heard(self, kind: str, computed: list[int]) -> None:
-        """Something was said; `computed` are the tokens the model was given since the last but `keeping`."""
+    def heard(self, event: Event, computed: list[int]) -> None:
+        """Something was said; `computed` are the tokens the model was given since the last but `KeepingFrozen`."""
         now = (time.perf_counter(), cpu_seconds())
-        if kind == "keeping":
+        if isinstance(event, KeepingFrozen):
             self._is_at_it = True
             return
         if self._is_at_it:

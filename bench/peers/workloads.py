@@ -330,7 +330,7 @@ def _tokenize(folder: Path, workload: Workload, n_train: int, n_eval: int, given
     values["model"] = {"model_name_or_path": str(folder / "model"), "init": "random"}
     job = load_job(write_job(Path(one_step.out), values))
     started, cpu = time.perf_counter(), time.process_time()
-    train, held_out = open_examples(job, open_inputs(job), lambda kind, facts: None, lambda: False)
+    train, held_out = open_examples(job, open_inputs(job), lambda event: None, lambda: False)
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     assert held_out is not None
     if len(train) < n_train:

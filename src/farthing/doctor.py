@@ -70,7 +70,7 @@ def check_machine(folder: Path, *, with_device: bool = True) -> Iterator[Check]:
     if with_device:
         yield from _device()
     else:
-        yield Check("gpu and cpu", "ok", "not looked at: mend first what failed below")
+        yield Check("gpu and cpu", "ok", "not checked: first fix what failed below")
     memory = psutil.virtual_memory()
     enough = memory.available > 2 << 30
     yield Check(
@@ -176,7 +176,9 @@ def _first_rows(job: Any, source: Any, inputs: Any) -> str:
     good = [row for row in rows if isinstance(row, Row)]
     reasons = [f"row {row.line}: {row.reason}" for row in rows if isinstance(row, BadRow)]
     if not good:
-        raise DataError(f"none of the first {plural(len(rows), 'row')} can be used ({reasons[0]})", to_do="mend them")
+        raise DataError(
+            f"none of the first {plural(len(rows), 'row')} can be used ({reasons[0]})", to_do="correct these rows"
+        )
     name = recognise(watch.columns, job.task, columns, source.name)
     recipe = inputs.recipe
     convert = converter(
@@ -191,7 +193,7 @@ def _first_rows(job: Any, source: Any, inputs: Any) -> str:
     first = plural(len(rows), "row")
     if n_bad == len(rows):
         what = f"format {name}; none of the first {first} can be used ({reasons[0]})"
-        raise DataError(what, to_do="mend them, or see data.columns")
+        raise DataError(what, to_do="correct these rows, or see data.columns")
     words = f"format {name}; " + (
         f"{n_bad} of the first {first} can't be used ({reasons[0]})" if n_bad else f"{first} tried"
     )

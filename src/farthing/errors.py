@@ -34,7 +34,7 @@ class FarthingError(Exception):
 
 
 class UserMistake(FarthingError):
-    """Something the person at the keyboard can mend: exit code 2."""
+    """Something the person at the keyboard can fix: exit code 2."""
 
     exit_code = EXIT_MISTAKE
 

@@ -36,7 +36,7 @@ from farthing.model.load import (
 )
 from farthing.model.same_answers import answers, check_examples, refuse_other_answers
 from farthing.report.card import model_card
-from farthing.report.receipt import build_receipt
+from farthing.report.receipt import Receipt, build_receipt
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
@@ -45,7 +45,7 @@ MODEL_CONFIG = "model_config.json"
 taken by transformers for a whole model."""
 
 
-def export_model(folder: Path, model: Any, tokenizer: Any, receipt: dict[str, Any], step: int) -> None:
+def export_model(folder: Path, model: Any, tokenizer: Any, receipt: Receipt, step: int) -> None:
     """Write `model` as it was trained (an adapter, or the whole model), its tokenizer, a card and a manifest.
 
     An adapter comes with the configuration of the whole and how it generates, so that the names of its classes and the
@@ -70,15 +70,15 @@ def export_model(folder: Path, model: Any, tokenizer: Any, receipt: dict[str, An
     install_folder(folder, fill)
 
 
-def write_card(run: Path, receipt: dict[str, Any]) -> None:
+def write_card(run: Path, receipt: Receipt) -> None:
     """Bring the card of a run's exported model up to its receipt. Nothing is done where no model is. Raises `OSError`."""
     folder = run / MODEL
     if folder.is_dir() and not folder.is_symlink():
         write_text(folder / CARD, model_card(receipt, _step_of(receipt), is_merged=False))
 
 
-def _step_of(receipt: dict[str, Any]) -> int:
-    return int(receipt["exported_step"] or receipt["steps"])
+def _step_of(receipt: Receipt) -> int:
+    return receipt.exported_step or receipt.steps
 
 
 def _in_one_order(path: Path) -> None:
@@ -120,14 +120,14 @@ def export_run(
     quiet_libraries()
     source = run / MODEL
     if not source.is_dir():
-        raise UserMistake("this run has exported no model yet", where=str(run), to_do="let `farthing train` finish it")
+        raise UserMistake("this run has exported no model yet", where=str(run), to_do="finish it with `farthing train`")
     if folder.exists() and any(folder.iterdir()):
         raise UserMistake("the folder is not empty", where=str(folder), to_do="name a new one with --output")
     if damage := damage_of(run):
         raise UserMistake(
             f"the run's model is damaged: {damage}",
             where=str(source),
-            to_do="run `farthing train` with its job again: it writes the model anew from the checkpoint",
+            to_do="run `farthing train` with its job again: it writes the model again from the checkpoint",
         )
     is_adapter = (source / ADAPTER_CONFIG).exists()
     if form == "adapter":
@@ -156,7 +156,7 @@ def _job_of(run: Path, trust_remote_code: bool) -> dict[str, Any]:
     job = kept_job(run)
     if job["model"]["trust_remote_code"] and not trust_remote_code:
         raise UserMistake(
-            "its job lets Python code run that comes with the base model",
+            "its job allows the Python code that comes with the base model to run",
             where=str(run / JOB),
             to_do="read that code; if you trust it: --trust-remote-code",
         )
@@ -239,7 +239,7 @@ def _tuned_config(source: Path) -> dict[str, Any]:
         raise ModelError(
             f"the adapter's configuration can't be read ({type(error).__name__})",
             where=str(path),
-            to_do="run `farthing train` with the job again: it writes the model anew from the checkpoint",
+            to_do="run `farthing train` with the job again: it writes the model again from the checkpoint",
         ) from error
     return values
 

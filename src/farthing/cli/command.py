@@ -73,5 +73,5 @@ def _run(words: Sequence[str]) -> int:
             raise  # where a verb goes on when nobody reads, a broken pipe is not that of stdout
         write(printable_lines(traceback.format_exc()).rstrip())
         complain(f"crashed: {type(error).__name__}: {error}")
-        write("  to do: report the lines above; what was saved is intact, and the same command continues from it")
+        write("  to do: report the lines above; what was saved is intact, and the same command goes on from it")
         return EXIT_CRASH

@@ -89,28 +89,27 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
         _check_page_path(Path(arguments.html))
     job = load_job(arguments.job, arguments.set)
 
-    from farthing.planner.inputs import study_job
+    from farthing.planner.inputs import Asked, study_job
     from farthing.planner.preflight import look_over
     from farthing.report.plan_view import plan_view
 
     look_over(job, only_plans=True, with_data=arguments.examples is None)
-    study = study_job(
-        job,
-        now=now,
-        prices=arguments.prices,
+    asked = Asked(
         gpu=arguments.gpu,
         provider=arguments.provider,
         region=arguments.region,
         kind=arguments.offers,
         max_gpus=arguments.max_gpus,
+        prices=arguments.prices,
+        traces=None if arguments.traces is None else Path(arguments.traces),
         own=own,
         budget_usd=budget_usd,
         deadline_s=deadline_s,
         n_examples=arguments.examples,
         mean_tokens=arguments.mean_tokens,
-        traces=None if arguments.traces is None else Path(arguments.traces),
         torch=arguments.torch,
     )
+    study = study_job(job, asked, now=now)
     return plan_view(study, runs, figures, traffic)
 
 

@@ -28,13 +28,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserMistake(f"{arguments.seconds:g} seconds", where="--seconds", to_do="give 5 to 3600")
     job = load_job(arguments.job, arguments.set)
 
+    from farthing.events import Working
     from farthing.planner.preflight import look_over
-    from farthing.report.terminal import Terminal, draw_probe
+    from farthing.report.receipt_table import draw_probe
+    from farthing.report.terminal import Terminal
 
     look_over(job)
     console = rich_console(stderr=arguments.json, goes_on=True)
     terminal = Terminal(console, job.train.logging_steps)
-    terminal("starting", {"text": "loading torch and transformers"})
+    terminal(Working("loading torch and transformers"))
     try:
         with ready_to_leave(leave_before_the_start):
             from farthing.train.probe import probe

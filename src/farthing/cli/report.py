@@ -21,20 +21,21 @@ def run(arguments: argparse.Namespace) -> int:
     from farthing.durability.exported import damage_of
     from farthing.report.receipt import build_receipt, compare
 
-    result = build_receipt(Path(arguments.folder))
+    receipt = build_receipt(Path(arguments.folder))
     damage = {str(folder): damage_of(Path(folder)) for folder in (arguments.folder, arguments.baseline) if folder}
     for folder, words in damage.items():
         if words:
             complain(f"{folder}: the exported model is damaged: {words}")
-            write("  to do: run `farthing train` with its job again: it writes the model anew")
-    if arguments.baseline:
-        result = compare(result, build_receipt(Path(arguments.baseline)))
-    else:
-        result["model_damage"] = damage[arguments.folder]
+            write("  to do: run `farthing train` with its job again: it writes the model again")
+    comparison = compare(receipt, build_receipt(Path(arguments.baseline))) if arguments.baseline else None
     if arguments.json:
-        print_json(result)
+        model = {"model_damage": damage[arguments.folder]}
+        print_json(receipt.to_json() | model if comparison is None else comparison.to_json())
         return EXIT_FINISHED
-    from farthing.report.terminal import draw_comparison, draw_receipt
+    from farthing.report.receipt_table import draw_comparison, draw_receipt
 
-    (draw_comparison if arguments.baseline else draw_receipt)(rich_console(), result)
+    if comparison is None:
+        draw_receipt(rich_console(), receipt)
+    else:
+        draw_comparison(rich_console(), comparison)
     return EXIT_FINISHED

@@ -60,9 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
         if is_finished(folder):
             from farthing.train.finished import receipt_of_finished
 
-            if receipt := receipt_of_finished(job):
+            if done := receipt_of_finished(job):
                 console = rich_console(stderr=arguments.json)
-                return _show_end(arguments, console, "finished", FINISHED_ALREADY, receipt, EXIT_FINISHED)
+                return _show_end(arguments, console, "finished", FINISHED_ALREADY, done, EXIT_FINISHED)
         if arguments.retry is not None:
             from farthing.planner.preflight import look_over
 
@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any) -> Any:
     """The `Outcome` of an attempt that is on the bill; why it was not begun, where a limit has no room for it."""
+    from farthing.events import Note, Working
     from farthing.planner.preflight import look_over
     from farthing.report.terminal import Terminal
     from farthing.train.budget import stopped_before_start
@@ -91,8 +92,8 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
     look_over(job)
     terminal = Terminal(console, job.train.logging_steps)
     if offer:
-        terminal("note", {"text": offer})
-    terminal("starting", {"text": "loading torch and transformers"})
+        terminal(Note(offer))
+    terminal(Working("loading torch and transformers"))
 
     def leave(number: int, frame: Any) -> None:
         with contextlib.suppress(Exception):  # whatever it is, we were asked to leave
@@ -134,15 +135,13 @@ def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:
     return code
 
 
-def _show_end(
-    arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: dict[str, Any], code: int
-) -> int:
+def _show_end(arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: Any, code: int) -> int:
     """The receipt, and how it ended."""
+    from farthing.report.receipt_table import draw_receipt
     from farthing.report.safe import escape
-    from farthing.report.terminal import draw_receipt
 
     if arguments.json:
-        print_json(receipt)
+        print_json(receipt.to_json())
     else:
         draw_receipt(console, receipt)
         console.print()

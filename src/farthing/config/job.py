@@ -18,7 +18,7 @@ from farthing.units import parse_hours, parse_usd
 
 def _number_is_no_bool(value: Any) -> Any:
     if isinstance(value, bool):
-        raise ValueError("a number is wanted, not true/false")
+        raise ValueError("give a number, not true/false")
     return value
 
 
@@ -62,7 +62,9 @@ class ModelSection(Section):
     @classmethod
     def _is_no_address(cls, name: str | None) -> str | None:
         if name is not None and is_remote(name):
-            raise ValueError("an address; a Hub name or a folder is wanted, tokens go into the environment (HF_TOKEN)")
+            raise ValueError(
+                "this is a URL; give a Hub name or a folder, and put tokens into the environment (HF_TOKEN)"
+            )
         return name
 
 
@@ -74,7 +76,7 @@ class DataSection(Section):
     eval: Paths = ()
     """The same for evaluation."""
     eval_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    """Without `eval`: the share of distinct inputs held out of `train` (rows with equal input stay together)."""
+    """Without `eval`: the fraction of `train` that is held out (rows with equal input stay on one side)."""
     dataset_config_name: str | None = None
     """Configuration of a Hub data set."""
     train_split: str = "train"
@@ -310,16 +312,16 @@ class Job(Section):
     @classmethod
     def _is_a_folder(cls, name: str | None) -> str | None:
         if name is not None and is_remote(name):
-            raise ValueError("an address; a folder of this machine is wanted, a copy elsewhere is `output_store:`")
+            raise ValueError(
+                "this is a URL; give a folder of this machine, and use `output_store:` for a copy elsewhere"
+            )
         return name
 
     @field_validator("output_store")
     @classmethod
     def _store_has_no_secrets(cls, name: str | None) -> str | None:
         if name is not None and name != without_secrets(name):
-            raise ValueError(
-                "an address without user, password and query is wanted: credentials go into the environment"
-            )
+            raise ValueError("give a URL without user, password and query: credentials go into the environment")
         return name
 
     # ---- what follows from the keys ----

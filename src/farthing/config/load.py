@@ -156,7 +156,7 @@ def _walk(
             line = key.start_mark.line + 1
             if name in lines:
                 yield UserMistake(
-                    f"`{'.'.join(name)}` stands twice (first on line {lines[name]})",
+                    f"`{'.'.join(name)}` appears twice (first on line {lines[name]})",
                     where=f"{path}:{line}",
                     to_do="keep one of them",
                 )

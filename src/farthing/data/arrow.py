@@ -87,7 +87,7 @@ def _unreadable(error: Exception, where: str) -> DataError:
             "this machine has not enough memory to read it", where=where, to_do="write it in smaller row groups"
         )
     why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    return DataError(f"not a readable Parquet file: {why}", where=where, to_do="bring the file back whole")
+    return DataError(f"not a readable Parquet file: {why}", where=where, to_do="it is damaged: copy it again")
 
 
 def table_rows(table: Any, n_before: int) -> Iterator[Row | BadRow]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.encode import sums_of
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 
 IGNORED = -100  # label of a position the loss does not count, as in transformers
 

@@ -84,7 +84,7 @@ def recognise(columns: set[str], task: str, renamed: dict[str, str], where: str)
         "{text: narrative, label: product}" if task == "classification" else "{prompt: question, completion: answer}"
     )
     raise DataError(
-        f"the columns ({_listed(columns)}) are of no format for {task}",
+        f"the columns ({_listed(columns)}) match no format for {task}",
         where=where,
         to_do=f"{task} reads {', or '.join(wanted)}; map yours with `data.columns: {example}`",
     )

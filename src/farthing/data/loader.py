@@ -19,7 +19,7 @@ AHEAD = 3  # micro-batches that wait ready: enough to bridge an uneven one, and 
 
 
 @dataclass(frozen=True)
-class Ready:
+class MicroBatch:
     """A micro-batch of a step."""
 
     step: int
@@ -38,13 +38,13 @@ def micro_batches(
     examples_of: Callable[[int], NDArray[np.int64]],
     cut: Callable[[NDArray[np.int64]], list[NDArray[np.int64]]],
     collate: Callable[[NDArray[np.int64]], dict[str, Any]],
-) -> Iterator[Ready]:
+) -> Iterator[MicroBatch]:
     """The micro-batches of all steps from `first_step` to the end, in order."""
     for step in range(first_step, n_steps):
         examples = examples_of(step)
         pieces = cut(examples)
         for number, piece in enumerate(pieces, start=1):
-            yield Ready(step, examples, piece, collate(piece), number == len(pieces))
+            yield MicroBatch(step, examples, piece, collate(piece), number == len(pieces))
 
 
 Item = TypeVar("Item")
@@ -102,5 +102,5 @@ class Ahead(Generic[Item]):
         return False
 
 
-class Feed(Ahead[Ready]):
+class Feed(Ahead[MicroBatch]):
     """Micro-batches that a thread makes ready."""

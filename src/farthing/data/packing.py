@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from farthing.data.batches import IGNORED
 from farthing.data.encode import sums_of
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 
 LEAST_SHARE = 0.97  # of the computed tokens are useful, where they are padded and more pieces cost less than padding
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from farthing.data.batches import Batches
 from farthing.data.packing import collate_flat
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 
 LEAST_TOKENS = 32  # to take over: for fewer it is not worth copying keys and values
 # of all tokens, saved: at 5 % the copies and the masks took the time that was saved, at 13 % the step was 11 % quicker,

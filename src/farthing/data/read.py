@@ -61,7 +61,9 @@ class Source:
         except (OSError, EOFError, zlib.error) as error:  # a disk that fails, a file cut short, a broken gzip
             why = getattr(error, "strerror", None) or str(error)
             raise DataError(
-                f"can't be read any further: {why}", where=f"{self.name}:{line + 1}", to_do="bring the file back whole"
+                f"can't be read any further: {why}",
+                where=f"{self.name}:{line + 1}",
+                to_do="it is damaged: copy it again",
             ) from error
         except MemoryError as error:
             raise DataError(
@@ -268,9 +270,9 @@ class _Bytes:
         n_bytes = self.file.tell() if self.is_zipped else 0
         if n_bytes > _MANY_BYTES and n_bytes > _MOST_UNFOLDING * self._n_bytes:
             raise DataError(
-                f"gzip unfolds it from {say_bytes(self._n_bytes)} to more than {say_bytes(n_bytes)}",
+                f"it unpacks from {say_bytes(self._n_bytes)} to more than {say_bytes(n_bytes)}",
                 where=self.name,
-                to_do="look at who made it; an honest file can be used without .gz",
+                to_do="check where it comes from; if you trust it, unpack it and use it without .gz",
             )
 
 
@@ -308,7 +310,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` stands twice in one object")
+        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` appears twice in one object")
     return value
 
 
@@ -335,7 +337,7 @@ def _json(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
         raise DataError(
             f"invalid JSON: {error.msg}",
             where=f"{name}:{error.lineno}:{error.colno}",
-            to_do="mend it; a file with one object a line is called .jsonl",
+            to_do="correct it; a file with one object a line is called .jsonl",
         ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"invalid JSON: {error}", where=name, to_do="check how it was written") from error
@@ -419,7 +421,7 @@ def _csv(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
             raise DataError("no header line", where=f"{name}:1", to_do=to_do)
         if len(set(header)) < len(header):
             twice = next(column for column in header if header.count(column) > 1)
-            raise DataError(f"column `{twice}` stands twice in the header", where=f"{name}:1", to_do=to_do)
+            raise DataError(f"column `{twice}` appears twice in the header", where=f"{name}:1", to_do=to_do)
         while True:
             line = lines.n_lines + 1
             lines.begin_row()

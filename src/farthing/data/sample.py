@@ -29,7 +29,7 @@ from farthing.data.foreign import Watch, say_ignored
 from farthing.data.formats import RENDERED, Text, converter, recognise, used_columns
 from farthing.data.read import Source, json_row, n_characters
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
-from farthing.data.tokens import Recipe
+from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 
 MOST_ROWS = 2000
@@ -94,7 +94,7 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
     tokens, targets, labelled, weight = tokens[kept], targets[kept], labelled[kept], weight[kept]
     if len(tokens) == 0:
         reason = why or f"all are longer than max_length {limit}"
-        raise DataError(f"no usable row ({reason})", where=sources[0].name, to_do="mend them, or check `data:`")
+        raise DataError(f"no usable row ({reason})", where=sources[0].name, to_do="correct them, or check `data:`")
     tokens = np.clip(np.round(tokens), 1, limit).astype(np.int64)
     pairs = np.clip(np.round(targets), 1, recipe.max_target_length).astype(np.int64)
     n_labelled = float(labelled.sum())
@@ -246,7 +246,7 @@ def _population(source: Source) -> _Population:
         return read(source.path, source)
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise DataError(f"can't be read: {why}", where=source.name, to_do="bring the file back whole") from error
+        raise DataError(f"can't be read: {why}", where=source.name, to_do="it is damaged: copy it again") from error
 
 
 def _content(path: Path) -> tuple[bytes, float]:
@@ -358,7 +358,7 @@ def _parquet(path: Path, source: Source) -> _Population:
     except pyarrow.ArrowException as error:
         why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise DataError(
-            f"not a readable Parquet file: {why}", where=source.name, to_do="bring it back whole"
+            f"not a readable Parquet file: {why}", where=source.name, to_do="it is damaged: copy it again"
         ) from error
     sizes = bytes_of_rows(table)
 
@@ -463,7 +463,7 @@ def _from_json(folder: Path, specials: dict[str, str]) -> LightTokenizer:
         own = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises bare Exceptions
         raise DataError(
-            f"tokenizer.json can't be read: {error}", where=str(folder), to_do="bring the file back whole"
+            f"tokenizer.json can't be read: {error}", where=str(folder), to_do="it is damaged: copy it again"
         ) from error
     own.no_truncation()
     own.no_padding()

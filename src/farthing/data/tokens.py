@@ -1,182 +1,54 @@
-"""Tokenize once: a content-addressed, memory-mapped set of examples.
+"""Tokenize once: rows become a token set (`token_set.py`), unless the cache holds one of the same content.
 
-The key of a set is a hash of everything it follows from: the data's bytes, the tokenizer, the template and the limits.
-So a stale set can't be used, and a set that exists is complete. On disk, flat:
-
-    ids.bin      int32  [n_tokens]      all examples end to end
-    targets.bin  uint8  [n_tokens]      1 where the model must predict the token
-    offsets.bin  int64  [n_examples+1]  where each example begins
-    lines.bin    int64  [n_examples]    the row it came from: source number * 2^40 + line
-    groups.bin   uint64 [n_examples]    hash of the input as it was written: equal inputs are never split between train and eval
-    labels.bin   int32  [n_examples]    classification only: index into the label names
-    inputs.bin   uint64 [n_inputs]      the distinct inputs of all rows that could be read, sorted, those among them that
-                                        became no example: which side of a split an input is on must not hang on limits
-
-A seq2seq example is its input followed by its target. Refuses to batch and to know what trains on it.
+One thread reads rows and renders their texts, one waits for the tokenizer, one writes. Refuses to batch and to know what
+trains on the examples.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.chat import TEXT_VERSION, Unusable, said_of_chats
+from farthing.data.chat import Unusable, said_of_chats
 from farthing.data.encode import Encoded, Encoder
-from farthing.data.foreign import Watch, say_ignored
+from farthing.data.foreign import Watch
 from farthing.data.formats import RENDERED, Text, converter, group_of, hash_of_input, recognise, used_columns
 from farthing.data.loader import Ahead
 from farthing.data.read import Source, n_characters
 from farthing.data.rows import BadRow, Reading, Row
+from farthing.data.token_set import (
+    CACHE_VERSION,
+    DTYPES,
+    LINE_BITS,
+    Recipe,
+    TokenSet,
+    open_token_set,
+    set_key,
+    tokenizer_sha256,
+)
 from farthing.durability.files import (
     Damaged,
     commit_folder,
     discard,
     is_own,
     own_folder,
-    read_manifest,
     sweep_drafts,
-    verify_folder,
 )
 from farthing.errors import DataError, Interrupted
 
-CACHE_VERSION = 2
 CHUNK_ROWS = 1024  # that are read together
 MOST_CHARACTERS_TOGETHER = 32 << 20
 CHUNK_CHARACTERS = 1 << 18  # that are encoded together: enough for the threads of many cores, and few for their caches
 CHUNKS_AHEAD = 1  # that wait for the tokenizer, and as many after it
-LINE_BITS = 40
 Progress = Callable[[int, int, float], None]
-Indices = Sequence[int] | NDArray[np.int64]
-_DTYPES: dict[str, Any] = {
-    "ids": np.int32, "targets": np.uint8, "offsets": np.int64, "lines": np.int64, "groups": np.uint64, "labels": np.int32,
-    "inputs": np.uint64,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything about tokenization that is chosen, not given. Part of the key."""
-
-    task: str
-    max_length: int
-    max_target_length: int = 128
-    too_long: str = "truncate"
-    train_on_prompt: bool = False
-    columns: dict[str, str] = field(default_factory=dict)
-    label_map: dict[str, str] = field(default_factory=dict)
-    max_bad_rows: float = 0.01
-    label_names: tuple[str, ...] = ()
-    """Known labels; empty: take the data's own, sorted."""
-    source_lang: str = ""
-    target_lang: str = ""
-    """Languages that the tokenizer is set to, where it writes them into each text."""
-    date: str = ""
-    """ISO date that a chat template sees which asks for it; empty: it does not."""
-    version: int = TEXT_VERSION
-
-    def settings(self) -> dict[str, Any]:
-        """Every field; those that came later only where they say something, so that older names and runs stay theirs."""
-        former = {"source_lang": "", "target_lang": "", "date": "", "version": 1}
-        return {key: value for key, value in asdict(self).items() if key not in former or value != former[key]}
-
-
-@dataclass(frozen=True)
-class TokenSet:
-    """Tokenized examples, memory-mapped."""
-
-    folder: Path
-    facts: dict[str, Any]
-    ids: NDArray[np.int32]
-    targets: NDArray[np.uint8]
-    offsets: NDArray[np.int64]
-    lines: NDArray[np.int64]
-    groups: NDArray[np.uint64]
-    labels: NDArray[np.int32] | None
-    inputs: NDArray[np.uint64] | None = None
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each example [n_examples]."""
-        return np.diff(self.offsets)
-
-    @property
-    def content_sha256(self) -> str:
-        """Identity of the examples: of every byte that training reads."""
-        names = ("ids.bin", "targets.bin", "offsets.bin", "groups.bin", "labels.bin")
-        files = {entry["name"]: entry["sha256"] for entry in self.facts["files"]}
-        content = [[name, files.get(name)] for name in names] + [list(self.label_names)]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """Classification: the name of each label index."""
-        return tuple(self.facts["label_names"])
-
-    def example(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Token ids [length] and target mask [length] of one example."""
-        span = slice(self.offsets[index], self.offsets[index + 1])
-        return self.ids[span], self.targets[span]
-
-    def places_of(
-        self, indices: Indices, skipped: NDArray[np.int64] | int = 0
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the tokens of these examples stand, end to end [n_tokens], and how many each has [n].
-
-        Without the first `skipped` [n] of each.
-        """
-        chosen = np.asarray(indices, dtype=np.int64)
-        starts = self.offsets[chosen] + skipped
-        lengths = self.offsets[chosen + 1] - starts
-        stops = np.cumsum(lengths)
-        return np.arange(lengths.sum()) + np.repeat(starts - stops + lengths, lengths), lengths
-
-    def n_targets(self, indices: Indices) -> int:
-        """How many predictions these examples ask for: target tokens, or samples for classification."""
-        if self.labels is not None:
-            return len(indices)
-        return int(self.targets[self.places_of(indices)[0]].sum())
-
-    def place(self, index: int) -> str:
-        """`file:line` of one example."""
-        source, line = divmod(int(self.lines[index]), 1 << LINE_BITS)
-        return f"{self.facts['sources'][source]['name']}:{line}"
-
-
-def tokenizer_sha256(tokenizer: Any) -> str:
-    """Identity of a tokenizer: its whole definition, its special tokens and its chat template."""
-    special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    others = json.dumps([special_tokens, tokenizer.chat_template, tokenizer.truncation_side], sort_keys=True)
-    return _definition_sha256(tokenizer.backend_tokenizer.to_str(), others)
-
-
-@functools.lru_cache(maxsize=2)
-def _definition_sha256(definition: str, others: str) -> str:
-    """Remembered, as it takes a tenth of a second and a job asks several times."""
-    content = json.loads(definition)
-    content["truncation"] = content["padding"] = (
-        None  # by the last call that asked for it, not by the tokenizer's files
-    )
-    return hashlib.sha256(json.dumps([content, *json.loads(others)], sort_keys=True).encode()).hexdigest()
-
-
-def set_key(sources: list[Source], tokenizer_hash: str, recipe: Recipe) -> str:
-    """The name of a token set: a hash of everything it follows from."""
-    content = [CACHE_VERSION, [source.sha256 for source in sources], tokenizer_hash, recipe.settings()]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def tokenize(
@@ -231,38 +103,6 @@ def _sweep_old_drafts(folder: Path) -> None:
         sweep_drafts(folder.parent)
 
 
-def open_token_set(folder: Path, *, check_bytes: bool = True) -> TokenSet:
-    """Map a committed set, every byte checked first; without `check_bytes` the size of each file. Raises `Damaged`."""
-    facts = verify_folder(folder) if check_bytes else _check_sizes(folder)
-    arrays: dict[str, Any] = {}
-    for name, dtype in _DTYPES.items():
-        path = folder / f"{name}.bin"
-        if path.exists():
-            empty = path.stat().st_size == 0
-            # as plain arrays: each slice of a memmap would be one, which takes longer than a short example
-            arrays[name] = np.zeros(0, dtype) if empty else np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
-    arrays.setdefault("labels", None)
-    return TokenSet(folder, facts, **arrays)
-
-
-def notes_of(facts: dict[str, Any]) -> tuple[str, ...]:
-    """What there is to say of a set's sources: columns that are not used, data of another kind that the job has chosen."""
-    ignored = [
-        f"{each['source']}: columns that are not used: {say_ignored(each['columns'], each['n_rows'])}"
-        for each in facts.get("ignored_columns", ())
-    ]
-    return (*ignored, *(f"{each['source']}: {each['what']}" for each in facts.get("chosen", ())))
-
-
-def _check_sizes(folder: Path) -> dict[str, Any]:
-    facts = read_manifest(folder)
-    for entry in facts["files"]:
-        path = folder / entry["name"]
-        if not path.is_file() or path.stat().st_size != entry["size"]:
-            raise Damaged(f"{path.name} has not the size it was written with")
-    return facts
-
-
 # ---- making one ----
 
 
@@ -277,6 +117,8 @@ class Tally:
     n_without_target: int = 0
     n_unlearned_turns: int = 0
     n_unrolled: int = 0
+    n_tokens: int = 0
+    n_targets: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
 
     def reject(self, place: str, reason: str) -> None:
@@ -317,18 +159,12 @@ def _write(
     """Fill `draft`; returns the facts of the set for its manifest."""
     tally, labels = Tally(), _Labels(recipe.label_names)
     encode = Encoder(
-        tokenizer,
-        recipe.task,
-        recipe.max_length,
-        recipe.max_target_length,
-        recipe.train_on_prompt,
-        recipe.version,
+        tokenizer, recipe.task, recipe.max_length, recipe.max_target_length, recipe.train_on_prompt, recipe.version
     )
-    n_tokens, n_targets = 0, 0
     formats: list[str] = []
     watches: list[Watch] = []
     all_groups, all_inputs = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
-    names = [name for name in _DTYPES if name not in ("labels", "inputs")]
+    names = [name for name in DTYPES if name not in ("labels", "inputs")]
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(open(draft / f"{name}.bin", "wb")) for name in names}
         files["offsets"].write(np.int64(0).tobytes())
@@ -350,32 +186,48 @@ def _write(
             columns: dict[str, NDArray[Any]] = {
                 "ids": encoded.ids,
                 "targets": encoded.is_target,
-                "offsets": n_tokens + np.cumsum(encoded.lengths),
+                "offsets": tally.n_tokens + np.cumsum(encoded.lengths),
                 "lines": (chunk.source_number << LINE_BITS) + np.array(chunk.lines, np.int64)[kept],
                 "groups": np.array(chunk.groups, np.uint64)[kept],
             }
             for name, column in columns.items():
                 files[name].write(column.tobytes())
             all_groups.append(columns["groups"])
-            n_tokens += len(encoded.ids)
-            n_targets += int(encoded.is_target.sum())
-            progress(tally.n_rows, n_tokens, chunk.share)
+            tally.n_tokens += len(encoded.ids)
+            tally.n_targets += int(encoded.is_target.sum())
+            progress(tally.n_rows, tally.n_tokens, chunk.share)
     groups = np.concatenate(all_groups)
     if recipe.task == "classification":
         labels.numbered().tofile(draft / "labels.bin")
     if recipe.version > 1:
         np.unique(np.concatenate(all_inputs)).tofile(draft / "inputs.bin")
+    facts = _facts(sources, formats, watches, recipe, tally, labels, tokenizer) | {
+        "n_examples": len(groups),
+        "n_distinct_inputs": len(np.unique(groups)),
+    }
+    _refuse_unusable(facts, recipe)
+    return facts
+
+
+def _facts(
+    sources: list[Source],
+    formats: list[str],
+    watches: list[Watch],
+    recipe: Recipe,
+    tally: Tally,
+    labels: _Labels,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    """What the manifest says of a set, but for its number of examples."""
     is_chat = recipe.version > 2 and recipe.task == "causal-lm" and any(name in RENDERED for name in formats)
-    facts = {
+    return {
         "kind": "farthing token set",
         "version": CACHE_VERSION,
         "sources": [{"name": source.name, "sha256": source.sha256} for source in sources],
         "formats": formats,
         "n_rows": tally.n_rows,
-        "n_examples": len(groups),
-        "n_distinct_inputs": len(np.unique(groups)),
-        "n_tokens": n_tokens,
-        "n_targets": len(labels.seen) if recipe.task == "classification" else n_targets,
+        "n_tokens": tally.n_tokens,
+        "n_targets": len(labels.seen) if recipe.task == "classification" else tally.n_targets,
         "n_bad": tally.n_bad,
         "n_too_long": tally.n_too_long,
         "n_skipped_long": tally.n_skipped_long,
@@ -390,8 +242,6 @@ def _write(
         ],
         "label_names": labels.names,
     }
-    _refuse_unusable(facts, recipe)
-    return facts
 
 
 def _ignored(formats: list[str], watches: list[Watch], recipe: Recipe) -> list[dict[str, Any]]:
@@ -471,11 +321,11 @@ def _refuse_unusable(facts: dict[str, Any], recipe: Recipe) -> None:
     if n_bad > recipe.max_bad_rows * n_rows:
         shown = "".join(f"\n    {place}: {reason}" for place, reason in facts["bad_rows"][:5])
         more = f"\n    ... and {n_bad - 5:,} more" if n_bad > 5 else ""
-        to_do = "mend them: no usable row is left"
+        to_do = "correct these rows: none can be used"
         if n_bad < n_rows:
-            to_do = f"mend them, or allow more with data.max_bad_rows: {min(1.0, round(n_bad / n_rows + 0.005, 2))}"
+            to_do = f"correct these rows, or allow more with data.max_bad_rows: {min(1.0, round(n_bad / n_rows + 0.005, 2))}"
         raise DataError(
-            f"{n_bad:,} of {n_rows:,} rows can't be used, {recipe.max_bad_rows:.0%} may be:{shown}{more}",
+            f"{n_bad:,} of {n_rows:,} rows can't be used, at most {recipe.max_bad_rows:.0%} are allowed:{shown}{more}",
             where=where,
             to_do=to_do,
         )

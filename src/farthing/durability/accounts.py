@@ -3,7 +3,7 @@
 A line is the whole account of one attempt so far: its last state, its seconds by span, and what earlier attempts had cost
 in sum when it began. Earlier farthings appended a line a second instead; those are read as they are. A line whose checksum
 is wrong is not believed, and what it held is made good from what later lines and checkpoints know of the sum: money is
-counted twice rather than forgotten, and never in silence. Refuses to keep more in memory than a line an attempt.
+counted twice rather than forgotten, and never without a warning. Refuses to keep more in memory than a line an attempt.
 """
 
 from __future__ import annotations
@@ -382,11 +382,15 @@ def merge(first: dict[int, Account], second: dict[int, Account]) -> dict[int, Ac
     for number, account in sorted(second.items()):
         twin = next((other for other in merged.values() if _is_same(account, other)), None)
         if twin is not None:
-            if account.wall_s > twin.wall_s:
-                committed = max(account.committed, twin.committed)
-                merged[twin.number] = replace(account, number=twin.number, committed=committed)
-            else:
-                twin.committed = max(account.committed, twin.committed)
+            longer = account if account.wall_s > twin.wall_s else twin
+            merged[twin.number] = replace(
+                longer,
+                number=twin.number,
+                committed=max(account.committed, twin.committed),
+                # a lease's last word of an earlier version has not all that happened before it
+                out_of_memory=max(twin.out_of_memory, account.out_of_memory, key=len),
+                notices=max(twin.notices, account.notices, key=len),
+            )
         else:
             new = number if number not in merged else max(merged) + 1
             merged[new] = replace(account, number=new)

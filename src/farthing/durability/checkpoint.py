@@ -2,9 +2,9 @@
 
 `step-00000042-0003/` (step, serial number of the save) holds one safetensors file a part, `state.json` and a manifest,
 committed by the protocol of `files`.
-Everything is verified against the manifest before any byte is parsed; a damaged checkpoint is set aside and the one
-before it is used, aloud. Saving takes a snapshot, then writes in the background, one at a time. Refuses to know what
-the parts are: each gives tensors and plain values, and takes them back.
+Everything is verified against the manifest before any byte is parsed; a damaged checkpoint is set aside with a warning
+and the one before it is used. Saving takes a snapshot, then writes in the background, one at a time. Refuses to know
+what the parts are: each gives tensors and plain values, and takes them back.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Checkpoints:
             raise SaveFailing(
                 f"{self._n_failed} checkpoints in a row could not be written: {result.error}",
                 where=str(self.folder),
-                to_do="make room or mend the disk, then run the same command again",
+                to_do="make room or repair the disk, then run the same command again",
             ) from result.error
         return result
 
@@ -206,7 +206,7 @@ class Checkpoints:
     def newest_valid(self) -> int | None:
         """The newest step whose checkpoint is whole; None when there never was one.
 
-        Damaged ones are renamed to `.bad` and said aloud. Raises `RunDamaged` when there were some and none is whole,
+        Damaged ones are renamed to `.bad`, with a warning. Raises `RunDamaged` when there were some and none is whole,
         `RunChanged` when one was written by a newer farthing.
         """
         saves = self._saves()
@@ -224,7 +224,7 @@ class Checkpoints:
             raise RunDamaged(
                 f"none of the {len(saves)} checkpoints is whole",
                 where=str(self.folder),
-                to_do="bring one back from a copy, or start from zero on purpose with --allow-restart",
+                to_do="bring one back from a copy, or start from step 0 with --allow-restart",
             )
         return None
 
@@ -255,7 +255,7 @@ class Checkpoints:
                 raise RunDamaged(
                     f"the {name} of step {step} is not what this run has saved ({type(error).__name__}: {error})",
                     where=str(self.folder),
-                    to_do="bring one back from a copy, or start from zero on purpose with --allow-restart",
+                    to_do="bring one back from a copy, or start from step 0 with --allow-restart",
                 ) from error
 
     def forget_all(self) -> None:
@@ -323,7 +323,7 @@ def _values_of(folder: Path) -> dict[str, dict[str, Any]]:
         _PART.fullmatch(name) and isinstance(of_part, dict) for name, of_part in values.items()
     )
     if not is_whole:
-        raise Damaged(f"{path.name} holds something else than the parts of a run")
+        raise Damaged(f"{path.name} does not hold the parts of a run")
     return dict(values)
 
 

@@ -34,7 +34,7 @@ ENVIRONMENT = "FARTHING_METADATA"
 
 
 class Unreadable(Exception):
-    """An answer that is none: no notice, and no reason to disturb a run."""
+    """An answer that can't be used: no notice, and no reason to disturb a run."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def _address(base: str | None) -> str:
     parts = urlsplit(base)
     if parts.scheme != "http" or parts.hostname not in ("127.0.0.1", "localhost") or not parts.port:
         raise UserMistake(
-            "is no port of this machine", where=ENVIRONMENT, to_do="unset it; tests give http://127.0.0.1:PORT"
+            "is not an address of this machine", where=ENVIRONMENT, to_do="unset it; tests give http://127.0.0.1:PORT"
         )
     return f"{parts.hostname}:{parts.port}"
 

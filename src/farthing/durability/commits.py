@@ -21,15 +21,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from farthing.durability.accounts import Account, as_line, merge, read_ledger, take_in
-from farthing.durability.files import (
-    Damaged,
-    discard,
-    make_private,
-    sha256_of,
-    sweep_drafts,
-    unseal,
-    write_text,
-)
+from farthing.durability.files import Damaged, discard, make_private, sha256_of, sweep_drafts, unseal, write_text
 from farthing.durability.object_store import Garbled, NoSuchObject, Store, TooLarge
 from farthing.durability.run_folder import (
     CHECKPOINT_NAME,
@@ -42,6 +34,7 @@ from farthing.durability.run_folder import (
     RECEIPT,
     RUN,
     SCHEDULE,
+    SETTINGS,
     is_checkpoint,
     mend,
     run_id_of,
@@ -52,7 +45,7 @@ from farthing.units import say_bytes
 SCHEMA = 2  # 1: the log is sent whole
 LOG_PARTS = "log.parts"
 """Of the log, which grows for as long as the run: pieces that end with a line, of which all but the last never change."""
-SMALL = (JOB, RUN, PLAN, SCHEDULE, LOG, LEDGER, RECEIPT, "measurements.json")
+SMALL = (JOB, RUN, PLAN, SETTINGS, SCHEDULE, LOG, LEDGER, RECEIPT, "measurements.json")
 _COMMIT = re.compile(r"commits/(\d{8})-(\d{6})-(\d{8,})\.json")
 _DRAFT = ".draft-"
 
@@ -92,7 +85,7 @@ def read_commit(store: Store, commit: Commit) -> dict[str, Any]:
             to_do="pip install --upgrade farthing",
         )
     if [manifest.get(key) for key in Commit._fields] != list(commit):
-        raise Damaged("its commit is another one's")
+        raise Damaged("its commit is that of another copy")
     if not isinstance(manifest.get("files"), list):
         raise Damaged("its commit lists no files")
     for entry in manifest["files"]:
@@ -123,9 +116,9 @@ def take_newest(
 ) -> tuple[Commit, int, Objects]:
     """Bring the newest commit whose own checkpoint is whole into a run folder, else the newest other checkpoint that is.
 
-    Returns (commit, step of its newest checkpoint, the objects that were found whole). What else of it is lost is said aloud
-    and done without; the ledger is joined with `words`, see `join_ledgers`. Raises `RunDamaged` when no checkpoint is whole,
-    `RunChanged` when the folder holds another run, `NoSpace`, `StoreFault`.
+    Returns (commit, step of its newest checkpoint, the objects that were found whole). What else of it is lost is named in a
+    warning and done without; the ledger is joined with `words`, see `join_ledgers`. Raises `RunDamaged` when no checkpoint
+    is whole, `RunChanged` when the folder holds another run, `NoSpace`, `StoreFault`.
     """
     readable: list[tuple[Commit, dict[str, Any]]] = []
     for commit in commits:
@@ -154,7 +147,7 @@ def take_newest(
     raise RunDamaged(
         f"none of the {len(commits)} commits in the store is whole",
         where=store.name,
-        to_do="bring one back, or start from zero on purpose with --allow-restart",
+        to_do="bring one back, or start from step 0 with --allow-restart",
     )
 
 
@@ -177,7 +170,7 @@ def _install(
     n_bytes = sum(entry["size"] for entry in manifest["files"])
     if shutil.disk_usage(folder).free < 2 * n_bytes:
         raise NoSpace(
-            f"the copy in the store takes {say_bytes(n_bytes)}, and there is no room for it and the next",
+            f"the copy in the store takes {say_bytes(n_bytes)}, and twice as much must be free",
             where=str(folder),
             to_do="make room, or set output_dir to a disk that has it",
         )
@@ -191,7 +184,7 @@ def _install(
             raise Damaged(next(iter(lost.values())))
         mend(draft, lambda text: None)
         small = {path for path in lost if path in SMALL or path.startswith(f"{LOG_PARTS}/")}
-        for path in [path for path in lost if path in small - {SCHEDULE} and not (draft / path).exists()]:
+        for path in [path for path in lost if path in small - {SETTINGS, SCHEDULE} and not (draft / path).exists()]:
             spares = [entry for other in older for entry in other["files"] if entry["path"] == path]
             if any(not _fetch_all(store, draft, [spare]) for spare in spares):
                 lost[path] += "; an older copy is used"
@@ -258,7 +251,7 @@ def _put_in_place(
         if path.name in arrived:
             discard(path)
         elif int(path.name.split("-")[1]) >= step:
-            warn(f"{path.name} here is not what the run went on from elsewhere: set aside")
+            warn(f"{path.name} here is not part of the run that the store has: set aside")
             path.rename(path.with_name(f"{path.name}.elsewhere-{uuid.uuid4().hex[:4]}"))
     for name, path in arrived.items():
         path.rename(checkpoints / name)

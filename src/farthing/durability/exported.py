@@ -1,6 +1,6 @@
 """The exported model of a run, and whether it is still what was written.
 
-`manifest.json` in its folder names every other file with size and sha256, but for the card: that is written anew with the
+`manifest.json` in its folder names every other file with size and sha256, but for the card: that is written again with the
 receipt. Refuses to import torch: a finished run is checked at the speed of the disk.
 """
 
@@ -50,7 +50,7 @@ def damage_of(run: Path) -> str | None:
             return f"{path.name} differs from what was written (sha256)"
     known = {entry["name"] for entry in manifest["files"]} | {MANIFEST, CARD}
     extra = sorted(path.name for path in folder.iterdir() if path.name not in known)
-    return f"it holds files it was not written with: {', '.join(extra[:5])}" if extra else None
+    return f"it has files that were added later: {', '.join(extra[:5])}" if extra else None
 
 
 def set_aside(folder: Path) -> Path:

@@ -74,7 +74,7 @@ def sha256_of(path: Path, progress: Callable[[int], None] | None = None) -> str:
 def make_private(folder: Path) -> Path:
     """Create `folder` if need be, readable by its owner alone: it may hold data. Raises `OSError`."""
     if folder.is_symlink() and folder.lstat().st_uid not in (0, os.getuid()):
-        raise PermissionError(errno.EPERM, "it is a link that somebody else has made")
+        raise PermissionError(errno.EPERM, "it is a link made by another user")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(OSError):
         folder.chmod(0o700)
@@ -192,7 +192,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a committed folder, its form checked. Raises `Damaged`."""
     path = folder / MANIFEST
     if folder.is_symlink() or path.is_symlink():
-        raise Damaged("it is a link to elsewhere")
+        raise Damaged("it is a symbolic link")
     try:
         if path.exists() and not path.is_file():
             raise Damaged(f"{MANIFEST} is no file")
@@ -236,7 +236,7 @@ def verify_folder(folder: Path) -> dict[str, Any]:
             raise Damaged(f"{path.name} differs from what was written (sha256)")
     extra = {path.name for path in folder.iterdir()} - listed - {MANIFEST}
     if extra:
-        raise Damaged(f"holds files it was not written with: {', '.join(sorted(extra))}")
+        raise Damaged(f"has files that were added later: {', '.join(sorted(extra))}")
     return manifest
 
 
@@ -374,7 +374,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     for path in folder.iterdir():
         if path.is_symlink() and not path.is_dir():
             raise UserMistake(
-                f"`{path.name}` in this folder is a link to elsewhere",
+                f"`{path.name}` in this folder is a symbolic link",
                 where=str(folder),
                 to_do="remove it, or choose another output_dir",
             )

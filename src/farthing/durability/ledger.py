@@ -2,7 +2,7 @@
 
 A `Meter` is always in exactly one span, so the spans of an attempt add up to its wall time by construction. The
 `Ledger` keeps the account of every attempt on disk, apart from the checkpoints: time that was paid for stays on the
-bill even when its work was lost. The file has a line an attempt; that of the running one is written anew, in two places
+bill even when its work was lost. The file has a line an attempt; that of the running one is written again, in two places
 in turn, so that a kill at any moment leaves one of them whole. Refuses to know what is being measured: it gets names and
 numbers.
 """
@@ -35,8 +35,8 @@ SPANS = {
     "start_up": "start-up: process, imports, checks",
     "tokenize": "reading and tokenizing data",
     "load_model": "loading the model",
-    "restore": "restoring a checkpoint",
-    "prefix": "computing frozen layers once",
+    "restore": "looking for a checkpoint, and reading it",
+    "prefix": "computing the frozen layers for all epochs",
     "probe": "probing settings",
     "compile": "compiling layers, and the steps in which that happens",
     "data_wait": "waiting for batches",
@@ -47,7 +47,7 @@ SPANS = {
     "checkpoint": "checkpoints",
     "export": "exporting the model",
     "idle": "everything else",
-    "lost": "known in sum only: its lines in the ledger are lost",
+    "lost": "details lost with damaged lines of the ledger",
 }
 BEAT_S, SOONEST_BEAT_S, BEAT_SHARE = 1.0, 0.05, 0.01
 """A running attempt is written every second; a young one sooner, so that a kill forgets no more than a hundredth of it."""
@@ -284,7 +284,7 @@ class Ledger:
         """Within the block, in which libraries are loaded, another process beats for this one, see `watcher`."""
         with self._meter.lock:  # so that the fork finds it free
             if self._file is not None:
-                with contextlib.suppress(OSError):  # no process to be had: the thread has to do
+                with contextlib.suppress(OSError):  # no process can be started: the thread has to do
                     self._watcher = watch(self._watch, self._file, SOONEST_BEAT_S)
         try:
             yield
@@ -348,7 +348,7 @@ class Ledger:
     # ---- on the disk ----
 
     def _put(self) -> None:
-        """The line of this attempt, in the place that does not hold its newest; the whole file anew where it must be."""
+        """The line of this attempt, in the place that does not hold its newest; the whole file again where it must be."""
         if self._file is None or not self._is_as_left():
             self._begin_file()
             return

@@ -74,7 +74,7 @@ class Opened:
             raise RunDamaged(
                 f"the ledger of this run is gone ({', '.join(left)} are there): what it has cost is not known",
                 where=str(self.folder / LEDGER),
-                to_do="bring it back from a copy, or count from zero on purpose with --allow-restart",
+                to_do="bring it back from a copy, or start the bill at $0 with --allow-restart",
             )
 
 

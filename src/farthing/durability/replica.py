@@ -1,4 +1,4 @@
-"""The copy of a run in a store, made behind its back, from which an empty machine goes on.
+"""The copy of a run in a store, made in the background, from which an empty machine goes on.
 
 What is to be copied is hard-linked aside and sent by a thread: the newest first, and what it replaces is dropped. Data
 goes first, the lease is renewed, the commit comes last; files that an earlier commit has already are not sent again. A
@@ -68,7 +68,7 @@ class Pace:
     pause_s: float = 0.5
     """Before a first retry."""
     again_s: float = 30.0
-    """Before a commit that failed is tried anew."""
+    """Before a commit that failed is tried again."""
     finish_s: float = 600.0
     """At the end of a run, for the last commit ..."""
     give_up_s: float = 60.0
@@ -148,7 +148,7 @@ class Mirror:
                 raise StoreDown(
                     f"the store does not answer ({error}), and this folder does not hold the run",
                     where=f"output_store: {self._store.name}",
-                    to_do="try the same command again when it does; without output_store the run would begin anew",
+                    to_do="try the same command again when it does; without output_store the run would begin again",
                 ) from error
             self._lease.epoch = None
             self._warn(f"the store does not answer ({error}); the run goes on from this folder")
@@ -279,7 +279,7 @@ class Mirror:
             except Lost as error:
                 self._lost = str(error)
                 return
-            except Exception:  # the other thread says aloud that the store is away
+            except Exception:  # the other thread warns that the store is away
                 continue
 
     def _hold(self, store: Store) -> None:

@@ -9,12 +9,13 @@ checkpoints/      see checkpoint.py
 model/            the trained model for others, with a manifest, see exported.py
 receipt.json      written when an attempt ends
 measurements.json what each attempt took, see measurements.py
-plan.json         what the planner promised before the first attempt, and how it would have it run
+plan.json         what was estimated before the first attempt, and how the planner would have it run; never written again
+settings.json     how the run is computed since its first step, see settings.py
 schedule.json     how many steps the budget buys, where the schedule is fitted to it
 
-run.json, plan.json and schedule.json decide the result. Each carries the sha256 of its own content, and each checkpoint's
-manifest a copy of all three: one that is damaged or gone is written anew from there, or the run is refused. Those of runs
-from before there were checksums are taken as they are, once.
+run.json, plan.json, settings.json and schedule.json decide the result. Each carries the sha256 of its own content, and each
+checkpoint's manifest a copy of all: one that is damaged or gone is written again from there, or the run is refused. Those of
+runs from before there were checksums are taken as they are, once.
 """
 
 from __future__ import annotations
@@ -27,24 +28,16 @@ import uuid
 from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import farthing
 from farthing.clock import today
 from farthing.durability.accounts import Witness, read_ledger, witnesses_in
-from farthing.durability.files import (
-    Damaged,
-    make_private,
-    parse_json,
-    read_manifest,
-    seal,
-    unseal,
-    write_text,
-)
+from farthing.durability.files import Damaged, make_private, parse_json, read_manifest, seal, unseal, write_text
 from farthing.errors import RunChanged, RunDamaged
 
 DATA_NOTES = "data_notes.json"  # columns that are not used, and the like
-JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
+JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE, SETTINGS = (
     "job.json",
     "run.json",
     "plan.json",
@@ -54,8 +47,9 @@ JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE = (
     "model",
     "receipt.json",
     "schedule.json",
+    "settings.json",
 )
-DECIDING = (RUN, PLAN, SCHEDULE)
+DECIDING = (RUN, PLAN, SETTINGS, SCHEDULE)
 """The files that decide the result."""
 COPIES = "run_files"
 """Under this name a checkpoint's manifest has a copy of each, None where there is no such file."""
@@ -64,6 +58,7 @@ _OF_ATTEMPTS = ("keeps_frozen_output", "shares_beginnings", "steps_per_epoch", "
 _SEAL = "sha256"
 
 Warn = Callable[[str], None]
+T = TypeVar("T")
 FormerNames = Callable[[dict[str, Any], Any], dict[str, Any]]
 """A run's facts and its job as it was kept -> what earlier versions wrote, by key, for the identity that the run has now."""
 
@@ -82,6 +77,22 @@ def kept(path: Path) -> dict[str, Any] | None:
     A file without a checksum is of an earlier farthing, and taken as it is.
     """
     return _read(path)[0]
+
+
+def kept_as(path: Path, read: Callable[[dict[str, Any]], T], warn: Warn) -> T | None:
+    """What `read` makes of a deciding file; None where there is none, or where nothing was saved by one that is damaged.
+
+    Raises `RunDamaged`.
+    """
+    try:
+        values = kept(path)
+        return None if values is None else read(values)
+    except (Damaged, ValueError, KeyError, TypeError) as error:
+        why = str(error) if isinstance(error, Damaged) else f"{path.name} holds something else"
+    if has_committed(path.parent):
+        raise RunDamaged(why, where=str(path), to_do="bring it back from a copy, or give the job another output_dir")
+    warn(f"{why}; nothing was saved by it: it is made anew")
+    return None
 
 
 def _read(path: Path) -> tuple[dict[str, Any] | None, bool]:
@@ -115,7 +126,7 @@ def copies_of(folder: Path, before: Mapping[str, Any] | None = None) -> dict[str
 
 
 def mend(folder: Path, warn: Warn) -> None:
-    """Write the deciding files that are damaged, gone or without their checksum anew from the newest checkpoint that has a
+    """Write the deciding files that are damaged, gone or without their checksum again from the newest checkpoint that has a
     copy of them; runs without such a checkpoint are left as they are. Raises `OSError`."""
     manifest = _newest_with_copies(folder)
     if manifest is None:
@@ -134,7 +145,7 @@ def mend(folder: Path, warn: Warn) -> None:
             warn(f"{why}: removed, the run had none at its checkpoint of step {manifest['step']}")
         else:
             keep(path, copy)
-            warn(f"{why}: written anew from the checkpoint of step {manifest['step']}")
+            warn(f"{why}: written again from the checkpoint of step {manifest['step']}")
 
 
 def _newest_with_copies(folder: Path) -> dict[str, Any] | None:
@@ -213,7 +224,7 @@ def keep_job(folder: Path, job: Mapping[str, Any], facts: dict[str, Any]) -> Non
 
 def kept_job(folder: Path) -> dict[str, Any]:
     """The job of a run as it was read. Raises `RunDamaged` where it is not what was written."""
-    to_do = "run `farthing train` with the job once more: it writes the file anew"
+    to_do = "run `farthing train` with the job once more: it writes the file again"
     try:
         text = (folder / JOB).read_text(encoding="utf-8")
         digest = (kept(folder / RUN) or {}).get("job_sha256")
@@ -247,7 +258,7 @@ def rules_of(folder: Path) -> int:
     rules = facts.get("rules", 1)
     if rules not in range(1, RULES + 1):
         raise RunDamaged(
-            f"it began under rules {rules!r}, this farthing knows up to {RULES}",
+            f"it began under rules {rules!r}, this version of farthing knows rules up to {RULES}",
             where=str(folder / RUN),
             to_do="pip install --upgrade farthing",
         )
@@ -286,7 +297,7 @@ def same_examples(folder: Path, facts: dict[str, Any], sha256: str) -> dict[str,
         keep(folder / RUN, facts)
     elif before != sha256:
         raise RunChanged(
-            "this run began with other examples: the same rows were made into other tokens, or split in another way",
+            "this run began with other examples: the same rows gave other tokens, or were split in another way",
             where=str(folder),
             to_do="continue it with the versions of farthing, transformers and tokenizers that it began with, or give the"
             " job another output_dir",
@@ -309,7 +320,7 @@ def claim(
     """
     facts = _facts_of(folder, warn, allow_restart=allow_restart)
     if facts is None:
-        for name in (PLAN, SCHEDULE):
+        for name in (PLAN, SETTINGS, SCHEDULE):
             (folder / name).unlink(missing_ok=True)  # of a run that is not known
         facts = {
             "run_id": uuid.uuid4().hex,
@@ -337,8 +348,8 @@ def claim(
             to_do=f"undo the change to continue it, or give the job another output_dir{further}",
         )
     if changed:
-        warn(f"nothing was saved of the run in this folder: it follows the job as it is now ({'; '.join(changed)})")
-        for name in (PLAN, SCHEDULE):
+        warn(f"the run in this folder has no checkpoint yet, so it uses the job as it is now ({'; '.join(changed)})")
+        for name in (PLAN, SETTINGS, SCHEDULE):
             (folder / name).unlink(missing_ok=True)
         facts = {key: value for key, value in facts.items() if key not in _OF_ATTEMPTS}
         facts["machine"] = machine
@@ -384,11 +395,11 @@ def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> dict[str, Any
         why = str(error)
     if has_committed(folder) and not allow_restart:
         raise RunDamaged(
-            f"{why}: which run this is can't be told",
+            f"{why}: it is not known which run this is",
             where=str(folder / RUN),
-            to_do="bring it back from a copy, give the job another output_dir, or start anew with --allow-restart",
+            to_do="bring it back from a copy, give the job another output_dir, or start again with --allow-restart",
         )
-    warn(f"{why}, and nothing can be gone on from: the run begins anew")
+    warn(f"{why}, and no checkpoint is left: the run begins again")
     return None
 
 

@@ -38,6 +38,17 @@ def read_line(line: bytes) -> tuple[dict[str, Any] | None, bool]:
     return {key: value for key, value in row.items() if key != SUM}, SUM in row
 
 
+def newest_lines(path: Path, most_bytes: int) -> list[bytes]:
+    """The last lines of a file, `most_bytes` of them, oldest first; none where it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            start = max(0, file.seek(0, 2) - most_bytes)
+            file.seek(start)
+            return file.read().split(b"\n")[1 if start else 0 :]  # the first is from the middle of a line
+    except OSError:
+        return []
+
+
 def checked(line: bytes) -> tuple[bytes | None, bool]:
     """(a line's text without its checksum, whether it had one), not taken apart; None in place of text that is damaged."""
     whole = line.rstrip(b"\n")

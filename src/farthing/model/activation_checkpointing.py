@@ -72,7 +72,7 @@ class MemoryNeed:
     head: Linear
     """Of the loss."""
     free_bytes: int
-    every_n_layers: int
+    checkpoint_every: int
     """0: no layer is checkpointed; 1: each; 2: each second."""
     begins_with_a_layer: bool = False
     """The last layer is checkpointed: the backward pass begins with computing it again, beside all that was saved."""
@@ -106,21 +106,23 @@ class MemoryNeed:
         return self.total_bytes <= SHARE_OF_FREE * self.free_bytes
 
 
-def checkpoint_layers(model: Any, every_n_layers: int) -> None:
+def checkpoint_layers(model: Any, checkpoint_every: int) -> None:
     """Recompute every n-th layer in the backward pass instead of keeping its activations (0: none).
 
     Non-reentrant, and without forcing gradients through frozen embeddings: layers below the first trained weight
     stay out of the backward pass.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if every_n_layers == 0:
+    if checkpoint_every == 0:
         inner._set_gradient_checkpointing(enable=False)
         return
 
     def recompute(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
-    inner._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recompute, every_n_layers=every_n_layers)
+    inner._set_gradient_checkpointing(
+        enable=True, gradient_checkpointing_func=recompute, every_n_layers=checkpoint_every
+    )
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ def choose_checkpointing(
             casts_bytes=_casts_bytes(model, autocast),
             head=head,
             free_bytes=free_bytes,
-            every_n_layers=every,
+            checkpoint_every=every,
             begins_with_a_layer=bool(every) and _last_layer_is_checkpointed(model),
         )
         if need.fits:

@@ -73,7 +73,7 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
 
 
 def _must_know(model: Any, modules_to_save: tuple[str, ...]) -> None:
-    """Refuse names that `peft` would pass over in silence. Raises `ModelError`."""
+    """Refuse names that `peft` would ignore without a word. Raises `ModelError`."""
     names = [name for name, module in model.named_modules() if any(True for _ in module.parameters())]
     for wanted in modules_to_save:
         if not any(name.endswith(wanted) for name in names):

@@ -1,8 +1,8 @@
 """Which kernel attends to documents laid end to end: a pure function of what is asked and of the machine.
 
 `choose` goes from the quickest kernel to the one that can do anything, and says why it passes over the others.
-`padded_groups` cuts documents for that last one. docs/gpu.md has the table that `rows_of_the_table` makes. Refuses to ask a
-machine anything: `attention_kernels.here` does. No torch.
+`padded_groups` cuts documents for that last one. docs/gpu.md has the table that tests/attention_table.py makes. Refuses to
+ask a machine anything: `attention_kernels.here` does. No torch.
 
 Sources: what torch's varlen takes in each version is by its Python sources of 2.10 to 2.15; what its flash kernels take is by
 the checks in its flash_api.cpp; flash-attn is by its README. No kernel of CUDA was ever run by farthing.
@@ -11,9 +11,8 @@ the checks in its flash_api.cpp; flash-attn is by its README. No kernel of CUDA 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +43,7 @@ class Machine:
     capability: tuple[int, int] = (0, 0)
     """Of the GPU: (7, 5) is a T4, (8, 0) an A100, (9, 0) an H100."""
     varlen: frozenset[str] = frozenset()
-    """Parameters of torch's `varlen_attn`; none where it has none. `varlen_of` knows them by version."""
+    """Parameters of torch's `varlen_attn`; none where it has none. `VARLEN` has them by version."""
     flash: frozenset[str] = frozenset()
     """Parameters of flash-attn's `flash_attn_varlen_func`; none where it is not installed."""
     has_flex: bool = False
@@ -86,12 +85,6 @@ def choose(asked: Asked, machine: Machine) -> Choice:
             return Choice(kernel, tuple(passed_over))
         passed_over.append((kernel, reason))
     return Choice("padded", tuple(passed_over))
-
-
-def varlen_of(version: tuple[int, int]) -> frozenset[str]:
-    """What `varlen_attn` of a torch of this version takes, as far as it matters here."""
-    known = [parameters for since, parameters in VARLEN.items() if version >= since]
-    return known[-1] if known else frozenset()
 
 
 def _why_not_varlen(asked: Asked, machine: Machine) -> str | None:
@@ -198,67 +191,3 @@ def _best_cuts(sizes: NDArray[np.int64], n_of: NDArray[np.int64], width: int) ->
         at = int(begins[at])
         found.append(at)
     return found[::-1]
-
-
-# ---- the table ----
-
-_GPUS = {"T4 (7.5)": (7, 5), "A100 (8.0)": (8, 0), "RTX 4090 (8.9)": (8, 9), "H100 (9.0)": (9, 0)}
-_BESIDES = {
-    "nothing": (frozenset[str](), False),
-    "Triton and a C compiler": (frozenset[str](), True),
-    "flash-attn": (FLASH_ATTN, False),
-    "all of them": (FLASH_ATTN, True),
-}
-_NUMBERS = {
-    f"{dtype}, {size}": (dtype, size)
-    for dtype, size in [*itertools.product(("half",), (64, 208, 256)), ("fp32", 64), ("fp32", 128)]
-}
-_ASKED: dict[str, dict[str, bool]] = {
-    "plain": {},
-    "window": {"has_window": True},
-    "soft cap": {"has_softcap": True},
-    "dropout": {"has_dropout": True},
-}
-_COLUMNS: dict[str, dict[str, Any]] = {
-    "GPU (capability)": _GPUS,
-    "torch": {f"{major}.{minor}": (major, minor) for major, minor in VARLEN},
-    "installed besides": _BESIDES,
-    "`full_determinism`": {"no": False, "yes": True},
-    "numbers, width of a head": _NUMBERS,
-}
-
-
-def rows_of_the_table() -> Iterator[str]:
-    """Lines of a table in Markdown: the kernel for what is asked, by GPU, torch, packages, determinism and numbers.
-
-    A version of torch stands for itself and those up to the next in the table, the last for all later ones.
-    """
-    lines: list[tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]] = []
-    for case in itertools.product(*_COLUMNS.values()):
-        capability, version, (flash, has_flex), is_exact, (dtype, size) = (
-            values[name] for values, name in zip(_COLUMNS.values(), case, strict=True)
-        )
-        numbers = dtype if dtype == "fp32" else "bf16" if capability >= (8, 0) else "fp16"
-        machine = Machine("cuda", capability, varlen_of(version), flash, has_flex, is_exact)
-        kernels = tuple(choose(Asked(numbers, size, **asked), machine).kernel for asked in _ASKED.values())
-        lines.append((tuple((name,) for name in case), kernels))
-    for column in reversed(range(len(_COLUMNS))):
-        lines = _merged(lines, column)
-    yield "| " + " | ".join([*_COLUMNS, *_ASKED]) + " |"
-    yield "|---" * (len(_COLUMNS) + len(_ASKED)) + "|"
-    for names, kernels in lines:
-        said = (
-            "any" if len(of) == len(all_of) else "; ".join(of)
-            for of, all_of in zip(names, _COLUMNS.values(), strict=True)
-        )
-        yield "| " + " | ".join([*said, *kernels]) + " |"
-
-
-def _merged(
-    lines: list[tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]], column: int
-) -> list[tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]]:
-    """Lines that differ in one column alone as one line."""
-    found: dict[Any, list[str]] = {}
-    for names, kernels in lines:
-        found.setdefault((names[:column], names[column + 1 :], kernels), []).extend(names[column])
-    return [((*left, tuple(names), *right), kernels) for (left, right, kernels), names in found.items()]

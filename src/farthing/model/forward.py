@@ -2,7 +2,7 @@
 
 One object that training, evaluation, the memory check and the probe share, so that they compute the same thing. It
 says which examples go together (`cut`), makes them ready on the host (`collate`, which any thread may call), brings
-them to the device (`place`) and takes the summed loss (`loss`).
+them to the device (`to_device`) and takes the summed loss (`loss`).
 
 Refuses to step an optimizer and to know what a run is. Shapes: T tokens of N documents, or B x T padded ones; h hidden
 size, V words, C classes.
@@ -23,7 +23,7 @@ from torch import Tensor
 from farthing.data.batches import Batches, collate
 from farthing.data.packing import ON_CPU, PieceCost, collate_flat, cut_by_tokens, cut_padded, target_lengths_of
 from farthing.data.prefix_sharing import WORTH, collate_shared, cut_shared, saved_by_sharing
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.model.apart import kept_apart, lift_capacity
 from farthing.model.attention import can_go_flat, can_share, first_position, flat_logits, go_flat
 from farthing.model.documents import flat_batch
@@ -73,7 +73,7 @@ class Forward:
         """Whether experts would have dropped some by themselves."""
         self.apart = kept_apart(inner, task, is_flat=self.is_flat)
         self.shares = False
-        self.n_placed = 0  # computed tokens of everything that was brought to the device
+        self.n_sent_tokens = 0  # computed tokens of everything that was brought to the device
         self.prefix: Prefix | None = None
         self._caches: list[tuple[TokenSet, PrefixCache]] = []
 
@@ -165,10 +165,10 @@ class Forward:
 
     # ---- on the device ----
 
-    def place(self, arrays: Host) -> dict[str, Any]:
+    def to_device(self, arrays: Host) -> dict[str, Any]:
         """The arrays as what the model takes, on its device; nothing is waited for."""
         device = self.numerics.device
-        self.n_placed += self.n_computed(arrays)
+        self.n_sent_tokens += self.n_computed(arrays)
         if not self.is_flat:
             return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
         batch = flat_batch({name: array for name, array in arrays.items() if name != PREFIX}, device)

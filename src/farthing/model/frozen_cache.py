@@ -33,7 +33,7 @@ from torch import Tensor
 
 import farthing
 from farthing.data.packing import collate_flat
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.durability.files import (
     Damaged,
     commit_folder,

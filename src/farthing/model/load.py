@@ -144,7 +144,7 @@ def set_languages(
     if not writes_them:
         if source or target:
             raise ModelError(
-                "its tokenizer writes no language into a text",
+                "its tokenizer does not write a language into texts",
                 where=tokenizer.name_or_path,
                 to_do="take data.source_lang and data.target_lang out of the job",
             )
@@ -163,7 +163,7 @@ def set_languages(
             known = [token for token in tokenizer.get_vocab() if "_" in token.strip("_")]
             near = difflib.get_close_matches(language, known, n=1)
             raise ModelError(
-                f"data.{key} {language!r} is no language of its tokenizer",
+                f"data.{key} {language!r} is not a language of its tokenizer",
                 where=tokenizer.name_or_path,
                 to_do=f"did you mean {near[0]}?" if near else "use a code of the tokenizer's own",
             )
@@ -241,7 +241,7 @@ def load_model(
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=task == "classification",  # a head for other classes is drawn anew
+                ignore_mismatched_sizes=task == "classification",  # a head for other classes is drawn again
                 **choice.where_from,
                 **attention,
                 **four_bit,
@@ -268,7 +268,7 @@ def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:
             f"{len(odd)} of the weights of a {model.config.model_type} for {task} are not in its files or have another shape, "
             f"e.g. {min(odd)}",
             where=name,
-            to_do="name a model that was pretrained for this task, or mend its folder",
+            to_do="name a model that was pretrained for this task, or correct its folder",
         )
 
 
@@ -421,7 +421,7 @@ def _must_name_its_own(index: Path) -> None:
         names = {str(name) for name in parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"can't be read ({type(error).__name__})"
-        raise ModelError(why, where=str(index), to_do="bring the file back whole") from error
+        raise ModelError(why, where=str(index), to_do="it is damaged: copy it again") from error
     odd = [
         name
         for name in names
@@ -429,7 +429,7 @@ def _must_name_its_own(index: Path) -> None:
     ]
     if odd:
         raise ModelError(
-            f"names files that are not of it, e.g. {odd[0]!r}",
+            f"names files outside its folder, e.g. {odd[0]!r}",
             where=str(index),
             to_do="name safetensors files of this folder alone",
         )
@@ -452,10 +452,10 @@ def _in_words(what: str, name: str, error: Exception) -> ModelError:
         return error  # type: ignore[return-value]
     if message.startswith("Unrecognized configuration class"):
         return ModelError(
-            f"{what}: transformers knows no such form of this model", where=name, to_do="change task: or model:"
+            f"{what}: transformers has no such class for this model", where=name, to_do="change task: or model:"
         )
     if "trust_remote_code" in message:
         to_do = "read that code; if you trust it: model.trust_remote_code: true with a pinned model.revision"
         return ModelError(f"{what}: it needs Python code that comes with it", where=name, to_do=to_do)
-    to_do = "bring the files of this folder back whole" if Path(name).is_absolute() else "see the model's own page"
+    to_do = "copy the folder again: it is damaged" if Path(name).is_absolute() else "see the model's own page"
     return ModelError(f"{what}: {type(error).__name__}: {message[:300]}", where=name, to_do=to_do)

@@ -25,7 +25,7 @@ logits move by a few per cent; what is merged in the wrong place moves them as f
 
 
 def check_examples(job: dict[str, Any], tokenizer: Any, n_words: int) -> list[dict[str, Tensor]]:
-    """What a model takes of a few examples, each [1, T]: the run's first rows that are to be had here, else drawn ids."""
+    """What a model takes of a few examples, each [1, T]: the run's first rows that are available here, else drawn ids."""
     task = job["task"]
     rows = _first_rows(job, tokenizer)
     if not rows:

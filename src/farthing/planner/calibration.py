@@ -19,6 +19,7 @@ from farthing.planner.memory import estimate_memory
 from farthing.planner.recipe import Recipe
 from farthing.planner.shapes import Adapters, Shape
 from farthing.planner.speed import Calibration, Device, forward_work, step_time, work_of
+from farthing.settings import Settings
 from farthing.units import plural
 
 N_NEWEST = 5
@@ -74,7 +75,7 @@ def calibrate(
 
 
 def past_errors(measurements: Sequence[Measurement], hardware: str) -> str:
-    """How far off earlier promises were on `hardware`, in words; empty where there were none."""
+    """how far off earlier estimates were on `hardware`, in words; empty where there were none."""
     steps, peaks = [], []
     for m in matching(measurements, hardware=hardware):
         step_s, peak = m.promised.get("step_s"), m.promised.get("peak_bytes")
@@ -84,7 +85,7 @@ def past_errors(measurements: Sequence[Measurement], hardware: str) -> str:
     if not steps:
         return ""
     return (
-        f"{plural(len(steps), 'earlier promise')} here: off by {statistics.median(steps):.0%} in time and "
+        f"{plural(len(steps), 'earlier estimate')} here: off by {statistics.median(steps):.0%} in time and "
         f"{statistics.median(peaks):.0%} in memory, median"
     )
 
@@ -109,10 +110,12 @@ def _is_same(m: Measurement, shape: Shape, recipe: Recipe) -> bool:
 def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Largest]:
     """A measured run in the formulas' terms: recipe, padding, mean tokens, and its largest micro-batch."""
     stack = replace(recipe.stack, is_flat=m.is_flat, is_flash=m.is_flat and m.precision != "fp16")
+    settings = Settings(
+        m.micro_batch_tokens, m.checkpoint_every, caches_frozen=m.caches_frozen, precision=recipe.precision
+    )
     ran = replace(
-        recipe, optim=m.optim, global_batch=m.global_batch_size, micro_batch=None, micro_tokens=m.micro_batch_tokens,
-        mean_passes=m.n_micro_batches / m.n_steps, every_n_layers=m.every_n_layers, lora_r=m.lora_r, stack=stack,
-        caches_prefix=m.caches_prefix,
+        recipe, settings=settings, optim=m.optim, global_batch=m.global_batch_size, micro_batch=None,
+        mean_passes=m.n_micro_batches / m.n_steps, lora_r=m.lora_r, stack=stack,
     )  # fmt: skip
     n_examples = m.n_steps * m.global_batch_size
     mean, target = m.lengths["mean"], m.lengths["mean_target"] if m.task == "seq2seq" else 0.0

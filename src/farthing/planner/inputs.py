@@ -17,6 +17,7 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.errors import FarthingError, UserMistake
 from farthing.planner.calibration import calibrate, past_errors
+from farthing.planner.estimate import Estimate
 from farthing.planner.job_lengths import read_lengths
 from farthing.planner.lengths import Lengths, from_mean
 from farthing.planner.machine import Machine, free_memory_bytes, installed_torch, local_machine
@@ -54,60 +55,54 @@ class Study:
     """Where the law of interruptions comes from."""
 
 
-def study_job(
-    job: Job,
-    *,
-    now: datetime,
-    prices: Path | str | None = None,
-    gpu: Sequence[str] = (),
-    provider: Sequence[str] = (),
-    region: Sequence[str] = (),
-    kind: str | None = None,
-    max_gpus: int = 8,
-    own: Sequence[Owned] = (),
-    budget_usd: float | None = None,
-    deadline_s: float | None = None,
-    n_examples: int | None = None,
-    mean_tokens: float | None = None,
-    traces: Path | None = None,
-    is_local: bool = True,
-    torch: str | None = None,
-) -> Study:
+@dataclass(frozen=True)
+class Asked:
+    """What is asked beside the job. Names of GPUs, providers and regions: any of them will do; none: as the job says."""
+
+    gpu: Sequence[str] = ()
+    provider: Sequence[str] = ()
+    region: Sequence[str] = ()
+    kind: str | None = None
+    max_gpus: int = 8
+    prices: Path | str | None = None
+    traces: Path | None = None
+    """A folder of spot capacity."""
+    own: Sequence[Owned] = ()
+    budget_usd: float | None = None
+    deadline_s: float | None = None
+    n_examples: int | None = None
+    """With `mean_tokens`: of data that can't be seen from here."""
+    mean_tokens: float | None = None
+    is_local: bool = True
+    """Whether this machine is planned on."""
+    torch: str | None = None
+    """What rented machines get ("2.13.0+cu126"); None: the version and build that are installed here."""
+
+
+def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
     """Plan a job on every offer that is asked for, on this machine, and on GPUs of one's own.
 
-    `gpu`, `provider` and `region` are names, any of which will do; like `kind`, they are the job's own unless given.
-    `n_examples` and `mean_tokens` stand for data that can't be seen from here; `traces` is a folder of spot capacity.
-    `torch` is what rented machines get ("2.13.0+cu126"); without it the version and build that are installed here.
     Raises `UserMistake`, `DataError`, `ModelError`.
     """
-    notes: list[str] = []
-    cache_dir = Path(job.cache_dir or ".")
+    cache_dir, today = Path(job.cache_dir or "."), now.date()
     config, where = find_config(job.model.model_name_or_path, job.model.revision)
-    notes.append(f"model: {where}")
-    lengths, held_out = _lengths(job, cache_dir, n_examples, mean_tokens)
-    notes.append(f"data: {lengths.source}")
+    lengths, held_out = _lengths(job, cache_dir, asked.n_examples, asked.mean_tokens)
+    notes = [f"model: {where}", f"data: {lengths.source}"]
     notes += list(dict.fromkeys([*lengths.notes, *(held_out.notes if held_out else ())]))
     wanted = wanted_of(job, shape_of(job, config), lengths, held_out, config=config, now=now)
-    if budget_usd is not None:
-        wanted = replace(wanted, max_usd=budget_usd)
-    if deadline_s is not None:
-        wanted = replace(wanted, deadline_s=deadline_s)
-    today = now.date()
-    catalog = read_catalog(prices, today)
+    if asked.budget_usd is not None:
+        wanted = replace(wanted, max_usd=asked.budget_usd)
+    if asked.deadline_s is not None:
+        wanted = replace(wanted, deadline_s=asked.deadline_s)
+    catalog = read_catalog(asked.prices, today)
     measurements = read_measurements(cache_dir / MEASUREMENTS)
     machine = local_machine()
     known = _Known(wanted, measurements)
-    may = job.where
-    chosen = _selected(catalog, gpu or may.gpu, provider or may.provider, region or may.region, kind or may.offers)
-    offers = [offer for offer in chosen if offer.n_gpus <= max_gpus]
-    if not offers:
-        raise UserMistake(
-            f"no machine of at most {max_gpus} GPUs is among the offers", where="--max-gpus", to_do="give more"
-        )
-    software = rented_torch() if torch is None else parse_torch(torch)
+    offers = _offers(catalog, job, asked)
+    software = rented_torch() if asked.torch is None else parse_torch(asked.torch)
     notes.append(f"software: {runs_in_words(software)}")
     found: list[Place | Rejected] = []
-    if is_local:
+    if asked.is_local:
         here = place_here(wanted, machine, job, measurements, today)
         if here is not None:
             found.append(here)
@@ -115,6 +110,42 @@ def study_job(
             notes.append(
                 f"this machine: {machine.device_name} is no GPU that is known here, so nothing is planned on it"
             )
+    found += _places(wanted, offers, asked.own, known, software, today)
+    places = [place for place in found if isinstance(place, Place)]
+    refused = tuple(place for place in found if isinstance(place, Rejected))
+    hazard, law = None, Study.law
+    if asked.traces is not None:
+        hazard, law = hazards(read_traces(asked.traces), now)
+        notes.append(law)
+    assumptions, managed = Assumptions(), [offer for offer in offers if offer.usd_per_hour is None]
+    answer = decide(wanted, places, assumptions=assumptions, managed=managed, hazard=hazard)
+    answer = replace(answer, rejected=(*answer.rejected, *refused))
+    notes += [*known.notes, *_past(places, measurements, machine)]
+    return Study(job, wanted, answer, catalog, machine, assumptions, tuple(notes), today, tuple(asked.own), law)
+
+
+def _offers(catalog: Catalog, job: Job, asked: Asked) -> list[Offer]:
+    """Those that are asked for. Raises `UserMistake` where there are none."""
+    may = job.where
+    chosen = _selected(
+        catalog,
+        asked.gpu or may.gpu,
+        asked.provider or may.provider,
+        asked.region or may.region,
+        asked.kind or may.offers,
+    )
+    offers = [offer for offer in chosen if offer.n_gpus <= asked.max_gpus]
+    if not offers:
+        what = f"no machine of at most {asked.max_gpus} GPUs is among the offers"
+        raise UserMistake(what, where="--max-gpus", to_do="give more")
+    return offers
+
+
+def _places(
+    wanted: JobSpec, offers: Sequence[Offer], own: Sequence[Owned], known: _Known, software: Torch, today: date
+) -> list[Place | Rejected]:
+    """GPUs of one's own and offers with an hourly price, as places for the job."""
+    found: list[Place | Rejected] = []
     for owned in own:
         offer = owned_offer(owned, today)
         place = place_of(offer, wanted, known.of(offer.gpu), software)
@@ -123,25 +154,15 @@ def study_job(
     for offer in offers:
         if offer.usd_per_hour is not None:
             found.append(place_of(offer, wanted, known.of(offer.gpu), software, today))
-    places = [place for place in found if isinstance(place, Place)]
-    refused = [place for place in found if isinstance(place, Rejected)]
-    managed = [offer for offer in offers if offer.usd_per_hour is None]
-    assumptions = Assumptions()
-    hazard, law = None, Study.law
-    if traces is not None:
-        hazard, words = hazards(read_traces(traces), now)
-        notes.append(words)
-        law = words
-    answer = decide(wanted, places, assumptions=assumptions, managed=managed, hazard=hazard)
-    answer = replace(answer, rejected=(*answer.rejected, *refused))
-    notes += known.notes
-    here_calibration = next((place.calibration for place in places if place.offer.provider == HERE), None)
-    if here_calibration is not None and here_calibration.n_runs:
-        notes.append(f"this machine is calibrated by {here_calibration.source}")
+    return found
+
+
+def _past(places: Sequence[Place], measurements: Sequence[Measurement], machine: Machine) -> list[str]:
+    """What runs here have taught: what this machine is calibrated by, and how far off estimates were."""
+    here = next((place.calibration for place in places if place.offer.provider == HERE), None)
+    notes = [f"this machine is calibrated by {here.source}"] if here is not None and here.n_runs else []
     earlier = past_errors(measurements, machine.hardware)
-    if earlier:
-        notes.append(earlier)
-    return Study(job, wanted, answer, catalog, machine, assumptions, tuple(notes), today, tuple(own), law)
+    return [*notes, earlier] if earlier else notes
 
 
 # ---- the job ----
@@ -159,9 +180,9 @@ def wanted_of(
     train, method = job.train, job.method
     precision = "bf16" if train.bf16 else "fp16" if train.fp16 else "fp32" if train.bf16 is False else None
     checkpointing = train.gradient_checkpointing
-    micro_tokens = train.micro_batch_tokens
-    if micro_tokens is None and job.says_micro_batch:
-        micro_tokens = job.micro_batch_size * lengths.longest_example  # as the trainer takes it
+    micro_batch_tokens = train.micro_batch_tokens
+    if micro_batch_tokens is None and job.says_micro_batch:
+        micro_batch_tokens = job.micro_batch_size * lengths.longest_example  # as the trainer takes it
     deadline_s = None
     if job.limits.deadline is not None:
         deadline_s = job.limits.deadline.timestamp() - now.timestamp()
@@ -174,10 +195,10 @@ def wanted_of(
         lengths=lengths,
         n_epochs=train.num_train_epochs,
         max_steps=train.max_steps,
-        micro_tokens=micro_tokens,
+        micro_batch_tokens=micro_batch_tokens,
         may_go_flat=job.model.attn_implementation is None,
-        caches_prefix=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
-        every_n_layers=None if checkpointing == "auto" else int(checkpointing),
+        caches_frozen=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
+        checkpoint_every=None if checkpointing == "auto" else int(checkpointing),
         precision=precision,
         fp16_risk=fp16_risk(config),
         attention=job.model.attn_implementation or "",
@@ -292,46 +313,34 @@ def plan_here(
     return answer.plans[0] if answer.plans else answer.rejected[0]
 
 
-def promise_of(plan: Plan, wanted: JobSpec) -> dict[str, Any]:
-    """What a plan promises a run, in plain values: kept with the run, and held against what happens.
-
-    `formula` is what would have been said without any measurement, for the plans of other models on the same device.
-    """
-    assert plan.recipe.micro_tokens is not None
-    padded = wanted.cut(plan.recipe.micro_tokens, plan.recipe.n_gpus, plan.recipe.cost).example
-    work = work_of(
-        wanted.shape,
-        plan.recipe,
-        padded,
-        wanted.tokens_per_example,
-        wanted.adapters,
-        labelled_share=wanted.labelled_share,
-    )
-    bare = step_time(work, plan.place.device).parts
-    return {
-        "wall_s": plan.wall_s,
-        "wall_range_s": [hours * 3600 for hours in plan.hours_range.as_list()],
-        "usd": plan.total_usd,
-        "usd_range": plan.usd_range.as_list(),
-        "peak_bytes": int(plan.memory_range.likely),
-        "peak_range_bytes": [int(n) for n in plan.memory_range.as_list()],
-        "seconds": plan.seconds,
-        "memory": plan.memory.as_dict(),
-        "step_s": plan.step.seconds,
-        "tokens_per_s": plan.step.tokens_per_s,
-        "interval_s": plan.interval_s,
-        "cache_bytes": plan.cache_bytes,
-        "micro_batch_tokens": plan.recipe.micro_tokens,
-        "piece_cost": list(plan.recipe.cost),
-        "every_n_layers": plan.recipe.every_n_layers,
-        "first_layer": wanted.adapters.first_layer if wanted.adapters is not None else 0,
-        "calibration": plan.place.calibration.source or "formulas only",
-        "formula": {
+def estimate_of(plan: Plan, wanted: JobSpec) -> Estimate:
+    """What a plan says of the job that it is for."""
+    recipe, shape, adapters = plan.recipe, wanted.shape, wanted.adapters
+    padded = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost).example
+    mean, share = wanted.tokens_per_example, wanted.labelled_share
+    bare = step_time(work_of(shape, recipe, padded, mean, adapters, labelled_share=share), plan.place.device).parts
+    return Estimate(
+        wall_s=plan.wall_s,
+        wall_range_s=[hours * 3600 for hours in plan.hours_range.as_list()],
+        usd=plan.total_usd,
+        usd_range=plan.usd_range.as_list(),
+        peak_bytes=int(plan.memory_range.likely),
+        peak_range_bytes=[int(n) for n in plan.memory_range.as_list()],
+        seconds=plan.seconds,
+        memory=plan.memory.as_dict(),
+        step_s=plan.step.seconds,
+        tokens_per_s=plan.step.tokens_per_s,
+        interval_s=plan.interval_s,
+        calibration=plan.place.calibration.source or "formulas only",
+        settings=recipe.settings,
+        cache_bytes=plan.cache_bytes,
+        first_layer=adapters.first_layer if adapters is not None else 0,
+        formula={
             "compute_s": sum(seconds for name, seconds in bare.items() if name != "optimizer"),
             "optimizer_s": bare.get("optimizer", 0.0),
             "peak_bytes": plan.memory.allocated_bytes,
         },
-    }
+    )
 
 
 def owned_offer(owned: Owned, today: date) -> Offer:
@@ -380,7 +389,7 @@ def _calibration(
 ) -> Calibration:
     if not measurements:
         return Calibration()
-    recipe = recipe_of(wanted, precision, wanted.micro_tokens or CPU_TOKENS, wanted.every_n_layers or 0)
+    recipe = recipe_of(wanted, precision, wanted.micro_batch_tokens or CPU_TOKENS, wanted.checkpoint_every or 0)
     return calibrate(
         measurements, hardware, wanted.shape, recipe, device, wanted.adapters,
         labelled_share=wanted.labelled_share, mean_tokens=wanted.lengths.mean,

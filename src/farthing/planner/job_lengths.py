@@ -21,7 +21,7 @@ from farthing.data.batches import split_by_input
 from farthing.data.chat import TEXT_VERSION, asks_for_the_date
 from farthing.data.read import KINDS, Source, folder_sha256, is_dataset, kind_of_file, short_name
 from farthing.data.sample import Sampled, light_tokenizer, own_template, sample_lengths
-from farthing.data.tokens import CACHE_VERSION, Recipe, TokenSet, notes_of, open_token_set
+from farthing.data.token_set import CACHE_VERSION, Recipe, TokenSet, notes_of, open_token_set
 from farthing.durability.files import Damaged, belongs_to_another, is_own, make_private, sha256_of, write_json
 from farthing.durability.run_folder import began
 from farthing.errors import FarthingError, ModelError, UserMistake
@@ -181,7 +181,7 @@ def files_of_split(folder: Path, split: str) -> list[Path]:
         named = [path for path in files if not any(word in inside[path] for word in ("valid", "dev", "test", "eval"))]
     if not named:
         raise UserMistake(
-            f"the folder has no file that can be seen to be its split `{split}`",
+            f"no file of the folder can be recognised as its split `{split}`",
             where=str(folder),
             to_do="give --examples N --mean-tokens M, or run `farthing train` once: tokenized data is remembered",
         )

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.packing import ON_CPU, PieceCost, cut_by_tokens, cut_padded
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.errors import UserMistake
 
 SAMPLE_SIZE = 4096

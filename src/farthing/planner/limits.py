@@ -12,12 +12,7 @@ from statistics import NormalDist
 from typing import Any
 
 from farthing.planner.ownership import needed_samples_per_min
-from farthing.planner.spot import (
-    Choice,
-    Interruptions,
-    Rhythm,
-    choose,
-)
+from farthing.planner.spot import Choice, Interruptions, SaveSchedule, choose
 from farthing.planner.types import JobSpec, Plan, Range, Rejected
 from farthing.prices.offers import Offer
 from farthing.units import said_apart, say_seconds, say_usd
@@ -54,7 +49,7 @@ def within_limits(plan: Plan, wanted: JobSpec) -> Plan | Rejected:
     least_s = plan.wall_s - plan.seconds.get("waiting", 0.0)  # where spot waits, on demand may step in
     if wanted.deadline_s is not None and least_s > wanted.deadline_s:
         late = say_seconds(plan.wall_s - max(0.0, wanted.deadline_s))
-        needed_s = _sure_s(plan, wanted.sure)
+        needed_s = _confident_s(plan, wanted.confidence)
         change = _later(needed_s - wanted.deadline_s)
         return Rejected(plan.offer, f"ends {late} after the deadline", change, needed_s / max(wanted.deadline_s, 1.0))
     return plan
@@ -95,10 +90,10 @@ def meet_deadline(
     for n, plan in enumerate(plans):
         if plan.spot is None:
             chance = NormalDist(plan.wall_s, _spread_s(plan)).cdf(deadline_s)
-            if chance >= wanted.sure:
+            if chance >= wanted.confidence:
                 kept.append(replace(plan, chance=chance))
             else:
-                late.append(_late(plan, chance, deadline_s, wanted.sure))
+                late.append(_late(plan, chance, deadline_s, wanted.confidence))
             continue
         busy_s = sum(plan.seconds.get(name, 0.0) for name in ("frozen layers", "training", "evaluation"))
         before_s = sum(plan.seconds.get(name, 0.0) for name in ("setup", "download", "start-up", "tokenizing"))
@@ -110,31 +105,31 @@ def meet_deadline(
             save_s = max(1e-3, plan.seconds.get("checkpoints", 0.0) / n_saves)
             choices[key] = choose(
                 busy_s,
-                Rhythm(plan.interval_s, save_s, before_s),
+                SaveSchedule(plan.interval_s, save_s, before_s),
                 hazard(plan.offer),
                 spot_usd_per_h=plan.offer.usd_per_hour or 0.0,
                 on_demand_usd_per_h=own_usd if own_usd is not None else math.inf,
                 deadline_s=max(1.0, deadline_s - before_s),
-                sure=wanted.sure,
+                confidence=wanted.confidence,
             )
         choice = choices.get(key)
         if choice is None:  # not drawn: too far down the list
             if plan.wall_s <= deadline_s:
                 kept.append(plan)
             else:
-                late.append(_late(plan, None, deadline_s, wanted.sure))
+                late.append(_late(plan, None, deadline_s, wanted.confidence))
             continue
         alone = next(way for way in choice.ways if way.kind == "spot")
-        if alone.chance >= wanted.sure:
+        if alone.chance >= wanted.confidence:
             kept.append(replace(plan, chance=alone.chance))
-        elif own is not None and choice.best.kind == "mixture" and choice.best.chance >= wanted.sure:
+        elif own is not None and choice.best.kind == "mixture" and choice.best.chance >= wanted.confidence:
             kept.append(_mixed(plan, choice, before_s))
         else:
-            late.append(_late(plan, alone.chance, deadline_s, wanted.sure))
+            late.append(_late(plan, alone.chance, deadline_s, wanted.confidence))
     return kept, late
 
 
-def _late(plan: Plan, chance: float | None, deadline_s: float, sure: float) -> Rejected:
+def _late(plan: Plan, chance: float | None, deadline_s: float, confidence: float) -> Rejected:
     """A plan that is not sure enough to be done in time."""
     kind = "spot" if plan.spot is not None else "it"
     what = (
@@ -142,7 +137,7 @@ def _late(plan: Plan, chance: float | None, deadline_s: float, sure: float) -> R
         if chance is not None
         else "spot ends after the deadline"
     )
-    needed_s = _sure_s(plan, sure)
+    needed_s = _confident_s(plan, confidence)
     return Rejected(plan.offer, what, _later(needed_s - deadline_s), max(1.0, needed_s / max(deadline_s, 1.0)))
 
 
@@ -151,9 +146,9 @@ def _spread_s(plan: Plan) -> float:
     return max(1e-6, (plan.hours_range.high - plan.hours_range.likely) * 3600 / _80_PERCENT)
 
 
-def _sure_s(plan: Plan, sure: float) -> float:
+def _confident_s(plan: Plan, confidence: float) -> float:
     """Time after which a plan is done with this chance."""
-    return plan.wall_s + max(0.0, NormalDist().inv_cdf(min(max(sure, 1e-6), 1 - 1e-6))) * _spread_s(plan)
+    return plan.wall_s + max(0.0, NormalDist().inv_cdf(min(max(confidence, 1e-6), 1 - 1e-6))) * _spread_s(plan)
 
 
 def _later(seconds: float) -> str:

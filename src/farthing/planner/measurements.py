@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from farthing.durability.files import append_line, write_json
-from farthing.durability.summed_lines import read_line, with_sum
+from farthing.durability.summed_lines import newest_lines, read_line, with_sum
 
 MEASUREMENTS = "measurements.jsonl"  # in the cache
 OF_RUN = "measurements.json"  # in a run's folder
@@ -25,6 +24,7 @@ STEP_SPANS = ("compute", "optimizer", "data_wait", "host_to_device")
 FEWEST_STEPS = 5  # fewer measured steps say nothing
 _MOST_BYTES = 8 << 20  # of the newest lines that are read: thousands of runs
 _MOST_LINE_BYTES = 64 << 10
+_FORMER_NAMES = {"every_n_layers": "checkpoint_every", "caches_prefix": "caches_frozen"}
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Measurement:
     optim: str
     micro_batch_tokens: int  # most computed tokens of a micro-batch; a longer example went alone
     is_flat: bool  # documents end to end, without padding
-    caches_prefix: bool  # what layers below the first trained one give was read from the disk
+    caches_frozen: bool  # what layers below the first trained one give was read from the disk
     global_batch_size: int
-    every_n_layers: int  # activation checkpointing: 0 none, 1 every layer, 2 every second
+    checkpoint_every: int  # activation checkpointing: 0 none, 1 every layer, 2 every second
     lengths: dict[
         str, float
     ]  # of the examples: n_examples, mean, mean_of_squares, longest, mean_target, longest_target
@@ -213,16 +213,7 @@ def read_measurements(path: Path) -> Measurements:
     A file that is not there, or can't be read, holds nothing.
     """
     found = Measurements()
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _MOST_BYTES))
-            if size > _MOST_BYTES:
-                file.readline()  # from the middle of a line
-            lines = file.read().split(b"\n")
-    except OSError:
-        return found
-    for line in lines:
+    for line in newest_lines(path, _MOST_BYTES):
         if line.strip():
             measurement = _parsed(line)
             if measurement is None:
@@ -248,7 +239,10 @@ def _parsed(line: bytes) -> Measurement | None:
     if len(line) > _MOST_LINE_BYTES:
         return None
     row, _ = read_line(line)
-    if row is None or row.get("version") != VERSION or not set(row) >= _REQUIRED:
+    if row is None or row.get("version") != VERSION:
+        return None
+    row = {_FORMER_NAMES.get(name, name): value for name, value in row.items()}
+    if not set(row) >= _REQUIRED:
         return None
     row = {name: value for name, value in row.items() if name in _TYPES}
     return Measurement(**row) if all(_is_a(value, _TYPES[name]) for name, value in row.items()) else None

@@ -170,9 +170,9 @@ def estimate_memory(
         "backward": base
         | {
             "gradients": (held or head_gradients) + in_backward,
-            "casts": 0.0 if recipe.every_n_layers == 1 else casts,
-            "activations": (saved if recipe.every_n_layers != 1 else recipe.edge_copies * boundaries + top),
-            "working": max(working, dora if recipe.every_n_layers else 0.0),
+            "casts": 0.0 if recipe.settings.checkpoint_every == 1 else casts,
+            "activations": saved if recipe.settings.checkpoint_every != 1 else recipe.edge_copies * boundaries + top,
+            "working": max(working, dora if recipe.settings.checkpoint_every else 0.0),
         },
         "last layer": base | {"gradients": (held or before_last) + in_backward, "activations": top, "working": working},
         "embeddings": base | {"gradients": gradients, "working": more / shards},
@@ -234,7 +234,7 @@ def _casts_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> flo
     if recipe.sharding == "fsdp" and adapters is None:
         return 0.0  # gathered in the precision of the run, and given back layer by layer
     if adapters is not None:  # fused layers keep the casts of their thin matrices, unless they are computed again
-        kept = 1 - (1 / recipe.every_n_layers if recipe.every_n_layers else 0)
+        kept = 1 - (1 / recipe.settings.checkpoint_every if recipe.settings.checkpoint_every else 0)
         return adapters.n_adapter * recipe.compute_bytes * kept if recipe.stack.fuses_adapters else 0.0
     of_head = 0 if recipe.stack.loss == POSITIONS else shape.n_head_matmul  # cast for the time of its tiles only
     return float((shape.n_matmul + of_head) * recipe.compute_bytes)
@@ -322,7 +322,7 @@ def _layers(
         decoder += squares * target * (largest.targets + largest.tokens)
         of_number = 4 if _is_math(shape, is_cuda) else recipe.compute_bytes
         decoder += 2 * of_number * shape.n_kv_heads * shape.head_dim * (source - target)
-    every = recipe.every_n_layers
+    every = recipe.settings.checkpoint_every
     first = 0 if adapters is None else adapters.first_layer  # nothing is kept below
     of_all = shape.n_layers + shape.n_decoder_layers
     reached = range(min(first, shape.n_layers), shape.n_layers), range(max(first, shape.n_layers), of_all)

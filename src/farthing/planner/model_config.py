@@ -51,7 +51,9 @@ def find_config(name_or_path: str, revision: str | None = None, *, ask_hub: bool
         words = f"farthing's table of models ({known_models()['date']})"
         return known, words if revision in (None, "main") else f"{words}, whatever the revision"
     if not ask_hub:
-        raise ModelError("its configuration is not here", where=name_or_path, to_do=f"give a folder with its {CONFIG}")
+        raise ModelError(
+            "its configuration was not found", where=name_or_path, to_do=f"give a folder with its {CONFIG}"
+        )
     return _from_hub(name_or_path, revision), f"{CONFIG} of {name_or_path} on the Hub"
 
 
@@ -203,9 +205,9 @@ def _parsed(content: bytes, where: str) -> dict[str, Any]:
     try:
         config = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{CONFIG} is not JSON", where=where, to_do="bring the file back whole") from error
+        raise ModelError(f"{CONFIG} is not JSON", where=where, to_do="it is damaged: copy it again") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{CONFIG} is not an object", where=where, to_do="bring the file back whole")
+        raise ModelError(f"{CONFIG} is not an object", where=where, to_do="it is damaged: copy it again")
     return config
 
 

@@ -167,7 +167,7 @@ def _look_at_folder(folder: Path, *, needs_weights: bool) -> None:
         raise ModelError(
             f"the model's configuration can't be loaded: {CONFIG} is not a JSON object",
             where=str(folder),
-            to_do="bring the files of this folder back whole",
+            to_do="copy the folder again: it is damaged",
         )
     if needs_weights and not any(folder.glob("*.safetensors")):
         pickles = sorted(path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}"))

@@ -12,29 +12,16 @@ from typing import Any, NamedTuple
 from farthing.planner.confidence import price_error
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe
-from farthing.planner.speed import (
-    StepTime,
-    Work,
-    forward_work,
-    prefix_work,
-    step_time,
-)
+from farthing.planner.speed import StepTime, Work, forward_work, prefix_work, step_time
 from farthing.planner.spot import (
     Interruptions,
-    Rhythm,
+    SaveSchedule,
     SpotRange,
     best_interval_s,
     expect_range,
     young_interval_s,
 )
-from farthing.planner.types import (
-    Assumptions,
-    JobSpec,
-    Place,
-    Plan,
-    Range,
-    Rejected,
-)
+from farthing.planner.types import Assumptions, JobSpec, Place, Plan, Range, Rejected
 from farthing.prices.offers import Offer, bill
 
 _STORES = {
@@ -178,8 +165,8 @@ class Pricing:
             "export": export_s,
         }
         if wanted.eval_lengths is not None:
-            assert recipe.micro_tokens is not None
-            cut, n = wanted.eval_cut(recipe.micro_tokens, recipe.cost), wanted.eval_lengths.n_examples
+            cut = wanted.eval_cut(recipe.settings.micro_batch_tokens, recipe.cost)
+            n = wanted.eval_lengths.n_examples
             n_steps = n * (cut.example.tokens + cut.example.targets) / max(1.0, work.n_padded_tokens)
             once = step_time(forward_work(work, n_steps), place.device).seconds * known.compute * known.evaluation
             if wanted.max_new_tokens:
@@ -193,9 +180,9 @@ class Pricing:
     def _filling_s(self, place: Place, recipe: Recipe) -> float:
         """Seconds until what frozen layers give is on the disk; 0 where it is not kept."""
         wanted = self.wanted
-        if not wanted.cache_bytes or wanted.adapters is None or recipe.micro_tokens is None:
+        if not wanted.cache_bytes or wanted.adapters is None:
             return 0.0
-        example = wanted.cut(recipe.micro_tokens, recipe.n_gpus, recipe.cost).example
+        example = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost).example
         n_examples = wanted.lengths.n_examples + (wanted.eval_lengths.n_examples if wanted.eval_lengths else 0)
         filling = prefix_work(wanted.shape, recipe, example, wanted.adapters, n_examples, wanted.tokens_per_example)
         writing_s = wanted.cache_bytes * recipe.residual_bytes / self.assumptions.disk_bytes_per_s
@@ -217,7 +204,7 @@ class Pricing:
             if key not in self._intervals:
                 self._intervals[key] = best_interval_s(*key)
             interval_s = max(30.0, min(self._intervals[key], busy_s))
-        return expect_range(busy_s, Rhythm(interval_s, save_s, before_s), zone), interval_s
+        return expect_range(busy_s, SaveSchedule(interval_s, save_s, before_s), zone), interval_s
 
 
 def _swing(place: Place, moving_once_s: float, wall_s: float, spot: SpotRange | None, error: float) -> _Swing:

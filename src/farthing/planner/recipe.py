@@ -9,9 +9,11 @@ Refuses to choose: `plan` does.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from farthing.data.packing import ON_CPU, PieceCost
+from farthing.data.packing import PieceCost
 from farthing.planner.families import FLAT, KNOWN_HEADS
+from farthing.settings import Settings
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -91,14 +93,12 @@ class Recipe:
 
     method: str
     """full, lora or qlora."""
-    precision: str
-    """bf16, fp16 or fp32: of the forward pass."""
+    settings: Settings
+    """Tokens of a micro-batch, checkpointing, precision, and whether the output of frozen layers is kept."""
     optim: str
     global_batch: int
     micro_batch: int | None = None
     """Most examples in one forward pass of one GPU, as other trainers cut; None where tokens are counted."""
-    every_n_layers: int = 0
-    """Activation checkpointing: 0 none, 1 every layer, k every k-th."""
     lora_r: int = 0
     lora_dropout: float = 0.0
     target_modules: tuple[str, ...] = ()
@@ -108,14 +108,8 @@ class Recipe:
     sharding: str = "none"
     """none, ddp (every GPU has everything) or fsdp (weights, gradients and state are divided)."""
     stack: Stack = FARTHING
-    micro_tokens: int | None = None
-    """Most computed tokens in one forward pass of one GPU; a longer example goes alone."""
     mean_passes: float = 1.0
     """Forward passes of one GPU in a mean step, where tokens are counted: what `Lengths.cut` makes of them."""
-    cost: PieceCost = ON_CPU
-    """What padded work is cut by."""
-    caches_prefix: bool = False
-    """What the layers below the first trained one compute is read from the disk: see `speed.prefix_work`."""
 
     @property
     def n_micro_batches(self) -> float:
@@ -131,6 +125,12 @@ class Recipe:
         return BYTES[self.precision]
 
     @property
+    def precision(self) -> str:
+        """Of the forward pass: bf16, fp16 or fp32."""
+        assert self.settings.precision is not None, "a recipe has decided"
+        return self.settings.precision
+
+    @property
     def trained_bytes(self) -> int:
         """Of a trained weight, and of its gradient."""
         is_adapter = self.method != "full"
@@ -141,6 +141,11 @@ class Recipe:
     def frozen_bytes(self) -> int:
         """Of a frozen weight that is not quantized."""
         return 4 if self.method == "qlora" and self.stack.upcasts_frozen else self.compute_bytes
+
+    @property
+    def cost(self) -> PieceCost:
+        """What padded work is cut by."""
+        return PieceCost(self.settings.least_tokens, self.settings.more_tokens)
 
     @property
     def edge_bytes(self) -> int:
@@ -163,14 +168,14 @@ class Recipe:
             return self.trained_bytes
         return self.compute_bytes if self.method == "full" else self.frozen_bytes
 
+    def with_settings(self, **changed: Any) -> Recipe:
+        """The same recipe with other settings."""
+        return replace(self, settings=replace(self.settings, **changed))
+
     def in_words(self) -> str:
         """`lora, bf16, up to 8,192 tokens at a time, every layer checkpointed`."""
-        kept = {0: "no checkpointing", 1: "every layer checkpointed", 2: "every 2nd layer checkpointed"}
-        at_once = f"{self.micro_batch} x {self.n_micro_batches:g} examples"
-        if self.micro_tokens is not None:
-            at_once = f"up to {self.micro_tokens:,} tokens at a time"
-        words = [self.method, self.precision, at_once]
-        words.append(kept.get(self.every_n_layers, f"every {self.every_n_layers}th layer checkpointed"))
+        at_once = [] if self.micro_batch is None else [f"{self.micro_batch} x {self.n_micro_batches:g} examples"]
+        words = [self.method, self.precision, *at_once, self.settings.in_words()]
         if self.sharding != "none":
             words.append(f"{self.sharding} over {self.n_gpus}")
         return ", ".join(words)

@@ -20,23 +20,16 @@ from farthing.planner.memory import Memory, estimate_memory, evaluation_memory
 from farthing.planner.pricing import Chosen, Pricing
 from farthing.planner.ranking import ranked
 from farthing.planner.recipe import Recipe
-from farthing.planner.speed import (
-    StepTime,
-    Work,
-    piece_cost,
-    step_time,
-    work_of,
-)
-from farthing.planner.spot import (
-    Interruptions,
-    prior,
-)
+from farthing.planner.speed import StepTime, Work, piece_cost, step_time, work_of
+from farthing.planner.spot import Interruptions, prior
 from farthing.planner.types import UNCALIBRATED, Answer, Assumptions, JobSpec, Place, Plan, Rejected
 from farthing.prices.offers import Offer, bill
+from farthing.settings import Settings
 from farthing.units import said_apart, say_bytes
 
 # of a micro-batch on a GPU: smaller ones leave it idle, but for longer examples
 FEWEST_TOKENS, MOST_TOKENS = 1024, 65_536
+UNDECIDED = Settings()
 CPU_TOKENS = 2048  # of a micro-batch on a CPU: more is quicker by a hundredth at most, for more memory (docs/log.md)
 
 
@@ -53,7 +46,7 @@ def decide(
     Raises `UserMistake` for a job that no place can do at all.
     """
     if wanted.lengths.n_examples < 1:
-        raise UserMistake("there is nothing to train on", where="data", to_do="check the data set")
+        raise UserMistake("there is no data to train on", where="data", to_do="check the data set")
     search = _Search(wanted, assumptions or Assumptions(), hazard or (lambda offer: prior(offer.n_gpus)))
     plans: list[Plan] = []
     rejected: list[Rejected] = []
@@ -122,7 +115,7 @@ class _Search:
         wanted = self.wanted
         if n_gpus > wanted.global_batch:
             return
-        everies = [wanted.every_n_layers] if wanted.every_n_layers is not None else [0, 2, 1]
+        everies = [wanted.checkpoint_every] if wanted.checkpoint_every is not None else [0, 2, 1]
         shardings = ["none"] if n_gpus == 1 else ["ddp", "fsdp"]
         for most in budgets(wanted, n_gpus, is_cuda):
             example = wanted.cut(most, n_gpus, cost).example
@@ -142,12 +135,11 @@ class _Search:
 
     def memory_of(self, wanted: JobSpec, recipe: Recipe, is_cuda: bool) -> Memory:
         """Peak memory of a recipe, in training or evaluation."""
-        assert recipe.micro_tokens is not None
         how: dict[str, Any] = {"labelled_share": wanted.labelled_share, "is_cuda": is_cuda}
-        largest = wanted.cut(recipe.micro_tokens, recipe.n_gpus, recipe.cost).largest
+        largest = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost).largest
         memory = estimate_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
         if wanted.eval_lengths is not None:  # an evaluation takes as many tokens at once as training does
-            largest = wanted.eval_cut(recipe.micro_tokens, recipe.cost).largest
+            largest = wanted.eval_cut(recipe.settings.micro_batch_tokens, recipe.cost).largest
             other = evaluation_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
             memory = max(memory, other, key=lambda one: one.allocated_bytes)
         return memory
@@ -192,8 +184,8 @@ class _Search:
             def cheapness(one: tuple[Recipe, Memory, StepTime, Work]) -> tuple[float, ...]:
                 recipe, _, step, _ = one
                 if not place.is_cuda:  # what a micro-batch costs by itself is not in the seconds of a CPU
-                    return recipe.every_n_layers, -(recipe.micro_tokens or 0)
-                return step.seconds, recipe.every_n_layers, recipe.micro_tokens or 0
+                    return recipe.settings.checkpoint_every, -recipe.settings.micro_batch_tokens
+                return step.seconds, recipe.settings.checkpoint_every, recipe.settings.micro_batch_tokens
 
             recipe, memory, step, work = min(sure, key=cheapness)
             family = self.wanted.shape.model_type
@@ -228,7 +220,7 @@ class _Search:
             for changed in _memory_savers(self.wanted, is_cuda):
                 other = replace(self.wanted, **changed)
                 most = min(budgets(other, n_gpus, is_cuda))
-                every = other.every_n_layers if other.every_n_layers is not None else 1
+                every = other.checkpoint_every if other.checkpoint_every is not None else 1
                 sharding = "none" if n_gpus == 1 else "fsdp"
                 memory = self.memory_of(other, recipe_of(other, precision, most, every, n_gpus, sharding), is_cuda)
                 found.append((_in_words(changed), memory.reserved_bytes))
@@ -239,8 +231,8 @@ class _Search:
 
 def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
     """Tokens of a micro-batch that are worth a look: the job's own, or as few as can be and powers of two above that."""
-    if wanted.micro_tokens is not None:
-        return [wanted.micro_tokens]
+    if wanted.micro_batch_tokens is not None:
+        return [wanted.micro_batch_tokens]
     longest = wanted.lengths.longest_example
     if not is_cuda:
         return sorted({longest, max(longest, FEWEST_TOKENS), max(longest, CPU_TOKENS)})
@@ -259,11 +251,11 @@ def _memory_savers(wanted: JobSpec, is_cuda: bool) -> list[dict[str, Any]]:
     lengths = wanted.lengths
     milder: dict[str, Any] = {}
     ways: list[dict[str, Any]] = []
-    if wanted.micro_tokens is not None and wanted.micro_tokens > lengths.longest_example:
-        milder["micro_tokens"] = lengths.longest_example
+    if wanted.micro_batch_tokens is not None and wanted.micro_batch_tokens > lengths.longest_example:
+        milder["micro_batch_tokens"] = lengths.longest_example
         ways.append(dict(milder))
-    if wanted.every_n_layers not in (None, 1):
-        milder["every_n_layers"] = 1
+    if wanted.checkpoint_every not in (None, 1):
+        milder["checkpoint_every"] = 1
         ways.append(dict(milder))
     if wanted.method == "full" and is_cuda and "8bit" not in wanted.optim:
         ways.append(milder | {"optim": "adamw_8bit"})
@@ -281,8 +273,8 @@ def _shortened(wanted: JobSpec, milder: dict[str, Any], longest: int) -> dict[st
     """Changes with inputs of at most `longest` tokens besides."""
     held_out = wanted.eval_lengths
     found = milder | {"lengths": wanted.lengths.truncated(max(1, longest))}
-    if wanted.micro_tokens is not None:
-        found["micro_tokens"] = min(wanted.micro_tokens, found["lengths"].longest_example)
+    if wanted.micro_batch_tokens is not None:
+        found["micro_batch_tokens"] = min(wanted.micro_batch_tokens, found["lengths"].longest_example)
     return found | {"eval_lengths": None if held_out is None else held_out.truncated(max(1, longest))}
 
 
@@ -291,8 +283,8 @@ def _in_words(changed: dict[str, Any]) -> str:
     says: dict[str, Callable[[Any], str]] = {
         "method": lambda name: f"method: {name}",
         "optim": lambda name: f"train.optim: {name}",
-        "every_n_layers": lambda _: "train.gradient_checkpointing: true",
-        "micro_tokens": lambda n: f"train.micro_batch_tokens: {n}",
+        "checkpoint_every": lambda _: "train.gradient_checkpointing: true",
+        "micro_batch_tokens": lambda n: f"train.micro_batch_tokens: {n}",
         "lengths": lambda lengths: f"data.max_length: {lengths.longest}",
     }
     return " with ".join(say(changed[name]) for name, say in says.items() if name in changed)
@@ -309,22 +301,19 @@ def recipe_of(
 ) -> Recipe:
     """The recipe that the trainer would run with these choices."""
     return replace(
-        _one_pass(wanted, precision),
-        every_n_layers=every,
+        _one_pass(wanted, precision, Settings(most_tokens, every, **cost._asdict())),
         n_gpus=n_gpus,
         sharding=sharding,
-        micro_tokens=most_tokens,
         mean_passes=wanted.cut(most_tokens, n_gpus, cost).n_micro_batches,
-        cost=cost,
     )
 
 
-def _one_pass(wanted: JobSpec, precision: str) -> Recipe:
+def _one_pass(wanted: JobSpec, precision: str, settings: Settings = UNDECIDED) -> Recipe:
     """What does not depend on how a step is cut: the whole of it in one pass."""
     is_full = wanted.method == "full"
     return Recipe(
         method=wanted.method,
-        precision=precision,
+        settings=replace(settings, caches_frozen=wanted.cache_bytes > 0, precision=precision),
         optim=wanted.optim,
         global_batch=wanted.global_batch,
         lora_r=0 if is_full else wanted.lora_r,
@@ -333,5 +322,4 @@ def _one_pass(wanted: JobSpec, precision: str) -> Recipe:
         modules_to_save=() if is_full else wanted.modules_to_save,
         use_dora=not is_full and wanted.use_dora,
         stack=wanted.stack(precision),
-        caches_prefix=wanted.cache_bytes > 0,
     )

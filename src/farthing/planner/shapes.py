@@ -70,11 +70,6 @@ class Flops(NamedTuple):
         """All of them."""
         return self.body + self.attention + self.head + self.adapters
 
-    @property
-    def per_token(self) -> float:
-        """Mean over the tokens of the sequence, source and target together."""
-        return self.total / self.n_tokens
-
 
 class Adapters(NamedTuple):
     """A LoRA on a model (Hu et al. 2021, arXiv 2106.09685): what is trained, counted as `peft` makes it."""
@@ -325,26 +320,12 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
     Without a task: the family's usual one, or the body alone for encoders. Classification needs the number of labels.
     Raises `UserMistake`.
     """
-    model_type = config.get("model_type") if isinstance(config, Mapping) else None
-    family = FAMILIES.get(str(model_type))
-    if family is None:
-        first = _did_you_mean(str(model_type).lower(), FAMILIES)
-        raise UserMistake(
-            f"no model family `{model_type}` is known" if model_type else "the configuration names no model_type",
-            where="config.json: model_type",
-            to_do=f"{first}known: {', '.join(FAMILIES)}",
-        )
-    task = task or next(iter(family.heads))
-    if task not in family.heads:
-        raise UserMistake(
-            f"{model_type} is not known for {task}", where="task", to_do=f"use one of {', '.join(family.heads)}"
-        )
+    family, task = _family_of(config, task)
     if task == "classification" and n_labels < 1:
         raise UserMistake("classification needs the number of labels", where="n_labels", to_do="give 1 or more")
     for key in _NOT_READ:
         if config.get(key):
             raise UserMistake(f"{key} is not known here", where=f"config.json: {key}", to_do="use a model without it")
-
     says = _Config(config, family)
     hidden, n_heads, n_layers = says.n("hidden_size"), says.n("num_attention_heads"), says.n("num_hidden_layers")
     is_said = "head_dim" in family.defaults and says.value("head_dim") is not None
@@ -355,40 +336,14 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
     n_decoder_layers = says.n("num_decoder_layers", n_layers) if is_pair else 0
     ffn, vocab = says.n("intermediate_size", 4 * hidden), says.n("vocab_size")
     positions = None if is_pair else says.n("max_position_embeddings")
-
     sizes = {"h": hidden, "f": ffn, "2f": 2 * ffn, "V": vocab, "a": n_heads, "d": head_dim, "n": n_labels}
     sizes |= {"q": n_heads * head_dim, "k": n_kv_heads * head_dim, "3h": 3 * hidden, "P": positions or 0}
     sizes |= {"qkv": sizes["q"] + 2 * sizes["k"], "T": says.n("type_vocab_size", 1)}
     sizes |= {"h2d": hidden + 2 * head_dim, "B": says.n("relative_attention_num_buckets", 1)}
-    prefix, head = family.heads[task]
-    rows = [(prefix, row) for row in family.body.splitlines()] + [("", row) for row in head.splitlines()]
-    weights = []
-    for before, row in rows:
-        if not row.strip():
-            continue
-        name, part, size, *more = row.split()
-        if any(word.startswith("if:") and not says.holds(word[3:]) for word in more):
-            continue
-        kind = "linear" if "->" in size else "embedding" if "*" in size else "norm"
-        n_in, n_out = (1, sizes[size]) if kind == "norm" else (sizes[letter] for letter in re.split(r"->|\*", size))
-        n_copies = n_decoder_layers if name.startswith("decoder.") else n_layers
-        weights.append(
-            Weight(
-                name=before + name,
-                part=part,
-                kind=kind,
-                n_in=n_in,
-                n_out=n_out,
-                has_bias=says.among("bias", more),
-                copies=n_copies if "*" in name else 1,
-                is_tied=says.among("tied", more),
-                tokens=next((word[3:] for word in more if word.startswith("of:")), "all"),
-            )
-        )
     if family.positions_follow_padding and positions is not None:
         positions -= (says.value("pad_token_id") or 0) + 1
     return Shape(
-        model_type=str(model_type),
+        model_type=str(config["model_type"]),
         task=task,
         attention=family.attention,
         hidden=hidden,
@@ -402,9 +357,53 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
         max_positions=positions,
         is_tied=says.holds("tie_word_embeddings"),
         windows=_windows(says, n_decoder_layers or n_layers),
-        weights=tuple(weights),
+        weights=_weights(family, task, says, sizes, {"decoder.": n_decoder_layers, "": n_layers}),
         query_and_value=family.query_and_value,
     )
+
+
+def _family_of(config: Mapping[str, Any], task: str | None) -> tuple[Family, str]:
+    """The family of a model, and the task: its usual one unless given. Raises `UserMistake`."""
+    model_type = config.get("model_type") if isinstance(config, Mapping) else None
+    family = FAMILIES.get(str(model_type))
+    if family is None:
+        first = _did_you_mean(str(model_type).lower(), FAMILIES)
+        what = f"no model family `{model_type}` is known" if model_type else "the configuration names no model_type"
+        raise UserMistake(what, where="config.json: model_type", to_do=f"{first}known: {', '.join(FAMILIES)}")
+    task = task or next(iter(family.heads))
+    if task not in family.heads:
+        known = ", ".join(family.heads)
+        raise UserMistake(f"{model_type} is not known for {task}", where="task", to_do=f"use one of {known}")
+    return family, task
+
+
+def _weights(
+    family: Family, task: str, says: _Config, sizes: Mapping[str, int], n_copies: Mapping[str, int]
+) -> tuple[Weight, ...]:
+    """The weights of body and head; `n_copies` by how the name of one of many begins."""
+    prefix, head = family.heads[task]
+    rows = [(prefix, row) for row in family.body.splitlines()] + [("", row) for row in head.splitlines()]
+    weights = []
+    for before, row in [each for each in rows if each[1].strip()]:
+        name, part, size, *more = row.split()
+        if any(word.startswith("if:") and not says.holds(word[3:]) for word in more):
+            continue
+        kind = "linear" if "->" in size else "embedding" if "*" in size else "norm"
+        n_in, n_out = (1, sizes[size]) if kind == "norm" else (sizes[letter] for letter in re.split(r"->|\*", size))
+        weights.append(
+            Weight(
+                name=before + name,
+                part=part,
+                kind=kind,
+                n_in=n_in,
+                n_out=n_out,
+                has_bias=says.among("bias", more),
+                copies=n_copies["decoder." if name.startswith("decoder.") else ""] if "*" in name else 1,
+                is_tied=says.among("tied", more),
+                tokens=next((word[3:] for word in more if word.startswith("of:")), "all"),
+            )
+        )
+    return tuple(weights)
 
 
 class _Config:

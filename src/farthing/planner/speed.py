@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from farthing.data.packing import ON_CPU, PieceCost
@@ -174,11 +174,11 @@ def work_of(
     """
     n_each, n_micro = recipe.global_batch / recipe.n_gpus, recipe.n_micro_batches
     all_tokens = recipe.global_batch * (padded.tokens + padded.targets)
-    recompute = 1.0 / recipe.every_n_layers if recipe.every_n_layers else 0.0
+    recompute = 1.0 / recipe.settings.checkpoint_every if recipe.settings.checkpoint_every else 0.0
     flops, c = _flops(shape, recipe, padded, adapters, recompute, labelled_share), recipe.compute_bytes
     n_layers = shape.n_layers + shape.n_decoder_layers
     below = _share_below(shape, padded, adapters)
-    ahead = 1 - below if recipe.caches_prefix else 1.0  # of the layers go through a forward pass
+    ahead = 1 - below if recipe.settings.caches_frozen else 1.0  # of the layers go through a forward pass
     passes = ahead + (1 - below) * (1 + recompute)
     host_s = recipe.stack.host_s_per_layer + (recipe.stack.host_s_per_adapted_layer if adapters is not None else 0.0)
     return Work(
@@ -205,7 +205,7 @@ def prefix_work(
 ) -> Work:
     """The forward pass of the layers below the first trained one over `n_examples`: what fills a cache of it, once."""
     every, above = (
-        work_of(shape, replace(recipe, caches_prefix=caches), padded, mean_tokens, adapters, labelled_share=0.0)
+        work_of(shape, recipe.with_settings(caches_frozen=caches), padded, mean_tokens, adapters, labelled_share=0.0)
         for caches in (False, True)
     )
     n_steps = n_examples / recipe.global_batch
@@ -344,7 +344,7 @@ def _flops(
     first = 0 if adapters is None else adapters.first_layer
     above = shape.forward_flops(tokens, targets, first_layer=first) if first else once
     below = once.body - above.body, once.attention - above.attention
-    is_read = 1.0 if recipe.caches_prefix else 0.0  # from the disk, what is below
+    is_read = 1.0 if recipe.settings.caches_frozen else 0.0  # from the disk, what is below
     spread = padded.token_pairs / max(1.0, padded.tokens**2)  # long examples attend more than the mean squared
     low_rank = both.adapters / 3 * recompute
     scored = labelled_share if recipe.stack.loss == POSITIONS and shape.task != "classification" else 1.0
@@ -407,7 +407,7 @@ def _traffic(
         if recipe.use_dora:
             adapted += 6.0 * c * (width_in + width_out)
     below = _share_below(shape, padded, adapters)
-    ahead = 1 - below if recipe.caches_prefix else 1.0
+    ahead = 1 - below if recipe.settings.caches_frozen else 1.0
     tokens = _layer_tokens(padded, (shape.n_layers, shape.n_decoder_layers))
     passes = ahead + (1 - below) * (2.0 + recompute)
     body = tokens * (layer + adapted) * passes + tokens * adapted * (3.0 + recompute - passes)  # adapters are all above
@@ -464,6 +464,6 @@ def _sent_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> floa
     share, gradients = (n - 1) / n, float(n_trained * recipe.trained_bytes)
     if recipe.sharding != "fsdp":
         return 2 * share * gradients
-    passes = 2 + (1 if recipe.every_n_layers else 0)
+    passes = 2 + (1 if recipe.settings.checkpoint_every else 0)
     of_weight = NF4_BYTES if recipe.method == "qlora" else float(recipe.compute_bytes)
     return share * (recipe.n_micro_batches * passes * shape.n_parameters * of_weight + gradients)

@@ -140,7 +140,7 @@ def _facts() -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class SaveSchedule:
     """How a job saves: `save_s` every `interval_s` of work, and `restart_s` before work goes on after an interruption."""
 
     interval_s: float
@@ -182,7 +182,7 @@ class Expected:
         return self.billed_s + self.waiting_s
 
 
-def expect(work_s: float, rhythm: Rhythm, zone: Interruptions) -> Expected:
+def expect(work_s: float, saves: SaveSchedule, zone: Interruptions) -> Expected:
     """Expected times of a job wanted at a random moment, when the zone may be down or in the middle of an up spell.
 
     With m stretches of work left at the start of a spell, E(m) = b(m) + sum over j of P(j stretches are saved, then an
@@ -190,14 +190,14 @@ def expect(work_s: float, rhythm: Rhythm, zone: Interruptions) -> Expected:
     the rest of one under way, with the zone's availability, or else a fresh one after the rest of a down spell. For
     exponential spells this is Daly's M e^(R/M) (e^((tau+d)/M) - 1) W/tau.
     """
-    up, restart, step = zone.up, rhythm.restart_s, rhythm.interval_s + rhythm.save_s
-    n_all = max(1, math.ceil(work_s / rhythm.interval_s - 1e-9))
+    up, restart, step = zone.up, saves.restart_s, saves.interval_s + saves.save_s
+    n_all = max(1, math.ceil(work_s / saves.interval_s - 1e-9))
     n = min(n_all, _MAX_STRETCHES)
-    last = work_s - (n_all - 1) * rhythm.interval_s + rhythm.save_s
+    last = work_s - (n_all - 1) * saves.interval_s + saves.save_s
     begin = np.arange(n, dtype=np.float64) * step  # begin[m - 1] + last: the time that m stretches need
     alive, at_end = up.survival(restart + begin), up.survival(restart + begin + last)
     if at_end[0] <= 0 or (n > 1 and alive[1] <= 0):
-        return Expected(work_s, n_all * rhythm.save_s, math.inf, math.inf, math.inf, math.inf)
+        return Expected(work_s, n_all * saves.save_s, math.inf, math.inf, math.inf, math.inf)
     # per spell: seconds billed, interruptions, seconds of restart
     adds = np.stack([up.lived(restart + begin + last), 1 - at_end, np.full(n, up.lived(restart))], axis=1)
     saved = np.r_[0.0, alive[1:-1] - alive[2:]] if n > 2 else np.zeros(1)  # P(exactly j saved), j = 0, 1, ...
@@ -218,14 +218,14 @@ def expect(work_s: float, rhythm: Rhythm, zone: Interruptions) -> Expected:
     total = total + (edges[:-1] - edges[1:]) @ mean
     if n_all > n:
         spell = np.array([up.mean_s, 1.0, float(up.lived(restart))])
-        per_stretch = spell / _stretches_kept(rhythm.interval_s, rhythm.save_s, restart, zone)
+        per_stretch = spell / _stretches_kept(saves.interval_s, saves.save_s, restart, zone)
         total = total + (n_all - n) * per_stretch
     billed, n_interruptions, restart_s = (float(value) for value in total)
-    lost = billed - work_s - n_all * rhythm.save_s - restart_s
+    lost = billed - work_s - n_all * saves.save_s - restart_s
     waiting = 0.0
     if zone.down:
         waiting = (1 - share) * zone.down.mean_square_s2 / (2 * zone.down.mean_s) + n_interruptions * zone.down.mean_s
-    return Expected(work_s, n_all * rhythm.save_s, restart_s, max(lost, 0.0), waiting, n_interruptions)
+    return Expected(work_s, n_all * saves.save_s, restart_s, max(lost, 0.0), waiting, n_interruptions)
 
 
 def _solved(first_column: Floats, right: Floats) -> Floats:
@@ -256,10 +256,10 @@ class SpotRange(NamedTuple):
     bad: Expected
 
 
-def expect_range(work_s: float, rhythm: Rhythm, zone: Interruptions) -> SpotRange:
+def expect_range(work_s: float, saves: SaveSchedule, zone: Interruptions) -> SpotRange:
     """Good, likely and bad case: mean spells longer and shorter by the zone's spread."""
     good, bad = zone.shifted(zone.spread), zone.shifted(1 / zone.spread)
-    return SpotRange(expect(work_s, rhythm, good), expect(work_s, rhythm, zone), expect(work_s, rhythm, bad))
+    return SpotRange(expect(work_s, saves, good), expect(work_s, saves, zone), expect(work_s, saves, bad))
 
 
 def _stretches_kept(interval_s: ArrayLike, save_s: float, restart_s: float, zone: Interruptions) -> Floats:
@@ -303,7 +303,7 @@ class Paths:
 
 def draw_paths(
     work_s: float,
-    rhythm: Rhythm,
+    saves: SaveSchedule,
     zone: Interruptions,
     *,
     deadline_s: float,
@@ -320,44 +320,25 @@ def draw_paths(
     demand pays the restart before, and a checkpoint after.
     """
     drawn = [
-        _draw_paths(work_s, rhythm, one, deadline_s, falls_back, seed + number, max(1, round(weight * n_paths)))
+        _draw_paths(work_s, saves, one, deadline_s, falls_back, seed + number, max(1, round(weight * n_paths)))
         for number, (one, weight) in enumerate(zone.perhaps())
     ]
-    return Paths(
-        *(np.concatenate([getattr(one, name) for one in drawn]) for name in ("wall_s", "spot_s", "on_demand_s"))
-    )
+    names = "wall_s", "spot_s", "on_demand_s"
+    return Paths(*(np.concatenate([getattr(one, name) for one in drawn]) for name in names))
 
 
 def _draw_paths(
-    work_s: float, rhythm: Rhythm, zone: Interruptions, deadline_s: float, falls_back: bool, seed: int, n_paths: int
+    work_s: float,
+    saves: SaveSchedule,
+    zone: Interruptions,
+    deadline_s: float,
+    falls_back: bool,
+    seed: int,
+    n_paths: int,
 ) -> Paths:
     """The same for a zone that is known for certain."""
-    chance = np.random.default_rng(seed)
-    left, spot, own = np.full(n_paths, float(work_s)), np.zeros(n_paths), np.zeros(n_paths)
-    wall, restart, over = np.zeros(n_paths), np.zeros(n_paths), np.zeros(n_paths)
-    margin = rhythm.interval_s + 2 * rhythm.save_s + 2 * rhythm.restart_s  # what one more interruption may take
-
-    def slack_s(who: NDArray[np.intp]) -> Floats:
-        return np.asarray(deadline_s - wall[who] - left[who] - margin)
-
-    def without_capacity(who: NDArray[np.intp], down_s: Floats) -> NDArray[np.intp]:
-        if not falls_back:
-            wall[who] += down_s
-            return who
-        ahead, last_call = (work_s - left[who]) / work_s * deadline_s - wall[who], slack_s(who)
-        idle = np.clip(np.minimum(ahead, last_call), 0.0, down_s)
-        finish = restart[who] + left[who] + rhythm.save_s
-        ends = (last_call <= idle) | (idle + finish <= down_s)
-        own_s = np.where(ends, finish, down_s - idle)
-        left[who] = np.where(ends, 0.0, left[who] - np.maximum(0.0, own_s - restart[who] - rhythm.save_s))
-        own[who] += own_s
-        wall[who] += idle + own_s
-        restart[who] = np.where(own_s > 0, rhythm.restart_s, restart[who])
-        return who[~ends]
-
-    def wait(who: NDArray[np.intp]) -> NDArray[np.intp]:
-        return without_capacity(who, zone.down.draw(chance, len(who)) if zone.down else np.zeros(len(who)))
-
+    chance, over = np.random.default_rng(seed), np.zeros(n_paths)
+    runs = _Runs(work_s, saves, deadline_s, falls_back, n_paths)
     who, is_up = np.arange(n_paths), chance.random(n_paths) < zone.availability
 
     def rest(law: Weibull | Measured, n: int) -> Floats:
@@ -368,22 +349,60 @@ def _draw_paths(
     spell = np.where(is_up, rest(zone.up, n_paths), zone.up.draw(chance, n_paths))
     if zone.down:
         waits = who[~is_up]
-        who = np.sort(np.r_[who[is_up], without_capacity(waits, rest(zone.down, len(waits)))])
+        who = np.sort(np.r_[who[is_up], runs.without_capacity(waits, rest(zone.down, len(waits)))])
         spell = spell[who]
     while who.size:
-        if falls_back:  # every checkpoint takes from the slack: leave before an interruption could make it late
-            n_saves = np.floor(np.maximum(slack_s(who), 0.0) / max(rhythm.save_s, 1e-9))
-            spell = np.minimum(spell, (restart[who] + n_saves * (rhythm.interval_s + rhythm.save_s)) * (n_saves > 0))
-        ends, used, kept = rhythm.spend(spell, left[who], restart[who])
-        spot[who] += used
-        wall[who] += used
-        left[who] -= kept
-        restart[who] = np.where(used > 0, rhythm.restart_s, restart[who])
-        who = wait(who[~ends])
-        over[who[wall[who] > deadline_s]] = math.inf
-        who = who[wall[who] <= deadline_s]
+        who = runs.with_capacity(who, spell)
+        who = runs.without_capacity(who, zone.down.draw(chance, len(who)) if zone.down else np.zeros(len(who)))
+        over[who[runs.wall[who] > deadline_s]] = math.inf
+        who = who[runs.wall[who] <= deadline_s]
         spell = zone.up.draw(chance, len(who))
-    return Paths(wall + over, spot, own)
+    return Paths(runs.wall + over, runs.spot, runs.own)
+
+
+class _Runs:
+    """Runs of one job that are followed together: seconds so far, and of work that is left, of each by its number."""
+
+    def __init__(self, work_s: float, saves: SaveSchedule, deadline_s: float, falls_back: bool, n_runs: int) -> None:
+        self.work_s, self.saves, self.deadline_s, self.falls_back = work_s, saves, deadline_s, falls_back
+        self.left = np.full(n_runs, float(work_s))
+        self.wall, self.spot, self.own, self.restart = np.zeros((4, n_runs))
+
+    def slack_s(self, who: NDArray[np.intp]) -> Floats:
+        """Until on demand alone could not finish any more, after one more interruption."""
+        margin = self.saves.interval_s + 2 * self.saves.save_s + 2 * self.saves.restart_s
+        return np.asarray(self.deadline_s - self.wall[who] - self.left[who] - margin)
+
+    def with_capacity(self, who: NDArray[np.intp], spell: Floats) -> NDArray[np.intp]:
+        """A spell of spot capacity for each of these runs; returns those that have not ended."""
+        saves = self.saves
+        if self.falls_back:  # every checkpoint takes from the slack: leave before an interruption could make it late
+            n_saves = np.floor(np.maximum(self.slack_s(who), 0.0) / max(saves.save_s, 1e-9))
+            most = (self.restart[who] + n_saves * (saves.interval_s + saves.save_s)) * (n_saves > 0)
+            spell = np.minimum(spell, most)
+        ends, used, kept = saves.spend(spell, self.left[who], self.restart[who])
+        self.spot[who] += used
+        self.wall[who] += used
+        self.left[who] -= kept
+        self.restart[who] = np.where(used > 0, saves.restart_s, self.restart[who])
+        return who[~ends]
+
+    def without_capacity(self, who: NDArray[np.intp], down_s: Floats) -> NDArray[np.intp]:
+        """So long without spot capacity; returns those that have not ended on demand."""
+        if not self.falls_back:
+            self.wall[who] += down_s
+            return who
+        ahead = (self.work_s - self.left[who]) / self.work_s * self.deadline_s - self.wall[who]
+        last_call, restart_s, save_s = self.slack_s(who), self.restart[who], self.saves.save_s
+        idle = np.clip(np.minimum(ahead, last_call), 0.0, down_s)
+        finish = restart_s + self.left[who] + save_s
+        ends = (last_call <= idle) | (idle + finish <= down_s)
+        own_s = np.where(ends, finish, down_s - idle)
+        self.left[who] = np.where(ends, 0.0, self.left[who] - np.maximum(0.0, own_s - restart_s - save_s))
+        self.own[who] += own_s
+        self.wall[who] += idle + own_s
+        self.restart[who] = np.where(own_s > 0, self.saves.restart_s, restart_s)
+        return who[~ends]
 
 
 @dataclass(frozen=True)
@@ -407,43 +426,43 @@ class Choice:
 
 def choose(
     work_s: float,
-    rhythm: Rhythm,
+    saves: SaveSchedule,
     zone: Interruptions,
     *,
     spot_usd_per_h: float,
     on_demand_usd_per_h: float,
     deadline_s: float = math.inf,
-    sure: float = 0.95,
+    confidence: float = 0.95,
     seed: int = 0,
 ) -> Choice:
-    """The cheapest way whose chance to meet the deadline is at least `sure`. On demand is counted without checkpoints.
+    """The cheapest way whose chance to meet the deadline is at least `confidence`. On demand is counted without checkpoints.
 
     Without a deadline there is no mixture: nothing says how long to wait. When no way is sure, the likeliest is taken.
     """
-    likely = expect(work_s, rhythm, zone)
+    likely = expect(work_s, saves, zone)
     spot_usd, own_usd = likely.billed_s / 3600 * spot_usd_per_h, work_s / 3600 * on_demand_usd_per_h
     ways = [Way("on demand", own_usd, work_s, float(work_s <= deadline_s))]
     if math.isinf(deadline_s):
         ways.append(Way("spot", spot_usd, likely.wall_s, float(math.isfinite(likely.billed_s))))
     else:
-        alone = draw_paths(work_s, rhythm, zone, deadline_s=deadline_s, seed=seed)
-        mixed = draw_paths(work_s, rhythm, zone, deadline_s=deadline_s, seed=seed, falls_back=True)
+        alone = draw_paths(work_s, saves, zone, deadline_s=deadline_s, seed=seed)
+        mixed = draw_paths(work_s, saves, zone, deadline_s=deadline_s, seed=seed, falls_back=True)
         usd = (mixed.spot_s.mean() * spot_usd_per_h + mixed.on_demand_s.mean() * on_demand_usd_per_h) / 3600
         ways.append(Way("spot", spot_usd, likely.wall_s, alone.chance_by(deadline_s)))
         ways.append(Way("mixture", float(usd), float(mixed.wall_s.mean()), mixed.chance_by(deadline_s)))
-    sure_ways = [way for way in ways if way.chance >= sure]
+    sure_ways = [way for way in ways if way.chance >= confidence]
     best = min(sure_ways, key=lambda way: way.usd) if sure_ways else max(ways, key=lambda way: (way.chance, -way.usd))
-    return Choice(best, _why(best, ways, sure, bool(sure_ways)), tuple(ways))
+    return Choice(best, _why(best, ways, confidence, bool(sure_ways)), tuple(ways))
 
 
-def _why(best: Way, ways: Sequence[Way], sure: float, is_sure: bool) -> str:
+def _why(best: Way, ways: Sequence[Way], confidence: float, is_sure: bool) -> str:
     own, spot = ways[0], ways[1]
     if not is_sure:
-        return f"no way meets the deadline with {sure:.0%}; {best.kind} is likeliest, with {best.chance:.0%}"
+        return f"no way meets the deadline with {confidence:.0%}; {best.kind} is likeliest, with {best.chance:.0%}"
     if best is own:
         if spot.usd >= own.usd:
             return f"spot costs {say_usd(spot.usd)} with what it loses, on demand {say_usd(own.usd)}"
-        return f"spot meets the deadline only with {spot.chance:.0%}, and nothing cheaper with {sure:.0%}"
+        return f"spot meets the deadline only with {spot.chance:.0%}, and nothing cheaper with {confidence:.0%}"
     saved = f"saves {1 - best.usd / own.usd:.0%} of {say_usd(own.usd)} on demand"
     if best is spot:
         return f"spot {saved}, interruptions counted"

@@ -42,7 +42,7 @@ class Trace:
     until: datetime | None = None
     """When it ends, where it says so (`metadata.until`)."""
 
-    def now(self, at: int | None = None) -> Now:
+    def state(self, at: int | None = None) -> Now:
         """What the zone is like at the end, or at place `at` of the trace."""
         is_up = np.asarray(self.available[: None if at is None else at + 1]) > 0
         changes = np.flatnonzero(np.diff(is_up))
@@ -85,7 +85,7 @@ def read_traces(folder: Path) -> list[Trace]:
         try:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UserMistake("not a trace: no JSON", where=str(path), to_do="mend it or take it out") from error
+            raise UserMistake("not a trace: no JSON", where=str(path), to_do="correct it or remove it") from error
         if not isinstance(content, dict) or "data" not in content or "gap_seconds" not in content.get("metadata", {}):
             continue
         gap_s, data = content["metadata"]["gap_seconds"], content["data"]
@@ -128,7 +128,7 @@ def hazards(traces: list[Trace], now: datetime | None = None) -> tuple[Callable[
         for trace, zone in zip(group, drawn_together(zones, SHARE), strict=True):
             is_recent = now is not None and trace.until and abs((now - trace.until).total_seconds()) <= RECENT_S
             n_recent += bool(is_recent)
-            known[trace.zone, _plain(gpu), n_gpus] = replace(zone, now=trace.now()) if is_recent else zone
+            known[trace.zone, _plain(gpu), n_gpus] = replace(zone, now=trace.state()) if is_recent else zone
 
     def of(offer: Offer) -> Interruptions:
         kind = _plain(offer.gpu)

@@ -59,7 +59,7 @@ class OwnFigures:
             )
         if self.step_s is not None and min(self.step_s) <= 0:
             raise UserMistake(
-                "a step takes longer than nothing", where="--step-time", to_do="e.g. --step-time 200ms 130ms"
+                "a step takes more than 0 seconds", where="--step-time", to_do="e.g. --step-time 200ms 130ms"
             )
 
 
@@ -155,7 +155,7 @@ def _add_spot(found: dict[str, Any], figures: OwnFigures, hours: float, save_eve
         if figures.spot_overhead is None:
             overhead = n * each_s / (hours * 3600)
         found["words"].append(
-            f"{n:.2g} interruptions to expect, {say_seconds(each_s)} lost each (half of the {say_seconds(interval_s)} "
+            f"{n:.2g} expected interruptions, {say_seconds(each_s)} lost each (half of the {say_seconds(interval_s)} "
             f"between checkpoints, and the restart): {say_seconds(n * each_s)} in all"
         )
     if figures.spot_discount is None:

@@ -19,15 +19,8 @@ from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe, Stack, stack_for
 from farthing.planner.shapes import Adapters, Shape
 from farthing.planner.software import Torch, why_no_code
-from farthing.planner.speed import (
-    Calibration,
-    Device,
-    StepTime,
-    device_of,
-)
-from farthing.planner.spot import (
-    Expected,
-)
+from farthing.planner.speed import Calibration, Device, StepTime, device_of
+from farthing.planner.spot import Expected
 from farthing.prices.gpus import Gpu, gpus
 from farthing.prices.offers import (
     ASSUMED_EGRESS_USD_PER_GB,
@@ -78,13 +71,13 @@ class JobSpec:
     lengths: Lengths
     n_epochs: float = 1.0
     max_steps: int | None = None
-    micro_tokens: int | None = None
+    micro_batch_tokens: int | None = None
     """Most computed tokens of a micro-batch; None: the planner's choice."""
     may_go_flat: bool = True
     """Whether documents may be laid end to end: not where the job names an attention of its own."""
-    caches_prefix: bool = False
+    caches_frozen: bool = False
     """Whether what the layers below the first trained one compute is kept on the disk, see `model.frozen_cache`."""
-    every_n_layers: int | None = None
+    checkpoint_every: int | None = None
     """Activation checkpointing; None: as little as memory needs."""
     precision: str | None = None
     """What the job says; None: what the GPU computes best that the model can bear."""
@@ -115,7 +108,7 @@ class JobSpec:
     max_gpu_hours: float | None = None
     deadline_s: float | None = None
     """Seconds from now."""
-    sure: float = 0.9
+    confidence: float = 0.9
     """Chance that a spot plan must have to meet the deadline."""
 
     @cached_property
@@ -131,7 +124,7 @@ class JobSpec:
     @property
     def cache_bytes(self) -> int:
         """What is kept of the layers below the first trained one on the disk, for each byte of a number."""
-        if not self.caches_prefix or self.adapters is None or not self.adapters.first_layer:
+        if not self.caches_frozen or self.adapters is None or not self.adapters.first_layer:
             return 0
         n_tokens = self.lengths.n_tokens + (self.eval_lengths.n_tokens if self.eval_lengths is not None else 0.0)
         return prefix_cache_bytes(round(n_tokens), self.shape.hidden, 1)

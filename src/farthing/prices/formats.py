@@ -84,7 +84,7 @@ def read_prices(
                     offers.append(offer)
                 elif is_strict:
                     raise UserMistake(
-                        f"the offer of line {first} once more",
+                        f"the same offer as on line {first}",
                         where=f"{path}:{number}",
                         to_do="keep one of the two, or give them different instances",
                     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from farthing.config.job import Job
 from farthing.printable import printable
+from farthing.report.receipt import Receipt
 from farthing.units import digits_of, plural, say_bytes, say_count
 
 _PIPELINES = {
@@ -22,9 +23,9 @@ _CLASSES = {
 }
 
 
-def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
+def model_card(receipt: Receipt, step: int, *, is_merged: bool) -> str:
     """Markdown with the metadata block that the Hub reads. Local paths are shortened to their last part."""
-    job = receipt["job"] or {}
+    job = receipt.job or {}
     task, method = job.get("task", "causal-lm"), (job.get("method") or {}).get("name", "full")
     base = (job.get("model") or {}).get("model_name_or_path", "unknown")
     is_local = Path(base).is_absolute()
@@ -35,9 +36,9 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
         meta.append(f"base_model: {base}")
     meta += ["tags:", "- farthing", *([f"- {method}"] if method != "full" else []), "---", ""]
     form = "an adapter for" if is_adapter else "a fine-tune of"
-    train, steps_per_epoch = job.get("train") or {}, receipt.get("steps_per_epoch")
+    train, steps_per_epoch = job.get("train") or {}, receipt.steps_per_epoch
     lines = [
-        f"# {_cell(Path(receipt['run']).name)}",
+        f"# {_cell(Path(receipt.run).name)}",
         "",
         f"This is {form} `{shown}`, made by farthing with method `{method}` for {task}.",
         "",
@@ -46,14 +47,14 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
         "| | |",
         "|---|---|",
         f"| data | {', '.join(_cell(Path(name).name) for name in (job.get('data') or {}).get('train', []))} |",
-        f"| step | {step} of {receipt['steps']} |",
-        f"| tokens | {say_count(receipt['tokens'])} ({say_count(receipt['target_tokens'])} of them targets) |",
+        f"| step | {step} of {receipt.steps} |",
+        f"| tokens | {say_count(receipt.tokens)} ({say_count(receipt.target_tokens)} of them targets) |",
         *([f"| epochs | {step / steps_per_epoch:.3g} |"] if steps_per_epoch else []),
         f"| learning rate | {_learning_rate(job)}, {train.get('lr_scheduler_type')} |",
         f"| seed | {train.get('seed')} |",
         f"| machine | {_machine(receipt)} |",
     ]
-    metrics = receipt["metrics"] or {}
+    metrics = receipt.metrics or {}
     numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
     if numbers:
         lines += [
@@ -77,9 +78,9 @@ def model_card(receipt: dict[str, Any], step: int, *, is_merged: bool) -> str:
     return "\n".join([*meta, *lines]) + "\n"
 
 
-def _how_to_load(receipt: dict[str, Any], base: str) -> list[str]:
+def _how_to_load(receipt: Receipt, base: str) -> list[str]:
     """What loads an adapter; a classifier's needs the classes, which are in model_config.json and not in the base."""
-    job = receipt["job"] or {}
+    job = receipt.job or {}
     if (job.get("model") or {}).get("init") == "random":
         words = f"`{base}` has no weights, they were drawn from the seed: take the whole model,"
         return ["", "## Use", "", f"{words} which `farthing export --format merged` writes."]
@@ -97,10 +98,10 @@ def _how_to_load(receipt: dict[str, Any], base: str) -> list[str]:
     return [*lines, "```"]
 
 
-def _bill(receipt: dict[str, Any]) -> list[str]:
+def _bill(receipt: Receipt) -> list[str]:
     """What it cost, in the digits of the receipt: all on the card that depends on how often the run was interrupted."""
-    dollars = digits_of(receipt["usd"])
-    cost = dollars(receipt["usd"]) if receipt["usd_is_known"] else "no price was given"
+    dollars = digits_of(receipt.usd)
+    cost = dollars(receipt.usd) if receipt.usd_is_known else "no price was given"
     lines = [
         "",
         "## Receipt",
@@ -108,16 +109,16 @@ def _bill(receipt: dict[str, Any]) -> list[str]:
         "| | |",
         "|---|---|",
         f"| cost | {cost} |",
-        f"| time | {receipt['wall_s']:.1f} s, {plural(receipt['interruptions'], 'interruption')} |",
-        f"| peak memory | {say_bytes(receipt['peak_bytes'])} |",
+        f"| time | {receipt.wall_s:.1f} s, {plural(receipt.interruptions, 'interruption')} |",
+        f"| peak memory | {say_bytes(receipt.peak_bytes)} |",
         "",
     ]
-    spans = [span for span in receipt["spans"] if span["seconds"] >= 0.005]
-    if not receipt["usd_is_known"]:
+    spans = [span for span in receipt.spans if span.seconds >= 0.005]
+    if not receipt.usd_is_known:
         lines += ["| where the time went | seconds |", "|---|---|"]
-        return lines + [f"| {span['what']} | {span['seconds']:.1f} |" for span in spans]
+        return lines + [f"| {span.what} | {span.seconds:.1f} |" for span in spans]
     lines += ["| where the time went | seconds | dollars |", "|---|---|---|"]
-    return lines + [f"| {span['what']} | {span['seconds']:.1f} | {dollars(span['usd'])} |" for span in spans]
+    return lines + [f"| {span.what} | {span.seconds:.1f} | {dollars(span.usd)} |" for span in spans]
 
 
 def _learning_rate(job: dict[str, Any]) -> str:
@@ -133,6 +134,6 @@ def _cell(text: str) -> str:
     return printable(words).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _machine(receipt: dict[str, Any]) -> str:
-    machine = receipt["machine"] or {}
+def _machine(receipt: Receipt) -> str:
+    machine = receipt.machine or {}
     return f"{machine.get('device', 'unknown')}, {machine.get('precision', '')}"

@@ -239,7 +239,7 @@ def _components(best: Row) -> str:
     recipe = best["recipe"]
     words = (
         f"{recipe['words']}; {recipe['optimizer']}; a step is {micro_batches_in_words(recipe)}; a checkpoint "
-        f"every {say_seconds(best['save_every_s'])}. {best['sure'][:1].upper()}{best['sure'][1:]}."
+        f"every {say_seconds(best['save_every_s'])}. {best['confidence'][:1].upper()}{best['confidence'][1:]}."
     )
     return (
         f'<h2>Where it goes: {escape(best["name"])}</h2>\n<p class="soft">{escape(words)}</p>\n'
@@ -259,15 +259,13 @@ def _say_short(seconds: float) -> str:
 
 
 def _plans(rows: Sequence[Row]) -> str:
-    head = _head(
-        "#rank", "where", "GPU", "kind", "#dollars", "#range", "#time", "#GiB", "#tokens/s", "why it stands here"
-    )
+    head = _head("#rank", "where", "GPU", "kind", "#dollars", "#range", "#time", "#GiB", "#tokens/s", "why this rank")
     first = _wide("Choices", f"<table>{head}{_body(_plan_row(row) for row in rows[:_N_SHOWN])}</table>")
     more = ""
     if len(rows) > _N_SHOWN:
         rest = _wide("More choices", f"<table>{head}{_body(_plan_row(row) for row in rows[_N_SHOWN:])}</table>")
         more = f"<details><summary>{plural(len(rows) - _N_SHOWN, 'more choice')}</summary>{rest}</details>"
-    note = '<p class="soft">* none is both cheaper and sooner. (+n): as many offers more that differ in place alone. '
+    note = '<p class="soft">* no other choice is both cheaper and sooner. (+n): n more offers that differ only in their place. '
     note += f"Grey ones {escape(_NOT_YET)}.</p>" if any(not row["is_runnable"] for row in rows) else "</p>"
     return f"<h2>Choices</h2>\n{note}\n{first}{more}"
 

@@ -140,8 +140,8 @@ def cost_against_time(rows: Sequence[Row], best: Row) -> str:
     n_hidden = len(rows) - len(shown)
     hidden = f" {plural(n_hidden, 'choice')} without a price is not drawn." if n_hidden else ""
     caption = (
-        "Both axes are logarithmic. The line joins the choices of which none is both cheaper and sooner; their ranges, where "
-        f"4 of 5 cases will be, are drawn as crosses.{hidden} {_key_words(shown)}"
+        "Both axes are logarithmic. The line joins the choices that no other choice beats on both cost and time; crosses "
+        f"are their ranges, which hold for 4 of 5 runs.{hidden} {_key_words(shown)}"
     )
     return (
         f'<h2>Cost against time</h2>\n<figure><div class="wide" tabindex="0" role="region" aria-label="Cost against time">'

@@ -30,8 +30,8 @@ _MORE_COLUMNS = (*_COLUMNS, "tok/s")  # where there is room
 _WIDE = 100
 _RIGHT = ("#", "$", "range", "hours", "GiB", "tok/s")
 _LEGEND = (
-    "* none is both cheaper and sooner; spot 0.3: interruptions to expect; GiB: needed/there, ! where it may not fit; "
-    "range and hours: 4 of 5 cases; price: `from` is a marketplace's lowest, its age where over 90 days, what is paid before"
+    "* no other choice is both cheaper and sooner; spot 0.3: 0.3 expected interruptions; GiB: needed/available, ! may not fit; "
+    "range and hours: 4 of 5 runs end within them; price: `from` = the lowest of a marketplace; age if over 90 days; prepayment"
 )
 _BAR, _BAR_WIDTH = "█", 24
 Row = Mapping[str, Any]
@@ -91,15 +91,17 @@ def draw_components(console: Console, row: Row) -> None:
     facts = {
         "recipe": f"{recipe['method']}, {recipe['precision']}, {recipe['optimizer']}",
         "step": f"{recipe['global_batch']} examples: {micro_batches_in_words(recipe)}{each}",
-        "checkpointing": f"activations of {recipe['checkpointing']}" if recipe["every_n_layers"] else "none",
+        "checkpointing": f"activations of {recipe['checkpointing']} recomputed"
+        if recipe["checkpoint_every"]
+        else "none",
         "sharding": recipe["sharding"],
-        "speed": f"{say_count(step['tokens_per_s'])} useful tokens/s, {step['useful_share']:.0%} of what is computed; "
+        "speed": f"{say_count(step['tokens_per_s'])} useful tokens/s, {step['useful_share']:.0%} of the computed tokens; "
         f"{step['flops_per_s'] / 1e12:,.3g} TFLOP/s",
         "price": _price_words(row),
-        "how sure": row["sure"],
+        "confidence": row["confidence"],
     }
     if row["cache_bytes"]:
-        facts["disk"] = f"{say_bytes(row['cache_bytes'])} for what frozen layers give, computed once"
+        facts["disk"] = f"{say_bytes(row['cache_bytes'])} for the output of the frozen layers"
     if row["not_runnable"]:
         facts["note"] = row["not_runnable"]
     _draw_pairs(console, facts)
@@ -127,7 +129,7 @@ def draw_components(console: Console, row: Row) -> None:
     spot = row["spot"]
     if spot:
         console.print(
-            f"\n[bold]Spot[/]: {spot['n_interruptions']:.2g} interruptions to expect, by {escape(spot['law'])}"
+            f"\n[bold]Spot[/]: {spot['n_interruptions']:.2g} expected interruptions, by {escape(spot['law'])}"
         )
         facts = {
             "lost work": say_seconds(spot["lost_s"]),
@@ -205,7 +207,7 @@ def _draw_rows(console: Console, rows: Sequence[Row]) -> None:
         justify: Any = "right" if name in _RIGHT else "left"
         table.add_column(name, justify=justify, no_wrap=True, min_width=widths[name], max_width=widths[name])
     if has_room:
-        table.add_column("why it stands here", no_wrap=True)
+        table.add_column("why this rank", no_wrap=True)
     for row, cell in zip(rows, cells, strict=True):
         more = [escape(row["why"])] if has_room else []
         table.add_row(*(escape(cell[name]) for name in names), *more)
@@ -250,7 +252,7 @@ def _draw_rest(console: Console, n_rest: int, shown: Sequence[Row]) -> None:
     if n_rest > 0:
         words.append(f"{plural(n_rest, 'more choice')} (--limit N)")
     if n_also:
-        words.append(f"{plural(n_also, 'offer')} like these in other places, dearer or as dear")
+        words.append(f"{plural(n_also, 'offer')} like these in other places, at the same price or more")
     if words:
         console.print(f"[dim]and {'; '.join(words)}[/]")
 
@@ -269,7 +271,7 @@ def _draw_facts(console: Console, view: Row) -> None:
     service = next((one for one in view["managed"] if one["takes_the_model"]), None)
     if service:
         facts["managed"] = (
-            f"{service['provider']} ({service['what']}) asks {say_cost(service['usd'])}; its recipe, not this one"
+            f"{service['provider']} ({service['what']}) charges {say_cost(service['usd'])}, with settings of its own"
         )
     if facts:
         console.print()
@@ -362,12 +364,12 @@ def _draw_sources(console: Console, view: Row) -> None:
     if best:
         if best["kind"] in ("spot", "on-demand"):
             console.print(f"[dim]the one above: {escape(_price_words(best))}[/]")
-        console.print(f"[bold]How sure[/]: {escape(best['sure'])}")
+        console.print(f"[bold]Confidence[/]: {escape(best['confidence'])}")
     for note in view["notes"]:
         if note.endswith(view["job"]["lengths_source"]):
             continue
         console.print(f"[dim]{escape(note)}[/]")
-    console.print(f"[bold]It supposes[/] that {escape('; '.join(view['assumptions']))}")
+    console.print(f"[bold]Assumptions[/]: {escape('; '.join(view['assumptions']))}")
 
 
 def _price_words(row: Row) -> str:

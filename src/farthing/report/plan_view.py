@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import farthing
 from farthing.planner.confidence import how_sure
-from farthing.planner.ownership import (
-    saving,
-)
+from farthing.planner.ownership import saving
 from farthing.planner.serving import Traffic
 from farthing.planner.throughput_arithmetic import OwnFigures, by_hand
 from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front
@@ -128,7 +126,7 @@ def _job(study: Study) -> dict[str, Any]:
             "max_hours": wanted.max_hours,
             "max_gpu_hours": wanted.max_gpu_hours,
             "deadline_s": wanted.deadline_s,
-            "sure": wanted.sure if wanted.deadline_s is not None else None,
+            "confidence": wanted.confidence if wanted.deadline_s is not None else None,
         },
     }
 
@@ -195,7 +193,7 @@ def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> dict[str, 
         "cache_bytes": plan.cache_bytes,
         "spot": _spot(plan, law),
         "chance": plan.chance,
-        "sure": how_sure(plan.place, family),
+        "confidence": how_sure(plan.place, family),
         "why": "; ".join(words for words in (plan.why, plan.mixture, plan.place.precision_note) if words),
         "on_front": any(one.on_front for one in group),
         "on_runnable_front": False,
@@ -223,13 +221,13 @@ def _recipe(plan: Plan) -> dict[str, Any]:
         "method": recipe.method,
         "precision": recipe.precision,
         "precision_note": plan.place.precision_note,
-        "micro_batch_tokens": recipe.micro_tokens,
+        "micro_batch_tokens": recipe.settings.micro_batch_tokens,
         "mean_tokens_at_once": step.n_padded_tokens / recipe.n_gpus / recipe.n_micro_batches,
         "n_micro_batches": recipe.n_micro_batches,
         "is_flat": recipe.stack.is_flat,
         "global_batch": recipe.global_batch,
-        "checkpointing": _checkpointing(recipe.every_n_layers),
-        "every_n_layers": recipe.every_n_layers,
+        "checkpointing": recipe.settings.checkpointing,
+        "checkpoint_every": recipe.settings.checkpoint_every,
         "optimizer": recipe.optim,
         "sharding": recipe.sharding,
         "n_shards": recipe.n_gpus if recipe.sharding == "fsdp" else 1,
@@ -275,10 +273,6 @@ def _name(plan: Plan) -> str:
         if kind == "own"
         else f"{what} {kind.replace('-', ' ')} at {plan.offer.provider}"
     )
-
-
-def _checkpointing(every_n_layers: int) -> str:
-    return {0: "none", 1: "every layer", 2: "every 2nd layer"}.get(every_n_layers, f"every {every_n_layers}th layer")
 
 
 def _memory_parts(plan: Plan) -> dict[str, float]:

@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from farthing.planner.ownership import (
-    Saving,
-)
+from farthing.planner.ownership import Saving
 from farthing.units import plural, say_count, say_seconds, say_usd
 
 if TYPE_CHECKING:
@@ -78,7 +76,8 @@ def summary(view: Mapping[str, Any]) -> str:
     return (
         f"{job['model']} ({say_count(job['n_parameters'])} parameters{trained}), {job['method']}, {job['task']}: "
         f"{plural(job['n_examples'], 'example')}{epochs}, {plural(job['n_steps'], 'step')} of {job['global_batch']}, "
-        f"{say_count(job['n_tokens'])} tokens ({job['mean_tokens']:,.0f} in the mean, {job['longest_tokens']:,} in the longest)"
+        f"{say_count(job['n_tokens'])} tokens "
+        f"({job['mean_tokens']:,.0f} an example on average, {job['longest_tokens']:,} at most)"
     )
 
 
@@ -94,7 +93,7 @@ def limits_in_words(view: Mapping[str, Any]) -> str:
         words.append(f"at most {limits['max_gpu_hours']:g} GPU-hours")
     if limits["deadline_s"] is not None:
         words.append(
-            f"done in {say_seconds(limits['deadline_s'])} from now, on spot with {limits['sure']:.0%} at least"
+            f"done in {say_seconds(limits['deadline_s'])} from now, on spot with {limits['confidence']:.0%} at least"
         )
     return ", ".join(words)
 
@@ -106,11 +105,11 @@ def break_even_words(own: Mapping[str, Any], one: Mapping[str, Any]) -> str:
         price = f"the best rent, {price.removesuffix(' an hour')} for what it does in an hour"
     rent = f"{one['name']} ({price})"
     if one["break_even_hours"] is None:
-        return f"bought for {say_cost(own['price_usd'])} it never pays back against {rent}"
+        return f"bought for {say_cost(own['price_usd'])} it never pays for itself against {rent}"
     months = one["break_even_months"]
     long = f"{months:,.1f} months" if months < 36 else f"{months / 12:,.0f} years"
     return (
-        f"bought for {say_cost(own['price_usd'])} it pays back after {one['break_even_hours']:,.0f} h of use, "
+        f"bought for {say_cost(own['price_usd'])} it pays for itself after {one['break_even_hours']:,.0f} h of use, "
         f"{long} with {one['hours_per_month']:.3g} h a month, against {rent}"
     )
 

@@ -1,21 +1,37 @@
-"""What a person sees in the terminal: the run as it goes, the receipt, a comparison. Draws; computes nothing."""
+"""What a person sees of a run as it goes, drawn from its events. Computes nothing; tables are in `receipt_table.py`."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from farthing.events import (
+    DataRead,
+    Decided,
+    Evaluated,
+    Evaluating,
+    Event,
+    Exported,
+    KeepingFrozen,
+    Note,
+    Probed,
+    ReadingData,
+    Restored,
+    StepTaken,
+    Tokenizing,
+    Warned,
+    Working,
+)
 from farthing.printable import printable
 from farthing.report.safe import escape
-from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
+from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN_EVERY_S = 5.0
 
 
@@ -32,11 +48,9 @@ class Terminal:
         self._last_at = 0.0
         self._n_said = 0
 
-    def __call__(self, kind: str, facts: dict[str, Any]) -> None:
-        """One event."""
-        handler = getattr(self, f"_on_{kind}", None)
-        if handler is not None:
-            handler(facts)
+    def __call__(self, event: Event) -> None:
+        """One event; of those that concern nobody at a terminal nothing is shown."""
+        self._show(event)
 
     def close(self) -> None:
         """Leave the last line as it is."""
@@ -46,140 +60,121 @@ class Terminal:
 
     # ---- events ----
 
-    def _on_starting(self, facts: dict[str, Any]) -> None:
-        self._alive(facts["text"])
+    @functools.singledispatchmethod
+    def _show(self, event: Event) -> None:
+        """Shown nowhere, such as that a checkpoint is written."""
 
-    def _on_note(self, facts: dict[str, Any]) -> None:
-        self._say(escape(facts["text"]))
+    @_show.register
+    def _(self, event: Note) -> None:
+        self._say(escape(event.text))
 
-    def _on_warning(self, facts: dict[str, Any]) -> None:
-        self._say(f"[yellow]warning:[/] {escape(facts['text'])}")
+    @_show.register
+    def _(self, event: Warned) -> None:
+        self._say(f"[yellow]warning:[/] {escape(event.text)}")
 
-    def _on_tokenizing(self, facts: dict[str, Any]) -> None:
-        words = f"{facts['rows']:,} rows, {say_count(facts['tokens'])} tokens"
-        self._on_the_way(f"tokenizing {facts['role']}", facts["share"], words)
+    @_show.register
+    def _(self, event: Working) -> None:
+        self._alive(event.on)
 
-    def _on_reading(self, facts: dict[str, Any]) -> None:
-        done, total = facts["done_bytes"], facts["total_bytes"]
-        words = say_bytes(done) + (f" of {say_bytes(total)}" if total else "")
-        self._on_the_way(facts["what"], done / total if total else None, words)
+    @_show.register
+    def _(self, event: ReadingData) -> None:
+        words = say_bytes(event.done_bytes) + (f" of {say_bytes(event.total_bytes)}" if event.total_bytes else "")
+        self._on_the_way(event.what, event.done_bytes / event.total_bytes if event.total_bytes else None, words)
 
-    def _on_data(self, facts: dict[str, Any]) -> None:
-        formats = ", ".join(sorted(set(facts["formats"])))
-        names = ", ".join(source["name"] for source in facts["sources"])
+    @_show.register
+    def _(self, event: Tokenizing) -> None:
+        words = f"{plural(event.n_rows, 'row')}, {say_count(event.n_tokens)} tokens"
+        self._on_the_way(f"tokenizing {event.role}", event.share, words)
+
+    @_show.register
+    def _(self, event: DataRead) -> None:
         words = [
-            f"{facts['n_examples']:,} examples",
-            f"{say_count(facts['n_tokens'])} tokens",
-            f"{say_count(facts['n_targets'])} targets",
+            plural(event.n_examples, "example"),
+            f"{say_count(event.n_tokens)} tokens",
+            f"{say_count(event.n_targets)} targets",
         ]
-        if facts["n_examples"] != facts["n_distinct_inputs"]:
-            words.append(f"{facts['n_examples'] - facts['n_distinct_inputs']:,} with an input seen before")
-        if facts["n_too_long"]:
-            done = "skipped" if facts["n_skipped_long"] else "truncated"
-            words.append(f"{facts['n_too_long']:,} too long, {done}")
-        if facts["n_without_target"]:
-            words.append(f"{facts['n_without_target']:,} left out: no target token")
-        self._say(f"[bold]{facts['role']}[/] {escape(names)} ({formats}): {', '.join(words)}")
-        for text in facts["notes"]:
-            self._on_warning({"text": text})
-        if facts["n_bad"]:
-            self._say(
-                f"[yellow]warning:[/] {facts['n_bad']:,} of {facts['n_rows']:,} rows can't be used and are left out:"
-            )
-            for place, reason in facts["bad_rows"][:5]:
+        if n_repeated := event.n_examples - event.n_distinct_inputs:
+            words.append(f"{n_repeated:,} repeat the input of another example")
+        if event.n_too_long:
+            words.append(f"{event.n_too_long:,} too long, {'skipped' if event.n_skipped_long else 'truncated'}")
+        if event.n_without_target:
+            words.append(f"{event.n_without_target:,} left out: no target token")
+        formats = ", ".join(sorted(set(event.formats)))
+        self._say(f"[bold]{event.role}[/] {escape(', '.join(event.names))} ({formats}): {', '.join(words)}")
+        for text in event.notes:
+            self._show(Warned(text))
+        if event.n_bad:
+            self._show(Warned(f"{event.n_bad:,} of {plural(event.n_rows, 'row')} can't be used and are left out:"))
+            for place, reason in event.bad_rows[:5]:
                 self._say(f"  {escape(place)}: {escape(reason)}")
 
-    def _on_decided(self, facts: dict[str, Any]) -> None:
-        counts = facts["parameters"]
-        share = counts["trainable"] / max(1, counts["total"])
+    @_show.register
+    def _(self, event: Decided) -> None:
+        share = event.n_trainable / max(1, event.n_parameters)
+        held_out = f"{event.n_eval_examples:,} for evaluation" if event.n_eval_examples else "none for evaluation"
         rows = {
-            "model": facts["model"],
-            "parameters": f"{counts['total']:,}, of them trained {counts['trainable']:,} ({share:.2%})",
-            "data": f"{facts['examples']:,} examples"
-            + (f", {facts['eval_examples']:,} for evaluation" if facts["eval_examples"] else ", none for evaluation")
-            + f", up to {facts['max_length']} tokens",
-            "steps": f"{facts['steps']:,} of {facts['batch']}"
-            + (f"; {facts['fitted']}" if facts.get("fitted") else ""),
-            "learning rate": facts["learning_rate"],
-            "computes on": f"{facts['device']} in {facts['precision']}",
-            "computed": facts["computed"],
-            "memory": f"{facts['memory']}; activation checkpointing {facts['gradient_checkpointing']}",
-            "checkpoints": facts["checkpoints"],
-            "price": facts["price"],
-            "promised": facts["promised"],
+            "model": event.model,
+            "parameters": f"{event.n_parameters:,}, of them trained {event.n_trainable:,} ({share:.2%})",
+            "data": f"{plural(event.n_examples, 'example')}, {held_out}, up to {event.max_length} tokens",
+            "steps": f"{event.n_steps:,} of {event.batch}" + (f"; {event.fitted}" if event.fitted else ""),
+            "learning rate": event.learning_rate,
+            "computes on": f"{event.device} in {event.precision}",
+            "batches": event.computed,
+            "memory": f"{event.memory}; activation checkpointing {event.checkpointing}",
+            "checkpoints": event.checkpoints,
+            "price": event.price,
+            "estimate": event.estimate,
         }
         table = Table.grid(padding=(0, 2))
         for name, value in rows.items():
-            table.add_row(f"[dim]{name}[/]", escape(str(value)))
+            table.add_row(f"[dim]{name}[/]", escape(value))
         self._clear()
         self.console.print(table)
 
-    def _on_keeping(self, facts: dict[str, Any]) -> None:
-        self._alive(f"computing frozen layers once: {say_count(facts['done'])} of {say_count(facts['total'])} tokens")
+    @_show.register
+    def _(self, event: KeepingFrozen) -> None:
+        done = f"{say_count(event.n_done_tokens)} of {say_count(event.n_tokens)} tokens"
+        self._alive(f"computing the frozen layers, once for all epochs: {done}")
 
-    def _on_probed(self, facts: dict[str, Any]) -> None:
-        self._alive(f"probing: {setting_in_words(facts)}: {say_count(facts['tokens_per_s'])} useful tok/s")
+    @_show.register
+    def _(self, event: Probed) -> None:
+        words = event.settings.in_words()
+        self._alive(f"probing: {words}: {say_count(event.tokens_per_s)} useful tok/s")
 
-    def _on_restored(self, facts: dict[str, Any]) -> None:
-        self._say(
-            f"[green]resumed[/] at step {facts['step']:,} of {facts['n_steps']:,} (attempt {facts['attempt']}); "
-            "checkpoint verified"
-        )
+    @_show.register
+    def _(self, event: Restored) -> None:
+        at = f"step {event.step:,} of {event.n_steps:,} (attempt {event.attempt})"
+        self._say(f"[green]resumed[/] at {at}; checkpoint verified")
 
-    def _on_step(self, facts: dict[str, Any]) -> None:
-        line = self._step_line(facts)
-        due = facts["step"] % self._logging_steps == 0 or facts["step"] == facts["n_steps"]
+    @_show.register
+    def _(self, event: StepTaken) -> None:
+        line, is_last = _step_line(event), event.step == event.n_steps
+        is_due = event.step % self._logging_steps == 0 or is_last
+        has_waited = self._clock() - self._last_at >= _PLAIN_EVERY_S
         if self.console.is_terminal:
             self._alive(line)
-            if due and self._clock() - self._last_at >= _PLAIN_EVERY_S:
-                self._say(line)
-                self._last_at = self._clock()
-        elif (
-            self._n_said == 0
-            or (due and self._clock() - self._last_at >= _PLAIN_EVERY_S)
-            or facts["step"] == facts["n_steps"]
-        ):
+        elif self._n_said == 0 or is_last:
+            is_due = has_waited = True
+        if is_due and has_waited:
             self._say(line)
             self._last_at = self._clock()
             self._n_said += 1
 
-    def _on_working(self, facts: dict[str, Any]) -> None:
-        self._alive(facts["on"])
+    @_show.register
+    def _(self, event: Evaluating) -> None:
+        self._alive(f"evaluating: {event.n_done:,} of {event.n_examples:,}")
 
-    def _on_evaluating(self, facts: dict[str, Any]) -> None:
-        self._alive(f"evaluating: {facts['done']:,} of {facts['total']:,}")
+    @_show.register
+    def _(self, event: Evaluated) -> None:
+        numbers = [f"{name} {value:.4g}" for name, value in event.metrics.items() if isinstance(value, float)]
+        mark = " [green](best)[/]" if event.is_best else ""
+        self._say(f"[bold]evaluation[/] at step {event.step:,}: {', '.join(numbers)}{mark}")
 
-    def _on_evaluation(self, facts: dict[str, Any]) -> None:
-        numbers = [f"{name} {value:.4g}" for name, value in facts["metrics"].items() if isinstance(value, float)]
-        mark = " [green](best)[/]" if facts["is_best"] else ""
-        self._say(f"[bold]evaluation[/] at step {facts['step']:,}: {', '.join(numbers)}{mark}")
-
-    def _on_exported(self, facts: dict[str, Any]) -> None:
-        self._say(f"model of step {facts['step']:,} written to {escape(facts['folder'])}")
+    @_show.register
+    def _(self, event: Exported) -> None:
+        self._say(f"model of step {event.step:,} written to {escape(event.folder)}")
 
     # ---- drawing ----
-
-    @staticmethod
-    def _step_line(facts: dict[str, Any]) -> str:
-        loss = "not a number" if facts["loss"] is None else f"{facts['loss']:.4f}"
-        parts = [f"step {facts['step']:,}/{facts['n_steps']:,}", f"loss {loss}"]  # what matters most stands first
-        has_price = facts["usd"] > 0
-        if has_price:
-            parts.append(f"{say_usd(facts['usd'])} so far")
-        if facts["s_to_go"] is not None:
-            cost = f"{say_usd(facts['usd_to_go'])} and " if has_price else ""
-            parts.append(f"{cost}{say_seconds(facts['s_to_go'])} to go")
-        if facts["tokens_per_s"]:
-            parts.append(
-                f"{say_count(facts['tokens_per_s'])} useful tok/s ({say_count(facts['padded_tokens_per_s'])} computed)"
-            )
-        if facts["mfu"]:
-            parts.append(f"MFU {facts['mfu']:.0%}")
-        if facts["utilisation_percent"] is not None:
-            parts.append(f"busy {facts['utilisation_percent']:.0f}%")
-        parts.append(f"peak {say_bytes(facts['peak_bytes'])}")
-        parts.append(f"epoch {facts['epoch']:.2f}")
-        return " · ".join(parts)
 
     def _say(self, markup: str) -> None:
         self._clear()
@@ -217,236 +212,19 @@ class Terminal:
             self._live = None
 
 
-def setting_in_words(facts: dict[str, Any]) -> str:
-    """How micro-batches were computed."""
-    words = [f"{facts['most_tokens']:,} tokens at a time"]
-    if facts["every_n_layers"]:
-        words.append("every layer computed again" if facts["every_n_layers"] == 1 else "every 2nd layer computed again")
-    if facts["tile_tokens"]:
-        words.append(f"head in tiles of {facts['tile_tokens']:,}")
-    return ", ".join(words)
-
-
-def draw_probe(console: Console, found: dict[str, Any]) -> None:
-    """What a probe has tried, the best first."""
-    has_price = any(trial["usd_per_million_tokens"] for trial in found["trials"] if trial["fits"])
-    table = Table(box=None, padding=(0, 2), show_edge=False)
-    table.add_column("setting")
-    for name in ("useful tok/s", "useful", "peak", *(["$ a million"] if has_price else [])):
-        table.add_column(name, justify="right")
-    for number, trial in enumerate(found["trials"]):
-        words = escape(setting_in_words(trial))
-        speed = f"{trial['tokens_per_s']:,.0f}" if trial["fits"] else "out of memory"
-        cells = [f"[bold]{words}[/]" if number == 0 else words, speed, f"{trial['useful_share']:.1%}"]
-        cells.append(say_bytes(trial["peak_bytes"]) if trial["peak_bytes"] else "not known")
-        if has_price:
-            cells.append(say_usd(trial["usd_per_million_tokens"]) if trial["fits"] else "")
-        table.add_row(*cells)
-    console.print(table)
-    words = f"chosen: {setting_in_words(found['setting'])}"
-    if found["tokens_per_s"]:
-        words += f"; {found['steps']} whole steps went at {found['tokens_per_s']:,.0f} useful tokens/s"
-    if found["usd_per_million_tokens"]:
-        words += f", {say_usd(found['usd_per_million_tokens'])} a million"
-    console.print(
-        f"{words}\n`farthing train` uses it from now on, and `farthing plan` goes by what was measured", soft_wrap=True
-    )
-
-
-def draw_receipt(console: Console, receipt: dict[str, Any]) -> None:
-    """The receipt on a terminal."""
-    known = receipt["usd_is_known"]
-    title = {"finished": "finished", "limit": "stopped at a limit", "interrupted": "interrupted, can be continued"}.get(
-        receipt["state"], "not finished, can be continued"
-    )
-    console.print()
-    console.print(f"[bold]Receipt[/] {escape(receipt['run'])} ({title})", highlight=False, soft_wrap=True)
-    table = Table(box=None, padding=(0, 2), show_edge=False)
-    table.add_column("where the time went")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
-    dollars = digits_of(receipt["usd"])
-    if known:
-        table.add_column("dollars", justify="right")
-    for span in sorted(receipt["spans"], key=lambda span: -span["seconds"]):
-        if span["seconds"] >= 0.005:
-            cells = [span["what"], f"{span['seconds']:.1f}", f"{span['share']:.1%}", dollars(span["usd"])]
-            table.add_row(*cells[: len(table.columns)])
-    cells = ["total", f"{receipt['wall_s']:.1f}", f"{1:.1%}", dollars(receipt["usd"])]
-    table.add_row(*(f"[bold]{cell}[/]" for cell in cells[: len(table.columns)]))
-    console.print(table)
-    if not known:
-        console.print("[dim]no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh[/]")
-    facts = Table.grid(padding=(0, 2))
-    loss = "none" if receipt["final_loss"] is None else f"{receipt['final_loss']:.4f}"
-    facts.add_row(
-        "[dim]trained[/]",
-        f"{plural(receipt['steps'], 'step')}, {say_count(receipt['tokens'])} tokens, last loss {loss}",
-    )
-    if receipt["usd_per_million_tokens"] is not None and known:
-        facts.add_row("[dim]a million tokens[/]", say_usd(receipt["usd_per_million_tokens"]))
-    curve = [value for _, value in receipt["curves"]["loss"]]
-    if len(curve) > 1:
-        facts.add_row("[dim]loss[/]", f"{sparkline(curve)}  {curve[0]:.3f} to {curve[-1]:.3f}")
-    busy = [value for _, value in receipt["curves"]["utilisation_percent"]]
-    if len(busy) > 1:
-        facts.add_row("[dim]device busy[/]", f"{sparkline(busy, 0, 100)}  mean {sum(busy) / len(busy):.0f}%")
-    if receipt["interruptions"]:
-        facts.add_row(
-            "[dim]interruptions[/]",
-            f"{receipt['interruptions']}; restarting took {_time_and_price(receipt, 'restart')}, "
-            f"work done twice {_time_and_price(receipt, 'redone')}",
-        )
-    if (saves := receipt.get("checkpoints", {})).get("n"):
-        every = "" if saves["interval_s"] is None else f", every {say_seconds(saves['interval_s'])} or at a new best"
-        facts.add_row(
-            "[dim]checkpoints[/]",
-            f"{saves['n']}{every}; they held the run up for {say_seconds(saves['held_up_s'])} ({saves['share']:.2%})",
-        )
-    if told := [notice for notice in receipt.get("notices", []) if notice["is_certain"]]:
-        grace = "" if told[-1]["grace_s"] is None else f" of {say_seconds(max(0.0, told[-1]['grace_s']))}"
-        facts.add_row(
-            "[dim]last notice[/]",
-            f"{escape(told[-1]['what'])}; saved and left after {say_seconds(told[-1]['left_after_s'])}{grace}",
-        )
-    if events := receipt["out_of_memory"]:
-        now = events[-1]
-        more = f", every {now['every_n_layers']} layers computed again" if now["every_n_layers"] else ""
-        facts.add_row(
-            "[dim]out of memory[/]",
-            f"{plural(len(events), 'time')}; went on with {now['most_tokens']:,} tokens at a time{more}",
-        )
-    if fit := receipt.get("schedule"):
-        facts.add_row(
-            "[dim]schedule[/]",
-            f"fitted to the budget: {fit['n_steps']:,} of {fit['asked_steps']:,} steps"
-            + ("" if fit["settled"] else ", not settled yet"),
-        )
-    if trust := receipt.get("ledger"):
-        lost = (
-            f"{_time_and_price({**receipt, **trust}, 'lost')} are known in sum only"
-            if trust["lost_s"]
-            else "no money is missing"
-        )
-        facts.add_row("[dim]ledger[/]", f"[yellow]damaged[/], {plural(trust['n_broken_lines'], 'broken line')}; {lost}")
-    if receipt["skipped_steps"]:
-        facts.add_row(
-            "[dim]skipped[/]", f"{plural(receipt['skipped_steps'], 'step')} whose loss or gradient was not a number"
-        )
-    console.print(facts)
-    _draw_promise(console, receipt)
-    _draw_metrics(console, receipt)
-
-
-def draw_comparison(console: Console, comparison: dict[str, Any]) -> None:
-    """Two runs side by side."""
-    table = Table(box=None, padding=(0, 2), show_edge=False)
-    for name in ("", "run", "baseline", "ratio"):
-        table.add_column(name, justify="left" if not name else "right")
-    for name, row in comparison["rows"].items():
-        say = {"wall_s": say_seconds, "peak_bytes": say_bytes}.get(name, _number)
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
-        if "usd" in name:
-            say = _price
-        table.add_row(_WORDS.get(name, name.replace("_", " ")), say(row["run"]), say(row["baseline"]), ratio)
-    console.print(f"[bold]run[/]       {escape(comparison['run'])}", soft_wrap=True)
-    console.print(f"[bold]baseline[/]  {escape(comparison['baseline'])}", soft_wrap=True)
-    console.print(table)
-    usd, seconds = comparison["saved_usd"], comparison["saved_s"]
-    words = []
-    if usd is not None:
-        share = "" if comparison["saved_share"] is None else f" ({abs(comparison['saved_share']):.0%})"
-        words.append(f"costs {say_usd(abs(usd))}{share} {'less' if usd >= 0 else 'more'}")
-    if seconds is not None:
-        words.append(f"takes {say_seconds(abs(seconds))} {'less' if seconds >= 0 else 'more'}")
-    if words:
-        console.print(f"against the baseline the run {' and '.join(words)}")
-    for note in comparison["notes"]:
-        console.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
-
-
-_WORDS = {
-    "usd": "cost",
-    "wall_s": "time",
-    "tokens_per_s": "useful tokens/s",
-    "usd_per_million_tokens": "a million tokens",
-    "peak_bytes": "peak memory",
-    "final_loss": "last training loss",
-    "loss": "evaluation loss",
-}
-
-
-def _price(usd: float | None) -> str:
-    return "no price" if usd is None else say_usd(usd)
-
-
-def _time_and_price(receipt: dict[str, Any], what: str) -> str:
-    price = f" ({digits_of(receipt['usd'])(receipt[f'{what}_usd'])})" if receipt["usd_is_known"] else ""
-    return say_seconds(receipt[f"{what}_s"]) + price
-
-
-def sparkline(values: list[float], low: float | None = None, high: float | None = None) -> str:
-    """One block a value, from `low` to `high`."""
-    low, high = min(values) if low is None else low, max(values) if high is None else high
-    span = (high - low) or 1.0
-    return "".join(_BLOCKS[min(7, max(0, int((value - low) / span * 7.999)))] for value in values)
-
-
-def _draw_promise(console: Console, receipt: dict[str, Any]) -> None:
-    """What the plan said before the start, part by part, and what the first steps said."""
-    promised, forecast = receipt["promised"], receipt["forecast"]
-    if promised is None and forecast is None:
-        return
-    dollars = digits_of(receipt["usd"])
-    table = Table(box=None, padding=(0, 2), show_edge=False)
-    for name in ("promised before the start" if promised else "", "promised", "happened", "ratio"):
-        table.add_column(name, justify="right" if name in ("promised", "happened", "ratio") else "left")
-
-    def rows(of: dict[str, Any], words: dict[str, str]) -> None:
-        for name, say in (("wall_s", say_seconds), ("usd", dollars), ("peak_bytes", say_bytes)):
-            if name in words and (name != "usd" or receipt["usd_is_known"]):
-                row(words[name], of[name], say)
-
-    def row(words: str, pair: dict[str, Any], say: Callable[[Any], str]) -> None:
-        ratio = "" if pair["ratio"] is None else f"{pair['ratio']:.2f}"
-        table.add_row(words, say(pair["promised"]), say(pair["happened"]), ratio)
-
-    if promised:
-        rows(promised, {"wall_s": "time"})
-        for name, pair in promised["seconds"].items():
-            if max(pair["promised"], pair["happened"]) >= 0.005 * promised["wall_s"]["happened"]:
-                row(f"  {name}", pair, say_seconds)
-        rows(promised, {"usd": "dollars", "peak_bytes": "peak memory"})
-    if forecast:
-        rows(forecast, {"wall_s": f"time, forecast after step {forecast['made_after_step']}"})
-    console.print(table)
-    if promised:
-        console.print(f"[dim]the promise rests on {escape(promised['calibration'])}[/]", highlight=False)
-
-
-def _draw_metrics(console: Console, receipt: dict[str, Any]) -> None:
-    metrics = receipt["metrics"]
-    if not metrics:
-        return
-    numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float))
-    of = f"best, step {receipt['best_step']:,}" if receipt["best_step"] is not None else "last"
-    on = plural(metrics.get("n_examples", 0), "example")
-    console.print(f"[dim]evaluation[/] ({of}, {on})  {numbers}", highlight=False)
-    classes = metrics.get("per_class")
-    if classes and len(classes) <= 30:
-        table = Table(box=None, padding=(0, 2), show_edge=False)
-        for name in ("class", "precision", "recall", "F1", "examples"):
-            table.add_column(name, justify="left" if name == "class" else "right")
-        for name, row in classes.items():
-            table.add_row(
-                escape(name), f"{row['precision']:.3f}", f"{row['recall']:.3f}", f"{row['f1']:.3f}", str(row["n"])
-            )
-        console.print(table)
-
-
-def _number(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, int) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:,.4g}"
+def _step_line(event: StepTaken) -> str:
+    """What matters most stands first: a narrow terminal cuts the end."""
+    loss = "not a number" if event.loss is None else f"{event.loss:.4f}"
+    parts = [f"step {event.step:,}/{event.n_steps:,}", f"loss {loss}"]
+    if event.usd > 0:
+        parts.append(f"{say_usd(event.usd)} so far")
+    if event.s_to_go is not None and event.step < event.n_steps:
+        cost = f"{say_usd(event.usd_to_go)} and " if event.usd > 0 and event.usd_to_go is not None else ""
+        parts.append(f"{cost}{say_seconds(event.s_to_go)} to go")
+    if event.tokens_per_s and event.padded_tokens_per_s:
+        parts.append(f"{say_count(event.tokens_per_s)} useful tok/s ({say_count(event.padded_tokens_per_s)} computed)")
+    if event.mfu:
+        parts.append(f"MFU {event.mfu:.0%}")
+    if event.utilisation_percent is not None:
+        parts.append(f"busy {event.utilisation_percent:.0f}%")
+    return " · ".join([*parts, f"peak {say_bytes(event.peak_bytes)}", f"epoch {event.epoch:.2f}"])

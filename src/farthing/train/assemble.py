@@ -5,6 +5,7 @@ Refuses to train, and to read a checkpoint: `saver.restore` does.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,20 +13,21 @@ import torch
 import farthing
 from farthing.config.job import Job
 from farthing.data.batches import Batches
-from farthing.data.packing import ON_CPU, PieceCost
+from farthing.data.packing import PieceCost
 from farthing.durability.checkpoint import Checkpoints
-from farthing.durability.ledger import Ledger
 from farthing.durability.run_folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
 from farthing.durability.summed_lines import SummedLines
+from farthing.events import Warned
 from farthing.model.adapters import count_parameters
 from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
 from farthing.model.flops import flops_per_token
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, free_bytes, taken_bytes
 from farthing.model.liger import use_liger
+from farthing.planner.estimate import Estimate
 from farthing.planner.measurements import Record
+from farthing.settings import Settings
 from farthing.train.attempt import Attempt, Clocks, Context, Kernels, Saving
-from farthing.train.autotune_cache import Subject
 from farthing.train.learning_rate import first_schedule
 from farthing.train.optim import allocate_state
 from farthing.train.prefix_budget import accumulates
@@ -47,13 +49,13 @@ def assemble(
     numerics: Numerics,
     model: Any,
     examples: tuple[Examples, Examples | None],
-    promise: dict[str, Any],
-    subject: Subject,
+    estimate: Estimate | None,
+    settings: Settings,
 ) -> Attempt:
     """The attempt at step 0. `examples` are those for training and for evaluation."""
     train, ledger, (train_examples, eval_examples) = job.train, context.ledger, examples
     batches = Batches(train_examples.indices, job.global_batch_size, train.seed)
-    schedule = first_schedule(job, context.folder, ledger, promise, batches.steps_per_epoch)
+    schedule = first_schedule(job, context.folder, ledger, estimate, batches.steps_per_epoch)
     optimizer = build_optimizer(job, model, rules_of(context.folder))
     scaler = torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler)
     parameters, progress = count_parameters(model), Progress()
@@ -62,8 +64,7 @@ def assemble(
         from farthing.model.lora_kernels import use_low_rank  # takes peft along, which a full run has no use for
 
         lora = use_low_rank(model)
-    wants_liger, is_cuda = train.use_liger_kernel, numerics.device.type == "cuda"
-    liger = use_liger(model) if wants_liger is True or (wants_liger and is_cuda) else None
+    liger = use_liger(model) if _wants_liger(job, numerics, settings) else None
     forward = Forward(
         model,
         job.task,
@@ -71,10 +72,9 @@ def assemble(
         numerics,
         label_smoothing=train.label_smoothing_factor,
         may_go_flat=job.model.attn_implementation is None,
-        tile_tokens=promise.get("tile_tokens"),
-        piece_cost=PieceCost(*promise.get("piece_cost", ON_CPU)),  # runs of before were cut as on a CPU
+        tile_tokens=settings.tile_tokens,
+        piece_cost=PieceCost(settings.least_tokens, settings.more_tokens),
     )
-    most_tokens, every_n_layers = micro_batch_tokens(job, train_examples, promise, ledger)
     before_bytes, free = taken_bytes(numerics.device), free_bytes(numerics.device)
     with out_of_memory_said(OPTIMIZER_TO_DO):
         allocate_state(optimizer)
@@ -82,13 +82,19 @@ def assemble(
         job,
         forward,
         train_examples,
-        most_tokens,
-        every_n_layers,
+        settings,
         optimizer=optimizer,
         free_bytes=free,
-        accumulates=accumulates(train_examples, batches, schedule.n_steps, most_tokens),
+        accumulates=accumulates(train_examples, batches, schedule.n_steps, settings.micro_batch_tokens),
     )
-    kernels = Kernels(lora, liger, _compile(job, model, numerics, liger, promise.get("step_s"), schedule.n_steps))
+    compiled = _compile(job, model, liger, settings, estimate, schedule.n_steps)
+    kernels = Kernels(lora, liger, compiled)
+    settings = replace(
+        settings,
+        checkpoint_every=memory.checkpoint_every,
+        compiled=isinstance(compiled, int),
+        kernels="liger" if liger and not liger.startswith("no ") else "torch",
+    )
     steps = Steps(
         forward,
         batches,
@@ -99,8 +105,7 @@ def assemble(
         lambda step: job.learning_rate * attempt.schedule.factor(step),
         train.max_grad_norm,
         train.seed,
-        most_tokens,
-        memory.every_n_layers,
+        settings,
         context.meter,
         lambda: bool(context.notice),
         lambda step, why, is_less: note_out_of_memory(attempt, step, why, is_less),
@@ -113,8 +118,7 @@ def assemble(
         numerics=numerics,
         train_examples=train_examples,
         eval_examples=eval_examples,
-        promise=promise,
-        subject=subject,
+        estimate=estimate,
         model=model,
         forward=forward,
         batches=batches,
@@ -125,7 +129,7 @@ def assemble(
         kernels=kernels,
         parameters=parameters,
         memory=memory,
-        promised_bytes=before_bytes + memory.total_bytes,
+        expected_bytes=before_bytes + memory.total_bytes,
         progress=progress,
         state={
             "model": ModelPart(model),
@@ -137,38 +141,33 @@ def assemble(
         log=SummedLines(context.folder / LOG),
         pace=Pace(numerics, flops_per_token(model, job.method.name), context.meter),
         record=Record(loaded_bytes=before_bytes),
-        saving=Saving(_save_every_s(job, promise), context.meter.wall_s, (0, 0, False)),
+        saving=Saving(_save_every_s(job, estimate), context.meter.wall_s, (0, 0, False)),
         clocks=Clocks(n_graphs=n_graphs()),
     )
     return attempt
 
 
-def micro_batch_tokens(job: Job, examples: Examples, promise: dict[str, Any], ledger: Ledger) -> tuple[int, int]:
-    """(computed tokens of a micro-batch, every how many layers are checkpointed): as the job says, as planned, or as
-    earlier attempts had room for."""
-    lengths = examples.tokens.lengths[examples.indices]
-    longest = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
-    most = job.train.micro_batch_tokens or promise.get("micro_batch_tokens") or longest
-    every_n_layers = promise.get("every_n_layers", 0)
-    # of attempts before the job was corrected nothing holds; older farthings did not say whose they were
-    events = [event for event in ledger.out_of_memory if event.get("job") in (None, job.fingerprint)]
-    if events:
-        every_n_layers = events[-1]["every_n_layers"] or every_n_layers
-    return min([int(most), *(event["most_tokens"] for event in events)]), every_n_layers
+def _wants_liger(job: Job, numerics: Numerics, settings: Settings) -> bool:
+    """As the job says; else on a GPU, unless earlier attempts were without."""
+    wanted = job.train.use_liger_kernel
+    is_auto = wanted == "auto" and numerics.device.type == "cuda" and settings.kernels != "torch"
+    return wanted is True or is_auto
 
 
 def _compile(
-    job: Job, model: Any, numerics: Numerics, liger: str | None, step_s: float | None, n_steps: int
+    job: Job, model: Any, liger: str | None, settings: Settings, estimate: Estimate | None, n_steps: int
 ) -> int | str:
-    """Compile the layers where the job says so or it pays; returns how many, or why none."""
+    """Compile the layers where the job says so, earlier attempts did or it pays; returns how many, or why none."""
     wanted = job.train.torch_compile
+    if wanted == "auto" and settings.compiled is not None:
+        wanted = settings.compiled
     if wanted == "auto" and liger and not liger.startswith("no "):
         return "Liger's kernels leave little to gain, and the two were never tried together"
     pays = worth_compiling(
         wanted,
-        device=numerics.device.type,
+        device=next(model.parameters()).device.type,
         n_kinds=n_kinds(model) if wanted == "auto" else 0,
-        step_s=step_s,
+        step_s=None if estimate is None else estimate.step_s,
         n_steps_left=n_steps,
         full_determinism=job.train.full_determinism,
     )
@@ -181,7 +180,7 @@ def _checkpoints(job: Job, context: Context) -> Checkpoints:
         context.folder / CHECKPOINTS,
         context.run_id,
         job.train.save_total_limit,
-        warn=lambda text: context.tell("warning", {"text": text}),
+        warn=lambda text: context.emit(Warned(text)),
         facts=lambda: manifest_facts(context, copies),
         copy=context.replica.offer if context.replica is not None else None,
     )
@@ -193,6 +192,7 @@ def manifest_facts(context: Context, copies: dict[str, Any]) -> dict[str, Any]:
     return {"farthing": farthing.__version__, **context.ledger.witness(), COPIES: dict(copies)}
 
 
-def _save_every_s(job: Job, promise: dict[str, Any]) -> float:
-    minutes = job.train.save_minutes
-    return minutes * 60 if minutes else float(promise.get("interval_s", SAVE_EVERY_S))
+def _save_every_s(job: Job, estimate: Estimate | None) -> float:
+    if job.train.save_minutes:
+        return job.train.save_minutes * 60
+    return SAVE_EVERY_S if estimate is None else estimate.interval_s

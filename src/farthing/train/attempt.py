@@ -20,15 +20,17 @@ from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.preemption import Notice
 from farthing.durability.replica import Mirror
 from farthing.durability.summed_lines import SummedLines
+from farthing.events import Emit, Warned
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
+from farthing.planner.estimate import Estimate
 from farthing.planner.measurements import Record
-from farthing.train.autotune_cache import Subject
+from farthing.settings import Settings
 from farthing.train.schedule import Schedule
-from farthing.train.setup import Examples, Inputs, Tell
+from farthing.train.setup import Examples, Inputs
 from farthing.train.state import Progress
-from farthing.train.step import Steps, Taken
+from farthing.train.step import StepResult, Steps
 from farthing.train.throughput import Pace
 
 
@@ -42,7 +44,7 @@ class Context:
     meter: Meter
     ledger: Ledger
     notice: Notice
-    tell: Tell
+    emit: Emit
     replica: Mirror | None = None
     """The copy of this run in a store, where the job names one."""
 
@@ -99,10 +101,8 @@ class Attempt:
     numerics: Numerics
     train_examples: Examples
     eval_examples: Examples | None
-    promise: dict[str, Any]
-    """What the plan said of this run before it began; empty where it could say nothing."""
-    subject: Subject
-    """What a setting that is found for this run holds for."""
+    estimate: Estimate | None
+    """What the plan said of this run before it began; None where it could say nothing."""
 
     model: Any
     forward: Forward
@@ -114,7 +114,7 @@ class Attempt:
     kernels: Kernels
     parameters: dict[str, int]
     memory: MemoryNeed
-    promised_bytes: int
+    expected_bytes: int
 
     progress: Progress
     state: dict[str, Part]
@@ -125,7 +125,7 @@ class Attempt:
     record: Record
     saving: Saving
     clocks: Clocks = field(default_factory=Clocks)
-    in_flight: deque[Taken] = field(default_factory=deque)
+    in_flight: deque[StepResult] = field(default_factory=deque)
     """Steps whose figures may still be on their way from the device."""
     n_evaluated_tokens: int = 0
     """Of the last evaluation, as computed."""
@@ -136,10 +136,15 @@ class Attempt:
         return self.schedule.n_steps
 
     @property
+    def settings(self) -> Settings:
+        """How the run is computed, now."""
+        return self.steps.settings
+
+    @property
     def metric(self) -> str:
         """The metric that says which step is best."""
         return (self.job.train.metric_for_best_model or "loss").removeprefix("eval_")  # known: the job was checked
 
     def warn(self, text: str) -> None:
         """Say what the person should know; the run goes on."""
-        self.context.tell("warning", {"text": text})
+        self.context.emit(Warned(text))

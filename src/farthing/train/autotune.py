@@ -9,7 +9,6 @@ Refuses settings that change the result, and to go on past its time.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,22 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.config.job import Job
-from farthing.data.loader import Ready, micro_batches
+from farthing.data.loader import MicroBatch, micro_batches
 from farthing.device_memory import is_out_of_memory
-from farthing.durability.run_folder import PLAN, keep
 from farthing.errors import Interrupted
-from farthing.model.activation_checkpointing import SHARE_OF_FREE, checkpoint_layers
-from farthing.model.hardware import (
-    free_bytes,
-    reset_peak_bytes,
-    taken_bytes,
-    wait_for,
-    window_peak_bytes,
-)
-from farthing.planner.lengths import Lengths
+from farthing.events import Probed
+from farthing.model.activation_checkpointing import SHARE_OF_FREE
+from farthing.model.hardware import free_bytes, reset_peak_bytes, taken_bytes, wait_for, window_peak_bytes
+from farthing.planner.estimate import Estimate
 from farthing.planner.tiles import default_tile_tokens
+from farthing.settings import Settings
 from farthing.train.attempt import Attempt
-from farthing.train.autotune_cache import PROBES, Setting, Subject, known_setting, leave_probe
+from farthing.train.autotune_cache import PROBES, leave_probe, subject_of, tried
 from farthing.train.update_guard import update_bytes
 
 PROBE_S = 60.0
@@ -47,9 +41,9 @@ EXPECTED_SAVING = 0.08  # of a run's training time, by assumption: what makes a 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a setting took. `seconds_per_token` is infinite where memory ran out."""
+    """What a settings took. `seconds_per_token` is infinite where memory ran out."""
 
-    setting: Setting
+    settings: Settings
     seconds_per_token: float
     """Seconds of forward and backward for a useful token."""
     computed_share: float
@@ -76,29 +70,28 @@ class Prober:
         self._sample: list[NDArray[np.int64]] = [self.steps.batches.examples_of(0)[:1]]
 
     def find(self) -> Trial:
-        """The best setting in reach, which the run is left with. Raises `Interrupted`."""
-        before = self.steps.most_tokens, self.steps.every_n_layers, self.forward.tile_tokens
-        start = Setting(*before)
+        """The best settings in reach, which the run is left with. Raises `Interrupted`."""
+        start = self.steps.settings
         try:
             self._choose_sample(start)
             best = self._climb(self._try(start), self._other_budgets)
             best = self._climb(best, _less_checkpointing)
             best = self._climb(best, self._other_tiles)
         except BaseException:
-            self._apply(start)
+            self.steps.use(start)
             raise
-        self._apply(best.setting)
+        self.steps.use(best.settings.with_probed(best.settings))
         return best
 
     # ---- the search ----
 
-    def _climb(self, best: Trial, neighbours: Callable[[Setting], Iterator[Iterator[Setting]]]) -> Trial:
+    def _climb(self, best: Trial, neighbours: Callable[[Settings], Iterator[Iterator[Settings]]]) -> Trial:
         """Along each way that `neighbours` leads, as long as it gets better."""
-        for way in neighbours(best.setting):
-            for setting in way:
-                if self._clock() >= self._deadline or not self._has_room(best, setting):
+        for way in neighbours(best.settings):
+            for settings in way:
+                if self._clock() >= self._deadline or not self._has_room(best, settings):
                     break
-                trial = self._try(setting)
+                trial = self._try(settings)
                 if trial.seconds_per_token > best.seconds_per_token * (1 - BETTER):
                     break
                 # what is better once may have been lucky: both again, and the quicker time of each counts
@@ -108,15 +101,15 @@ class Prober:
                 best = trial
         return best
 
-    def _other_budgets(self, start: Setting) -> Iterator[Iterator[Setting]]:
+    def _other_budgets(self, start: Settings) -> Iterator[Iterator[Settings]]:
         most = sum(int(self.steps.tokens.lengths[examples].sum()) for examples in self._sample)
         longest = int(max(self.steps.tokens.lengths[examples].max() for examples in self._sample))
-        up = (replace(start, most_tokens=start.most_tokens * 2**k) for k in range(1, 8))
-        down = (replace(start, most_tokens=start.most_tokens // 2**k) for k in range(1, 8))
-        yield (s for s in up if s.most_tokens < 2 * most)
-        yield (s for s in down if s.most_tokens >= longest)
+        up = (replace(start, micro_batch_tokens=start.micro_batch_tokens * 2**k) for k in range(1, 8))
+        down = (replace(start, micro_batch_tokens=start.micro_batch_tokens // 2**k) for k in range(1, 8))
+        yield (s for s in up if s.micro_batch_tokens < 2 * most)
+        yield (s for s in down if s.micro_batch_tokens >= longest)
 
-    def _other_tiles(self, start: Setting) -> Iterator[Iterator[Setting]]:
+    def _other_tiles(self, start: Settings) -> Iterator[Iterator[Settings]]:
         if self.forward.head is None:
             return
         weight = self.forward.head.linear.weight
@@ -125,17 +118,17 @@ class Prober:
         yield (replace(start, tile_tokens=tile * 2**k) for k in range(1, 4))
         yield (replace(start, tile_tokens=tile // 2**k) for k in range(1, 4) if tile >= 64 * 2**k)
 
-    def _has_room(self, best: Trial, setting: Setting) -> bool:
+    def _has_room(self, best: Trial, settings: Settings) -> bool:
         """Whether it may fit: what was taken beyond the resting state grows with the tokens of a micro-batch."""
-        if not best.peak_bytes or setting.every_n_layers != best.setting.every_n_layers:
+        if not best.peak_bytes or settings.checkpoint_every != best.settings.checkpoint_every:
             return True  # tried; memory that runs out is an answer too
-        growth = max(1.0, setting.most_tokens / best.setting.most_tokens)
+        growth = max(1.0, settings.micro_batch_tokens / best.settings.micro_batch_tokens)
         resting = taken_bytes(self.device)
         return resting + growth * max(0, best.peak_bytes - resting) <= self._cap_bytes
 
     # ---- one trial ----
 
-    def _choose_sample(self, start: Setting) -> None:
+    def _choose_sample(self, start: Settings) -> None:
         """As many steps as one trial may take, or a part of one step; the first ones warm up."""
         self._measure(start)
         spent_s, examples = 0.0, 1
@@ -148,22 +141,22 @@ class Prober:
             self._measure(start)
             spent_s = self._clock() - started
 
-    def _try(self, setting: Setting) -> Trial:
-        trial = self._measure(setting)
+    def _try(self, settings: Settings) -> Trial:
+        trial = self._measure(settings)
         self.trials.append(trial)
-        self.attempt.context.tell("probed", {**in_words(trial), "usd_per_hour": self.attempt.job.usd_per_hour})
+        self.attempt.context.emit(Probed(settings, 1 / trial.seconds_per_token))
         return trial
 
     def _again(self, trial: Trial) -> Trial:
         if self._clock() >= self._deadline:
             return trial
-        second = self._measure(trial.setting)
+        second = self._measure(trial.settings)
         return second if second.seconds_per_token < trial.seconds_per_token else trial
 
-    def _measure(self, setting: Setting) -> Trial:
-        """Losses and gradients of the sample under a setting. Raises `Interrupted`."""
-        self._apply(setting)
-        ready = list(self._micro_batches(setting))
+    def _measure(self, settings: Settings) -> Trial:
+        """Losses and gradients of the sample under a settings. Raises `Interrupted`."""
+        self.steps.use(settings)
+        ready = list(self._micro_batches(settings))
         n_tokens = sum(int(self.steps.tokens.lengths[examples].sum()) for examples in self._sample)
         n_computed = sum(self.forward.n_computed(one.arrays) for one in ready)
         reset_peak_bytes(self.device)
@@ -183,7 +176,7 @@ class Prober:
         seconds = self._clock() - started
         peak = max(window_peak_bytes(self.device), self._update_peak_bytes())
         failed = failed or peak > self._cap_bytes
-        return Trial(setting, float("inf") if failed else seconds / n_tokens, n_tokens / n_computed, peak)
+        return Trial(settings, float("inf") if failed else seconds / n_tokens, n_tokens / n_computed, peak)
 
     def _update_peak_bytes(self) -> int:
         """What the update of a step takes, which no trial makes: gradients and more beside weights and state. 0 on a CPU."""
@@ -192,19 +185,13 @@ class Prober:
         gradients = sum(weight.nbytes for weight in self.steps.trained)
         return taken_bytes(self.device) + gradients + update_bytes(self.steps.optimizer)
 
-    def _apply(self, setting: Setting) -> None:
-        self.steps.most_tokens, self.forward.tile_tokens = setting.most_tokens, setting.tile_tokens
-        if setting.every_n_layers != self.steps.every_n_layers:
-            self.steps.every_n_layers = setting.every_n_layers
-            checkpoint_layers(self.forward.model, setting.every_n_layers)
-
-    def _micro_batches(self, setting: Setting) -> Iterator[Ready]:
+    def _micro_batches(self, settings: Settings) -> Iterator[MicroBatch]:
         tokens = self.steps.tokens
         return micro_batches(
             0,
             len(self._sample),
             lambda step: self._sample[step],
-            lambda examples: self.forward.cut(tokens, examples, setting.most_tokens),
+            lambda examples: self.forward.cut(tokens, examples, settings.micro_batch_tokens),
             lambda examples: self.forward.collate(tokens, examples),
         )
 
@@ -213,18 +200,18 @@ def _in_steps(examples: NDArray[np.int64], batch: int) -> list[NDArray[np.int64]
     return [examples[start : start + batch] for start in range(0, len(examples), batch)]
 
 
-def _less_checkpointing(start: Setting) -> Iterator[Iterator[Setting]]:
+def _less_checkpointing(start: Settings) -> Iterator[Iterator[Settings]]:
     """Fewer layers computed again: with the same micro-batch, or with half of it."""
-    for every in {1: (2, 0), 2: (0,)}.get(start.every_n_layers, ()):
-        fewer = replace(start, every_n_layers=every)
+    for every in {1: (2, 0), 2: (0,)}.get(start.checkpoint_every, ()):
+        fewer = replace(start, checkpoint_every=every)
         yield iter([fewer])
-        yield iter([replace(fewer, most_tokens=max(1, start.most_tokens // 2))])
+        yield iter([replace(fewer, micro_batch_tokens=max(1, start.micro_batch_tokens // 2))])
 
 
 def in_words(trial: Trial) -> dict[str, Any]:
     """A trial in plain values."""
     return {
-        **dataclasses.asdict(trial.setting),
+        **tried(trial.settings),
         "tokens_per_s": 1 / trial.seconds_per_token,
         "useful_share": trial.computed_share,
         "peak_bytes": trial.peak_bytes,
@@ -234,64 +221,27 @@ def in_words(trial: Trial) -> dict[str, Any]:
 # ---- for a run ----
 
 
-def subject_of(job: Job, config: Any, lengths: Lengths, precision: str, hardware: str) -> Subject:
-    """What a probe of this job is of."""
-    text = config.get_text_config()
-    return Subject(
-        hardware=hardware,
-        model_type=config.model_type,
-        hidden=text.hidden_size,
-        n_layers=text.num_hidden_layers,
-        vocab=text.vocab_size,
-        task=job.task,
-        method=job.method.name,
-        lora_r=0 if job.method.name == "full" else job.method.lora_r,
-        precision=precision,
-        optim=job.train.optim,
-        global_batch_size=job.global_batch_size,
-        mean_tokens=lengths.mean + (lengths.mean_target if job.task == "seq2seq" else 0.0),
-        longest=lengths.longest + lengths.longest_target,
-    )
-
-
-def as_probed(job: Job, folder: Path, promise: dict[str, Any], subject: Subject) -> dict[str, Any]:
-    """The promise with the setting that a probe of the like has found; kept, so that later attempts are cut alike."""
-    if not promise or "probed" in promise or job.says_micro_batch or job.train.probe is False:
-        return promise
-    setting = known_setting(Path(job.cache_dir or ".") / PROBES, subject)
-    return promise if setting is None else keep_setting(folder, promise, setting)
-
-
-def keep_setting(folder: Path, promise: dict[str, Any], setting: Setting) -> dict[str, Any]:
-    """Write down that the run is computed so from its first step on."""
-    promise = promise | {
-        "micro_batch_tokens": setting.most_tokens,
-        "every_n_layers": setting.every_n_layers,
-        "tile_tokens": setting.tile_tokens,
-        "probed": True,
-    }
-    keep(folder / PLAN, promise)
-    return promise
-
-
-def is_worth_it(job: Job, promise: dict[str, Any], *, is_deterministic: bool, left_s: float = float("inf")) -> bool:
+def is_worth_it(
+    job: Job, estimate: Estimate | None, settings: Settings, *, is_deterministic: bool, left_s: float = float("inf")
+) -> bool:
     """Whether a probe at the beginning of a run is expected to save more than it takes; `left_s` until a limit.
 
-    Only where the job leaves the cut open, and a run with the same settings need not be the same to the bit.
+    Only where the job leaves the micro-batch open, and a run with the same settings need not be the same to the bit.
     """
-    if not promise or "probed" in promise or job.says_micro_batch or is_deterministic:
+    if estimate is None or settings.probed or job.says_micro_batch or is_deterministic:
         return False
     if job.train.probe != "auto":
         return bool(job.train.probe) and left_s > 2 * PROBE_S
-    return EXPECTED_SAVING * min(left_s, float(promise.get("seconds", {}).get("training", 0.0))) > PROBE_S
+    return EXPECTED_SAVING * min(left_s, estimate.seconds.get("training", 0.0)) > PROBE_S
 
 
 def probe_run(attempt: Attempt, budget_s: float = PROBE_S) -> list[Trial]:
-    """Find the best setting for a run at its first step, and leave it on and written down. Returns all trials, best first."""
+    """Find the best settings for a run at its first step, and leave it on and written down. Returns all trials, best first."""
     prober = Prober(attempt, budget_s)
     best = prober.find()
-    trials = [best, *(trial for trial in prober.trials if trial.setting != best.setting)]
+    trials = [best, *(trial for trial in prober.trials if trial.settings != best.settings)]
     when = datetime.now(UTC).isoformat(timespec="seconds")
     finite = [in_words(trial) for trial in trials if trial.seconds_per_token < float("inf")]
-    leave_probe(Path(attempt.job.cache_dir or ".") / PROBES, attempt.subject, best.setting, when, finite)
+    subject = subject_of(attempt.job, attempt.inputs.config, attempt.train_examples, attempt.numerics)
+    leave_probe(Path(attempt.job.cache_dir or ".") / PROBES, subject, best.settings, when, finite)
     return trials

@@ -1,6 +1,6 @@
 """What probes found, for later runs on the same hardware: one line of JSON a probe, in the cache.
 
-Refuses to import torch and to probe: `probe` does.
+Refuses to probe: `autotune` does.
 """
 
 from __future__ import annotations
@@ -11,29 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from farthing.config.job import Job
 from farthing.durability.files import append_line
-from farthing.durability.summed_lines import read_line, with_sum
+from farthing.durability.summed_lines import newest_lines, read_line, with_sum
+from farthing.model.hardware import Numerics, hardware_key
+from farthing.planner.lengths import from_token_set
+from farthing.settings import Settings
+from farthing.train.setup import Examples
 
 PROBES = "probes.jsonl"  # in the cache
 _MOST_BYTES = 1 << 20  # of the newest lines that are read
-ALIKE = 0.2  # lengths that differ by less ask for the same setting
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How micro-batches are computed: nothing of it changes the result beyond rounding."""
-
-    most_tokens: int
-    """Computed tokens of a micro-batch; a longer example goes alone."""
-    every_n_layers: int = 0
-    """Activation checkpointing: 0 none, 1 every layer, k every k-th."""
-    tile_tokens: int | None = None
-    """Labelled positions of a tile of the head; None: by the size of the head."""
+ALIKE = 0.2  # lengths that differ by less ask for the same settings
+TRIED = ("micro_batch_tokens", "checkpoint_every", "tile_tokens")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a setting was found for."""
+    """What settings were found for."""
 
     hardware: str
     model_type: str
@@ -59,36 +53,50 @@ class Subject:
         return mine == its
 
 
-def leave_probe(path: Path, subject: Subject, setting: Setting, when: str, trials: list[dict[str, Any]]) -> None:
+def subject_of(job: Job, config: Any, examples: Examples, numerics: Numerics) -> Subject:
+    """What a probe of this job is of."""
+    text = config.get_text_config()
+    lengths = from_token_set(examples.tokens, examples.indices, job.task, source="")
+    return Subject(
+        hardware=hardware_key(numerics.device),
+        model_type=config.model_type,
+        hidden=text.hidden_size,
+        n_layers=text.num_hidden_layers,
+        vocab=text.vocab_size,
+        task=job.task,
+        method=job.method.name,
+        lora_r=0 if job.method.name == "full" else job.method.lora_r,
+        precision=numerics.name,
+        optim=job.train.optim,
+        global_batch_size=job.global_batch_size,
+        mean_tokens=lengths.mean + (lengths.mean_target if job.task == "seq2seq" else 0.0),
+        longest=lengths.longest + lengths.longest_target,
+    )
+
+
+def tried(settings: Settings) -> dict[str, Any]:
+    """What a probe tries of settings."""
+    return {name: value for name, value in settings.to_json().items() if name in TRIED}
+
+
+def leave_probe(path: Path, subject: Subject, settings: Settings, when: str, trials: list[dict[str, Any]]) -> None:
     """Add what a probe has found. Raises `OSError`."""
-    row = {
-        "when": when,
-        "subject": dataclasses.asdict(subject),
-        "setting": dataclasses.asdict(setting),
-        "trials": trials,
-    }
+    row = {"when": when, "subject": dataclasses.asdict(subject), "settings": tried(settings), "trials": trials}
     append_line(path, with_sum(row))
 
 
-def known_setting(path: Path, subject: Subject) -> Setting | None:
-    """The newest setting that was found for the like of `subject`; lines that are torn or foreign are passed over."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _MOST_BYTES))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return None
-    for line in reversed(lines):
+def known_settings(path: Path, subject: Subject) -> Settings | None:
+    """The newest settings that were found for the like of `subject`; lines that are torn or foreign are passed over."""
+    for line in reversed(newest_lines(path, _MOST_BYTES)):
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
             row = read_line(line)[0] or {}
             if Subject(**row["subject"]).is_like(subject):
-                return _checked(Setting(**row["setting"]))
+                return _checked(Settings.from_json(row["settings"] if "settings" in row else row["setting"]))
     return None
 
 
-def _checked(setting: Setting) -> Setting:
+def _checked(settings: Settings) -> Settings:
     """Refuses what no probe writes. Raises `ValueError`."""
-    numbers = [setting.most_tokens, setting.every_n_layers, setting.tile_tokens or 1]
-    if not all(isinstance(n, int) for n in numbers) or min(numbers[0], numbers[2]) < 1 or setting.every_n_layers < 0:
-        raise ValueError("not a setting")
-    return setting
+    if settings.micro_batch_tokens < 1 or settings.tile_tokens == 0:
+        raise ValueError("not found by a probe")
+    return settings

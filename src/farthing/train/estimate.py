@@ -1,80 +1,68 @@
 """What the plan says of a run before it begins.
 
-The promise is made once, before the first attempt, and kept in the run folder, also that there is none: later attempts are
-cut as the first was, so that they go on to the bit, and the receipt holds what happened against the first word.
+The estimate is made once, before the first attempt, and kept in the run folder, also that there is none: plan.json is never
+written again, and the receipt holds what happened against it. What the run is then computed by is in settings.json.
 
-Refuses to decide: `plan` does. A model or device that the planner does not know has no promise, and trains all the same.
+Refuses to decide: `plan` does. A model or device that the planner does not know has no estimate, and trains all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from farthing.config.job import Job
-from farthing.durability.files import Damaged
-from farthing.durability.run_folder import PLAN, has_committed, keep, kept
-from farthing.errors import FarthingError, RunDamaged
+from farthing.durability.run_folder import PLAN, SETTINGS, has_committed, keep, kept_as
+from farthing.errors import FarthingError
+from farthing.events import Emit, Note, Warned
 from farthing.model.hardware import Numerics
-from farthing.planner.inputs import plan_here, promise_of, shape_of, wanted_of
+from farthing.planner.estimate import Estimate
+from farthing.planner.inputs import estimate_of, plan_here, shape_of, wanted_of
 from farthing.planner.lengths import Lengths, from_token_set
 from farthing.planner.machine import local_machine
 from farthing.planner.measurements import MEASUREMENTS, read_measurements
-from farthing.planner.types import Rejected
+from farthing.planner.types import Plan, Rejected
 from farthing.train.setup import Examples, Inputs
 
 
-def promised(
+def estimated(
     job: Job,
     folder: Path,
     inputs: Inputs,
     numerics: Numerics,
     train: Examples,
     held_out: Examples | None,
-    tell: Callable[[str, dict[str, Any]], None],
-) -> dict[str, Any]:
-    """The promise of this run: the first attempt's, or a new one; empty where the planner can say nothing."""
-    before = _kept(folder, tell)
+    emit: Emit,
+) -> Estimate | None:
+    """The estimate of this run: the first attempt's, or a new one; None where the planner can say nothing."""
+
+    def warn(text: str) -> None:
+        emit(Warned(text))
+
+    before = kept_as(folder / PLAN, lambda values: (Estimate.from_json(values),), warn)
     if before is not None:
-        return before if "wall_range_s" in before else {}
+        return before[0]
+    if has_committed(folder) and not (folder / SETTINGS).exists():
+        warn(f"{PLAN} is gone: it is made again, and the run goes on equal to rounding, not to the bit")
+    made: Estimate | Rejected | None = None
     try:
         made = _make(job, inputs, numerics, train, held_out)
     except FarthingError as error:
-        tell("note", {"text": f"no plan for this run: {error.what}"})
-        made = {}
+        emit(Note(f"no plan for this run: {error.what}"))
     if isinstance(made, Rejected):
-        tell("warning", {"text": f"the plan says that this will not do here: {made.reason}; {made.change}"})
-        made = {}
-    keep(folder / PLAN, made)  # also that there is none: later attempts must not find one
+        warn(f"by the plan this job does not work on this machine: {made.reason}; {made.change}")
+        made = None
+    # also that there is none: later attempts must not find one
+    keep(folder / PLAN, {} if made is None else made.to_json())
     return made
-
-
-def _kept(folder: Path, tell: Callable[[str, dict[str, Any]], None]) -> dict[str, Any] | None:
-    """The plan that earlier attempts were cut by; None where it has to be made. Raises `RunDamaged`."""
-    try:
-        plan = kept(folder / PLAN)
-    except Damaged as error:
-        if has_committed(folder):
-            raise RunDamaged(
-                f"{error}: how the run is cut into micro-batches is not known",
-                where=str(folder / PLAN),
-                to_do="bring it back from a copy, or remove it: the run goes on, equal to rounding",
-            ) from error
-        tell("warning", {"text": f"{error}; nothing was saved by it: it is made anew"})
-        return None
-    if plan is None and has_committed(folder):
-        tell("warning", {"text": f"{PLAN} is gone: it is made anew, the run goes on equal to rounding, not to the bit"})
-    return plan
 
 
 def _make(
     job: Job, inputs: Inputs, numerics: Numerics, train: Examples, held_out: Examples | None
-) -> dict[str, Any] | Rejected:
+) -> Estimate | Rejected | None:
     def lengths_of(examples: Examples) -> Lengths:
         words = f"{len(examples):,} tokenized examples"
         return from_token_set(examples.tokens, examples.indices, job.task, source=words)
@@ -94,6 +82,4 @@ def _make(
         machine = replace(machine, device_name=machine.cpu.name)
     measurements = read_measurements(Path(job.cache_dir or ".") / MEASUREMENTS)
     plan = plan_here(wanted, machine, job, measurements, now.date())
-    if plan is None:
-        return {}
-    return plan if isinstance(plan, Rejected) else promise_of(plan, wanted)
+    return estimate_of(plan, wanted) if isinstance(plan, Plan) else plan

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
 from farthing.errors import Interrupted
 from farthing.metrics import classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
@@ -47,7 +47,7 @@ def evaluate(
             if should_stop():
                 raise Interrupted("stopped while evaluating")
             arrays = forward.collate(tokens, piece)
-            batch = forward.place(arrays)
+            batch = forward.to_device(arrays)
             if task == "classification":
                 loss, scores = forward.loss_and_scores(batch)
                 chosen.append(scores.argmax(-1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from farthing.device_memory import is_out_of_memory
+from farthing.events import Evaluated, Evaluating
 from farthing.metrics import GREATER_IS_BETTER
 from farthing.model.hardware import free_cached
 from farthing.train.attempt import Attempt
@@ -16,18 +17,17 @@ def evaluate_run(attempt: Attempt) -> None:
     """Measure, and judge whether this is the best so far. Raises `Interrupted`."""
     settle(attempt)
     meter, at = attempt.context.meter, attempt.progress
-    started_s, n_before = meter.wall_s, attempt.forward.n_placed
+    started_s, n_before = meter.wall_s, attempt.forward.n_sent_tokens
     with meter.span("evaluation"):
         metrics = _measured(attempt)
     at.evaluated_step = at.step
-    attempt.n_evaluated_tokens = attempt.forward.n_placed - n_before
+    attempt.n_evaluated_tokens = attempt.forward.n_sent_tokens - n_before
     is_best = _judge(attempt, metrics.get(attempt.metric))
     attempt.clocks.evaluation_s = meter.wall_s - started_s
     attempt.record.evaluations_s.append(attempt.clocks.evaluation_s)
-    attempt.log.append({"step": at.step, "metrics": metrics, "is_best": is_best})
-    attempt.context.tell(
-        "evaluation", {"step": at.step, "metrics": metrics, "is_best": is_best, "metric": attempt.metric}
-    )
+    event = Evaluated(at.step, metrics, is_best)
+    attempt.log.append(event.log_row())
+    attempt.context.emit(event)
 
 
 def _judge(attempt: Attempt, value: float | None) -> bool:
@@ -60,7 +60,7 @@ def _measured(attempt: Attempt) -> dict[str, Any]:
     assert held_out is not None
     longest = int(held_out.tokens.lengths[held_out.indices].max())
     # as much at once as training was seen to have room for
-    most_tokens, has_freed = min(attempt.steps.most_tokens, train.per_device_eval_batch_size * longest), False
+    most_tokens, has_freed = min(attempt.settings.micro_batch_tokens, train.per_device_eval_batch_size * longest), False
     while True:
         try:
             return evaluate(
@@ -72,7 +72,7 @@ def _measured(attempt: Attempt) -> dict[str, Any]:
                 generate=train.predict_with_generate,
                 max_new_tokens=attempt.job.data.max_target_length,
                 should_stop=lambda: bool(attempt.context.notice),
-                progress=lambda done, total: attempt.context.tell("evaluating", {"done": done, "total": total}),
+                progress=lambda done, total: attempt.context.emit(Evaluating(done, total)),
             )
         except Exception as error:
             if not is_out_of_memory(error) or (has_freed and most_tokens <= longest):

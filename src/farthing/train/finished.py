@@ -8,14 +8,13 @@ to guess: it says "finished" only of what it knows to be the same, and of a run 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from farthing.config.job import Job
 from farthing.durability.exported import CARD, damage_of
 from farthing.durability.files import Damaged
 from farthing.durability.run_folder import MODEL, RECEIPT, RUN, is_damaged, is_finished, kept, kept_job
 from farthing.errors import FarthingError
-from farthing.report.receipt import build_receipt, leave_receipt
+from farthing.report.receipt import Receipt, build_receipt, leave_receipt
 
 MOST_FILES = 10_000
 STAMPS = "files"
@@ -41,7 +40,7 @@ def stamps_of(job: Job) -> Stamps | None:
     return stamps
 
 
-def receipt_of_finished(job: Job) -> dict[str, Any] | None:
+def receipt_of_finished(job: Job) -> Receipt | None:
     """The receipt of the job's run if it is finished, and nothing that it follows from has changed since; else None."""
     folder = Path(job.output_dir)
     if not is_finished(folder):

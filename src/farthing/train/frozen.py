@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.tokens import TokenSet
+from farthing.data.token_set import TokenSet
+from farthing.events import KeepingFrozen, Note, Working
 from farthing.model.frozen_cache import open_prefix_cache
 from farthing.model.frozen_layers import Prefix, find_prefix
-from farthing.planner.frozen_cache_cost import why_no_prefix_cache
+from farthing.planner.frozen_cache_cost import FrozenCacheCost
 from farthing.train.attempt import Attempt
 from farthing.units import plural
 
@@ -24,11 +25,12 @@ PREFIX_TOKENS = 4096  # computed at once for what frozen layers give: part of wh
 DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 1e9, 0.4e9  # assumed of a cloud's disk
 
 
-def begin_behind_frozen_layers(attempt: Attempt, decided: bool | None) -> bool:
+def begin_behind_frozen_layers(attempt: Attempt) -> bool:
     """Compute what frozen layers below the trained ones give once, where that pays; returns whether it is so.
 
     Decided by the first attempt, as it changes rounding. Raises `Interrupted`.
     """
+    decided = attempt.settings.caches_frozen
     prefix = (
         find_prefix(attempt.model, attempt.job.task)
         if attempt.forward.is_flat and decided is not False
@@ -44,13 +46,11 @@ def begin_behind_frozen_layers(attempt: Attempt, decided: bool | None) -> bool:
     if any(attempt.forward.mixes(tokens, indices) for tokens, indices in sets):
         return False
     if decided is None and (reason := _why_not_keep(attempt, prefix, sets)):
-        attempt.context.tell(
-            "note", {"text": f"the output of {plural(prefix.n_layers, 'frozen layer')} is not kept: {reason}"}
-        )
+        attempt.context.emit(Note(f"the output of {plural(prefix.n_layers, 'frozen layer')} is not kept: {reason}"))
         return False
     caches = []
     for tokens, indices in sets:
-        attempt.context.tell("working", {"on": f"computing {plural(prefix.n_layers, 'frozen layer')} for every epoch"})
+        attempt.context.emit(Working(f"computing {plural(prefix.n_layers, 'frozen layer')} once for all epochs"))
         cache = open_prefix_cache(
             prefix,
             tokens,
@@ -58,13 +58,13 @@ def begin_behind_frozen_layers(attempt: Attempt, decided: bool | None) -> bool:
             Path(attempt.job.cache_dir or "."),
             numerics=attempt.numerics,
             most_tokens=PREFIX_TOKENS,
-            progress=lambda done, total: attempt.context.tell("keeping", {"done": done, "total": total}),
+            progress=lambda done, total: attempt.context.emit(KeepingFrozen(done, total)),
             should_stop=lambda: bool(attempt.context.notice),
         )
         if isinstance(cache, str):
             attempt.warn(f"the output of frozen layers is not kept: {cache}")
             if decided:
-                attempt.warn("earlier attempts had it: equal to rounding, not to the bit")
+                attempt.warn("earlier attempts used it: the result is equal to rounding, not to the bit")
             return bool(decided)
         caches.append((tokens, cache))
     attempt.forward.begin_at(prefix, caches)
@@ -76,18 +76,18 @@ def _why_not_keep(attempt: Attempt, prefix: Prefix, sets: list[tuple[TokenSet, N
     n_layers, k = attempt.inputs.config.get_text_config().num_hidden_layers, prefix.n_layers
     n_tokens = sum(int(tokens.lengths[indices].sum()) for tokens, indices in sets)
     n_trained = int(attempt.train_examples.tokens.lengths[attempt.train_examples.indices].sum())
-    step_s = float(attempt.promise.get("step_s", n_trained / attempt.batches.steps_per_epoch * 1e-3))
-    rest_s = step_s * attempt.batches.steps_per_epoch / n_trained
-    once_s = attempt.promise.get("seconds", {}).get(
-        "frozen layers", 0.0
-    )  # where the plan counts on it, beside the steps
+    estimate, steps = attempt.estimate, attempt.batches.steps_per_epoch
+    step_s = n_trained / steps * 1e-3 if estimate is None else estimate.step_s
+    rest_s = step_s * steps / n_trained
+    # where the plan counts on it, beside the steps
+    once_s = 0.0 if estimate is None else estimate.seconds.get("frozen layers", 0.0)
     if once_s:
         layers_s = once_s / n_tokens * n_layers / k
     else:  # a forward pass of all layers, and a backward pass of the upper ones that takes twice as long
         layers_s = rest_s * n_layers / (n_layers + 2 * (n_layers - k))
         rest_s -= layers_s * k / n_layers
-    return why_no_prefix_cache(
-        n_epochs=attempt.n_steps / attempt.batches.steps_per_epoch,
+    return FrozenCacheCost(
+        n_epochs=attempt.n_steps / steps,
         n_frozen=k,
         n_layers=n_layers,
         layers_s_per_token=layers_s,
@@ -97,4 +97,4 @@ def _why_not_keep(attempt: Attempt, prefix: Prefix, sets: list[tuple[TokenSet, N
         free_bytes=shutil.disk_usage(attempt.job.cache_dir or ".").free,
         read_bytes_per_s=DISK_READ_BYTES_PER_S,
         write_bytes_per_s=DISK_WRITE_BYTES_PER_S,
-    )
+    ).why_not()

@@ -13,7 +13,7 @@ from typing import Any
 
 from farthing.config.job import Job
 from farthing.data.read import Source
-from farthing.data.tokens import Recipe, tokenizer_sha256
+from farthing.data.token_set import Recipe, tokenizer_sha256
 from farthing.model.load import ModelChoice, model_sha256, model_sha256_by_place
 
 MODEL_CONTENT = "model (content)"

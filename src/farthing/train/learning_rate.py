@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from farthing.config.job import Job
 from farthing.durability.ledger import Ledger
 from farthing.durability.run_folder import SCHEDULE
+from farthing.events import Note
+from farthing.planner.estimate import Estimate
 from farthing.train.attempt import Attempt
 from farthing.train.budget import seconds_left
 from farthing.train.forecast import EXPORT_S, evaluation_s, leaving_s
@@ -22,14 +23,14 @@ from farthing.train.step_log import settle
 from farthing.units import plural
 
 
-def first_schedule(job: Job, folder: Path, ledger: Ledger, promise: dict[str, Any], steps_per_epoch: int) -> Schedule:
+def first_schedule(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | None, steps_per_epoch: int) -> Schedule:
     """The schedule of an attempt: by the job, or as fitted to what its limits buy."""
     train = job.train
     n_steps = math.ceil(train.num_train_epochs * steps_per_epoch) if train.max_steps is None else train.max_steps
     if not train.fit_schedule_to_budget:
         n_warmup = _warmup_of(job)(n_steps)
         return Schedule(n_steps, n_warmup, _curve(job, n_warmup, n_steps))
-    return _as_fitted(job, kept_fit(folder / SCHEDULE) or _first_fit(job, folder, ledger, promise, n_steps))
+    return _as_fitted(job, kept_fit(folder / SCHEDULE) or _first_fit(job, folder, ledger, estimate, n_steps))
 
 
 def settle_schedule(attempt: Attempt) -> None:
@@ -48,14 +49,13 @@ def settle_schedule(attempt: Attempt) -> None:
     attempt.schedule = _as_fitted(job, fit)
     attempt.steps.n_steps = attempt.n_steps
     attempt.steps.close()  # what was made ready knew the number
-    attempt.context.tell(
-        "note", {"text": f"the schedule is settled: {plural(attempt.n_steps, 'step')} of {fit.asked_steps:,}"}
-    )
+    text = f"the schedule is fixed: {plural(attempt.n_steps, 'step')} of {fit.asked_steps:,} fit the limits"
+    attempt.context.emit(Note(text))
 
 
-def _first_fit(job: Job, folder: Path, ledger: Ledger, promise: dict[str, Any], n_steps: int) -> Fit:
-    """The steps that the limits buy by what the plan promises, kept for later attempts."""
-    step_s, seconds = promise.get("step_s"), promise.get("seconds", {})
+def _first_fit(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | None, n_steps: int) -> Fit:
+    """The steps that the limits buy by what a step is estimated to take, kept for later attempts."""
+    step_s, seconds = (None, {}) if estimate is None else (estimate.step_s, estimate.seconds)
     if step_s is not None:
         step_s += (seconds.get("evaluation", 0.0) + seconds.get("checkpoints", 0.0)) / n_steps
     left_s, end_s = seconds_left(job, ledger), seconds.get("export", EXPORT_S)

@@ -24,7 +24,7 @@ def leave_measured(attempt: Attempt) -> None:
         if measurement is not None:
             leave_measurement(measurement, Path(attempt.job.cache_dir or "."), attempt.context.folder)
     except Exception as error:  # the run is done and safe, whatever is wrong here
-        attempt.warn(f"what was measured could not be written down: {error}")
+        attempt.warn(f"the measurement could not be written: {error}")
 
 
 def measurement_of(attempt: Attempt) -> Measurement | None:
@@ -50,14 +50,14 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         task=job.task,
         method=job.method.name,
         lora_r=0 if job.method.name == "full" else job.method.lora_r,
-        first_layer=attempt.promise.get("first_layer", 0),
+        first_layer=0 if attempt.estimate is None else attempt.estimate.first_layer,
         precision=attempt.numerics.name,
         optim=job.train.optim,
-        micro_batch_tokens=attempt.steps.most_tokens,
+        micro_batch_tokens=attempt.settings.micro_batch_tokens,
         is_flat=attempt.forward.is_flat,
-        caches_prefix=attempt.forward.prefix is not None,
+        caches_frozen=attempt.forward.prefix is not None,
         global_batch_size=job.global_batch_size,
-        every_n_layers=attempt.steps.every_n_layers,
+        checkpoint_every=attempt.settings.checkpoint_every,
         lengths={
             "n_examples": lengths.n_examples,
             "mean": lengths.mean,
@@ -78,6 +78,6 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         load_model_s=spans.get("load_model", 0.0),
         restore_s=spans.get("restore", 0.0),
         peak_bytes=peak_bytes(attempt.numerics.device),
-        promised=attempt.promise,
+        promised={} if attempt.estimate is None else attempt.estimate.to_json(),
         **measured,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from farthing.data.batches import Batches
+from farthing.events import Note
 from farthing.model.activation_checkpointing import MemoryNeed
 from farthing.train.attempt import Attempt
 from farthing.train.setup import Examples
@@ -15,47 +16,43 @@ from farthing.train.setup import Examples
 LOOKED_AT_STEPS = 64  # of a run, before its first: whether they have several micro-batches
 
 
-def share_beginnings(attempt: Attempt, decided: int | None) -> int:
+def share_prefix(attempt: Attempt) -> None:
     """Compute once in a micro-batch what its examples begin with, where the data has enough of that.
 
-    Returns the tokens of a micro-batch that does, 0 where there is none. Decided by the first attempt, as it
-    changes rounding. A beginning is computed once in each micro-batch, so they grow, up to a step, while that saves
-    more and needs no more activation checkpointing, where neither job nor probe has said how large they are.
+    Decided by the first attempt, as it changes rounding. A prefix is computed once in each micro-batch, so they grow, up
+    to a step, while that saves more and needs no more activation checkpointing, where neither job nor probe has said how
+    large they are.
     """
-    steps, tokens = attempt.steps, attempt.train_examples.tokens
-    out_of_memory = attempt.context.ledger.out_of_memory
-    if decided is None:
-        budgets = [steps.most_tokens]
-        if not (attempt.job.says_micro_batch or "probed" in attempt.promise or out_of_memory):
+    settings, tokens = attempt.settings, attempt.train_examples.tokens
+    if settings.shares_prefix is None:
+        budgets = [settings.micro_batch_tokens]
+        if not (attempt.job.says_micro_batch or settings.probed or attempt.context.ledger.out_of_memory):
             mean = tokens.lengths[attempt.train_examples.indices].mean()
             of_a_step = int(mean * attempt.job.global_batch_size)
             while budgets[-1] < of_a_step and _need_of(attempt, 2 * budgets[-1]).fits:
                 budgets.append(2 * budgets[-1])
-        saved, decided = attempt.forward.share(tokens, attempt.batches, budgets)
-        if decided:
-            attempt.context.tell(
-                "note", {"text": f"{saved:.0%} of the tokens begin others too: computed once in a micro-batch"}
-            )
-    attempt.forward.shares = bool(decided)
-    if decided and "probed" not in attempt.promise:
-        most_tokens = min([decided, *(event["most_tokens"] for event in out_of_memory)])
-        need = _need_of(attempt, most_tokens)
-        attempt.promised_bytes += need.total_bytes - attempt.memory.total_bytes
-        attempt.memory, steps.most_tokens = need, most_tokens
-    return decided
+        saved, n_tokens = attempt.forward.share(tokens, attempt.batches, budgets)
+        if n_tokens:
+            text = f"{saved:.0%} of the tokens are beginnings that examples share: computed once in each micro-batch"
+            attempt.context.emit(Note(text))
+            need = _need_of(attempt, n_tokens)
+            attempt.expected_bytes += need.total_bytes - attempt.memory.total_bytes
+            attempt.memory, settings = need, replace(settings, micro_batch_tokens=n_tokens)
+        attempt.steps.use(replace(settings, shares_prefix=n_tokens > 0))
+    attempt.forward.shares = bool(attempt.settings.shares_prefix)
 
 
-def _need_of(attempt: Attempt, most_tokens: int) -> MemoryNeed:
+def _need_of(attempt: Attempt, micro_batch_tokens: int) -> MemoryNeed:
     """The memory of this run with larger micro-batches than those it was judged by."""
     n_steps = attempt.n_steps
     gradients = replace(
         attempt.memory.gradients,
-        accumulate=accumulates(attempt.train_examples, attempt.batches, n_steps, most_tokens),
+        accumulate=accumulates(attempt.train_examples, attempt.batches, n_steps, micro_batch_tokens),
     )
-    return replace(attempt.memory, n_tokens=most_tokens, gradients=gradients)
+    return replace(attempt.memory, n_tokens=micro_batch_tokens, gradients=gradients)
 
 
-def accumulates(examples: Examples, batches: Batches, n_steps: int, most_tokens: int) -> bool:
+def accumulates(examples: Examples, batches: Batches, n_steps: int, micro_batch_tokens: int) -> bool:
     """Whether a step may have several micro-batches of so many tokens, by the first steps."""
     lengths, steps = examples.tokens.lengths, range(min(n_steps, LOOKED_AT_STEPS))
-    return any(int(lengths[batches.examples_of(step)].sum()) > most_tokens for step in steps)
+    return any(int(lengths[batches.examples_of(step)].sum()) > micro_batch_tokens for step in steps)

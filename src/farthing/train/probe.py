@@ -5,24 +5,24 @@ The measurement that those steps leave is one that plans can stand on. The job's
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import time
 from typing import Any
 
 from farthing.config.job import Job
+from farthing.events import Emit
 from farthing.model.hardware import hardware_key
 from farthing.train.autotune import PROBE_S, in_words, probe_run
+from farthing.train.autotune_cache import tried
 from farthing.train.loop import take_step
 from farthing.train.measure import leave_measured
 from farthing.train.run import opened_attempt
-from farthing.train.setup import Tell
 from farthing.train.step_log import settle
 
 STEPS_AFTER = 8  # real steps with the chosen setting: a measurement needs six
 
 
-def probe(job: Job, tell: Tell, budget_s: float = PROBE_S) -> dict[str, Any]:
+def probe(job: Job, emit: Emit, budget_s: float = PROBE_S) -> dict[str, Any]:
     """Probe a job on this machine and leave a setting and a measurement for plans and runs; its run folder is not touched.
 
     Returns the trials, best first, and what the chosen setting made of a few real steps.
@@ -30,7 +30,7 @@ def probe(job: Job, tell: Tell, budget_s: float = PROBE_S) -> dict[str, Any]:
     long_enough = {"max_steps": STEPS_AFTER, "num_train_epochs": 1.0, "eval_strategy": "no", "report_to": ()}
     with tempfile.TemporaryDirectory(prefix="farthing-probe-") as folder:
         job = job.model_copy(update={"output_dir": folder, "train": job.train.model_copy(update=long_enough)})
-        with opened_attempt(job, tell) as attempt:
+        with opened_attempt(job, emit) as attempt:
             started = time.perf_counter()
             trials = probe_run(attempt, 0.7 * budget_s)
             while attempt.progress.step < attempt.n_steps and (
@@ -42,7 +42,7 @@ def probe(job: Job, tell: Tell, budget_s: float = PROBE_S) -> dict[str, Any]:
             figures = attempt.pace.figures()
             return {
                 "hardware": hardware_key(attempt.numerics.device),
-                "setting": dataclasses.asdict(trials[0].setting),
+                "settings": tried(trials[0].settings),
                 "trials": [
                     {
                         **in_words(trial),

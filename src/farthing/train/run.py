@@ -1,8 +1,8 @@
 """An attempt at a job, from the door to the receipt.
 
-`train(job, tell)` prepares data and model, restores what an earlier attempt saved, lets `loop.py` take the steps, and leaves
+`train(job, emit)` prepares data and model, restores what an earlier attempt saved, lets `loop.py` take the steps, and leaves
 ledger, receipt and copies in order however it ends. The same call starts a run, continues it, and finds a finished one
-finished. Refuses to print: it tells `tell`, and returns an outcome.
+finished. Refuses to print: it emits events, and returns an outcome.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from farthing.config.job import Job
-from farthing.data.tokens import notes_of
+from farthing.data.token_set import notes_of
 from farthing.device_memory import is_out_of_memory, is_out_of_resources
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
 from farthing.durability.exported import damage_of, set_aside
@@ -54,37 +54,36 @@ from farthing.errors import (
     OutOfMemory,
     UserMistake,
 )
+from farthing.events import Emit, Note, Warned, Working
 from farthing.export import write_card
 from farthing.model.hardware import (
     Numerics,
     choose_numerics,
     device_name,
-    hardware_key,
     in_words,
     taken_bytes,
 )
 from farthing.model.load import quiet_libraries
 from farthing.planner.left_out_loss import left_out_loss
-from farthing.planner.lengths import from_token_set
 from farthing.planner.software import fp16_risk
-from farthing.report.receipt import leave_receipt
+from farthing.report.receipt import Receipt, leave_receipt
 from farthing.report.training_log import read_log
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
-from farthing.train.autotune import as_probed, is_worth_it, keep_setting, probe_run, subject_of
+from farthing.train.autotune import is_worth_it, probe_run
 from farthing.train.budget import over_limit, seconds_left, why_not_start
-from farthing.train.estimate import promised
+from farthing.train.estimate import estimated
 from farthing.train.finished import STAMPS, stamps_of
 from farthing.train.frozen import begin_behind_frozen_layers
 from farthing.train.identity import former_names
 from farthing.train.loop import loop, note_news
 from farthing.train.measure import leave_measured
-from farthing.train.prefix_budget import share_beginnings
+from farthing.train.prefix_budget import share_prefix
 from farthing.train.saver import restore
+from farthing.train.settled import first_settings, keep_settings
 from farthing.train.setup import (
     Inputs,
     Meanwhile,
-    Tell,
     build_model,
     check_extras,
     examples_sha256,
@@ -104,7 +103,7 @@ class Outcome:
 
     state: str
     reason: str
-    receipt: dict[str, Any]
+    receipt: Receipt
 
     @property
     def exit_code(self) -> int:
@@ -112,7 +111,7 @@ class Outcome:
         return {"finished": EXIT_FINISHED, "limit": EXIT_LIMIT, "interrupted": EXIT_INTERRUPTED}[self.state]
 
 
-def train(job: Job, tell: Tell, *, allow_restart: bool = False, begun: Opened | None = None) -> Outcome:
+def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | None = None) -> Outcome:
     """Start, continue or find finished the run of `job` in its `output_dir`.
 
     `begun` where the attempt is on the bill already, before this module was imported; who has opened it closes it.
@@ -125,11 +124,11 @@ def train(job: Job, tell: Tell, *, allow_restart: bool = False, begun: Opened | 
         folder, meter, ledger = begun.folder, begun.meter, begun.ledger
         notice = stack.enter_context(Notice())
         stack.enter_context(watched(job, notice))
-        tell = stack.enter_context(tracked(tell, job.train.report_to, folder))
-        warn = partial(_warn, tell)
+        emit = stack.enter_context(tracked(emit, job.train.report_to, folder))
+        warn = partial(_warn, emit)
         mend(folder, warn)
         replica = open_mirror(job.output_store, folder, job.train.save_total_limit, warn)
-        context = Context(folder, "", meter, ledger, notice, tell, replica)
+        context = Context(folder, "", meter, ledger, notice, emit, replica)
         if replica is not None:
             _bring_back(job, context, allow_restart)
         if damage := begun.damage_in_words():
@@ -175,7 +174,7 @@ def _bring_back(job: Job, context: Context, allow_restart: bool) -> None:
         step = context.replica.bring_back(allow_restart, lambda: bool(context.notice))
     context.ledger.read_again()
     if step is not None:
-        context.tell("note", {"text": f"step {step} was brought back from {job.output_store}"})
+        context.emit(Note(f"step {step} was brought back from {job.output_store}"))
 
 
 @contextlib.contextmanager
@@ -190,14 +189,14 @@ def errors_in_words(folder: Path) -> Iterator[None]:
             raise OutOfMemory(
                 f"the machine has no memory left: {error.strerror}",
                 where=str(folder),
-                to_do="end what else runs here, or use a machine with more main memory; the same command goes on",
+                to_do="stop other programs here, or use a machine with more main memory; the same command goes on",
             ) from error
         if error.errno not in DISK_TROUBLE:
             raise
         raise NoSpace(
             f"the disk fails: {error.strerror}; what was saved is intact",
             where=str(error.filename or folder),
-            to_do="make room or mend the disk, then run the same command again",
+            to_do="make room or repair the disk, then run the same command again",
         ) from error
     except Exception as error:
         if refused := in_words(error):
@@ -213,7 +212,7 @@ def errors_in_words(folder: Path) -> Iterator[None]:
         raise OutOfMemory(
             f"the device has no memory left: {_first_line(error)}",
             where=str(folder),
-            to_do="even one example at a time, every layer computed again, is too much: lower data.max_length, or use"
+            to_do="one example at a time with full activation checkpointing is still too much: lower data.max_length, or use"
             " method: qlora or a larger GPU",
         ) from error
 
@@ -224,29 +223,29 @@ def _first_line(error: BaseException) -> str:
 
 def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tuple[str, str]:
     """(state, reason) of an attempt that is let in."""
-    folder, meter, ledger, tell = context.folder, context.meter, context.ledger, context.tell
+    folder, meter, ledger, emit = context.folder, context.meter, context.ledger, context.emit
     begun.refuse_forgotten(allow_restart=allow_restart)
     stamps = stamps_of(job)  # as they are before anything is read
-    numerics, inputs = _identify(job, meter, tell)
+    numerics, inputs = _identify(job, meter, emit)
     run_facts = _claim(job, context, numerics, inputs, allow_restart)
     context.run_id, begun.is_accepted = run_facts["run_id"], True
     keep_job(folder, job.model_dump(mode="json"), run_facts)
-    was_finished, is_cleared = is_finished(folder), clear_damaged_model(folder, tell)
+    was_finished, is_cleared = is_finished(folder), clear_damaged_model(folder, emit)
     if was_finished and not is_cleared:
         ledger.withdraw()
         return "finished", "it was finished already; nothing was trained"
     if rules_of(folder) < 2 and (key := left_out_loss(inputs.config.to_dict(), job.task)):
-        _warn(tell, f"`{key}` in the model's config.json is left out of the loss, as it was when this run began;"
+        _warn(emit, f"`{key}` in the model's config.json is left out of the loss, as it was when this run began;"
                     " new runs refuse it")  # fmt: skip
     if reason := why_not_start(job, folder, ledger):
         return "limit", reason
     if ledger.clock_back_s > 60 and job.limits.deadline is not None:
-        _warn(tell, f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
-                    " the deadline is where this clock has it")  # fmt: skip
+        _warn(emit, f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
+                    " the deadline is judged by this clock")  # fmt: skip
     attempt = _open(job, context, inputs, numerics)
     run_facts = same_examples(folder, run_facts, examples_sha256(attempt.train_examples, attempt.eval_examples))
     meter.enter("restore")
-    tell("working", {"on": "looking for a checkpoint"})
+    emit(Working("looking for a checkpoint"))
     restore(attempt, allow_restart)
     if was_finished or over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
         return loop(attempt)
@@ -276,31 +275,28 @@ def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow
         context.folder,
         inputs.identity,
         machine,
-        partial(_warn, context.tell),
+        partial(_warn, context.emit),
         former=former_names(job, inputs.choice, inputs.config, inputs.identity),
         allow_restart=allow_restart,
     )
 
 
 def _decide(attempt: Attempt, run_facts: dict[str, Any]) -> None:
-    """What the first attempt decides for all, as it changes rounding; and the setting, where a probe pays."""
+    """What the first attempt decides for all, as it changes rounding; and the settings, where a probe pays."""
     context, job = attempt.context, attempt.job
     with context.meter.span("prefix"):
-        keeps = begin_behind_frozen_layers(attempt, run_facts.get("keeps_frozen_output"))
-    decided = {
-        "keeps_frozen_output": keeps,
-        "shares_beginnings": share_beginnings(attempt, run_facts.get("shares_beginnings")),
-        "steps_per_epoch": attempt.batches.steps_per_epoch,
-    }
-    if run_facts | decided != run_facts:
-        run_facts |= decided
+        attempt.steps.use(replace(attempt.settings, caches_frozen=begin_behind_frozen_layers(attempt)))
+    share_prefix(attempt)
+    if run_facts.get("steps_per_epoch") != attempt.batches.steps_per_epoch:
+        run_facts["steps_per_epoch"] = attempt.batches.steps_per_epoch
         keep(context.folder / RUN, run_facts)
     left_s, exact = seconds_left(job, context.ledger), job.train.full_determinism
-    if attempt.progress.step == 0 and is_worth_it(job, attempt.promise, is_deterministic=exact, left_s=left_s):
+    pays = is_worth_it(job, attempt.estimate, attempt.settings, is_deterministic=exact, left_s=left_s)
+    if attempt.progress.step == 0 and pays:
         with context.meter.span("probe"):
-            context.tell("note", {"text": "trying a few sizes of the forward pass before the first step"})
-            best = probe_run(attempt)[0]
-            attempt.promise = keep_setting(context.folder, attempt.promise, best.setting)
+            context.emit(Note("trying a few micro-batch sizes before the first step"))
+            probe_run(attempt)
+    keep_settings(attempt)
 
 
 def _offer(attempt: Attempt, *, with_model: bool = False) -> None:
@@ -323,19 +319,19 @@ def _wait_for_replica(context: Context, state: str) -> bool:
     return is_copied
 
 
-def clear_damaged_model(folder: Path, tell: Tell) -> bool:
-    """Set an exported model aside that is not what was written, aloud; whether it was so."""
+def clear_damaged_model(folder: Path, emit: Emit) -> bool:
+    """Set an exported model aside that is not what was written, with a warning; whether it was so."""
     damage = damage_of(folder)
     if damage is None:
         return False
     aside = set_aside(folder / MODEL)
     text = f"the exported model is damaged ({damage}): set aside as {aside.name}, and written again from the checkpoint"
-    tell("warning", {"text": text})
+    emit(Warned(text))
     return True
 
 
-def _warn(tell: Tell, text: str) -> None:
-    tell("warning", {"text": text})
+def _warn(emit: Emit, text: str) -> None:
+    emit(Warned(text))
 
 
 def end_mirror(mirror: Mirror | None, meter: Meter, ledger: Ledger, notice: Notice) -> None:
@@ -366,50 +362,48 @@ def watched(job: Job, notice: Notice) -> Iterator[None]:
         watch.stop()
 
 
-def _identify(job: Job, meter: Meter, tell: Tell) -> tuple[Numerics, Inputs]:
+def _identify(job: Job, meter: Meter, emit: Emit) -> tuple[Numerics, Inputs]:
     """What a run computes in and starts from; cheap, and what is wrong is found here."""
     asked = job.where.device, job.train.bf16, job.train.fp16, job.train.tf32, job.train.full_determinism
     check_extras(job, choose_numerics(*asked).device.type)
     meter.enter("tokenize")
-    inputs = open_inputs(job, tell)
+    inputs = open_inputs(job, emit)
     return choose_numerics(*asked, fp16_risk(inputs.config.to_dict())), inputs
 
 
 def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics) -> Attempt:
     """The attempt at step 0: tokenized, planned, with its model on the device."""
-    meter, ledger, notice, tell = context.meter, context.ledger, context.notice, context.tell
+    meter, ledger, notice, emit = context.meter, context.ledger, context.notice, context.emit
     before_bytes = taken_bytes(numerics.device)
     with contextlib.ExitStack() as stack:
         loading = None
         if job.task != "classification":  # whose head waits for the labels; else the model is read meanwhile
             loading = stack.enter_context(Meanwhile(lambda: build_model(job, inputs, numerics, ())))
-        examples, held_out = open_examples(job, inputs, tell, lambda: bool(notice))
+        examples, held_out = open_examples(job, inputs, emit, lambda: bool(notice))
         sets = [each.tokens for each in (examples, held_out) if each is not None]
         notes = list(dict.fromkeys(note for each in sets for note in notes_of(each.facts)))
         write_json(context.folder / DATA_NOTES, notes)
-        promise = promised(job, context.folder, inputs, numerics, examples, held_out, tell)
-        lengths = from_token_set(examples.tokens, examples.indices, job.task, source="")
-        subject = subject_of(job, inputs.config, lengths, numerics.name, hardware_key(numerics.device))
-        promise = as_probed(job, context.folder, promise, subject)
+        estimate = estimated(job, context.folder, inputs, numerics, examples, held_out, emit)
+        settings = first_settings(job, context, inputs, numerics, examples, estimate)
         ledger.write("starting")
         meter.enter("load_model")
-        tell("working", {"on": "loading the model"})
+        emit(Working("loading the model"))
         model = loading.result() if loading else build_model(job, inputs, numerics, examples.tokens.label_names)
-    attempt = assemble(job, context, inputs, numerics, model, (examples, held_out), promise, subject)
+    attempt = assemble(job, context, inputs, numerics, model, (examples, held_out), estimate, settings)
     attempt.record.before_model_bytes = before_bytes
     ledger.write("starting")
     return attempt
 
 
 @contextlib.contextmanager
-def opened_attempt(job: Job, tell: Tell) -> Iterator[Attempt]:
+def opened_attempt(job: Job, emit: Emit) -> Iterator[Attempt]:
     """An attempt at step 0 in a folder of its own, to be measured and thrown away."""
     meter, folder = Meter(already_s=seconds_since_process_start()), Path(job.output_dir)
     quiet_libraries()
     with only_writer(folder), Notice() as notice:
         ledger = Ledger(folder / LEDGER, meter, job.usd_per_hour)
-        numerics, inputs = _identify(job, meter, tell)
-        attempt = _open(job, Context(folder, "probe", meter, ledger, notice, tell), inputs, numerics)
+        numerics, inputs = _identify(job, meter, emit)
+        attempt = _open(job, Context(folder, "probe", meter, ledger, notice, emit), inputs, numerics)
         restore(attempt, allow_restart=False)
         with contextlib.closing(attempt.steps):
             yield attempt

@@ -13,6 +13,7 @@ from farthing.durability.checkpoint import SaveResult, n_bytes_of
 from farthing.durability.files import Damaged
 from farthing.durability.run_folder import LOG, MODEL
 from farthing.errors import NoSpace, RunDamaged
+from farthing.events import Exported, Note, Restored, Saved, Working
 from farthing.export import export_model
 from farthing.model.adapters import put_back, trained_tensors
 from farthing.report.receipt import build_receipt
@@ -30,7 +31,7 @@ def restore(attempt: Attempt, allow_restart: bool) -> None:
             raise RunDamaged(
                 f"the checkpoint of step {ledger.committed_step} was written, and is gone",
                 where=str(checkpoints.folder),
-                to_do="bring it back from a copy, or start from zero on purpose with --allow-restart",
+                to_do="bring it back from a copy, or start from step 0 with --allow-restart",
             )
     except RunDamaged:
         if not allow_restart:
@@ -40,9 +41,9 @@ def restore(attempt: Attempt, allow_restart: bool) -> None:
     if step is not None:
         checkpoints.restore(step, attempt.state)
         attempt.saving.mark = _mark(attempt)
-        attempt.context.tell("restored", {"step": step, "n_steps": attempt.n_steps, "attempt": ledger.number})
+        attempt.context.emit(Restored(step, attempt.n_steps, ledger.number))
     elif ledger.number > 1:
-        attempt.context.tell("note", {"text": "an earlier attempt left no checkpoint: starting at step 0"})
+        attempt.context.emit(Note("an earlier attempt left no checkpoint: starting at step 0"))
     _keep_log(attempt)
     refuse_small_disk(attempt)
     ledger.begin_at(at.step)
@@ -62,7 +63,7 @@ def _keep_log(attempt: Attempt) -> None:
     if n_damaged := len(attempt.log.damaged):
         attempt.warn(f"{plural(n_damaged, 'line')} of {LOG} {'is' if n_damaged == 1 else 'are'} damaged: left out")
     if n_lost := at.step - len(steps):
-        attempt.warn(f"{LOG} lacks {n_lost} of the {plural(at.step, 'step')} so far; the result is not touched by it")
+        attempt.warn(f"{LOG} lacks {n_lost} of the {plural(at.step, 'step')} so far; this does not change the result")
 
 
 def refuse_small_disk(attempt: Attempt) -> None:
@@ -132,7 +133,7 @@ def note_finished_save(attempt: Attempt, result: SaveResult | None) -> None:
     if result is not None and result.error is None:
         attempt.context.ledger.committed(result.step)
         attempt.record.saves_bytes.append(result.n_bytes)
-        attempt.context.tell("saved", {"step": result.step, "bytes": result.n_bytes})
+        attempt.context.emit(Saved(result.step, result.n_bytes))
 
 
 def export(attempt: Attempt) -> None:
@@ -146,10 +147,10 @@ def export(attempt: Attempt) -> None:
             step = at.best_step
         except Damaged as error:
             attempt.warn(f"the best checkpoint (step {at.best_step}) is damaged ({error}): exporting the last step")
-    context.tell("working", {"on": "writing the model"})
+    context.emit(Working("writing the model"))
     context.ledger.write("running", exported=step)
     export_model(folder / MODEL, attempt.model, attempt.inputs.tokenizer, build_receipt(folder), step)
-    context.tell("exported", {"folder": str(folder / MODEL), "step": step})
+    context.emit(Exported(str(folder / MODEL), step))
 
 
 def write_model_early(attempt: Attempt) -> None:

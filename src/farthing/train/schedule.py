@@ -1,6 +1,6 @@
 """How many steps a run has, and the learning rate at each; a schedule that ends when the money does.
 
-How many steps a budget buys is worked out before the first step from what the plan promises a step to take, and once more
+How many steps a budget buys is worked out before the first step from what the plan estimates a step to take, and once more
 from the measured pace, before the rate begins to come down; kept in the run folder from then on, so that a resumed run has the
 same rate at every step. Pure arithmetic. Refuses to import torch, and to know more of a run than seconds and steps.
 """
@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from farthing.durability.files import Damaged
-from farthing.durability.run_folder import has_committed, keep, kept
+from farthing.durability.run_folder import has_committed, keep, kept_as
 from farthing.errors import RunDamaged
 
 MARGIN = 0.03  # of what is left is not planned for: the pace is a mean
@@ -54,7 +53,7 @@ def steps_bought(left_s: float, step_s: float, *, at_the_end_s: float) -> int:
 def first_fit(
     asked: int, n_warmup_of: Callable[[int], int], left_s: float, step_s: float | None, at_the_end_s: float
 ) -> Fit:
-    """The fit before the first step. Without a promise the warm-up is no longer than what is measured."""
+    """The fit before the first step. Without an estimate the warm-up is no longer than what is measured."""
     bought = asked if step_s is None else steps_bought(left_s, step_s, at_the_end_s=at_the_end_s)
     n_steps = min(asked, max(3, bought))
     n_warmup = n_warmup_of(n_steps)
@@ -84,18 +83,9 @@ def kept_fit(path: Path) -> Fit | None:
 
     Raises `RunDamaged`: another number would be another run.
     """
-    why = f"{path.name} is gone, which has the schedule that was fitted"
-    try:
-        values = kept(path)
-        if values is not None:
-            return Fit(**{name: values[name] for name in Fit.__dataclass_fields__})
-        if not has_committed(path.parent):
-            return None
-    except Damaged as error:
-        why = str(error)
-    except (KeyError, TypeError):
-        why = f"{path.name} holds something else than a schedule"
-    if not has_committed(path.parent):
-        return None
-    to_do = "bring it back from a copy, or give the job another output_dir"
-    raise RunDamaged(why, where=str(path), to_do=to_do)
+    fit = kept_as(path, lambda values: Fit(**{name: values[name] for name in Fit.__dataclass_fields__}), lambda _: None)
+    if fit is None and not path.exists() and has_committed(path.parent):
+        why = f"{path.name} is gone, which has the schedule that was fitted"
+        to_do = "bring it back from a copy, or give the job another output_dir"
+        raise RunDamaged(why, where=str(path), to_do=to_do)
+    return fit

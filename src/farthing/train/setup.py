@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -21,9 +21,11 @@ from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.chat import TEXT_VERSION, asks_for_the_date
 from farthing.data.read import Source, open_sources
-from farthing.data.tokens import Recipe, TokenSet, notes_of, tokenize
+from farthing.data.token_set import Recipe, TokenSet, notes_of
+from farthing.data.tokens import tokenize
 from farthing.durability.run_folder import RULES, began, rules_of
 from farthing.errors import DataError, HardwareError
+from farthing.events import DataRead, Emit, ReadingData, Tokenizing, Warned, ignore
 from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
 from farthing.model.adapters import Adapter, add_adapter, refuse_unreached
 from farthing.model.forward import Forward
@@ -42,13 +44,13 @@ from farthing.model.load import (
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.planner.job_lengths import note_token_set
 from farthing.planner.left_out_loss import refuse_left_out_loss
+from farthing.settings import Settings
 from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
 from farthing.train.update_guard import update_bytes
 from farthing.units import plural
 
 T = TypeVar("T")
-Tell = Callable[[str, dict[str, Any]], None]
 
 
 def model_choice(job: Job) -> ModelChoice:
@@ -124,7 +126,7 @@ def check_extras(job: Job, device: str) -> None:
         need_bitsandbytes(f"optim: {job.train.optim}")
 
 
-def open_inputs(job: Job, tell: Tell = lambda kind, facts: None) -> Inputs:
+def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
     """Find and identify model, tokenizer and data, telling how far it has read. Raises `ModelError`, `DataError`."""
     choice = model_choice(job)
     config = load_config(choice)
@@ -158,8 +160,8 @@ def open_inputs(job: Job, tell: Tell = lambda kind, facts: None) -> Inputs:
     opened = {
         "cache_dir": cache_dir,
         "config_name": data.dataset_config_name,
-        "progress": lambda what, done, total: tell("reading", {"what": what, "done_bytes": done, "total_bytes": total}),
-        "warn": lambda text: tell("warning", {"text": text}),
+        "progress": lambda what, done, total: emit(ReadingData(what, done, total)),
+        "warn": lambda text: emit(Warned(text)),
     }
     train_sources = open_sources(data.train, split=data.train_split, **opened)  # type: ignore[arg-type]
     eval_sources = open_sources(data.eval, split=data.eval_split, **opened) if data.eval else []  # type: ignore[arg-type]
@@ -168,7 +170,7 @@ def open_inputs(job: Job, tell: Tell = lambda kind, facts: None) -> Inputs:
 
 
 def open_examples(
-    job: Job, inputs: Inputs, tell: Tell, should_stop: Callable[[], bool]
+    job: Job, inputs: Inputs, emit: Emit, should_stop: Callable[[], bool]
 ) -> tuple[Examples, Examples | None]:
     """(train, eval) examples, tokenized or from the cache. Raises `DataError`, `Interrupted`."""
     cache_dir = Path(job.cache_dir or ".")
@@ -178,26 +180,29 @@ def open_examples(
         def progress(rows: int, n_tokens: int, share: float) -> None:
             nonlocal n_chunks
             n_chunks += 1
-            tell("tokenizing", {"role": role, "rows": rows, "tokens": n_tokens, "share": share})
-
-        def warn(text: str) -> None:
-            tell("warning", {"text": text})
+            emit(Tokenizing(role, rows, n_tokens, share))
 
         tokens = tokenize(
-            sources, inputs.tokenizer, recipe, cache_dir, progress=progress, should_stop=should_stop, warn=warn
+            sources,
+            inputs.tokenizer,
+            recipe,
+            cache_dir,
+            progress=progress,
+            should_stop=should_stop,
+            warn=lambda text: emit(Warned(text)),
         )
         with contextlib.suppress(OSError):  # a plan would have to do without
             note_token_set(job, role, inputs.train_sources, inputs.eval_sources, tokens.folder, cache_dir=cache_dir)
         return tokens
 
     train_tokens = tokens_of("train", inputs.train_sources, inputs.recipe)
-    _tell_data("train", train_tokens, tell)
+    _say_data("train", train_tokens, emit)
     train = np.arange(len(train_tokens))
     held_out: Examples | None = None
     if inputs.eval_sources:
         recipe = replace(inputs.recipe, label_names=train_tokens.label_names)
         eval_tokens = tokens_of("eval", inputs.eval_sources, recipe)
-        _tell_data("eval", eval_tokens, tell)
+        _say_data("eval", eval_tokens, emit)
         held_out = Examples(eval_tokens, np.arange(len(eval_tokens)))
     elif job.data.eval_fraction > 0:
         groups, inputs_of_all = train_tokens.groups, train_tokens.inputs
@@ -212,19 +217,29 @@ def open_examples(
     train_examples = Examples(train_tokens, train[: job.data.max_train_samples], n_chunks == 0)
     if held_out is not None:
         held_out = Examples(held_out.tokens, held_out.indices[: job.data.max_eval_samples])
-        _say_unseen_labels(train_examples, held_out, tell)
+        _say_unseen_labels(train_examples, held_out, emit)
     return train_examples, held_out
 
 
-def _tell_data(role: str, tokens: TokenSet, tell: Tell) -> None:
-    facts = {key: value for key, value in tokens.facts.items() if key != "files"}
-    tell("data", {"role": role, **facts, "notes": list(notes_of(facts))})
+def _say_data(role: str, tokens: TokenSet, emit: Emit) -> None:
+    facts = tokens.facts
+    counts = {each.name: facts[each.name] for each in fields(DataRead) if each.name.startswith("n_")}
+    emit(
+        DataRead(
+            role=role,
+            names=tuple(source["name"] for source in facts["sources"]),
+            formats=tuple(facts["formats"]),
+            bad_rows=tuple((place, reason) for place, reason in facts["bad_rows"]),
+            notes=notes_of(facts),
+            **counts,
+        )
+    )
     if n_turns := facts.get("n_unlearned_turns", 0):
         text = (
             f"{plural(n_turns, 'assistant turn')} of the {role} data are context and not learned: the chat template never"
             " shows them as the model would write them (a template with {% generation %} marks learns them)"
         )
-        tell("warning", {"text": text})
+        emit(Warned(text))
 
 
 def examples_sha256(train: Examples, held_out: Examples | None) -> str:
@@ -237,7 +252,7 @@ def examples_sha256(train: Examples, held_out: Examples | None) -> str:
     return digest.hexdigest()
 
 
-def _say_unseen_labels(train: Examples, held_out: Examples, tell: Tell) -> None:
+def _say_unseen_labels(train: Examples, held_out: Examples, emit: Emit) -> None:
     if train.tokens.labels is None or held_out.tokens.labels is None:
         return
     seen = set(train.tokens.labels[train.indices].tolist())
@@ -245,7 +260,7 @@ def _say_unseen_labels(train: Examples, held_out: Examples, tell: Tell) -> None:
     if unseen:
         names = ", ".join(repr(held_out.tokens.label_names[label]) for label in sorted(unseen)[:5])
         text = f"{len(unseen)} labels are in the evaluation data and never seen in training ({names}): they count as errors"
-        tell("warning", {"text": text})
+        emit(Warned(text))
 
 
 LEAVING_S = 5.0
@@ -340,8 +355,7 @@ def settle_checkpointing(
     job: Job,
     forward: Forward,
     train: Examples,
-    most_tokens: int,
-    planned: int,
+    settings: Settings,
     *,
     optimizer: torch.optim.Optimizer,
     free_bytes: int,
@@ -349,7 +363,7 @@ def settle_checkpointing(
 ) -> MemoryNeed:
     """Measure small forward passes and switch on as much activation checkpointing as the largest micro-batch needs.
 
-    `planned` is what the plan has chosen: with `auto` no less is tried. `free_bytes` are those before the optimizer's
+    With `auto` no less is tried than `settings` have. `free_bytes` are those before the optimizer's
     state was made; `accumulates` says that a step may have several micro-batches.
     """
     lengths = train.tokens.lengths[train.indices]
@@ -357,21 +371,22 @@ def settle_checkpointing(
 
     def sample_of(n_copies: int) -> Sample:
         arrays = forward.collate(train.tokens, np.full(n_copies, middle))
-        batch = forward.place(arrays)
+        batch = forward.to_device(arrays)
         return Sample(forward.n_computed(arrays), lambda: forward.before_head(batch))
 
-    wanted, (head, twice) = job.train.gradient_checkpointing, (forward.head_bytes(most_tokens * n) for n in (1, 2))
+    wanted, n_tokens = job.train.gradient_checkpointing, settings.micro_batch_tokens
+    head, twice = forward.head_bytes(n_tokens), forward.head_bytes(2 * n_tokens)
     is_cuda = forward.numerics.device.type == "cuda"
     return choose_checkpointing(
         forward.model,
         samples=(sample_of(1), sample_of(2)),
-        largest_tokens=most_tokens,
+        largest_tokens=n_tokens,
         accumulates=accumulates,
         optimizer_bytes=state_bytes(optimizer, forward.numerics.device),
         update_bytes=update_bytes(optimizer) if is_cuda else 0,
         free_bytes=free_bytes,
         wanted=wanted if wanted == "auto" else int(wanted),
-        planned=planned,
-        head=Linear(2 * head - twice, (twice - head) / max(1, most_tokens)),
+        planned=settings.checkpoint_every,
+        head=Linear(2 * head - twice, (twice - head) / max(1, n_tokens)),
         autocast=forward.numerics.autocast,
     )

@@ -14,7 +14,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farthing.data.batches import Batches
-from farthing.data.loader import Feed, Ready, micro_batches
-from farthing.data.tokens import TokenSet
+from farthing.data.loader import Feed, MicroBatch, micro_batches
+from farthing.data.token_set import TokenSet
 from farthing.device_memory import is_out_of_memory
 from farthing.durability.ledger import Meter
 from farthing.errors import Interrupted
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.forward import Forward, Host
 from farthing.model.hardware import free_cached
+from farthing.settings import Settings
 from farthing.train.update_guard import UpdateGuard, forget_unscaling, reserve_for_update
 
 MOST_FREED = 3  # steps of an attempt that are taken again as they were: a device that is full again is too small
@@ -53,18 +54,18 @@ class Sums:
     hosts: list[Host] = field(default_factory=list)
     """Arrays that may still be on their way to the device."""
 
-    def add(self, ready: Ready, loss: Tensor, n_computed: int) -> None:
+    def add(self, micro_batch: MicroBatch, loss: Tensor, n_computed: int) -> None:
         """Count a micro-batch."""
-        self.pieces.append(ready.examples)
+        self.pieces.append(micro_batch.examples)
         self.losses.append(loss)
-        self.hosts.append(ready.arrays)
+        self.hosts.append(micro_batch.arrays)
         self.n_computed += n_computed
         if n_computed > self.largest[1]:
-            self.largest = len(ready.examples), n_computed
+            self.largest = len(micro_batch.examples), n_computed
 
 
 @dataclass
-class Taken:
+class StepResult:
     """A step that was taken; its figures may still be on their way from the device."""
 
     step: int
@@ -92,7 +93,7 @@ class Taken:
 
 @dataclass
 class Steps:
-    """Takes the steps of a run. `most_tokens` is the budget of a micro-batch, which memory that runs out halves."""
+    """Takes the steps of a run as its `settings` say, which memory that runs out lowers."""
 
     forward: Forward
     batches: Batches
@@ -103,12 +104,11 @@ class Steps:
     learning_rate_at: Callable[[int], float]
     max_grad_norm: float
     seed: int
-    most_tokens: int
-    every_n_layers: int
+    settings: Settings
     meter: Meter
     should_stop: Callable[[], bool]
     ran_out: Callable[[int, str, bool], None]
-    """Told (step, why, whether `most_tokens` or `every_n_layers` have changed) after room was made."""
+    """Told (step, why, whether `settings` have changed) after room was made."""
     before_update: Callable[[], None] = lambda: None
     """Called before weights and state change: what is still being copied from them has to be waited for."""
 
@@ -126,13 +126,19 @@ class Steps:
         can_wait = self.guards_on_device or self.scaler.is_enabled()
         return 1 if self.forward.numerics.device.type == "cuda" and can_wait else 0
 
+    def use(self, settings: Settings) -> None:
+        """Compute as these settings say from now on."""
+        if settings.checkpoint_every != self.settings.checkpoint_every:
+            checkpoint_layers(self.forward.model, settings.checkpoint_every)
+        self.settings, self.forward.tile_tokens = settings, settings.tile_tokens
+
     def close(self) -> None:
         """Stop what is made ready ahead."""
         if self._feed is not None:
             self._feed.close()
         self._feed = None
 
-    def take(self, step: int) -> Taken:
+    def take(self, step: int) -> StepResult:
         """Step number `step`, from 0; nothing has changed when it raises. Raises `Interrupted`, `torch.OutOfMemoryError`."""
         has_freed = False
         while True:
@@ -159,10 +165,10 @@ class Steps:
             else:
                 self._make_room(step, why)
 
-    def _take(self, step: int) -> Taken:
+    def _take(self, step: int) -> StepResult:
         started_s, device = self.meter.wall_s, self.forward.numerics.device
         seed_everything(self.seed, step)
-        sums = self.accumulate(self._ready(step))
+        sums = self.accumulate(self._micro_batches_of(step))
         rate = self.learning_rate_at(step)
         self.before_update()
         with self.meter.span("optimizer"):
@@ -173,24 +179,27 @@ class Steps:
             began = _now_on(device)
             figures = self._update(rate, losses)
             update = None if began is None else (began, _now_on(device))
-        taken = Taken(step, rate, started_s, sums, figures, _update=update)
+        taken = StepResult(step, rate, started_s, sums, figures, _update=update)
         if arriving is not None:
             taken.figures = arriving.copy_(figures, non_blocking=True)
             taken._arrived = _now_on(device)
         return taken
 
-    def accumulate(self, micro_batches: Iterator[Ready]) -> Sums:
+    def accumulate(self, micro_batches: Iterator[MicroBatch]) -> Sums:
         """Add up the gradients of a step's micro-batches, each divided by the targets of all. Raises `Interrupted`."""
         sums = Sums()
-        for ready in micro_batches:
+        for micro_batch in micro_batches:
             if not sums.pieces:
-                sums.examples, sums.n_targets = ready.step_examples, self.tokens.n_targets(ready.step_examples)
+                sums.examples, sums.n_targets = (
+                    micro_batch.step_examples,
+                    self.tokens.n_targets(micro_batch.step_examples),
+                )
             with self.meter.span("host_to_device"):
-                batch = self.forward.place(ready.arrays)
+                batch = self.forward.to_device(micro_batch.arrays)
             with self.meter.span("compute"):
                 loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
                 self.scaler.scale(loss / sums.n_targets).backward()
-            sums.add(ready, loss.detach(), self.forward.n_computed(ready.arrays))
+            sums.add(micro_batch, loss.detach(), self.forward.n_computed(micro_batch.arrays))
             if self.should_stop():
                 raise Interrupted("stopped within a step; it is taken again")
         return sums
@@ -226,21 +235,21 @@ class Steps:
 
     # ---- what is made ready ahead ----
 
-    def _ready(self, step: int) -> Iterator[Ready]:
+    def _micro_batches_of(self, step: int) -> Iterator[MicroBatch]:
         """The micro-batches of a step, from a feed that goes on with the next step."""
         if self._feed is None or self._fed_step != step:
             self.close()
-            self._feed = Feed(self._ready_from(step))
+            self._feed = Feed(self._micro_batches_from(step))
         is_last = False
         while not is_last:
             with self.meter.span("data_wait"):
-                ready = self._feed.next()
-            is_last = ready.is_last
-            yield ready
+                micro_batch = self._feed.next()
+            is_last = micro_batch.is_last
+            yield micro_batch
         self._fed_step = step + 1
 
-    def _ready_from(self, step: int) -> Iterator[Ready]:
-        most = self.most_tokens
+    def _micro_batches_from(self, step: int) -> Iterator[MicroBatch]:
+        most = self.settings.micro_batch_tokens
         return micro_batches(
             step,
             self.n_steps,
@@ -253,21 +262,21 @@ class Steps:
 
     def _largest_of(self, step: int) -> tuple[int, int]:
         """(examples, computed tokens) of the step's largest micro-batch, which comes first."""
-        piece = self.forward.cut(self.tokens, self.batches.examples_of(step), self.most_tokens)[0]
+        piece = self.forward.cut(self.tokens, self.batches.examples_of(step), self.settings.micro_batch_tokens)[0]
         return len(piece), self.forward.n_computed(self.forward.collate(self.tokens, piece))
 
     def _can_make_room(self, step: int) -> bool:
-        return self._largest_of(step)[0] > 1 or self.every_n_layers != 1
+        return self._largest_of(step)[0] > 1 or self.settings.checkpoint_every != 1
 
     def _make_room(self, step: int, why: str) -> None:
         """Half the micro-batch; when it is one example already, more layers are computed again instead of kept."""
         self.close()
         n_examples, n_tokens = self._largest_of(step)
         if n_examples > 1:
-            self.most_tokens = max(1, min(self.most_tokens, n_tokens) // 2)
+            halved = max(1, min(self.settings.micro_batch_tokens, n_tokens) // 2)
+            self.use(replace(self.settings, micro_batch_tokens=halved))
         else:
-            self.every_n_layers = 1 if self.every_n_layers else 2
-            checkpoint_layers(self.forward.model, self.every_n_layers)
+            self.use(replace(self.settings, checkpoint_every=1 if self.settings.checkpoint_every else 2))
         free_cached(self.forward.numerics.device)
         self.ran_out(step, why, True)
 

@@ -1,17 +1,18 @@
 """The table of everything a job left open and the run decided, in words, before its first step.
 
-Data flows from a run that stands at its first step to `tell`. Refuses to decide anything: it says what was decided.
+Data flows from a run that stands at its first step to `emit`. Refuses to decide anything: it says what was decided.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from farthing.config.job import Job
 from farthing.device_memory import set_allocator
+from farthing.events import Decided
 from farthing.model.hardware import device_name
+from farthing.planner.estimate import Estimate
 from farthing.train.attempt import Attempt
 from farthing.units import plural, say_bytes, say_seconds, say_usd
 
@@ -19,33 +20,29 @@ from farthing.units import plural, say_bytes, say_seconds, say_usd
 def say_what_was_decided(attempt: Attempt) -> None:
     """One table of everything the job left open."""
     job, batch = attempt.job, attempt.job.global_batch_size
-    every = attempt.steps.every_n_layers
-    checkpointing = {0: "off", 1: "every layer"}.get(
-        every, f"every {every}nd layer" if every == 2 else f"every {every}th layer"
-    )
     counts = attempt.parameters
-    attempt.context.tell(
-        "decided",
-        {
-            "model": f"{Path(attempt.inputs.choice.name).name} ({attempt.inputs.config.model_type}), {job.method.name}",
-            "parameters": counts,
-            "examples": len(attempt.train_examples),
-            "eval_examples": len(attempt.eval_examples) if attempt.eval_examples else 0,
-            "steps": attempt.n_steps,
-            "fitted": _fit_in_words(attempt),
-            "batch": f"{batch} examples a step, up to {attempt.steps.most_tokens:,} tokens at a time",
-            "learning_rate": f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, "
+    attempt.context.emit(
+        Decided(
+            model=f"{Path(attempt.inputs.choice.name).name} ({attempt.inputs.config.model_type}), {job.method.name}",
+            n_parameters=counts["total"],
+            n_trainable=counts["trainable"],
+            n_examples=len(attempt.train_examples),
+            n_eval_examples=len(attempt.eval_examples) if attempt.eval_examples else 0,
+            max_length=attempt.inputs.recipe.max_length,
+            n_steps=attempt.n_steps,
+            batch=f"{plural(batch, 'example')} a step, up to {attempt.settings.micro_batch_tokens:,} tokens at a time",
+            fitted=_fit_in_words(attempt),
+            learning_rate=f"{job.learning_rate:g}, {job.train.lr_scheduler_type}, "
             + plural(attempt.schedule.n_warmup_steps, "warm-up step"),
-            "max_length": attempt.inputs.recipe.max_length,
-            "precision": attempt.numerics.name,
-            "device": device_name(attempt.numerics.device),
-            "computed": _computed_in_words(attempt),
-            "gradient_checkpointing": checkpointing,
-            "memory": _memory_in_words(attempt),
-            "checkpoints": _interval_in_words(attempt),
-            "promised": _promise_in_words(attempt.promise),
-            "price": _price_in_words(job),
-        },
+            device=device_name(attempt.numerics.device),
+            precision=attempt.numerics.name,
+            computed=_computed_in_words(attempt),
+            memory=_memory_in_words(attempt),
+            checkpointing=attempt.settings.checkpointing,
+            checkpoints=_interval_in_words(attempt),
+            price=_price_in_words(job),
+            estimate=_estimate_in_words(attempt.estimate),
+        )
     )
     if not attempt.memory.fits:
         attempt.warn(
@@ -53,11 +50,11 @@ def say_what_was_decided(attempt: Attempt) -> None:
             "lower train.per_device_train_batch_size (the result stays the same) or data.max_length"
         )
     if job.limits.max_usd is not None and job.usd_per_hour == 0:
-        attempt.warn("limits.max_usd can't bind at $0 an hour: set where.usd_per_hour")
+        attempt.warn("limits.max_usd has no effect at $0 an hour: set where.usd_per_hour")
 
 
 def _memory_in_words(attempt: Attempt) -> str:
-    words = f"{say_bytes(attempt.promised_bytes)} expected, {say_bytes(attempt.memory.free_bytes)} free"
+    words = f"{say_bytes(attempt.expected_bytes)} expected, {say_bytes(attempt.memory.free_bytes)} free"
     is_cuda = attempt.numerics.device.type == "cuda"
     return f"{words}; allocator: {set_allocator(os.environ)}" if is_cuda else words
 
@@ -65,16 +62,16 @@ def _memory_in_words(attempt: Attempt) -> str:
 def _computed_in_words(attempt: Attempt) -> str:
     """What is computed of a batch, and why not less."""
     forward = attempt.forward
-    words = [f"padded ({forward.why_padded})" if forward.why_padded else "documents end to end, no padding"]
+    words = [f"padded ({forward.why_padded})" if forward.why_padded else "documents packed end to end, no padding"]
     if attempt.job.task != "classification":
-        words.append(forward.why_all_scored or "labelled positions scored")
+        words.append(forward.why_all_scored or "output layer: only positions with a target")
     if forward.mixes(attempt.train_examples.tokens, attempt.train_examples.indices):
         assert forward.apart is not None
         words.append(forward.apart.why)
     if forward.shares:
-        words.append("common beginnings once")
+        words.append("shared beginnings computed once")
     if forward.prefix is not None:
-        words.append(f"{plural(forward.prefix.n_layers, 'frozen layer')} once")
+        words.append(f"{plural(forward.prefix.n_layers, 'frozen layer')} computed once for all epochs")
     words += [str(what) for what in (attempt.kernels.lora, attempt.kernels.liger) if what is not None]
     if isinstance(attempt.kernels.compiled, int):
         words.append(f"{plural(attempt.kernels.compiled, 'layer')} compiled")
@@ -86,8 +83,8 @@ def _computed_in_words(attempt: Attempt) -> str:
 def _fit_in_words(attempt: Attempt) -> str:
     if attempt.schedule.fit is None:
         return ""
-    when = "settled" if attempt.schedule.fit.settled else f"settled after step {attempt.schedule.fit.settles_at}"
-    return f"what the limits buy of {attempt.schedule.fit.asked_steps:,}, {when}"
+    when = "fixed" if attempt.schedule.fit.settled else f"fixed after step {attempt.schedule.fit.settles_at}"
+    return f"as many of {attempt.schedule.fit.asked_steps:,} as the limits allow, {when}"
 
 
 def _interval_in_words(attempt: Attempt) -> str:
@@ -97,14 +94,14 @@ def _interval_in_words(attempt: Attempt) -> str:
     return f"every {say_seconds(attempt.saving.every_s)}, {asked}"
 
 
-def _promise_in_words(promise: dict[str, Any]) -> str:
-    if not promise:
-        return "nothing: the planner does not know this model or device"
-    low, likely, high = promise["wall_range_s"]
+def _estimate_in_words(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "none: the planner does not know this model or device"
+    low, likely, high = estimate.wall_range_s
     words = f"{say_seconds(likely)} ({say_seconds(low)} to {say_seconds(high)})"
-    if promise["usd"] > 0:
-        words += f", {say_usd(promise['usd'])}"
-    return f"{words}, {say_bytes(promise['peak_bytes'])}; {promise['calibration']}"
+    if estimate.usd > 0:
+        words += f", {say_usd(estimate.usd)}"
+    return f"{words}, {say_bytes(estimate.peak_bytes)}; {estimate.calibration}"
 
 
 def _price_in_words(job: Job) -> str:

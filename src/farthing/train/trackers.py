@@ -6,45 +6,45 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from farthing.errors import UserMistake
+from farthing.events import Emit, Evaluated, Event, Restored, StepTaken, Warned
 
-Tell = Callable[[str, dict[str, Any]], None]
 MOST_WAITING = 10_000  # events
 PATIENCE_S = 5.0
 STEP_FIGURES = ("loss", "lr", "grad_norm", "tokens_per_s", "padded_tokens_per_s", "mfu", "utilisation_percent", "usd")
 
 
 @contextlib.contextmanager
-def tracked(tell: Tell, names: tuple[str, ...], folder: Path) -> Iterator[Tell]:
-    """Within the block `tell`, and the trackers of `train.report_to` with it, in a thread of their own.
+def tracked(emit: Emit, names: tuple[str, ...], folder: Path) -> Iterator[Emit]:
+    """Within the block `emit`, and the trackers of `train.report_to` with it, in a thread of their own.
 
     At its end they are waited for, `PATIENCE_S` at most. Raises `UserMistake` when one is not installed.
     """
     if not names:
-        yield tell
+        yield emit
         return
     tracker = TensorBoard(folder / "tensorboard")
-    events: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue(MOST_WAITING)
+    events: queue.Queue[Event | None] = queue.Queue(MOST_WAITING)
     trouble: list[str] = []
     is_off = threading.Event()
 
     def hear() -> None:
         while (event := events.get()) is not None and not is_off.is_set():
             try:
-                tracker(*event)
+                tracker(event)
             except Exception as error:  # a disk, a server, a library: none of it is worth a run
                 trouble.append(f"failed ({error})")
                 is_off.set()
 
-    def tell_all(kind: str, facts: dict[str, Any]) -> None:
-        tell(kind, facts)
+    def emit_to_all(event: Event) -> None:
+        emit(event)
         if not is_off.is_set():
             try:
-                events.put_nowait((kind, dict(facts)))
+                events.put_nowait(event)
             except queue.Full:
                 trouble.append(f"is {MOST_WAITING:,} events behind")
                 is_off.set()
@@ -52,12 +52,12 @@ def tracked(tell: Tell, names: tuple[str, ...], folder: Path) -> Iterator[Tell]:
 
     def say() -> None:
         while trouble:
-            tell("warning", {"text": f"report_to: tensorboard {trouble.pop(0)} and is off from here on"})
+            emit(Warned(f"report_to: tensorboard {trouble.pop(0)} and is off from here on"))
 
     thread = threading.Thread(target=hear, name="tracker", daemon=True)
     thread.start()
     try:
-        yield tell_all
+        yield emit_to_all
     finally:
         with contextlib.suppress(queue.Full):
             events.put_nowait(None)
@@ -79,17 +79,19 @@ class TensorBoard:
         self._folder = folder
         self._writer: Any = None
 
-    def __call__(self, kind: str, facts: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """One event of the run."""
-        if kind == "restored":
-            self._writer = self._make(str(self._folder), purge_step=facts["step"] + 1)
-        if kind not in ("step", "evaluation"):
-            return
+        if isinstance(event, Restored):
+            self._writer = self._make(str(self._folder), purge_step=event.step + 1)
+        if isinstance(event, StepTaken):
+            self._draw("train", {name: getattr(event, name) for name in STEP_FIGURES}, event.step)
+        elif isinstance(event, Evaluated):
+            self._draw("eval", event.metrics, event.step)
+
+    def _draw(self, prefix: str, figures: Mapping[str, object], step: int) -> None:
         if self._writer is None:
             self._writer = self._make(str(self._folder))
-        prefix = "train" if kind == "step" else "eval"
-        figures = {name: facts[name] for name in STEP_FIGURES} if kind == "step" else facts["metrics"]
         for name, value in figures.items():
             if isinstance(value, int | float):
-                self._writer.add_scalar(f"{prefix}/{name}", value, facts["step"])
+                self._writer.add_scalar(f"{prefix}/{name}", value, step)
         self._writer.flush()

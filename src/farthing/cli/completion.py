@@ -1,0 +1,23 @@
+"""`farthing completion`: a script for tab completion, made by `shtab` from the parsers of all verbs."""
+
+from __future__ import annotations
+
+import argparse
+
+from farthing.cli.parser import VERBS, build_parser
+from farthing.errors import EXIT_FINISHED, UserMistake
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `farthing completion`."""
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the script; `source <(farthing completion bash)` switches it on."""
+    try:
+        import shtab
+    except ImportError as error:
+        raise UserMistake("shtab is not installed", to_do="pip install 'farthing[completion]'") from error
+    print(shtab.complete(build_parser(VERBS), arguments.shell))
+    return EXIT_FINISHED

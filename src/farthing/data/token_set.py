@@ -1,0 +1,189 @@
+"""A token set: tokenized examples, memory-mapped, in a folder that is named by a hash of everything they follow from.
+
+So a stale set can't be used, and a set that exists is complete. On disk, flat:
+
+    ids.bin      int32  [n_tokens]      all examples end to end
+    targets.bin  uint8  [n_tokens]      1 where the model must predict the token
+    offsets.bin  int64  [n_examples+1]  where each example begins
+    lines.bin    int64  [n_examples]    the row it came from: source number * 2^40 + line
+    groups.bin   uint64 [n_examples]    hash of the input as it was written: equal inputs are never split between train and eval
+    labels.bin   int32  [n_examples]    classification only: index into the label names
+    inputs.bin   uint64 [n_inputs]      the distinct inputs of all rows that could be read, sorted, those among them that
+                                        became no example: which side of a split an input is on must not hang on limits
+
+A seq2seq example is its input followed by its target. Refuses to make a set (`tokens.py` does), to batch, and to know what
+trains on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from farthing.data.chat import TEXT_VERSION
+from farthing.data.foreign import say_ignored
+from farthing.data.read import Source
+from farthing.durability.files import Damaged, read_manifest, verify_folder
+
+CACHE_VERSION = 2
+LINE_BITS = 40
+Indices = Sequence[int] | NDArray[np.int64]
+DTYPES: dict[str, Any] = {
+    "ids": np.int32, "targets": np.uint8, "offsets": np.int64, "lines": np.int64, "groups": np.uint64, "labels": np.int32,
+    "inputs": np.uint64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything about tokenization that is chosen, not given. Part of the key."""
+
+    task: str
+    max_length: int
+    max_target_length: int = 128
+    too_long: str = "truncate"
+    train_on_prompt: bool = False
+    columns: dict[str, str] = field(default_factory=dict)
+    label_map: dict[str, str] = field(default_factory=dict)
+    max_bad_rows: float = 0.01
+    label_names: tuple[str, ...] = ()
+    """Known labels; empty: take the data's own, sorted."""
+    source_lang: str = ""
+    target_lang: str = ""
+    """Languages that the tokenizer is set to, where it writes them into each text."""
+    date: str = ""
+    """ISO date that a chat template sees which asks for it; empty: it does not."""
+    version: int = TEXT_VERSION
+
+    def settings(self) -> dict[str, Any]:
+        """Every field; those that came later only where they say something, so that older names and runs stay theirs."""
+        former = {"source_lang": "", "target_lang": "", "date": "", "version": 1}
+        return {key: value for key, value in asdict(self).items() if key not in former or value != former[key]}
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """Tokenized examples, memory-mapped."""
+
+    folder: Path
+    facts: dict[str, Any]
+    ids: NDArray[np.int32]
+    targets: NDArray[np.uint8]
+    offsets: NDArray[np.int64]
+    lines: NDArray[np.int64]
+    groups: NDArray[np.uint64]
+    labels: NDArray[np.int32] | None
+    inputs: NDArray[np.uint64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each example [n_examples]."""
+        return np.diff(self.offsets)
+
+    @property
+    def content_sha256(self) -> str:
+        """Identity of the examples: of every byte that training reads."""
+        names = ("ids.bin", "targets.bin", "offsets.bin", "groups.bin", "labels.bin")
+        files = {entry["name"]: entry["sha256"] for entry in self.facts["files"]}
+        content = [[name, files.get(name)] for name in names] + [list(self.label_names)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Classification: the name of each label index."""
+        return tuple(self.facts["label_names"])
+
+    def example(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        """Token ids [length] and target mask [length] of one example."""
+        span = slice(self.offsets[index], self.offsets[index + 1])
+        return self.ids[span], self.targets[span]
+
+    def places_of(
+        self, indices: Indices, skipped: NDArray[np.int64] | int = 0
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the tokens of these examples stand, end to end [n_tokens], and how many each has [n].
+
+        Without the first `skipped` [n] of each.
+        """
+        chosen = np.asarray(indices, dtype=np.int64)
+        starts = self.offsets[chosen] + skipped
+        lengths = self.offsets[chosen + 1] - starts
+        stops = np.cumsum(lengths)
+        return np.arange(lengths.sum()) + np.repeat(starts - stops + lengths, lengths), lengths
+
+    def n_targets(self, indices: Indices) -> int:
+        """How many predictions these examples ask for: target tokens, or samples for classification."""
+        if self.labels is not None:
+            return len(indices)
+        return int(self.targets[self.places_of(indices)[0]].sum())
+
+    def place(self, index: int) -> str:
+        """`file:line` of one example."""
+        source, line = divmod(int(self.lines[index]), 1 << LINE_BITS)
+        return f"{self.facts['sources'][source]['name']}:{line}"
+
+
+def tokenizer_sha256(tokenizer: Any) -> str:
+    """Identity of a tokenizer: its whole definition, its special tokens and its chat template."""
+    special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    others = json.dumps([special_tokens, tokenizer.chat_template, tokenizer.truncation_side], sort_keys=True)
+    return _definition_sha256(tokenizer.backend_tokenizer.to_str(), others)
+
+
+@functools.lru_cache(maxsize=2)
+def _definition_sha256(definition: str, others: str) -> str:
+    """Remembered, as it takes a tenth of a second and a job asks several times."""
+    content = json.loads(definition)
+    content["truncation"] = content["padding"] = (
+        None  # by the last call that asked for it, not by the tokenizer's files
+    )
+    return hashlib.sha256(json.dumps([content, *json.loads(others)], sort_keys=True).encode()).hexdigest()
+
+
+def set_key(sources: list[Source], tokenizer_hash: str, recipe: Recipe) -> str:
+    """The name of a token set: a hash of everything it follows from."""
+    content = [CACHE_VERSION, [source.sha256 for source in sources], tokenizer_hash, recipe.settings()]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def open_token_set(folder: Path, *, check_bytes: bool = True) -> TokenSet:
+    """Map a committed set, every byte checked first; without `check_bytes` the size of each file. Raises `Damaged`."""
+    facts = verify_folder(folder) if check_bytes else _check_sizes(folder)
+    arrays: dict[str, Any] = {}
+    for name, dtype in DTYPES.items():
+        path = folder / f"{name}.bin"
+        if path.exists():
+            empty = path.stat().st_size == 0
+            # as plain arrays: each slice of a memmap would be one, which takes longer than a short example
+            arrays[name] = np.zeros(0, dtype) if empty else np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
+    arrays.setdefault("labels", None)
+    return TokenSet(folder, facts, **arrays)
+
+
+def notes_of(facts: dict[str, Any]) -> tuple[str, ...]:
+    """What there is to say of a set's sources: columns that are not used, data of another kind that the job has chosen."""
+    ignored = [
+        f"{each['source']}: columns that are not used: {say_ignored(each['columns'], each['n_rows'])}"
+        for each in facts.get("ignored_columns", ())
+    ]
+    return (*ignored, *(f"{each['source']}: {each['what']}" for each in facts.get("chosen", ())))
+
+
+def _check_sizes(folder: Path) -> dict[str, Any]:
+    facts = read_manifest(folder)
+    for entry in facts["files"]:
+        path = folder / entry["name"]
+        if not path.is_file() or path.stat().st_size != entry["size"]:
+            raise Damaged(f"{path.name} does not have the size it was written with")
+    return facts

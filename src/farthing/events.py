@@ -1,0 +1,232 @@
+"""What a run says while it goes: one frozen value for each kind of event, with its units.
+
+`train` and `probe` call `emit(event)`; the terminal, trackers and the training log take what concerns them. An event that
+belongs in `log.jsonl` has `log_row`. Refuses to print, to write, and to know who listens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from farthing.settings import Settings
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a run says. Everything a listener needs is in its fields."""
+
+
+Emit = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """An `Emit` for callers who don't listen."""
+
+
+@dataclass(frozen=True)
+class Note(Event):
+    """Something worth knowing, in words."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Warned(Event):
+    """Something to look at, in words; the run goes on."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Working(Event):
+    """What the run is doing before it can tell how far it has got, such as `loading the model`."""
+
+    on: str
+
+
+@dataclass(frozen=True)
+class ReadingData(Event):
+    """How far a file has been read."""
+
+    what: str
+    done_bytes: int
+    total_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Tokenizing(Event):
+    """How far a set of examples has been tokenized. `share`: of the bytes of its files, from 0 to 1."""
+
+    role: str
+    """train or eval"""
+    n_rows: int
+    n_tokens: int
+    share: float
+
+
+@dataclass(frozen=True)
+class DataRead(Event):
+    """What the rows of a set became."""
+
+    role: str
+    """train or eval"""
+    names: tuple[str, ...]
+    """Of its files."""
+    formats: tuple[str, ...]
+    n_rows: int
+    n_examples: int
+    n_distinct_inputs: int
+    n_tokens: int
+    n_targets: int
+    n_too_long: int
+    n_skipped_long: int
+    """Too long, and left out instead of truncated."""
+    n_without_target: int
+    n_bad: int
+    bad_rows: tuple[tuple[str, str], ...]
+    """(file:line, reason) of the first ones."""
+    notes: tuple[str, ...]
+    """Columns that are not used, and the like."""
+
+
+@dataclass(frozen=True)
+class Decided(Event):
+    """What the run uses where the job left it open, before its first step; texts unless a unit says otherwise."""
+
+    model: str
+    n_parameters: int
+    n_trainable: int
+    n_examples: int
+    n_eval_examples: int
+    max_length: int
+    """Tokens of an example."""
+    n_steps: int
+    batch: str
+    fitted: str
+    """How `n_steps` was fitted to the limits; empty where it was not."""
+    learning_rate: str
+    device: str
+    precision: str
+    computed: str
+    """What of a batch is computed."""
+    memory: str
+    checkpointing: str
+    checkpoints: str
+    price: str
+    estimate: str
+
+
+@dataclass(frozen=True)
+class KeepingFrozen(Event):
+    """How far the output of the frozen layers has been computed and kept."""
+
+    n_done_tokens: int
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class Probed(Event):
+    """Settings were tried."""
+
+    settings: Settings
+    tokens_per_s: float
+    """Without padding."""
+
+
+@dataclass(frozen=True)
+class Restored(Event):
+    """A checkpoint was verified and read; the run goes on behind `step`."""
+
+    step: int
+    n_steps: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class StepTaken(Event):
+    """An optimizer step was taken, whose update may have been skipped."""
+
+    step: int
+    """From 1."""
+    loss: float | None
+    """Mean over the targets of the step; None where it is not a finite number."""
+    grad_norm: float | None
+    lr: float
+    n_targets: int
+    n_tokens: int
+    """Of this step, without padding."""
+    examples: tuple[int, ...]
+    """Indices into the token set."""
+    n_steps: int
+    epoch: float
+    tokens_per_s: float | None
+    """Without padding; None before there is a figure."""
+    padded_tokens_per_s: float | None
+    mfu: float | None
+    utilisation_percent: float | None
+    peak_bytes: int
+    run_tokens: int
+    """Of the whole run so far."""
+    run_padded_tokens: int
+    usd: float
+    """So far, over all attempts."""
+    usd_to_go: float | None
+    s_to_go: float | None
+
+    def log_row(self) -> dict[str, Any]:
+        """Its line in the log, in the order that `report.training_log` takes apart."""
+        row = {name: getattr(self, name) for name in ("step", "loss", "grad_norm", "lr", "n_targets", "n_tokens")}
+        return {**row, "examples": list(self.examples)}
+
+
+@dataclass(frozen=True)
+class StepSkipped(Event):
+    """The update of a step was left out. `skipped` says why; `samples` are the places (file:line) it may come from."""
+
+    step: int
+    skipped: str
+    samples: tuple[str, ...] = ()
+
+    def log_row(self) -> dict[str, Any]:
+        """Its line in the log."""
+        samples = {"samples": list(self.samples)} if self.samples else {}
+        return {"step": self.step, "skipped": self.skipped, **samples}
+
+
+@dataclass(frozen=True)
+class Evaluating(Event):
+    """How far an evaluation has got, in examples."""
+
+    n_done: int
+    n_examples: int
+
+
+@dataclass(frozen=True)
+class Evaluated(Event):
+    """An evaluation is done. `metrics`: name -> value, with counts and the table of classes where there is one."""
+
+    step: int
+    metrics: dict[str, Any]
+    is_best: bool
+
+    def log_row(self) -> dict[str, Any]:
+        """Its line in the log."""
+        return {"step": self.step, "metrics": self.metrics, "is_best": self.is_best}
+
+
+@dataclass(frozen=True)
+class Saved(Event):
+    """A checkpoint is whole on the disk."""
+
+    step: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Exported(Event):
+    """The model of `step` was written."""
+
+    folder: str
+    step: int

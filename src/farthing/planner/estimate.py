@@ -1,0 +1,58 @@
+"""What a plan says of a run before it begins: seconds, dollars and memory, and the settings that they hold for.
+
+Made once, before the first attempt, kept as plan.json and never written again: the receipt holds what happened against it.
+Refuses to plan, and to import what plans: a receipt reads it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from farthing.settings import Settings
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is expected of a run. A range is [low, likely, high], of which 80 % of runs are in."""
+
+    wall_s: float
+    wall_range_s: list[float]
+    usd: float
+    usd_range: list[float]
+    peak_bytes: int
+    peak_range_bytes: list[int]
+    seconds: dict[str, float]
+    """By what they go to; they add up to `wall_s`."""
+    memory: dict[str, int]
+    """Bytes by component."""
+    step_s: float
+    tokens_per_s: float
+    interval_s: float
+    """Between checkpoints."""
+    calibration: str
+    """What it rests on: earlier runs here, or formulas only."""
+    settings: Settings = field(default_factory=Settings)
+    cache_bytes: int = 0
+    """On the disk, of what frozen layers give."""
+    first_layer: int = 0
+    """The lowest layer with anything trained in or below it."""
+    formula: dict[str, float] = field(default_factory=dict)
+    """What would have been said without any measurement, for the plans of other models on the same device."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, as plan.json has them."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any] | None) -> Estimate | None:
+        """What plan.json says; None where it says that there was no estimate, or is no plan.
+
+        Plans of earlier versions have the settings among the other keys. Raises `ValueError`, `TypeError` for damaged settings.
+        """
+        known = {each.name for each in fields(cls)}
+        if not isinstance(values, Mapping) or "wall_range_s" not in values:
+            return None
+        settings = Settings.from_json(values.get("settings", values))
+        return cls(**{name: value for name, value in values.items() if name in known} | {"settings": settings})

@@ -1,0 +1,241 @@
+"""Tables for a terminal: the receipt of a run, two of them compared, the trials of a probe. Draws; computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from farthing.report.receipt import Comparison, Forecast, Pair, Promised, Receipt
+from farthing.report.safe import escape
+from farthing.settings import Settings
+from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def draw_probe(console: Console, found: dict[str, Any]) -> None:
+    """What a probe has tried, the best first."""
+    has_price = any(trial["usd_per_million_tokens"] for trial in found["trials"] if trial["fits"])
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    table.add_column("settings")
+    for name in ("useful tok/s", "useful", "peak", *(["$ a million"] if has_price else [])):
+        table.add_column(name, justify="right")
+    for number, trial in enumerate(found["trials"]):
+        words = escape(Settings.from_json(trial).in_words())
+        speed = f"{trial['tokens_per_s']:,.0f}" if trial["fits"] else "out of memory"
+        cells = [f"[bold]{words}[/]" if number == 0 else words, speed, f"{trial['useful_share']:.1%}"]
+        cells.append(say_bytes(trial["peak_bytes"]) if trial["peak_bytes"] else "not known")
+        if has_price:
+            cells.append(say_usd(trial["usd_per_million_tokens"]) if trial["fits"] else "")
+        table.add_row(*cells)
+    console.print(table)
+    words = f"chosen: {Settings.from_json(found['settings']).in_words()}"
+    if found["tokens_per_s"]:
+        words += f"; {found['steps']} whole steps went at {found['tokens_per_s']:,.0f} useful tokens/s"
+    if found["usd_per_million_tokens"]:
+        words += f", {say_usd(found['usd_per_million_tokens'])} a million"
+    console.print(
+        f"{words}\n`farthing train` uses it from now on, and `farthing plan` uses the measurement", soft_wrap=True
+    )
+
+
+def draw_receipt(console: Console, receipt: Receipt) -> None:
+    """The receipt on a terminal."""
+    title = {"finished": "finished", "limit": "stopped at a limit", "interrupted": "interrupted, can be continued"}.get(
+        receipt.state, "not finished, can be continued"
+    )
+    console.print()
+    console.print(f"[bold]Receipt[/] {escape(receipt.run)} ({title})", highlight=False, soft_wrap=True)
+    _draw_spans(console, receipt)
+    if not receipt.usd_is_known:
+        console.print("[dim]no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh[/]")
+    facts = Table.grid(padding=(0, 2))
+    for name, words in {**_of_training(receipt), **_of_trouble(receipt)}.items():
+        if words:
+            facts.add_row(f"[dim]{name}[/]", words)
+    console.print(facts)
+    _draw_promise(console, receipt)
+    _draw_metrics(console, receipt)
+
+
+def _draw_spans(console: Console, receipt: Receipt) -> None:
+    """Where seconds and dollars went, the largest part first."""
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    table.add_column("where the time went")
+    for name in ("seconds", "share", *(["dollars"] if receipt.usd_is_known else [])):
+        table.add_column(name, justify="right")
+    dollars = digits_of(receipt.usd)
+    for span in sorted(receipt.spans, key=lambda span: -span.seconds):
+        if span.seconds >= 0.005:
+            cells = [span.what, f"{span.seconds:.1f}", f"{span.share:.1%}", dollars(span.usd)]
+            table.add_row(*cells[: len(table.columns)])
+    cells = ["total", f"{receipt.wall_s:.1f}", f"{1:.1%}", dollars(receipt.usd)]
+    table.add_row(*(f"[bold]{cell}[/]" for cell in cells[: len(table.columns)]))
+    console.print(table)
+
+
+def _of_training(receipt: Receipt) -> dict[str, str]:
+    """Name -> what there is to say; empty where there is nothing."""
+    trained = f"{plural(receipt.steps, 'step')}, {say_count(receipt.tokens)} tokens"
+    if receipt.final_loss is not None:
+        trained += f", loss of the last step {receipt.final_loss:.4f}"
+    has_price = receipt.usd_per_million_tokens is not None and receipt.usd_is_known
+    losses, busy = ([y for _, y in getattr(receipt.curves, name)] for name in ("loss", "utilisation_percent"))
+    facts = {
+        "trained": trained,
+        "a million tokens": say_usd(receipt.usd_per_million_tokens) if has_price else "",
+        "loss": f"{sparkline(losses)}  {losses[0]:.3f} to {losses[-1]:.3f}" if len(losses) > 1 else "",
+        "device busy": f"{sparkline(busy, 0, 100)}  mean {sum(busy) / len(busy):.0f}%" if len(busy) > 1 else "",
+    }
+    if (saves := receipt.checkpoints).n:
+        every = "" if saves.interval_s is None else f", every {say_seconds(saves.interval_s)} or at a new best"
+        waited = f"training waited {say_seconds(saves.held_up_s)} for them ({saves.share:.2%} of the time)"
+        facts["checkpoints"] = f"{saves.n}{every}; {waited}"
+    if fit := receipt.schedule:
+        words = f"fitted to the limits: {fit['n_steps']:,} of {fit['asked_steps']:,} steps"
+        facts["schedule"] = words + ("" if fit["settled"] else ", may still change")
+    return facts
+
+
+def _of_trouble(receipt: Receipt) -> dict[str, str]:
+    """Name -> what went wrong; only what did."""
+    facts: dict[str, str] = {}
+    if receipt.interruptions:
+        facts["interruptions"] = (
+            f"{receipt.interruptions}; restarting took {_time_and_price(receipt, receipt.restart_s, receipt.restart_usd)}, "
+            f"work done twice {_time_and_price(receipt, receipt.redone_s, receipt.redone_usd)}"
+        )
+    if told := [notice for notice in receipt.notices if notice["is_certain"]]:
+        grace = "" if told[-1]["grace_s"] is None else f" of {say_seconds(max(0.0, told[-1]['grace_s']))}"
+        facts["last notice"] = (
+            f"{escape(told[-1]['what'])}; saved and left after {say_seconds(told[-1]['left_after_s'])}{grace}"
+        )
+    if events := receipt.out_of_memory:
+        now = Settings.from_json(events[-1]).in_words()
+        facts["out of memory"] = f"{plural(len(events), 'time')}; training went on with {now}"
+    if values := receipt.settings:
+        facts["computed"] = f"{values['precision']}, {Settings.from_json(values).in_words()}"
+    if trust := receipt.ledger:
+        lost = "no money is missing"
+        if trust.lost_s:
+            lost = f"only the sum of {_time_and_price(receipt, trust.lost_s, trust.lost_usd)} is known"
+        facts["ledger"] = f"[yellow]damaged[/], {plural(trust.n_broken_lines, 'broken line')}; {lost}"
+    if receipt.skipped_steps:
+        facts["skipped"] = f"{plural(receipt.skipped_steps, 'step')} whose loss or gradient was not a number"
+    return facts
+
+
+def draw_comparison(console: Console, comparison: Comparison) -> None:
+    """Two runs side by side."""
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    for name in ("", "run", "baseline", "ratio"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name, row in comparison.rows.items():
+        say = {"wall_s": say_seconds, "peak_bytes": say_bytes}.get(name, _number)
+        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+        if "usd" in name:
+            say = _price
+        table.add_row(_WORDS.get(name, name.replace("_", " ")), say(row.run), say(row.baseline), ratio)
+    console.print(f"[bold]run[/]       {escape(comparison.run)}", soft_wrap=True)
+    console.print(f"[bold]baseline[/]  {escape(comparison.baseline)}", soft_wrap=True)
+    console.print(table)
+    usd, seconds = comparison.saved_usd, comparison.saved_s
+    words = []
+    if usd is not None:
+        share = "" if comparison.saved_share is None else f" ({abs(comparison.saved_share):.0%})"
+        words.append(f"costs {say_usd(abs(usd))}{share} {'less' if usd >= 0 else 'more'}")
+    if seconds is not None:
+        words.append(f"takes {say_seconds(abs(seconds))} {'less' if seconds >= 0 else 'more'}")
+    if words:
+        console.print(f"against the baseline the run {' and '.join(words)}")
+    for note in comparison.notes:
+        console.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
+
+
+_WORDS = {
+    "usd": "cost",
+    "wall_s": "time",
+    "tokens_per_s": "useful tokens/s",
+    "usd_per_million_tokens": "a million tokens",
+    "peak_bytes": "peak memory",
+    "final_loss": "last training loss",
+    "loss": "evaluation loss",
+}
+
+
+def _price(usd: float | None) -> str:
+    return "no price" if usd is None else say_usd(usd)
+
+
+def _time_and_price(receipt: Receipt, seconds: float, usd: float) -> str:
+    return say_seconds(seconds) + (f" ({digits_of(receipt.usd)(usd)})" if receipt.usd_is_known else "")
+
+
+def sparkline(values: list[float], low: float | None = None, high: float | None = None) -> str:
+    """One block a value, from `low` to `high`."""
+    low, high = min(values) if low is None else low, max(values) if high is None else high
+    span = (high - low) or 1.0
+    return "".join(_BLOCKS[min(7, max(0, int((value - low) / span * 7.999)))] for value in values)
+
+
+def _draw_promise(console: Console, receipt: Receipt) -> None:
+    """What the plan said before the start, part by part, and what the first steps said."""
+    promised, forecast = receipt.promised, receipt.forecast
+    if promised is None and forecast is None:
+        return
+    dollars = digits_of(receipt.usd)
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    for name in ("promised before the start" if promised else "", "promised", "happened", "ratio"):
+        table.add_column(name, justify="right" if name in ("promised", "happened", "ratio") else "left")
+
+    def rows(of: Promised | Forecast, words: dict[str, str]) -> None:
+        for name, say in (("wall_s", say_seconds), ("usd", dollars), ("peak_bytes", say_bytes)):
+            if name in words and (name != "usd" or receipt.usd_is_known):
+                row(words[name], getattr(of, name), say)
+
+    def row(words: str, pair: Pair, say: Callable[[Any], str]) -> None:
+        ratio = "" if pair.ratio is None else f"{pair.ratio:.2f}"
+        table.add_row(words, say(pair.promised), say(pair.happened), ratio)
+
+    if promised:
+        rows(promised, {"wall_s": "time"})
+        for name, pair in promised.seconds.items():
+            if max(pair.promised, pair.happened or 0.0) >= 0.005 * receipt.wall_s:
+                row(f"  {name}", pair, say_seconds)
+        rows(promised, {"usd": "dollars", "peak_bytes": "peak memory"})
+    if forecast:
+        rows(forecast, {"wall_s": f"time, forecast after step {forecast.made_after_step}"})
+    console.print(table)
+    if promised:
+        console.print(f"[dim]the promise is based on: {escape(promised.calibration)}[/]", highlight=False)
+
+
+def _draw_metrics(console: Console, receipt: Receipt) -> None:
+    metrics = receipt.metrics
+    if not metrics:
+        return
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float))
+    of = f"best, step {receipt.best_step:,}" if receipt.best_step is not None else "last"
+    on = plural(metrics.get("n_examples", 0), "example")
+    console.print(f"[dim]evaluation[/] ({of}, {on})  {numbers}", highlight=False)
+    classes = metrics.get("per_class")
+    if classes and len(classes) <= 30:
+        table = Table(box=None, padding=(0, 2), show_edge=False)
+        for name in ("class", "precision", "recall", "F1", "examples"):
+            table.add_column(name, justify="left" if name == "class" else "right")
+        for name, row in classes.items():
+            table.add_row(
+                escape(name), f"{row['precision']:.3f}", f"{row['recall']:.3f}", f"{row['f1']:.3f}", str(row["n"])
+            )
+        console.print(table)
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:,.4g}"

@@ -1,0 +1,104 @@
+"""How a run is computed: the choices that change memory, seconds and rounding, and nothing else of its result.
+
+The planner decides a `Settings`, a probe improves it, memory that runs out lowers it, `train` follows it and the receipt
+prints it. Files of runs have it as JSON; what earlier versions called by other names is read too. Refuses to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+FORMER_NAMES = {"most_tokens": "micro_batch_tokens", "every_n_layers": "checkpoint_every"}
+"""What earlier versions wrote for a field, in plans, probes and ledgers."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one run is computed. None: not decided yet."""
+
+    micro_batch_tokens: int = 0
+    """Most computed tokens of a micro-batch on one GPU; a longer example goes alone. 0: a number of examples is counted."""
+    checkpoint_every: int = 0
+    """Activation checkpointing: 0 none, 1 every layer, k every k-th."""
+    tile_tokens: int | None = None
+    """Labelled positions that the head takes at once; None: by the size of the head."""
+    caches_frozen: bool | None = None
+    """Whether the layers below the first trained one are computed once for all epochs, their output read from the disk."""
+    shares_prefix: bool | None = None
+    """Whether what examples of a micro-batch begin with is computed once in it."""
+    compiled: bool | None = None
+    """Whether layers are compiled by torch."""
+    kernels: str | None = None
+    """Of norms, rotations and gated feed-forwards: torch or liger."""
+    precision: str | None = None
+    """Of the forward pass: bf16, fp16 or fp32."""
+    probed: bool = False
+    """Whether tokens, checkpointing and tile are what a probe has found quickest."""
+    least_tokens: int = 0
+    """Padded work is cut as if a micro-batch of fewer computed tokens took no less: see `data.packing.PieceCost`."""
+    more_tokens: int = 32
+    """And each as if it had so many more. Runs of before were cut by these two, as on a processor."""
+
+    def with_probed(self, found: Settings) -> Settings:
+        """These with what a probe has found: tokens of a micro-batch, checkpointing and tile."""
+        return replace(
+            self,
+            micro_batch_tokens=found.micro_batch_tokens,
+            checkpoint_every=found.checkpoint_every,
+            tile_tokens=found.tile_tokens,
+            probed=True,
+        )
+
+    def lowered_by(self, events: list[dict[str, Any]]) -> Settings:
+        """These as they are after memory has run out: `events` in their order, as the ledger has them."""
+        known = [renamed(event) for event in events]
+        if not known:
+            return self
+        return replace(
+            self,
+            micro_batch_tokens=min([self.micro_batch_tokens, *(event["micro_batch_tokens"] for event in known)]),
+            checkpoint_every=known[-1]["checkpoint_every"] or self.checkpoint_every,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Settings:
+        """What `to_json` or an earlier version wrote; other keys are passed over. Raises `ValueError`."""
+        known = renamed(values)
+        found = cls(**{field.name: known[field.name] for field in fields(cls) if field.name in known})
+        cut = (found.micro_batch_tokens, found.least_tokens, found.more_tokens)
+        numbers = (*cut, found.checkpoint_every, found.tile_tokens or 1)
+        flags = (found.caches_frozen, found.shares_prefix, found.compiled, found.probed)
+        if (
+            any(type(number) is not int or number < 0 for number in numbers)
+            or any(flag not in (None, True, False) for flag in flags)
+            or any(not isinstance(word, str | None) for word in (found.kernels, found.precision))
+        ):
+            raise ValueError(f"these are no settings: {found}")
+        return found
+
+    @property
+    def checkpointing(self) -> str:
+        """`none`, `every layer`, `every 2nd layer`."""
+        every = self.checkpoint_every
+        return {0: "none", 1: "every layer", 2: "every 2nd layer"}.get(every, f"every {every}th layer")
+
+    def in_words(self) -> str:
+        """`up to 8,192 tokens at a time, every layer checkpointed, head in tiles of 512`."""
+        words = [f"up to {self.micro_batch_tokens:,} tokens at a time"] if self.micro_batch_tokens else []
+        words.append(f"{self.checkpointing} checkpointed" if self.checkpoint_every else "no checkpointing")
+        if self.tile_tokens:
+            words.append(f"head in tiles of {self.tile_tokens:,}")
+        said = {"shared prefixes once": self.shares_prefix, "frozen layers once": self.caches_frozen}
+        said |= {"compiled": self.compiled, "Liger's kernels": self.kernels == "liger"}
+        return ", ".join([*words, *(what for what, is_so in said.items() if is_so)])
+
+
+def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values under the names of today."""
+    return {FORMER_NAMES.get(name, name): value for name, value in values.items()}
