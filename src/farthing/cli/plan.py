@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--deadline", metavar="WHEN", help='"2026-12-01 18:00", or from now: 12h, 90min, 2d')
     text = 'a GPU of your own, such as "RTX 4090:1600usd:0.45kW" (repeatable)'
     add("--own", action="append", default=[], metavar="GPU:PRICE:POWER", help=text)
+    add("--runs", type=int, metavar="N", help="add what N such runs come to")
     add("--runs-per-month", type=float, metavar="N", help="add the yearly cost of a project of N such runs a month")
     text = 'what answering with the model costs: "requests=2000/day,input=800,output=200,latency=2s", or nothing for the usual'
     add("--serve", nargs="?", const="", metavar="TRAFFIC", help=text)
@@ -71,7 +72,7 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
     from farthing.planner.throughput_arithmetic import parse_figures
 
     now = datetime.now().astimezone().replace(second=0, microsecond=0)
-    for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1)):
+    for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1), ("runs", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise UserMistake(f"{value} is too few", where=f"--{name.replace('_', '-')}", to_do=f"give {least} or more")
@@ -110,7 +111,7 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
         torch=arguments.torch,
     )
     study = study_job(job, asked, now=now)
-    return plan_view(study, runs, figures, traffic)
+    return plan_view(study, runs, figures, traffic, arguments.runs)
 
 
 def _impossible(arguments: argparse.Namespace, view: dict[str, Any]) -> UserMistake:

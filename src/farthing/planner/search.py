@@ -40,14 +40,16 @@ def decide(
     assumptions: Assumptions | None = None,
     managed: Iterable[Offer] = (),
     hazard: Callable[[Offer], Interruptions] | None = None,
+    explains: bool = True,
 ) -> Answer:
     """Plans for every place, ranked. `hazard` says how long spot capacity lasts; by default the measured prior does.
+    `explains` is whether rejections say what would let them in, which takes as long as the plans.
 
     Raises `UserMistake` for a job that no place can do at all.
     """
     if wanted.lengths.n_examples < 1:
         raise UserMistake("there is no data to train on", where="data", to_do="check the data set")
-    search = _Search(wanted, assumptions or Assumptions(), hazard or (lambda offer: prior(offer.n_gpus)))
+    search = _Search(wanted, assumptions or Assumptions(), hazard or (lambda offer: prior(offer.n_gpus)), explains)
     plans: list[Plan] = []
     rejected: list[Rejected] = []
     for place in places:
@@ -69,8 +71,10 @@ def decide(
 class _Search:
     """What is worked out once for many offers: recipes by precision and number of GPUs, times by machine."""
 
-    def __init__(self, wanted: JobSpec, assumptions: Assumptions, hazard: Callable[[Offer], Interruptions]) -> None:
-        self.wanted = wanted
+    def __init__(
+        self, wanted: JobSpec, assumptions: Assumptions, hazard: Callable[[Offer], Interruptions], explains: bool
+    ) -> None:
+        self.wanted, self.explains = wanted, explains
         self.assumptions = assumptions
         self.hazard = hazard
         self._candidates: dict[tuple[str, int, bool, PieceCost], list[tuple[Recipe, Memory, Work]]] = {}
@@ -195,6 +199,8 @@ class _Search:
         gib = said_apart(least[0] / 2**30, place.memory_bytes / 2**30, lambda n: say_bytes(n * 2**30), "{} GiB")
         reason = f"needs {gib[0]} at least, has {gib[1]} ({least[1]})"
         distance = least[0] / place.memory_bytes
+        if not self.explains:
+            return Rejected(place.offer, reason, "", distance)
         in_fp16 = self._fp16_instead(place, n_gpus)
         for change, n_bytes in self.changes(place.precision, n_gpus, place.is_cuda):
             if n_bytes + self.needed_bytes(place, Memory({}, "loss", place.is_cuda)) <= place.memory_bytes:

@@ -7,7 +7,7 @@ rejections of them, ranking puts the plans in order. Refuses to decide anything 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -190,6 +190,11 @@ class JobSpec:
     def save_bytes(self) -> float:
         """Of a checkpoint: trained weights and the optimizer's state in fp32."""
         return self.n_trainable * (4.0 + {"sgd": 0.0}.get(self.optim, 2.0 if "8bit" in self.optim else 8.0))
+
+
+def open_ended(wanted: JobSpec) -> JobSpec:
+    """The same job without limits."""
+    return replace(wanted, max_usd=None, max_hours=None, max_gpu_hours=None, deadline_s=None)
 
 
 @cache

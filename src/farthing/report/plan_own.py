@@ -13,6 +13,7 @@ from farthing.planner.ownership import (
     break_even_months,
     own_way,
     run_on_own,
+    saving,
     yearly_usd,
 )
 from farthing.prices.offers import HOURS_PER_MONTH, Offer
@@ -117,6 +118,20 @@ def own_machine(
                 "hours_per_month": min(hours_per_month, HOURS_PER_MONTH),
             }
         )
+    service = next((one for one in services(study) if one["takes_the_model"]), None)
+    if service is not None and runs_per_month:
+        per_hour = service["usd"] / row["hours"]
+        found["against"].append(
+            {
+                "rank": None,
+                "name": f"{service['provider']}, {service['what']}",
+                "is_equal": False,
+                "usd_per_own_hour": per_hour,
+                "break_even_hours": break_even_hours(owned, per_hour),
+                "break_even_months": break_even_months(owned, rent_usd_per_h=per_hour, hours_per_month=hours_per_month),
+                "hours_per_month": hours_per_month,
+            }
+        )
     found["words"] = f"{say_cost(found['total_usd'])} and {say_seconds(row['wall_s'])} for this run"
     return found
 
@@ -142,9 +157,12 @@ def years_of(
     service = next((service for service in view["managed"] if service["takes_the_model"]), None)
     if service is not None:
         ways[f"{service['provider']}, {service['what']}"] = Way(service["usd"])
+    yearly = yearly_usd(ways, runs_per_month)
+    dearest = max(yearly.values(), default=0.0)
     return {
         "runs_per_month": runs_per_month,
-        "one_year_usd": yearly_usd(ways, runs_per_month),
+        "saved_in_a_year": {name: saving(usd, dearest)._asdict() for name, usd in yearly.items()},
+        "one_year_usd": yearly,
         "three_years_usd": yearly_usd(ways, runs_per_month, 3),
         "notes": notes,
     }

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from farthing.report.page_text import escape
+from farthing.report.plan_savings import methods_in_words
 from farthing.report.plan_scatter import cost_against_time
 from farthing.report.plan_serving import COLUMNS, serving_cells, shown
 from farthing.report.plan_words import (
@@ -115,7 +116,7 @@ def plan_page(view: Row) -> str:
         parts.append(_plans(rows))
     if view["best"] is None:
         parts.append(_list("The nearest ways", ways_out(view), "ol"))
-    parts += [_also(view), _own(view), _serving(view), _why_not(view), _sources(view, best)]
+    parts += [_also(view), _savings(view), _own(view), _serving(view), _why_not(view), _sources(view, best)]
     title = f"farthing plan: {view['job']['model']}"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -345,6 +346,16 @@ def _own(view: Row) -> str:
         )
         text += "".join(f'<p class="soft">{escape(note)}</p>' for note in years["notes"])
     return text
+
+
+def _savings(view: Row) -> str:
+    savings = view["savings"]
+    words = [] if savings is None else [savings["words"], *(one["words"] for one in savings["rungs"])]
+    if view["methods"]:
+        words.append(f"by method: {methods_in_words(view['methods'])}")
+    if view["runs"] is not None:
+        words.append(f"{plural(view['runs']['n_runs'], 'run')}: {'; '.join(view['runs']['words'])}")
+    return _list("What each choice saves", words)
 
 
 def _serving(view: Row) -> str:

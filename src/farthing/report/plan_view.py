@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from farthing.planner.inputs import Study
 from farthing.report.plan_compare import plain
 from farthing.report.plan_own import RENTED, best_of, own_machine, services, years_of
+from farthing.report.plan_savings import methods_view, runs_view, savings_view
 from farthing.report.plan_serving import serving_view
 from farthing.report.plan_words import LOCAL, OWN, cause_of, has_price, say_cost, say_saving
 
@@ -38,9 +39,10 @@ def plan_view(
     runs_per_month: float | None = None,
     figures: OwnFigures | None = None,
     traffic: Traffic | None = None,
+    n_runs: int | None = None,
 ) -> dict[str, Any]:
     """Everything a plan says. `runs_per_month` adds what a project of so many comes to in a year, `figures` what somebody
-    knows of the run from elsewhere, `traffic` what answering with the model costs."""
+    knows of the run from elsewhere, `traffic` what answering with the model costs, `n_runs` what so many runs come to."""
     choices = _choices(study.answer.plans)
     rows = [_plan(rank, group, study.law, study.wanted.shape.model_type) for rank, group in enumerate(choices, 1)]
     for row in _front([row for row in rows if row["is_runnable"]]):
@@ -66,11 +68,14 @@ def plan_view(
         "nearest": [_rejected([one]) for one in _nearest(study.answer.rejected)],
         "rejected": _grouped(study.answer.rejected),
         "managed": services(study),
+        "savings": savings_view(study),
+        "methods": methods_view(study),
     }
     view["answer"] = _answer(view, rows)
     view["own"] = [own_machine(owned, rows, best, study, runs_per_month) for owned in study.own]
     view["years"] = years_of(rows, view, study, runs_per_month) if runs_per_month else None
     view["by_hand"] = _by_hand(study, figures or OwnFigures(), best)
+    view["runs"] = runs_view(view, n_runs) if n_runs else None
     view["serving"] = serving_view(study, traffic) if traffic is not None else None
     return dict(plain(view))
 
