@@ -106,34 +106,35 @@ def own_machine(
         # against other GPUs: what the rent for the work of an own hour comes to
         per_hour = float(other["usd_per_hour"] if is_equal else other["total_usd"] / row["hours"])
         found["against"].append(
-            {
-                "rank": other["rank"],
-                "name": other["name"],
-                "is_equal": is_equal,
-                "usd_per_own_hour": per_hour,
-                "break_even_hours": break_even_hours(owned, per_hour),
-                "break_even_months": break_even_months(
-                    owned, rent_usd_per_h=per_hour, hours_per_month=min(hours_per_month, HOURS_PER_MONTH)
-                ),
-                "hours_per_month": min(hours_per_month, HOURS_PER_MONTH),
-            }
+            _against(owned, other["name"], per_hour, min(hours_per_month, HOURS_PER_MONTH), other["rank"], is_equal)
         )
     service = next((one for one in services(study) if one["takes_the_model"]), None)
     if service is not None and runs_per_month:
-        per_hour = service["usd"] / row["hours"]
-        found["against"].append(
-            {
-                "rank": None,
-                "name": f"{service['provider']}, {service['what']}",
-                "is_equal": False,
-                "usd_per_own_hour": per_hour,
-                "break_even_hours": break_even_hours(owned, per_hour),
-                "break_even_months": break_even_months(owned, rent_usd_per_h=per_hour, hours_per_month=hours_per_month),
-                "hours_per_month": hours_per_month,
-            }
-        )
+        name = f"{service['provider']}, {service['what']}"
+        found["against"].append(_against(owned, name, service["usd"] / row["hours"], hours_per_month))
     found["words"] = f"{say_cost(found['total_usd'])} and {say_seconds(row['wall_s'])} for this run"
     return found
+
+
+def _against(
+    owned: Owned,
+    name: str,
+    usd_per_hour: float,
+    hours_per_month: float,
+    rank: int | None = None,
+    is_equal: bool = False,
+) -> dict[str, Any]:
+    """When an owned machine pays back against what `usd_per_hour` buys elsewhere of the work of its hour."""
+    months = break_even_months(owned, rent_usd_per_h=usd_per_hour, hours_per_month=hours_per_month)
+    return {
+        "rank": rank,
+        "name": name,
+        "is_equal": is_equal,
+        "usd_per_own_hour": usd_per_hour,
+        "break_even_hours": break_even_hours(owned, usd_per_hour),
+        "break_even_months": months,
+        "hours_per_month": hours_per_month,
+    }
 
 
 def years_of(
