@@ -26,7 +26,9 @@ from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_ti
 
 SLACK = 0.05  # of what torch has allocated: blocks that the allocator can't use
 CUDA_CONTEXT_BYTES = int(0.8 * 2**30)
-CACHED_LOGITS = 0.47  # of the logits of a whole micro-batch: blocks that are too large for anything else, and are kept
+# of the logits of a whole micro-batch: blocks that are too large for anything else, and are kept; between 0.47 of one source
+# (fms-acceleration, nvidia-smi) and nothing of another (PEFT, reserved)
+CACHED_LOGITS = 0.25
 COMMUNICATION_BYTES = int(4.6 * 2**30)  # of several GPUs: buffers, and what streams keep from one another
 # of a weight in QLoRA, double quantization (Dettmers et al. 2023, arXiv 2305.14314, section 3)
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)

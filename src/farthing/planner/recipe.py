@@ -51,6 +51,8 @@ class Stack:
     frees_gradients: bool = False
     """The optimizer steps within the backward pass: one layer's gradients at a time."""
     offloads_activations: bool = False
+    unpacking: float = 1.0
+    """Times as long as bitsandbytes' kernels for NF4 take to unpack quantized weights."""
     host_s_per_layer: float = 1.5e-3
     """Seconds of the host for the kernels of one layer, forward and backward: a GPU can't be faster than that."""
     host_s_per_adapted_layer: float = 1.0e-3

@@ -186,7 +186,7 @@ def work_of(
         attention_flops=n_each * flops.attention,
         read_bytes=n_micro * passes * c * (shape.n_matmul + shape.n_head_matmul),
         traffic_bytes=n_each * _traffic(shape, recipe, padded, adapters, recompute, labelled_share),
-        dequantization_bytes=n_micro * shape.n_matmul * passes * (NF4_BYTES + c) if recipe.method == "qlora" else 0.0,
+        dequantization_bytes=n_micro * passes * _packed_bytes(shape, recipe),
         optimizer_bytes=_optimizer_bytes(shape, recipe, adapters),
         sent_bytes=_sent_bytes(shape, recipe, adapters),
         host_s=n_micro * n_layers * host_s * (1 + recompute / 3 - below * (2 + recompute) / 3 - (1 - ahead) / 3),
@@ -418,6 +418,13 @@ def _traffic(
     if stack.loss == POSITIONS:
         of_loss = (8.0 + 5.0 * c) * labelled_share
     return body + n_scored * shape.vocab * of_loss
+
+
+def _packed_bytes(shape: Shape, recipe: Recipe) -> float:
+    """Quantized weights as they are read, and as they are written to be multiplied with."""
+    if recipe.method != "qlora":
+        return 0.0
+    return recipe.stack.unpacking * shape.n_matmul * (NF4_BYTES + recipe.compute_bytes)
 
 
 def _optimizer_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
