@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-all check setup peers rehearse-gpu clean
+.PHONY: demo test test-all check pages setup peers rehearse-gpu clean
 
 demo: setup  ## a fine-tune that is killed, carries on exactly, and prints its receipt
 	$(RUN)/python bench/demo.py
@@ -16,10 +16,14 @@ test-all: setup $(VENV)/.more  ## the long ones too, and those that need bitsand
 	$(PYTEST)
 	PYTHONPATH=$(VENV)/quant $(RUN)/python -m pytest tests/test_quantized.py
 
-check: setup  ## style and types
-	$(RUN)/ruff format --check src tests bench
-	$(RUN)/ruff check src tests bench
+check: setup  ## style, types, and the site
+	$(RUN)/ruff format --check src tests bench docs
+	$(RUN)/ruff check src tests bench docs
 	$(RUN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict --quiet
+
+pages: setup  ## write docs/reference from the code and its facts
+	$(RUN)/python docs/pages.py
 
 setup: $(VENV)/.ready
 

@@ -48,7 +48,7 @@ from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.attention_choice import FLASH_ATTN
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
-from farthing.model.load import AUTO_CLASSES, quiet_libraries
+from farthing.model.load import auto_class, quiet_libraries
 from farthing.model.lora_kernels import use_low_rank
 from farthing.planner.families import DECODERS, ENCODERS
 
@@ -222,7 +222,7 @@ def config_of(case: Case) -> Any:
 
 def model_of(case: Case, dtype: torch.dtype | None) -> Any:
     """The model as the trainer makes it, but for its weights."""
-    kind = AUTO_CLASSES[case.task]
+    kind = auto_class(case.task)
     config = config_of(case)
     if type(config) not in kind._model_mapping:
         raise Skipped(f"transformers has no {case.family} for {case.task}")

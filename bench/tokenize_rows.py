@@ -30,7 +30,7 @@ os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP
 import numpy as np
 
 from farthing.data.batches import Batches, collate, permutation
-from farthing.data.chat import DEFAULT_CHAT_TEMPLATE, Unusable
+from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text, converter, recognise
 from farthing.data.packing import collate_flat, cut_by_tokens, cut_padded
@@ -38,6 +38,7 @@ from farthing.data.read import Row, Source, open_sources
 from farthing.data.token_set import Recipe, TokenSet, open_token_set
 from farthing.data.tokens import tokenize
 from farthing.durability.files import commit_folder
+from farthing.tasks.columns import Unusable
 
 PIECE_TOKENS = 16384
 

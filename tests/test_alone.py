@@ -12,7 +12,6 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-from farthing.data.batches import IGNORED
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text
 from farthing.data.token_set import TokenSet
@@ -25,6 +24,7 @@ from farthing.model.load import set_languages, speak
 from farthing.model.loss import decoder_inputs
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.planner.families import DECODERS, ENCODERS, PADS_SAFELY
+from farthing.tasks.task import IGNORED
 from test_pieces import token_set
 
 CPU = Numerics(torch.device("cpu"), None)

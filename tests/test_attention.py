@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from farthing.data.batches import IGNORED
 from farthing.model import attention_kernels
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
@@ -29,6 +28,7 @@ from farthing.model.attention import (
     go_flat,
 )
 from farthing.planner.families import DECODERS, ENCODERS
+from farthing.tasks.task import IGNORED
 
 CLOSE = 1e-5
 WINDOW = 5

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from farthing.data.chat import ChatReader, Renderer, Unusable, default_template
+from farthing.data.chat import ChatReader, Renderer, default_template
 from farthing.data.encode import Encoder
 from farthing.data.formats import converter
 from farthing.data.read import open_sources
@@ -19,6 +19,7 @@ from farthing.data.sample import light_tokenizer, sample_lengths
 from farthing.data.token_set import Recipe, notes_of
 from farthing.data.tokens import tokenize
 from farthing.model.load import ModelChoice, load_tokenizer
+from farthing.tasks.columns import Unusable
 from farthing.tiny import write_jsonl
 
 LLAMA_2 = (

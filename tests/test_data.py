@@ -22,13 +22,15 @@ import numpy as np
 import pytest
 
 from farthing.addresses import without_secrets
-from farthing.data.batches import IGNORED, Batches, collate, permutation, split_by_input
-from farthing.data.chat import DEFAULT_CHAT_TEMPLATE, Unusable
+from farthing.data.batches import Batches, collate, permutation, split_by_input
+from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.formats import converter, recognise
 from farthing.data.read import BadRow, Row, Source, open_sources
 from farthing.data.token_set import CACHE_VERSION, Recipe, TokenSet, set_key, tokenizer_sha256
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError
+from farthing.tasks.columns import Unusable
+from farthing.tasks.task import IGNORED
 from farthing.tiny import write_jsonl
 from workshop import cut
 

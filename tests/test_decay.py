@@ -19,7 +19,7 @@ import workshop
 from farthing.durability.run_folder import rules_of
 from farthing.errors import Interrupted, RunDamaged
 from farthing.events import Event, StepTaken
-from farthing.model.load import AUTO_CLASSES
+from farthing.model.load import auto_class
 from farthing.planner.families import CAUSAL_FAMILIES, DECODERS, ENCODERS, FAMILIES, SEQ2SEQ_FAMILIES
 from farthing.train.optim import decayed_names, make_optimizer
 from workshop import make_job
@@ -58,7 +58,7 @@ def model_of(family: str) -> Any:
     if family in SEQ2SEQ_FAMILIES | {"bart"}:
         task = "seq2seq"
     with torch.device("meta"):
-        return AUTO_CLASSES[task].from_config(config)
+        return auto_class(task).from_config(config)
 
 
 def theirs_of(model: Any) -> set[str]:

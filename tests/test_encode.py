@@ -16,7 +16,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 
 from farthing.data import tokens as tokens_module
-from farthing.data.batches import IGNORED, collate
+from farthing.data.batches import collate
 from farthing.data.encode import Encoder, bytes_of_tokens
 from farthing.data.formats import Text
 from farthing.data.read import Source, open_sources
@@ -24,6 +24,7 @@ from farthing.data.rows import BadRow, Reading, Row
 from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
 from farthing.errors import DataError, Interrupted
+from farthing.tasks.task import IGNORED
 from farthing.tiny import write_jsonl
 
 PIECES = [

@@ -25,7 +25,7 @@ from farthing.errors import Interrupted, ModelError, UserMistake
 from farthing.events import Event, Exported, StepTaken
 from farthing.export import export_run
 from farthing.model.adapters import break_ties
-from farthing.model.load import AUTO_CLASSES
+from farthing.model.load import auto_class
 from workshop import Heard, make_job
 
 IDS = torch.tensor([[5, 17, 33, 90, 41, 7]])
@@ -62,7 +62,7 @@ def test_an_adapter_and_its_merged_model_load_in_the_ordinary_ways(family: str, 
     body_of(tmp_path / "base", family)
     job = make_job(tmp_path, family, method="lora", pretrained=True, max_steps=3, learning_rate=0.05)
     workshop.train(job)
-    run, auto = Path(job.output_dir), AUTO_CLASSES[job.task]
+    run, auto = Path(job.output_dir), auto_class(job.task)
     export_run(run, tmp_path / "adapter", "adapter")
     export_run(run, tmp_path / "merged", "merged")
     expected = logits(auto.from_pretrained(tmp_path / "merged"), family)
@@ -91,7 +91,7 @@ def test_a_fully_trained_model_loads_in_the_ordinary_ways(family: str, tmp_path:
     job = make_job(tmp_path, family, max_steps=2)
     workshop.train(job)
     folder = Path(job.output_dir) / "model"
-    assert AUTO_CLASSES[job.task].from_pretrained(folder)
+    assert auto_class(job.task).from_pretrained(folder)
     assert transformers.AutoTokenizer.from_pretrained(folder)("name: The Mill")["input_ids"]
     if family != "t5":
         task: Any = "text-generation" if family == "llama" else "text-classification"
@@ -133,7 +133,7 @@ def test_an_adapter_on_a_shared_weight_changes_its_own_use_alone(
 ) -> None:
     job = make_job(tmp_path, family, method={"name": "lora", **method}, pretrained=True, learning_rate=0.05)
     workshop.train(job)
-    run, auto = Path(job.output_dir), AUTO_CLASSES[job.task]
+    run, auto = Path(job.output_dir), auto_class(job.task)
     export_run(run, tmp_path / "merged", "merged")
     base = auto.from_pretrained(tmp_path / "base")
     plain = logits(base, family)

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
-from farthing.model.load import AUTO_CLASSES, max_positions
+from farthing.model.load import auto_class, max_positions
 from farthing.model.loss import summed_loss
 
 SMALL: dict[str, Any] = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -57,7 +57,7 @@ def model_of(task: str, family: str, settings: dict[str, Any]) -> Any:
     if task == "classification":
         config.num_labels = 5
     torch.manual_seed(0)
-    model = AUTO_CLASSES[task].from_config(config)
+    model = auto_class(task).from_config(config)
     model.eval()  # no dropout: the losses are compared
     return model
 

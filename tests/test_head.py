@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -13,8 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from farthing.data.batches import IGNORED
+import farthing.model.head
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
+from farthing.model.attention import can_go_flat, first_position, go_flat
+from farthing.model.documents import flat_batch
+from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics
 from farthing.model.head import (
     POSITIONS,
     TARGETS,
@@ -25,9 +30,11 @@ from farthing.model.head import (
     find_labelled,
     head_loss,
     language_model_loss,
+    loss_and_log_probs,
 )
 from farthing.model.loss import summed_loss
 from farthing.planner.families import CAUSAL_FAMILIES, SEQ2SEQ_FAMILIES
+from farthing.tasks.task import IGNORED
 from traced import Alive
 
 N_WORDS = 61
@@ -151,11 +158,11 @@ def test_the_derivatives_hold_in_double_precision(soft_cap: Any, smoothing: floa
     hidden, weight, bias = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((5, 3), (7, 3), (7,)))
     labelled = Labelled(torch.tensor([0, 2, 4]), torch.tensor([6, 0, 3]))
 
-    def loss(*tensors: Tensor) -> Tensor:
-        how: dict[str, Any] = {"soft_cap": soft_cap, "label_smoothing": smoothing, "gradient_scale": 0.3}
-        return head_loss(*tensors, labelled, tile_tokens=2, keeps_graph=True, **how)
-
-    assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
+    how: dict[str, Any] = {"soft_cap": soft_cap, "label_smoothing": smoothing}
+    theirs = torch.autograd.grad(plain(hidden, weight, bias, labelled, **how), (hidden, weight, bias))
+    loss = head_loss(hidden, weight, bias, labelled, tile_tokens=2, gradient_scale=0.3, **how)
+    for ours, expected in zip(torch.autograd.grad(loss, (hidden, weight, bias)), theirs, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_what_needs_no_gradient_gets_none_and_costs_none() -> None:
@@ -183,18 +190,12 @@ def test_what_needs_no_gradient_gets_none_and_costs_none() -> None:
     assert products.count == 1
 
 
-def test_a_second_backward_pass_is_refused_unless_the_graph_is_kept() -> None:
-    for keeps in (False, True):
-        hidden, weight, bias, labelled = parts()
-        loss = head_loss(hidden, weight, bias, labelled, keeps_graph=keeps)
-        loss.backward(retain_graph=True)
-        once = weight.grad.clone()
-        if keeps:
-            loss.backward()
-            torch.testing.assert_close(weight.grad, 2 * once)
-        else:
-            with pytest.raises(RuntimeError, match="handed out"):
-                loss.backward()
+def test_a_second_backward_pass_is_refused() -> None:
+    hidden, weight, bias, labelled = parts()
+    loss = head_loss(hidden, weight, bias, labelled)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="handed out"):
+        loss.backward()
 
 
 def test_the_weights_gradient_is_handed_out_without_a_copy() -> None:
@@ -282,6 +283,9 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"final_logit_softcapping": 4.0}),
     ("gemma2", {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}),
     ("t5", {"tie_word_embeddings": False}),
+    ("cohere", {"logit_scale": 0.3}),
+    ("cohere2", {"logit_scale": 0.3, "tie_word_embeddings": False}),
+    ("granite", {"logits_scaling": 6.0}),
 ]
 
 
@@ -358,9 +362,11 @@ def test_checkpointed_layers_give_the_same() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
 def test_a_flat_batch_of_documents_has_the_loss_and_gradients_of_its_rows(family: str, is_adapted: bool) -> None:
     model, batch = make_model(family), make_batch(share=1.0)
-    if is_adapted:  # the plain path
+    if is_adapted:
         model = with_lora(model, target_modules=["v_proj", "lm_head"], task_type="CAUSAL_LM")
-    assert isinstance(find_head(model, "causal-lm"), str) == is_adapted
+    head = find_head(model, "causal-lm")
+    assert isinstance(head, Head)
+    assert head.is_matrix != is_adapted
     keep = batch["attention_mask"].bool()
     flat = {
         "input_ids": batch["input_ids"][keep][None],
@@ -397,12 +403,11 @@ def test_of_the_head_only_gradients_of_labelled_states_are_kept() -> None:
     assert kept <= n * (4 * 16 + 8)
 
 
-def test_what_is_more_than_a_matrix_takes_the_plain_path_and_says_why() -> None:
-    adapted = with_lora(make_model("llama"), target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+def test_what_is_not_known_takes_the_plain_path_and_says_why() -> None:
     saved = with_lora(make_model("llama"), modules_to_save=["lm_head"], task_type="CAUSAL_LM")
     other = make_model("llama")
-    other.config.model_type = "granite"  # scales its logits
-    for model, word in ((adapted, "lora"), (saved, "ModulesToSaveWrapper"), (other, "granite")):
+    other.config.model_type = "bamba"
+    for model, word in ((saved, "ModulesToSaveWrapper"), (other, "bamba")):
         why = find_head(model, "causal-lm")
         assert isinstance(why, str)
         assert word in why
@@ -416,3 +421,115 @@ def test_what_is_more_than_a_matrix_takes_the_plain_path_and_says_why() -> None:
     hooked = make_model("llama")
     hooked.lm_head.register_forward_hook(lambda *args: None)
     assert "listens" in str(find_head(hooked, "causal-lm"))
+
+
+# ---- documents ----
+
+
+def by_whole_logits(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
+    """The log-probability of each row's targets [B], from the logits of everything."""
+    logits = summed_loss(model, batch, task)[1].float().log_softmax(-1)
+    labels = batch["labels"]
+    if task == "causal-lm":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    found = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return found.masked_fill(labels == IGNORED, 0.0).sum(1)
+
+
+def packed(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """The rows of a padded batch end to end, for a model that is set to take them so."""
+    lengths = batch["attention_mask"].sum(1).tolist()
+    keep = batch["attention_mask"].bool()
+    first = first_position(model.config)
+    labels = batch["labels"].clone()
+    labels[:, 0] = IGNORED
+    flat = {
+        "input_ids": batch["input_ids"][keep].numpy()[None],
+        "position_ids": np.concatenate([np.arange(n) + first for n in lengths])[None],
+        "labels": labels[keep].numpy()[None],
+        "lengths": np.array(lengths),
+    }
+    return flat_batch(flat)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("is_adapted", [False, True])
+@pytest.mark.parametrize(("family", "settings"), SETTINGS, ids=lambda value: str(value))
+def test_log_probabilities_of_documents_are_those_of_whole_logits(
+    family: str, settings: dict[str, Any], is_adapted: bool, smoothing: float
+) -> None:
+    model, batch, task = make_model(family, **settings), make_batch(n_rows=4), task_of(family)
+    batch["labels"][2] = IGNORED  # a document without a target
+    if is_adapted:
+        kind = "SEQ_2_SEQ_LM" if task == "seq2seq" else "CAUSAL_LM"
+        output = next(name for name, each in model.named_modules() if each is model.get_output_embeddings())
+        model = with_lora(model, target_modules=[output, "o", "v_proj"], task_type=kind)
+    weights = torch.tensor([1.0, -0.5, 2.0, 0.25])  # a gradient of each document of its own
+    theirs = by_whole_logits(model, batch, task)
+    their_gradients = gradients_of(model, (theirs * weights).sum())
+    layouts: list[dict[str, Any]] = [batch]
+    if can_go_flat(model, task) is None:
+        go_flat(model)
+        layouts.append(packed(model.get_base_model() if is_adapted else model, batch))
+    for one in layouts:
+        loss, ours = loss_and_log_probs(model, one, task, smoothing, tile_tokens=3)
+        assert ours.shape == (4,)
+        assert ours[2] == 0
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert_same(gradients_of(model, (ours * weights).sum()), their_gradients, 1e-5)
+        with torch.no_grad():
+            again, values = loss_and_log_probs(model, one, task, smoothing, tile_tokens=3)
+            expected = language_model_loss(model, one, task, smoothing, tile_tokens=3)
+        torch.testing.assert_close(values, theirs, rtol=1e-5, atol=1e-5)
+        assert float(again) == pytest.approx(float(expected), rel=1e-6)
+        assert float(loss.detach()) == pytest.approx(float(expected), rel=CLOSE)
+        if not is_adapted:
+            assert torch.equal(again, expected), "what an evaluation says has not changed by it"
+        if not smoothing:
+            assert float(again) == pytest.approx(-float(theirs.sum().detach()), rel=1e-5)
+
+
+def test_log_probabilities_of_a_head_that_is_not_known_are_found_too() -> None:
+    model, batch = make_model("llama"), make_batch()
+    theirs = by_whole_logits(model, batch, "causal-lm")
+    their_gradients = gradients_of(model, theirs[1])
+    model.config.model_type = "bamba"
+    loss, ours = loss_and_log_probs(model, batch, "causal-lm")
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert torch.equal(loss, summed_loss(model, batch, "causal-lm")[0])
+    assert_same(gradients_of(model, ours[1]), their_gradients, 1e-5)
+
+
+def test_log_probabilities_keep_no_logits_beyond_a_tile_for_the_backward_pass() -> None:
+    model = with_lora(make_model("llama"), target_modules=["lm_head"], task_type="CAUSAL_LM")
+    batch, head = make_batch(n_rows=4, n_tokens=64, share=1.0), find_head(model, "causal-lm")
+    assert isinstance(head, Head)
+    without = saved_bytes(model, lambda: head.hidden_states(batch))
+    n = len(find_labelled(batch["labels"], predicts_next=True).positions)
+    kept = saved_bytes(model, lambda: loss_and_log_probs(model, batch, "causal-lm", tile_tokens=8)[1]) - without
+    assert kept < n * N_WORDS * 4 / 2
+    assert kept <= n * (4 * 16 + 64), "the labelled states, and a few numbers for each"
+
+
+def test_smoothed_labels_under_an_adapted_head_take_the_plain_path_and_say_why() -> None:
+    model, batch = with_lora(make_model("llama"), target_modules=["lm_head"], task_type="CAUSAL_LM"), make_batch()
+    forward = Forward(model, "causal-lm", 0, Numerics(torch.device("cpu"), None), label_smoothing=0.1)
+    assert "smoothed" in str(forward.why_all_scored)
+    assert forward.head_bytes(100) == 0, "its memory is measured with the body's"
+    assert torch.equal(forward.loss(batch), summed_loss(model, batch, "causal-lm", 0.1)[0])
+    exact = Forward(model, "causal-lm", 0, Numerics(torch.device("cpu"), None))
+    assert exact.why_all_scored is None
+    assert exact.head_bytes(8) > 8 * N_WORDS * 16
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_the_head_of_a_run_is_found_once(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = make_model("llama"), make_batch()
+    if not is_known:
+        model.config.model_type = "bamba"
+    forward = Forward(model, "causal-lm", 0, Numerics(torch.device("cpu"), None))
+    expected = language_model_loss(model, batch, "causal-lm")
+    monkeypatch.setattr(farthing.model.head, "find_head", lambda *_: pytest.fail("it was looked for again"))
+    assert torch.equal(forward.loss(batch), expected)
+    with torch.no_grad():
+        assert forward.loss_and_log_probs(batch)[1].shape == (3,)

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 
 import farthing.model.head
-from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
+from farthing.model.activation_checkpointing import Beside, Linear, MemoryNeed, Sample, choose_checkpointing
 from farthing.model.attention import Documents
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
@@ -77,15 +77,17 @@ def judged(case: Case) -> tuple[MemoryNeed, int]:
         head, twice = forward.head_bytes(largest), forward.head_bytes(2 * largest)
         need = choose_checkpointing(
             model,
-            samples=(sample_of(1), sample_of(2)),
-            largest_tokens=largest,
-            accumulates=case.accumulates,
-            optimizer_bytes=2 * trained,
-            update_bytes=0,
-            free_bytes=1 << 50,
+            (sample_of(1), sample_of(2)),
+            Beside(
+                largest_tokens=largest,
+                accumulates=case.accumulates,
+                optimizer_bytes=2 * trained,
+                update_bytes=0,
+                free_bytes=1 << 50,
+                head=Linear(2 * head - twice, (twice - head) / largest),
+                autocast=torch.bfloat16,
+            ),
             wanted=case.every,
-            head=Linear(2 * head - twice, (twice - head) / largest),
-            autocast=torch.bfloat16,
         )
         return need, sum(p.nbytes for p in model.parameters())
 

@@ -16,6 +16,7 @@ import transformers
 import workshop
 from farthing.errors import ModelError, UserMistake
 from farthing.model.activation_checkpointing import (
+    Beside,
     Linear,
     Sample,
     checkpoint_layers,
@@ -184,6 +185,7 @@ def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Attempt, Heard]:
     from farthing.durability.files import make_private
     from farthing.durability.ledger import Ledger, Meter
     from farthing.durability.preemption import Notice
+    from farthing.settings import Settings
     from farthing.train.assemble import assemble
     from farthing.train.attempt import Context
     from farthing.train.saver import restore
@@ -198,7 +200,7 @@ def overflowing_run(tmp_path: Path, **keys: Any) -> tuple[Attempt, Heard]:
     model = build_model(job, inputs, numerics, examples[0].tokens.label_names)
     meter = Meter()
     context = Context(folder, "test", meter, Ledger(folder / "ledger.jsonl", meter, 0.0), Notice(), heard)
-    attempt = assemble(job, context, inputs, numerics, model, examples, {}, None)
+    attempt = assemble(job, context, inputs, numerics, model, examples, None, Settings(micro_batch_tokens=1024))
     restore(attempt, allow_restart=False)
     return attempt, heard
 
@@ -518,13 +520,8 @@ def test_checkpointing_saves_memory_and_changes_no_bit_of_the_gradients(
 def choose(model: Any, forward: Callable[..., Any], free_bytes: int, wanted: bool | int | str = "auto") -> Any:
     return choose_checkpointing(
         model,
-        samples=(Sample(96, forward), Sample(192, lambda: forward(2))),
-        largest_tokens=4000,
-        accumulates=False,
-        optimizer_bytes=8 * count_parameters(model)["trainable"],
-        update_bytes=0,
-        head=Linear(),
-        free_bytes=free_bytes,
+        (Sample(96, forward), Sample(192, lambda: forward(2))),
+        Beside(4000, False, 8 * count_parameters(model)["trainable"], 0, free_bytes, Linear()),
         wanted=wanted,
     )
 

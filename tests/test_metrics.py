@@ -17,9 +17,10 @@ import farthing.train.run
 import workshop
 from farthing.errors import Interrupted
 from farthing.events import Event, Exported, Saved
-from farthing.metrics import GREATER_IS_BETTER, OF_TASK, classification_metrics, perplexity, text_metrics
+from farthing.metrics import classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import choose_numerics
+from farthing.tasks.registry import task_names, task_of
 from farthing.train import evaluation
 from farthing.train.evaluate import evaluate
 from farthing.train.setup import open_examples, open_inputs
@@ -84,8 +85,9 @@ def test_perplexity_is_the_exponential_of_the_loss_and_never_infinite() -> None:
 
 
 def test_every_metric_of_a_task_has_a_direction() -> None:
-    assert {name for names in OF_TASK.values() for name in names} == set(GREATER_IS_BETTER)
-    assert {name for name, greater in GREATER_IS_BETTER.items() if not greater} == {"loss", "perplexity"}
+    directions = {name: greater for task in task_names() for name, greater in task_of(task).metrics.items()}
+    assert {name for name, greater in directions.items() if not greater} == {"loss", "perplexity", "document_loss"}
+    assert all(task_of(task).metrics["loss"] is False for task in task_names())
 
 
 # ---- measured on models ----
@@ -101,16 +103,18 @@ def test_the_measured_loss_is_that_of_transformers_over_all_target_tokens(tmp_pa
     measured = evaluations(job)[-1]["metrics"]
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").eval()
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/model")
-    total, n = 0.0, 0
+    total, n, means = 0.0, 0, list[float]()
     for row in workshop.rows_of("llama", 7, seed=3):
         prompt, answer = tokenizer(row["prompt"])["input_ids"], tokenizer(row["completion"])["input_ids"]
         answer = [*answer, tokenizer.eos_token_id]
         labels = torch.tensor([[-100] * len(prompt) + answer])
         with torch.no_grad():
             mean = float(model(torch.tensor([prompt + answer]), labels=labels).loss)
-        total, n = total + mean * len(answer), n + len(answer)
+        total, n, means = total + mean * len(answer), n + len(answer), [*means, mean]
     assert measured["loss"] == pytest.approx(total / n, rel=1e-5)
     assert measured["perplexity"] == pytest.approx(math.exp(total / n), rel=1e-4)
+    assert measured["document_loss"] == pytest.approx(sum(means) / 7, rel=1e-5)
+    assert measured["document_loss"] != pytest.approx(measured["loss"], rel=1e-5), "answers have several lengths"
     assert measured["n_examples"] == 7
 
 
@@ -143,7 +147,7 @@ def test_a_seq2seq_run_may_spare_the_generation(tmp_path: Path) -> None:
     rows = workshop.rows_of("t5", 4)
     job = make_job(tmp_path, "t5", rows=rows, eval_rows=rows, max_steps=1, predict_with_generate=False)
     workshop.train(job)
-    assert set(evaluations(job)[-1]["metrics"]) == {"loss", "n_examples"}
+    assert set(evaluations(job)[-1]["metrics"]) == {"loss", "n_examples", "document_loss"}
 
 
 @pytest.mark.parametrize("family", ["llama", "t5", "bert"])

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import farthing.durability.checkpoint
 import farthing.train.assemble
-import farthing.train.evaluate
 import farthing.train.run
 import farthing.train.state
 import farthing.train.step
@@ -238,7 +237,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "before the first update": (farthing.train.step, "reserve_for_update", 1),
     "before a later update": (farthing.train.step, "reserve_for_update", 4),
     "the update, before it writes": (torch.optim.AdamW, "step", 2),
-    "evaluation": (farthing.train.evaluate, "perplexity", 1),
+    "evaluation": (Forward, "loss_and_log_probs", 1),
     "snapshot of a checkpoint": (farthing.durability.checkpoint, "_copied", 3),
 }
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from farthing.data.batches import IGNORED, collate, permutation
+from farthing.data.batches import collate, permutation
 from farthing.data.packing import (
     LEAST_SHARE,
     ON_CPU,
@@ -30,6 +30,7 @@ from farthing.model.attention import first_position, flat_logits, go_flat
 from farthing.model.documents import flat_batch
 from farthing.model.head import language_model_loss
 from farthing.model.loss import summed_loss
+from farthing.tasks.task import IGNORED
 
 CLOSE = 1e-5
 

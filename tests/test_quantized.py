@@ -28,7 +28,7 @@ from farthing.model.frozen_cache import open_prefix_cache
 from farthing.model.frozen_layers import find_prefix
 from farthing.model.hardware import Numerics
 from farthing.model.head import language_model_loss
-from farthing.model.load import ModelChoice, load_config, load_model
+from farthing.model.load import FourBits, ModelChoice, load_config, load_model
 from farthing.train.optim import load_state, make_optimizer, state_tensors
 from test_pieces import token_set
 from workshop import Heard, Watched, losses_of, make_folder, make_job
@@ -196,7 +196,9 @@ def test_doctor_finds_bitsandbytes_where_it_works(tmp_path: Path, capsys: pytest
 def test_frozen_layers_in_four_bits_are_computed_once_and_told_apart_by_their_scales(tmp_path: Path) -> None:
     choice = ModelChoice(str(make_folder(tmp_path / "base", "llama", pretrained=True, layers=2)))
     cpu = torch.device("cpu")
-    base = load_model(choice, load_config(choice), "causal-lm", dtype=torch.float32, seed=0, quantize_on=cpu, pad_id=0)
+    base = load_model(
+        choice, load_config(choice), "causal-lm", dtype=torch.float32, seed=0, in_four_bits=FourBits(cpu), pad_id=0
+    )
     model = add_adapter(base, Adapter(r=4, target_modules=("layers.1.mlp.up_proj",)), "causal-lm", 0).train()
     go_flat(model)
     prefix = find_prefix(model, "causal-lm")

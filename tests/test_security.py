@@ -32,7 +32,6 @@ import torch
 import yaml
 
 from farthing.cli import main
-from farthing.data.chat import Unusable
 from farthing.data.formats import converter
 from farthing.data.sample import light_tokenizer
 from farthing.durability.checkpoint import Checkpoints
@@ -40,6 +39,7 @@ from farthing.durability.files import _sealed as sealed
 from farthing.durability.files import seal, unseal, write_json
 from farthing.durability.run_folder import keep_job, kept, kept_job
 from farthing.errors import RunChanged, RunDamaged
+from farthing.tasks.columns import Unusable
 from mirrored import delivered, folder_of_run, mirror_of, step_done
 from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
 from test_checkpoint import newest, restored, save

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from farthing.errors import UserMistake
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
-from farthing.model.load import AUTO_CLASSES, max_positions
+from farthing.model.load import auto_class, max_positions
 from farthing.planner.families import FAMILIES
 from farthing.planner.shapes import Shape, read_shape
 
@@ -112,7 +112,7 @@ def model_of(config: dict[str, Any], task: str, device: str = "meta") -> Any:
         else:
             settings.num_labels = N_LABELS
             settings._attn_implementation = "eager"
-            model = AUTO_CLASSES[task].from_config(settings)
+            model = auto_class(task).from_config(settings)
         if task == "seq2seq" and config.get("tie_word_embeddings") is False:
             # transformers ties it in a model that is made from its configuration alone, and unties it on loading
             model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farthing.data import prefix_sharing as shared
-from farthing.data.batches import IGNORED, Batches, collate, permutation
+from farthing.data.batches import Batches, collate, permutation
 from farthing.data.packing import collate_flat, cut_by_tokens
 from farthing.data.prefix_sharing import (
     COPY_SHARE,
@@ -36,6 +36,7 @@ from farthing.model.attention import DECODERS, ENCODERS, attend, can_share, flat
 from farthing.model.documents import Documents, flat_batch
 from farthing.model.head import find_labelled, language_model_loss
 from farthing.model.loss import summed_loss
+from farthing.tasks.task import IGNORED
 from farthing.tiny import write_jsonl
 from test_attention import MAIN, Layer, Waits, assert_same, gradients, heads, model_of
 from test_data import opened, real_tokenizer

@@ -65,11 +65,11 @@ def make_folder(folder: Path, family: str, *, pretrained: bool = False, **size: 
     texts = [" ".join(row.values()) for row in rows_of(family, 60)]
     make_model_folder(folder, texts, family, **size)
     if pretrained:
-        from farthing.model.load import AUTO_CLASSES, ModelChoice, load_config
+        from farthing.model.load import ModelChoice, auto_class, load_config
 
         torch.manual_seed(0)
         task = "causal-lm" if family == "llama" else "seq2seq" if family == "t5" else "classification"
-        AUTO_CLASSES[task].from_config(load_config(ModelChoice(str(folder), init="random"))).save_pretrained(folder)
+        auto_class(task).from_config(load_config(ModelChoice(str(folder), init="random"))).save_pretrained(folder)
     return folder
 
 

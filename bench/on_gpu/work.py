@@ -171,11 +171,11 @@ def random_model(
     """In place of `load_model`: weights drawn where they will be used, so that none has to be read or sent."""
     import torch
 
-    from farthing.model.load import AUTO_CLASSES
+    from farthing.model.load import auto_class
 
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AUTO_CLASSES[task].from_config(config, dtype=dtype)
+        model = auto_class(task).from_config(config, dtype=dtype)
     model.config.use_cache = False
     return model
 

@@ -1,3 +1,22 @@
-"""farthing: fine-tune a language model for the fewest dollars."""
+"""farthing: fine-tune a language model for the fewest dollars.
+
+From Python: `farthing.plan(job)`, `farthing.train(job)` and `farthing.load_job(job)`; see `farthing.api`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from farthing.api import FarthingError, Job, Plan, Receipt, load_job, plan, train
 
 __version__ = "0.1.0"
+__all__ = ["FarthingError", "Job", "Plan", "Receipt", "__version__", "load_job", "plan", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'farthing' has no attribute {name!r}")
+    from farthing import api
+
+    return getattr(api, name)

@@ -165,10 +165,10 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
 
 def _first_rows(job: Any, source: Any, inputs: Any) -> str:
     """What the first 200 rows of a source are, and what of them is not used. Raises `DataError`."""
-    from farthing.data.chat import Unusable
     from farthing.data.foreign import Watch, say_ignored
     from farthing.data.formats import converter, recognise, used_columns
     from farthing.data.rows import BadRow, Row
+    from farthing.tasks.columns import Unusable
 
     rows = list(itertools.islice(source.rows(), 200))
     columns, watch = dict(job.data.columns), Watch(job.task, dict(job.data.columns), source.name)

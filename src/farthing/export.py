@@ -25,8 +25,8 @@ from farthing.durability.run_folder import JOB, MODEL, kept_job
 from farthing.errors import ModelError, UserMistake
 from farthing.model.adapters import break_ties
 from farthing.model.load import (
-    AUTO_CLASSES,
     ModelChoice,
+    auto_class,
     load_config,
     load_model,
     load_tokenizer,
@@ -37,6 +37,7 @@ from farthing.model.load import (
 from farthing.model.same_answers import answers, check_examples, refuse_other_answers
 from farthing.report.card import model_card
 from farthing.report.receipt import Receipt, build_receipt
+from farthing.tasks.registry import task_of
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 GENERATION_CONFIG = "generation_config.json"
@@ -183,7 +184,7 @@ def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remot
         job["task"],
         dtype=getattr(torch, dtype or "float32"),
         seed=job["train"]["seed"],
-        label_names=_label_names(tuned) if job["task"] == "classification" else (),
+        label_names=() if task_of(job["task"]).labels is None else _label_names(tuned),
         pad_id=tuned.get("pad_token_id"),
     )
     if (source / GENERATION_CONFIG).exists():
@@ -207,7 +208,7 @@ def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remot
 def _recast(run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool) -> None:
     job = _job_of(run, trust_remote_code)
     wanted = getattr(torch, dtype) if dtype else "auto"
-    auto, trust = AUTO_CLASSES[job["task"]], {"trust_remote_code": trust_remote_code}
+    auto, trust = auto_class(job["task"]), {"trust_remote_code": trust_remote_code}
     tokenizer = load_tokenizer(ModelChoice(str(source)), None)
     model = auto.from_pretrained(source, use_safetensors=True, dtype="auto", **trust).eval()
     examples = check_examples(job, tokenizer, model.config.get_text_config().vocab_size)
@@ -221,7 +222,7 @@ def _check(
     draft: Path, job: dict[str, Any], examples: list[dict[str, Tensor]], expected: list[Tensor], trust: bool
 ) -> None:
     """Read the written model back and hold its answers against those expected. Raises `ModelError`."""
-    auto = AUTO_CLASSES[job["task"]]
+    auto = auto_class(job["task"])
     written = auto.from_pretrained(draft, use_safetensors=True, dtype="auto", trust_remote_code=trust).eval()
     refuse_other_answers(answers(written, examples), expected, written.dtype, job["model"]["model_name_or_path"])
 

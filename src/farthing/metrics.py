@@ -8,17 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# whether more of it is better
-GREATER_IS_BETTER = {
-    "loss": False, "perplexity": False, "accuracy": True, "f1": True, "precision": True, "recall": True,
-    "exact_match": True, "rouge1": True, "rouge2": True, "rougeL": True,
-}  # fmt: skip
-OF_TASK = {
-    "causal-lm": ("loss", "perplexity"),
-    "seq2seq": ("loss", "exact_match", "rouge1", "rouge2", "rougeL"),
-    "classification": ("loss", "accuracy", "f1", "precision", "recall"),
-}
-
 
 def perplexity(loss: float) -> float | None:
     """exp(loss); None when it is too large for a float."""

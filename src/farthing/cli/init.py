@@ -8,12 +8,13 @@ from pathlib import Path
 
 from farthing.errors import EXIT_FINISHED, UserMistake
 from farthing.printable import printable
+from farthing.tasks.registry import task_names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing init`."""
     parser.add_argument("path", nargs="?", help="where to write (default: job.yaml; with --demo: demo/)")
-    parser.add_argument("--task", choices=("causal-lm", "seq2seq", "classification"), default="causal-lm")
+    parser.add_argument("--task", choices=task_names(), default=task_names()[0])
     parser.add_argument("--demo", action="store_true", help="a small model, data and job that run offline in a minute")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of the job file, for editors")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")

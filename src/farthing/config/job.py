@@ -10,9 +10,19 @@ import json
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from farthing.addresses import is_remote, without_secrets
+from farthing.tasks.registry import find_task, task_names, task_of
 from farthing.units import parse_hours, parse_usd
 
 
@@ -22,7 +32,16 @@ def _number_is_no_bool(value: Any) -> Any:
     return value
 
 
-Task = Literal["causal-lm", "seq2seq", "classification"]
+def _known_task(name: Any) -> Any:
+    """The name of a task that there is. Raises the error that pydantic has for a value that is none of several."""
+    if not isinstance(name, str) or find_task(name) is None:
+        *others, last = (repr(name) for name in task_names())
+        expected = f"{', '.join(others)} or {last}"
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+    return name
+
+
+TaskName = Annotated[str, BeforeValidator(_known_task), Field(json_schema_extra={"enum": list(task_names())})]
 Number = Annotated[float, BeforeValidator(_number_is_no_bool)]
 Whole = Annotated[int, BeforeValidator(_number_is_no_bool)]
 Share = Annotated[Number, Field(ge=0, le=1)]
@@ -200,7 +219,7 @@ class TrainSection(Section):
     predict_with_generate: bool = True
     """Seq2seq: generate at evaluation, for exact match and ROUGE."""
     metric_for_best_model: str | None = None
-    """loss, perplexity, accuracy, f1, precision, recall, exact_match, rouge1, rouge2, rougeL. Default: loss."""
+    """loss, document_loss, perplexity, accuracy, f1, precision, recall, exact_match, rouge1, rouge2, rougeL. Default: loss."""
     greater_is_better: bool | None = None
     """Default: known from the metric."""
     load_best_model_at_end: bool = True
@@ -285,7 +304,7 @@ def _short(key: str) -> BeforeValidator:
 class Job(Section):
     """A whole job. Every key besides the first three has a default."""
 
-    task: Task
+    task: TaskName
     model: Annotated[ModelSection, _short("model_name_or_path")]
     data: Annotated[DataSection, _short("train")]
     method: Annotated[MethodSection, _short("name")] = MethodSection()
@@ -370,7 +389,7 @@ class Job(Section):
     @property
     def max_length(self) -> int:
         """Longest input in tokens."""
-        return self.data.max_length or (1024 if self.task == "causal-lm" else 512)
+        return self.data.max_length or task_of(self.task).max_length
 
     @property
     def fingerprint(self) -> str:

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ValidationError
 
 from farthing.addresses import is_remote
 from farthing.config.job import Job
-from farthing.data.formats import COLUMNS
 from farthing.errors import JobError, UserMistake
+from farthing.tasks.registry import standard_columns, task_names, task_of
 
 MAX_JOB_BYTES = 1 << 20
 MAX_DEPTH = 20
@@ -48,7 +48,11 @@ def load_job(path: str | Path, overrides: list[str] | None = None) -> Job:
     each with its line or its `--set`.
     """
     path = Path(path)
-    text = _read_text(path)
+    return parse_job(_read_text(path), path, overrides)
+
+
+def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
+    """`load_job` of a text: `path` is what messages call it, and relative names of the job stand beside it."""
     try:
         _refuse_tangles(text, path)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -242,7 +246,7 @@ def _explain(
         return UserMistake(f"unknown key `{key}`", where=where, to_do=_meant(loc))
     if kind == "missing":
         to_do = f"add `{loc[-1]}:`" + {
-            "task": " causal-lm, seq2seq or classification",
+            "task": " " + " or ".join(", ".join(task_names()).rsplit(", ", 1)),
             "model": " a Hub name or a folder",
             "data": " a file, or a section with `train:`",
             "output_dir": " a folder for the run",
@@ -305,16 +309,14 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
         what = f"trust_remote_code runs whatever {on_hub[0]} holds on that day"
         yield ("model", "trust_remote_code"), what, "pin `model.revision:` to a full commit (40 hex digits)"
     for name in job.data.columns:
-        if name not in COLUMNS:
-            near = difflib.get_close_matches(name, COLUMNS, n=1)
-            to_do = f"did you mean `{near[0]}`?" if near else f"use {', '.join(sorted(COLUMNS))}"
+        if name not in standard_columns():
+            near = difflib.get_close_matches(name, standard_columns(), n=1)
+            to_do = f"did you mean `{near[0]}`?" if near else f"use {', '.join(sorted(standard_columns()))}"
             yield ("data", "columns", name), f"`{name}` is no standard column (standard name: name in the data)", to_do
-    if job.data.train_on_prompt and job.task != "causal-lm":
+    if job.data.train_on_prompt and not task_of(job.task).predicts_next:
         yield ("data", "train_on_prompt"), f"{job.task} has no prompt to train on", "leave it out"
     if job.train.metric_for_best_model is not None:
-        from farthing.metrics import OF_TASK
-
-        metric, known = job.train.metric_for_best_model.removeprefix("eval_"), OF_TASK[job.task]
+        metric, known = job.train.metric_for_best_model.removeprefix("eval_"), task_of(job.task).metrics
         if metric not in known:
             near = difflib.get_close_matches(metric, known, n=1)
             to_do = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(known)}"

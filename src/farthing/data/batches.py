@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.encode import sums_of
 from farthing.data.token_set import TokenSet
-
-IGNORED = -100  # label of a position the loss does not count, as in transformers
+from farthing.tasks.registry import task_of
+from farthing.tasks.task import Rows
 
 
 @dataclass
@@ -84,37 +83,14 @@ def split_by_input(
 
 
 def collate(tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], task: str, pad_id: int) -> dict[str, Any]:
-    """Arrays of one micro-batch, padded on the right to its longest example.
-
-    causal-lm:      input_ids, attention_mask, labels [batch, length]; labels are aligned with input_ids (not shifted)
-    seq2seq:        input_ids, attention_mask [batch, source], labels [batch, target]
-    classification: input_ids, attention_mask [batch, length], labels [batch]
-    """
-    places, lengths = tokens.places_of(examples)
-    ids = tokens.ids[places]
-    if task == "classification":
-        assert tokens.labels is not None
-        return {**_padded(ids, lengths, pad_id), "labels": tokens.labels[np.asarray(examples)].astype(np.int64)}
-    is_target = tokens.targets[places].astype(bool)
-    if task == "seq2seq":  # inputs before targets in each example
-        n_targets = sums_of(is_target, lengths)
-        batch = _padded(ids[~is_target], lengths - n_targets, pad_id)
-        return {**batch, "labels": _filled(ids[is_target], _rows(n_targets), IGNORED)}
-    batch = _padded(ids, lengths, pad_id)
-    return {**batch, "labels": _filled(np.where(is_target, ids, IGNORED), batch["attention_mask"] > 0, IGNORED)}
+    """Arrays of one micro-batch, padded on the right to its longest example, as its task lays them out: see `Task.pad`."""
+    return task_of(task).pad(rows_of(tokens, examples), pad_id)
 
 
-def _rows(lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[n, longest]: where a padded batch holds something."""
-    return np.arange(lengths.max()) < lengths[:, None]
-
-
-def _filled(values: NDArray[Any], where: NDArray[np.bool_], otherwise: int) -> NDArray[np.int64]:
-    array = np.full(where.shape, otherwise, dtype=np.int64)
-    array[where] = values
-    return array
-
-
-def _padded(ids: NDArray[np.int32], lengths: NDArray[np.int64], pad_id: int) -> dict[str, Any]:
-    where = _rows(lengths)
-    return {"input_ids": _filled(ids, where, pad_id), "attention_mask": where.astype(np.int64)}
+def rows_of(
+    tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], skipped: NDArray[np.int64] | int = 0
+) -> Rows:
+    """These examples end to end, without the first `skipped` tokens of each."""
+    places, lengths = tokens.places_of(examples, skipped)
+    labels = None if tokens.labels is None else tokens.labels[np.asarray(examples)]
+    return Rows(tokens.ids[places], tokens.targets[places].astype(bool), lengths, labels)

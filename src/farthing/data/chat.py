@@ -17,6 +17,7 @@ from datetime import date, datetime
 from typing import Any
 
 from farthing.clock import today
+from farthing.tasks.columns import Unusable
 
 TEXT_VERSION = 3
 """How rows become texts, tokens and a split. A run goes on with the version that it began with.
@@ -50,15 +51,6 @@ _QUESTION = "Hb3yTr"
 _ASKED = ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _PROBE})
 _PROBES = (_ASKED, ({"role": "system", "content": "Hello"}, *_ASKED))  # some templates must have a system message
 _MORE = ({"role": "user", "content": "And?"}, {"role": "assistant", "content": "So."})
-
-
-class Unusable(Exception):
-    """A row that can't become an example. The message is the reason, in words for its owner.
-
-    `given` is what its owner wrote as input, where the row could be read and only the template stands in the way.
-    """
-
-    given: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

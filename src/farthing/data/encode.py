@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from farthing.data.chat import TEXT_VERSION
 from farthing.data.formats import Text
+from farthing.tasks.registry import task_of
 
 
 class Encoding(Protocol):
@@ -109,10 +110,10 @@ def first_tokens(tokenizer: Any) -> list[int]:
 class Encoder:
     """Texts to examples, in two steps: `ask` is the tokenizer's and leaves Python to other threads, the rest is ours.
 
-    Causal-lm: the segments are joined and encoded as one text, as `tokenizer(text)` would; a token belongs to the
-    segment of its last character, so that one which spans prompt and completion is learned, not given. Where tokens are
-    the bytes of the text, segments are found by counting these; elsewhere by the tokenizer's map of characters, which
-    costs it up to a fifth of its time.
+    Where the next token is predicted, the segments are joined and encoded as one text, as `tokenizer(text)` would; a token
+    belongs to the segment of its last character, so that one which spans prompt and completion is learned, not given. Where
+    tokens are the bytes of the text, segments are found by counting these; elsewhere by the tokenizer's map of characters,
+    which costs it up to a fifth of its time.
     """
 
     def __init__(
@@ -124,32 +125,29 @@ class Encoder:
         train_on_prompt: bool = False,
         version: int = TEXT_VERSION,
     ) -> None:
-        self.tokenizer, self.task, self.train_on_prompt, self.version = tokenizer, task, train_on_prompt, version
-        self.max_length, self.max_target_length = max_length, max_target_length
-        self._sides = sides_of(tokenizer, is_pair=task == "seq2seq" and version > 1)
+        self.tokenizer, self.train_on_prompt, self.version = tokenizer, train_on_prompt, version
+        self.max_length, self._is_one_text = max_length, task_of(task).predicts_next
+        self._limits = (max_length, max_target_length) if task_of(task).is_pair else (max_length,)
+        self._sides = sides_of(tokenizer, is_pair=task_of(task).is_pair and version > 1)
         self.bos = first_tokens(tokenizer)
         self.eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         rust = self._sides[0]
-        self._sizes = None if rust is None or task != "causal-lm" else bytes_of_tokens(rust)
+        self._sizes = None if rust is None or not self._is_one_text else bytes_of_tokens(rust)
 
     def __call__(self, texts: Sequence[Text], asked: list[Asked] | None = None) -> Encoded:
         """The examples of `texts`, in order, cut to the limits; `asked` is `ask(texts)`."""
-        make: dict[str, Callable[..., Encoded]] = {
-            "causal-lm": self._causal, "seq2seq": self._seq2seq, "classification": self._labelled
-        }  # fmt: skip
-        return make[self.task](texts, *(self.ask(texts) if asked is None else asked))
+        asked = self.ask(texts) if asked is None else asked
+        return self._one_text(texts, asked[0]) if self._is_one_text else self._apart(asked)
 
     def ask(self, texts: Sequence[Text]) -> list[Asked]:
-        """The tokenizer's part for `texts`: one batch, which it spreads over its threads; of seq2seq one a side."""
-        if self.task == "causal-lm":
+        """The tokenizer's part for `texts`: one batch, which it spreads over its threads; of input and target one each."""
+        if self._is_one_text:
             joined = ["".join([part for part, _ in text.segments]) for text in texts]
             return [self._ask(joined, special=False, with_map=self._sizes is None)]
-        if self.task == "classification":
-            return [self._ask([text.segments[0][0] for text in texts], special=True, limit=self.max_length)]
         asked = []
-        for side, limit in ((False, self.max_length), (True, self.max_target_length)):
+        for side, limit in enumerate(self._limits):
             strings = ["".join([part for part, is_target in text.segments if is_target == side]) for text in texts]
-            asked.append(self._ask(strings, special=True, limit=limit, side=int(side)))
+            asked.append(self._ask(strings, special=True, limit=limit, side=side))
         return asked
 
     def _ask(
@@ -173,7 +171,7 @@ class Encoder:
 
     # ---- one text with targets in it ----
 
-    def _causal(self, texts: Sequence[Text], asked: Asked) -> Encoded:
+    def _one_text(self, texts: Sequence[Text], asked: Asked) -> Encoded:
         rows = [encoding.ids for encoding in asked.encodings]
         has_head, has_tail = np.zeros((2, len(rows)), bool)
         for index, (text, row) in enumerate(zip(texts, rows, strict=True)):
@@ -248,16 +246,14 @@ class Encoder:
 
     # ---- texts that are wholly input or wholly target ----
 
-    def _seq2seq(self, texts: Sequence[Text], sources: Asked, targets: Asked) -> Encoded:
-        sides = itertools.chain.from_iterable(zip(sources.encodings, targets.encodings, strict=True))
-        ids, lengths = _end_to_end([encoding.ids for encoding in sides])
-        is_target = np.repeat(np.tile(np.array([0, 1], np.uint8), len(texts)), lengths)
-        was_cut = _were_cut(sources, self.max_length) | _were_cut(targets, self.max_target_length)
-        return Encoded(ids, is_target, lengths.reshape(-1, 2).sum(1), was_cut)
-
-    def _labelled(self, texts: Sequence[Text], asked: Asked) -> Encoded:
-        ids, lengths = _end_to_end([encoding.ids for encoding in asked.encodings])
-        return Encoded(ids, np.zeros(len(ids), np.uint8), lengths, _were_cut(asked, self.max_length))
+    def _apart(self, asked: list[Asked]) -> Encoded:
+        """Of each example its input, then its target, if it has one."""
+        sides = zip(*(side.encodings for side in asked), strict=True)
+        ids, lengths = _end_to_end([each.ids for each in itertools.chain.from_iterable(sides)])
+        n_sides, n_examples = len(asked), len(asked[0].encodings)
+        is_target = np.repeat(np.tile(np.arange(n_sides, dtype=np.uint8), n_examples), lengths)
+        was_cut = [_were_cut(side, limit) for side, limit in zip(asked, self._limits, strict=True)]
+        return Encoded(ids, is_target, lengths.reshape(-1, n_sides).sum(1), np.logical_or.reduce(was_cut))
 
 
 def _were_cut(asked: Asked, limit: int) -> NDArray[np.bool_]:

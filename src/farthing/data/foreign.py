@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from farthing.data.rows import BadRow, Row
 from farthing.durability.files import parse_json
 from farthing.errors import DataError
+from farthing.tasks.registry import task_of
 
 LEARNED = ("messages", "conversations", "completion", "output", "target", "text")
 """Standard columns of which the model learns what they say."""
@@ -69,7 +70,7 @@ def foreign_kind(row: Mapping[str, Any], task: str, renamed: Mapping[str, str] =
     named = _by_columns(columns, task)
     if named is not None:
         return named if named.to_do else named._replace(to_do=_how_to_keep_the_preferred(row))
-    if task == "classification":
+    if not task_of(task).scores_tokens:
         return None
     return _verdict(row, renamed) or _ranked(row) or _in_turns(row)
 
@@ -79,7 +80,7 @@ def _by_columns(columns: tuple[str, ...], task: str) -> Foreign | None:
     media = next((name for name in columns if _MEDIA.match(name)), None)
     if media is not None:
         return _media(f"column `{media}`", media)
-    if task == "classification":
+    if not task_of(task).scores_tokens:
         return None
     pair = [name for name in columns if _PREFERENCE.search(name)]
     if not pair:

@@ -1,6 +1,6 @@
 """What the columns mean: rows of any known format become a `Text` that says which parts the model must learn.
 
-A causal-lm or seq2seq row is a list of (text, is_target) segments, a classification row a text and a label. Chats are
+A row is a list of (text, is_target) segments, or a text and a label where the task has labels. Chats are
 rendered by the tokenizer's own template. Refuses to tokenize and to read files.
 """
 
@@ -14,28 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from farthing.data.chat import TEXT_VERSION, ChatReader, Unusable
+from farthing.data.chat import TEXT_VERSION, ChatReader
 from farthing.durability.files import parse_json
 from farthing.errors import DataError
+from farthing.tasks.columns import Unusable, kind_of, text_of
+from farthing.tasks.registry import format_of, task_of
+from farthing.tasks.task import Labels
 
-# format -> (columns it needs, tasks that can use it). The first whose columns are all there wins.
-FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "messages": (("messages",), ("causal-lm",)),
-    "conversations": (("conversations",), ("causal-lm",)),
-    "instruction": (("instruction", "output"), ("causal-lm", "seq2seq")),
-    "prompt/completion": (("prompt", "completion"), ("causal-lm", "seq2seq")),
-    "input/target": (("input", "target"), ("seq2seq", "causal-lm")),
-    "text/label": (("text", "label"), ("classification",)),
-    "text": (("text",), ("causal-lm",)),
-}
-ALSO_READ = {
-    "messages": ("tools",), "conversations": ("system", "tools"), "instruction": ("input", "system"),
-}  # fmt: skip
-COLUMNS = {
-    "messages", "tools", "conversations", "system", "instruction", "input", "output", "prompt", "completion",
-    "target", "text", "label",
-}  # fmt: skip
-RENDERED = ("messages", "conversations", "instruction")  # by a chat template, for causal-lm
+RENDERED = ("messages", "conversations", "instruction")  # by a chat template, where a model predicts the next token
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
     "observation": "tool", "tool": "tool", "function_call": "assistant", "function_response": "tool",
@@ -46,14 +32,14 @@ _ROLES = {
 class Text:
     """One example before tokenization.
 
-    `segments`: (text, is_target) in order. `label`: classification only. `is_raw`: no template frames the text, so that
+    `segments`: (text, is_target) in order. `label`: where the task has labels. `is_raw`: no template frames the text, so that
     the tokenizer's first token and an end-of-sequence token have to. `given`: what the row's owner wrote as input, before
     anything is rendered; rows that agree in it are one input. `n_unlearned`: assistant turns that are learned nowhere.
     `earlier`: further examples of the same row, which come before it.
     """
 
     segments: tuple[tuple[str, bool], ...]
-    label: str | None = None
+    label: Any = None
     is_raw: bool = True
     given: tuple[str, ...] = ()
     n_unlearned: int = 0
@@ -75,24 +61,22 @@ def recognise(columns: set[str], task: str, renamed: dict[str, str], where: str)
                 f"no column `{name}` (named in `data.columns`)", where=where, to_do=to_do + _listed(columns)
             )
     present = (columns - set(renamed.values())) | set(renamed)
-    complete = [name for name, (needed, _) in FORMATS.items() if set(needed) <= present]
-    for name in complete:
-        if task in FORMATS[name][1]:
-            return name
-    wanted = [" + ".join(needed) for needed, tasks in FORMATS.values() if task in tasks]
-    example = (
-        "{text: narrative, label: product}" if task == "classification" else "{prompt: question, completion: answer}"
-    )
+    formats = task_of(task).formats
+    for each in formats:
+        if set(each.needs) <= present:
+            return each.name
+    wanted = [" + ".join(each.needs) for each in formats]
     raise DataError(
         f"the columns ({_listed(columns)}) match no format for {task}",
         where=where,
-        to_do=f"{task} reads {', or '.join(wanted)}; map yours with `data.columns: {example}`",
+        to_do=f"{task} reads {', or '.join(wanted)}; map yours with `data.columns: {{{task_of(task).example_columns}}}`",
     )
 
 
 def used_columns(format_name: str, renamed: dict[str, str]) -> set[str]:
     """The columns of the data, by their own names, that a format reads; all others are ignored."""
-    return {renamed.get(name, name) for name in (*FORMATS[format_name][0], *ALSO_READ.get(format_name, ()))}
+    _, needs, may_have = format_of(format_name)
+    return {renamed.get(name, name) for name in (*needs, *may_have)}
 
 
 def converter(
@@ -109,17 +93,18 @@ def converter(
 
     `on` is the ISO date that a chat template sees which asks for it.
     """
-    is_chat = format_name in RENDERED and task == "causal-lm"
+    labels = task_of(task).labels
+    is_chat = format_name in RENDERED and task_of(task).predicts_next
     read = ChatReader.of(tokenizer, on, version) if is_chat else None
-    one: Callable[[dict[str, Any]], Text] = {
+    of_tokens: dict[str, Callable[[dict[str, Any]], Text]] = {
         "messages": lambda row: _chat(_messages(row), row.get("tools"), read),
         "conversations": lambda row: _chat(_conversations(row), row.get("tools"), read),
         "instruction": lambda row: _instruction(row, read),
         "prompt/completion": lambda row: _pair(row, "prompt", "completion"),
         "input/target": lambda row: _pair(row, "input", "target"),
-        "text/label": lambda row: _labelled(row, label_map),
-        "text": lambda row: Text(((_string(row, "text"), True),), given=(_string(row, "text"),)),
-    }[format_name]
+        "text": lambda row: Text(((text_of(row, "text"), True),), given=(text_of(row, "text"),)),
+    }
+    one = of_tokens[format_name] if labels is None else lambda row: _labelled(row, labels, label_map)
 
     def convert(row: dict[str, Any]) -> Text:
         if renamed:
@@ -142,52 +127,21 @@ def _listed(columns: set[str]) -> str:
     return ", ".join(sorted(columns)[:20]) or "none"
 
 
-def _string(row: dict[str, Any], column: str, *, may_be_empty: bool = False) -> str:
-    value = row.get(column)
-    if value is None:
-        if may_be_empty:
-            return ""
-        raise Unusable(f"no `{column}`")
-    if not isinstance(value, str):
-        raise Unusable(f"`{column}` is {_kind(value)}, not text")
-    if not may_be_empty and not value.strip():
-        raise Unusable(f"`{column}` is empty")
-    return value
-
-
-_KINDS = {
-    "dict": "an object", "list": "a list", "int": "a number", "float": "a number", "bool": "true/false",
-    "Decimal": "a decimal number", "date": "a date", "datetime": "a date with time", "time": "a time of day",
-    "timedelta": "a duration", "bytes": "bytes", "NoneType": "nothing", "Timestamp": "a date with time",
-}  # fmt: skip
-
-
-def _kind(value: Any) -> str:
-    return _KINDS.get(type(value).__name__, type(value).__name__)
-
-
 def _pair(row: dict[str, Any], source: str, target: str) -> Text:
-    given = _string(row, source)
-    return Text(((given, False), (_string(row, target), True)), given=(given,))
+    given = text_of(row, source)
+    return Text(((given, False), (text_of(row, target), True)), given=(given,))
 
 
-def _labelled(row: dict[str, Any], label_map: dict[str, str]) -> Text:
-    label = row.get("label")
-    if label is None or label == "":
-        raise Unusable("no `label`")
-    if not isinstance(label, str | int):
-        what = f"{label}, a number with a fraction" if isinstance(label, float) else _kind(label)
-        raise Unusable(f"`label` is {what}, not a class (text or a whole number)")
-    name = str(label)
-    text = _string(row, "text")
-    return Text(((text, False),), label=label_map.get(name, name), given=(text,))
+def _labelled(row: dict[str, Any], labels: Labels, label_map: dict[str, str]) -> Text:
+    text, label = labels.read(row, label_map)
+    return Text(((text, False),), label=label, given=(text,))
 
 
 def _instruction(row: dict[str, Any], read: ChatReader | None) -> Text:
     """Alpaca rows are a chat of one turn, so that the tokenizer's template frames them; seq2seq needs no frame."""
-    instruction, more = _string(row, "instruction"), _string(row, "input", may_be_empty=True)
-    asked, answer = f"{instruction}\n\n{more}" if more.strip() else instruction, _string(row, "output")
-    system = _string(row, "system", may_be_empty=True)
+    instruction, more = text_of(row, "instruction"), text_of(row, "input", may_be_empty=True)
+    asked, answer = f"{instruction}\n\n{more}" if more.strip() else instruction, text_of(row, "output")
+    system = text_of(row, "system", may_be_empty=True)
     if read is None:
         asked = f"{system}\n\n{asked}" if system else asked
         return Text(((asked, False), (answer, True)), given=(asked,))
@@ -219,7 +173,7 @@ def _as_list(value: Any, column: str) -> list[Any]:
         except ValueError as error:
             raise Unusable(f"`{column}` is text that is not JSON") from error
     if not isinstance(value, list) or not value:
-        raise Unusable(f"`{column}` is {'empty' if value == [] else _kind(value)}, not a list of turns")
+        raise Unusable(f"`{column}` is {'empty' if value == [] else kind_of(value)}, not a list of turns")
     return value
 
 
@@ -230,7 +184,7 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
             raise Unusable(f"message {index} has no `role`")
         content = message.get("content")
         if content is not None and not isinstance(content, str):
-            raise Unusable(f"message {index}: `content` is {_kind(content)}, not text")
+            raise Unusable(f"message {index}: `content` is {kind_of(content)}, not text")
         kept = {key: value for key, value in message.items() if value is not None or key == "content"}
         if "tool_calls" in kept:
             kept["tool_calls"] = [_parsed_arguments(call) for call in _as_list(kept["tool_calls"], "tool_calls")]

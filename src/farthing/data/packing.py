@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.batches import IGNORED
+from farthing.data.batches import rows_of
 from farthing.data.encode import sums_of
 from farthing.data.token_set import TokenSet
+from farthing.tasks.registry import task_of
 
 LEAST_SHARE = 0.97  # of the computed tokens are useful, where they are padded and more pieces cost less than padding
 
@@ -178,31 +179,23 @@ def collate_flat(
     """Arrays of one micro-batch, its examples end to end: T tokens of N documents and nothing else.
 
     input_ids, position_ids int64 [1, T]; lengths int64 [N], tokens of each document, in order
-    causal-lm:      labels int64 [1, T] aligned with input_ids; the first of each document is ignored, so that nothing
-                    is predicted across a boundary
-    classification: labels int64 [N]
+    labels, as the task lays them out: int64 [1, T] aligned with input_ids, or one of each document [N]
 
     Positions begin again at `first_position` in each document. Empty examples are refused. The first `skipped` [N]
     tokens of each example are left out; the others keep their positions.
     """
-    if task not in ("causal-lm", "classification"):
+    labels_of = task_of(task).flat_labels
+    if labels_of is None:
         raise ValueError(f"{task} can't be laid flat: pad it")
     n_skipped = np.zeros(len(examples), dtype=np.int64) if skipped is None else skipped
-    places, lengths = tokens.places_of(examples, n_skipped)
-    if not len(lengths) or not lengths.all():
+    rows = rows_of(tokens, examples, n_skipped)
+    if not len(rows.lengths) or not rows.lengths.all():
         raise ValueError("a flat batch needs documents of at least one token")
-    starts = np.cumsum(lengths) - lengths
-    ids = tokens.ids[places].astype(np.int64)
-    batch = {
+    starts = np.cumsum(rows.lengths) - rows.lengths
+    ids = rows.ids.astype(np.int64)
+    return {
         "input_ids": ids[None],
-        "position_ids": (np.arange(len(ids)) - np.repeat(starts - n_skipped, lengths) + first_position)[None],
-        "lengths": lengths,
+        "position_ids": (np.arange(len(ids)) - np.repeat(starts - n_skipped, rows.lengths) + first_position)[None],
+        "lengths": rows.lengths,
+        "labels": labels_of(rows),
     }
-    if task == "classification":
-        assert tokens.labels is not None
-        batch["labels"] = tokens.labels[np.asarray(examples)].astype(np.int64)
-    else:
-        labels = np.where(tokens.targets[places], ids, IGNORED)
-        labels[starts] = IGNORED
-        batch["labels"] = labels[None]
-    return batch

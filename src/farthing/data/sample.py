@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.arrow import bytes_of_rows, open_parquet, table_rows
-from farthing.data.chat import Unusable, default_template
+from farthing.data.chat import default_template
 from farthing.data.encode import Encoder, Encoding, first_tokens
 from farthing.data.foreign import Watch, say_ignored
 from farthing.data.formats import RENDERED, Text, converter, recognise, used_columns
@@ -31,6 +31,8 @@ from farthing.data.read import Source, json_row, n_characters
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
 from farthing.data.token_set import Recipe
 from farthing.errors import DataError
+from farthing.tasks.columns import Unusable
+from farthing.tasks.registry import task_of
 
 MOST_ROWS = 2000
 _FEWEST_ROWS, _MOST_BYTES_OF_FEWEST = 250, 64 << 20
@@ -97,14 +99,11 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         raise DataError(f"no usable row ({reason})", where=sources[0].name, to_do="correct them, or check `data:`")
     tokens = np.clip(np.round(tokens), 1, limit).astype(np.int64)
     pairs = np.clip(np.round(targets), 1, recipe.max_target_length).astype(np.int64)
-    n_labelled = float(labelled.sum())
-    if recipe.task == "classification":
-        n_labelled = float(len(tokens))
-    elif recipe.task == "seq2seq":
-        n_labelled = float(pairs.sum())
+    task = task_of(recipe.task)
+    n_labelled = float((pairs if task.is_pair else labelled).sum()) if task.scores_tokens else float(len(tokens))
     return Sampled(
         tokens=tokens,
-        targets=pairs if recipe.task == "seq2seq" else None,
+        targets=pairs if task.is_pair else None,
         n_target_tokens=n_labelled,
         n_examples=max(1, round(float(weight.sum()))),
         n_rows=round(n_rows),
@@ -161,7 +160,7 @@ def _tokenized(
         name, recipe.columns, recipe.label_map, tokenizer, recipe.task, on=recipe.date, version=recipe.version
     )
     all_good, picked, stands_for, sizes = good, np.arange(0), None, np.arange(0)
-    if recipe.task == "causal-lm" and name in RENDERED:
+    if task_of(recipe.task).predicts_next and name in RENDERED:
         sizes = np.array([n_characters(value) for _, value in good])
         picked, stands_for = _strata(sizes, n_wanted)
         good = [good[i] for i in picked]
@@ -194,19 +193,20 @@ def _of_texts(texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe) 
     for index, text in enumerate(texts):
         for part, is_target in text.segments:
             characters[index, int(is_target)] += len(part)
-    if recipe.train_on_prompt and recipe.task == "causal-lm":
+    task = task_of(recipe.task)
+    if recipe.train_on_prompt and task.predicts_next:
         characters = np.column_stack([characters[:, 0] * 0, characters.sum(axis=1)])
     picked, stands_for = _strata(characters.sum(axis=1).astype(np.int64), n_wanted)
     found = np.zeros((len(texts), 3))
     encode = Encoder(tokenizer, recipe.task, _NO_LIMIT, _NO_LIMIT, recipe.train_on_prompt, version=recipe.version)
     for index, (ids, mask) in zip(picked, encode([texts[index] for index in picked]).examples(), strict=True):
         n_targets = int(mask.sum())
-        if n_targets == 0 and recipe.task != "classification":
+        if n_targets == 0 and task.scores_tokens:
             continue
-        found[index] = len(ids) - (n_targets if recipe.task == "seq2seq" else 0), n_targets, n_targets
-        if recipe.task == "causal-lm":
+        found[index] = len(ids) - (n_targets if task.is_pair else 0), n_targets, n_targets
+        if task.predicts_next:
             found[index, 2] = mask[: recipe.max_length].sum()
-    of_source = characters[:, 0] if recipe.task == "seq2seq" else characters.sum(axis=1)
+    of_source = characters[:, 0] if task.is_pair else characters.sum(axis=1)
     of_target = characters[:, 1]
     other = np.setdiff1d(np.arange(len(texts)), picked)
     if len(other):
@@ -216,11 +216,11 @@ def _of_texts(texts: list[Text], n_wanted: int, tokenizer: Any, recipe: Recipe) 
         rate = np.maximum(found[picked, 1] - 1, 0)[closed].sum() / max(1.0, of_target[picked][closed].sum())
         found[other, 1] = np.where(of_target[other] > 0, 1 + rate * of_target[other], 0)
         before = found[other, 0] - found[other, 1]  # of causal-lm, whose targets come last
-        within = recipe.max_length - np.maximum(before, 0) if recipe.task == "causal-lm" else found[other, 1]
+        within = recipe.max_length - np.maximum(before, 0) if task.predicts_next else found[other, 1]
         found[other, 2] = np.clip(within, 0, found[other, 1])
-    if recipe.task == "classification":
+    if not task.scores_tokens:
         found[:, 1:] = 0, 1
-    elif recipe.task == "causal-lm":
+    elif task.predicts_next:
         found[found[:, 2] < 0.5] = 0
         found[:, 1] = 0
     return found, len(picked)

@@ -7,7 +7,7 @@ So a stale set can't be used, and a set that exists is complete. On disk, flat:
     offsets.bin  int64  [n_examples+1]  where each example begins
     lines.bin    int64  [n_examples]    the row it came from: source number * 2^40 + line
     groups.bin   uint64 [n_examples]    hash of the input as it was written: equal inputs are never split between train and eval
-    labels.bin   int32  [n_examples]    classification only: index into the label names
+    labels.bin   int32  [n_examples]    where the task has labels: index into the label names, or another dtype of its own
     inputs.bin   uint64 [n_inputs]      the distinct inputs of all rows that could be read, sorted, those among them that
                                         became no example: which side of a split an input is on must not hang on limits
 
@@ -80,7 +80,7 @@ class TokenSet:
     offsets: NDArray[np.int64]
     lines: NDArray[np.int64]
     groups: NDArray[np.uint64]
-    labels: NDArray[np.int32] | None
+    labels: NDArray[Any] | None
     inputs: NDArray[np.uint64] | None = None
 
     def __len__(self) -> int:
@@ -166,6 +166,7 @@ def open_token_set(folder: Path, *, check_bytes: bool = True) -> TokenSet:
         if path.exists():
             empty = path.stat().st_size == 0
             # as plain arrays: each slice of a memmap would be one, which takes longer than a short example
+            dtype = facts.get("label_dtype", dtype) if name == "labels" else dtype
             arrays[name] = np.zeros(0, dtype) if empty else np.memmap(path, dtype=dtype, mode="r").view(np.ndarray)
     arrays.setdefault("labels", None)
     return TokenSet(folder, facts, **arrays)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.chat import Unusable, said_of_chats
+from farthing.data.chat import said_of_chats
 from farthing.data.encode import Encoded, Encoder
 from farthing.data.foreign import Watch
 from farthing.data.formats import RENDERED, Text, converter, group_of, hash_of_input, recognise, used_columns
@@ -43,6 +43,9 @@ from farthing.durability.files import (
     sweep_drafts,
 )
 from farthing.errors import DataError, Interrupted
+from farthing.tasks.columns import Unusable
+from farthing.tasks.registry import task_of
+from farthing.tasks.task import Labels
 
 CHUNK_ROWS = 1024  # that are read together
 MOST_CHARACTERS_TOGETHER = 32 << 20
@@ -157,7 +160,7 @@ def _write(
     should_stop: Callable[[], bool],
 ) -> dict[str, Any]:
     """Fill `draft`; returns the facts of the set for its manifest."""
-    tally, labels = Tally(), _Labels(recipe.label_names)
+    tally, labels = Tally(), _Labels(task_of(recipe.task).labels, recipe.label_names)
     encode = Encoder(
         tokenizer, recipe.task, recipe.max_length, recipe.max_target_length, recipe.train_on_prompt, recipe.version
     )
@@ -197,7 +200,7 @@ def _write(
             tally.n_targets += int(encoded.is_target.sum())
             progress(tally.n_rows, tally.n_tokens, chunk.share)
     groups = np.concatenate(all_groups)
-    if recipe.task == "classification":
+    if labels.of is not None:
         labels.numbered().tofile(draft / "labels.bin")
     if recipe.version > 1:
         np.unique(np.concatenate(all_inputs)).tofile(draft / "inputs.bin")
@@ -219,7 +222,7 @@ def _facts(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """What the manifest says of a set, but for its number of examples."""
-    is_chat = recipe.version > 2 and recipe.task == "causal-lm" and any(name in RENDERED for name in formats)
+    is_chat = recipe.version > 2 and task_of(recipe.task).predicts_next and any(name in RENDERED for name in formats)
     return {
         "kind": "farthing token set",
         "version": CACHE_VERSION,
@@ -227,7 +230,7 @@ def _facts(
         "formats": formats,
         "n_rows": tally.n_rows,
         "n_tokens": tally.n_tokens,
-        "n_targets": len(labels.seen) if recipe.task == "classification" else tally.n_targets,
+        "n_targets": tally.n_targets if labels.of is None else len(labels.seen),
         "n_bad": tally.n_bad,
         "n_too_long": tally.n_too_long,
         "n_skipped_long": tally.n_skipped_long,
@@ -241,6 +244,7 @@ def _facts(
             for what in said_of_chats(is_chat, tokenizer, recipe.date, tally.n_unrolled)
         ],
         "label_names": labels.names,
+        **({"label_dtype": labels.of.dtype} if labels.of is not None and labels.of.dtype != "int32" else {}),
     }
 
 
@@ -268,7 +272,7 @@ def _usable(encoded: Encoded, chunk: _Chunk, recipe: Recipe, tally: Tally) -> ND
     tally.n_too_long += len(long_ones)
     if len(long_ones) and recipe.too_long == "error":
         limits = f"max_length {recipe.max_length}"
-        if recipe.task == "seq2seq":
+        if task_of(recipe.task).is_pair:
             limits += f" or max_target_length {recipe.max_target_length}"
         raise DataError(
             f"longer than {limits}",
@@ -277,7 +281,7 @@ def _usable(encoded: Encoded, chunk: _Chunk, recipe: Recipe, tally: Tally) -> ND
         )
     kept = ~encoded.was_cut if recipe.too_long == "skip" else np.ones(len(chunk.texts), bool)
     tally.n_skipped_long += len(kept) - int(kept.sum())
-    if recipe.task != "classification":
+    if task_of(recipe.task).scores_tokens:
         has_target = encoded.n_targets() > 0
         tally.n_without_target += int((kept & ~has_target).sum())
         kept &= has_target
@@ -285,32 +289,35 @@ def _usable(encoded: Encoded, chunk: _Chunk, recipe: Recipe, tally: Tally) -> ND
 
 
 class _Labels:
-    """The labels of a classification set, numbered once all have been seen."""
+    """The labels of a set, if its task has some (`of`), numbered once all have been seen."""
 
-    def __init__(self, known: tuple[str, ...]) -> None:
-        self.known, self.seen = dict.fromkeys(known), list[str]()
+    def __init__(self, of: Labels | None, known: tuple[str, ...]) -> None:
+        self.of, self.known, self.seen = of, {name: number for number, name in enumerate(known)}, list[Any]()
 
     @property
     def names(self) -> list[str]:
-        """The known labels in their order, else the data's own, sorted."""
-        return list(self.known) or sorted(set(self.seen))
+        """The known labels in their order, else those that the task finds in the data."""
+        return list(self.known) or ([] if self.of is None else self.of.names(set(self.seen)))
 
     def take(self, chunk: _Chunk, kept: NDArray[np.bool_], tally: Tally) -> None:
         """Note the labels of the kept examples of a chunk; one that is not known is a bad row, and not kept."""
+        if self.of is None:
+            return
         for index in np.flatnonzero(kept).tolist():
             label = chunk.texts[index].label
-            if label is None:
-                return
-            if self.known and label not in self.known:
+            try:
+                if self.known:
+                    self.of.number(label, self.known)
+                self.seen.append(label)
+            except KeyError:
                 tally.reject(chunk.place(chunk.lines[index]), f"label {label!r} is never seen in training")
                 kept[index] = False
-            else:
-                self.seen.append(label)
 
-    def numbered(self) -> NDArray[np.int32]:
-        """The number of each label that was noted."""
+    def numbered(self) -> NDArray[Any]:
+        """What is stored of each label that was noted."""
+        assert self.of is not None
         numbers = {name: number for number, name in enumerate(self.names)}
-        return np.array([numbers[label] for label in self.seen], np.int32)
+        return np.array([self.of.number(label, numbers) for label in self.seen], self.of.dtype)
 
 
 def _refuse_unusable(facts: dict[str, Any], recipe: Recipe) -> None:

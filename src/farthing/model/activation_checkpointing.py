@@ -159,25 +159,28 @@ def saved_linear(model: Any, samples: tuple[Sample, Sample]) -> Linear:
     return Linear(max(0.0, small - of_each * samples[0].n_tokens), of_each)
 
 
+class Beside(NamedTuple):
+    """What a step needs beside its body, and what there is."""
+
+    largest_tokens: int
+    """Of a micro-batch."""
+    accumulates: bool
+    """A step may have several micro-batches."""
+    optimizer_bytes: int
+    update_bytes: int
+    free_bytes: int
+    head: Linear
+    """What the head and the loss take of a micro-batch."""
+    autocast: torch.dtype | None = None
+
+
 def choose_checkpointing(
-    model: Any,
-    *,
-    samples: tuple[Sample, Sample],
-    largest_tokens: int,
-    accumulates: bool,
-    optimizer_bytes: int,
-    update_bytes: int,
-    free_bytes: int,
-    wanted: bool | int | str,
-    head: Linear,
-    planned: int = 0,
-    autocast: torch.dtype | None = None,
+    model: Any, samples: tuple[Sample, Sample], beside: Beside, *, wanted: bool | int | str, planned: int = 0
 ) -> MemoryNeed:
     """Set and return the checkpointing of a run.
 
-    `samples` go through the body, the second is the larger; `largest_tokens` is the size of the largest micro-batch, for
-    which the head takes `head` more. `wanted` is true, false, k, or "auto" for the least that fits in `free_bytes`,
-    beginning at `planned`. Raises what says that memory ran out where even a sample has no room.
+    `samples` go through the body, the second is the larger. `wanted` is true, false, k, or "auto" for the least that fits in
+    what is free, beginning at `planned`. Raises what says that memory ran out where even a sample has no room.
     """
     layers = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
     modes = {0: [0, 2, 1], 1: [1]}.get(planned, [2, 1]) if wanted == "auto" else [int(wanted)]
@@ -194,16 +197,16 @@ def choose_checkpointing(
                 raise
             continue
         need = MemoryNeed(
-            n_tokens=largest_tokens,
-            gradients=gradients_of(model, accumulates),
-            optimizer_bytes=optimizer_bytes,
-            update_bytes=update_bytes,
+            n_tokens=beside.largest_tokens,
+            gradients=gradients_of(model, beside.accumulates),
+            optimizer_bytes=beside.optimizer_bytes,
+            update_bytes=beside.update_bytes,
             saved=saved,
             layer=layer,
             working=_working(model),
-            casts_bytes=_casts_bytes(model, autocast),
-            head=head,
-            free_bytes=free_bytes,
+            casts_bytes=_casts_bytes(model, beside.autocast),
+            head=beside.head,
+            free_bytes=beside.free_bytes,
             checkpoint_every=every,
             begins_with_a_layer=bool(every) and _last_layer_is_checkpointed(model),
         )

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from farthing.errors import ModelError
 from farthing.model.loss import logits_of
-
-PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM", "classification": "SEQ_CLS"}
+from farthing.tasks.registry import task_of
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,9 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
     import peft
 
     _must_know(model, adapter.modules_to_save)
-    heads = new_heads(model) if task == "classification" else []
-    if task == "classification" and not adapter.target_modules:
+    has_new_head = not task_of(task).scores_tokens
+    heads = new_heads(model) if has_new_head else []
+    if has_new_head and not adapter.target_modules:
         targets: str | list[str] = _query_and_value(model)
     elif not adapter.target_modules or adapter.target_modules == ("all-linear",):
         targets = "all-linear"
@@ -52,7 +52,7 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
         modules_to_save=sorted({*heads, *adapter.modules_to_save}) or None,
         use_dora=adapter.use_dora,
         use_rslora=adapter.use_rslora,
-        task_type=PEFT_TASKS[task],
+        task_type=task_of(task).peft_type,
     )
     torch.manual_seed(seed)
     try:

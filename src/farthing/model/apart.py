@@ -18,6 +18,7 @@ from torch import nn
 
 from farthing.errors import ModelError
 from farthing.planner.families import PADS_SAFELY
+from farthing.tasks.registry import task_of
 
 UNLIMITED_TOKENS = 1 << 40
 
@@ -44,7 +45,8 @@ def kept_apart(inner: Any, task: str, *, is_flat: bool) -> Apart | None:
     """What keeps the examples of a model (without its adapter) apart; None: nothing does."""
     config = inner.config
     kind = config.model_type
-    if not is_flat and task in PADS_SAFELY and (kind not in PADS_SAFELY[task] or _is_blocked(config)):
+    head = task_of(task).head
+    if not is_flat and head in PADS_SAFELY and (kind not in PADS_SAFELY[head] or _is_blocked(config)):
         return Apart(f"examples of one length at a time: a {kind} may read padding", None)
     limit = longrope_limit(config)
     if limit is not None:

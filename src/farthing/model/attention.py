@@ -28,6 +28,7 @@ from torch import Tensor
 from farthing.model.attention_kernels import How, capped_attention, causal_mask, over_documents
 from farthing.model.documents import Documents, owners_of
 from farthing.planner.families import DECODERS, ENCODERS, FLAT, WHY_NOT_FLAT
+from farthing.tasks.registry import task_of
 
 NAME = "farthing_varlen"
 
@@ -42,7 +43,7 @@ def can_go_flat(model: Any, task: str) -> str | None:
     inner = _inner(model)
     config = inner.config
     kind = config.model_type
-    known = FLAT.get(task)
+    known = FLAT.get(task_of(task).head)
     if kind in WHY_NOT_FLAT:
         return f"{kind}: {WHY_NOT_FLAT[kind]}"
     if known is None:
@@ -62,7 +63,7 @@ def can_go_flat(model: Any, task: str) -> str | None:
         return f"{kind}: used as a decoder"
     if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
         return f"{kind}: its scores are biased by the distance of tokens"
-    if task == "classification" and _head_kind(inner) is None:
+    if not task_of(task).scores_tokens and _head_kind(inner) is None:
         return f"{kind}: its classification head is not known"
     return None
 
@@ -102,10 +103,10 @@ def flat_inputs(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
-    """Logits of a flat batch: causal-lm [1, T, V], classification [N, C], one row a document."""
+    """Logits of a flat batch: [1, T, V], or [N, C], one row a document, where examples are scored."""
     documents, inputs = batch["documents"], flat_inputs(batch)
     logits: Tensor
-    if task != "classification":
+    if task_of(task).scores_tokens:
         logits = model(**inputs).logits
         return logits
     inner = _inner(model)
@@ -158,17 +159,17 @@ def attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    documents: Documents | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer: query [B, Hq, T, D], key and value [B, Hk, T, D] -> ([B, T, Hq, D], no weights).
 
-    With `documents`, B is 1 and `attention_mask` is not looked at. `sliding_window` is how many tokens are seen, the
-    token itself among them.
+    Of the others `sliding_window` is how many tokens are seen, the token itself among them, `softcap` bends the scores,
+    `is_causal` overrules the module's own. With `documents`, B is 1 and `attention_mask` is not looked at.
     """
+    documents: Documents | None = others.pop("documents", None)
+    sliding_window: int | None = others.pop("sliding_window", None)
+    softcap: float | None = others.pop("softcap", None)
+    is_causal: bool | None = others.pop("is_causal", None)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if documents is None:

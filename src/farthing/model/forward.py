@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,9 +29,18 @@ from farthing.model.documents import flat_batch
 from farthing.model.frozen_cache import PrefixCache
 from farthing.model.frozen_layers import Prefix
 from farthing.model.hardware import Numerics
-from farthing.model.head import POSITIONS, TARGETS, find_head, find_labelled, language_model_loss
+from farthing.model.head import (
+    POSITIONS,
+    TARGETS,
+    Head,
+    find_head,
+    find_labelled,
+    language_model_loss,
+    loss_and_log_probs,
+)
 from farthing.model.loss import summed_loss
 from farthing.planner.tiles import default_tile_tokens
+from farthing.tasks.registry import task_of
 
 Host = dict[str, Any]
 """Arrays of a micro-batch by name, int64; hidden states of a frozen prefix are a tensor among them."""
@@ -64,9 +72,13 @@ class Forward:
         self.why_padded = can_go_flat(model, task) if may_go_flat else "the job names another attention"
         if self.why_padded is None:
             go_flat(model)
-        head = find_head(model, task) if task != "classification" else "a classification head scores each example once"
+        self.of = task_of(task)
+        head = find_head(model, task) if self.of.scores_tokens else None
+        if isinstance(head, Head) and not head.is_matrix and label_smoothing:
+            head = "all positions are scored: the head has an adapter, and labels are smoothed"
+        self._found_head = head
         self.head = None if isinstance(head, str) else head
-        self.why_all_scored = head if isinstance(head, str) and task != "classification" else None
+        self.why_all_scored = head if isinstance(head, str) else None
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._first_position = first_position(inner.config)
         self.drops_no_tokens = lift_capacity(inner)
@@ -123,7 +135,7 @@ class Forward:
         """[n]: examples with equal numbers may be computed together."""
         assert self.apart is not None
         lengths, targets = tokens.lengths[examples], None
-        if self.task == "seq2seq":
+        if self.of.is_pair:
             targets = target_lengths_of(tokens, examples)
             lengths = lengths - targets
         return self.apart.classes(lengths, targets)
@@ -134,7 +146,7 @@ class Forward:
         if self.is_flat:
             return cut_by_tokens(examples, tokens.lengths, most_tokens)
         lengths, targets, places = tokens.lengths[examples], None, np.arange(len(examples))
-        if self.task == "seq2seq":
+        if self.of.is_pair:
             targets = target_lengths_of(tokens, examples)
             lengths = lengths - targets
         pieces = cut_padded(places, lengths, most_tokens, target_lengths=targets, cost=self.piece_cost)
@@ -148,8 +160,8 @@ class Forward:
             arrays = collate_flat(tokens, examples, self.task, self._first_position)
         else:
             arrays = collate(tokens, examples, self.task, self.pad_id)
-        if self.task != "classification":
-            labelled = find_labelled(torch.from_numpy(arrays["labels"]), predicts_next=self.task == "causal-lm")
+        if self.of.scores_tokens:
+            labelled = find_labelled(torch.from_numpy(arrays["labels"]), predicts_next=self.of.predicts_next)
             arrays |= {POSITIONS: labelled.positions.numpy(), TARGETS: labelled.targets.numpy()}
         is_cuda = self.numerics.device.type == "cuda"
         if is_cuda:
@@ -161,7 +173,7 @@ class Forward:
 
     def n_computed(self, arrays: Host) -> int:
         """Tokens that a micro-batch makes the model compute; seq2seq: of both sides."""
-        return arrays["input_ids"].size + (arrays["labels"].size if self.task == "seq2seq" else 0)
+        return arrays["input_ids"].size + (arrays["labels"].size if self.of.is_pair else 0)
 
     # ---- on the device ----
 
@@ -181,7 +193,7 @@ class Forward:
 
         `gradient_scale` is what its gradient is expected to be: it changes no result, see `head.head_loss`.
         """
-        if self.task == "classification":
+        if not self.of.scores_tokens:
             return self.loss_and_scores(batch)[0]
         with self._resumed(batch) as rest, self.numerics.autocasting():
             return language_model_loss(
@@ -189,20 +201,27 @@ class Forward:
                 rest,
                 self.task,
                 self.label_smoothing,
+                head=self._found_head,
                 gradient_scale=gradient_scale,
                 tile_tokens=self.tile_tokens,
             )
 
+    def loss_and_log_probs(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Where tokens are scored: (the same sum, the log-probability of all targets of each example together [N])."""
+        with self._resumed(batch) as rest, self.numerics.autocasting():
+            head, tile_tokens = self._found_head, self.tile_tokens
+            return loss_and_log_probs(
+                self.model, rest, self.task, self.label_smoothing, head=head, tile_tokens=tile_tokens
+            )
+
     def loss_and_scores(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Classification: (sum of the cross-entropies, logits [N, C])."""
+        """Where examples are scored: (sum of their losses, logits [N, C])."""
         with self._resumed(batch) as rest, self.numerics.autocasting():
             if not self.is_flat:
                 return summed_loss(self.model, rest, self.task, self.label_smoothing)
             scores = flat_logits(self.model, rest, self.task)
-            loss = F.cross_entropy(
-                scores.float(), rest["labels"], reduction="sum", label_smoothing=self.label_smoothing
-            )
-            return loss, scores
+            assert self.of.labels is not None
+            return self.of.labels.loss(scores, rest["labels"], self.label_smoothing), scores
 
     @contextlib.contextmanager
     def _resumed(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -233,4 +252,6 @@ class Forward:
         n_words, width = weight.shape
         tile = self.tile_tokens or default_tile_tokens(n_words, device, width if weight.requires_grad else 0)
         casts = 2 * n_words * width if weight.requires_grad and self.numerics.base_dtype.itemsize < 4 else 0
-        return self.numerics.base_dtype.itemsize * (min(tile, n_tokens) * n_words + n_tokens * width + casts)
+        size = self.numerics.base_dtype.itemsize
+        of_logit = size if self.head.is_matrix else size + 12  # rows in fp32 of what is made again
+        return of_logit * min(tile, n_tokens) * n_words + size * (n_tokens * width + casts)

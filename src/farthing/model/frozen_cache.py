@@ -128,7 +128,11 @@ def open_prefix_cache(
                 if why:
                     shutil.rmtree(folder, ignore_errors=True)
                     return why
-                _fill(folder, prefix, tokens, plan, missing, facts, numerics, progress, should_stop)
+
+                def commit(number: int, computed: list[Tensor]) -> None:
+                    _commit(folder / _name(number), computed, facts)
+
+                _fill(prefix, tokens, plan, missing, numerics, commit, progress, should_stop)
             os.utime(folder)
             return _mapped(folder, plan, prefix.width)
     except OSError as error:
@@ -263,13 +267,12 @@ def _why_no_room(
 
 
 def _fill(
-    folder: Path,
     prefix: Prefix,
     tokens: TokenSet,
     plan: _Plan,
     missing: list[int],
-    facts: dict[str, Any],
     numerics: Numerics,
+    commit: Callable[[int, list[Tensor]], None],
     progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
 ) -> None:
@@ -287,7 +290,7 @@ def _fill(
                 progress(done, total)
             if written is not None:
                 written.result()
-            written = writer.submit(_commit, folder / _name(number), computed, facts)
+            written = writer.submit(commit, number, computed)
         if written is not None:
             written.result()
 

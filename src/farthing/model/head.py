@@ -2,28 +2,32 @@
 
 Labelled positions are taken tile by tile: logits, loss and gradients of a tile are made at once in the forward pass, so
 no logits outlive their tile and no product is done twice; the backward pass only scales what is there. One sum, the same
-as that of `farthing.model.loss`. Refuses layers that are more than a matrix (an adapter on the head, a head that is
-trained beside its frozen original) and families whose last steps it has not been tested on: `find_head` says why, and
-`language_model_loss` takes the plain path then. Never run on a GPU so far.
+as that of `farthing.model.loss`. A head with an adapter on it is more than a matrix: its tiles are computed again in the
+backward pass (`word_log_probs`). Refuses heads that are trained beside their frozen original and families whose last steps it
+has not been tested on: `find_head` says why, and the plain path is taken then. Never run on a GPU so far.
 
-Shapes: N positions, of which n are labelled; h hidden size, V words, B examples, T tokens.
+Shapes: N positions, of which n are labelled; h hidden size, V words, B examples, T tokens, D documents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-from farthing.data.batches import IGNORED
 from farthing.model.loss import POSITIONS, TARGETS, decoder_inputs, summed_loss
 from farthing.planner.families import KNOWN_HEADS
 from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
+from farthing.tasks.registry import task_of
+from farthing.tasks.task import IGNORED
+
+TILE = 1024  # positions whose whole logits are taken at once
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Labelled:
 
     positions: Tensor
     targets: Tensor
+    log_probs: Tensor | None = None
+    """[n], where `head_loss` shall leave the log-probability of each target; nothing is differentiated through it."""
 
 
 def find_labelled(labels: Tensor, *, predicts_next: bool, position_ids: Tensor | None = None) -> Labelled:
@@ -62,7 +68,6 @@ def head_loss(
     soft_cap: float | None = None,
     label_smoothing: float = 0.0,
     gradient_scale: float | Tensor = 1.0,
-    keeps_graph: bool = False,
 ) -> Tensor:
     """Sum of the cross-entropies of the labelled positions, a scalar in fp32 (fp64 for fp64 weights).
 
@@ -73,12 +78,12 @@ def head_loss(
     expected to be, e.g. the loss scale divided by the targets of the step. The gradients made here are multiplied by it
     and the backward pass only makes up the difference, so it changes nothing but the range: in fp16, whose gradients
     would vanish unscaled, it has to be given; bf16 and fp32 can do without. The weight's gradient is handed out, not
-    copied: one backward pass, or `keeps_graph`.
+    copied: one backward pass.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
     n_words, width = weight.shape
     tile = tile_tokens or default_tile_tokens(n_words, hidden.device.type, width if weight.requires_grad else 0)
-    how = _How(tile, soft_cap, label_smoothing, gradient_scale, torch.is_grad_enabled(), keeps_graph)
+    how = _How(tile, soft_cap, label_smoothing, gradient_scale, torch.is_grad_enabled(), labelled.log_probs)
     loss: Tensor = _HeadLoss.apply(rows, weight, bias, labelled.positions, labelled.targets, how)
     return loss
 
@@ -90,7 +95,7 @@ class _How:
     label_smoothing: float
     gradient_scale: float | Tensor
     wants_gradients: bool
-    keeps_graph: bool
+    log_probs: Tensor | None
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -126,7 +131,8 @@ class _HeadLoss(torch.autograd.Function):
                 torch.mm(inputs, matrix.t(), out=scores)
                 if shift is not None:
                     scores += shift
-                total += _to_gradients(scores, targets[part], how, of_hidden or of_weight or of_bias, summed)
+                into = None if how.log_probs is None else how.log_probs[part]
+                total += _to_gradients(scores, targets[part], how, of_hidden or of_weight or of_bias, summed, into)
                 if grad_hidden is not None:
                     torch.mm(scores, matrix, out=grad_hidden[part])
                 if grad_weight is not None:
@@ -143,7 +149,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the forward pass times what its `gradient_scale` did not foresee."""
         if ctx.is_spent:
-            raise RuntimeError("the head's gradients were handed out already: a second backward pass needs keeps_graph")
+            raise RuntimeError("the head's gradients were handed out already: there is one backward pass")
         positions, grad_hidden = ctx.saved_tensors
         factor = grad_output / ctx.how.gradient_scale
         of_hidden = None
@@ -151,21 +157,20 @@ class _HeadLoss(torch.autograd.Function):
             of_hidden = grad_hidden.new_zeros((ctx.n_rows, grad_hidden.shape[1]), dtype=ctx.dtypes[0])
             of_hidden.index_copy_(0, positions, (grad_hidden * factor).to(ctx.dtypes[0]))
         of_weight, of_bias = ctx.of_weight, ctx.of_bias
-        if ctx.how.keeps_graph:
-            of_weight, of_bias = (None if one is None else one * factor for one in (of_weight, of_bias))
-        else:
-            ctx.of_weight = ctx.of_bias = None
-            ctx.is_spent = True
-            for one in (of_weight, of_bias):
-                if one is not None:
-                    one.mul_(factor)
+        ctx.of_weight = ctx.of_bias = None
+        ctx.is_spent = True
+        for one in (of_weight, of_bias):
+            if one is not None:
+                one.mul_(factor)
         if of_weight is not None:
             of_weight = of_weight.to(ctx.dtypes[1])
         return of_hidden, of_weight, of_bias, None, None, None
 
 
-def _to_gradients(scores: Tensor, targets: Tensor, how: _How, wants: bool, summed: torch.dtype) -> Tensor:
-    """The summed loss of scores [t, V], which become its gradient (scaled) where `wants`."""
+def _to_gradients(
+    scores: Tensor, targets: Tensor, how: _How, wants: bool, summed: torch.dtype, log_probs: Tensor | None
+) -> Tensor:
+    """The summed loss of scores [t, V], which become its gradient (scaled) where `wants`; fills `log_probs` [t]."""
     n_words = scores.shape[1]
     is_cpu = scores.device.type == "cpu"
     block_bytes = CPU_BLOCK_BYTES * torch.get_num_threads() if is_cpu else CUDA_BLOCK_BYTES
@@ -184,6 +189,8 @@ def _to_gradients(scores: Tensor, targets: Tensor, how: _How, wants: bool, summe
             logs = torch.log_softmax(block, -1, dtype=summed)
         of_words = logs.gather(1, words)
         total -= (1 - smooth) * of_words.sum()
+        if log_probs is not None:
+            log_probs[start : start + n_rows] = of_words[:, 0]
         if smooth:
             total -= smooth / n_words * logs.sum()
         if wants and is_simple:  # softmax minus one at the word, which is rounded only once
@@ -228,29 +235,40 @@ class Head:
 
     hidden_states: Callable[[dict[str, Tensor]], Tensor]
     """From a batch to hidden states [B, T, h], scaled as the head takes them."""
-    linear: nn.Linear
+    linear: Any
+    """The output layer: a `nn.Linear`, or one with an adapter of `peft`."""
     soft_cap: float | None
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the layer is a matrix, perhaps with a bias, and nothing more."""
+        return type(self.linear) is nn.Linear
 
 
 def find_head(model: Any, task: str) -> Head | str:
     """The head of a causal or sequence-to-sequence model of `transformers`, wrapped by `peft` or not; or why not."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     family = getattr(getattr(inner, "config", None), "model_type", "")
-    known = KNOWN_HEADS.get(task, frozenset())
+    known = KNOWN_HEADS.get(task_of(task).head, frozenset())
     if family not in known or not type(inner).__module__.startswith("transformers.models."):
         return f"all positions are scored: the head of a {family or type(inner).__name__} for {task} is not known"
-    linear = inner.get_output_embeddings()
-    if type(linear) is not nn.Linear:
+    linear: Any = inner.get_output_embeddings()
+    matrix: Any = linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
+    if type(matrix) is not nn.Linear:
         return f"all positions are scored: the head is wrapped in {type(linear).__module__}.{type(linear).__name__}"
-    if linear._forward_hooks or linear._forward_pre_hooks or nn.utils.parametrize.is_parametrized(linear):
+    if any(_is_changed(one) for one in {linear, matrix}):
         return "all positions are scored: something listens to the head or rewrites its weights"
-    if not linear.weight.is_floating_point():
-        return f"all positions are scored: the head's weights are {linear.weight.dtype}"
-    if task == "seq2seq":
+    if not matrix.weight.is_floating_point():
+        return f"all positions are scored: the head's weights are {matrix.weight.dtype}"
+    if task_of(task).is_pair:
         return Head(lambda batch: _decoder_states(inner, batch), linear, None)
     return Head(
         lambda batch: _causal_states(inner, batch), linear, getattr(inner.config, "final_logit_softcapping", None)
     )
+
+
+def _is_changed(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or nn.utils.parametrize.is_parametrized(module))
 
 
 def language_model_loss(
@@ -259,18 +277,21 @@ def language_model_loss(
     task: str,
     label_smoothing: float = 0.0,
     *,
+    head: Head | str | None = None,
     gradient_scale: float | Tensor = 1.0,
     tile_tokens: int | None = None,
 ) -> Tensor:
-    """Sum of the cross-entropies of a micro-batch, for training and, without gradients, for evaluation.
+    """Sum of the cross-entropies of a micro-batch, for training.
 
     `batch` has what the model takes, `labels` [B, T] and, so that a GPU is not waited for, the `labelled_positions` and
-    `labelled_targets` that `find_labelled` made on the CPU. What `find_head` can't take goes through `summed_loss`, as do
-    classification and everything that needs logits.
+    `labelled_targets` that `find_labelled` made on the CPU. `head` is what `find_head` says of the model, found here if it is
+    not given; what that can't take goes through `summed_loss`.
     """
-    head = find_head(model, task)
-    if isinstance(head, str):
-        return _plain_loss(model, batch, task, label_smoothing)
+    head = find_head(model, task) if head is None else head
+    if isinstance(head, Head) and not head.is_matrix and not label_smoothing:
+        return -word_log_probs(head.hidden_states(batch), head, _labelled_of(batch, task), tile_tokens).sum()
+    if isinstance(head, str) or not head.is_matrix:
+        return _by_whole_logits(model, batch, task, label_smoothing)[0]
     return head_loss(
         head.hidden_states(batch),
         head.linear.weight,
@@ -283,19 +304,90 @@ def language_model_loss(
     )
 
 
+def loss_and_log_probs(
+    model: Any,
+    batch: dict[str, Any],
+    task: str,
+    label_smoothing: float = 0.0,
+    *,
+    head: Head | str | None = None,
+    tile_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(the sum of `language_model_loss`, the log-probability of all targets of each document together [D] in fp32).
+
+    Where gradients are recorded both can be differentiated, at the price of computing the logits of a tile once more; else they
+    are found together. A document is one of a flat batch, or a row of a padded one.
+    """
+    head = find_head(model, task) if head is None else head
+    labelled = _labelled_of(batch, task)
+    if isinstance(head, str) or (label_smoothing and (torch.is_grad_enabled() or not head.is_matrix)):
+        loss, logits = _by_whole_logits(model, batch, task, label_smoothing)
+        scores = logits.flatten(0, 1)[labelled.positions].split(TILE)
+        parts = zip(scores, labelled.targets.split(TILE), strict=True)
+        found = [F.cross_entropy(part.float(), words, reduction="none") for part, words in parts]
+        return loss, _by_document(-torch.cat(found), batch, labelled)
+    states = head.hidden_states(batch)
+    if torch.is_grad_enabled() or not head.is_matrix:
+        words = word_log_probs(states, head, labelled, tile_tokens)
+        return -words.sum(), _by_document(words, batch, labelled)
+    words = states.new_empty(len(labelled.targets), dtype=torch.promote_types(states.dtype, torch.float32))
+    loss = head_loss(
+        states,
+        head.linear.weight,
+        head.linear.bias,
+        replace(labelled, log_probs=words),
+        tile_tokens=tile_tokens,
+        soft_cap=head.soft_cap,
+        label_smoothing=label_smoothing,
+    )
+    return loss, _by_document(words, batch, labelled)
+
+
+def _by_document(words: Tensor, batch: dict[str, Any], labelled: Labelled) -> Tensor:
+    """The sum over each document [D] of `words` [n]."""
+    documents = batch.get("documents")
+    if documents is None:
+        owners, n_documents = labelled.positions // batch["labels"].shape[1], len(batch["labels"])
+    else:
+        owners, n_documents = (
+            torch.bucketize(labelled.positions, documents.bounds[1:], right=True),
+            len(documents.lengths),
+        )
+    return words.new_zeros(n_documents).index_add(0, owners, words)
+
+
+def word_log_probs(hidden: Tensor, head: Head, labelled: Labelled, tile_tokens: int | None = None) -> Tensor:
+    """[n]: the log-probability of each target in fp32, tile by tile; the logits of a tile are made again to go backward."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    tile = tile_tokens or default_tile_tokens(head.linear.weight.shape[0], rows.device.type, 0)
+
+    def of_tile(inputs: Tensor, targets: Tensor) -> Tensor:
+        scores = head.linear(inputs)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if head.soft_cap is not None:
+            scores = torch.tanh(scores / head.soft_cap) * head.soft_cap
+        return -F.cross_entropy(scores, targets, reduction="none")
+
+    parts = zip(labelled.positions.split(tile), labelled.targets.split(tile), strict=True)
+    return torch.cat([checkpoint(of_tile, rows[places], targets, use_reentrant=False) for places, targets in parts])
+
+
 def _labelled_of(batch: dict[str, Tensor], task: str) -> Labelled:
     if POSITIONS in batch:
         return Labelled(batch[POSITIONS], batch[TARGETS])
-    return find_labelled(batch["labels"], predicts_next=task == "causal-lm", position_ids=batch.get("position_ids"))
+    predicts_next = task_of(task).predicts_next
+    return find_labelled(batch["labels"], predicts_next=predicts_next, position_ids=batch.get("position_ids"))
 
 
-def _plain_loss(model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float) -> Tensor:
-    """By whole logits; of documents in a flat batch too, which `summed_loss` knows nothing of."""
-    if task != "causal-lm" or "position_ids" not in batch:
-        return summed_loss(model, batch, task, label_smoothing)[0]
+def _by_whole_logits(model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """(summed loss, logits [B, T, V]); of documents in a flat batch too, which `summed_loss` knows nothing of."""
+    if not task_of(task).predicts_next or "position_ids" not in batch:
+        return summed_loss(model, batch, task, label_smoothing)
     labelled = _labelled_of(batch, task)
-    scores = model(**_inputs(batch), use_cache=False).logits.flatten(0, 1)[labelled.positions]
-    return F.cross_entropy(scores.float(), labelled.targets, reduction="sum", label_smoothing=label_smoothing)
+    logits = model(**_inputs(batch), use_cache=False).logits
+    scores = logits.flatten(0, 1)[labelled.positions]
+    loss = F.cross_entropy(scores.float(), labelled.targets, reduction="sum", label_smoothing=label_smoothing)
+    return loss, logits
 
 
 def _inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -303,10 +395,11 @@ def _inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _causal_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Hidden states [B, T, h] after the last norm."""
+    """Hidden states [B, T, h] after the last norm, scaled where the family scales its logits (Cohere, Granite)."""
     body = getattr(inner, inner.base_model_prefix)
     states: Tensor = body(**_inputs(batch), use_cache=False).last_hidden_state
-    return states
+    scale = getattr(inner.config, "logit_scale", None) or 1 / getattr(inner.config, "logits_scaling", 1)
+    return states if scale == 1 else states * scale
 
 
 def _decoder_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import huggingface_hub
 import torch
@@ -25,12 +25,12 @@ from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
 from farthing.model.loss import decoder_inputs
 from farthing.model.weights import ends_of_weights, weights_sha256
+from farthing.tasks.registry import task_of
 
-AUTO_CLASSES = {
-    "causal-lm": transformers.AutoModelForCausalLM,
-    "seq2seq": transformers.AutoModelForSeq2SeqLM,
-    "classification": transformers.AutoModelForSequenceClassification,
-}
+
+def auto_class(task: str) -> Any:
+    """The class of transformers that loads models for a task."""
+    return getattr(transformers, task_of(task).auto_class)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def set_languages(
     """
     if text_version == 1 and not source and not target:
         return "", ""
-    writes_them = task == "seq2seq" and hasattr(tokenizer, "set_tgt_lang_special_tokens")
+    writes_them = task_of(task).is_pair and hasattr(tokenizer, "set_tgt_lang_special_tokens")
     if not writes_them:
         if source or target:
             raise ModelError(
@@ -195,6 +195,13 @@ def speak(model: Any, tokenizer: Any, language: str) -> None:
         ) from error
 
 
+class FourBits(NamedTuple):
+    """A model in 4 bits on a device, but for the modules of these names."""
+
+    device: torch.device
+    but: tuple[str, ...] = ()
+
+
 def load_model(
     choice: ModelChoice,
     config: Any,
@@ -204,44 +211,37 @@ def load_model(
     seed: int,
     label_names: tuple[str, ...] = (),
     pad_id: int | None = None,
-    quantize_on: torch.device | None = None,
-    unquantized: tuple[str, ...] = (),
+    in_four_bits: FourBits | None = None,
 ) -> PreTrainedModel:
-    """The model in `dtype` on the CPU, or on the device `quantize_on` in 4 bits but for its head and `unquantized`.
+    """The model in `dtype` on the CPU, or in 4 bits on the device of `in_four_bits`, but for its head.
 
     A new classification head, or all of it with `init: random`, is drawn from `seed`. Raises `ModelError`.
     """
-    if task == "classification":
-        config.num_labels = len(label_names)
-        config.id2label = dict(enumerate(label_names))
-        config.label2id = {name: index for index, name in enumerate(label_names)}
-        config.problem_type = "single_label_classification"
+    labels = task_of(task).labels
+    if labels is not None:
+        labels.set_head(config, label_names)
     if config.pad_token_id is None:
         config.pad_token_id = pad_id
-    auto = AUTO_CLASSES[task]
+    auto = auto_class(task)
     torch.manual_seed(seed)
     attention = {"attn_implementation": choice.attn_implementation} if choice.attn_implementation else {}
     try:
         if choice.init == "random":
-            if quantize_on is not None:
+            if in_four_bits is not None:
                 raise ModelError("qlora needs pretrained weights", where="model.init", to_do="use method: lora")
-            # drawn in fp32 and rounded: the same weights come again in every precision, as when an adapter is merged
-            drawn = {"dtype": torch.float32, "trust_remote_code": choice.trust_remote_code, **attention}
-            model = auto.from_config(config, **drawn)
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(dtype)
-            model.config.dtype = dtype
+            model = _drawn(auto, config, dtype, trust_remote_code=choice.trust_remote_code, **attention)
         else:
             four_bit = {}
-            if quantize_on is not None:
-                four_bit = _four_bit(dtype, quantize_on, [*_head_of(auto, config, choice, task), *unquantized])
+            if in_four_bits is not None:
+                skip = [*_head_of(auto, config, choice, task), *in_four_bits.but]
+                four_bit = _four_bit(dtype, in_four_bits.device, skip)
             model, loaded = auto.from_pretrained(
                 choice.name,
                 config=config,
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=task == "classification",  # a head for other classes is drawn again
+                ignore_mismatched_sizes=labels is not None,  # a head for other classes is drawn again
                 **choice.where_from,
                 **attention,
                 **four_bit,
@@ -252,15 +252,24 @@ def load_model(
     except Exception as error:
         raise _in_words(f"can't be loaded for {task}", choice.name, error) from error
     model.config.use_cache = False
-    if task == "seq2seq":
+    if task_of(task).is_pair:
         decoder_inputs(model, torch.tensor([[0, 0]]))  # what it lacks is found now, not at the first step
+    return model
+
+
+def _drawn(auto: Any, config: Any, dtype: torch.dtype, **how: Any) -> Any:
+    """Fresh weights, drawn in fp32 and rounded: the same come again in every precision, as when an adapter is merged."""
+    model = auto.from_config(config, dtype=torch.float32, **how)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
     return model
 
 
 def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:
     """Refuse weights that leave a part of the pretrained model to chance. Raises `ModelError`."""
     odd = {*loaded["missing_keys"], *(key for key, *_ in loaded["mismatched_keys"])}
-    if task == "classification":  # its head, and the pooler that some encoders come without, are new
+    if not task_of(task).scores_tokens:  # its head, and the pooler that some encoders come without, are new
         body = f"{model.base_model_prefix}."
         odd = {key for key in odd if key.startswith(body) and ".pooler." not in f".{key}"}
     if odd:
@@ -354,7 +363,7 @@ def _head_of(auto: Any, config: Any, choice: ModelChoice, task: str) -> list[str
     """The names of a model's classification head or output layer."""
     with torch.device("meta"):
         skeleton = auto.from_config(config, trust_remote_code=choice.trust_remote_code)
-    if task == "classification":
+    if not task_of(task).scores_tokens:
         return new_heads(skeleton)
     output = skeleton.get_output_embeddings()
     return [name for name, module in skeleton.named_modules() if module is output]

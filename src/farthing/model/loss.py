@@ -1,6 +1,6 @@
 """The loss of a micro-batch as a sum, so that the caller can divide by the targets of the whole step.
 
-One function for the three tasks. Shapes: B examples, T tokens, V words, C classes.
+Shapes: B examples, T tokens, V words, C classes.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from farthing.data.batches import IGNORED
 from farthing.errors import ModelError
+from farthing.tasks.registry import task_of
+from farthing.tasks.task import IGNORED
 
 # keys of a batch that only the loss reads
 POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
@@ -21,18 +22,19 @@ POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
 def summed_loss(model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """(sum of cross-entropies in fp32, logits).
 
-    causal-lm: each labelled token is predicted from the one before it, logits [B, T, V]; seq2seq: decoder logits
-    [B, T, V]; classification: logits [B, C], one target an example. Positions labelled -100 add nothing. A GPU is waited for
-    unless the batch says which positions are labelled.
+    Logits are [B, T, V], of the decoder where input and target are apart, else one ahead of the token that they predict; or
+    [B, C], one label an example. Positions labelled -100 add nothing. A GPU is waited for unless the batch says which
+    positions are labelled.
     """
     logits = logits_of(model, batch, task)
     labels = batch["labels"]
-    if task == "classification":
-        scores = logits
-    elif POSITIONS in batch:
+    of = task_of(task)
+    if of.labels is not None:
+        return of.labels.loss(logits, labels, label_smoothing), logits
+    if POSITIONS in batch:
         scores, labels = logits.flatten(0, 1).index_select(0, batch[POSITIONS]), batch[TARGETS]
     else:
-        if task == "causal-lm":
+        if of.predicts_next:
             scores, labels = logits[:, :-1], labels[:, 1:]
         else:
             scores = logits
@@ -44,11 +46,12 @@ def summed_loss(model: Any, batch: dict[str, Tensor], task: str, label_smoothing
 def logits_of(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
     """Forward pass without the library's own loss."""
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    if task == "seq2seq":
+    of = task_of(task)
+    if of.is_pair:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         inputs["decoder_input_ids"] = decoder_inputs(inner, batch["labels"])
         inputs["use_cache"] = False
-    elif task == "causal-lm":
+    elif of.predicts_next:
         inputs["use_cache"] = False
     logits: Tensor = model(**inputs).logits
     return logits

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from farthing.data.encode import Encoder
-from farthing.data.formats import Text, Unusable, converter, recognise
+from farthing.data.formats import Text, converter, recognise
 from farthing.data.read import Row, open_sources
 from farthing.errors import FarthingError, ModelError
+from farthing.tasks.columns import Unusable
+from farthing.tasks.registry import task_of
 
 N_EXAMPLES, N_ROWS, MOST_TOKENS = 4, 32, 128
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -26,16 +28,16 @@ logits move by a few per cent; what is merged in the wrong place moves them as f
 
 def check_examples(job: dict[str, Any], tokenizer: Any, n_words: int) -> list[dict[str, Tensor]]:
     """What a model takes of a few examples, each [1, T]: the run's first rows that are available here, else drawn ids."""
-    task = job["task"]
+    is_pair = task_of(job["task"]).is_pair
     rows = _first_rows(job, tokenizer)
     if not rows:
         dice = torch.Generator().manual_seed(0)
         rows = [(torch.randint(n_words, (24,), generator=dice).tolist(), [0] * 16 + [1] * 8) for _ in range(N_EXAMPLES)]
     batches = []
     for ids, is_target in rows:
-        source = [token for token, target in zip(ids, is_target, strict=True) if task != "seq2seq" or not target]
+        source = [token for token, target in zip(ids, is_target, strict=True) if not is_pair or not target]
         batch = {"input_ids": torch.tensor([source]), "attention_mask": torch.ones(1, len(source), dtype=torch.long)}
-        if task == "seq2seq":
+        if is_pair:
             target = [token for token, target in zip(ids, is_target, strict=True) if target]
             batch["decoder_input_ids"] = torch.tensor([target])
         batches.append(batch)
@@ -62,7 +64,7 @@ def _first_rows(job: dict[str, Any], tokenizer: Any) -> list[tuple[list[int], li
         for length in encoded.lengths.tolist():
             span = slice(start, start + length)
             targets = encoded.is_target[span].tolist()
-            if length and (task != "seq2seq" or 0 < sum(targets) < length):
+            if length and (not task_of(task).is_pair or 0 < sum(targets) < length):
                 rows.append((encoded.ids[span].tolist(), targets))
             start += length
         return rows

@@ -20,6 +20,7 @@ from farthing.planner.recipe import Recipe
 from farthing.planner.shapes import Adapters, Shape
 from farthing.planner.speed import Calibration, Device, forward_work, step_time, work_of
 from farthing.settings import Settings
+from farthing.tasks.registry import task_of
 from farthing.units import plural
 
 N_NEWEST = 5
@@ -118,7 +119,7 @@ def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Large
         mean_passes=m.n_micro_batches / m.n_steps, lora_r=m.lora_r, stack=stack,
     )  # fmt: skip
     n_examples = m.n_steps * m.global_batch_size
-    mean, target = m.lengths["mean"], m.lengths["mean_target"] if m.task == "seq2seq" else 0.0
+    mean, target = m.lengths["mean"], m.lengths["mean_target"] if task_of(m.task).is_pair else 0.0
     tokens = m.n_padded_tokens / n_examples * mean / (mean + target)
     targets = m.n_padded_tokens / n_examples * target / (mean + target)
     spread = m.lengths["mean_of_squares"] / mean**2  # that of targets is not kept, and taken to be the same

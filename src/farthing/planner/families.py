@@ -12,6 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from farthing.tasks.causal_lm import CAUSAL_LM
+from farthing.tasks.classification import CLASSIFICATION
+from farthing.tasks.seq2seq import SEQ2SEQ
+
 # A row: name of the weight (* is the number of the layer), what it is part of, its size, and what else is to say.
 #   sizes    h->f a linear layer; V*h an embedding table of V rows; h a norm. V vocabulary,
 #            h hidden, f feed-forward, q and k all heads of queries and keys, d one head, a number of heads, P positions,
@@ -133,6 +137,9 @@ _DISTILBERT = """
     transformer.layer.*.ffn.lin2               mlp         f->h    bias
     transformer.layer.*.output_layer_norm      norms       h       bias
 """
+BODY = "body"
+"""No task: neither a head nor a pooler."""
+_NEXT, _PAIR, _CLASSES = (task.head for task in (CAUSAL_LM, SEQ2SEQ, CLASSIFICATION))
 _LM_HEAD = "lm_head head h->V tied:tie_word_embeddings"
 _TWO_LAYERS = "{0}.dense head h->h bias of:sequence\n{0}.out_proj head h->n bias of:sequence"
 _BERT_HEAD = "bert.pooler.dense pooler h->h bias of:sequence\nclassifier head h->n bias of:sequence"
@@ -140,18 +147,18 @@ _DISTILBERT_HEAD = "pre_classifier head h->h bias of:sequence\nclassifier head h
 
 
 def _decoder_heads(prefix: str) -> dict[str, tuple[str, str]]:
-    return {"causal-lm": (prefix, _LM_HEAD), "classification": (prefix, "score head h->n"), "body": ("", "")}
+    return {_NEXT: (prefix, _LM_HEAD), _CLASSES: (prefix, "score head h->n"), BODY: ("", "")}
 
 
 def _encoder_heads(prefix: str, head: str) -> dict[str, tuple[str, str]]:
-    return {"body": ("", ""), "classification": (prefix, head)}
+    return {BODY: ("", ""), _CLASSES: (prefix, head)}
 
 
 class Family(NamedTuple):
     """What models of one `model_type` have in common."""
 
     body: str
-    heads: Mapping[str, tuple[str, str]]  # by task, the usual one first: what body names begin with, the head's rows
+    heads: Mapping[str, tuple[str, str]]  # the usual one first: what body names begin with, the head's rows
     query_and_value: tuple[str, ...]  # the layers that an adapter goes to by default (Hu et al. 2021, section 4.2)
     defaults: Mapping[str, Any]  # of the configuration class, for keys that a config leaves out
     attention: str = "causal"  # causal, bidirectional, or encoder-decoder
@@ -234,8 +241,8 @@ _DISTILBERT_KEYS = {"hidden_size": "dim", "intermediate_size": "hidden_dim", "nu
 _DISTILBERT_KEYS |= {"num_attention_heads": "n_heads"}
 
 _DECODER = _decoder_heads("model.")
-_T5_HEADS = {"seq2seq": ("", _LM_HEAD), "body": ("", "")}
-_T5_HEADS |= {"classification": ("transformer.", _TWO_LAYERS.format("classification_head"))}
+_T5_HEADS = {_PAIR: ("", _LM_HEAD), BODY: ("", "")}
+_T5_HEADS |= {_CLASSES: ("transformer.", _TWO_LAYERS.format("classification_head"))}
 _ROBERTA = _encoder_heads("roberta.", _TWO_LAYERS.format("classifier"))
 _BOTH, _ALL = "encoder-decoder", "bidirectional"
 
@@ -286,7 +293,7 @@ DECODERS = frozenset(
     }
 )
 ENCODERS = frozenset({"bert", "camembert", "electra", "roberta", "xlm-roberta"})
-FLAT = {"causal-lm": DECODERS, "classification": DECODERS | ENCODERS}  # by task; other tasks are padded
+FLAT = {_NEXT: DECODERS, _CLASSES: DECODERS | ENCODERS}  # by the head of a task; other tasks are padded
 WHY_NOT_FLAT = {
     "bloom": "its scores are biased by the distance of tokens (ALiBi)",
     "mpt": "its scores are biased by the distance of tokens (ALiBi)",
@@ -295,17 +302,32 @@ WHY_NOT_FLAT = {
     "mt5": "its scores are biased by the distance of tokens",
 }
 
-# whose forward pass ends in: hidden states, one matrix, perhaps a soft cap; held against the plain path in the tests
+# whose forward pass ends in: hidden states, perhaps scaled, one matrix, perhaps a soft cap; held against the plain path
 CAUSAL_FAMILIES = frozenset(
-    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox"}
+    {
+        *(
+            "cohere",
+            "cohere2",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "gpt2",
+            "gpt_neox",
+            "granite",
+            "llama",
+            "mistral",
+            "phi",
+        ),
+        *("phi3", "qwen2", "qwen3"),
+    }
 )
 SEQ2SEQ_FAMILIES = frozenset({"t5", "mt5"})
-KNOWN_HEADS = {"causal-lm": CAUSAL_FAMILIES, "seq2seq": SEQ2SEQ_FAMILIES}  # by task
+KNOWN_HEADS = {_NEXT: CAUSAL_FAMILIES, _PAIR: SEQ2SEQ_FAMILIES}  # by the head of a task
 
-# by task, whose result for an example is the same with padding to the right of its input as without: held against single
-# examples in the tests; of other families a padded micro-batch has inputs of one length
+# by the head of a task, whose result for an example is the same with padding to the right of its input as without: held
+# against single examples in the tests; of other families a padded micro-batch has inputs of one length
 PADS_SAFELY = {
-    "classification": DECODERS
+    _CLASSES: DECODERS
     | ENCODERS
     | frozenset(
         {
@@ -338,7 +360,7 @@ PADS_SAFELY = {
             *("squeezebert", "stablelm", "t5", "umt5", "xlm", "xlm-roberta-xl"),
         }
     ),
-    "seq2seq": frozenset(
+    _PAIR: frozenset(
         {
             *(
                 "bart",

@@ -44,6 +44,7 @@ from farthing.planner.types import (
 from farthing.prices.catalog import Catalog, read_catalog, select
 from farthing.prices.gpus import find_gpu, gpu_of_device, gpus
 from farthing.prices.offers import Billing, Offer
+from farthing.tasks.registry import task_of
 
 HERE, OWN = "this machine", "own"
 
@@ -203,7 +204,7 @@ def _past(places: Sequence[Place], measurements: Sequence[Measurement], machine:
 
 def shape_of(job: Job, config: dict[str, Any], n_labels: int = 2) -> Shape:
     """The sizes of the job's model with its head. A head for classification is small; two labels unless known."""
-    return read_shape(config, job.task, n_labels if job.task == "classification" else 0)
+    return read_shape(config, job.task, 0 if task_of(job.task).scores_tokens else n_labels)
 
 
 def wanted_of(
@@ -219,7 +220,7 @@ def wanted_of(
     deadline_s = None
     if job.limits.deadline is not None:
         deadline_s = job.limits.deadline.timestamp() - now.timestamp()
-    is_generated = job.task == "seq2seq" and train.predict_with_generate
+    is_generated = task_of(job.task).is_pair and train.predict_with_generate
     return JobSpec(
         shape=shape,
         method=method.name,
@@ -277,7 +278,7 @@ def _lengths(
             return seen.repeated(n_examples), held_out
         n_examples = seen.n_examples
     assert mean_tokens is not None
-    target = mean_tokens / 4 if job.task == "seq2seq" else None
+    target = mean_tokens / 4 if task_of(job.task).is_pair else None
     longest = max(job.max_length, int(mean_tokens) + 1)
     return from_mean(n_examples, mean_tokens, longest, mean_target=target), None
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from farthing.errors import ModelError
+from farthing.tasks.registry import task_of
 
 _ROUTER_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef", "moe_loss_weight")
 
@@ -19,7 +20,7 @@ def left_out_loss(config: Mapping[str, Any], task: str) -> str:
     The balance of the experts (`output_router_logits`, Fedus et al. 2021, section 2.2) is a product of two means over all
     tokens of a step, which does not come apart into micro-batches. Classification heads add none of these.
     """
-    if task == "classification":
+    if not task_of(task).scores_tokens:
         return ""
     for part in (config, config.get("text_config") or {}):
         if part.get("output_router_logits"):

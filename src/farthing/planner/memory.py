@@ -143,7 +143,7 @@ def estimate_memory(
     if stack.frees_gradients:
         gradients = max(gradients / max(1, shape.n_layers), head_gradients)
     held = gradients if recipe.n_micro_batches > 1 and not stack.frees_gradients else 0.0
-    by_positions = stack.loss == POSITIONS and shape.task in ("causal-lm", "seq2seq")
+    by_positions = stack.loss == POSITIONS and shape.scores_tokens
     # made in the forward pass; where the embeddings share its weight it waits for theirs, beside what is held
     in_loss = head_gradients if by_positions else 0.0
     in_backward = in_loss if shape.is_tied and held else 0.0
@@ -274,7 +274,7 @@ def logits_bytes(
     """
     n_tokens = largest.n_rows * (largest.targets or largest.tokens)
     c = recipe.compute_bytes
-    if shape.task in ("classification", "body"):
+    if not shape.scores_tokens:
         return 0.0
     if recipe.stack.loss == TILED:
         return float(TILE_BYTES)

@@ -23,6 +23,7 @@ from farthing.planner.spot import (
 )
 from farthing.planner.types import Assumptions, JobSpec, Place, Plan, Range, Rejected
 from farthing.prices.offers import Offer, bill
+from farthing.tasks.registry import task_of
 
 _STORES = {
     "s3": "AWS",
@@ -151,7 +152,7 @@ class Pricing:
         start_s = known.start_s
         if start_s is None:
             start_s = a.import_s + weights_bytes / a.load_bytes_per_s
-        tokens = wanted.lengths.n_tokens + (wanted.lengths.n_target_tokens if shape.task == "seq2seq" else 0.0)
+        tokens = task_of(shape.task).n_tokens(wanted.lengths.n_tokens, wanted.lengths.n_target_tokens)
         export_s = known.export_s if known.export_s is not None else 0.5 + wanted.n_trainable * 4 / a.disk_bytes_per_s
         seconds = {
             "setup": 0.0 if place.is_local else a.setup_s,

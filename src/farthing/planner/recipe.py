@@ -14,6 +14,7 @@ from typing import Any
 from farthing.data.packing import PieceCost
 from farthing.planner.families import FLAT, KNOWN_HEADS
 from farthing.settings import Settings
+from farthing.tasks.registry import task_of
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -77,14 +78,14 @@ def stack_for(
 
     A plain head has no adapter and is not trained beside its original; plain adapters are LoRA without dropout or DoRA.
     """
-    is_flat = may_go_flat and model_type in FLAT.get(task, ())
+    is_flat = may_go_flat and model_type in FLAT.get(task_of(task).head, ())
     return replace(
         FARTHING,
         has_autocast=precision != "fp32",
         is_flat=is_flat,
         # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
         is_flash=is_flat and precision != "fp16",
-        loss=POSITIONS if has_plain_head and model_type in KNOWN_HEADS.get(task, ()) else LABELLED,
+        loss=POSITIONS if has_plain_head and model_type in KNOWN_HEADS.get(task_of(task).head, ()) else LABELLED,
         fuses_adapters=method == "lora" and has_plain_adapters,
     )
 

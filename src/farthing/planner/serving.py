@@ -234,8 +234,8 @@ def serve(shape: Shape, traffic: Traffic, offers: list[Offer]) -> tuple[list[Ser
 
     Raises `UserMistake` for a model that does not write token by token.
     """
-    if shape.task != "causal-lm":
-        what = f"what serving costs is known for causal-lm, not for {shape.task}"
+    if shape.attention != "causal" or not shape.scores_tokens:
+        what = f"what serving costs is known for models that write one text, not for {shape.task}"
         raise UserMistake(
             what, where="--serve", to_do="leave it out, or time the exported model on the machine you mean"
         )

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from farthing.errors import UserMistake
-from farthing.planner.families import FAMILIES, Family
+from farthing.planner.families import BODY, FAMILIES, Family
+from farthing.tasks.registry import task_of
 
 _NOT_READ = ("add_cross_attention", "use_bidirectional_attention")  # they change layers or masks in ways not told here
 
@@ -94,7 +95,7 @@ class Shape(NamedTuple):
     """The sizes of a model for a task, read by `read_shape`."""
 
     model_type: str
-    task: str  # causal-lm, seq2seq, classification, or body: no head and no pooler
+    task: str  # or `BODY`: no head and no pooler
     attention: str  # causal, bidirectional or encoder-decoder
     hidden: int
     n_layers: int  # of the encoder, where there are both
@@ -109,6 +110,11 @@ class Shape(NamedTuple):
     windows: tuple[int | None, ...]  # by layer: tokens a token attends to, itself included; None is all before it
     weights: tuple[Weight, ...]
     query_and_value: tuple[str, ...]
+
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether each token that is scored is held against all words."""
+        return self.task != BODY and task_of(self.task).scores_tokens
 
     @property
     def n_parameters(self) -> int:
@@ -159,9 +165,7 @@ class Shape(NamedTuple):
         query and value for classification and all linear layers otherwise, as `add_adapter` has it. A head for
         classification is always trained whole. A saved module inside another one counts once.
         """
-        heads = (
-            [w.name.split(".")[0] for w in self.weights if w.part == "head"] if self.task == "classification" else []
-        )
+        heads = [] if self.scores_tokens else [w.name.split(".")[0] for w in self.weights if w.part == "head"]
         saved_names = sorted({*heads, *modules_to_save})
         saved_copies = self._matched(lambda name: _is_saved(name, saved_names))
         for wanted in modules_to_save:
@@ -169,7 +173,7 @@ class Shape(NamedTuple):
                 raise self._no_module(wanted, "modules_to_save")
         # peft keeps adapters out of whatever these match, at dots
         kept_out = re.compile("|".join(rf"(?:^|.*\.)(?:{name})(?:$|\..*)" for name in saved_names) or r"(?!)")
-        if tuple(target_modules) == ("all-linear",) or (not target_modules and self.task != "classification"):
+        if tuple(target_modules) == ("all-linear",) or not (target_modules or heads):
             linear = {w.name for w in self.linear_layers if w.part != "head"}
             adapted_copies = {
                 w: n for w, n in self._matched(lambda x: not kept_out.match(x)).items() if w.name in linear
@@ -320,9 +324,9 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
     Without a task: the family's usual one, or the body alone for encoders. Classification needs the number of labels.
     Raises `UserMistake`.
     """
-    family, task = _family_of(config, task)
-    if task == "classification" and n_labels < 1:
-        raise UserMistake("classification needs the number of labels", where="n_labels", to_do="give 1 or more")
+    family, task, ends = _family_of(config, task)
+    if "->n" in ends[1] and n_labels < 1:
+        raise UserMistake(f"{task} needs the number of labels", where="n_labels", to_do="give 1 or more")
     for key in _NOT_READ:
         if config.get(key):
             raise UserMistake(f"{key} is not known here", where=f"config.json: {key}", to_do="use a model without it")
@@ -357,13 +361,13 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
         max_positions=positions,
         is_tied=says.holds("tie_word_embeddings"),
         windows=_windows(says, n_decoder_layers or n_layers),
-        weights=_weights(family, task, says, sizes, {"decoder.": n_decoder_layers, "": n_layers}),
+        weights=_weights(family, ends, says, sizes, {"decoder.": n_decoder_layers, "": n_layers}),
         query_and_value=family.query_and_value,
     )
 
 
-def _family_of(config: Mapping[str, Any], task: str | None) -> tuple[Family, str]:
-    """The family of a model, and the task: its usual one unless given. Raises `UserMistake`."""
+def _family_of(config: Mapping[str, Any], task: str | None) -> tuple[Family, str, tuple[str, str]]:
+    """A model's family, its task (the usual one unless given), and how body and head begin. Raises `UserMistake`."""
     model_type = config.get("model_type") if isinstance(config, Mapping) else None
     family = FAMILIES.get(str(model_type))
     if family is None:
@@ -371,17 +375,18 @@ def _family_of(config: Mapping[str, Any], task: str | None) -> tuple[Family, str
         what = f"no model family `{model_type}` is known" if model_type else "the configuration names no model_type"
         raise UserMistake(what, where="config.json: model_type", to_do=f"{first}known: {', '.join(FAMILIES)}")
     task = task or next(iter(family.heads))
-    if task not in family.heads:
+    head = BODY if task == BODY else task_of(task).head
+    if head not in family.heads:
         known = ", ".join(family.heads)
         raise UserMistake(f"{model_type} is not known for {task}", where="task", to_do=f"use one of {known}")
-    return family, task
+    return family, task, family.heads[head]
 
 
 def _weights(
-    family: Family, task: str, says: _Config, sizes: Mapping[str, int], n_copies: Mapping[str, int]
+    family: Family, ends: tuple[str, str], says: _Config, sizes: Mapping[str, int], n_copies: Mapping[str, int]
 ) -> tuple[Weight, ...]:
     """The weights of body and head; `n_copies` by how the name of one of many begins."""
-    prefix, head = family.heads[task]
+    prefix, head = ends
     rows = [(prefix, row) for row in family.body.splitlines()] + [("", row) for row in head.splitlines()]
     weights = []
     for before, row in [each for each in rows if each[1].strip()]:

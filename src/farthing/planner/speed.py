@@ -347,7 +347,7 @@ def _flops(
     is_read = 1.0 if recipe.settings.caches_frozen else 0.0  # from the disk, what is below
     spread = padded.token_pairs / max(1.0, padded.tokens**2)  # long examples attend more than the mean squared
     low_rank = both.adapters / 3 * recompute
-    scored = labelled_share if recipe.stack.loss == POSITIONS and shape.task != "classification" else 1.0
+    scored = labelled_share if recipe.stack.loss == POSITIONS and shape.scores_tokens else 1.0
     return _Flops(
         scale * (both.body + recompute * above.body - is_read * below[0]),
         # flash recomputes the scores in the backward pass
@@ -413,7 +413,7 @@ def _traffic(
     body = tokens * (layer + adapted) * passes + tokens * adapted * (3.0 + recompute - passes)  # adapters are all above
     if stack.is_eager:  # product, mask, softmax in fp32, cast and the second product, each over all scores
         body += (shape.n_layers * padded.token_pairs * shape.n_heads * (6.0 * c + 8.0)) * passes
-    n_scored = (padded.targets or padded.tokens) if shape.task in ("causal-lm", "seq2seq") else 0.0
+    n_scored = (padded.targets or padded.tokens) if shape.scores_tokens else 0.0
     of_loss = {TILED: 8.0, FUSED: 16.0, CHUNKED: 24.0}.get(stack.loss, c + 32.0 * labelled_share)
     if stack.loss == POSITIONS:
         of_loss = (8.0 + 5.0 * c) * labelled_share

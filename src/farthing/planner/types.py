@@ -28,6 +28,7 @@ from farthing.prices.offers import (
     Offer,
     up_front_usd,
 )
+from farthing.tasks.registry import task_of
 from farthing.units import say_seconds
 
 UNCALIBRATED = Calibration()
@@ -177,14 +178,14 @@ class JobSpec:
     @property
     def labelled_share(self) -> float:
         """Share of the tokens that go through the loss."""
-        if self.shape.task != "causal-lm":
+        if not task_of(self.shape.task).predicts_next:
             return 1.0
         return min(1.0, self.lengths.n_target_tokens / max(1.0, self.lengths.n_tokens))
 
     @property
     def tokens_per_example(self) -> float:
         """Mean tokens without padding; seq2seq: source and target."""
-        return self.lengths.mean + (self.lengths.mean_target if self.shape.task == "seq2seq" else 0.0)
+        return task_of(self.shape.task).n_tokens(self.lengths.mean, self.lengths.mean_target)
 
     @property
     def save_bytes(self) -> float:

@@ -8,30 +8,26 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.printable import printable
 from farthing.report.receipt import Receipt
+from farthing.tasks.causal_lm import CAUSAL_LM
+from farthing.tasks.registry import task_of
 from farthing.units import digits_of, plural, say_bytes, say_count
 
-_PIPELINES = {
-    "causal-lm": "text-generation",
-    "seq2seq": "text2text-generation",
-    "classification": "text-classification",
-}
-
-_CLASSES = {
-    "causal-lm": "AutoModelForCausalLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "classification": "AutoModelForSequenceClassification",
-}
+_BEFORE_TASKS = CAUSAL_LM.name  # what the job of an older run is of, that names none
 
 
 def model_card(receipt: Receipt, step: int, *, is_merged: bool) -> str:
     """Markdown with the metadata block that the Hub reads. Local paths are shortened to their last part."""
     job = receipt.job or {}
-    task, method = job.get("task", "causal-lm"), (job.get("method") or {}).get("name", "full")
+    task, method = job.get("task", _BEFORE_TASKS), (job.get("method") or {}).get("name", "full")
     base = (job.get("model") or {}).get("model_name_or_path", "unknown")
     is_local = Path(base).is_absolute()
     shown = _cell(Path(base).name if is_local else base)
     is_adapter = method != "full" and not is_merged
-    meta = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}", f"pipeline_tag: {_PIPELINES[task]}"]
+    meta = [
+        "---",
+        f"library_name: {'peft' if is_adapter else 'transformers'}",
+        f"pipeline_tag: {task_of(task).pipeline_tag}",
+    ]
     if not is_local:
         meta.append(f"base_model: {base}")
     meta += ["tags:", "- farthing", *([f"- {method}"] if method != "full" else []), "---", ""]
@@ -84,9 +80,10 @@ def _how_to_load(receipt: Receipt, base: str) -> list[str]:
     if (job.get("model") or {}).get("init") == "random":
         words = f"`{base}` has no weights, they were drawn from the seed: take the whole model,"
         return ["", "## Use", "", f"{words} which `farthing export --format merged` writes."]
-    name = _CLASSES[job.get("task", "causal-lm")]
+    task = task_of(job.get("task", _BEFORE_TASKS))
+    name = task.auto_class
     lines = ["", "## Use", "", "In this folder, with `peft` installed:", "", "```python"]
-    if job.get("task") == "classification":
+    if task.labels is not None:
         lines += [
             f"from transformers import AutoConfig, {name}",
             "",

@@ -17,6 +17,7 @@ from farthing.durability.summed_lines import newest_lines, read_line, with_sum
 from farthing.model.hardware import Numerics, hardware_key
 from farthing.planner.lengths import from_token_set
 from farthing.settings import Settings
+from farthing.tasks.registry import task_of
 from farthing.train.setup import Examples
 
 PROBES = "probes.jsonl"  # in the cache
@@ -69,7 +70,7 @@ def subject_of(job: Job, config: Any, examples: Examples, numerics: Numerics) ->
         precision=numerics.name,
         optim=job.train.optim,
         global_batch_size=job.global_batch_size,
-        mean_tokens=lengths.mean + (lengths.mean_target if job.task == "seq2seq" else 0.0),
+        mean_tokens=task_of(job.task).n_tokens(lengths.mean, lengths.mean_target),
         longest=lengths.longest + lengths.longest_target,
     )
 

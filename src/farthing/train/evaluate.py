@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from farthing.data.packing import target_lengths_of
 from farthing.data.token_set import TokenSet
 from farthing.errors import Interrupted
-from farthing.metrics import classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
+from farthing.tasks.task import Evaluated
 
 
 @torch.no_grad()
@@ -24,20 +25,21 @@ def evaluate(
     *,
     tokenizer: Any,
     most_tokens: int,
-    generate: bool = False,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is not a number.
 
-    A batch has at most `most_tokens` computed tokens, or one example. Raises `Interrupted` when asked to stop in between.
+    A batch has at most `most_tokens` computed tokens, or one example. Where input and target are apart, at most
+    `max_new_tokens` are written for each; 0: nothing is. Raises `Interrupted` when asked to stop in between.
     """
-    model, task = forward.model, forward.task
+    model, task = forward.model, forward.of
     was_training = model.training
     model.eval()
     n_targets, done = 0, 0
     losses: list[Tensor] = []
+    of_documents: list[Tensor] = []
     labels: list[Tensor] = []
     chosen: list[Tensor] = []
     predictions: list[str] = []
@@ -48,14 +50,16 @@ def evaluate(
                 raise Interrupted("stopped while evaluating")
             arrays = forward.collate(tokens, piece)
             batch = forward.to_device(arrays)
-            if task == "classification":
+            if task.labels is not None:
                 loss, scores = forward.loss_and_scores(batch)
-                chosen.append(scores.argmax(-1))
+                chosen.append(task.labels.answers(scores))
                 labels.append(batch["labels"])
             else:
-                loss = forward.loss(batch)
+                loss, log_probs = forward.loss_and_log_probs(batch)
+                n_each = torch.from_numpy(target_lengths_of(tokens, piece)).to(log_probs.device, non_blocking=True)
+                of_documents.append(-(log_probs / n_each).double().sum())
             losses.append(loss.double())
-            if task == "seq2seq" and generate:
+            if task.is_pair and max_new_tokens:
                 with forward.numerics.autocasting():
                     written = _generate(model, batch, max_new_tokens)
                 predictions += tokenizer.batch_decode(written, skip_special_tokens=True)
@@ -64,22 +68,24 @@ def evaluate(
             n_targets += tokens.n_targets(piece)
             done += len(piece)
             progress(done, len(examples))
-        total = float(torch.stack(losses).sum()) if losses else 0.0  # the device is waited for once, here
+        total = float(torch.stack(losses).sum()) if losses else 0.0  # the device is waited for here, at the end
+        document_loss = float(torch.stack(of_documents).sum()) / len(examples) if of_documents else 0.0
     finally:
         model.train(was_training)
     mean = total / max(1, n_targets)
     if not np.isfinite(mean):  # what such scores choose means nothing
         return {"loss": None, "n_examples": len(examples)}
     metrics: dict[str, Any] = {"loss": mean, "n_examples": len(examples)}
-    if task == "causal-lm":
-        metrics["perplexity"] = perplexity(mean)
-    if task == "classification":
-        confusion = np.zeros((len(tokens.label_names),) * 2, dtype=np.int64)
-        np.add.at(confusion, (torch.cat(labels).cpu().numpy(), torch.cat(chosen).cpu().numpy()), 1)
-        metrics |= classification_metrics(confusion, tokens.label_names)
-    if predictions:
-        metrics |= text_metrics(predictions, references)
-    return metrics
+    of_examples = (_fetched(labels), _fetched(chosen), tokens.label_names)
+    return metrics | task.judge(Evaluated(mean, document_loss, *of_examples, predictions, references))
+
+
+def _fetched(parts: list[Tensor]) -> NDArray[Any]:
+    """One array on the host; a number in bf16, which numpy has not, in fp32."""
+    if not parts:
+        return np.empty(0)
+    whole = torch.cat(parts).cpu()
+    return np.asarray(whole.float().numpy() if whole.is_floating_point() else whole.numpy())
 
 
 def _generate(model: Any, batch: dict[str, Any], max_new_tokens: int) -> Any:

@@ -6,7 +6,6 @@ from typing import Any
 
 from farthing.device_memory import is_out_of_memory
 from farthing.events import Evaluated, Evaluating
-from farthing.metrics import GREATER_IS_BETTER
 from farthing.model.hardware import free_cached
 from farthing.train.attempt import Attempt
 from farthing.train.evaluate import evaluate
@@ -38,7 +37,7 @@ def _judge(attempt: Attempt, value: float | None) -> bool:
     """
     at, train = attempt.progress, attempt.job.train
     greater = train.greater_is_better
-    better = GREATER_IS_BETTER[attempt.metric] if greater is None else greater
+    better = attempt.forward.of.metrics[attempt.metric] if greater is None else greater
     gain = None if value is None or at.best_metric is None else (value - at.best_metric) * (1 if better else -1)
     is_best = value is not None and (gain is None or gain > 0)
     counts = is_best and (gain is None or gain > train.early_stopping_threshold)
@@ -69,8 +68,7 @@ def _measured(attempt: Attempt) -> dict[str, Any]:
                 held_out.indices,
                 tokenizer=attempt.inputs.tokenizer,
                 most_tokens=most_tokens,
-                generate=train.predict_with_generate,
-                max_new_tokens=attempt.job.data.max_target_length,
+                max_new_tokens=attempt.job.data.max_target_length if train.predict_with_generate else 0,
                 should_stop=lambda: bool(attempt.context.notice),
                 progress=lambda done, total: attempt.context.emit(Evaluating(done, total)),
             )

@@ -14,6 +14,7 @@ import farthing
 from farthing.model.hardware import hardware_key, peak_bytes
 from farthing.planner.lengths import from_token_set
 from farthing.planner.measurements import Measurement, leave_measurement
+from farthing.tasks.registry import task_of
 from farthing.train.attempt import Attempt
 
 
@@ -69,7 +70,7 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         spans={name: round(seconds, 4) for name, seconds in spans.items()},
         n_eval_examples=0 if attempt.eval_examples is None else len(attempt.eval_examples),
         n_eval_padded_tokens=attempt.n_evaluated_tokens,
-        has_generated=job.task == "seq2seq" and job.train.predict_with_generate,
+        has_generated=task_of(job.task).is_pair and job.train.predict_with_generate,
         save_s=spans.get("checkpoint", 0.0),
         export_s=spans.get("export", 0.0),
         start_up_s=spans.get("start_up", 0.0),

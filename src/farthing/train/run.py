@@ -68,6 +68,7 @@ from farthing.planner.left_out_loss import left_out_loss
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
 from farthing.report.training_log import read_log
+from farthing.tasks.registry import task_of
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
 from farthing.train.autotune import is_worth_it, probe_run
@@ -377,7 +378,7 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics) -> Att
     before_bytes = taken_bytes(numerics.device)
     with contextlib.ExitStack() as stack:
         loading = None
-        if job.task != "classification":  # whose head waits for the labels; else the model is read meanwhile
+        if task_of(job.task).labels is None:  # else the head waits for them; the model is read meanwhile
             loading = stack.enter_context(Meanwhile(lambda: build_model(job, inputs, numerics, ())))
         examples, held_out = open_examples(job, inputs, emit, lambda: bool(notice))
         sets = [each.tokens for each in (examples, held_out) if each is not None]

@@ -26,11 +26,12 @@ from farthing.data.tokens import tokenize
 from farthing.durability.run_folder import RULES, began, rules_of
 from farthing.errors import DataError, HardwareError
 from farthing.events import DataRead, Emit, ReadingData, Tokenizing, Warned, ignore
-from farthing.model.activation_checkpointing import Linear, MemoryNeed, Sample, choose_checkpointing
+from farthing.model.activation_checkpointing import Beside, Linear, MemoryNeed, Sample, choose_checkpointing
 from farthing.model.adapters import Adapter, add_adapter, refuse_unreached
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, why_not_deterministic
 from farthing.model.load import (
+    FourBits,
     ModelChoice,
     check_fits,
     load_config,
@@ -45,6 +46,7 @@ from farthing.model.one_way import refuse_looking_ahead
 from farthing.planner.job_lengths import note_token_set
 from farthing.planner.left_out_loss import refuse_left_out_loss
 from farthing.settings import Settings
+from farthing.tasks.registry import task_of
 from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
 from farthing.train.update_guard import update_bytes
@@ -85,7 +87,7 @@ class Inputs:
         But for classification, where some models look for the last token that is not what their own config calls padding.
         """
         text_config = self.config.get_text_config()
-        own = getattr(text_config, "pad_token_id", None) if self.recipe.task == "classification" else None
+        own = getattr(text_config, "pad_token_id", None) if task_of(self.recipe.task).labels is not None else None
         if own is not None and 0 <= own < text_config.vocab_size:
             return int(own)
         for token in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id):
@@ -138,7 +140,8 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
     max_length = job.data.max_length or min([job.max_length, *limits])
     data = job.data
     lengths = {"data.max_length": max_length}
-    if job.task == "seq2seq":
+    task = task_of(job.task)
+    if task.is_pair:
         lengths["data.max_target_length"] = data.max_target_length
     check_fits(config, tokenizer, lengths, choice.name)
     source_lang, target_lang = set_languages(tokenizer, job.task, data.source_lang, data.target_lang, text_version)
@@ -153,7 +156,7 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
         max_bad_rows=data.max_bad_rows,
         source_lang=source_lang,
         target_lang=target_lang,
-        date=day if job.task == "causal-lm" and asks_for_the_date(tokenizer.chat_template) else "",
+        date=day if task.predicts_next and asks_for_the_date(tokenizer.chat_template) else "",
         version=text_version,
     )
     cache_dir = Path(job.cache_dir or ".")
@@ -253,7 +256,7 @@ def examples_sha256(train: Examples, held_out: Examples | None) -> str:
 
 
 def _say_unseen_labels(train: Examples, held_out: Examples, emit: Emit) -> None:
-    if train.tokens.labels is None or held_out.tokens.labels is None:
+    if train.tokens.labels is None or held_out.tokens.labels is None or not train.tokens.label_names:
         return
     seen = set(train.tokens.labels[train.indices].tolist())
     unseen = set(held_out.tokens.labels[held_out.indices].tolist()) - seen
@@ -311,8 +314,7 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
         seed=job.train.seed,
         label_names=label_names,
         pad_id=inputs.pad_id,
-        quantize_on=numerics.device if quantize else None,
-        unquantized=method.modules_to_save,
+        in_four_bits=FourBits(numerics.device, method.modules_to_save) if quantize else None,
     )
     if inputs.recipe.target_lang:
         speak(model, inputs.tokenizer, inputs.recipe.target_lang)
@@ -329,7 +331,7 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
         model = add_adapter(model, adapter, job.task, job.train.seed)
     if not quantize:
         model.to(numerics.device)
-    if job.task == "causal-lm":
+    if task_of(job.task).predicts_next:
         refuse_looking_ahead(model, inputs.choice.name)
     if method.name != "full":
         refuse_unreached(model, adapter, job.task)
@@ -379,14 +381,16 @@ def settle_checkpointing(
     is_cuda = forward.numerics.device.type == "cuda"
     return choose_checkpointing(
         forward.model,
-        samples=(sample_of(1), sample_of(2)),
-        largest_tokens=n_tokens,
-        accumulates=accumulates,
-        optimizer_bytes=state_bytes(optimizer, forward.numerics.device),
-        update_bytes=update_bytes(optimizer) if is_cuda else 0,
-        free_bytes=free_bytes,
+        (sample_of(1), sample_of(2)),
+        Beside(
+            largest_tokens=n_tokens,
+            accumulates=accumulates,
+            optimizer_bytes=state_bytes(optimizer, forward.numerics.device),
+            update_bytes=update_bytes(optimizer) if is_cuda else 0,
+            free_bytes=free_bytes,
+            head=Linear(2 * head - twice, (twice - head) / max(1, n_tokens)),
+            autocast=forward.numerics.autocast,
+        ),
         wanted=wanted if wanted == "auto" else int(wanted),
         planned=settings.checkpoint_every,
-        head=Linear(2 * head - twice, (twice - head) / max(1, n_tokens)),
-        autocast=forward.numerics.autocast,
     )

@@ -63,7 +63,7 @@ def _computed_in_words(attempt: Attempt) -> str:
     """What is computed of a batch, and why not less."""
     forward = attempt.forward
     words = [f"padded ({forward.why_padded})" if forward.why_padded else "documents packed end to end, no padding"]
-    if attempt.job.task != "classification":
+    if attempt.forward.of.scores_tokens:
         words.append(forward.why_all_scored or "output layer: only positions with a target")
     if forward.mixes(attempt.train_examples.tokens, attempt.train_examples.indices):
         assert forward.apart is not None

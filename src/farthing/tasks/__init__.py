@@ -1,0 +1,1 @@
+"""What can be learned: one file a task, and the register of them."""

@@ -1,0 +1,60 @@
+"""Language models that continue a text: chats, instructions, prompts with answers, plain text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from farthing.tasks import columns
+from farthing.tasks.task import IGNORED, Evaluated, Rows, Starter, Task, filled
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
+    """input_ids, attention_mask and labels [N, longest]; labels are aligned with input_ids, not shifted."""
+    import numpy as np
+
+    batch = rows.padded(pad_id)
+    labels = np.where(rows.is_target, rows.ids, IGNORED)
+    return {**batch, "labels": filled(labels, batch["attention_mask"] > 0, IGNORED)}
+
+
+def _flat_labels(rows: Rows) -> NDArray[np.int64]:
+    """[1, T], aligned with input_ids; the first of each document is ignored: nothing is predicted across a boundary."""
+    import numpy as np
+
+    labels = np.where(rows.is_target, rows.ids.astype(np.int64), IGNORED)
+    labels[np.cumsum(rows.lengths) - rows.lengths] = IGNORED
+    return labels[None]
+
+
+def _judge(seen: Evaluated) -> dict[str, Any]:
+    from farthing.metrics import perplexity
+
+    return {"perplexity": perplexity(seen.loss), "document_loss": seen.document_loss}
+
+
+CAUSAL_LM = Task(
+    name="causal-lm",
+    formats=(
+        columns.MESSAGES, columns.CONVERSATIONS, columns.INSTRUCTION, columns.PROMPT_COMPLETION, columns.INPUT_TARGET,
+        columns.TEXT,
+    ),
+    example_columns="prompt: question, completion: answer",
+    max_length=1024,
+    metrics={"loss": False, "perplexity": False, "document_loss": False},
+    judge=_judge,
+    pad=_pad,
+    flat_labels=_flat_labels,
+    auto_class="AutoModelForCausalLM",
+    peft_type="CAUSAL_LM",
+    pipeline_tag="text-generation",
+    starter=Starter(
+        "Qwen/Qwen2.5-0.5B",
+        "2.0e-4",
+        "loss",
+        "messages | conversations | instruction, input, output | prompt, completion | text",
+    ),
+)  # fmt: skip

@@ -1,0 +1,82 @@
+"""One class out of several for each text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from farthing.tasks.columns import TEXT_LABEL, Unusable, kind_of, text_of
+from farthing.tasks.task import Evaluated, Labels, Rows, Starter, Task
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, str]:
+    """The text, and the name of its class: text or a whole number. Raises `Unusable`."""
+    label = row.get("label")
+    if label is None or label == "":
+        raise Unusable("no `label`")
+    if not isinstance(label, str | int):
+        what = f"{label}, a number with a fraction" if isinstance(label, float) else kind_of(label)
+        raise Unusable(f"`label` is {what}, not a class (text or a whole number)")
+    name = str(label)
+    return text_of(row, "text"), label_map.get(name, name)
+
+
+def _set_head(config: Any, names: Sequence[str]) -> None:
+    config.num_labels = len(names)
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: index for index, name in enumerate(names)}
+    config.problem_type = "single_label_classification"
+
+
+def _loss(scores: Any, labels: Any, label_smoothing: float) -> Any:
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(scores.float(), labels, reduction="sum", label_smoothing=label_smoothing)
+
+
+def _judge(seen: Evaluated) -> dict[str, Any]:
+    import numpy as np
+
+    from farthing.metrics import classification_metrics
+
+    confusion = np.zeros((len(seen.label_names),) * 2, dtype=np.int64)
+    np.add.at(confusion, (seen.labels, seen.answers), 1)
+    return classification_metrics(confusion, seen.label_names)
+
+
+def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
+    """input_ids and attention_mask [N, longest], labels [N]."""
+    return {**rows.padded(pad_id), "labels": _flat_labels(rows)}
+
+
+def _flat_labels(rows: Rows) -> NDArray[Any]:
+    """[N]"""
+    assert rows.labels is not None
+    return rows.labels.astype("float32" if rows.labels.dtype.kind == "f" else "int64")
+
+
+CLASSIFICATION = Task(
+    name="classification",
+    formats=(TEXT_LABEL,),
+    example_columns="text: narrative, label: product",
+    max_length=512,
+    metrics={"loss": False, "accuracy": True, "f1": True, "precision": True, "recall": True},
+    judge=_judge,
+    pad=_pad,
+    flat_labels=_flat_labels,
+    auto_class="AutoModelForSequenceClassification",
+    peft_type="SEQ_CLS",
+    pipeline_tag="text-classification",
+    starter=Starter("FacebookAI/roberta-base", "2.0e-4", "f1", "text, label"),
+    labels=Labels(
+        read=_read,
+        names=sorted,
+        number=lambda label, numbers: numbers[label],
+        set_head=_set_head,
+        loss=_loss,
+        answers=lambda scores: scores.argmax(-1),
+    ),
+)

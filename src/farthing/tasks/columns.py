@@ -1,0 +1,57 @@
+"""The forms of rows that tasks read, and how a column of a row is read. Refuses to read files and to render chats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Unusable(Exception):
+    """A row that can't become an example. The message is the reason, in words for its owner.
+
+    `given` is what its owner wrote as input, where the row could be read and only the template stands in the way.
+    """
+
+    given: tuple[str, ...] = ()
+
+
+class Format(NamedTuple):
+    """A form of rows: its name, the columns that it needs, and those that it also reads where they are."""
+
+    name: str
+    needs: tuple[str, ...]
+    may_have: tuple[str, ...] = ()
+
+
+MESSAGES = Format("messages", ("messages",), ("tools",))
+CONVERSATIONS = Format("conversations", ("conversations",), ("system", "tools"))
+INSTRUCTION = Format("instruction", ("instruction", "output"), ("input", "system"))
+PROMPT_COMPLETION = Format("prompt/completion", ("prompt", "completion"))
+INPUT_TARGET = Format("input/target", ("input", "target"))
+TEXT_LABEL = Format("text/label", ("text", "label"))
+TEXT = Format("text", ("text",))
+
+_KINDS = {
+    "dict": "an object", "list": "a list", "int": "a number", "float": "a number", "bool": "true/false",
+    "Decimal": "a decimal number", "date": "a date", "datetime": "a date with time", "time": "a time of day",
+    "timedelta": "a duration", "bytes": "bytes", "NoneType": "nothing", "Timestamp": "a date with time",
+}  # fmt: skip
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, in words."""
+    return _KINDS.get(type(value).__name__, type(value).__name__)
+
+
+def text_of(row: Mapping[str, Any], column: str, *, may_be_empty: bool = False) -> str:
+    """The text in a column of a row. Raises `Unusable`."""
+    value = row.get(column)
+    if value is None:
+        if may_be_empty:
+            return ""
+        raise Unusable(f"no `{column}`")
+    if not isinstance(value, str):
+        raise Unusable(f"`{column}` is {kind_of(value)}, not text")
+    if not may_be_empty and not value.strip():
+        raise Unusable(f"`{column}` is empty")
+    return value

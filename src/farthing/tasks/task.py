@@ -1,0 +1,148 @@
+"""What a task is: plain values and plain functions, from which data, plan, model and evaluation take what differs.
+
+Everything here is known without torch and numpy, which a plan of a model alone does without: functions import them when they
+are called. One that is given tensors says so.
+Shapes: n examples of T tokens in all, N examples of a micro-batch, C scores of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from farthing.tasks.columns import Format
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+IGNORED = -100  # label of a position the loss does not count, as in transformers
+
+
+class Rows(NamedTuple):
+    """The examples of a micro-batch end to end: ids and is_target [T], lengths [N], and the label of each [N], if any."""
+
+    ids: NDArray[np.int32]
+    is_target: NDArray[np.bool_]
+    lengths: NDArray[np.int64]
+    labels: NDArray[Any] | None
+
+    def padded(self, pad_id: int) -> dict[str, NDArray[np.int64]]:
+        """input_ids and attention_mask [N, longest], padded on the right."""
+        where = is_within(self.lengths)
+        return {"input_ids": filled(self.ids, where, pad_id), "attention_mask": where.astype("int64")}
+
+
+def is_within(lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[N, longest]: where a padded batch holds something."""
+    import numpy as np
+
+    return np.arange(lengths.max()) < lengths[:, None]
+
+
+def filled(values: NDArray[Any], where: NDArray[np.bool_], otherwise: int) -> NDArray[np.int64]:
+    """`values`, in order, where `where` is true; elsewhere `otherwise`."""
+    import numpy as np
+
+    array = np.full(where.shape, otherwise, dtype=np.int64)
+    array[where] = values
+    return array
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation has seen."""
+
+    loss: float
+    """Mean over all targets."""
+    document_loss: float
+    """Where tokens are scored: mean over the examples of the mean over the targets of each, without label smoothing."""
+    labels: NDArray[Any]
+    """Of each example [n], where the task has labels."""
+    answers: NDArray[Any]
+    """What the model said of each [n, ...]: see `Labels.answers`."""
+    label_names: tuple[str, ...]
+    predictions: list[str]
+    """Texts that the model wrote, where it was asked to."""
+    references: list[str]
+
+
+class Labels(NamedTuple):
+    """How a task reads, learns and judges what each example is scored for as a whole."""
+
+    read: Callable[[Mapping[str, Any], Mapping[str, str]], tuple[str, Any]]
+    """(input text, label) of a row with standard columns, under the job's `label_map`. Raises `Unusable`."""
+    names: Callable[[set[Any]], list[str]]
+    """The names of the classes, in order, from the labels that are there; none where labels are numbers."""
+    number: Callable[[Any, Mapping[str, int]], float]
+    """A label as what is stored and learned, by the number of each name. Raises `KeyError` for a class without one."""
+    set_head: Callable[[Any, Sequence[str]], None]
+    """Say in the model's configuration, which is changed, how many scores an example gets and what they mean."""
+    loss: Callable[[Any, Any, float], Any]
+    """Sum of the losses of scores [N, C] against labels [N] with so much label smoothing: tensors, a scalar in fp32."""
+    answers: Callable[[Any], Any]
+    """What is kept of scores [N, C] for `Task.judge`: tensors, [N, ...]."""
+    dtype: str = "int32"
+    """What labels are stored as, by numpy's name."""
+
+
+class Starter(NamedTuple):
+    """What `farthing init` writes for a task."""
+
+    model: str
+    learning_rate: str
+    metric: str
+    formats: str
+    """The columns that are found by name, in words."""
+
+
+class Task(NamedTuple):
+    """A task: what its rows hold, how they are laid out, what of it is scored and judged, and what that costs.
+
+    What is scored are tokens (`labels` is None) or whole examples; what is read is one text or, with `is_pair`, an input and a
+    target apart, for models with an encoder and a decoder.
+    """
+
+    name: str
+    formats: tuple[Format, ...]
+    """In this order: the first whose columns are all there is taken."""
+    example_columns: str
+    """An example of `data.columns`, in words."""
+    max_length: int
+    """Longest input in tokens where the job does not say."""
+    metrics: Mapping[str, bool]
+    """What an evaluation measures, and whether more of it is better."""
+    judge: Callable[[Evaluated], dict[str, Any]]
+    """Those metrics, but for the loss."""
+    pad: Callable[[Rows, int], dict[str, NDArray[Any]]]
+    """The arrays of a padded micro-batch, filled up with a token's id."""
+    flat_labels: Callable[[Rows], NDArray[Any]] | None
+    """The labels of a micro-batch whose examples stand end to end; None where they can't."""
+    auto_class: str
+    """The class of transformers that loads its model."""
+    peft_type: str
+    pipeline_tag: str
+    """What the Hub calls it."""
+    starter: Starter
+    is_pair: bool = False
+    labels: Labels | None = None
+    same_head_as: str = ""
+    """The task whose head it has, where tables of model families name that one."""
+
+    @property
+    def head(self) -> str:
+        """Its head, as tables of model families name it."""
+        return self.same_head_as or self.name
+
+    @property
+    def scores_tokens(self) -> bool:
+        """Whether tokens are scored, each against all words; else each example once."""
+        return self.labels is None
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether a token is predicted from those before it in the same text."""
+        return self.labels is None and not self.is_pair
+
+    def n_tokens(self, n_input: float, n_target: float) -> float:
+        """All tokens, from those of the input (which of one text are all) and those of the target."""
+        return n_input + (n_target if self.is_pair else 0.0)

@@ -1,0 +1,81 @@
+"""farthing from Python: the same jobs, plans and receipts as the command line, as values."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import farthing
+from farthing import api
+from farthing.errors import JobError, UserMistake
+from farthing.events import Event, StepTaken
+from workshop import job_file
+
+DATED = {"n_examples": 1000, "mean_tokens": 200.0, "is_local": False}
+JOB = {"task": "causal-lm", "model": "Qwen/Qwen2.5-0.5B", "data": "data.jsonl", "output_dir": "runs/first"}
+
+
+def test_a_job_is_a_file_a_mapping_or_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = job_file(tmp_path)
+    job = api.load_job(path, ["train.seed=7"])
+    assert job.train.seed == 7
+    assert api.load_job(job) is job
+    assert api.load_job(JOB).output_dir == str(tmp_path / "runs/first")
+    with pytest.raises(UserMistake, match="overrides of a job"):
+        api.load_job(job, ["train.seed=8"])
+    with pytest.raises(JobError, match="learning_rat"):
+        api.load_job({**JOB, "train": {"learning_rat": 1}})
+
+
+def test_a_plan_is_a_value_with_its_page_and_its_table() -> None:
+    plan = api.plan(JOB, gpu=["H100-80GB"], **DATED)
+    assert plan.best
+    assert {choice["gpu"] for choice in plan.choices} == {"H100-80GB"}
+    assert plan.to_json()["best"] == plan.best
+    assert plan.best["name"] in str(plan)
+    assert plan.best["name"] in repr(plan)
+    assert plan.to_html().startswith("<!doctype html>")
+    assert "<iframe" in plan._repr_html_()
+    nothing = api.plan({**JOB, "limits": {"max_usd": 0.0001}}, **DATED)
+    assert nothing.best is None
+    assert nothing.rejected
+    assert str(nothing)
+    with pytest.raises(TypeError, match="no_such"):
+        api.plan(JOB, no_such=1)
+
+
+def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path: Path) -> None:
+    path = job_file(tmp_path, max_steps=3, limits={"max_usd": 1000})
+    heard: list[Event] = []
+    receipt = api.train(api.load_job(path, ["where.usd_per_hour=0.36"]), on_event=heard.append)
+    assert (receipt.state, receipt.content.steps) == ("finished", 3)
+    assert [event.step for event in heard if isinstance(event, StepTaken)] == [1, 2, 3]
+    assert 0 < receipt.usd == receipt.to_json()["usd"]
+    assert (receipt.folder / "model").is_dir()
+    assert "where the time went" in str(receipt)
+    assert "where the time went" in receipt._repr_html_()
+    assert "finished" in repr(receipt)
+    assert callable(farthing.train)
+    assert farthing.train(path, quiet=True).content.steps == 3
+    from farthing.train.run import train as of_modules
+
+    assert of_modules is not farthing.train
+    assert farthing.train(path, quiet=True).state == "finished"
+
+
+def test_planning_from_python_needs_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import farthing, sys\n"
+        f"plan = farthing.plan({JOB!r}, n_examples=10, mean_tokens=20.0, is_local=False)\n"
+        "assert plan.best\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'peft'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert {'plan', 'train', 'load_job'} <= set(farthing.__all__)\n"
+        "try:\n    farthing.no_such\nexcept AttributeError as error:\n    assert 'no_such' in str(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

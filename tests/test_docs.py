@@ -1,0 +1,127 @@
+"""Every command, job and Python line of README and docs is one that farthing takes; written pages are what the code says."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import io
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+import farthing.api
+from farthing.cli.parser import build_parser
+from farthing.config.load import parse_job
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(page for page in (ROOT / "docs").rglob("*.md") if page.name != "log.md")])
+BLOCK = re.compile(r"^( *)```([a-z]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+LEAST = {"task": "causal-lm", "model": "base", "data": "train.jsonl", "output_dir": "run"}
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, *kinds: str) -> list[str]:
+    """The fenced blocks of a page of these kinds."""
+    return [text for _, kind, text in BLOCK.findall(page.read_text(encoding="utf-8")) if kind in kinds]
+
+
+def commands(page: Path) -> list[str]:
+    """The `farthing ...` lines of a page's blocks, without what is set by the shell."""
+    lines = [line.strip() for block in blocks(page, "", "bash", "sh", "console") for line in block.splitlines()]
+    lines = [re.sub(r"^(\$ |\.venv/bin/|[A-Z_]+=\S+ )+", "", line) for line in lines]
+    return [line for line in lines if line.startswith("farthing ")]
+
+
+def complaint(words: list[str], verb: str) -> str:
+    """What the command line says against these words."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            build_parser([verb]).parse_args(words)
+    except SystemExit as left:
+        return said.getvalue() if left.code else ""
+    return ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_of_a_page_are_taken(page: Path) -> None:
+    for line in commands(page):
+        words = shlex.split(re.sub(r"(\s&|\s\||\s>|;).*$", "", line.removesuffix("\\")), comments=True)[1:]
+        words = [word for word in words if word not in ("[--json]",)]
+        verb = next((word for word in words if not word.startswith("-")), "")
+        if words and not verb:
+            continue  # farthing --help
+        assert complaint(words, verb) == "", f"{name_of(page)}: {line}"
+
+
+def job_problems(text: str, page: Path) -> str:
+    """What is wrong with a job, or with a part of one."""
+    values = yaml.safe_load(text)
+    if not isinstance(values, dict) or not values.keys() & farthing.api.Job.model_fields.keys():
+        return ""
+    try:
+        parse_job(yaml.safe_dump({**LEAST, **values}), page)
+    except farthing.api.FarthingError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_jobs_of_a_page_are_jobs(page: Path) -> None:
+    for text in blocks(page, "yaml", "yml"):
+        if "not a farthing job" not in text:
+            assert job_problems(text, page) == ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_of_a_page_names_what_there_is(page: Path) -> None:
+    for text in blocks(page, "python", "py"):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "farthing":
+                assert hasattr(farthing.api, node.attr), node.attr
+
+
+@pytest.fixture(scope="module")
+def pages() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("pages", ROOT / "docs/pages.py")
+    assert specification
+    assert specification.loader
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["keys.md", "verbs.md", "models.md", "gpus.md", "providers.md", "../pictures/plan.svg", "../pictures/receipt.svg"],
+)
+def test_written_pages_are_current(name: str, pages: Any) -> None:
+    assert {name for name in pages.PAGES if name.endswith(".md")} == {
+        path.name for path in (ROOT / "docs/reference").glob("*.md")
+    }
+    written = (ROOT / "docs/reference" / name).read_text(encoding="utf-8")
+    assert written == pages.PAGES[name](), "run `make pages`"
+
+
+def test_a_command_that_is_not_one_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```\nfarthing plan job.yaml --no-such-thing\n```\n", encoding="utf-8")
+    (line,) = commands(page)
+    assert "no such option" in complaint(shlex.split(line)[1:], "plan")
+    assert job_problems("task: causal-lm\ntrain: {learning_rat: 1}", page)
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
+    assert links
+    assert [link for link in links if not (ROOT / link.split("#")[0]).exists()] == []

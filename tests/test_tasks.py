@@ -1,0 +1,223 @@
+"""Tasks: those that there are, and one that a package from outside brings."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file
+
+from farthing.cli import main
+from farthing.config.load import load_job
+from farthing.errors import JobError, UserMistake
+from farthing.tasks import registry
+from farthing.tasks.causal_lm import CAUSAL_LM
+from farthing.tasks.classification import CLASSIFICATION
+from farthing.tasks.registry import find_task, format_of, register, standard_columns, task_names, task_of
+from farthing.tasks.task import Rows
+from workshop import job_file, log_of, losses_of, train
+
+PACKAGE = '''
+"""A task that is not farthing's: a number for each text."""
+
+from farthing.tasks.classification import CLASSIFICATION
+from farthing.tasks.columns import Format, Unusable, text_of
+
+
+def read(row, label_map):
+    score = row.get("score")
+    if isinstance(score, bool) or not isinstance(score, int | float):
+        raise Unusable("no number in `score`")
+    return text_of(row, "text"), float(score)
+
+
+def set_head(config, names):
+    config.num_labels, config.problem_type = 1, "regression"
+
+
+def loss(scores, labels, label_smoothing):
+    return (scores[:, 0].float() - labels).square().sum()
+
+
+def judge(seen):
+    return {"mean_error": float(abs(seen.answers - seen.labels).mean())}
+
+
+SCORING = CLASSIFICATION._replace(
+    name="scoring",
+    formats=(Format("text/score", ("text", "score")),),
+    example_columns="text: review, score: stars",
+    metrics={"loss": False, "mean_error": False},
+    judge=judge,
+    same_head_as=CLASSIFICATION.name,
+    labels=CLASSIFICATION.labels._replace(
+        read=read,
+        names=lambda labels: [],
+        number=lambda label, numbers: label,
+        set_head=set_head,
+        loss=loss,
+        answers=lambda scores: scores[:, 0],
+        dtype="float32",
+    ),
+)
+NO_TASK = 3
+'''
+ENTRIES = """
+[farthing.tasks]
+scoring = scoring_of_texts:SCORING
+broken = scoring_of_texts:NO_TASK
+gone = nowhere_at_all:TASK
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with an installed package that brings the task `scoring`; forgotten afterwards."""
+    folder = tmp_path / "site"
+    (folder / "scoring_of_texts-1.dist-info").mkdir(parents=True)
+    (folder / "scoring_of_texts.py").write_text(PACKAGE)
+    (folder / "scoring_of_texts-1.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: scoring_of_texts\nVersion: 1\n"
+    )
+    (folder / "scoring_of_texts-1.dist-info/entry_points.txt").write_text(ENTRIES)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(registry, "_TASKS", dict(registry._TASKS))
+    yield folder
+    sys.modules.pop("scoring_of_texts", None)
+
+
+def rows_of(n: int) -> list[dict[str, Any]]:
+    """Texts whose score is how good their words are."""
+    words = {"awful": -1.0, "dull": -0.5, "fine": 0.5, "grand": 1.0}
+    names = list(words)
+    return [
+        {"text": f"the {names[i % 4]} and the {names[i // 4 % 4]} number {i}", "score": words[names[i % 4]] / 2 + i % 3}
+        for i in range(n)
+    ]
+
+
+def write_job(folder: Path, **keys: Any) -> Path:
+    """A small job of the task `scoring`."""
+    path = job_file(folder, "bert", rows=rows_of(40), pretrained=True, eval_rows=rows_of(8), max_steps=8, **keys)
+    values = yaml.safe_load(path.read_text()) | {"task": "scoring"}
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """What a run has exported."""
+    return load_file(folder / "run/model/adapter_model.safetensors")
+
+
+def test_a_task_of_a_package_is_planned_trained_killed_resumed_and_exported_by_the_ordinary_commands(
+    package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys: dict[str, Any] = {"method": "lora", "save_steps": 1, "eval_steps": 4, "metric_for_best_model": "mean_error"}
+    path = write_job(tmp_path / "killed", **keys)
+    assert main(["plan", str(path), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["job"]["task"] == "scoring"
+    assert main(["doctor", str(path)]) == 0
+    assert "text/score" in capsys.readouterr().out
+
+    job, command = load_job(path), [sys.executable, "-m", "farthing", "train", str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    log = Path(job.output_dir) / "log.jsonl"
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        while process.poll() is None and not (log.exists() and '"step": 3' in log.read_text()):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+    assert process.returncode == -signal.SIGKILL, said
+    assert not (Path(job.output_dir) / "model").exists()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+    whole = load_job(write_job(tmp_path / "whole", **keys))
+    train(whole)
+    ours, theirs = weights_of(tmp_path / "killed"), weights_of(tmp_path / "whole")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert losses_of(job)[-1] == losses_of(whole)[-1] < losses_of(whole)[0]
+    metrics = [row["metrics"] for row in log_of(whole) if "metrics" in row]
+    assert all(set(each) == {"loss", "n_examples", "mean_error"} for each in metrics)
+    assert (metrics[-1]["mean_error"] ** 2) <= metrics[-1]["loss"], "Jensen's inequality"
+
+    assert main(["export", str(job.output_dir), "--format", "merged", "--output", str(tmp_path / "merged")]) == 0
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert (model.config.num_labels, model.config.problem_type) == (1, "regression")
+    assert main(["report", str(job.output_dir)]) == 0
+    assert "mean_error" in capsys.readouterr().out
+    assert "pipeline_tag: text-classification" in (tmp_path / "merged/README.md").read_text()
+
+
+def test_rows_of_a_foreign_task_that_it_can_not_read_are_named(package: Path, tmp_path: Path) -> None:
+    path = write_job(tmp_path, data={"max_bad_rows": 0})
+    text = (tmp_path / "data.jsonl").read_text()
+    (tmp_path / "data.jsonl").write_text(text + '{"text": "no number", "score": "four"}\n')
+    with pytest.raises(UserMistake, match=r"data.jsonl:41: no number in `score`"):
+        train(load_job(path))
+
+
+def test_a_package_whose_task_can_not_be_used_is_named(package: Path, tmp_path: Path) -> None:
+    for name, why in (("broken", "no farthing Task"), ("gone", "ModuleNotFoundError")):
+        with pytest.raises(UserMistake, match=why):
+            find_task(name)
+    path = write_job(tmp_path)
+    path.write_text(path.read_text().replace("scoring", "scorning"))
+    with pytest.raises(JobError, match="`task` can't be 'scorning'"):
+        load_job(path)
+    assert find_task("nothing") is None
+    with pytest.raises(UserMistake, match="there is no task `nothing`"):
+        task_of("nothing")
+
+
+def test_a_name_belongs_to_one_task() -> None:
+    register(CAUSAL_LM)
+    with pytest.raises(ValueError, match="another task"):
+        register(CAUSAL_LM._replace(max_length=3))
+    assert task_names()[:3] == ("causal-lm", "seq2seq", "classification")
+
+
+def test_the_columns_of_all_tasks_are_known() -> None:
+    assert format_of("text/label").needs == ("text", "label")
+    assert {"messages", "tools", "system", "target", "label"} <= standard_columns()
+    every = [each for name in task_names() for each in task_of(name).formats]
+    assert all(format_of(each.name) == each for each in every), "a form of rows is the same for all tasks"
+
+
+@pytest.mark.parametrize("name", ["causal-lm", "seq2seq", "classification"])
+def test_micro_batches_are_laid_out_as_each_task_says(name: str) -> None:
+    ids, is_target = np.array([5, 6, 7, 8, 9], np.int32), np.array([0, 1, 0, 1, 1], bool)
+    labels = np.array([2, 0], np.int32) if name == "classification" else None
+    rows = Rows(ids, is_target, np.array([2, 3]), labels)
+    batch = task_of(name).pad(rows, 1)
+    expected = {
+        "causal-lm": ([[5, 6, 1], [7, 8, 9]], [[-100, 6, -100], [-100, 8, 9]]),
+        "seq2seq": ([[5], [7]], [[6, -100], [8, 9]]),
+        "classification": ([[5, 6, 1], [7, 8, 9]], [2, 0]),
+    }[name]
+    assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == expected
+    flat = task_of(name).flat_labels
+    if flat is not None:
+        assert flat(rows).tolist() == {"causal-lm": [[-100, 6, -100, 8, 9]], "classification": [2, 0]}[name]
+
+
+def test_a_classifiers_loss_is_the_sum_of_cross_entropies() -> None:
+    scores, labels = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 3, 0])
+    assert CLASSIFICATION.labels is not None
+    loss = CLASSIFICATION.labels.loss(scores, labels, 0.0)
+    assert loss.item() == pytest.approx(-scores.log_softmax(-1)[range(3), labels].sum().item())
