@@ -189,6 +189,8 @@ def estimate_memory(
         }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: int(value) for name, value in moments[moment].items() if value >= 1}
+    if not is_cuda:
+        return Memory(parts, moment, is_cuda)
     cached = CACHED_LOGITS * logits if stack.loss in (LABELLED, WHOLE, FUSED, SAVED) else 0.0
     return Memory(parts, moment, is_cuda, int(cached) + (COMMUNICATION_BYTES if recipe.n_gpus > 1 else 0))
 
