@@ -124,8 +124,8 @@ def with_maps(rows: Path, tokenizer: Any, recipe: Recipe, folder: Path) -> None:
 def texts_of(source: Source, tokenizer: Any, recipe: Recipe) -> list[Text]:
     """The usable rows of a file, rendered."""
     rows = [row.value for row in source.rows() if isinstance(row, Row)]
-    name = recognise(set().union(*rows[:1024]), recipe.task, recipe.columns, source.name)
-    convert, texts = converter(name, recipe.columns, recipe.label_map, tokenizer, recipe.task), []
+    name, columns, _ = recognise(set().union(*rows[:1024]), recipe.task, recipe.columns, source.name)
+    convert, texts = converter(name, columns, recipe.label_map, tokenizer, recipe.task), []
     for row in rows:
         try:
             texts.append(convert(row))

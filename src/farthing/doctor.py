@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,34 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
         yield Check("price", "warning", "none given", "set where.usd_per_hour, or power_watts and usd_per_kwh")
 
 
+def look_at_data(path: Path, job_file: Path | None, overrides: list[str]) -> Any:
+    """The `Summary` of a data file, read as a job reads it where one is named. Raises `DataError`, `JobError`.
+
+    Without a job tokens are guessed from characters, and chats are rendered by farthing's own template.
+    """
+    from farthing.data.chat import TEXT_VERSION
+    from farthing.data.read import Source, kind_of_file, short_name
+    from farthing.data.sample import light_tokenizer
+    from farthing.data.summary import summarize
+    from farthing.data.tokens import Recipe
+    from farthing.tasks.causal_lm import CAUSAL_LM
+
+    shown = short_name(str(path))
+    if path.is_dir():
+        raise DataError("a folder", where=shown, to_do="name one file of it")
+    source = Source(shown, "", kind_of_file(path, shown), path)
+    if job_file is None:
+        tokenizer = light_tokenizer(None, None)
+        return summarize(source, tokenizer, Recipe(CAUSAL_LM.name, CAUSAL_LM.max_length), None)
+    from farthing.clock import today
+    from farthing.planner.job_lengths import reading_of
+
+    job = load_job(job_file, overrides)
+    tokenizer, recipe = reading_of(job, today().isoformat(), TEXT_VERSION)
+    own = dict(zip(job.data.train, job.data.of_train, strict=False)).get(str(path.resolve()))
+    return summarize(replace(source, columns=own.columns if own else None), tokenizer, recipe, job.task)
+
+
 def _first_rows(job: Any, source: Any, inputs: Any) -> str:
     """What the first 200 rows of a source are, and what of them is not used. Raises `DataError`."""
     from farthing.data.foreign import Watch, say_ignored
@@ -171,7 +199,8 @@ def _first_rows(job: Any, source: Any, inputs: Any) -> str:
     from farthing.tasks.columns import Unusable
 
     rows = list(itertools.islice(source.rows(), 200))
-    columns, watch = dict(job.data.columns), Watch(job.task, dict(job.data.columns), source.name)
+    wanted = source.columns_or(dict(job.data.columns))
+    watch = Watch(job.task, wanted, source.name)
     watch(rows)
     good = [row for row in rows if isinstance(row, Row)]
     reasons = [f"row {row.line}: {row.reason}" for row in rows if isinstance(row, BadRow)]
@@ -179,7 +208,7 @@ def _first_rows(job: Any, source: Any, inputs: Any) -> str:
         raise DataError(
             f"none of the first {plural(len(rows), 'row')} can be used ({reasons[0]})", to_do="correct these rows"
         )
-    name = recognise(watch.columns, job.task, columns, source.name)
+    name, columns, notes = recognise(watch.columns, job.task, wanted, source.name)
     recipe = inputs.recipe
     convert = converter(
         name, columns, recipe.label_map, inputs.tokenizer, job.task, on=recipe.date, version=recipe.version
@@ -198,7 +227,7 @@ def _first_rows(job: Any, source: Any, inputs: Any) -> str:
         f"{n_bad} of the first {first} can't be used ({reasons[0]})" if n_bad else f"{first} tried"
     )
     ignored = say_ignored(watch.ignored(used_columns(name, columns)), watch.n_rows)
-    return "; ".join([words, *([f"columns that are not used: {ignored}"] if ignored else []), *watch.chosen()])
+    return "; ".join([words, *([f"columns that are not used: {ignored}"] if ignored else []), *notes, *watch.chosen()])
 
 
 def _run_folder(folder: Path) -> Iterator[Check]:

@@ -14,11 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing doctor`."""
     parser.add_argument("job", nargs="?", help="job file (YAML)")
     add_set_argument(parser)
+    parser.add_argument("--data", metavar="FILE", help="say what a data file is; with a job, as that job reads it")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every check; 2 when one has failed."""
+    if arguments.data:
+        return _look_at_data(arguments)
     if arguments.set and not arguments.job:
         raise UserMistake("there is no job to override", where="--set", to_do="name the job file as well")
     from farthing.doctor import check_before, check_job, check_machine
@@ -51,3 +54,18 @@ def run(arguments: argparse.Namespace) -> int:
             ready = f"\nnext: farthing train {escape(arguments.job)}" if arguments.job else ""
             console.print(f"\n[green]nothing failed[/]{also}{ready}", soft_wrap=True)
     return EXIT_MISTAKE if failed else EXIT_FINISHED
+
+
+def _look_at_data(arguments: argparse.Namespace) -> int:
+    """What a file holds; 2 where none of its rows can be trained on."""
+    from farthing.doctor import look_at_data
+    from farthing.report.data_view import as_json, data_lines
+
+    found = look_at_data(Path(arguments.data), Path(arguments.job) if arguments.job else None, arguments.set)
+    if arguments.json:
+        print_json(as_json(found))
+    else:
+        console = rich_console()
+        for line in data_lines(found):
+            console.print(line, soft_wrap=True)
+    return EXIT_FINISHED if found.n_usable and not found.foreign else EXIT_MISTAKE

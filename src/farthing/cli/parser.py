@@ -28,6 +28,7 @@ VERBS = {
     "export": "write the trained model of a run as an adapter or merged into its base",
     "prices": "show what GPUs cost, or refresh the prices from public feeds",
     "doctor": "check this machine, and a job before it starts",
+    "import": "write the job that settings of another tool ask for, with every key mapped or named",
     "completion": "print a script that completes verbs and options in a shell",
 }
 """What each verb does, in the order of the help."""

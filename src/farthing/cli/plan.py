@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--torch", metavar="VERSION", help=text)
     add("--examples", type=int, metavar="N", help="plan for N examples without reading the data ...")
     add("--mean-tokens", type=float, metavar="M", help="... of M tokens on average")
+    add("--paid", metavar="USD", help="what you paid a service for this job: shown beside what it costs here")
     add("--limit", type=int, metavar="N", help="choices to show, 0 for all (default: 10; with --json all)")
     text = "the components of the best plan, or of the plan with this rank or name"
     add("--explain", nargs="?", const="", metavar="PLAN", help=text)
@@ -92,6 +93,7 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from farthing.planner.inputs import Asked, study_job
     from farthing.planner.preflight import look_over
+    from farthing.report.plan_services import paid_view
     from farthing.report.plan_view import plan_view
 
     look_over(job, only_plans=True, with_data=arguments.examples is None)
@@ -111,7 +113,8 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
         torch=arguments.torch,
     )
     study = study_job(job, asked, now=now)
-    return plan_view(study, runs, figures, traffic, arguments.runs)
+    view = plan_view(study, runs, figures, traffic, arguments.runs)
+    return view | {"paid": paid_view(view["best"], _dollars(arguments.paid, "--paid"))}
 
 
 def _impossible(arguments: argparse.Namespace, view: dict[str, Any]) -> UserMistake:
@@ -137,6 +140,7 @@ def _show(arguments: argparse.Namespace, view: dict[str, Any], impossible: UserM
         if impossible:
             complain(impossible)
         return EXIT_MISTAKE if impossible else EXIT_FINISHED
+    from farthing.report.plan_services import service_lines
     from farthing.report.plan_table import draw_compared, draw_components, draw_header, draw_nothing, draw_plan
 
     console = rich_console()
@@ -150,12 +154,14 @@ def _show(arguments: argparse.Namespace, view: dict[str, Any], impossible: UserM
         draw_components(console, find_plan(view, arguments.explain or str((view["best"] or {"rank": 1})["rank"])))
     else:
         draw_plan(console, view, len(view["plans"]) if arguments.limit == 0 else arguments.limit)
+        for line in service_lines(view):
+            console.print(line)
     if arguments.html is not None:
         print(f"\nwrote {printable(arguments.html)}")
     return EXIT_FINISHED
 
 
-def _dollars(text: str | None) -> float | None:
+def _dollars(text: str | None, where: str = "--budget") -> float | None:
     from farthing.units import parse_usd
 
     if text is None:
@@ -163,7 +169,7 @@ def _dollars(text: str | None) -> float | None:
     try:
         return parse_usd(text)
     except ValueError as error:
-        raise UserMistake(str(error), where="--budget", to_do="e.g. --budget 5") from None
+        raise UserMistake(str(error), where=where, to_do=f"e.g. {where} 5") from None
 
 
 def _seconds_until(text: str | None, now: datetime) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="begin again after interruptions, crashes and kills, until N attempts in a row saved nothing (default: 3)",
     )
+    parser.add_argument(
+        "--from",
+        dest="ancestor",
+        metavar="RUN[:STEP]",
+        help="begin a new run with the trained weights of another, which its receipt names and adds",
+    )
     parser.add_argument("--json", action="store_true", help="print the receipt as JSON; progress goes to stderr")
 
 
@@ -41,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     """One attempt, or with --retry as many as it takes; then the receipt."""
     from farthing.durability.opening import opened, opened_early
 
+    if arguments.ancestor is not None:
+        arguments.set = [*arguments.set, f"model.from_run={json.dumps(arguments.ancestor)}"]
     if arguments.retry is not None and arguments.retry < 1:
         raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
     with contextlib.ExitStack() as stack:  # an attempt is on the bill from here on

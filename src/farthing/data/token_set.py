@@ -51,7 +51,8 @@ class Recipe:
     max_target_length: int = 128
     too_long: str = "truncate"
     train_on_prompt: bool = False
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Standard column -> name or templates, see `columns.py`; a source may have its own."""
     label_map: dict[str, str] = field(default_factory=dict)
     max_bad_rows: float = 0.01
     label_names: tuple[str, ...] = ()
@@ -153,7 +154,7 @@ def _definition_sha256(definition: str, others: str) -> str:
 
 def set_key(sources: list[Source], tokenizer_hash: str, recipe: Recipe) -> str:
     """The name of a token set: a hash of everything it follows from."""
-    content = [CACHE_VERSION, [source.sha256 for source in sources], tokenizer_hash, recipe.settings()]
+    content = [CACHE_VERSION, [source.identity for source in sources], tokenizer_hash, recipe.settings()]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -48,14 +48,15 @@ def _first_rows(job: dict[str, Any], tokenizer: Any) -> list[tuple[list[int], li
     """(token ids, 1 where a target) of the first usable rows of the training files that are here; none if there are none."""
     data, task = job["data"], job["task"]
     names = [name for name in data["train"] if Path(name).exists()]
+    own = dict(zip(data["train"], data.get("of_train") or (), strict=False)).get(names[0] if names else "", [None])
     texts: list[Text] = []
     with contextlib.suppress(FarthingError, OSError, ValueError, KeyError):
         opened = {"split": data["train_split"], "config_name": data["dataset_config_name"]}
         (source, *_) = open_sources(names[:1], cache_dir=Path(job["cache_dir"] or "."), **opened)  # type: ignore[arg-type]
         found = [row.value for row in itertools.islice(source.rows(), N_ROWS) if isinstance(row, Row)]
         columns: set[str] = set().union(*found)
-        name = recognise(columns, task, data["columns"], source.name)
-        convert = converter(name, data["columns"], data["label_map"], tokenizer, task)
+        name, read, _ = recognise(columns, task, data["columns"] if own[0] is None else own[0], source.name)
+        convert = converter(name, read, data["label_map"], tokenizer, task)
         for value in found:
             with contextlib.suppress(Unusable):
                 texts.append(convert(value))

@@ -34,6 +34,8 @@ COMMUNICATION_BYTES = int(4.6 * 2**30)  # of several GPUs: buffers, and what str
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 STATE_BYTES = {
     "sgd": 0.0,
+    "adagrad": 4.0,
+    "rmsprop": 4.0,
     "adamw_torch_offload": 0.0,
     "adamw_8bit": 2.03,
     "adamw_bnb_8bit": 2.03,

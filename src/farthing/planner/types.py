@@ -190,7 +190,9 @@ class JobSpec:
     @property
     def save_bytes(self) -> float:
         """Of a checkpoint: trained weights and the optimizer's state in fp32."""
-        return self.n_trainable * (4.0 + {"sgd": 0.0}.get(self.optim, 2.0 if "8bit" in self.optim else 8.0))
+        return self.n_trainable * (
+            4.0 + {"sgd": 0.0, "adagrad": 4.0, "rmsprop": 4.0}.get(self.optim, 2.0 if "8bit" in self.optim else 8.0)
+        )
 
 
 def open_ended(wanted: JobSpec) -> JobSpec:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from farthing.planner.alternatives import is_rented
 from farthing.planner.ownership import saving
 from farthing.planner.types import Plan
+from farthing.report.plan_own import fees
 from farthing.report.plan_words import say_cost, say_saving
 from farthing.units import say_seconds
 
@@ -93,9 +94,7 @@ def runs_view(view: Row, n_runs: int) -> dict[str, Any]:
         ways[best["name"]] = n_runs * best["total_usd"]
     if view["savings"] is not None:
         ways["the plain way"] = n_runs * view["savings"]["plain_usd"]
-    for service in view["managed"]:
-        if service["takes_the_model"]:
-            ways[f"{service['provider']}, {service['what']}"] = n_runs * service["usd"]
+    ways |= {name: n_runs * fee_usd for name, fee_usd in fees(view["managed"]).items()}
     words = [f"{name}: {say_cost(usd)}" for name, usd in ways.items()]
     if best is not None and len(ways) > 1:
         mine, dearest = ways[best["name"]], max(ways.values())

@@ -270,11 +270,6 @@ def _draw_facts(console: Console, view: Row) -> None:
         facts["sooner"] = view["sooner"]["words"]
     if view["spot_or_not"]:
         facts["spot or not"] = view["spot_or_not"]["words"]
-    service = next((one for one in view["managed"] if one["takes_the_model"]), None)
-    if service:
-        facts["managed"] = (
-            f"{service['provider']} ({service['what']}) charges {say_cost(service['usd'])}, with settings of its own"
-        )
     if facts:
         console.print()
     for name, words in facts.items():

@@ -138,6 +138,9 @@ class Receipt:
     metrics: Json | None
     wall_s: float
     usd: float
+    ancestor: Json | None
+    """The run that this one began from: run, run_id, step, wall_s, usd, usd_is_known."""
+    usd_with_ancestor: float
     usd_is_known: bool
     usd_per_million_tokens: float | None
     spans: list[Span]
@@ -198,6 +201,8 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         metrics=of_model["metrics"] if of_model else None,
         wall_s=bill.wall_s,
         usd=bill.usd,
+        ancestor=facts.get("ancestor"),
+        usd_with_ancestor=bill.usd + (facts.get("ancestor") or {}).get("usd", 0.0),
         usd_is_known=any(a.usd_per_hour > 0 for a in attempts),
         usd_per_million_tokens=bill.usd / (log.n_tokens / 1e6) if log.n_tokens else None,
         spans=_spans(bill),

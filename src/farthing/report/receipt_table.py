@@ -50,6 +50,12 @@ def draw_receipt(console: Console, receipt: Receipt) -> None:
     console.print()
     console.print(f"[bold]Receipt[/] {escape(receipt.run)} ({title})", highlight=False, soft_wrap=True)
     _draw_spans(console, receipt)
+    if ancestor := receipt.ancestor:
+        console.print(
+            f"begun from step {ancestor['step']} of {escape(ancestor['run'])}, which had cost {say_usd(ancestor['usd'])}:"
+            f" {say_usd(receipt.usd_with_ancestor)} in all",
+            soft_wrap=True,
+        )
     if not receipt.usd_is_known:
         console.print("[dim]no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh[/]")
     facts = Table.grid(padding=(0, 2))

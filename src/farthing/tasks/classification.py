@@ -21,6 +21,8 @@ def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, st
         what = f"{label}, a number with a fraction" if isinstance(label, float) else kind_of(label)
         raise Unusable(f"`label` is {what}, not a class (text or a whole number)")
     name = str(label)
+    if isinstance(label, bool):  # as JSON writes it, or as Python does
+        return text_of(row, "text"), label_map.get(name, label_map.get(name.lower(), name))
     return text_of(row, "text"), label_map.get(name, name)
 
 

@@ -54,7 +54,7 @@ def assemble(
 ) -> Attempt:
     """The attempt at step 0. `examples` are those for training and for evaluation."""
     train, ledger, (train_examples, eval_examples) = job.train, context.ledger, examples
-    batches = Batches(train_examples.indices, job.global_batch_size, train.seed)
+    batches = Batches(train_examples.indices, job.global_batch_size, train.seed, train_examples.weights)
     schedule = first_schedule(job, context.folder, ledger, estimate, batches.steps_per_epoch)
     optimizer = build_optimizer(job, model, rules_of(context.folder))
     scaler = torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler)

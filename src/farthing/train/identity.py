@@ -30,13 +30,15 @@ def identity_of(
 ) -> dict[str, Any]:
     """The identity of a run, flat: what two attempts have to agree on."""
     tokenization = recipe.settings()
+    weights = [source.weight for source in train_sources]
     if recipe.version == 1:  # whose runs did not note it
         tokenization.pop("date", None)
     return {
         **job.identity(),
-        "data.train (content)": [source.sha256 for source in train_sources],
-        "data.eval (content)": [source.sha256 for source in eval_sources],
+        "data.train (content)": [source.identity for source in train_sources],
+        "data.eval (content)": [source.identity for source in eval_sources],
         "tokenizer (content)": tokenizer_sha256(tokenizer),
+        **({"data.train (weights)": weights} if any(weight != 1 for weight in weights) else {}),
         MODEL_CONTENT: model_sha256(choice, config, Path(job.cache_dir) if job.cache_dir else None),
         **{f"tokenization.{key}": value for key, value in tokenization.items() if key != "label_names"},
     }

@@ -28,9 +28,11 @@ def first_schedule(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | 
     train = job.train
     n_steps = math.ceil(train.num_train_epochs * steps_per_epoch) if train.max_steps is None else train.max_steps
     if not train.fit_schedule_to_budget:
-        n_warmup = _warmup_of(job)(n_steps)
+        n_warmup = _warmup_of(job, steps_per_epoch)(n_steps)
         return Schedule(n_steps, n_warmup, _curve(job, n_warmup, n_steps))
-    return _as_fitted(job, kept_fit(folder / SCHEDULE) or _first_fit(job, folder, ledger, estimate, n_steps))
+    return _as_fitted(
+        job, kept_fit(folder / SCHEDULE) or _first_fit(job, folder, ledger, estimate, (n_steps, steps_per_epoch))
+    )
 
 
 def settle_schedule(attempt: Attempt) -> None:
@@ -53,13 +55,17 @@ def settle_schedule(attempt: Attempt) -> None:
     attempt.context.emit(Note(text))
 
 
-def _first_fit(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | None, n_steps: int) -> Fit:
-    """The steps that the limits buy by what a step is estimated to take, kept for later attempts."""
+def _first_fit(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | None, asked: tuple[int, int]) -> Fit:
+    """The steps that the limits buy by what a step is estimated to take, kept for later attempts.
+
+    `asked`: (steps, those of an epoch).
+    """
+    n_steps, steps_per_epoch = asked
     step_s, seconds = (None, {}) if estimate is None else (estimate.step_s, estimate.seconds)
     if step_s is not None:
         step_s += (seconds.get("evaluation", 0.0) + seconds.get("checkpoints", 0.0)) / n_steps
     left_s, end_s = seconds_left(job, ledger), seconds.get("export", EXPORT_S)
-    return keep_fit(folder / SCHEDULE, first_fit(n_steps, _warmup_of(job), left_s, step_s, end_s))
+    return keep_fit(folder / SCHEDULE, first_fit(n_steps, _warmup_of(job, steps_per_epoch), left_s, step_s, end_s))
 
 
 def _as_fitted(job: Job, fit: Fit) -> Schedule:
@@ -78,7 +84,10 @@ def _curve(job: Job, n_warmup_steps: int, n_steps: int) -> Callable[[int], float
     return schedule(name, n_warmup_steps=n_warmup_steps, n_steps=n_steps, learning_rate=job.learning_rate)
 
 
-def _warmup_of(job: Job) -> Callable[[int], int]:
+def _warmup_of(job: Job, steps_per_epoch: int) -> Callable[[int], int]:
     """Steps of warm-up in a run of so many steps."""
     train = job.train
-    return lambda n_steps: math.ceil(train.warmup_ratio * n_steps) if train.warmup_steps is None else train.warmup_steps
+    fixed = train.warmup_steps
+    if train.warmup_epochs is not None:
+        fixed = math.ceil(train.warmup_epochs * steps_per_epoch)
+    return lambda n_steps: math.ceil(train.warmup_ratio * n_steps) if fixed is None else fixed

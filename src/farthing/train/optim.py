@@ -41,21 +41,33 @@ def make_optimizer(
     betas: tuple[float, float],
     epsilon: float,
     rules: int = RULES,
+    loraplus: float | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer over the trainable weights, those that are decayed in a group of their own.
 
-    `rules` are those that the run began under: an old one goes on to decay whatever has two dimensions.
+    `rules` are those that the run began under: an old one goes on to decay whatever has two dimensions. With `loraplus` the
+    rate of LoRA's B matrices and of all vectors is so many times that of the others, as in peft's `create_loraplus_optimizer`.
     Raises `HardwareError` for an 8-bit or paged one where bitsandbytes does not work.
     """
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     decayed = {n for n, p in trainable.items() if p.ndim >= 2} if rules < 2 else decayed_names(model)
-    groups = [
-        {"params": [p for n, p in trainable.items() if n in decayed], "weight_decay": weight_decay},
-        {"params": [p for n, p in trainable.items() if n not in decayed], "weight_decay": 0.0},
+    fast = {n for n, p in trainable.items() if "lora_B" in n or p.ndim == 1} if loraplus is not None else set()
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p for n, p in trainable.items() if (n in decayed) == is_decayed and (n in fast) == is_fast],
+            "weight_decay": weight_decay if is_decayed else 0.0,
+            "lr_ratio": loraplus if is_fast else 1.0,
+        }
+        for is_fast in (False, True)
+        for is_decayed in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
     if name == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate, foreach=False)  # decay copies a weight at a time, not all
+    if name == "adagrad":
+        return torch.optim.Adagrad(groups, lr=learning_rate, foreach=False)
+    if name == "rmsprop":
+        return torch.optim.RMSprop(groups, lr=learning_rate, foreach=False)
     adam: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": epsilon}
     if name == "adamw_torch_fused":
         return torch.optim.AdamW(groups, fused=True, **adam)

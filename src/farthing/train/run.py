@@ -69,6 +69,7 @@ from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
 from farthing.report.training_log import read_log
 from farthing.tasks.registry import task_of
+from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
 from farthing.train.autotune import is_worth_it, probe_run
@@ -247,6 +248,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     run_facts = same_examples(folder, run_facts, examples_sha256(attempt.train_examples, attempt.eval_examples))
     meter.enter("restore")
     emit(Working("looking for a checkpoint"))
+    run_facts = _begin(attempt, run_facts)
     restore(attempt, allow_restart)
     if was_finished or over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
         return loop(attempt)
@@ -261,6 +263,19 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
         keep(folder / RUN, {**run_facts, "finished": True, "sealed": True, STAMPS: stamps})
     leave_measured(attempt)
     return state, reason
+
+
+def _begin(attempt: Attempt, run_facts: dict[str, Any]) -> dict[str, Any]:
+    """Begin with the weights of the job's ancestor, where it has one and the run has no checkpoint of its own."""
+    if attempt.checkpoints.steps():
+        return run_facts
+    found = find_ancestor(attempt.job)
+    if found is None:
+        return run_facts
+    run_facts = {**run_facts, "ancestor": begin_from(found, attempt.model)}
+    keep(attempt.context.folder / RUN, run_facts)
+    attempt.context.emit(Note(f"begins with the weights of step {found.step} of {found.run}"))
+    return run_facts
 
 
 def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow_restart: bool) -> dict[str, Any]:

@@ -207,7 +207,7 @@ class Steps:
     def _update(self, rate: float, losses: Tensor) -> Tensor:
         """Clip and update, unless something is not finite. Returns losses and norm in one tensor."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_ratio", 1.0)
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm or math.inf)
         figures = torch.cat([losses, norm.double().reshape(1)])
