@@ -12,7 +12,15 @@ from transformers import AutoConfig
 import farthing.model.head
 import farthing.planner.memory
 from farthing.planner.lengths import Largest
-from farthing.planner.memory import CUDA_CONTEXT_BYTES, NF4_BYTES, SLACK, Memory, estimate_memory, evaluation_memory
+from farthing.planner.memory import (
+    COMMUNICATION_BYTES,
+    CUDA_CONTEXT_BYTES,
+    NF4_BYTES,
+    SLACK,
+    Memory,
+    estimate_memory,
+    evaluation_memory,
+)
 from farthing.planner.model_config import known_config
 from farthing.planner.recipe import (
     CHUNKED,
@@ -316,7 +324,12 @@ def test_parts_add_up_and_the_device_needs_more_than_torch_says() -> None:
     assert found.total_bytes == found.allocated_bytes  # of a processor
     on_gpu = estimate_memory(shape_of("llama"), FULL, SHORT)
     assert on_gpu.reserved_bytes == on_gpu.allocated_bytes + int(SLACK * on_gpu.allocated_bytes)
-    assert on_gpu.total_bytes == on_gpu.reserved_bytes + CUDA_CONTEXT_BYTES
+    assert on_gpu.total_bytes == on_gpu.reserved_bytes + CUDA_CONTEXT_BYTES + on_gpu.cached_bytes
+    assert on_gpu.cached_bytes > 0, "of whole logits the allocator keeps a part"
+    by_positions = replace(FULL, stack=replace(FULL.stack, loss=POSITIONS))
+    assert estimate_memory(shape_of("llama"), by_positions, SHORT).cached_bytes == 0
+    two = replace(by_positions, n_gpus=2, sharding="ddp", global_batch=2 * FULL.global_batch)
+    assert estimate_memory(shape_of("llama"), two, SHORT).cached_bytes == COMMUNICATION_BYTES
 
 
 @pytest.mark.parametrize("model", list(NAMES))

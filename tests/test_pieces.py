@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from farthing.data.batches import collate, permutation
 from farthing.data.packing import (
     LEAST_SHARE,
-    PIECE_COSTS_TOKENS,
+    ON_CPU,
+    PieceCost,
     collate_flat,
     cut_by_tokens,
     cut_padded,
@@ -119,7 +120,7 @@ def test_padded_pieces_hold_every_example_once_within_budget_and_share(seed: int
     lengths = some_lengths(seed)
     targets = np.random.default_rng(seed).integers(1, 50, len(lengths)) if two_sides else None
     examples = permutation(len(lengths), seed, 0)
-    pieces = cut_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, piece_costs_tokens=0)
+    pieces = cut_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, cost=PieceCost(0, 0))
     assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
     sizes = lengths[:, None] if targets is None else np.stack([lengths, targets], 1)
     computed = [padded_tokens(sizes[piece]) for piece in pieces]
@@ -127,7 +128,7 @@ def test_padded_pieces_hold_every_example_once_within_budget_and_share(seed: int
     assert max(len(piece) for piece in pieces) <= 64
     assert computed == sorted(computed, reverse=True)
     assert sizes.sum() >= LEAST_SHARE * sum(computed)
-    again = cut_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, piece_costs_tokens=0)
+    again = cut_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, cost=PieceCost(0, 0))
     assert [piece.tolist() for piece in again] == [piece.tolist() for piece in pieces]
 
 
@@ -139,8 +140,8 @@ def test_equal_lengths_are_not_split_further_than_the_budget_asks() -> None:
 def test_no_piece_is_split_for_less_than_a_piece_costs() -> None:
     lengths = np.array([100, 100, 60, 60, 20, 19])
     assert [piece.tolist() for piece in cut_padded(np.arange(6), lengths, 1000)] == [[0, 1], [2, 3], [4, 5]]
-    assert [len(piece) for piece in cut_padded(np.arange(6), lengths, 1000, piece_costs_tokens=100)] == [4, 2]
-    assert len(cut_padded(np.arange(6), lengths, 1000, piece_costs_tokens=300)) == 1
+    assert [len(piece) for piece in cut_padded(np.arange(6), lengths, 1000, cost=PieceCost(0, 100))] == [4, 2]
+    assert len(cut_padded(np.arange(6), lengths, 1000, cost=PieceCost(0, 300))) == 1
 
 
 def test_padded_tokens_are_those_of_the_collation() -> None:
@@ -281,7 +282,7 @@ def real_lengths(data_dir: Path, file: str, tokenizer: str, *columns: str) -> li
 
 
 @pytest.mark.parametrize("batch", [32, 128])
-@pytest.mark.parametrize(("costs", "least"), [(0, LEAST_SHARE), (PIECE_COSTS_TOKENS, 0.92)])
+@pytest.mark.parametrize(("costs", "least"), [(0, LEAST_SHARE), (ON_CPU.more_tokens, 0.92)])
 def test_almost_all_computed_tokens_of_real_sets_are_useful(
     costs: int, least: float, batch: int, data_dir: Path
 ) -> None:
@@ -293,7 +294,23 @@ def test_almost_all_computed_tokens_of_real_sets_are_useful(
         order = permutation(len(lengths), 0, 0)
         for start in range(0, len(order) - batch, batch):
             step = order[start : start + batch]
-            pieces = cut_padded(step, lengths, 8192, target_lengths=targets, piece_costs_tokens=costs)
+            pieces = cut_padded(step, lengths, 8192, target_lengths=targets, cost=PieceCost(0, costs))
             useful += int(sum(sizes[piece].sum() for piece in pieces))
             computed += sum(padded_tokens(sizes[piece]) for piece in pieces)
         assert useful >= least * computed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pieces_that_cost_a_floor_are_no_dearer_than_other_cuts(seed: int) -> None:
+    """On a GPU a small piece takes as long as its launches: neither one batch nor a processor's cut is cheaper."""
+    lengths = some_lengths(seed)
+    on_gpu = PieceCost(2048, 256)
+
+    def cost(**how: Any) -> int:
+        pieces = cut_padded(np.arange(len(lengths)), lengths, 16_384, **how)
+        return sum(int(on_gpu.of(padded_tokens(lengths[piece][:, None]))) for piece in pieces)
+
+    assert cost(cost=on_gpu) <= cost()
+    assert cost(cost=on_gpu) <= cost(least_share=0.0)
+    few = cut_padded(np.arange(len(lengths)), lengths, 16_384, cost=PieceCost(10**6, 0))
+    assert len(few) == len(cut_padded(np.arange(len(lengths)), lengths, 16_384, least_share=0.0)), "nothing to gain"

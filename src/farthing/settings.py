@@ -36,6 +36,10 @@ class Settings:
     """Of the forward pass: bf16, fp16 or fp32."""
     probed: bool = False
     """Whether tokens, checkpointing and tile are what a probe has found quickest."""
+    least_tokens: int = 0
+    """Padded work is cut as if a micro-batch of fewer computed tokens took no less: see `data.packing.PieceCost`."""
+    more_tokens: int = 32
+    """And each as if it had so many more. Runs of before were cut by these two, as on a processor."""
 
     def with_probed(self, found: Settings) -> Settings:
         """These with what a probe has found: tokens of a micro-batch, checkpointing and tile."""
@@ -67,7 +71,8 @@ class Settings:
         """What `to_json` or an earlier version wrote; other keys are passed over. Raises `ValueError`."""
         known = renamed(values)
         found = cls(**{field.name: known[field.name] for field in fields(cls) if field.name in known})
-        numbers = (found.micro_batch_tokens, found.checkpoint_every, found.tile_tokens or 1)
+        cut = (found.micro_batch_tokens, found.least_tokens, found.more_tokens)
+        numbers = (*cut, found.checkpoint_every, found.tile_tokens or 1)
         flags = (found.caches_frozen, found.shares_prefix, found.compiled, found.probed)
         if (
             any(type(number) is not int or number < 0 for number in numbers)

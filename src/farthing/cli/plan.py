@@ -27,7 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--deadline", metavar="WHEN", help='"2026-12-01 18:00", or from now: 12h, 90min, 2d')
     text = 'a GPU of your own, such as "RTX 4090:1600usd:0.45kW" (repeatable)'
     add("--own", action="append", default=[], metavar="GPU:PRICE:POWER", help=text)
+    add("--runs", type=int, metavar="N", help="add what N such runs come to")
     add("--runs-per-month", type=float, metavar="N", help="add the yearly cost of a project of N such runs a month")
+    text = 'what answering with the model costs: "requests=2000/day,input=800,output=200,latency=2s", or nothing for the usual'
+    add("--serve", nargs="?", const="", metavar="TRAFFIC", help=text)
     text = "measured traces of spot capacity, used instead of the built-in assumption where they tell more"
     add("--traces", metavar="DIR", help=text)
     add("--prices", metavar="FILE", help="use only the prices of this CSV file")
@@ -66,10 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _view(arguments: argparse.Namespace) -> dict[str, Any]:
     from farthing.config.load import load_job
     from farthing.planner.ownership import parse_owned
+    from farthing.planner.serving import parse_traffic
     from farthing.planner.throughput_arithmetic import parse_figures
 
     now = datetime.now().astimezone().replace(second=0, microsecond=0)
-    for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1)):
+    for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1), ("runs", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise UserMistake(f"{value} is too few", where=f"--{name.replace('_', '-')}", to_do=f"give {least} or more")
@@ -82,6 +86,7 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.samples_per_min, arguments.tokens_per_s, arguments.spot_discount, arguments.spot_overhead,
         arguments.interrupted_every, arguments.restart, arguments.step_time,
     )  # fmt: skip
+    traffic = None if arguments.serve is None else parse_traffic(arguments.serve)
     if arguments.html is not None:
         _check_page_path(Path(arguments.html))
     job = load_job(arguments.job, arguments.set)
@@ -108,7 +113,7 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
         torch=arguments.torch,
     )
     study = study_job(job, asked, now=now)
-    view = plan_view(study, runs, figures)
+    view = plan_view(study, runs, figures, traffic, arguments.runs)
     return view | {"paid": paid_view(view["best"], _dollars(arguments.paid, "--paid"))}
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farthing.data.batches import Batches, collate
-from farthing.data.packing import collate_flat, cut_by_tokens, cut_padded, target_lengths_of
+from farthing.data.packing import ON_CPU, PieceCost, collate_flat, cut_by_tokens, cut_padded, target_lengths_of
 from farthing.data.prefix_sharing import WORTH, collate_shared, cut_shared, saved_by_sharing
 from farthing.data.token_set import TokenSet
 from farthing.model.apart import kept_apart, lift_capacity
@@ -65,9 +65,10 @@ class Forward:
         label_smoothing: float = 0.0,
         may_go_flat: bool = True,
         tile_tokens: int | None = None,
+        piece_cost: PieceCost = ON_CPU,
     ) -> None:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
-        self.label_smoothing, self.tile_tokens = label_smoothing, tile_tokens
+        self.label_smoothing, self.tile_tokens, self.piece_cost = label_smoothing, tile_tokens, piece_cost
         self.why_padded = can_go_flat(model, task) if may_go_flat else "the job names another attention"
         if self.why_padded is None:
             go_flat(model)
@@ -148,7 +149,8 @@ class Forward:
         if self.of.is_pair:
             targets = target_lengths_of(tokens, examples)
             lengths = lengths - targets
-        return [examples[piece] for piece in cut_padded(places, lengths, most_tokens, target_lengths=targets)]
+        pieces = cut_padded(places, lengths, most_tokens, target_lengths=targets, cost=self.piece_cost)
+        return [examples[piece] for piece in pieces]
 
     def collate(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Host:
         """Arrays of one micro-batch, the labelled positions among them; pinned for a GPU."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from farthing.data.packing import PieceCost
 from farthing.planner.families import FLAT, KNOWN_HEADS
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
@@ -38,6 +39,8 @@ class Stack:
     is_compiled: bool = False
     is_flash: bool = False
     """Attention without a padding mask: keys and values are not repeated for their groups."""
+    is_eager: bool = False
+    """Attention computes all scores, and keeps them."""
     is_flat: bool = False
     """Documents end to end: neither padding nor a mask of it. Comes with `is_flash`, which a CPU does in its own way."""
     fuses_adapters: bool = False
@@ -49,6 +52,8 @@ class Stack:
     frees_gradients: bool = False
     """The optimizer steps within the backward pass: one layer's gradients at a time."""
     offloads_activations: bool = False
+    unpacking: float = 1.0
+    """Times as long as bitsandbytes' kernels for NF4 take to unpack quantized weights."""
     host_s_per_layer: float = 1.5e-3
     """Seconds of the host for the kernels of one layer, forward and backward: a GPU can't be faster than that."""
     host_s_per_adapted_layer: float = 1.0e-3
@@ -141,9 +146,30 @@ class Recipe:
         return 4 if self.method == "qlora" and self.stack.upcasts_frozen else self.compute_bytes
 
     @property
+    def cost(self) -> PieceCost:
+        """What padded work is cut by."""
+        return PieceCost(self.settings.least_tokens, self.settings.more_tokens)
+
+    @property
+    def edge_bytes(self) -> int:
+        """Of a number that a recomputed layer begins with, kept until its backward pass."""
+        return 4 if self.stack.upcasts_frozen and self.method == "qlora" else self.residual_bytes
+
+    @property
+    def edge_copies(self) -> int:
+        """How often the backward pass holds what recomputed layers begin with.
+
+        fsdp does so twice where the layers are frozen: 787 kB for each token of a Mistral-7B over two and four GPUs where
+        one has 541 (foundation-model-stack/fms-acceleration, LoRA and QLoRA); full fine-tuning does not.
+        """
+        return 2 if self.method != "full" and self.sharding == "fsdp" else 1
+
+    @property
     def residual_bytes(self) -> int:
-        """Of a number in the residual stream: that of the embedding it begins with."""
-        return self.trained_bytes if self.method == "full" else self.frozen_bytes
+        """Of a number in the residual stream: that of the embedding it begins with, which fsdp casts when it gathers it."""
+        if self.method == "full" and self.sharding != "fsdp":
+            return self.trained_bytes
+        return self.compute_bytes if self.method == "full" else self.frozen_bytes
 
     def with_settings(self, **changed: Any) -> Recipe:
         """The same recipe with other settings."""

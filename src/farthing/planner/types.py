@@ -7,11 +7,12 @@ rejections of them, ranking puts the plans in order. Refuses to decide anything 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache, cached_property
 from typing import NamedTuple
 
+from farthing.data.packing import ON_CPU, PieceCost
 from farthing.planner.frozen_cache_cost import prefix_cache_bytes
 from farthing.planner.lengths import Cut, Lengths
 from farthing.planner.memory import Memory
@@ -21,7 +22,12 @@ from farthing.planner.software import Torch, why_no_code
 from farthing.planner.speed import Calibration, Device, StepTime, device_of
 from farthing.planner.spot import Expected
 from farthing.prices.gpus import Gpu, gpus
-from farthing.prices.offers import Offer, up_front_usd
+from farthing.prices.offers import (
+    ASSUMED_EGRESS_USD_PER_GB,
+    ASSUMED_STORAGE_USD_PER_GB_MONTH,
+    Offer,
+    up_front_usd,
+)
 from farthing.tasks.registry import task_of
 from farthing.units import say_seconds
 
@@ -48,6 +54,8 @@ class Assumptions(NamedTuple):
             "known (facts/boot.csv), and downloads at "
             f"{self.download_bytes_per_s / 1e6:.0f} MB/s",
             f"imports take {self.import_s:.0f} s, weights load at {self.load_bytes_per_s / 1e9:g} GB/s",
+            f"where terms do not say, a GB kept for a month costs ${ASSUMED_STORAGE_USD_PER_GB_MONTH:.2f} and a GB that "
+            f"leaves ${ASSUMED_EGRESS_USD_PER_GB:.2f}: the model, and each checkpoint that goes to a store elsewhere",
             f"tokenizing runs at {self.tokenize_tokens_per_s / 1e6:g} M tokens/s",
             f"a checkpoint halts training while {self.snapshot_bytes_per_s / 1e9:g} GB/s go to host memory, or "
             f"{self.disk_bytes_per_s / 1e6:.0f} MB/s to the disk where it takes more than half of that memory",
@@ -94,6 +102,8 @@ class JobSpec:
     """None: the planner's choice."""
     save_steps: int | None = None
     """Or optimizer steps between checkpoints."""
+    store: str = ""
+    """Where checkpoints are copied to, as an address; empty: nowhere."""
     is_tokenized: bool = False
     max_usd: float | None = None
     max_hours: float | None = None
@@ -139,15 +149,15 @@ class JobSpec:
             has_plain_adapters=self.lora_dropout == 0 and not self.use_dora,
         )
 
-    def cut(self, most_tokens: int, n_gpus: int = 1) -> Cut:
+    def cut(self, most_tokens: int, n_gpus: int = 1, cost: PieceCost = ON_CPU) -> Cut:
         """The part of a step that one GPU takes, in micro-batches of at most so many tokens."""
-        return self.lengths.cut(most_tokens, -(-self.global_batch // n_gpus), is_flat=self.is_flat)
+        return self.lengths.cut(most_tokens, -(-self.global_batch // n_gpus), is_flat=self.is_flat, cost=cost)
 
-    def eval_cut(self, most_tokens: int) -> Cut:
+    def eval_cut(self, most_tokens: int, cost: PieceCost = ON_CPU) -> Cut:
         """The evaluation examples as they are cut where training takes so many tokens at once."""
         assert self.eval_lengths is not None
         most = min(most_tokens, self.eval_batch * self.eval_lengths.longest_example)
-        return self.eval_lengths.cut(most, self.eval_lengths.n_examples, is_flat=self.is_flat)
+        return self.eval_lengths.cut(most, self.eval_lengths.n_examples, is_flat=self.is_flat, cost=cost)
 
     @property
     def n_steps(self) -> int:
@@ -184,6 +194,11 @@ class JobSpec:
         return self.n_trainable * (
             4.0 + {"sgd": 0.0, "adagrad": 4.0, "rmsprop": 4.0}.get(self.optim, 2.0 if "8bit" in self.optim else 8.0)
         )
+
+
+def open_ended(wanted: JobSpec) -> JobSpec:
+    """The same job without limits."""
+    return replace(wanted, max_usd=None, max_hours=None, max_gpu_hours=None, deadline_s=None)
 
 
 @cache

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from farthing.report.page_text import escape
+from farthing.report.plan_savings import methods_in_words
 from farthing.report.plan_scatter import cost_against_time
+from farthing.report.plan_serving import COLUMNS, serving_cells, shown
 from farthing.report.plan_words import (
     break_even_words,
     has_price,
@@ -114,7 +116,7 @@ def plan_page(view: Row) -> str:
         parts.append(_plans(rows))
     if view["best"] is None:
         parts.append(_list("The nearest ways", ways_out(view), "ol"))
-    parts += [_also(view), _own(view), _why_not(view), _sources(view, best)]
+    parts += [_also(view), _savings(view), _own(view), _serving(view), _why_not(view), _sources(view, best)]
     title = f"farthing plan: {view['job']['model']}"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -344,6 +346,29 @@ def _own(view: Row) -> str:
         )
         text += "".join(f'<p class="soft">{escape(note)}</p>' for note in years["notes"])
     return text
+
+
+def _savings(view: Row) -> str:
+    savings = view["savings"]
+    words = [] if savings is None else [savings["words"], *(one["words"] for one in savings["rungs"])]
+    if view["methods"]:
+        words.append(f"by method: {methods_in_words(view['methods'])}")
+    if view["runs"] is not None:
+        words.append(f"{plural(view['runs']['n_runs'], 'run')}: {'; '.join(view['runs']['words'])}")
+    return _list("What each choice saves", words)
+
+
+def _serving(view: Row) -> str:
+    serving = view["serving"]
+    if serving is None:
+        return ""
+    body = []
+    for row in shown(serving):
+        first, *rest = serving_cells(row)
+        body.append(f'<tr><th scope="row">{escape(first)}</th>{_cells("k", rest[0])}{_cells("n", *rest[1:])}</tr>')
+    table = _wide("Serving", f"<table>{_head(*COLUMNS)}{_body(body)}</table>") if body else ""
+    notes = "".join(f'<p class="soft">{escape(words)}</p>' for words in serving["assumptions"])
+    return f"<h2>Serving</h2>\n<p>{escape(serving['answer'])}</p>\n{table}{notes}"
 
 
 def _sources(view: Row, best: Row | None) -> str:

@@ -13,6 +13,7 @@ import torch
 import farthing
 from farthing.config.job import Job
 from farthing.data.batches import Batches
+from farthing.data.packing import PieceCost
 from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.run_folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
 from farthing.durability.summed_lines import SummedLines
@@ -72,6 +73,7 @@ def assemble(
         label_smoothing=train.label_smoothing_factor,
         may_go_flat=job.model.attn_implementation is None,
         tile_tokens=settings.tile_tokens,
+        piece_cost=PieceCost(settings.least_tokens, settings.more_tokens),
     )
     before_bytes, free = taken_bytes(numerics.device), free_bytes(numerics.device)
     with out_of_memory_said(OPTIMIZER_TO_DO):
