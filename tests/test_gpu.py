@@ -123,7 +123,7 @@ def gradients(run: Attempt, step: int = 0) -> tuple[float, dict[str, Tensor]]:
             step,
             step + 1,
             run.batches.examples_of,
-            lambda examples: run.forward.cut(tokens, examples, run.settings.micro_batch_tokens),
+            lambda examples: run.steps.table_of(examples, run.settings.micro_batch_tokens).cells,
             lambda examples: run.forward.collate(tokens, examples),
         )
         sums = run.steps.accumulate(ready)

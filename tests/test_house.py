@@ -58,6 +58,16 @@ def test_one_place_goes_backward() -> None:
     assert calls == ["step.py"]
 
 
+def test_one_file_talks_to_other_processes_of_a_run() -> None:
+    talks = [
+        module_of(path)
+        for path in FILES
+        if {name for name in imports(path) if name.startswith("torch.distributed")}
+        or re.search(r"torch\.distributed\.\w|from torch import distributed", path.read_text(encoding="utf-8"))
+    ]
+    assert talks == ["train.ranks"]
+
+
 WINGS = (
     *(
         "ground",

@@ -15,6 +15,7 @@ from transformers import get_linear_schedule_with_warmup
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.loader import micro_batches
+from farthing.data.row_table import in_one_lane
 from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.preemption import Notice
 from farthing.events import Event
@@ -101,7 +102,9 @@ def cut_by_rows(examples: Any, most: int) -> list[Any]:
 def accumulate(run: Attempt, pieces: list[Any]) -> Sums:
     """Gradients of the first step, cut like this."""
     tokens = run.train_examples.tokens
-    ready = micro_batches(0, 1, run.batches.examples_of, lambda _: pieces, lambda e: run.forward.collate(tokens, e))
+    ready = micro_batches(
+        0, 1, run.batches.examples_of, lambda _: in_one_lane(pieces), lambda e: run.forward.collate(tokens, e)
+    )
     return run.steps.accumulate(ready)
 
 

@@ -34,6 +34,9 @@ class Settings:
     """Of norms, rotations and gated feed-forwards: torch or liger."""
     precision: str | None = None
     """Of the forward pass: bf16, fp16 or fp32."""
+    lanes: int | None = None
+    """Columns of a step's micro-batches, whose gradients are added up in a fixed order, whichever of several GPUs computes
+    them."""
     probed: bool = False
     """Whether tokens, checkpointing and tile are what a probe has found quickest."""
     least_tokens: int = 0
@@ -72,7 +75,7 @@ class Settings:
         known = renamed(values)
         found = cls(**{field.name: known[field.name] for field in fields(cls) if field.name in known})
         cut = (found.micro_batch_tokens, found.least_tokens, found.more_tokens)
-        numbers = (*cut, found.checkpoint_every, found.tile_tokens or 1)
+        numbers = (*cut, found.checkpoint_every, found.tile_tokens or 1, found.lanes or 1)
         flags = (found.caches_frozen, found.shares_prefix, found.compiled, found.probed)
         if (
             any(type(number) is not int or number < 0 for number in numbers)

@@ -316,6 +316,14 @@ class WhereSection(Section):
     """Regions, or how their names begin: [us-, eu-west-1]."""
     offers: Literal["spot", "on-demand"] | None = None
     """Only one kind of offer."""
+    gpus: Annotated[int, Field(ge=1, le=1024)] | Literal["all"] | None = None
+    """How many GPUs of this machine share the run, or all of them; with device: cpu so many processes. Default: one, and as
+    many as torchrun or another launcher has started."""
+    patience_s: Annotated[Number, Field(ge=2)] = 60.0
+    """Several GPUs: one that does not answer for so long is lost, and the run goes on with those that are left."""
+    same_bits: Literal["auto"] | bool = "auto"
+    """Several GPUs: gradients are added up in an order that does not depend on how many there are. auto: for adapters; in
+    full training it takes memory for more gradients."""
     spot: bool = False
     """The machine may be taken away: checkpoints are taken as often as that asks for."""
     notices: Literal["auto", "aws", "gcp", "azure", "off"] = "auto"

@@ -43,6 +43,7 @@ SPANS = {
     "host_to_device": "copying batches to the device",
     "compute": "forward and backward",
     "optimizer": "clipping and optimizer",
+    "ranks": "waiting for other ranks",
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
     "export": "exporting the model",

@@ -83,6 +83,8 @@ class Forward:
         self._first_position = first_position(inner.config)
         self.drops_no_tokens = lift_capacity(inner)
         """Whether experts would have dropped some by themselves."""
+        self.squares_at = 12 * int(getattr(inner.config.get_text_config(), "hidden_size", 0) or 0)
+        """Tokens of a document whose attention takes about as long as its products with weights; 0 where not known."""
         self.apart = kept_apart(inner, task, is_flat=self.is_flat)
         self.shares = False
         self.n_sent_tokens = 0  # computed tokens of everything that was brought to the device

@@ -107,9 +107,10 @@ def assemble(
         train.seed,
         settings,
         context.meter,
-        lambda: bool(context.notice),
+        lambda: bool(context.notice) or context.ranks.others_ask_to_leave,
         lambda step, why, is_less: note_out_of_memory(attempt, step, why, is_less),
         lambda: wait_for_copies(attempt),
+        context.ranks,
     )
     attempt = Attempt(
         job=job,

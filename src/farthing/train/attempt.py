@@ -27,6 +27,7 @@ from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
 from farthing.planner.measurements import Record
 from farthing.settings import Settings
+from farthing.train.ranks import Ranks
 from farthing.train.schedule import Schedule
 from farthing.train.setup import Examples, Inputs
 from farthing.train.state import Progress
@@ -45,6 +46,8 @@ class Context:
     ledger: Ledger
     notice: Notice
     emit: Emit
+    ranks: Ranks = field(default_factory=Ranks)
+    """The processes that share the run."""
     replica: Mirror | None = None
     """The copy of this run in a store, where the job names one."""
 

@@ -191,7 +191,7 @@ class Prober:
             0,
             len(self._sample),
             lambda step: self._sample[step],
-            lambda examples: self.forward.cut(tokens, examples, settings.micro_batch_tokens),
+            lambda examples: self.steps.table_of(examples, settings.micro_batch_tokens).cells,
             lambda examples: self.forward.collate(tokens, examples),
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from farthing.config.job import Job
@@ -30,7 +31,7 @@ def first_schedule(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | 
     if not train.fit_schedule_to_budget:
         n_warmup = _warmup_of(job, steps_per_epoch)(n_steps)
         return Schedule(n_steps, n_warmup, _curve(job, n_warmup, n_steps))
-    return _as_fitted(
+    return as_fitted(
         job, kept_fit(folder / SCHEDULE) or _first_fit(job, folder, ledger, estimate, (n_steps, steps_per_epoch))
     )
 
@@ -40,15 +41,16 @@ def settle_schedule(attempt: Attempt) -> None:
     fit, job, train = attempt.schedule.fit, attempt.job, attempt.job.train
     assert fit is not None
     settle(attempt)
-    ledger = attempt.context.ledger
+    ledger, ranks = attempt.context.ledger, attempt.context.ranks
     step_s = attempt.pace.step_s or ledger.takes.get("step_s")
     if step_s is not None:
         if attempt.eval_examples is not None and train.eval_strategy != "no":
             step_s += evaluation_s(attempt) / (train.eval_steps or attempt.batches.steps_per_epoch)
         step_s += attempt.saving.took_s / (train.save_steps or max(1.0, attempt.saving.every_s / step_s))
     fit = settled_fit(fit, seconds_left(job, ledger), step_s, leaving_s(attempt))
+    fit = Fit(**ranks.tell_all(asdict(fit)))
     keep_fit(attempt.context.folder / SCHEDULE, fit)
-    attempt.schedule = _as_fitted(job, fit)
+    attempt.schedule = as_fitted(job, fit)
     attempt.steps.n_steps = attempt.n_steps
     attempt.steps.close()  # what was made ready knew the number
     text = f"the schedule is fixed: {plural(attempt.n_steps, 'step')} of {fit.asked_steps:,} fit the limits"
@@ -68,7 +70,8 @@ def _first_fit(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | None
     return keep_fit(folder / SCHEDULE, first_fit(n_steps, _warmup_of(job, steps_per_epoch), left_s, step_s, end_s))
 
 
-def _as_fitted(job: Job, fit: Fit) -> Schedule:
+def as_fitted(job: Job, fit: Fit) -> Schedule:
+    """The schedule of a fit."""
     factor = fitted_schedule(
         job.train.lr_scheduler_type,
         n_warmup_steps=fit.n_warmup_steps,

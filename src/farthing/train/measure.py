@@ -41,7 +41,7 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         torch=torch.__version__,
         hardware=hardware_key(attempt.numerics.device),
         device=attempt.numerics.device.type,
-        n_devices=1,
+        n_devices=attempt.context.ranks.n,
         model_type=attempt.inputs.config.model_type,
         n_parameters=attempt.parameters["total"] - attempt.parameters["adapter"],
         n_trainable=attempt.parameters["trainable"],
