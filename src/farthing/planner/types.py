@@ -307,7 +307,7 @@ class Plan:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the trainer can do it: on one GPU so far."""
+        """Whether it is a choice: on one GPU. Several were not run so far, and the trainer can't spread weights over them."""
         return self.recipe.n_gpus == 1
 
 

@@ -257,5 +257,5 @@ def _scatter_key(shown: Sequence[Row], later: Sequence[Row]) -> str:
     names += [("c3", "your own")] if kinds & {"own", "here"} else []
     keys = [f'<li><i class="round {colour}"></i>{name}</li>' for colour, name in names]
     if any(not row["is_runnable"] for row in shown):
-        keys.append('<li><i class="round hollow"></i>several GPUs, which farthing cannot train on yet</li>')
+        keys.append('<li><i class="round hollow"></i>several GPUs, on which farthing was not run so far</li>')
     return f'<ul class="key">{"".join(keys)}</ul>'

@@ -30,7 +30,11 @@ from farthing.report.plan_serving import serving_view
 from farthing.report.plan_words import LOCAL, OWN, cause_of, has_price, say_cost, say_saving
 
 KIND = "farthing plan"
-NOT_YET = "needs several GPUs, which farthing cannot train on yet"
+NOT_YET = {
+    "ddp": "needs several GPUs (where.gpus: all), on which farthing trains, but was not run so far",
+    "fsdp": "needs its weights spread over several GPUs, which farthing cannot train on yet",
+}
+"""Why a plan is not among the choices, by how its GPUs share the weights."""
 _DEARER = 2.0  # what being sooner may cost
 
 
@@ -203,7 +207,7 @@ def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> dict[str, 
         "on_front": any(one.on_front for one in group),
         "on_runnable_front": False,
         "is_runnable": plan.is_runnable,
-        "not_runnable": "" if plan.is_runnable else NOT_YET,
+        "not_runnable": "" if plan.is_runnable else NOT_YET[plan.recipe.sharding],
         "also_at": [
             {
                 "instance": other.offer.instance,
@@ -312,7 +316,7 @@ def _answer(view: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     if best is None:
         if not rows:
             return f"Nothing can do this job as it is: none of {plural(view['n_offers'], 'offer')}."
-        return f"No single GPU can do this job. {rows[0]['name']} would: {_figures(rows[0])}; but it {NOT_YET}."
+        return f"No single GPU can do this job. {rows[0]['name']} would: {_figures(rows[0])}; but it {rows[0]['not_runnable']}."
     verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
     with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
     text = f"{verb}{best['name']}{with_own}: {_figures(best)}."
