@@ -103,7 +103,8 @@ def make_job(folder: Path, base: Path, seed: int = 0, **keys: Any) -> Path:
         "cache_dir": "cache",
     }  # fmt: skip
     for section, values in keys.items():
-        job[section] = {**job[section], **values} if isinstance(job.get(section), dict) else values
+        merged = {**job[section], **values} if isinstance(job.get(section), dict) else values
+        job[section] = {k: v for k, v in merged.items() if v is not None} if isinstance(merged, dict) else merged
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump(job), encoding="utf-8")
     return path

@@ -5,8 +5,8 @@
 Gradients of the first step: for each task, method, tied or untied embeddings, uneven lengths, and fewer examples than ranks;
 the worst relative error of any weight against one process. Bits: a seed draws a job, on how many processes it begins, which of
 them is killed and when, and on how many it goes on; one sha256 of weights, moments and losses is wanted of all, and of 1, 2, 3
-and 4 processes undisturbed. `--pace` also takes the wall time of 1 and 2 processes on real work. CPU only; the way is
-replicated: sharded ways are not there yet.
+and 4 processes undisturbed, half of them with frozen weights that are spread. `--pace` also takes the wall time of 1 and 2
+processes. CPU only; trained weights can't be spread yet.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ def gradient_cases() -> Iterator[dict[str, Any]]:
     """What is compared: (family, method, tied, processes, examples of a step)."""
     for family, method, tied in itertools.product(TASKS, ("full", "lora"), (True, False)):
         if family != "bert" or tied:  # a classifier has no output embeddings
-            for n, batch in ((2, 13), (3, 2)):
-                yield {"family": family, "method": method, "tied": tied, "n": n, "batch": batch}
+            for way, (n, batch) in itertools.product(("replicated", "frozen sharded"), ((2, 13), (3, 2))):
+                if way == "replicated" or method == "lora":
+                    yield {"way": way, "family": family, "method": method, "tied": tied, "n": n, "batch": batch}
 
 
 def compare_gradients(case: dict[str, Any], folder: Path, seed: int) -> dict[str, Any]:
@@ -87,9 +88,10 @@ def compare_gradients(case: dict[str, Any], folder: Path, seed: int) -> dict[str
         place = folder / str(n)
         make_job(
             place, base, seed, task=TASKS[case["family"]], method=method,
-            where={"gpus": n, "same_bits": "auto" if n > 1 else False},
+            where={"gpus": n, "same_bits": "auto" if n > 1 else False,
+                   "sharding": "frozen" if n > 1 and case["way"] == "frozen sharded" else "none"},
             train={"max_steps": 1, "global_batch_size": case["batch"], "max_grad_norm": 0, "micro_batch_tokens": 200,
-                   "eval_strategy": "no"},
+                   "eval_strategy": "no", "predict_with_generate": False},
             data={"eval": None},
         )  # fmt: skip
         write_jsonl(place / "data.jsonl", rows)
@@ -137,7 +139,8 @@ def compare_bits(seed: int, folder: Path) -> dict[str, Any]:
              "save_steps": drawn.randint(1, 4), "eval_steps": drawn.randint(2, 5)}  # fmt: skip
     digests, base = {}, folder / "base"
     for n in (1, 2, 3, 4):
-        make_job(folder / str(n), base, seed, where={"gpus": n}, train=train)
+        sharding = "frozen" if n in (2, 4) and seed % 2 else "none"
+        make_job(folder / str(n), base, seed, where={"gpus": n, "sharding": sharding}, train=train)
         code = Elastic(n, start_of(folder / str(n)), lambda text: None).wait()
         assert code == 0, (folder / str(n) / "out.txt").read_text()[-2000:]
         digests[n] = sha256_of(folder / str(n) / "run", n_steps)

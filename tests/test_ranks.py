@@ -25,7 +25,7 @@ from farthing.durability.run_folder import SETTINGS, kept
 from farthing.errors import Interrupted, UserMistake
 from farthing.model.forward import Forward
 from farthing.settings import Settings
-from farthing.train.joining import lanes_to_use
+from farthing.train.joining import lanes_to_use, spread_frozen
 from farthing.train.lanes import LaneSums, add_up, lanes_of, n_lanes_for, nodes_of
 from farthing.train.ranks import GO_ON, LEAVE, Ranks
 from farthing.train.step import Steps
@@ -180,8 +180,18 @@ def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None) -> dict
             return take(steps, step)
 
         Steps._take = mishap_in  # type: ignore[method-assign]
+    loop, held = farthing.train.run.loop, [0, 0]
+
+    def looked_at(attempt: Any) -> Any:
+        of_layers = [weight for name, weight in attempt.model.named_parameters() if ".layers." in name]
+        frozen = [weight for weight in of_layers if not weight.requires_grad]
+        held[:] = [sum(getattr(w, "_local_tensor", w).numel() for w in frozen), sum(w.numel() for w in frozen)]
+        return loop(attempt)
+
+    farthing.train.run.loop = looked_at
     outcome = farthing.train.run.train(Job.model_validate(job), heard)
     return {
+        "held": held,
         "code": outcome.exit_code,
         "receipt": outcome.receipt and outcome.receipt.to_json(),
         "warnings": heard.warnings,
@@ -202,7 +212,9 @@ def sha256_at(job: Job, step: int) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three(tmp_path: Path) -> None:
+def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_that_spread_weights(
+    tmp_path: Path,
+) -> None:
     alone, four, others = (lora_job(tmp_path / name) for name in ("alone", "four", "others"))
     assert [each["code"] for each in train_on(1, tmp_path, alone)] == [0]
     found = train_on(4, tmp_path, four)
@@ -211,7 +223,12 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three(
     assert "ranks" in json.dumps(found[0]["receipt"]), "waiting for others is on the bill"
     killed = train_on(2, tmp_path, others, [1, 4, "kill"])
     assert killed == [76, -signal.SIGKILL], "the other one ends, and says why"
-    assert [each["code"] for each in train_on(3, tmp_path, others)] == [0] * 3
+    others = others.model_copy(update={"where": others.where.model_copy(update={"sharding": "frozen"})})
+    found = train_on(3, tmp_path, others)
+    assert [each["code"] for each in found] == [0] * 3
+    held, whole = [each["held"][0] for each in found], found[0]["held"][1]
+    assert sum(held) == whole, "each rank holds its rows of the layers' frozen weights"
+    assert max(held) < 0.5 * whole
     assert (kept(Path(alone.output_dir) / SETTINGS) or {})["lanes"] == 4
     for step in (2, 6):
         assert sha256_at(alone, step) == sha256_at(four, step) == sha256_at(others, step)
@@ -245,6 +262,14 @@ def test_what_one_rank_meets_is_met_by_all(tmp_path: Path) -> None:
     found = train_on(2, tmp_path, job, [1, 3, "leave"])
     assert [each["code"] for each in found] == [75, 75]
     assert sha256_at(job, 3), "the steps that were taken are saved"
+
+
+@pytest.mark.parametrize(("method", "task"), [("full", "llama"), ("qlora", "llama"), ("lora", "t5")])
+def test_weights_that_cannot_be_spread_are_refused_in_words(method: str, task: str, tmp_path: Path) -> None:
+    job = make_job(tmp_path, task, method=method, where={"gpus": 2, "sharding": "frozen"})
+    with pytest.raises(UserMistake, match="can't be spread: ") as refused:
+        spread_frozen(job, Ranks(), torch.nn.Linear(1, 1))
+    assert refused.value.to_do
 
 
 def test_a_run_of_one_lane_goes_on_with_more_to_rounding_and_says_so(tmp_path: Path) -> None:

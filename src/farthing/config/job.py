@@ -324,6 +324,9 @@ class WhereSection(Section):
     same_bits: Literal["auto"] | bool = "auto"
     """Several GPUs: gradients are added up in an order that does not depend on how many there are. auto: for adapters; in
     full training it takes memory for more gradients."""
+    sharding: Literal["none", "frozen"] = "none"
+    """Several GPUs. none: each has all weights. frozen: the frozen weights of method: lora are spread over them, and gathered
+    layer by layer (FSDP); adapters stay whole. Same result, less memory, more traffic."""
     spot: bool = False
     """The machine may be taken away: checkpoints are taken as often as that asks for."""
     notices: Literal["auto", "aws", "gcp", "azure", "off"] = "auto"

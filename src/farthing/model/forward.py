@@ -11,7 +11,8 @@ size, V words, C classes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,16 @@ Host = dict[str, Any]
 """Arrays of a micro-batch by name, int64; hidden states of a frozen prefix are a tensor among them."""
 PREFIX = "prefix"
 NEARLY = 0.02  # of the tokens: what larger micro-batches must save more to be worth their memory
+
+
+def _whole(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method where the weights are whole, see `Forward.within`."""
+
+    @functools.wraps(method)
+    def computes(self: Forward, *arguments: Any) -> Any:
+        return self.within(lambda: method(self, *arguments))
+
+    return computes
 
 
 class Forward:
@@ -85,6 +96,8 @@ class Forward:
         """Whether experts would have dropped some by themselves."""
         self.squares_at = 12 * int(getattr(inner.config.get_text_config(), "hidden_size", 0) or 0)
         """Tokens of a document whose attention takes about as long as its products with weights; 0 where not known."""
+        self.within: Callable[[Callable[[], Any]], Any] = lambda compute: compute()
+        """Computes where the weights are whole: several processes may have a part of them each."""
         self.apart = kept_apart(inner, task, is_flat=self.is_flat)
         self.shares = False
         self.n_sent_tokens = 0  # computed tokens of everything that was brought to the device
@@ -190,6 +203,7 @@ class Forward:
             batch[PREFIX] = arrays[PREFIX].to(device, non_blocking=True)
         return batch
 
+    @_whole
     def loss(self, batch: dict[str, Any], gradient_scale: float | Tensor = 1.0) -> Tensor:
         """Sum of the cross-entropies of a micro-batch, a scalar.
 
@@ -208,6 +222,7 @@ class Forward:
                 tile_tokens=self.tile_tokens,
             )
 
+    @_whole
     def loss_and_log_probs(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Where tokens are scored: (the same sum, the log-probability of all targets of each example together [N])."""
         with self._resumed(batch) as rest, self.numerics.autocasting():
@@ -216,6 +231,7 @@ class Forward:
                 self.model, rest, self.task, self.label_smoothing, head=head, tile_tokens=tile_tokens
             )
 
+    @_whole
     def loss_and_scores(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Where examples are scored: (sum of their losses, logits [N, C])."""
         with self._resumed(batch) as rest, self.numerics.autocasting():
@@ -236,6 +252,7 @@ class Forward:
 
     # ---- for those who count memory ----
 
+    @_whole
     def before_head(self, batch: dict[str, Any]) -> Tensor:
         """A scalar that depends on all that the body computes: autograd keeps for it what it keeps of the body.
 

@@ -75,7 +75,8 @@ def assemble(
         tile_tokens=settings.tile_tokens,
         piece_cost=PieceCost(settings.least_tokens, settings.more_tokens),
     )
-    before_bytes, free = taken_bytes(numerics.device), free_bytes(numerics.device)
+    forward.within = context.ranks.within
+    before_bytes, free = taken_bytes(numerics.device), context.ranks.least(free_bytes(numerics.device))
     with out_of_memory_said(OPTIMIZER_TO_DO):
         allocate_state(optimizer)
     memory = settle_checkpointing(

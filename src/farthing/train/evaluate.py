@@ -64,14 +64,18 @@ def evaluate(
     done = 0
     try:
         with ranks.all_or_none():
-            for number, piece in enumerate(forward.cut(tokens, examples, most_tokens)):
-                if number % ranks.n != ranks.index:
-                    continue
-                if should_stop():
+            pieces = forward.cut(tokens, examples, most_tokens)
+            for number, piece in list(enumerate(pieces))[ranks.index :: ranks.n]:
+                if should_stop() and not ranks.is_spread:
                     raise Interrupted("stopped while evaluating")
                 found.append(_measure(forward, tokens, piece, number, writing))
                 done += len(piece)
                 progress(done, len(examples))
+            if ranks.is_spread:  # all go through the model as often
+                if len(found) < -(-len(pieces) // ranks.n):
+                    _measure(forward, tokens, pieces[-1], len(pieces), writing)
+                if should_stop():
+                    raise Interrupted("stopped while evaluating")
     finally:
         model.train(was_training)
     if ranks.n > 1:

@@ -21,9 +21,10 @@ from torch import nn
 from farthing.config.job import Job, LimitsSection
 from farthing.durability.group import not_followed, seat_in
 from farthing.durability.run_folder import DECIDING, RUN, SCHEDULE, keep, kept
-from farthing.errors import EXIT_CRASH, FarthingError, ModelError, RunChanged
+from farthing.errors import EXIT_CRASH, FarthingError, ModelError, RunChanged, UserMistake
 from farthing.events import Emit, Warned
 from farthing.settings import Settings
+from farthing.tasks.registry import task_of
 from farthing.train.attempt import Attempt, Context
 from farthing.train.lanes import n_lanes_for
 from farthing.train.learning_rate import as_fitted
@@ -116,6 +117,23 @@ def lanes_to_use(job: Job, ranks: Ranks, settings: Settings, facts: dict[str, An
         text = f"the run's steps were shared out among {before}, now among {n_lanes}: equal to rounding, not to the bit"
         emit(Warned(text))
     return n_lanes
+
+
+def spread_frozen(job: Job, ranks: Ranks, model: nn.Module) -> None:
+    """Spread the frozen weights over the ranks, where the job says so. Raises `UserMistake` where that can't be."""
+    if job.where.sharding == "none":
+        return
+    why = {"full": "there are no frozen weights in full training, and trained ones can't be spread yet",
+           "qlora": "4-bit weights lose their quantization when they are gathered"}.get(job.method.name)  # fmt: skip
+    if task_of(job.task).is_pair and job.train.predict_with_generate:
+        why = "texts of different lengths are written by ranks that have to compute alike"
+    if why:
+        raise UserMistake(f"the weights can't be spread: {why}", where="where.sharding",
+                          to_do="leave it out, or use method: lora without train.predict_with_generate")  # fmt: skip
+    if ranks.n == 1:
+        model.to(ranks.device)
+    else:
+        ranks.spread(model)
 
 
 def refuse_running_statistics(model: nn.Module, n_lanes: int) -> None:

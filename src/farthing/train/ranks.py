@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from farthing.device_memory import is_out_of_memory
 from farthing.durability.checkpoint import Part
 from farthing.durability.group import ATTEMPT, EXIT_RANK_LOST, STORE, Seat
-from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, FarthingError, Interrupted
+from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, FarthingError, HardwareError, Interrupted
 from farthing.train.lanes import LaneSums, add_up, lanes_of, nodes_of
 
 GO_ON, NO_ROOM, LEAVE = range(3)
@@ -51,6 +52,19 @@ class RankLost(FarthingError):
     exit_code = EXIT_INTERRUPTED
 
 
+class Root(nn.Module):
+    """Holds a model whose frozen weights are spread over ranks, and are whole while it computes. The model keeps its class,
+    by which its head and its kernels are known."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives."""
+        return compute()
+
+
 class Ranks:
     """This process among those that share the run. `waiting` is the context in which it waits for others."""
 
@@ -62,6 +76,8 @@ class Ranks:
         """Called where another rank is lost, before this process ends."""
         self.n_sums = 0
         """Collectives on gradients so far, which must be as many on every rank."""
+        self._root: Root | None = None
+        self._is_within = False
         self._word = 0
         self._words = [0] * self.n
         self.asks_to_leave: Callable[[], bool] = lambda: False
@@ -180,6 +196,38 @@ class Ranks:
         while not is_so() and time.monotonic() < until:
             time.sleep(BEAT_S / 10)
 
+    # ---- frozen weights that are spread ----
+
+    def spread(self, model: nn.Module) -> None:
+        """Leave each rank its rows of the frozen weights, by FSDP2; those of a layer are gathered while it computes. Trained
+        weights stay whole on every rank, and come to the device."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        trained = {weight for weight in model.parameters() if weight.requires_grad}
+        for weight in trained:
+            weight.data = weight.data.to(self.device)
+        mesh, root = init_device_mesh(self.device.type, (self.n,)), Root(model)
+        layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+        for module in (*layers, root):
+            fully_shard(module, mesh=mesh, ignored_params=trained)
+        self._root = root
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks wait for each other in every layer: all must go through the model as often."""
+        return self._root is not None
+
+    def within(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives, with the root's weights whole."""
+        if self._root is None or self._is_within:
+            return compute()
+        self._is_within = True
+        try:
+            return self._root(compute)
+        finally:
+            self._is_within = False
+
     # ---- words ----
 
     @property
@@ -210,6 +258,10 @@ class Ranks:
         worst, *largest = words.tolist()
         return worst, largest
 
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers."""
+        return min(self.gather(number))
+
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
         """Where a rank has no memory left in the block, or was asked to leave, the block has failed on every rank. Raises
@@ -225,6 +277,12 @@ class Ranks:
         """What to tell the others of an error; raises it where there are none, or they can do nothing about it."""
         if self.n == 1 or not (isinstance(error, Interrupted) or is_out_of_memory(error)):
             raise error
+        if self.is_spread and is_out_of_memory(error):  # the others are in a layer, and wait for its weights
+            raise HardwareError(
+                f"rank {self.index} has no memory left, and with spread weights a step can't be taken again",
+                where="where.sharding",
+                to_do="set train.micro_batch_tokens to half of what it was, and run the same command: it goes on",
+            ) from error
         return LEAVE if isinstance(error, Interrupted) else NO_ROOM
 
     def tell_all(self, value: Any) -> Any:

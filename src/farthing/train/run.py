@@ -85,6 +85,7 @@ from farthing.train.joining import (
     lead,
     must_be_the_same,
     refuse_running_statistics,
+    spread_frozen,
     take_over,
     words_for_launchers,
 )
@@ -456,6 +457,7 @@ def _open(
         emit(Working("loading the model"))
         model = loading.result() if loading else build_model(job, inputs, numerics, examples.tokens.label_names)
     refuse_running_statistics(model, settings.lanes or 1)
+    spread_frozen(job, context.ranks, model)
     attempt = assemble(job, context, inputs, numerics, model, (examples, held_out), estimate, settings)
     attempt.record.before_model_bytes = before_bytes
     ledger.write("starting")

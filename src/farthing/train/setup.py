@@ -356,7 +356,7 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
             method.init_lora_weights,
         )
         model = add_adapter(model, adapter, job.task, job.train.seed)
-    if not quantize:
+    if not quantize and job.where.sharding == "none":  # what is spread comes to the device layer by layer
         model.to(numerics.device)
     if task_of(job.task).predicts_next:
         refuse_looking_ahead(model, inputs.choice.name)

@@ -206,6 +206,7 @@ class Steps:
         try:
             sums = self.accumulate(self._micro_batches_of(step), gradients)
             gradients.up_to(self._lanes.stop)
+            self._keep_up(step, sums)
             reserve_for_update(self.optimizer)
         except Exception as error:
             word = self.ranks.word_for(error)
@@ -222,6 +223,22 @@ class Steps:
         sums.pieces, sums.losses = [cell.examples for cell in table.cells], list(losses)
         sums.n_computed = sum(marks[: self.ranks.n])
         return sums
+
+    def _keep_up(self, step: int, sums: Sums) -> None:
+        """Where weights are spread: go through the model as often as the busiest rank, for nothing. Raises `Interrupted`."""
+        if not self.ranks.is_spread:
+            return
+        table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
+        n_lanes, ranks = self.n_lanes, self.ranks
+        n_most = max(len(table.of_lanes(lanes_of(rank, ranks.n, n_lanes))) for rank in range(ranks.n))
+        small = MicroBatch(step, sums.examples, table.cells[-1].examples, {}, True)
+        for _ in range(n_most - len(sums.losses)):
+            again = replace(small, arrays=self.forward.collate(self.tokens, small.examples))
+            self.accumulate(iter([again]))
+            for weight in self.trained:
+                weight.grad = None
+        if self.should_stop():
+            raise Interrupted("stopped within a step; it is taken again")
 
     def accumulate(self, micro_batches: Iterator[MicroBatch], gradients: LaneSums | None = None) -> Sums:
         """Add up the gradients of a step's micro-batches, each divided by the targets of all. Raises `Interrupted`.
@@ -246,7 +263,7 @@ class Steps:
                 loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
                 self.scaler.scale(loss / sums.n_targets).backward()
             sums.add(micro_batch, loss.detach(), self.forward.n_computed(micro_batch.arrays))
-            if self.should_stop():
+            if self.should_stop() and not self.ranks.is_spread:  # others would wait for their weights
                 raise Interrupted("stopped within a step; it is taken again")
         return sums
 
