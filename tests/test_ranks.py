@@ -219,7 +219,6 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
     assert [each["code"] for each in train_on(1, tmp_path, alone)] == [0]
     found = train_on(4, tmp_path, four)
     assert [each["code"] for each in found] == [0] * 4
-    assert [bool(each["receipt"]) for each in found] == [True, False, False, False], "the first alone writes"
     assert "ranks" in json.dumps(found[0]["receipt"]), "waiting for others is on the bill"
     killed = train_on(2, tmp_path, others, [1, 4, "kill"])
     assert killed == [76, -signal.SIGKILL], "the other one ends, and says why"

@@ -106,6 +106,12 @@ def lanes_to_use(job: Job, ranks: Ranks, settings: Settings, facts: dict[str, An
 
     A run of one process whose job names no GPUs has one lane, and is computed as if there were no others.
     """
+    if isinstance(job.where.gpus, int) and job.where.gpus > 1 and not ranks.seat.by:
+        emit(
+            Warned(
+                f"where.gpus is {job.where.gpus}, and this is one process: `farthing train` or torchrun starts as many"
+            )
+        )
     if not (job.method.name != "full" if job.where.same_bits == "auto" else job.where.same_bits):
         return ranks.n
     before = settings.lanes or (1 if "examples_sha256" in facts else None)

@@ -116,8 +116,8 @@ class Outcome:
 
     state: str
     reason: str
-    receipt: Receipt | None
-    """None of a rank that is not the first."""
+    receipt: Receipt
+    """Of a rank that is not the first: what is in a folder that is thrown away."""
 
     @property
     def exit_code(self) -> int:
@@ -167,7 +167,7 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
             if state == "failed":
                 end_mirror(replica, meter, ledger, notice)
         if not ranks.is_first:
-            return Outcome(state, reason, None)
+            return Outcome(state, reason, leave_receipt(folder))
         log = read_log(folder / LOG)
         receipt = leave_receipt(folder, log)
         if replica is not None:
