@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin a new run with the trained weights of another, which its receipt names and adds",
     )
     parser.add_argument(
-        "--local_rank", "--local-rank", help=argparse.SUPPRESS
-    )  # of deepspeed; the environment says it too
+        "--local_rank", "--local-rank", metavar="N", help="what deepspeed adds; its environment says it too"
+    )
     parser.add_argument("--json", action="store_true", help="print the receipt as JSON; progress goes to stderr")
 
 
