@@ -222,7 +222,7 @@ def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(tmp_path: 
         ledger.begin_at(20)
         for step in range(21, 24):
             ledger.at_step(step, {})
-            ledger.write("running", notice={"what": "x" * 300, "at": 1.0, "is_certain": False})
+            ledger.write("running", notice={"what": "x" * 3000, "at": 1.0, "is_certain": False})
         ledger.close("interrupted")
 
     for k in range(1, 200):

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from farthing.durability.files import Damaged, parse_json, read_manifest
+from farthing.durability.stretches import Stretch, note, thinned
+from farthing.durability.stretches import read as read_stretches
 
 MAX_LINE_BYTES = 1 << 20
 N_MARKS, N_SAVED, N_NOTICES = 64, 16, 50
@@ -71,6 +73,8 @@ class Account:
     """The same for the newest steps that were saved, exactly."""
     utilisation: list[list[float]] = field(default_factory=list)
     """[last step, mean percent, lines] of stretches."""
+    stretches: list[Stretch] = field(default_factory=list)
+    """Where its seconds went over time, see `stretches.py`."""
 
     @property
     def wall_s(self) -> float:
@@ -113,13 +117,18 @@ class Account:
             if len(self.marks) > N_MARKS:
                 self.marks = [*self.marks[:-16:2], *self.marks[-16:]]
 
+    def note_time(self) -> None:
+        """Note where the seconds since the last line went."""
+        tokens = self.facts.get("tokens", 0)
+        self.stretches = note(self.stretches, self.step, tokens, self.n_saves, self.spans)
+
     def mark_save(self) -> None:
         """Note the same of a step that is saved: an attempt that goes on from there redoes what came after."""
         self.saved = [*self.saved, [self.step, round(self.work_s, 4)]][-N_SAVED:]
 
     def shorten(self) -> None:
         """Leave out detail that hardly anybody will ask for: of an attempt long past."""
-        self.marks, self.saved = self.marks[-2:], self.saved[-4:]
+        self.marks, self.saved, self.stretches = self.marks[-2:], self.saved[-4:], thinned(self.stretches, 2)
         while len(self.utilisation) > 4:
             self.utilisation = _in_pairs(self.utilisation)
 
@@ -148,6 +157,7 @@ class Account:
                 "marks": self.marks,
                 "saved": self.saved,
                 "utilisation": self.utilisation,
+                "stretches": self.stretches,
                 "notices": self.notices,
                 "out_of_memory": self.out_of_memory,
             },
@@ -272,6 +282,7 @@ def _account_of(row: dict[str, Any]) -> Account:
         each for each in _dicts(more.get("notices")) if isinstance(each.get("notice"), dict) and "step" in each
     ]
     account.out_of_memory = _dicts(more.get("out_of_memory"))
+    account.stretches = read_stretches(more.get("stretches"))
     for name, n in (("marks", 2), ("saved", 2), ("utilisation", 3)):
         setattr(account, name, [list(each) for each in _points(more.get(name), n)])
     return account

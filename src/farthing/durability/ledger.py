@@ -52,7 +52,7 @@ SPANS = {
 BEAT_S, SOONEST_BEAT_S, BEAT_SHARE = 1.0, 0.05, 0.01
 """A running attempt is written every second; a young one sooner, so that a kill forgets no more than a hundredth of it."""
 N_LONG = 8  # newest attempts whose lines are kept with all their detail
-MARGIN_BYTES, BLOCK_BYTES = 256, 512
+MARGIN_BYTES, BLOCK_BYTES = 4096, 512
 
 
 def seconds_since_boot() -> float:
@@ -340,6 +340,7 @@ class Ledger:
             mine.spans = {name: round(seconds, 4) for name, seconds in self._meter.spans.items()}
             mine.note({**self._newest, **facts})
             self._newest = {}
+            mine.note_time()
             if mine.began:
                 mine.mark()
             self._last_line_at = wall_s

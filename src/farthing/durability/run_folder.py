@@ -4,6 +4,7 @@ job.json          the job as it was read, every default spelled out
 run.json          the run's id, what identifies it (settings, data, tokenizer, model), where and on which date it began, and
                   under which rules
 log.jsonl         one line a step: loss, gradient norm, examples; one line an evaluation
+log.digest.json   what a long log says up to a place in it, so that a reader goes on from there
 ledger.jsonl      seconds and dollars of every attempt
 checkpoints/      see checkpoint.py
 model/            the trained model for others, with a manifest, see exported.py

@@ -264,7 +264,7 @@ def _curves(log: TrainingLog, accounts: list[Account]) -> Curves:
         {"step": row["step"], **{k: v for k, v in row["metrics"].items() if isinstance(v, float)}}
         for row in log.evaluations
     ]
-    return Curves(_curve(log.steps, log.losses), _utilisation(accounts), evaluations)
+    return Curves(log.losses.means(N_CURVE_POINTS), _utilisation(accounts), evaluations)
 
 
 def _newest(accounts: list[Account], value: Callable[[Account], Any]) -> Any:

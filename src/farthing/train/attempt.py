@@ -74,6 +74,8 @@ class Saving:
     """Seconds in which training stood still for the last one."""
     wrote_model_early: bool = False
     """The model was exported while the limits still paid for a start."""
+    digest_bytes: int = 0
+    """Of the log, up to where its digest holds."""
 
 
 @dataclass

@@ -67,7 +67,7 @@ from farthing.model.load import quiet_libraries
 from farthing.planner.left_out_loss import left_out_loss
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
-from farthing.report.training_log import read_log
+from farthing.report.training_log import keep_digest, read_log
 from farthing.tasks.registry import task_of
 from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.assemble import assemble
@@ -151,6 +151,8 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
                 ledger.end(state)
             if state == "failed":
                 end_mirror(replica, meter, ledger, notice)
+        with contextlib.suppress(OSError):
+            keep_digest(folder / LOG)
         log = read_log(folder / LOG)
         receipt = leave_receipt(folder, log)
         if replica is not None:
