@@ -33,7 +33,7 @@ LOST = 0
 """The number of the attempt that stands for all whose lines are lost."""
 _CHECKSUM = re.compile(rb', "crc": "([0-9a-f]{8})"\}$')
 _OPEN_STATES = ("starting", "started", "running")
-_KEPT = ("tokens_per_s", "padded_tokens_per_s", "mfu", "takes", "tokens", "padded_tokens")
+_KEPT = ("tokens_per_s", "padded_tokens_per_s", "mfu", "takes", "tokens", "padded_tokens", "work")
 
 
 @dataclass

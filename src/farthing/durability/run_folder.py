@@ -8,7 +8,7 @@ log.digest.json   what a long log says up to a place in it, so that a reader goe
 ledger.jsonl      seconds and dollars of every attempt
 checkpoints/      see checkpoint.py
 model/            the trained model for others, with a manifest, see exported.py
-receipt.json      written when an attempt ends
+receipt.json      written when an attempt ends; report.html draws it
 measurements.json what each attempt took, see measurements.py
 plan.json         what was estimated before the first attempt, and how the planner would have it run; never written again
 settings.json     how the run is computed since its first step, see settings.py
@@ -50,6 +50,7 @@ JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE, SETTINGS = (
     "schedule.json",
     "settings.json",
 )
+PAGE = "report.html"
 DECIDING = (RUN, PLAN, SETTINGS, SCHEDULE)
 """The files that decide the result."""
 COPIES = "run_files"

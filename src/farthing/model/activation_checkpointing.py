@@ -106,6 +106,11 @@ class MemoryNeed:
         return self.total_bytes <= SHARE_OF_FREE * self.free_bytes
 
 
+def checkpointed_layers(model: Any) -> list[Any]:
+    """The layers of a model that can be checkpointed, in order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def checkpoint_layers(model: Any, checkpoint_every: int) -> None:
     """Recompute every n-th layer in the backward pass instead of keeping its activations (0: none).
 
@@ -221,7 +226,7 @@ def saved_of_a_layer(model: Any, samples: tuple[Sample, Sample], saved: Linear) 
 
     `saved` is what it keeps of all as they are.
     """
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = checkpointed_layers(model)
     layer = next((layer for layer in reversed(layers) if layer.gradient_checkpointing), None)
     if layer is None:
         return Linear(*(n_bytes / max(1, len(layers)) for n_bytes in saved))
@@ -236,7 +241,7 @@ def saved_of_a_layer(model: Any, samples: tuple[Sample, Sample], saved: Linear) 
 def gradients_of(model: Any, accumulate: bool) -> Gradients:
     """The gradients of the weights that are trained, fp32 as these are."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = checkpointed_layers(model)
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     embedding, head = (getattr(module, "weight", None) for module in _ends(inner))
 
@@ -272,7 +277,7 @@ def _working(model: Any) -> Linear:
 
 
 def _last_layer_is_checkpointed(model: Any) -> bool:
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = checkpointed_layers(model)
     return bool(layers) and bool(layers[-1].gradient_checkpointing)
 
 

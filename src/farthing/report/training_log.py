@@ -38,12 +38,14 @@ class Curve:
     stretches: list[list[float]] = field(default_factory=list)
     """[last step, values, their sum, the lowest, the highest]"""
     first: list[float] | None = None
-    """[step, value] of the very first."""
+    """[step, value] of the very first, and of the newest."""
+    last: list[float] | None = None
 
     MOST = 1024
 
     def add(self, step: int, value: float) -> None:
         """The next value."""
+        self.last = [step, value]
         last = self.stretches[-1] if self.stretches else None
         if last is None or last[1] >= self.size:
             self.first = self.first or [step, value]

@@ -32,6 +32,7 @@ from farthing.train.setup import Examples, Inputs
 from farthing.train.state import Progress
 from farthing.train.step import StepResult, Steps
 from farthing.train.throughput import Pace
+from farthing.train.work import Work
 
 
 @dataclass
@@ -125,6 +126,7 @@ class Attempt:
     log: SummedLines
     pace: Pace
     record: Record
+    work: Work
     saving: Saving
     clocks: Clocks = field(default_factory=Clocks)
     in_flight: deque[StepResult] = field(default_factory=deque)

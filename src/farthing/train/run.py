@@ -67,6 +67,7 @@ from farthing.model.load import quiet_libraries
 from farthing.planner.left_out_loss import left_out_loss
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
+from farthing.report.run_page import leave_page
 from farthing.report.training_log import keep_digest, read_log
 from farthing.tasks.registry import task_of
 from farthing.train.ancestor import begin_from, find_ancestor
@@ -166,6 +167,7 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
         def with_the_last_second() -> None:
             outcome.receipt = leave_receipt(folder, log)
             write_card(folder, outcome.receipt)
+            leave_page(folder, outcome.receipt)
 
         begun.at_close = with_the_last_second
         return outcome
