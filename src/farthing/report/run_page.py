@@ -32,6 +32,8 @@ h3{font-size:1rem;margin:1.4rem 0 .4rem}
 padding:.6rem .9rem;margin:.6rem 0}
 .finding.first{border-left-color:var(--c7)}
 .finding p{margin:.2rem 0}
+.finding code{overflow-wrap:anywhere}
+th[scope=row]{min-width:7.5rem}
 code,pre{font:.85rem/1.45 ui-monospace,SFMono-Regular,Menlo,monospace}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0}
 td.words,.wide td{overflow-wrap:anywhere}
@@ -151,7 +153,7 @@ def _facts(receipt: Receipt) -> str:
     if receipt.tokens_per_s:
         usd = receipt.usd_per_million_tokens
         price = f"{say_usd(usd)} a million" if usd is not None and receipt.usd_is_known else "without padding"
-        rows.append(("Useful tokens", f"{say_count(receipt.tokens_per_s)} a second", price))
+        rows.append(("Useful tokens", f"{say_count(receipt.tokens_per_s)}/s", price))
     if receipt.mfu:
         rows.append(("Utilisation", f"{receipt.mfu:.0%}", "of the device's peak FLOPs"))
     if receipt.peak_bytes:
@@ -331,7 +333,9 @@ def _speed(receipt: Receipt) -> str:
         axes = _step_axes([x for x, _ in busy], [0.0, 100.0], lambda y: f"{y:.0f} %")
         percent = sum(y for _, y in busy) / len(busy)
         line = Line("busy", [(x, y) for x, y in busy], 3)
-        text += "\n" + curves("Device busy", f"By the driver, {percent:.0f} % on average, by step.", [line], axes)
+        text += "\n" + curves(
+            "Device busy", f"How busy the device was, by step: {percent:.0f} % on average.", [line], axes
+        )
     return text
 
 
