@@ -1,4 +1,4 @@
-"""The page of a run, and of several: whole HTML, nothing from elsewhere, everything escaped, small, and laid out by a browser."""
+"""The page of a run, and of several: whole HTML, nothing from elsewhere, escaped, small, and laid out by a browser."""
 
 from __future__ import annotations
 

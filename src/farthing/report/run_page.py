@@ -260,6 +260,7 @@ def _loss(receipt: Receipt) -> str:
     best = next(((s, y) for s, y in rows if s == receipt.best_step), None)
     marked = (*best, f"best: {best[1]:.4g}, step {best[0]:,.0f}") if best else None
     top = sorted(y for _, y in points)[-1 - len(points) // 50]
+    top = top if 0 < 3 * top < max(high for *_, high in bands) else max(high for *_, high in bands)
     ys = [y for _, y in [*points, *rows]] + [low for _, low, _ in band] + [min(high, top * 1.15) for *_, high in band]
     words = f"Training loss from {first[1]:.4g} after step {first[0]:,} to {last[1]:.4g} after step {last[0]:,}."
     axes = _step_axes([x for x, _ in points], [min(y, top * 1.3) if top > 0 else y for y in ys])
