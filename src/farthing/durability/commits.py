@@ -111,6 +111,35 @@ def objects_of(manifest: dict[str, Any]) -> Objects:
 # ---- onto a disk ----
 
 
+def take_small(store: Store, folder: Path, words: list[dict[str, Any]]) -> bool:
+    """Bring what the store's newest whole commit says of its run into `folder`, without checkpoints and model, to look at.
+
+    Pieces of the log that are there already are not fetched again; the ledger is joined with `words`, see `join_ledgers`.
+    False where the store holds no run. Raises `StoreFault`, `RunChanged`.
+    """
+    for commit in list_commits(store):
+        try:
+            manifest = read_commit(store, commit)
+        except (Damaged, NoSuchObject, Garbled):
+            continue
+        files = manifest["files"]
+        wanted = [each for each in files if each["path"] in SMALL or each["path"].startswith(f"{LOG_PARTS}/")]
+        _fetch_all(store, folder, [entry for entry in wanted if not _is_here(folder, entry)])
+        _join_log(folder)
+        join_ledgers(folder / LEDGER, folder / LEDGER, words)
+        return True
+    if words:
+        join_ledgers(folder / LEDGER, folder / LEDGER, words)
+    return bool(words)
+
+
+def _is_here(folder: Path, entry: dict[str, Any]) -> bool:
+    """Whether a piece of the log was fetched before; files that change are not."""
+    path = folder / entry["path"]
+    is_piece = entry["path"].startswith(f"{LOG_PARTS}/")
+    return is_piece and path.exists() and path.stat().st_size == entry["size"] and sha256_of(path) == entry["sha256"]
+
+
 def take_newest(
     store: Store, folder: Path, commits: list[Commit], words: list[dict[str, Any]], warn: Callable[[str], None]
 ) -> tuple[Commit, int, Objects]:

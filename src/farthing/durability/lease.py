@@ -132,6 +132,12 @@ class Lease:
         return number, link
 
 
+def newest_words(store: Store) -> list[dict[str, Any]]:
+    """The ledger rows that whoever holds the run, or held it last, has told the store. Raises `StoreFault`."""
+    number = _newest(store)
+    return [row for row in _link(store, number).get("ledger") or [] if isinstance(row, dict)] if number else []
+
+
 def writer_of(folder: Path) -> str:
     """This folder on this boot of this machine: one lock on it means one process."""
     boot = ""

@@ -64,6 +64,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         run=str(folder),
         state=bill.state,
         written=datetime.now(UTC).isoformat(timespec="seconds"),
+        seen_at=accounts[-1].at if accounts else None,
         job=job,
         identity=facts.get("identity"),
         machine=facts.get("machine"),

@@ -133,6 +133,8 @@ class Receipt:
     state: str
     """finished, limit, interrupted, failed or killed: how the last attempt ended"""
     written: str
+    seen_at: float | None
+    """Seconds since 1970 of the newest line of the ledger."""
     job: Json | None
     identity: Json | None
     machine: Json | None
