@@ -27,6 +27,7 @@ VERBS = {
     "probe": "measure real steps for a minute and find the cheapest settings for a job on this machine",
     "report": "print the receipt of a run, compare two, or write their page",
     "watch": "look at a run as it goes, from another terminal or machine",
+    "runs": "list runs with their state, dollars and best metric, and what the month has cost",
     "export": "write the trained model of a run as an adapter or merged into its base",
     "prices": "show what GPUs cost, or refresh the prices from public feeds",
     "doctor": "check this machine, and a job before it starts",

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from farthing.cli.console import rich_console
+from farthing.cli.looking import looked_at, names_a_store
 from farthing.errors import EXIT_FINISHED, UserMistake
 
 LOCAL_S, STORE_S = 2.0, 20.0
@@ -28,18 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Look again and again until the run has ended; Ctrl-C ends the looking, not the run."""
-    from farthing.addresses import is_remote
     from farthing.report.live import SILENT_S, progress_of
     from farthing.report.receipt import build_receipt
     from farthing.report.watch_view import Watcher
 
     if arguments.every is not None and arguments.every <= 0:
         raise UserMistake(f"{arguments.every:g} seconds", where="--every", to_do="give more than 0")
-    is_store = is_remote(arguments.run) or (Path(arguments.run) / "commits").is_dir()
+    is_store = names_a_store(arguments.run)
     every_s = arguments.every or (STORE_S if is_store else LOCAL_S)
     watcher = Watcher(rich_console())
     with (
-        _folder_of(arguments.run, is_store) as look,
+        looked_at(arguments.run) as look,
         contextlib.suppress(KeyboardInterrupt),
         contextlib.closing(watcher),
     ):
@@ -54,32 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
                 return EXIT_FINISHED
             time.sleep(every_s)
     return EXIT_FINISHED
-
-
-@contextlib.contextmanager
-def _folder_of(address: str, is_store: bool) -> Iterator[Any]:
-    """Within the block a function that gives the folder to read, brought up to what a store has now."""
-    if not is_store:
-        yield lambda: Path(address)
-        return
-    from farthing.durability.commits import take_small
-    from farthing.durability.lease import newest_words
-    from farthing.durability.object_store import StoreFault, open_store
-
-    store = open_store(address)
-    with tempfile.TemporaryDirectory(prefix="farthing-watch-") as scratch:
-
-        def look() -> Path:
-            try:
-                if not take_small(store, Path(scratch), newest_words(store)):
-                    raise UserMistake("no run is in this store", where=store.name, to_do="name the job's output_store")
-            except StoreFault as error:
-                raise UserMistake(
-                    f"the store can't be read: {error}", where=store.name, to_do="check the address and the credentials"
-                ) from error
-            return Path(scratch)
-
-        yield look
 
 
 def _as_json(receipt: Any, progress: Any) -> dict[str, Any]:
