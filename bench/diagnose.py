@@ -186,7 +186,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:  # what a process pays once
         warm = Case("", "", rows=demo_rows(60, 0), size={"hidden": 64, "layers": 2}, max_steps=4, eval_fraction=0.2)
         run(warm, Path(scratch), "warm", {}, is_slowed=False)
-    results = [measure(case) for case in cases() if arguments.only in (None, case.cause)]
+    results = []
+    for case in cases():
+        if arguments.only in (None, case.cause):
+            results.append(measure(case))
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     good = [row for row in results if row["named"] and row["within"]]
     if arguments.json:
         print(json.dumps({"n": len(results), "n_good": len(good), "causes": results}, indent=1))

@@ -31,6 +31,9 @@ EXTRAS = {
     "s3fs": ("s3", "data on s3://"),
     "gcsfs": ("gcs", "data on gs://"),
     "tensorboard": ("track", "train.report_to: [tensorboard]"),
+    "wandb": ("wandb", "train.report_to: [wandb]"),
+    "mlflow": ("mlflow", "train.report_to: [mlflow]"),
+    "trackio": ("trackio", "train.report_to: [trackio]"),
 }
 
 

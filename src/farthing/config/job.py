@@ -261,7 +261,9 @@ class TrainSection(Section):
     logging_steps: Positive = 10
     max_skipped_steps: Positive = 5
     """Stop after this many steps in a row whose loss or gradient is not a number."""
-    report_to: Annotated[tuple[Literal["tensorboard"], ...], OneOrMany] = ()
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], OneOrMany] = ()
+    """Trackers that are told of every step and evaluation, by their own libraries (extras of the same names; `track` for
+    TensorBoard). A run that goes on goes on in the same run of theirs."""
 
     @model_validator(mode="after")
     def _batches_agree(self) -> TrainSection:
