@@ -25,6 +25,7 @@ VERBS = {
     "train": "start a job, or continue it where it was interrupted",
     "launch": "take a job to a machine elsewhere: rented, watched, given back; shows what it would do unless --yes",
     "probe": "measure real steps for a minute and find the cheapest settings for a job on this machine",
+    "profile": "a few real steps of a job under the profiler: what takes the time, and a trace",
     "report": "print the receipt of a run, compare two, or write their page",
     "watch": "look at a run as it goes, from another terminal or machine",
     "runs": "list runs with their state, dollars and best metric, and what the month has cost",
