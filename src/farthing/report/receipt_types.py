@@ -163,7 +163,6 @@ class Receipt:
     ledger: Trust | None
     checkpoints: Saves
     attempts: list[Json]
-    machines: list[Json]  # that were rented: what each has cost, see `bill_by_machine`; training is a part of it
     notices: list[Json]
     interruptions: int
     redone_s: float
@@ -173,6 +172,7 @@ class Receipt:
     promised: Promised | None
     forecast: Forecast | None
     peak_bytes: int | None
+    machines: list[Json]  # that were rented: what each has cost, see `bill_by_machine`; training is a part of it
     tokens_per_s: float | None
     padded_tokens_per_s: float | None
     mfu: float | None
