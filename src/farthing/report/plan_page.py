@@ -272,7 +272,9 @@ def _serving(view: Row) -> str:
     body = []
     for row in shown(serving):
         first, *rest = serving_cells(row)
-        body.append(f'<tr><th scope="row">{escape(first)}</th>{page.cells("k", rest[0])}{page.cells("n", *rest[1:])}</tr>')
+        body.append(
+            f'<tr><th scope="row">{escape(first)}</th>{page.cells("k", rest[0])}{page.cells("n", *rest[1:])}</tr>'
+        )
     table = page.wide("Serving", f"<table>{page.head(*COLUMNS)}{page.body(body)}</table>") if body else ""
     notes = "".join(f'<p class="soft">{escape(words)}</p>' for words in serving["assumptions"])
     return f"<h2>Serving</h2>\n<p>{escape(serving['answer'])}</p>\n{table}{notes}"
