@@ -30,6 +30,7 @@ from farthing.durability.files import (
     make_private,
     parse_json,
     read_manifest,
+    set_aside,
     sweep_drafts,
     verify_folder,
 )
@@ -215,7 +216,7 @@ class Checkpoints:
                 self._verify(step, serial)
                 return step
             except Damaged as error:
-                aside = self._set_aside(self._folder(step, serial))
+                aside = set_aside(self._folder(step, serial))
                 self._warn(
                     f"the checkpoint of step {step} is damaged ({error}); "
                     f"set aside as {aside.name}, trying the one before"
@@ -261,7 +262,7 @@ class Checkpoints:
     def forget_all(self) -> None:
         """Set every checkpoint aside: the run starts from zero on purpose."""
         for step, serial in self._saves():
-            self._set_aside(self._folder(step, serial))
+            set_aside(self._folder(step, serial))
 
     def to_go_on(self, step: int, best_step: int | None) -> list[Path]:
         """The folders that a run needs to go on from `step`: its checkpoint and the best one, where there are any."""
@@ -301,13 +302,6 @@ class Checkpoints:
             raise Damaged(f"its manifest is of step {manifest.get('step')}")
         if manifest.get("run_id") != self._run_id:
             raise Damaged("it belongs to another run")
-
-    def _set_aside(self, folder: Path) -> Path:
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}.bad-{number}")).exists():
-            number += 1
-        folder.rename(aside)
-        return aside
 
 
 def _values_of(folder: Path) -> dict[str, dict[str, Any]]:

@@ -21,7 +21,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from farthing.durability.accounts import Account, as_line, merge, read_ledger, take_in
-from farthing.durability.files import Damaged, discard, make_private, sha256_of, sweep_drafts, unseal, write_text
+from farthing.durability.files import (
+    Damaged,
+    discard,
+    draft_of,
+    make_private,
+    sha256_of,
+    sweep_drafts,
+    unseal,
+    write_text,
+)
 from farthing.durability.object_store import Garbled, NoSuchObject, Store, TooLarge
 from farthing.durability.run_folder import (
     CHECKPOINT_NAME,
@@ -47,7 +56,6 @@ LOG_PARTS = "log.parts"
 """Of the log, which grows for as long as the run: pieces that end with a line, of which all but the last never change."""
 SMALL = (JOB, RUN, PLAN, SETTINGS, SCHEDULE, LOG, LEDGER, RECEIPT, "measurements.json")
 _COMMIT = re.compile(r"commits/(\d{8})-(\d{6})-(\d{8,})\.json")
-_DRAFT = ".draft-"
 
 Objects = dict[tuple[str, str], str]
 """(path, sha256) -> the object that holds it."""
@@ -175,7 +183,7 @@ def _install(
             to_do="make room, or set output_dir to a disk that has it",
         )
     sweep_drafts(folder)
-    draft = make_private(folder / f"restore{_DRAFT}{uuid.uuid4().hex[:8]}")
+    draft = make_private(draft_of(folder / "restore"))
     try:
         lost = _fetch_all(store, draft, manifest["files"])
         steps = {int(path.name.split("-")[1]) for path in (draft / CHECKPOINTS).glob("*")}

@@ -22,8 +22,8 @@ from farthing.config.job import Job
 from farthing.data.token_set import notes_of
 from farthing.device_memory import is_out_of_memory, is_out_of_resources
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
-from farthing.durability.exported import damage_of, set_aside
-from farthing.durability.files import only_writer, write_json
+from farthing.durability.exported import damage_of
+from farthing.durability.files import only_writer, set_aside, write_json
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
 from farthing.durability.opening import Opened, opened
 from farthing.durability.preemption import Notice
