@@ -28,18 +28,7 @@ from farthing.tasks.registry import standard_columns, task_names, task_of
 MAX_JOB_BYTES = 1 << 20
 MAX_DEPTH = 20
 FILE_ENDINGS = {
-    ".jsonl",
-    ".ndjson",
-    ".json",
-    ".csv",
-    ".tsv",
-    ".parquet",
-    ".gz",
-    ".txt",
-    ".zip",
-    ".zst",
-    ".arrow",
-    ".xlsx",
+    *(".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".gz", ".txt", ".zip", ".zst", ".arrow", ".xlsx"),
 }
 SHORTHAND = {"model": "model_name_or_path", "data": "train", "method": "name"}
 

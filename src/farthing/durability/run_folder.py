@@ -37,18 +37,8 @@ from farthing.durability.files import Damaged, make_private, parse_json, read_ma
 from farthing.errors import RunChanged, RunDamaged
 
 DATA_NOTES = "data_notes.json"  # columns that are not used, and the like
-JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE, SETTINGS = (
-    "job.json",
-    "run.json",
-    "plan.json",
-    "log.jsonl",
-    "ledger.jsonl",
-    "checkpoints",
-    "model",
-    "receipt.json",
-    "schedule.json",
-    "settings.json",
-)
+JOB, RUN, PLAN, SCHEDULE, SETTINGS = "job.json", "run.json", "plan.json", "schedule.json", "settings.json"
+LOG, LEDGER, RECEIPT, CHECKPOINTS, MODEL = "log.jsonl", "ledger.jsonl", "receipt.json", "checkpoints", "model"
 DECIDING = (RUN, PLAN, SETTINGS, SCHEDULE)
 """The files that decide the result."""
 COPIES = "run_files"

@@ -256,7 +256,10 @@ def find_head(model: Any, task: str) -> Head | str:
     matrix: Any = linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
     if type(matrix) is not nn.Linear:
         return f"all positions are scored: the head is wrapped in {type(linear).__module__}.{type(linear).__name__}"
-    if any(_is_changed(one) for one in {linear, matrix}):
+    if any(
+        one._forward_hooks or one._forward_pre_hooks or nn.utils.parametrize.is_parametrized(one)
+        for one in {linear, matrix}
+    ):
         return "all positions are scored: something listens to the head or rewrites its weights"
     if not matrix.weight.is_floating_point():
         return f"all positions are scored: the head's weights are {matrix.weight.dtype}"
@@ -265,10 +268,6 @@ def find_head(model: Any, task: str) -> Head | str:
     return Head(
         lambda batch: _causal_states(inner, batch), linear, getattr(inner.config, "final_logit_softcapping", None)
     )
-
-
-def _is_changed(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or nn.utils.parametrize.is_parametrized(module))
 
 
 def language_model_loss(
