@@ -175,7 +175,7 @@ def collate_flat(
     task: str,
     first_position: int = 0,
     skipped: NDArray[np.int64] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, NDArray[Any]]:
     """Arrays of one micro-batch, its examples end to end: T tokens of N documents and nothing else.
 
     input_ids, position_ids int64 [1, T]; lengths int64 [N], tokens of each document, in order

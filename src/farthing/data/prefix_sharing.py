@@ -101,7 +101,9 @@ def cut_shared(
     return [piece for _, piece in sorted(pieces, key=lambda piece: -piece[0])]
 
 
-def collate_shared(tokens: TokenSet, examples: NDArray[np.int64], task: str, first_position: int = 0) -> dict[str, Any]:
+def collate_shared(
+    tokens: TokenSet, examples: NDArray[np.int64], task: str, first_position: int = 0
+) -> dict[str, NDArray[Any]]:
     """As `collate_flat`, but what an example has in common with one before it in the order of their texts is left out.
 
     Where there is such a thing: key_lengths int64 [N], tokens that each document sees, left out or its own; key_rows

@@ -25,6 +25,7 @@ from torch import Tensor
 from farthing.device_memory import is_out_of_memory
 from farthing.durability.files import (
     Damaged,
+    Json,
     commit_folder,
     discard,
     make_private,
@@ -43,7 +44,7 @@ MAX_STATE_BYTES, MAX_HEADER_BYTES = 64 << 20, 16 << 20
 _NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
 _PART = re.compile(r"[a-z_]+")
 
-State = tuple[dict[str, Tensor], dict[str, Any]]
+State = tuple[dict[str, Tensor], Json]
 
 
 class Part(Protocol):
@@ -52,7 +53,7 @@ class Part(Protocol):
     def state(self) -> State:
         """Tensors and JSON values that say all about it now."""
 
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
         """Become what `state` said."""
 
 
@@ -150,7 +151,7 @@ class Checkpoints:
         return result
 
     def _write(
-        self, step: int, snapshot: dict[str, State], later: Later | None, best_step: int | None, more: dict[str, Any]
+        self, step: int, snapshot: dict[str, State], later: Later | None, best_step: int | None, more: Json
     ) -> None:
         def fill(draft: Path) -> None:
             for name, (tensors, _) in snapshot.items():
@@ -291,7 +292,7 @@ class Checkpoints:
         for path in folder.glob("*.safetensors"):
             _check_header(path)
 
-    def _check(self, manifest: dict[str, Any], step: int) -> None:
+    def _check(self, manifest: Json, step: int) -> None:
         if isinstance(manifest.get("schema"), int) and manifest["schema"] > SCHEMA:
             raise RunChanged(
                 f"written by a newer farthing (schema {manifest['schema']}, this one reads up to {SCHEMA})",
@@ -304,7 +305,7 @@ class Checkpoints:
             raise Damaged("it belongs to another run")
 
 
-def _values_of(folder: Path) -> dict[str, dict[str, Any]]:
+def _values_of(folder: Path) -> dict[str, Json]:
     """The values of each part of a checkpoint, their form checked. Raises `Damaged`."""
     path = folder / "state.json"
     try:

@@ -20,13 +20,24 @@ import stat
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypedDict
 
 from farthing.errors import RunBusy, UserMistake
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
 DRAFT = ".draft-"
+
+Json = dict[str, Any]
+"""An object of a JSON text that others may have written: whatever it holds, nothing of it is known before it is checked."""
+
+
+class FileEntry(TypedDict):
+    """A file of a committed folder, as its manifest lists it."""
+
+    name: str
+    size: int
+    sha256: str
 
 
 class Damaged(Exception):
@@ -146,18 +157,18 @@ def _as_text(value: Any) -> str:
     return json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+def _sealed(manifest: Json) -> Json:
     """The manifest with the sha256 of its own content."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return {**content, "sha256": hashlib.sha256(_as_text(content).encode()).hexdigest()}
 
 
-def seal(manifest: dict[str, Any]) -> str:
+def seal(manifest: Json) -> str:
     """A manifest as text, with the sha256 of its own content."""
     return _as_text(_sealed(manifest))
 
 
-def unseal(text: str, name: str) -> dict[str, Any]:
+def unseal(text: str, name: str) -> Json:
     """The manifest of a text that `seal` wrote, which is called `name`. Raises `Damaged`."""
     try:
         manifest = parse_json(text)
@@ -168,7 +179,7 @@ def unseal(text: str, name: str) -> dict[str, Any]:
     return manifest
 
 
-def commit_folder(final: Path, fill: Callable[[Path], None], facts: dict[str, Any]) -> dict[str, Any]:
+def commit_folder(final: Path, fill: Callable[[Path], None], facts: Json) -> Json:
     """Write a folder by the protocol above and return its manifest: `facts` and the list of files.
 
     `fill(draft)` writes the files, flat. On any error the draft is removed and nothing has changed.
@@ -180,7 +191,7 @@ def commit_folder(final: Path, fill: Callable[[Path], None], facts: dict[str, An
     draft.mkdir(parents=True, mode=0o700)
     try:
         fill(draft)
-        entries = []
+        entries: list[FileEntry] = []
         for path in sorted(draft.iterdir()):
             path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)  # whatever the umask: nobody else may change it
             fsync_path(path)
@@ -196,7 +207,7 @@ def commit_folder(final: Path, fill: Callable[[Path], None], facts: dict[str, An
     return manifest
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Json:
     """The manifest of a committed folder, its form checked. Raises `Damaged`."""
     path = folder / MANIFEST
     if folder.is_symlink() or path.is_symlink():
@@ -226,7 +237,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def verify_folder(folder: Path, besides: Collection[str] = ()) -> dict[str, Any]:
+def verify_folder(folder: Path, besides: Collection[str] = ()) -> Json:
     """Check every file of a committed folder against its manifest, byte for byte, before anything is parsed.
 
     Returns the manifest. Files named in `besides` may change. Raises `Damaged`.
@@ -299,7 +310,7 @@ def _free_name(path: Path, mark: str) -> Path:
     return next(name for name in numbered if not name.exists())
 
 
-def append_line(path: Path, row: dict[str, Any]) -> None:
+def append_line(path: Path, row: Json) -> None:
     """Add a line of JSON in one write and force it to the disk: processes that do so together don't tear each other's.
 
     Raises `OSError`.

@@ -13,22 +13,22 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from farthing.durability.files import open_own, parse_json, write_text
+from farthing.durability.files import Json, open_own, parse_json, write_text
 
 SUM = "crc32"
 _TAIL = re.compile(rb', "crc32": "([0-9a-f]{8})"\}')
 _TAIL_BYTES = len(', "crc32": "01234567"}')
 
 
-def with_sum(row: dict[str, Any]) -> dict[str, Any]:
+def with_sum(row: Json) -> Json:
     """A row with the CRC-32 of its own content, eight hex digits, as its last value."""
     content = {key: value for key, value in row.items() if key != SUM}
     return {**content, SUM: f"{zlib.crc32(_as_text(content).encode()):08x}"}
 
 
-def read_line(line: bytes) -> tuple[dict[str, Any] | None, bool]:
+def read_line(line: bytes) -> tuple[Json | None, bool]:
     """(the row of a line without its checksum, whether it had one); None in place of a row that is damaged."""
     text, is_summed = checked(line)
     row = None
@@ -61,7 +61,7 @@ def checked(line: bytes) -> tuple[bytes | None, bool]:
     return (text, True) if zlib.crc32(text) == int(found[1], 16) else (None, False)
 
 
-def _as_text(row: dict[str, Any]) -> str:
+def _as_text(row: Json) -> str:
     return json.dumps(row, allow_nan=False, ensure_ascii=False)
 
 
@@ -74,7 +74,7 @@ class SummedLines:
         """Numbers, from 1, of the lines that were damaged when the log was last read through."""
         self._file: IO[str] | None = None
 
-    def append(self, row: dict[str, Any]) -> None:
+    def append(self, row: Json) -> None:
         """Write one line and hand it to the operating system: it survives the death of this process."""
         if self._file is None:
             torn = self.path.exists() and self.path.stat().st_size > 0 and not self._ends_a_line()
@@ -95,7 +95,7 @@ class SummedLines:
             self._file.close()
             self._file = None
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[Json]:
         """Every whole line without its checksum, in order. The last one may have been torn by a kill: it is not counted."""
         self.damaged, has_sums = [], False
         if not self.path.exists():
@@ -112,7 +112,7 @@ class SummedLines:
                     torn = number if not line.endswith(b"\n") else 0
         self.damaged = [number for number in self.damaged if number != torn]
 
-    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    def keep(self, wanted: Callable[[Json], bool]) -> None:
         """Drop the lines that are not wanted, in one step."""
         self.close()
         if self.path.exists():

@@ -113,7 +113,7 @@ def compile_blocks(model: Any, backend: str = "inductor") -> int | str:
     if reason := why_not_compiled(model):
         return reason
     _keep_attention_out()
-    how: dict[str, Any] = {"dynamic": True, "backend": backend}
+    how: dict[str, object] = {"dynamic": True, "backend": backend}
     if backend == "inductor":
         how["options"] = OPTIONS
     layers = _layers(model)
@@ -128,7 +128,7 @@ def n_graphs() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
-def _in_training(layer: Any, how: dict[str, Any]) -> Callable[..., Any]:
+def _in_training(layer: Any, how: dict[str, object]) -> Callable[..., Any]:
     """What calling the layer does: the compiled program in training; one that is recomputed has it further within."""
     compiled = _compile(layer._call_impl, how)
 
@@ -147,7 +147,7 @@ def _in_training(layer: Any, how: dict[str, Any]) -> Callable[..., Any]:
 _SETTLED = threading.local()
 
 
-def _compile(function: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], how: dict[str, object]) -> Callable[..., Any]:
     """`function` compiled with our settings, in whatever thread it is called.
 
     torch keeps its settings by thread, and layers on CUDA are recomputed in autograd's.
@@ -170,7 +170,7 @@ class _Recomputed:
     The other way round, checkpointing in a program, torch gives up on all of it where attention has to stay outside.
     """
 
-    def __init__(self, checkpointing: Callable[..., Any], how: dict[str, Any]) -> None:
+    def __init__(self, checkpointing: Callable[..., Any], how: dict[str, object]) -> None:
         self.checkpointing, self._how = checkpointing, how
         self._compiled: dict[Any, Callable[..., Any]] = {}
 

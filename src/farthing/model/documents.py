@@ -16,6 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Batch = dict[str, Any]
+"""What the forward pass of a model of `transformers` takes of a micro-batch, by name: tensors, and where documents begin."""
+
 
 @dataclass(frozen=True, eq=False)
 class Documents:
@@ -106,12 +109,12 @@ def owners_of(documents: Documents) -> Tensor:
     return owners
 
 
-def flat_batch(arrays: dict[str, NDArray[np.int64]], device: torch.device | str = "cpu") -> dict[str, Any]:
+def flat_batch(arrays: dict[str, NDArray[np.int64]], device: torch.device | str = "cpu") -> Batch:
     """The arrays of `collate_flat` or `collate_shared`, and others beside them, as tensors on `device`.
 
     Those that say where documents are become `documents`. But for the labels it is what a model takes.
     """
-    batch: dict[str, Any] = {
+    batch: Batch = {
         name: torch.from_numpy(array).to(device, non_blocking=True)
         for name, array in arrays.items()
         if name not in ("lengths", "key_lengths", "key_rows")

@@ -25,7 +25,7 @@ from farthing.data.prefix_sharing import WORTH, collate_shared, cut_shared, save
 from farthing.data.token_set import TokenSet
 from farthing.model.apart import kept_apart, lift_capacity
 from farthing.model.attention import can_go_flat, can_share, first_position, flat_logits, go_flat
-from farthing.model.documents import flat_batch
+from farthing.model.documents import Batch, flat_batch
 from farthing.model.frozen_cache import PrefixCache
 from farthing.model.frozen_layers import Prefix
 from farthing.model.hardware import Numerics
@@ -177,7 +177,7 @@ class Forward:
 
     # ---- on the device ----
 
-    def to_device(self, arrays: Host) -> dict[str, Any]:
+    def to_device(self, arrays: Host) -> Batch:
         """The arrays as what the model takes, on its device; nothing is waited for."""
         device = self.numerics.device
         self.n_sent_tokens += self.n_computed(arrays)
@@ -188,7 +188,7 @@ class Forward:
             batch[PREFIX] = arrays[PREFIX].to(device, non_blocking=True)
         return batch
 
-    def loss(self, batch: dict[str, Any], gradient_scale: float | Tensor = 1.0) -> Tensor:
+    def loss(self, batch: Batch, gradient_scale: float | Tensor = 1.0) -> Tensor:
         """Sum of the cross-entropies of a micro-batch, a scalar.
 
         `gradient_scale` is what its gradient is expected to be: it changes no result, see `head.head_loss`.
@@ -206,7 +206,7 @@ class Forward:
                 tile_tokens=self.tile_tokens,
             )
 
-    def loss_and_log_probs(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def loss_and_log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Where tokens are scored: (the same sum, the log-probability of all targets of each example together [N])."""
         with self._resumed(batch) as rest, self.numerics.autocasting():
             head, tile_tokens = self._found_head, self.tile_tokens
@@ -214,7 +214,7 @@ class Forward:
                 self.model, rest, self.task, self.label_smoothing, head=head, tile_tokens=tile_tokens
             )
 
-    def loss_and_scores(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def loss_and_scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Where examples are scored: (sum of their losses, logits [N, C])."""
         with self._resumed(batch) as rest, self.numerics.autocasting():
             if not self.is_flat:
@@ -224,7 +224,7 @@ class Forward:
             return self.of.labels.loss(scores, rest["labels"], self.label_smoothing), scores
 
     @contextlib.contextmanager
-    def _resumed(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _resumed(self, batch: Batch) -> Iterator[Batch]:
         """The batch without the hidden states of the prefix, behind which the forward pass then begins."""
         if self.prefix is None or PREFIX not in batch:
             yield batch
@@ -234,7 +234,7 @@ class Forward:
 
     # ---- for those who count memory ----
 
-    def before_head(self, batch: dict[str, Any]) -> Tensor:
+    def before_head(self, batch: Batch) -> Tensor:
         """A scalar that depends on all that the body computes: autograd keeps for it what it keeps of the body.
 
         Where the head is not known, or small, it is the loss itself.

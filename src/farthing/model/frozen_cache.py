@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -189,7 +188,7 @@ class _Plan:
         return sum(stop - start for start, stop in map(self.bounds, numbers))
 
 
-def _facts(prefix: Prefix, tokens: TokenSet, plan: _Plan, numerics: Numerics, most_tokens: int) -> dict[str, Any]:
+def _facts(prefix: Prefix, tokens: TokenSet, plan: _Plan, numerics: Numerics, most_tokens: int) -> dict[str, object]:
     """Everything the rows follow from."""
     data = hashlib.sha256(plan.lengths[plan.order].tobytes())
     for index in plan.order:
@@ -231,7 +230,7 @@ def _stop_if(should_stop: Callable[[], bool]) -> None:
         raise Interrupted("stopped while the frozen layers were computed", to_do="run the same command again")
 
 
-def _whole_parts(folder: Path, n_parts: int, facts: dict[str, Any], should_stop: Callable[[], bool]) -> set[int]:
+def _whole_parts(folder: Path, n_parts: int, facts: dict[str, object], should_stop: Callable[[], bool]) -> set[int]:
     """The parts that are there to the bit; what is damaged, and what killed writers left, is removed."""
     sweep_drafts(folder)
     there = [number for number in range(n_parts) if (folder / _name(number)).is_dir()]
@@ -303,7 +302,7 @@ def _computed(prefix: Prefix, tokens: TokenSet, examples: NDArray[np.int64], num
         return prefix.hidden_states(batch)[0].cpu()
 
 
-def _commit(folder: Path, pieces: list[Tensor], facts: dict[str, Any]) -> None:
+def _commit(folder: Path, pieces: list[Tensor], facts: dict[str, object]) -> None:
     def write(draft: Path) -> None:
         with open(draft / ROWS, "wb") as file:
             for piece in pieces:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from farthing.model.attention import NAME, can_go_flat, flat_inputs
+from farthing.model.documents import Batch
 
 AFTER = frozenset({"norm", "ln_f", "final_layer_norm", "final_layernorm", "project_out", "pooler"})  # run above layers
 HASH_THREADS = 4
@@ -55,7 +56,7 @@ class Prefix:
         return int(self.inner.config.hidden_size)
 
     @torch.no_grad()
-    def hidden_states(self, batch: dict[str, Any]) -> Tensor:
+    def hidden_states(self, batch: Batch) -> Tensor:
         """What layer k is given for a flat batch, [1, T, h]: the embeddings and layers 0 to k-1 run, and nothing above.
 
         Under the caller's autocast. The model must have gone flat.

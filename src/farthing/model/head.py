@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from farthing.model.documents import Batch
 from farthing.model.loss import POSITIONS, TARGETS, decoder_inputs, summed_loss
 from farthing.planner.families import KNOWN_HEADS
 from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
@@ -305,7 +306,7 @@ def language_model_loss(
 
 def loss_and_log_probs(
     model: Any,
-    batch: dict[str, Any],
+    batch: Batch,
     task: str,
     label_smoothing: float = 0.0,
     *,
@@ -342,7 +343,7 @@ def loss_and_log_probs(
     return loss, _by_document(words, batch, labelled)
 
 
-def _by_document(words: Tensor, batch: dict[str, Any], labelled: Labelled) -> Tensor:
+def _by_document(words: Tensor, batch: Batch, labelled: Labelled) -> Tensor:
     """The sum over each document [D] of `words` [n]."""
     documents = batch.get("documents")
     if documents is None:

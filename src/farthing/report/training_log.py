@@ -10,9 +10,8 @@ import re
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from farthing.durability.files import parse_json
+from farthing.durability.files import Json, parse_json
 from farthing.durability.summed_lines import checked
 
 _STEP = re.compile(
@@ -33,7 +32,7 @@ class TrainingLog:
     has_steps: bool = False
     steps: array[int] = field(default_factory=lambda: array("q"))
     losses: array[float] = field(default_factory=lambda: array("d"))
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[Json] = field(default_factory=list)
 
     def add_step(self, step: int, loss: float | None, n_targets: int, n_tokens: int) -> None:
         """A step was taken."""

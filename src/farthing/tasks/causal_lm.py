@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from farthing.metrics import Metrics
+
 
 def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
     """input_ids, attention_mask and labels [N, longest]; labels are aligned with input_ids, not shifted."""
@@ -30,7 +32,7 @@ def _flat_labels(rows: Rows) -> NDArray[np.int64]:
     return labels[None]
 
 
-def _judge(seen: Evaluated) -> dict[str, Any]:
+def _judge(seen: Evaluated) -> Metrics:
     from farthing.metrics import perplexity
 
     return {"perplexity": perplexity(seen.loss), "document_loss": seen.document_loss}

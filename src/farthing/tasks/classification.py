@@ -11,6 +11,8 @@ from farthing.tasks.task import Evaluated, Labels, Rows, Starter, Task
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from farthing.metrics import Metrics
+
 
 def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, str]:
     """The text, and the name of its class: text or a whole number. Raises `Unusable`."""
@@ -39,7 +41,7 @@ def _loss(scores: Any, labels: Any, label_smoothing: float) -> Any:
     return cross_entropy(scores.float(), labels, reduction="sum", label_smoothing=label_smoothing)
 
 
-def _judge(seen: Evaluated) -> dict[str, Any]:
+def _judge(seen: Evaluated) -> Metrics:
     import numpy as np
 
     from farthing.metrics import classification_metrics

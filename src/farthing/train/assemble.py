@@ -15,6 +15,7 @@ from farthing.config.job import Job
 from farthing.data.batches import Batches
 from farthing.data.packing import PieceCost
 from farthing.durability.checkpoint import Checkpoints
+from farthing.durability.files import Json
 from farthing.durability.run_folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
 from farthing.durability.summed_lines import SummedLines
 from farthing.events import Warned
@@ -175,7 +176,7 @@ def _compile(
 
 
 def _checkpoints(job: Job, context: Context) -> Checkpoints:
-    copies: dict[str, Any] = {}
+    copies: Json = {}
     return Checkpoints(
         context.folder / CHECKPOINTS,
         context.run_id,
@@ -186,7 +187,7 @@ def _checkpoints(job: Job, context: Context) -> Checkpoints:
     )
 
 
-def manifest_facts(context: Context, copies: dict[str, Any]) -> dict[str, Any]:
+def manifest_facts(context: Context, copies: Json) -> Json:
     """What a checkpoint's manifest says of the run, the files that decide its result among it. Brings `copies` up to date."""
     copies.update(copies_of(context.folder, copies))
     return {"farthing": farthing.__version__, **context.ledger.witness(), COPIES: dict(copies)}

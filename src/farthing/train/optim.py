@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farthing.durability.checkpoint import State
+from farthing.durability.files import Json
 from farthing.durability.run_folder import RULES
 from farthing.errors import ModelError, UserMistake
 from farthing.model.load import need_bitsandbytes
@@ -127,10 +129,10 @@ def fitted_schedule(
     return lambda step: rise(min(step, n_warmup_steps)) if step < holds_until else fall(step)
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def state_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> State:
     """(tensors, plain values) of the optimizer's state as flat `weight|key` dicts. `names` is by id() of the weight."""
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
+    values: Json = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             place = f"{names[id(parameter)]}|{key}"
@@ -175,7 +177,7 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     parameters: Iterable[tuple[str, Tensor]],
     tensors: dict[str, Tensor],
-    values: dict[str, Any],
+    values: Json,
 ) -> None:
     """Put saved state back, tensor for tensor, in the dtypes it was saved in.
 

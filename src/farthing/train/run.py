@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -23,7 +22,7 @@ from farthing.data.token_set import notes_of
 from farthing.device_memory import is_out_of_memory, is_out_of_resources
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
 from farthing.durability.exported import damage_of
-from farthing.durability.files import only_writer, set_aside, write_json
+from farthing.durability.files import Json, only_writer, set_aside, write_json
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
 from farthing.durability.opening import Opened, opened
 from farthing.durability.preemption import Notice
@@ -265,7 +264,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     return state, reason
 
 
-def _begin(attempt: Attempt, run_facts: dict[str, Any]) -> dict[str, Any]:
+def _begin(attempt: Attempt, run_facts: Json) -> Json:
     """Begin with the weights of the job's ancestor, where it has one and the run has no checkpoint of its own."""
     if attempt.checkpoints.steps():
         return run_facts
@@ -278,7 +277,7 @@ def _begin(attempt: Attempt, run_facts: dict[str, Any]) -> dict[str, Any]:
     return run_facts
 
 
-def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow_restart: bool) -> dict[str, Any]:
+def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow_restart: bool) -> Json:
     """What the folder's run says of itself, which is this one. Raises `RunChanged`, `RunDamaged`."""
     machine = {
         "device": device_name(numerics.device),
@@ -297,7 +296,7 @@ def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow
     )
 
 
-def _decide(attempt: Attempt, run_facts: dict[str, Any]) -> None:
+def _decide(attempt: Attempt, run_facts: Json) -> None:
     """What the first attempt decides for all, as it changes rounding; and the settings, where a probe pays."""
     context, job = attempt.context, attempt.job
     with context.meter.span("prefix"):
