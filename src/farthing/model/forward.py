@@ -26,8 +26,8 @@ from farthing.data.token_set import TokenSet
 from farthing.model.apart import kept_apart, lift_capacity
 from farthing.model.attention import can_go_flat, can_share, first_position, flat_logits, go_flat
 from farthing.model.documents import Batch, flat_batch
-from farthing.model.frozen_cache import PrefixCache
-from farthing.model.frozen_layers import Prefix
+from farthing.model.frozen_cache import FrozenCache
+from farthing.model.frozen_layers import FrozenLayers
 from farthing.model.hardware import Numerics
 from farthing.model.head import (
     POSITIONS,
@@ -43,8 +43,8 @@ from farthing.planner.tiles import default_tile_tokens
 from farthing.tasks.registry import task_of
 
 Host = dict[str, Any]
-"""Arrays of a micro-batch by name, int64; hidden states of a frozen prefix are a tensor among them."""
-PREFIX = "prefix"
+"""Arrays of a micro-batch by name, int64; hidden states of the frozen layers are a tensor among them."""
+FROZEN_STATES = "frozen_states"
 NEARLY = 0.02  # of the tokens: what larger micro-batches must save more to be worth their memory
 
 
@@ -86,8 +86,8 @@ class Forward:
         self.apart = kept_apart(inner, task, is_flat=self.is_flat)
         self.shares = False
         self.n_sent_tokens = 0  # computed tokens of everything that was brought to the device
-        self.prefix: Prefix | None = None
-        self._caches: list[tuple[TokenSet, PrefixCache]] = []
+        self.frozen_layers: FrozenLayers | None = None
+        self._caches: list[tuple[TokenSet, FrozenCache]] = []
 
     @property
     def is_flat(self) -> bool:
@@ -101,7 +101,7 @@ class Forward:
         nearly as much as the largest; 0 where sharing does not pay).
         """
         self.shares = False
-        if not self.is_flat or self.prefix is not None or can_share(self.model, self.task):
+        if not self.is_flat or self.frozen_layers is not None or can_share(self.model, self.task):
             return 0.0, 0
         most = saved_by_sharing(tokens, batches, budgets[-1])
         if most < WORTH:
@@ -112,9 +112,9 @@ class Forward:
                 return saved, budget
         return most, budgets[-1]
 
-    def begin_at(self, prefix: Prefix, caches: list[tuple[TokenSet, PrefixCache]]) -> None:
-        """From now on batches of these token sets begin behind the frozen `prefix`, with its hidden states as they are kept."""
-        self.prefix, self._caches, self.shares = prefix, caches, False
+    def begin_at(self, frozen: FrozenLayers, caches: list[tuple[TokenSet, FrozenCache]]) -> None:
+        """From now on batches of these token sets begin behind the `frozen` layers, with their hidden states from `caches`."""
+        self.frozen_layers, self._caches, self.shares = frozen, caches, False
 
     # ---- on the host ----
 
@@ -168,7 +168,7 @@ class Forward:
             arrays = {name: torch.from_numpy(array).pin_memory().numpy() for name, array in arrays.items()}
         for known, cache in self._caches:
             if known is tokens:
-                arrays[PREFIX] = cache.rows(examples, pin=is_cuda)
+                arrays[FROZEN_STATES] = cache.rows(examples, pin=is_cuda)
         return arrays
 
     def n_computed(self, arrays: Host) -> int:
@@ -183,9 +183,9 @@ class Forward:
         self.n_sent_tokens += self.n_computed(arrays)
         if not self.is_flat:
             return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
-        batch = flat_batch({name: array for name, array in arrays.items() if name != PREFIX}, device)
-        if PREFIX in arrays:
-            batch[PREFIX] = arrays[PREFIX].to(device, non_blocking=True)
+        batch = flat_batch({name: array for name, array in arrays.items() if name != FROZEN_STATES}, device)
+        if FROZEN_STATES in arrays:
+            batch[FROZEN_STATES] = arrays[FROZEN_STATES].to(device, non_blocking=True)
         return batch
 
     def loss(self, batch: Batch, gradient_scale: float | Tensor = 1.0) -> Tensor:
@@ -225,12 +225,12 @@ class Forward:
 
     @contextlib.contextmanager
     def _resumed(self, batch: Batch) -> Iterator[Batch]:
-        """The batch without the hidden states of the prefix, behind which the forward pass then begins."""
-        if self.prefix is None or PREFIX not in batch:
+        """The batch without the hidden states of the frozen layers, behind which the forward pass then begins."""
+        if self.frozen_layers is None or FROZEN_STATES not in batch:
             yield batch
             return
-        with self.prefix.resume(batch[PREFIX]):
-            yield {name: value for name, value in batch.items() if name != PREFIX}
+        with self.frozen_layers.resume(batch[FROZEN_STATES]):
+            yield {name: value for name, value in batch.items() if name != FROZEN_STATES}
 
     # ---- for those who count memory ----
 

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from farthing.data.packing import ON_CPU, PieceCost
-from farthing.planner.frozen_cache_cost import prefix_cache_bytes
+from farthing.planner.frozen_cache_cost import frozen_cache_bytes
 from farthing.planner.lengths import Cut, Lengths
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe, Stack, stack_for
@@ -129,7 +129,7 @@ class JobSpec:
         if not self.caches_frozen or self.adapters is None or not self.adapters.first_layer:
             return 0
         n_tokens = self.lengths.n_tokens + (self.eval_lengths.n_tokens if self.eval_lengths is not None else 0.0)
-        return prefix_cache_bytes(round(n_tokens), self.shape.hidden, 1)
+        return frozen_cache_bytes(round(n_tokens), self.shape.hidden, 1)
 
     @property
     def is_flat(self) -> bool:

@@ -56,7 +56,7 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         optim=job.train.optim,
         micro_batch_tokens=attempt.settings.micro_batch_tokens,
         is_flat=attempt.forward.is_flat,
-        caches_frozen=attempt.forward.prefix is not None,
+        caches_frozen=attempt.forward.frozen_layers is not None,
         global_batch_size=job.global_batch_size,
         checkpoint_every=attempt.settings.checkpoint_every,
         lengths={

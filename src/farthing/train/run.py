@@ -91,7 +91,7 @@ from farthing.train.setup import (
     open_examples,
     open_inputs,
 )
-from farthing.train.summary import say_what_was_decided
+from farthing.train.summary import emit_summary
 from farthing.train.trackers import tracked
 from farthing.units import say_seconds
 
@@ -252,7 +252,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     if was_finished or over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
         return loop(attempt)
     _decide(attempt, run_facts)
-    say_what_was_decided(attempt)
+    emit_summary(attempt)
     meter.enter("idle")
     _offer(attempt)
     state, reason = loop(attempt)
