@@ -19,11 +19,11 @@ import numpy as np
 import peft
 import torch
 
-from farthing.data.packing import collate_flat
+from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
 from farthing.model.activation_checkpointing import checkpoint_layers
-from farthing.model.attention import go_flat
-from farthing.model.documents import flat_batch
+from farthing.model.attention import go_packed
+from farthing.model.documents import packed_batch
 from farthing.model.frozen_cache import open_frozen_cache
 from farthing.model.frozen_layers import find_frozen_layers
 from farthing.model.hardware import Numerics
@@ -67,7 +67,7 @@ def main() -> None:
     for weight in model.parameters():
         if args.bf16 and not weight.requires_grad:
             weight.data = weight.data.bfloat16()
-    go_flat(model)
+    go_packed(model)
     frozen = find_frozen_layers(model, "causal-lm")
     assert not isinstance(frozen, str), frozen
     tokens, examples = two_documents(args), np.arange(2)
@@ -75,7 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cache = open_frozen_cache(frozen, tokens, examples, Path(folder), numerics=numerics, most_tokens=args.tokens)
     assert not isinstance(cache, str), cache
-    batch = flat_batch(collate_flat(tokens, examples, "causal-lm"))
+    batch = packed_batch(collate_packed(tokens, examples, "causal-lm"))
     labelled = find_labelled(batch["labels"], predicts_next=True, position_ids=batch["position_ids"])
     batch |= {POSITIONS: labelled.positions, TARGETS: labelled.targets}
 

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 import workshop
-from farthing.data.packing import collate_flat
+from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
 from farthing.durability.files import only_writer
 from farthing.errors import Interrupted
@@ -32,8 +32,8 @@ from farthing.events import Note
 from farthing.model import frozen_cache as prefix_cache
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import DECODERS, ENCODERS, first_position, flat_logits, go_flat
-from farthing.model.documents import flat_batch
+from farthing.model.attention import DECODERS, ENCODERS, first_position, go_packed, packed_logits
+from farthing.model.documents import packed_batch
 from farthing.model.frozen_cache import FrozenCache, open_frozen_cache
 from farthing.model.frozen_layers import FrozenLayers, find_frozen_layers
 from farthing.model.hardware import Numerics
@@ -83,7 +83,7 @@ def with_lora(model: Any, first: int, task: str = CAUSAL, **settings: Any) -> An
         r=2, lora_alpha=2, target_modules=names, modules_to_save=heads, init_lora_weights=False, task_type=KINDS[task]
     )
     wrapped = peft.get_peft_model(model, config).train()
-    go_flat(wrapped)
+    go_packed(wrapped)
     return wrapped
 
 
@@ -101,16 +101,16 @@ def some_tokens(seed: int = 0, n: int = 12, n_labels: int = 0) -> TokenSet:
 
 
 def batch_of(model: Any, tokens: TokenSet, examples: Any, task: str = CAUSAL) -> dict[str, Any]:
-    """A flat batch."""
+    """A packed batch."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return flat_batch(collate_flat(tokens, examples, task, first_position(inner.config)))
+    return packed_batch(collate_packed(tokens, examples, task, first_position(inner.config)))
 
 
 def loss_of(model: Any, batch: dict[str, Any], task: str = CAUSAL) -> Tensor:
     """As training will ask for it: by the body alone where the head is known, else by the whole model."""
     if task == CAUSAL:
         return language_model_loss(model, batch, task)
-    return F.cross_entropy(flat_logits(model, batch, task).float(), batch["labels"], reduction="sum")
+    return F.cross_entropy(packed_logits(model, batch, task).float(), batch["labels"], reduction="sum")
 
 
 def cache_of(
@@ -259,7 +259,7 @@ def test_a_prefix_of_all_layers_leaves_the_head(tmp_path: Path) -> None:
     model = deep_model("llama", LABELS)
     for name, weight in model.named_parameters():
         weight.requires_grad = name in ("score.weight", "model.norm.weight")
-    go_flat(model)
+    go_packed(model)
     frozen = frozen_layers_of(model, LABELS)
     assert frozen.n_layers == N_LAYERS
     tokens, examples = some_tokens(n_labels=3), np.arange(6)
@@ -429,7 +429,7 @@ def test_a_model_that_has_not_gone_flat_is_refused() -> None:
     model = deep_model("llama")
     for weight in model.parameters():
         weight.requires_grad = False
-    with pytest.raises(ValueError, match="go_flat"):
+    with pytest.raises(ValueError, match="go_packed"):
         frozen_layers_of(model).hidden_states(batch_of(model, some_tokens(), [0, 1]))
 
 

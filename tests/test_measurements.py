@@ -189,7 +189,7 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     longest = found.lengths["longest"] + found.lengths["longest_target"]
     assert (found.global_batch_size, found.checkpoint_every, found.first_layer) == (8, 0, 0)
     assert 0 < found.micro_batch_tokens <= 4 * longest, "four of the longest, as the job says"
-    assert found.is_flat == (family != "t5")
+    assert found.is_packed == (family != "t5")
     assert found.lengths["n_examples"] == 40
 
     rows = [json.loads(line) for line in (Path(job.output_dir) / "log.jsonl").read_text().splitlines()]
@@ -201,7 +201,7 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert found.n_steps <= found.n_micro_batches <= 8 * found.n_steps
     assert found.largest_examples >= 1
     assert longest / 2 < found.largest_tokens <= found.micro_batch_tokens
-    assert (found.n_padded_tokens == found.n_tokens) == found.is_flat
+    assert (found.n_padded_tokens == found.n_tokens) == found.is_packed
 
     assert set(found.spans) <= set(SPANS)
     assert sum(found.spans.values()) <= receipt.wall_s + 0.01

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farthing.data.batches import Batches, collate
-from farthing.data.packing import ON_CPU, PieceCost, collate_flat, cut_by_tokens, cut_padded, target_lengths_of
+from farthing.data.packing import ON_CPU, PieceCost, collate_packed, cut_by_tokens, cut_padded, target_lengths_of
 from farthing.data.prefix_sharing import WORTH, collate_shared, cut_shared, saved_by_sharing
 from farthing.data.token_set import TokenSet
 from farthing.model.apart import kept_apart, lift_capacity
-from farthing.model.attention import can_go_flat, can_share, first_position, flat_logits, go_flat
-from farthing.model.documents import Batch, flat_batch
+from farthing.model.attention import can_go_packed, can_share, first_position, go_packed, packed_logits
+from farthing.model.documents import Batch, packed_batch
 from farthing.model.frozen_cache import FrozenCache
 from farthing.model.frozen_layers import FrozenLayers
 from farthing.model.hardware import Numerics
@@ -51,7 +51,7 @@ NEARLY = 0.02  # of the tokens: what larger micro-batches must save more to be w
 class Forward:
     """The forward pass of a model for a task.
 
-    A model that can take documents end to end is set to do so, unless `may_go_flat` says no. `why_padded` and
+    A model that can take documents end to end is set to do so, unless `may_go_packed` says no. `why_padded` and
     `why_all_scored` say in words what keeps a model from computing useful tokens and labelled positions only.
     """
 
@@ -63,15 +63,15 @@ class Forward:
         numerics: Numerics,
         *,
         label_smoothing: float = 0.0,
-        may_go_flat: bool = True,
+        may_go_packed: bool = True,
         tile_tokens: int | None = None,
         piece_cost: PieceCost = ON_CPU,
     ) -> None:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
         self.label_smoothing, self.tile_tokens, self.piece_cost = label_smoothing, tile_tokens, piece_cost
-        self.why_padded = can_go_flat(model, task) if may_go_flat else "the job names another attention"
+        self.why_padded = can_go_packed(model, task) if may_go_packed else "the job names another attention"
         if self.why_padded is None:
-            go_flat(model)
+            go_packed(model)
         self.of = task_of(task)
         head = find_head(model, task) if self.of.scores_tokens else None
         if isinstance(head, Head) and not head.is_matrix and label_smoothing:
@@ -83,14 +83,14 @@ class Forward:
         self._first_position = first_position(inner.config)
         self.drops_no_tokens = lift_capacity(inner)
         """Whether experts would have dropped some by themselves."""
-        self.apart = kept_apart(inner, task, is_flat=self.is_flat)
+        self.apart = kept_apart(inner, task, is_packed=self.is_packed)
         self.shares = False
         self.n_sent_tokens = 0  # computed tokens of everything that was brought to the device
         self.frozen_layers: FrozenLayers | None = None
         self._caches: list[tuple[TokenSet, FrozenCache]] = []
 
     @property
-    def is_flat(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether documents are laid end to end, without padding."""
         return self.why_padded is None
 
@@ -101,7 +101,7 @@ class Forward:
         nearly as much as the largest; 0 where sharing does not pay).
         """
         self.shares = False
-        if not self.is_flat or self.frozen_layers is not None or can_share(self.model, self.task):
+        if not self.is_packed or self.frozen_layers is not None or can_share(self.model, self.task):
             return 0.0, 0
         most = saved_by_sharing(tokens, batches, budgets[-1])
         if most < WORTH:
@@ -143,7 +143,7 @@ class Forward:
     def _cut(self, tokens: TokenSet, examples: NDArray[np.int64], most_tokens: int) -> list[NDArray[np.int64]]:
         if self.shares:
             return cut_shared(tokens, examples, most_tokens)
-        if self.is_flat:
+        if self.is_packed:
             return cut_by_tokens(examples, tokens.lengths, most_tokens)
         lengths, targets, places = tokens.lengths[examples], None, np.arange(len(examples))
         if self.of.is_pair:
@@ -156,8 +156,8 @@ class Forward:
         """Arrays of one micro-batch, the labelled positions among them; pinned for a GPU."""
         if self.shares:
             arrays = collate_shared(tokens, examples, self.task, self._first_position)
-        elif self.is_flat:
-            arrays = collate_flat(tokens, examples, self.task, self._first_position)
+        elif self.is_packed:
+            arrays = collate_packed(tokens, examples, self.task, self._first_position)
         else:
             arrays = collate(tokens, examples, self.task, self.pad_id)
         if self.of.scores_tokens:
@@ -181,9 +181,9 @@ class Forward:
         """The arrays as what the model takes, on its device; nothing is waited for."""
         device = self.numerics.device
         self.n_sent_tokens += self.n_computed(arrays)
-        if not self.is_flat:
+        if not self.is_packed:
             return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
-        batch = flat_batch({name: array for name, array in arrays.items() if name != FROZEN_STATES}, device)
+        batch = packed_batch({name: array for name, array in arrays.items() if name != FROZEN_STATES}, device)
         if FROZEN_STATES in arrays:
             batch[FROZEN_STATES] = arrays[FROZEN_STATES].to(device, non_blocking=True)
         return batch
@@ -217,9 +217,9 @@ class Forward:
     def loss_and_scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Where examples are scored: (sum of their losses, logits [N, C])."""
         with self._resumed(batch) as rest, self.numerics.autocasting():
-            if not self.is_flat:
+            if not self.is_packed:
                 return summed_loss(self.model, rest, self.task, self.label_smoothing)
-            scores = flat_logits(self.model, rest, self.task)
+            scores = packed_logits(self.model, rest, self.task)
             assert self.of.labels is not None
             return self.of.labels.loss(scores, rest["labels"], self.label_smoothing), scores
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import farthing
-from farthing.data.packing import collate_flat
+from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
 from farthing.durability.files import (
     Damaged,
@@ -45,7 +45,7 @@ from farthing.durability.files import (
 )
 from farthing.errors import Interrupted, RunBusy
 from farthing.model.attention import first_position
-from farthing.model.documents import flat_batch
+from farthing.model.documents import packed_batch
 from farthing.model.frozen_layers import FrozenLayers
 from farthing.model.hardware import Numerics, device_name
 from farthing.planner.frozen_cache_cost import DISK_SHARE, frozen_cache_bytes
@@ -298,8 +298,8 @@ def _fill(
 
 def _computed(frozen: FrozenLayers, tokens: TokenSet, examples: NDArray[np.int64], numerics: Numerics) -> Tensor:
     """[T, h] on the CPU."""
-    arrays = collate_flat(tokens, examples, frozen.task, first_position(frozen.inner.config))
-    batch = flat_batch(arrays, numerics.device)
+    arrays = collate_packed(tokens, examples, frozen.task, first_position(frozen.inner.config))
+    batch = packed_batch(arrays, numerics.device)
     with numerics.autocasting():
         return frozen.hidden_states(batch)[0].cpu()
 

@@ -6,10 +6,10 @@ model, or of its body, begins above them. Modules, their names, saving, and call
 a layer that is passed over is only given another answer for as long as the block runs. `frozen_cache` keeps the states.
 
 Refuses, in words: layers with anything trained, dropout or an adapter in them (one that is frozen can still be switched
-off), anything that listens to them, families whose flat batches are not tested, and layers that hand more upwards than
+off), anything that listens to them, families whose packed batches are not tested, and layers that hand more upwards than
 hidden states. Never run on a GPU.
 
-Shapes: T tokens of a flat batch, h hidden size, k frozen layers.
+Shapes: T tokens of a packed batch, h hidden size, k frozen layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farthing.model.attention import NAME, can_go_flat, flat_inputs
+from farthing.model.attention import NAME, can_go_packed, packed_inputs
 from farthing.model.documents import Batch
 
 AFTER = frozenset({"norm", "ln_f", "final_layer_norm", "final_layernorm", "project_out", "pooler"})  # run above layers
@@ -57,19 +57,19 @@ class FrozenLayers:
 
     @torch.no_grad()
     def hidden_states(self, batch: Batch) -> Tensor:
-        """What layer k is given for a flat batch, [1, T, h]: the embeddings and layers 0 to k-1 run, and nothing above.
+        """What layer k is given for a packed batch, [1, T, h]: the embeddings and layers 0 to k-1 run, and nothing above.
 
         Under the caller's autocast. The model must have gone flat.
         """
         if self.inner.config._attn_implementation != NAME:
-            raise ValueError("documents would see each other: call go_flat on the model first")
+            raise ValueError("documents would see each other: call go_packed on the model first")
         found: list[Tensor] = []
         with contextlib.ExitStack() as stack:
             stack.enter_context(_answering(self.layers[self.n_layers :], lambda hidden, *_, **__: hidden))
             stack.callback(
                 self.layers[self.n_layers - 1].register_forward_hook(lambda _, __, hidden: found.append(hidden)).remove
             )
-            self.body(**flat_inputs(batch))
+            self.body(**packed_inputs(batch))
         return found[0]
 
     @contextlib.contextmanager
@@ -108,7 +108,7 @@ class FrozenLayers:
 
 def find_frozen_layers(model: Any, task: str) -> FrozenLayers | str:
     """The most bottom layers of `model`, wrapped by `peft` or not, that are wholly frozen; or why there is none."""
-    why = can_go_flat(model, task)
+    why = can_go_packed(model, task)
     if why:
         return why
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -45,7 +45,7 @@ def find_labelled(labels: Tensor, *, predicts_next: bool, position_ids: Tensor |
     """The labelled positions of labels [B, T].
 
     With `predicts_next` (causal models) each token is scored where the one before it stands, so the first token of a row
-    is never scored; nor is the first of a document in a flat batch, which `position_ids` [B, T] of 0 tells. To be called
+    is never scored; nor is the first of a document in a packed batch, which `position_ids` [B, T] of 0 tells. To be called
     on the CPU: on a GPU it would be waited for.
     """
     n_tokens = labels.shape[1]
@@ -316,7 +316,7 @@ def loss_and_log_probs(
     """(the sum of `language_model_loss`, the log-probability of all targets of each document together [D] in fp32).
 
     Where gradients are recorded both can be differentiated, at the price of computing the logits of a tile once more; else they
-    are found together. A document is one of a flat batch, or a row of a padded one.
+    are found together. A document is one of a packed batch, or a row of a padded one.
     """
     head = find_head(model, task) if head is None else head
     labelled = _labelled_of(batch, task)
@@ -380,7 +380,7 @@ def _labelled_of(batch: dict[str, Tensor], task: str) -> Labelled:
 
 
 def _by_whole_logits(model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """(summed loss, logits [B, T, V]); of documents in a flat batch too, which `summed_loss` knows nothing of."""
+    """(summed loss, logits [B, T, V]); of documents in a packed batch too, which `summed_loss` knows nothing of."""
     if not task_of(task).predicts_next or "position_ids" not in batch:
         return summed_loss(model, batch, task, label_smoothing)
     labelled = _labelled_of(batch, task)

@@ -230,7 +230,7 @@ def wanted_of(
         n_epochs=train.num_train_epochs,
         max_steps=train.max_steps,
         micro_batch_tokens=micro_batch_tokens,
-        may_go_flat=job.model.attn_implementation is None,
+        may_go_packed=job.model.attn_implementation is None,
         caches_frozen=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
         checkpoint_every=None if checkpointing == "auto" else int(checkpointing),
         precision=precision,

@@ -23,7 +23,7 @@ def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
     return {**batch, "labels": filled(labels, batch["attention_mask"] > 0, IGNORED)}
 
 
-def _flat_labels(rows: Rows) -> NDArray[np.int64]:
+def _packed_labels(rows: Rows) -> NDArray[np.int64]:
     """[1, T], aligned with input_ids; the first of each document is ignored: nothing is predicted across a boundary."""
     import numpy as np
 
@@ -49,7 +49,7 @@ CAUSAL_LM = Task(
     metrics={"loss": False, "perplexity": False, "document_loss": False},
     judge=_judge,
     pad=_pad,
-    flat_labels=_flat_labels,
+    packed_labels=_packed_labels,
     auto_class="AutoModelForCausalLM",
     peft_type="CAUSAL_LM",
     pipeline_tag="text-generation",

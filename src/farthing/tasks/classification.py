@@ -53,10 +53,10 @@ def _judge(seen: Evaluated) -> Metrics:
 
 def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
     """input_ids and attention_mask [N, longest], labels [N]."""
-    return {**rows.padded(pad_id), "labels": _flat_labels(rows)}
+    return {**rows.padded(pad_id), "labels": _packed_labels(rows)}
 
 
-def _flat_labels(rows: Rows) -> NDArray[Any]:
+def _packed_labels(rows: Rows) -> NDArray[Any]:
     """[N]"""
     assert rows.labels is not None
     return rows.labels.astype("float32" if rows.labels.dtype.kind == "f" else "int64")
@@ -70,7 +70,7 @@ CLASSIFICATION = Task(
     metrics={"loss": False, "accuracy": True, "f1": True, "precision": True, "recall": True},
     judge=_judge,
     pad=_pad,
-    flat_labels=_flat_labels,
+    packed_labels=_packed_labels,
     auto_class="AutoModelForSequenceClassification",
     peft_type="SEQ_CLS",
     pipeline_tag="text-classification",

@@ -47,7 +47,7 @@ SEQ2SEQ = Task(
     },
     judge=_judge,
     pad=_pad,
-    flat_labels=None,
+    packed_labels=None,
     auto_class="AutoModelForSeq2SeqLM",
     peft_type="SEQ_2_SEQ_LM",
     pipeline_tag="text2text-generation",

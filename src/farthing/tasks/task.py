@@ -117,7 +117,7 @@ class Task(NamedTuple):
     """Those metrics, but for the loss."""
     pad: Callable[[Rows, int], dict[str, NDArray[Any]]]
     """The arrays of a padded micro-batch, filled up with a token's id."""
-    flat_labels: Callable[[Rows], NDArray[Any]] | None
+    packed_labels: Callable[[Rows], NDArray[Any]] | None
     """The labels of a micro-batch whose examples stand end to end; None where they can't."""
     auto_class: str
     """The class of transformers that loads its model."""

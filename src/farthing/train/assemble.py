@@ -72,7 +72,7 @@ def assemble(
         inputs.pad_id,
         numerics,
         label_smoothing=train.label_smoothing_factor,
-        may_go_flat=job.model.attn_implementation is None,
+        may_go_packed=job.model.attn_implementation is None,
         tile_tokens=settings.tile_tokens,
         piece_cost=PieceCost(settings.least_tokens, settings.more_tokens),
     )
