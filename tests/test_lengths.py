@@ -357,7 +357,7 @@ def test_a_stale_note_is_never_used(change: str, tmp_path: Path, monkeypatch: py
     assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
 
 
-def test_a_note_that_was_tampered_with_is_no_way_out_of_the_cache(tmp_path: Path) -> None:
+def test_a_changed_index_entry_cannot_lead_outside_the_cache(tmp_path: Path) -> None:
     job = make_job(tmp_path, n_rows=20, max_steps=1)
     train(job)
     (note,) = (cache_of(job) / INDEX).glob("*.json")
@@ -368,7 +368,7 @@ def test_a_note_that_was_tampered_with_is_no_way_out_of_the_cache(tmp_path: Path
     assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
 
 
-def test_a_cache_that_takes_no_note_is_no_reason_to_fail(tmp_path: Path) -> None:
+def test_a_run_finishes_when_lengths_cannot_be_written_to_the_cache(tmp_path: Path) -> None:
     job = make_job(tmp_path, n_rows=20, max_steps=1)
     cache_of(job).mkdir(parents=True)
     (cache_of(job) / INDEX).write_text("a file where a folder is wanted")

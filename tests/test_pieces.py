@@ -301,7 +301,7 @@ def test_almost_all_computed_tokens_of_real_sets_are_useful(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_pieces_that_cost_a_floor_are_no_dearer_than_other_cuts(seed: int) -> None:
+def test_splitting_with_a_floor_of_costs_is_never_more_expensive(seed: int) -> None:
     """On a GPU a small piece takes as long as its launches: neither one batch nor a processor's cut is cheaper."""
     lengths = some_lengths(seed)
     on_gpu = PieceCost(2048, 256)
