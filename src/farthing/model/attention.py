@@ -27,6 +27,7 @@ from torch import Tensor
 
 from farthing.model.attention_kernels import How, capped_attention, causal_mask, over_documents
 from farthing.model.documents import Documents, owners_of
+from farthing.model.loss import inner_of
 from farthing.planner.families import DECODERS, ENCODERS, PACKED, WHY_NOT_PACKED
 from farthing.tasks.registry import task_of
 
@@ -40,7 +41,7 @@ PADDING_FIRST = frozenset({"camembert", "roberta", "xlm-roberta"})  # their posi
 
 def can_go_packed(model: Any, task: str) -> str | None:
     """Why this model can't take documents end to end for `task`, in words; None if it can."""
-    inner = _inner(model)
+    inner = inner_of(model)
     config = inner.config
     kind = config.model_type
     known = PACKED.get(task_of(task).head)
@@ -70,7 +71,7 @@ def can_go_packed(model: Any, task: str) -> str | None:
 
 def can_share(model: Any, task: str) -> str | None:
     """Why documents can't go on from others in this model, in words; None if they can."""
-    kind = _inner(model).config.model_type
+    kind = inner_of(model).config.model_type
     return f"{kind}: a token's meaning depends on what follows it" if kind in ENCODERS else can_go_packed(model, task)
 
 
@@ -82,7 +83,7 @@ def go_packed(model: Any) -> None:
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():  # it may be there as an entry that is never compiled
         ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
-    _inner(model).set_attn_implementation(NAME)
+    inner_of(model).set_attn_implementation(NAME)
 
 
 def first_position(config: Any) -> int:
@@ -109,7 +110,7 @@ def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
     if task_of(task).scores_tokens:
         logits = model(**inputs).logits
         return logits
-    inner = _inner(model)
+    inner = inner_of(model)
     body = getattr(inner, inner.base_model_prefix)
     hidden = body(**inputs).last_hidden_state[0]  # [T, H]
     kind = _head_kind(inner)
@@ -119,11 +120,6 @@ def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
     first = hidden[documents.bounds[:-1].long()][:, None]  # [N, 1, H]: N documents of their first token
     logits = inner.classifier(first if kind == "first" else inner.dropout(body.pooler(first)))
     return logits
-
-
-def _inner(model: Any) -> Any:
-    """The model itself, out of its adapter."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _head_kind(inner: Any) -> str | None:

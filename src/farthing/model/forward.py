@@ -38,7 +38,7 @@ from farthing.model.head import (
     language_model_loss,
     loss_and_log_probs,
 )
-from farthing.model.loss import summed_loss
+from farthing.model.loss import inner_of, summed_loss
 from farthing.planner.tiles import default_tile_tokens
 from farthing.tasks.registry import task_of
 
@@ -79,7 +79,7 @@ class Forward:
         self._found_head = head
         self.head = None if isinstance(head, str) else head
         self.why_all_scored = head if isinstance(head, str) else None
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner = inner_of(model)
         self._first_position = first_position(inner.config)
         self.drops_no_tokens = lift_capacity(inner)
         """Whether experts would have dropped some by themselves."""

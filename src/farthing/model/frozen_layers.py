@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from farthing.model.attention import NAME, can_go_packed, packed_inputs
 from farthing.model.documents import Batch
+from farthing.model.loss import inner_of
 
 AFTER = frozenset({"norm", "ln_f", "final_layer_norm", "final_layernorm", "project_out", "pooler"})  # run above layers
 HASH_THREADS = 4
@@ -111,7 +112,7 @@ def find_frozen_layers(model: Any, task: str) -> FrozenLayers | str:
     why = can_go_packed(model, task)
     if why:
         return why
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_of(model)
     config, body = inner.config, getattr(inner, inner.base_model_prefix)
     if getattr(config, "num_kv_shared_layers", None) or getattr(config, "hidden_size_per_layer_input", None):
         return f"{config.model_type}: its upper layers take more from below than hidden states"

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from farthing.model.documents import Batch
-from farthing.model.loss import POSITIONS, TARGETS, decoder_inputs, summed_loss
+from farthing.model.loss import POSITIONS, TARGETS, decoder_inputs, inner_of, summed_loss
 from farthing.planner.families import KNOWN_HEADS
 from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
 from farthing.tasks.registry import task_of
@@ -248,7 +248,7 @@ class Head:
 
 def find_head(model: Any, task: str) -> Head | str:
     """The head of a causal or sequence-to-sequence model of `transformers`, wrapped by `peft` or not; or why not."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_of(model)
     family = getattr(getattr(inner, "config", None), "model_type", "")
     known = KNOWN_HEADS.get(task_of(task).head, frozenset())
     if family not in known or not type(inner).__module__.startswith("transformers.models."):
