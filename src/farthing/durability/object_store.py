@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 import fsspec
 
 from farthing.addresses import is_remote, without_secrets
-from farthing.durability.files import DRAFT, draft_of, fsync_path
+from farthing.durability.files import DRAFT, Json, draft_of, fsync_path
 from farthing.errors import UserMistake
 
 TRY_S = 30.0
@@ -268,7 +268,7 @@ class BucketStore:
         """See `Store`."""
         folder = self._path(prefix.rstrip("/"))
 
-        def find() -> dict[str, Any]:
+        def find() -> dict[str, Json]:
             self._fs.invalidate_cache()
             try:
                 return dict(self._fs.find(folder, detail=True))
@@ -425,7 +425,7 @@ def _as_fault(error: BaseException, name: str) -> StoreFault:
     return StoreFault(f"{name}: {text}")
 
 
-def _seconds_of(facts: dict[str, Any]) -> float | None:
+def _seconds_of(facts: Json) -> float | None:
     for key in ("LastModified", "updated", "mtime", "created"):
         value = facts.get(key)
         if isinstance(value, str):
