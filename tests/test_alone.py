@@ -185,7 +185,7 @@ def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(
 
     def loss_of(indices: list[int]) -> float:
         with torch.no_grad():
-            return float(forward.loss(forward.place(forward.collate(tokens, np.array(indices)))))
+            return float(forward.loss(forward.to_device(forward.collate(tokens, np.array(indices)))))
 
     model.eval()
     loss_of([1])  # an evaluation in between changes nothing
