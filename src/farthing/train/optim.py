@@ -54,7 +54,7 @@ def make_optimizer(
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     decayed = {n for n, p in trainable.items() if p.ndim >= 2} if rules < 2 else decayed_names(model)
     fast = {n for n, p in trainable.items() if "lora_B" in n or p.ndim == 1} if loraplus is not None else set()
-    groups: list[dict[str, Any]] = [
+    groups: list[dict[str, object]] = [
         {
             "params": [p for n, p in trainable.items() if (n in decayed) == is_decayed and (n in fast) == is_fast],
             "weight_decay": weight_decay if is_decayed else 0.0,
@@ -184,7 +184,7 @@ def load_state(
     It is copied into the state that is there: paged state stays in pages, off-loaded state never comes near the weight's
     device, and nothing is in memory twice.
     """
-    by_name: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, Json] = {}
     for place, value in [*tensors.items(), *values.items()]:
         name, _, key = place.rpartition("|")
         by_name.setdefault(name, {})[key] = value
