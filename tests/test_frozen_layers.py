@@ -952,9 +952,10 @@ def test_a_run_computes_frozen_layers_once_and_ends_as_one_that_computes_them_al
     ends = {name: p.detach().clone() for name, p in watched.model.named_parameters()}
     assert json.loads((tmp_path / "kept/settings.json").read_text())["caches_frozen"] is True
     again = upper(tmp_path, "again")
-    # the cache is there: the first layer is asked whether the model looks ahead, and twice for what a forward pass keeps
+    # the cache is there: the first layer is asked whether the model looks ahead, whether all that is trained is reached,
+    # and twice for what a forward pass keeps
     workshop.train(again)
-    assert len(frozen_calls) == 3
+    assert len(frozen_calls) == 4
     assert all(torch.equal(p, ends[name]) for name, p in watched.model.named_parameters())
     monkeypatch.setattr(FrozenCacheCost, "why_not", lambda _: "not today")
     heard = workshop.Heard()

@@ -24,6 +24,7 @@ from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
 from farthing.train.run import train
+from farthing.train.settled import first_settings
 from farthing.train.setup import build_model, open_examples, open_inputs
 from farthing.train.step import Sums
 
@@ -89,7 +90,8 @@ def open_run(job: Job) -> Attempt:
     model = build_model(job, inputs, numerics, train_examples.tokens.label_names)
     ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
     context = Context(folder, "test", meter, ledger, Notice(), quiet)
-    return assemble(job, context, inputs, numerics, model, (train_examples, eval_examples), {}, None)
+    settings = first_settings(job, context, inputs, numerics, train_examples, None)
+    return assemble(job, context, inputs, numerics, model, (train_examples, eval_examples), None, settings)
 
 
 def cut_by_rows(examples: Any, most: int) -> list[Any]:
