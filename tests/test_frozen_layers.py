@@ -986,7 +986,7 @@ def _calls_of_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_one_epoch_keeps_nothing_and_a_divided_set_is_one_cache(tmp_path: Path) -> None:
     workshop.train(upper(tmp_path / "one", "run", max_steps=2))
     assert json.loads((tmp_path / "one/run/settings.json").read_text())["caches_frozen"] is False
-    assert not (tmp_path / "one/cache/frozen").exists()
+    assert not (tmp_path / "one/cache/prefix").exists()
     job = workshop.make_job(
         tmp_path / "two",
         "llama",
@@ -997,7 +997,7 @@ def test_one_epoch_keeps_nothing_and_a_divided_set_is_one_cache(tmp_path: Path) 
         data={"eval_fraction": 0.2},
     )
     workshop.train(job)
-    assert len(list((tmp_path / "two/cache/frozen").iterdir())) == 1
+    assert len(list((tmp_path / "two/cache/prefix").iterdir())) == 1
 
 
 def test_a_run_that_had_a_cache_goes_on_without_it_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
