@@ -118,7 +118,7 @@ def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(how: str, tmp_p
     assert ledger.damage is not None
 
 
-def test_a_checkpoint_of_an_earlier_version_knows_no_sum_and_does_no_harm(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_without_sums_changes_nothing_on_the_bill(tmp_path: Path) -> None:
     three_attempts(tmp_path / "ledger.jsonl")
     facts = {"kind": "farthing checkpoint", "step": 5, "run_id": "run-1", "attempt": 1}
     commit_folder(tmp_path / "checkpoints" / "step-00000005-0001", lambda draft: None, facts)

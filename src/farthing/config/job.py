@@ -425,7 +425,7 @@ class Job(Section):
         content = json.dumps([self.identity(), self.model.model_name_or_path], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """The settings that can change the result, flat: a run can only be continued by a job that agrees on them.
 
         Left out on purpose: how the batch is cut, which kernels compute it, evaluation batch size, where and how often
@@ -445,9 +445,7 @@ class Job(Section):
         if not train["fit_schedule_to_budget"]:  # as runs have it that began before there was such a key
             del train["fit_schedule_to_budget"]
         data = self.data.model_dump(include={"eval_fraction", "max_train_samples", "max_eval_samples"})
-        parts: dict[str, Any] = {"train": train, "data": data, "method": self.method.model_dump()}
-        flat: dict[str, Any] = {
-            f"{section}.{key}": value for section, keys in parts.items() for key, value in keys.items()
-        }
+        parts = {"train": train, "data": data, "method": self.method.model_dump()}
+        flat = {f"{section}.{key}": value for section, keys in parts.items() for key, value in keys.items()}
         flat |= {"task": self.task, "model.init": self.model.init}
         return dict(json.loads(json.dumps(flat)))

@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+Arrays = dict[str, NDArray[Any]]
+"""What a model takes of a micro-batch, by name."""
 AHEAD = 3  # micro-batches that wait ready: enough to bridge an uneven one, and little memory
 
 
@@ -27,7 +29,7 @@ class MicroBatch:
     """All examples of the step."""
     examples: NDArray[np.int64]
     """Those of this micro-batch."""
-    arrays: dict[str, Any]
+    arrays: Arrays
     is_last: bool
     """Of the step."""
 
@@ -37,7 +39,7 @@ def micro_batches(
     n_steps: int,
     examples_of: Callable[[int], NDArray[np.int64]],
     cut: Callable[[NDArray[np.int64]], list[NDArray[np.int64]]],
-    collate: Callable[[NDArray[np.int64]], dict[str, Any]],
+    collate: Callable[[NDArray[np.int64]], Arrays],
 ) -> Iterator[MicroBatch]:
     """The micro-batches of all steps from `first_step` to the end, in order."""
     for step in range(first_step, n_steps):

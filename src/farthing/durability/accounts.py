@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from farthing.durability.files import Damaged, parse_json, read_manifest
+from farthing.durability.files import Damaged, Json, parse_json, read_manifest
 from farthing.durability.stretches import Stretch, note, thinned
 from farthing.durability.stretches import read as read_stretches
 
@@ -62,11 +62,11 @@ class Account:
     """The newest step whose checkpoint is safe."""
     exported: int | None = None
     peak_bytes: int | None = None
-    forecast: dict[str, Any] | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    forecast: Json | None = None
+    facts: Json = field(default_factory=dict)
     """The newest figures of the loop: tokens_per_s, mfu, takes ..."""
-    notices: list[dict[str, Any]] = field(default_factory=list)
-    out_of_memory: list[dict[str, Any]] = field(default_factory=list)
+    notices: list[Json] = field(default_factory=list)
+    out_of_memory: list[Json] = field(default_factory=list)
     marks: list[list[float]] = field(default_factory=list)
     """[step, seconds of work when it was done], thinned."""
     saved: list[list[float]] = field(default_factory=list)
@@ -137,9 +137,9 @@ class Account:
         """Seconds of training, without start, saves and evaluations."""
         return sum(self.spans.get(name, 0.0) for name in WORK)
 
-    def as_row(self) -> dict[str, Any]:
+    def as_row(self) -> Json:
         """The account as a line has it."""
-        row: dict[str, Any] = {
+        row: Json = {
             "attempt": self.number,
             "id": self.id,
             "line": self.line,
@@ -206,7 +206,7 @@ def as_line(account: Account) -> str:
     return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}'
 
 
-def row_of(line: bytes) -> dict[str, Any] | None:
+def row_of(line: bytes) -> Json | None:
     """The row of a line; None where it is broken."""
     line = line.strip()
     checksum = _CHECKSUM.search(line)
@@ -247,7 +247,7 @@ def _is_torn(last: list[tuple[bytes, bool]]) -> bool:
     return whole.endswith(b" \n") and len(last[0][0]) == len(last[1][0])
 
 
-def take_in(accounts: dict[int, Account], row: dict[str, Any]) -> bool:
+def take_in(accounts: dict[int, Account], row: Json) -> bool:
     """Add what a line says to the accounts, unless something newer is known. False: it is the account of no attempt."""
     if not _is_whole(row):
         return False
@@ -267,7 +267,7 @@ def take_in(accounts: dict[int, Account], row: dict[str, Any]) -> bool:
     return True
 
 
-def _account_of(row: dict[str, Any]) -> Account:
+def _account_of(row: Json) -> Account:
     account, more = Account(int(row["attempt"])), row["account"]
     _set_last(account, row)
     account.id, account.line = str(row.get("id", "")), int(row["line"]) if isinstance(row.get("line"), int) else 0
@@ -288,7 +288,7 @@ def _account_of(row: dict[str, Any]) -> Account:
     return account
 
 
-def _set_last(account: Account, row: dict[str, Any]) -> None:
+def _set_last(account: Account, row: Json) -> None:
     account.state, account.at, account.usd_per_hour = row["state"], row["at"], row["usd_per_hour"]
     account.first_step, account.step, account.spans = int(row["first_step"]), int(row["step"]), dict(row["spans"])
     saves = row.get("saves")
@@ -296,7 +296,7 @@ def _set_last(account: Account, row: dict[str, Any]) -> None:
         account.n_saves, account.held_up_s = int(saves["n"]), saves["held_up_s"]
 
 
-def _is_whole(row: dict[str, Any]) -> bool:
+def _is_whole(row: Json) -> bool:
     """Whether a row is the account of an attempt: it may have come from a store."""
     spans, number = row.get("spans"), row.get("attempt")
     return (
@@ -313,7 +313,7 @@ def _are_amounts(values: Iterable[Any]) -> bool:
     return all(isinstance(value, int | float) and 0 <= value < 1e15 for value in values)
 
 
-def _dicts(values: Any) -> list[dict[str, Any]]:
+def _dicts(values: Any) -> list[Json]:
     return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 

@@ -27,7 +27,7 @@ from farthing.durability.accounts import (
     merge,
     read_ledger,
 )
-from farthing.durability.files import keep_aside, write_text
+from farthing.durability.files import Json, keep_aside, write_text
 from farthing.durability.watcher import Watcher, watch
 
 # The spans, in the order of the receipt, and what each is.
@@ -155,7 +155,7 @@ class Ledger:
         self._beats: threading.Thread | None = None
         self._closed = threading.Event()
         self._is_withdrawn = False
-        self._newest: dict[str, Any] = {}
+        self._newest: Json = {}
         self._is_kept_aside = False
         self._watcher: Watcher | None = None
         self._mine = Account(LOST, id=uuid.uuid4().hex[:12])
@@ -207,12 +207,12 @@ class Ledger:
         return max([self._mine.committed, *(account.committed for account in self.past)])
 
     @property
-    def out_of_memory(self) -> list[dict[str, Any]]:
+    def out_of_memory(self) -> list[Json]:
         """What was done whenever memory ran out."""
         return [event for account in [*self.past, self._mine] for event in account.out_of_memory]
 
     @property
-    def forecast(self) -> dict[str, Any] | None:
+    def forecast(self) -> Json | None:
         """The first forecast of the run."""
         return next((account.forecast for account in [*self.past, self._mine] if account.forecast), None)
 
@@ -247,7 +247,7 @@ class Ledger:
         self._mine.began = True
         self.write("started")
 
-    def at_step(self, step: int, facts: dict[str, Any], forecast: dict[str, Any] | None = None) -> None:
+    def at_step(self, step: int, facts: Json, forecast: Json | None = None) -> None:
         """Note that `step` is done. Written no oftener than a beat, so that quick steps cost nothing; a first forecast
         is written at once and kept for the whole run."""
         with self._meter.lock:
@@ -317,7 +317,7 @@ class Ledger:
             if n_saves:
                 self._mine.mark_save()
 
-    def witness(self) -> dict[str, Any]:
+    def witness(self) -> Json:
         """What a checkpoint has to know, to bear witness when the ledger is damaged: written to the ledger first."""
         with self._meter.lock:
             self.write()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from farthing.device_memory import is_out_of_memory
+from farthing.model.loss import inner_of
 from farthing.planner.memory import WORKING_MLP_PLAIN, WORKING_STREAM
 
 SHARE_OF_FREE = 0.9  # the rest is for the allocator's slack
@@ -117,7 +118,7 @@ def checkpoint_layers(model: Any, checkpoint_every: int) -> None:
     Non-reentrant, and without forcing gradients through frozen embeddings: layers below the first trained weight
     stay out of the backward pass.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_of(model)
     if checkpoint_every == 0:
         inner._set_gradient_checkpointing(enable=False)
         return
@@ -242,7 +243,7 @@ def gradients_of(model: Any, accumulate: bool) -> Gradients:
     """The gradients of the weights that are trained, fp32 as these are."""
     trained = [p for p in model.parameters() if p.requires_grad]
     layers = checkpointed_layers(model)
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_of(model)
     embedding, head = (getattr(module, "weight", None) for module in _ends(inner))
 
     def bytes_of(weight: Tensor | None) -> int:
@@ -285,7 +286,7 @@ def _casts_bytes(model: Any, autocast: torch.dtype | None) -> int:
     """Copies of the matrices of layers that autocast makes once in a forward pass and keeps until its end."""
     if autocast is None:
         return 0
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_of(model)
     head = inner.get_output_embeddings()
     weights = {
         id(m.weight): m.weight

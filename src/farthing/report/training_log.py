@@ -14,9 +14,9 @@ import re
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from farthing.durability.files import parse_json, write_text
+from farthing.durability.files import Json, parse_json, write_text
 from farthing.durability.summed_lines import checked, with_sum
 
 DIGEST = "log.digest.json"  # beside the log
@@ -90,7 +90,7 @@ class TrainingLog:
     n_targets: int = 0
     n_skipped: int = 0
     losses: Curve = field(default_factory=Curve)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[Json] = field(default_factory=list)
     has_sums: bool = False
     """Whether a line with a checksum was seen: from there on lines without one are damaged."""
 

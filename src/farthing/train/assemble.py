@@ -15,6 +15,7 @@ from farthing.config.job import Job
 from farthing.data.batches import Batches
 from farthing.data.packing import PieceCost
 from farthing.durability.checkpoint import Checkpoints
+from farthing.durability.files import Json
 from farthing.durability.run_folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
 from farthing.durability.summed_lines import SummedLines
 from farthing.events import Warned
@@ -73,7 +74,7 @@ def assemble(
         inputs.pad_id,
         numerics,
         label_smoothing=train.label_smoothing_factor,
-        may_go_flat=job.model.attn_implementation is None,
+        may_go_packed=job.model.attn_implementation is None,
         tile_tokens=settings.tile_tokens,
         piece_cost=PieceCost(settings.least_tokens, settings.more_tokens),
     )
@@ -190,7 +191,7 @@ def _work_facts(model: Any, memory: MemoryNeed, free_bytes: int) -> dict[str, An
 
 
 def _checkpoints(job: Job, context: Context) -> Checkpoints:
-    copies: dict[str, Any] = {}
+    copies: Json = {}
     return Checkpoints(
         context.folder / CHECKPOINTS,
         context.run_id,
@@ -201,7 +202,7 @@ def _checkpoints(job: Job, context: Context) -> Checkpoints:
     )
 
 
-def manifest_facts(context: Context, copies: dict[str, Any]) -> dict[str, Any]:
+def manifest_facts(context: Context, copies: Json) -> Json:
     """What a checkpoint's manifest says of the run, the files that decide its result among it. Brings `copies` up to date."""
     copies.update(copies_of(context.folder, copies))
     return {"farthing": farthing.__version__, **context.ledger.witness(), COPIES: dict(copies)}

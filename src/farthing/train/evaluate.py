@@ -13,6 +13,8 @@ from torch import Tensor
 from farthing.data.packing import target_lengths_of
 from farthing.data.token_set import TokenSet
 from farthing.errors import Interrupted
+from farthing.metrics import Metrics
+from farthing.model.documents import Batch
 from farthing.model.forward import Forward
 from farthing.tasks.task import Evaluated
 
@@ -28,7 +30,7 @@ def evaluate(
     max_new_tokens: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, Any]:
+) -> Metrics:
     """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is not a number.
 
     A batch has at most `most_tokens` computed tokens, or one example. Where input and target are apart, at most
@@ -75,7 +77,7 @@ def evaluate(
     mean = total / max(1, n_targets)
     if not np.isfinite(mean):  # what such scores choose means nothing
         return {"loss": None, "n_examples": len(examples)}
-    metrics: dict[str, Any] = {"loss": mean, "n_examples": len(examples)}
+    metrics: Metrics = {"loss": mean, "n_examples": len(examples)}
     of_examples = (_fetched(labels), _fetched(chosen), tokens.label_names)
     return metrics | task.judge(Evaluated(mean, document_loss, *of_examples, predictions, references))
 
@@ -88,7 +90,7 @@ def _fetched(parts: list[Tensor]) -> NDArray[Any]:
     return np.asarray(whole.float().numpy() if whole.is_floating_point() else whole.numpy())
 
 
-def _generate(model: Any, batch: dict[str, Any], max_new_tokens: int) -> Any:
+def _generate(model: Any, batch: Batch, max_new_tokens: int) -> Any:
     """Greedy continuation [batch, length] of the encoder's input."""
     return model.generate(
         input_ids=batch["input_ids"],

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -22,8 +21,8 @@ from farthing.config.job import Job
 from farthing.data.token_set import notes_of
 from farthing.device_memory import is_out_of_memory, is_out_of_resources
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
-from farthing.durability.exported import damage_of, set_aside
-from farthing.durability.files import only_writer, write_json
+from farthing.durability.exported import damage_of
+from farthing.durability.files import Json, only_writer, set_aside, write_json
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
 from farthing.durability.opening import Opened, opened
 from farthing.durability.preemption import Notice
@@ -93,7 +92,7 @@ from farthing.train.setup import (
     open_examples,
     open_inputs,
 )
-from farthing.train.summary import say_what_was_decided
+from farthing.train.summary import emit_summary
 from farthing.train.trackers import tracked
 from farthing.units import say_seconds
 
@@ -257,7 +256,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     if was_finished or over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
         return loop(attempt)
     _decide(attempt, run_facts)
-    say_what_was_decided(attempt)
+    emit_summary(attempt)
     meter.enter("idle")
     _offer(attempt)
     state, reason = loop(attempt)
@@ -269,7 +268,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     return state, reason
 
 
-def _begin(attempt: Attempt, run_facts: dict[str, Any]) -> dict[str, Any]:
+def _begin(attempt: Attempt, run_facts: Json) -> Json:
     """Begin with the weights of the job's ancestor, where it has one and the run has no checkpoint of its own."""
     if attempt.checkpoints.steps():
         return run_facts
@@ -282,7 +281,7 @@ def _begin(attempt: Attempt, run_facts: dict[str, Any]) -> dict[str, Any]:
     return run_facts
 
 
-def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow_restart: bool) -> dict[str, Any]:
+def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow_restart: bool) -> Json:
     """What the folder's run says of itself, which is this one. Raises `RunChanged`, `RunDamaged`."""
     machine = {
         "device": device_name(numerics.device),
@@ -301,7 +300,7 @@ def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow
     )
 
 
-def _decide(attempt: Attempt, run_facts: dict[str, Any]) -> None:
+def _decide(attempt: Attempt, run_facts: Json) -> None:
     """What the first attempt decides for all, as it changes rounding; and the settings, where a probe pays."""
     context, job = attempt.context, attempt.job
     with context.meter.span("prefix"):

@@ -11,7 +11,7 @@ import shutil
 from typing import Any
 
 from farthing.durability.checkpoint import SaveResult, n_bytes_of
-from farthing.durability.files import Damaged
+from farthing.durability.files import Damaged, Json
 from farthing.durability.run_folder import LOG, MODEL
 from farthing.errors import NoSpace, RunDamaged
 from farthing.events import Exported, Note, Restored, Saved, Working
@@ -55,7 +55,7 @@ def _keep_log(attempt: Attempt) -> None:
     """Drop the log's lines of steps that are taken again; warn of damaged ones, and of steps that it does not have."""
     at, steps = attempt.progress, set[int]()
 
-    def is_kept(row: dict[str, Any]) -> bool:
+    def is_kept(row: Json) -> bool:
         step = row.get("step", 0)
         if "examples" in row and 0 < step <= at.step:
             steps.add(step)

@@ -7,8 +7,8 @@ is not finite is counted and named. Refuses to save or to train.
 from __future__ import annotations
 
 import math
-from typing import Any
 
+from farthing.durability.files import Json
 from farthing.errors import NotFinite
 from farthing.events import StepSkipped, StepTaken
 from farthing.model.compiled import n_graphs
@@ -147,7 +147,7 @@ def _step_event(attempt: Attempt, taken: StepResult, loss: float, norm: float, n
 def _report_step(attempt: Attempt, event: StepTaken) -> None:
     """Put a step on the ledger, and say how it went."""
     ledger = attempt.context.ledger
-    forecast: dict[str, Any] | None = None
+    forecast: Json | None = None
     is_first = ledger.forecast is None and attempt.pace.n_steps >= FORECAST_AFTER_STEPS
     if is_first and event.s_to_go is not None and event.usd_to_go is not None:
         forecast = {
