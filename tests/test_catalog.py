@@ -403,7 +403,7 @@ def test_an_offer_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
         (b"PK\x03\x04" + bytes(range(256)), "not text in UTF-8"),
     ],
 )
-def test_a_file_that_is_none_is_refused_in_words(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_file_that_is_not_a_price_list_is_refused_with_a_reason(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "mine.csv"
     path.write_bytes(content)
     with pytest.raises(UserMistake, match=words) as caught:

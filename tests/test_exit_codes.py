@@ -104,7 +104,7 @@ def piped(command: str, folder: Path) -> tuple[list[int], str]:
 @pytest.mark.parametrize(
     "command", ["--help", "init --schema", "prices --limit 0", "prices --json", "plan job.yaml", "report run"]
 )
-def test_a_reader_that_stops_reading_is_no_crash(command: str, bench: Path) -> None:
+def test_a_reader_of_stdout_that_stops_reading_causes_no_crash(command: str, bench: Path) -> None:
     assert piped(command, bench) == ([0, 0], "")
 
 

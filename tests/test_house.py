@@ -213,7 +213,8 @@ def test_every_public_function_says_what_it_is() -> None:
 
 DISTRIBUTIONS = {
     "yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "rouge_score": "rouge-score", "pynvml": "nvidia-ml-py",
-    "liger_kernel": "liger-kernel", "google": "protobuf", "triton": "torch", "pydantic_core": "pydantic",
+    "liger_kernel": "liger-kernel", "mlflow": "mlflow-skinny",
+    "google": "protobuf", "triton": "torch", "pydantic_core": "pydantic",
 }  # fmt: skip
 """Packages whose distribution has another name; triton comes with torch, pydantic_core with pydantic."""
 BUILT_BY_HAND = {"flash_attn"}

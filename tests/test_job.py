@@ -247,7 +247,7 @@ def test_a_typo_of_any_key_is_answered_with_that_key(read: Any, seed: int) -> No
         ("where: {usd_per_hour: .nan}\n", "where.usd_per_hour", "finite"),
         ("train: {lr_scheduler_type: cosin}\n", "train.lr_scheduler_type", "did you mean `cosine`?"),
         ("train: {optim: lion}\n", "train.optim", "adamw_torch"),
-        ("train: {report_to: wandb}\n", "train.report_to", "tensorboard"),
+        ("train: {report_to: comet}\n", "train.report_to", "tensorboard"),
         (
             "train: {gradient_checkpointing: maybe}\n",
             "train.gradient_checkpointing",

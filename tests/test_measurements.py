@@ -103,6 +103,14 @@ def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     assert found.n_skipped == len(bad) + 1
 
 
+def test_fields_of_earlier_versions_are_read_under_their_new_names(tmp_path: Path) -> None:
+    path, row = tmp_path / MEASUREMENTS, dataclasses.asdict(some())
+    former = {"checkpoint_every": "every_n_layers", "caches_frozen": "caches_prefix", "is_packed": "is_flat"}
+    assert former.keys() <= row.keys()
+    path.write_text(json.dumps({former.get(name, name): value for name, value in row.items()}) + "\n")
+    assert read_measurements(path) == [some()]
+
+
 def _append(path: Path, name: str) -> None:
     for number in range(40):
         append_measurement(path, some(hardware=f"{name}-{number}", when="w" * 3000))
@@ -189,7 +197,7 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     longest = found.lengths["longest"] + found.lengths["longest_target"]
     assert (found.global_batch_size, found.checkpoint_every, found.first_layer) == (8, 0, 0)
     assert 0 < found.micro_batch_tokens <= 4 * longest, "four of the longest, as the job says"
-    assert found.is_flat == (family != "t5")
+    assert found.is_packed == (family != "t5")
     assert found.lengths["n_examples"] == 40
 
     rows = [json.loads(line) for line in (Path(job.output_dir) / "log.jsonl").read_text().splitlines()]
@@ -201,7 +209,7 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert found.n_steps <= found.n_micro_batches <= 8 * found.n_steps
     assert found.largest_examples >= 1
     assert longest / 2 < found.largest_tokens <= found.micro_batch_tokens
-    assert (found.n_padded_tokens == found.n_tokens) == found.is_flat
+    assert (found.n_padded_tokens == found.n_tokens) == found.is_packed
 
     assert set(found.spans) <= set(SPANS)
     assert sum(found.spans.values()) <= receipt.wall_s + 0.01

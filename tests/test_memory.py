@@ -192,7 +192,7 @@ def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
     if is_ours:
         is_plain = not case.dropout and not case.dora
         stack = stack_for(shape.model_type, task, precision, case.method, has_plain_adapters=is_plain)
-    documents = DOCUMENTS if stack.is_flat else ()
+    documents = DOCUMENTS if stack.is_packed else ()
     n_targets = 1 if task == "classification" else round(case.share * (sum(documents) or case.n_tokens))
     kind = {name: value for name, value in config.items() if name != "model_type"}
     kind |= {"num_labels": N_LABELS} if task == "classification" else {}
@@ -426,17 +426,17 @@ def test_old_gpus_repeat_keys_and_other_kernels_take_them_as_they_are() -> None:
 
 def test_what_the_trainer_does_with_a_model_is_known_without_it() -> None:
     flat = stack_for("llama", "causal-lm", "bf16", "lora")
-    assert (flat.is_flat, flat.loss, flat.fuses_adapters) == (True, POSITIONS, True)
-    assert not stack_for("llama", "causal-lm", "bf16", "lora", may_go_flat=False).is_flat
+    assert (flat.is_packed, flat.loss, flat.fuses_adapters) == (True, POSITIONS, True)
+    assert not stack_for("llama", "causal-lm", "bf16", "lora", may_go_packed=False).is_packed
     assert stack_for("llama", "causal-lm", "bf16", "lora", has_plain_head=False).loss == LABELLED
     assert not stack_for("llama", "causal-lm", "bf16", "lora", has_plain_adapters=False).fuses_adapters
     assert not stack_for("llama", "causal-lm", "bf16", "qlora").fuses_adapters, "peft's own layers are kept there"
     padded = stack_for("t5", "seq2seq", "bf16", "full")
-    assert (padded.is_flat, padded.loss) == (False, POSITIONS)
+    assert (padded.is_packed, padded.loss) == (False, POSITIONS)
     bigcode = stack_for("gpt_bigcode", "causal-lm", "fp32", "full")
-    assert (bigcode.is_flat, bigcode.loss, bigcode.has_autocast) == (True, LABELLED, False)
-    assert stack_for("bert", "classification", "fp32", "full").is_flat
-    assert not stack_for("distilbert", "classification", "fp32", "full").is_flat
+    assert (bigcode.is_packed, bigcode.loss, bigcode.has_autocast) == (True, LABELLED, False)
+    assert stack_for("bert", "classification", "fp32", "full").is_packed
+    assert not stack_for("distilbert", "classification", "fp32", "full").is_packed
 
 
 def test_sharding_divides_weights_gradients_and_state_and_leaves_activations() -> None:

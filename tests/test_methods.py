@@ -224,7 +224,7 @@ def test_the_scaler_unscales_before_clipping(tmp_path: Path, monkeypatch: pytest
     assert scaled == pytest.approx(log_of(plain)[0]["grad_norm"], rel=1e-5)
 
 
-def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_no_nan(
+def test_an_overflow_skips_the_step_and_halves_the_scale_and_is_not_counted_as_nan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, heard = overflowing_run(tmp_path, max_skipped_steps=2)

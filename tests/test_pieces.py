@@ -18,7 +18,7 @@ from farthing.data.packing import (
     LEAST_SHARE,
     ON_CPU,
     PieceCost,
-    collate_flat,
+    collate_packed,
     cut_by_tokens,
     cut_padded,
     padded_tokens,
@@ -26,8 +26,8 @@ from farthing.data.packing import (
 )
 from farthing.data.token_set import TokenSet
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import first_position, flat_logits, go_flat
-from farthing.model.documents import flat_batch
+from farthing.model.attention import first_position, go_packed, packed_logits
+from farthing.model.documents import packed_batch
 from farthing.model.head import language_model_loss
 from farthing.model.loss import summed_loss
 from farthing.tasks.task import IGNORED
@@ -157,7 +157,7 @@ def test_padded_tokens_are_those_of_the_collation() -> None:
 
 def test_a_flat_batch_is_its_examples_end_to_end() -> None:
     tokens = token_set(np.array([5, 1, 3, 4]))
-    batch = collate_flat(tokens, [2, 0, 1], "causal-lm", first_position=2)
+    batch = collate_packed(tokens, [2, 0, 1], "causal-lm", first_position=2)
     rows = [tokens.example(index) for index in (2, 0, 1)]
     assert batch["lengths"].tolist() == [3, 5, 1]
     assert batch["input_ids"].tolist() == [[int(i) for ids, _ in rows for i in ids]]
@@ -174,16 +174,16 @@ def test_a_flat_batch_is_its_examples_end_to_end() -> None:
 def test_the_first_token_of_a_document_is_never_predicted() -> None:
     tokens = token_set(np.array([4, 4]))
     tokens.targets[:] = 1
-    labels = collate_flat(tokens, [0, 1], "causal-lm")["labels"][0]
+    labels = collate_packed(tokens, [0, 1], "causal-lm")["labels"][0]
     assert (labels == IGNORED).tolist() == [True, False, False, False] * 2
 
 
 def test_what_can_not_be_laid_flat_is_refused() -> None:
     tokens = token_set(np.array([4, 4]))
     with pytest.raises(ValueError, match="pad it"):
-        collate_flat(tokens, [0], "seq2seq")
+        collate_packed(tokens, [0], "seq2seq")
     with pytest.raises(ValueError, match="at least one token"):
-        collate_flat(tokens, [], "causal-lm")
+        collate_packed(tokens, [], "causal-lm")
 
 
 # ---- the sum over pieces is the padded batch ----
@@ -217,7 +217,7 @@ def model_of(task: str, method: str) -> Any:
 
 
 def flat_loss(model: Any, batch: dict[str, Any], task: str) -> torch.Tensor:
-    scores, labels = flat_logits(model, batch, task), batch["labels"]
+    scores, labels = packed_logits(model, batch, task), batch["labels"]
     if task == "causal-lm":
         scores, labels = scores[0, :-1], labels[0, 1:]
     return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum")
@@ -240,12 +240,12 @@ def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(task: st
     loss = summed_loss(model, padded, task)[0]
     theirs, total = gradients(loss), 0.0
     ours = [torch.zeros_like(gradient) for gradient in theirs]
-    go_flat(model)
+    go_packed(model)
     begin = first_position(model.config)
     pieces = cut_by_tokens(examples, tokens.lengths, budget)
     assert len(pieces) == {1: 10, 40: 3, 10_000: 1}[budget]
     for piece in pieces:
-        part = flat_loss(model, flat_batch(collate_flat(tokens, piece, task, begin)), task)
+        part = flat_loss(model, packed_batch(collate_packed(tokens, piece, task, begin)), task)
         total += float(part.detach())
         ours = [one + other for one, other in zip(ours, gradients(part), strict=True)]
     assert total == pytest.approx(float(loss.detach()), rel=CLOSE)
@@ -261,8 +261,8 @@ def test_the_head_that_pays_for_labelled_positions_takes_flat_batches(method: st
     named = [p for p in model.parameters() if p.requires_grad]
     whole = summed_loss(model, padded, "causal-lm")[0]
     theirs = torch.autograd.grad(whole, named)
-    go_flat(model)
-    ours = language_model_loss(model, flat_batch(collate_flat(tokens, range(4), "causal-lm")), "causal-lm")
+    go_packed(model)
+    ours = language_model_loss(model, packed_batch(collate_packed(tokens, range(4), "causal-lm")), "causal-lm")
     assert float(ours.detach()) == pytest.approx(float(whole.detach()), rel=CLOSE)
     for one, other in zip(torch.autograd.grad(ours, named), theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -301,7 +301,7 @@ def test_almost_all_computed_tokens_of_real_sets_are_useful(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_pieces_that_cost_a_floor_are_no_dearer_than_other_cuts(seed: int) -> None:
+def test_splitting_with_a_floor_of_costs_is_never_more_expensive(seed: int) -> None:
     """On a GPU a small piece takes as long as its launches: neither one batch nor a processor's cut is cheaper."""
     lengths = some_lengths(seed)
     on_gpu = PieceCost(2048, 256)

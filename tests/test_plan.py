@@ -145,10 +145,10 @@ def test_micro_batches_are_budgets_of_tokens() -> None:
 
 def test_documents_end_to_end_have_no_padding_and_padded_ones_little() -> None:
     flat = only(decide(wanted_of(), [place("A100-80GB", 2.0)]))
-    assert flat.recipe.stack.is_flat
+    assert flat.recipe.stack.is_packed
     assert flat.step.n_padded_tokens == pytest.approx(flat.step.n_tokens)
-    padded = only(decide(wanted_of(may_go_flat=False), [place("A100-80GB", 2.0)]))
-    assert not padded.recipe.stack.is_flat
+    padded = only(decide(wanted_of(may_go_packed=False), [place("A100-80GB", 2.0)]))
+    assert not padded.recipe.stack.is_packed
     assert 1 < padded.step.n_padded_tokens / padded.step.n_tokens < 1.15, "as far as pieces pay for themselves"
     assert padded.step.seconds > flat.step.seconds
 

@@ -33,7 +33,7 @@ def test_what_was_written_is_read_and_so_is_what_earlier_versions_wrote() -> Non
     "name", ["micro_batch_tokens", "checkpoint_every", "tile_tokens", "compiled", "precision", "more_tokens"]
 )
 @pytest.mark.parametrize("bad", [-1, 1.5, [2]])
-def test_what_nobody_writes_is_refused(name: str, bad: Any) -> None:
+def test_values_that_farthing_never_writes_are_refused(name: str, bad: Any) -> None:
     with pytest.raises(ValueError, match="no settings"):
         Settings.from_json(EVERYTHING.to_json() | {name: bad})
 

@@ -234,7 +234,7 @@ def test_the_mixture_meets_deadlines_that_spot_alone_would_miss() -> None:
     assert again == choice
 
 
-def test_dear_or_late_spot_is_left() -> None:
+def test_spot_that_costs_more_or_ends_late_is_not_chosen() -> None:
     saves = SaveSchedule(1200, 30, 300)
     dear = choose(30 * H, saves, BURSTY, spot_usd_per_h=2.9, on_demand_usd_per_h=3)
     assert dear.best.kind == "on demand"

@@ -6,7 +6,7 @@ prints it. Files of runs have it as JSON; what earlier versions called by other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -54,7 +54,7 @@ class Settings:
             probed=True,
         )
 
-    def lowered_by(self, events: list[dict[str, Any]]) -> Settings:
+    def lowered_by(self, events: Sequence[Mapping[str, Any]]) -> Settings:
         """These as they are after memory has run out: `events` in their order, as the ledger has them."""
         known = [renamed(event) for event in events]
         if not known:
@@ -65,7 +65,7 @@ class Settings:
             checkpoint_every=known[-1]["checkpoint_every"] or self.checkpoint_every,
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values by name."""
         return asdict(self)
 

@@ -1,4 +1,5 @@
-"""`farthing doctor`: checks of this machine, and of a job before it starts. Changes nothing."""
+"""`farthing doctor`: checks of this machine, and of a job before it starts. Changes nothing;
+with --try it trains a few examples, in a folder of their own."""
 
 from __future__ import annotations
 
@@ -17,6 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="TARGET", help="what `farthing launch --on TARGET` would lack here")
     add_set_argument(parser)
     parser.add_argument("--data", metavar="FILE", help="say what a data file is; with a job, as that job reads it")
+    parser.add_argument(
+        "--try",
+        dest="trial",
+        type=int,
+        metavar="N",
+        help="take N examples through train, save, kill, resume and export, in a folder of their own",
+    )
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
 
 
@@ -26,7 +34,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _look_at_data(arguments)
     if arguments.set and not arguments.job:
         raise UserMistake("there is no job to override", where="--set", to_do="name the job file as well")
-    from farthing.doctor import Check, check_before, check_job, check_machine
+    if arguments.trial is not None and (arguments.trial < 2 or not arguments.job):
+        raise UserMistake(
+            "a trial needs a job and 2 examples or more", where="--try", to_do="farthing doctor JOB --try 16"
+        )
+    from farthing.doctor import Check, check_before, check_job, check_machine, check_trial
 
     if arguments.target:
         from farthing.launch.check import check_target
@@ -36,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     checks = list(check_machine(Path.cwd(), with_device=not faults)) + faults
     if arguments.job and not faults:
         checks += check_job(Path(arguments.job), arguments.set)
+    if arguments.trial and not any(check.state == "failed" for check in checks):
+        checks += check_trial(Path(arguments.job), arguments.set, arguments.trial)
     return _show(checks, arguments, next_step=f"farthing train {arguments.job}" if arguments.job else "")
 
 

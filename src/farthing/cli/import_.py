@@ -60,7 +60,7 @@ def _write(output: Path, text: str, files: dict[str, str]) -> list[str]:
     return [str(path) for path in wanted]
 
 
-def _as_json(found: Any, text: str, written: list[str]) -> dict[str, Any]:
+def _as_json(found: Any, text: str, written: list[str]) -> dict[str, object]:
     return {
         "source": found.source,
         "mapped": [{"key": line.key, "value": str(line.value), "to": line.became} for line in found.mapped],

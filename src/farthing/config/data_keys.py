@@ -12,8 +12,9 @@ from pydantic.config import ConfigDict
 
 from farthing.data.columns import parts_of, templates_of
 from farthing.data.rows import Own
+from farthing.durability.files import Json
 
-OWN_SCHEMA: dict[str, Any] = {
+OWN_SCHEMA: Json = {
     "path": {"type": "string", "description": "file, address, folder or data set"},
     "weight": {"type": "number", "description": "how often an epoch learns each of its examples"},
     "columns": {"type": "object", "description": "as data.columns, for this source alone"},
@@ -64,7 +65,7 @@ LabelMap = Annotated[dict[str, str], BeforeValidator(_labels)]
 _COLUMNS = TypeAdapter(ColumnMap, config=ConfigDict(strict=False))
 
 
-def with_own(values: dict[str, Any]) -> dict[str, Any]:
+def with_own(values: Json) -> Json:
     """`train: [{path: a, weight: 2}, b]` as paths, and beside them what is said of each. Raises `ValueError`."""
     for role in ("train", "eval"):
         given = values.get(role)

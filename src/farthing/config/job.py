@@ -261,7 +261,9 @@ class TrainSection(Section):
     logging_steps: Positive = 10
     max_skipped_steps: Positive = 5
     """Stop after this many steps in a row whose loss or gradient is not a number."""
-    report_to: Annotated[tuple[Literal["tensorboard"], ...], OneOrMany] = ()
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], OneOrMany] = ()
+    """Trackers that are told of every step and evaluation, by their own libraries (extras of the same names; `track` for
+    TensorBoard). A run that goes on goes on in the same run of theirs."""
 
     @model_validator(mode="after")
     def _batches_agree(self) -> TrainSection:
@@ -434,7 +436,7 @@ class Job(Section):
         content = json.dumps([self.identity(), self.model.model_name_or_path], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """The settings that can change the result, flat: a run can only be continued by a job that agrees on them.
 
         Left out on purpose: how the batch is cut, which kernels compute it, evaluation batch size, where and how often
@@ -454,9 +456,7 @@ class Job(Section):
         if not train["fit_schedule_to_budget"]:  # as runs have it that began before there was such a key
             del train["fit_schedule_to_budget"]
         data = self.data.model_dump(include={"eval_fraction", "max_train_samples", "max_eval_samples"})
-        parts: dict[str, Any] = {"train": train, "data": data, "method": self.method.model_dump()}
-        flat: dict[str, Any] = {
-            f"{section}.{key}": value for section, keys in parts.items() for key, value in keys.items()
-        }
+        parts = {"train": train, "data": data, "method": self.method.model_dump()}
+        flat = {f"{section}.{key}": value for section, keys in parts.items() for key, value in keys.items()}
         flat |= {"task": self.task, "model.init": self.model.init}
         return dict(json.loads(json.dumps(flat)))

@@ -22,24 +22,14 @@ from farthing.config.data_keys import OWN_SCHEMA
 from farthing.config.foreign_keys import Foreign, adopt, answer
 from farthing.config.job import Job
 from farthing.data.rows import Own
+from farthing.durability.files import Json
 from farthing.errors import JobError, UserMistake
 from farthing.tasks.registry import standard_columns, task_names, task_of
 
 MAX_JOB_BYTES = 1 << 20
 MAX_DEPTH = 20
 FILE_ENDINGS = {
-    ".jsonl",
-    ".ndjson",
-    ".json",
-    ".csv",
-    ".tsv",
-    ".parquet",
-    ".gz",
-    ".txt",
-    ".zip",
-    ".zst",
-    ".arrow",
-    ".xlsx",
+    *(".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".gz", ".txt", ".zip", ".zst", ".arrow", ".xlsx"),
 }
 SHORTHAND = {"model": "model_name_or_path", "data": "train", "method": "name"}
 
@@ -101,13 +91,13 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
     return job
 
 
-def job_schema() -> dict[str, Any]:
+def job_schema() -> Json:
     """The JSON Schema of the job file, for editors. The short forms (`model: NAME`) are in it."""
     schema = Job.model_json_schema()
     for section, key in SHORTHAND.items():
         short = {"type": "string", "description": f"short for {section}: {{{key}: ...}}"}
         schema["properties"][section] = {"anyOf": [short, schema["properties"][section]]}
-    one_or_many: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    one_or_many: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     for definition in schema["$defs"].values():
         for key, value in definition.get("properties", {}).items():
             if key in ("train", "eval", "target_modules", "modules_to_save") and value.get("type") == "array":
@@ -352,7 +342,7 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
             yield ("train", "metric_for_best_model"), f"`{metric}` is not measured for {job.task}", to_do
 
 
-def _all_columns(job: Job) -> list[dict[str, Any]]:
+def _all_columns(job: Job) -> list[Json]:
     return [job.data.columns, *(each.columns for each in (*job.data.of_train, *job.data.of_eval) if each.columns)]
 
 
@@ -400,7 +390,7 @@ def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set
             return name
         return _absolute(name, base_of(*key))
 
-    def sources(names: tuple[str, ...], own: tuple[Own, ...], role: str) -> dict[str, Any]:
+    def sources(names: tuple[str, ...], own: tuple[Own, ...], role: str) -> Json:
         found: list[str] = []
         said: list[Own] = []
         for name, each in zip(names, own or (Own(),) * len(names), strict=True):

@@ -111,7 +111,9 @@ def split_by_input(
     return np.flatnonzero(~is_eval), np.flatnonzero(is_eval)
 
 
-def collate(tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], task: str, pad_id: int) -> dict[str, Any]:
+def collate(
+    tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], task: str, pad_id: int
+) -> dict[str, NDArray[Any]]:
     """Arrays of one micro-batch, padded on the right to its longest example, as its task lays them out: see `Task.pad`."""
     return task_of(task).pad(rows_of(tokens, examples), pad_id)
 

@@ -17,6 +17,7 @@ from datetime import date, datetime
 from typing import Any
 
 from farthing.clock import today
+from farthing.data.rows import RowValue
 from farthing.tasks.columns import Unusable
 
 TEXT_VERSION = 3
@@ -43,7 +44,7 @@ DEFAULT_CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{ '### Assistant\n' }}{% endif %}"
 )
 
-Messages = Sequence[dict[str, Any]]
+Messages = Sequence[RowValue]
 Segments = tuple[tuple[str, bool], ...]
 
 _START, _STOP = "\ufdd0", "\ufdd1"  # around what a template marks as generated: code points that are no characters
@@ -95,7 +96,7 @@ class Renderer:
         """The text of a chat, with marks where the template says that the assistant speaks."""
         # as transformers does: many templates would write "None" for a key that is there without a value
         without_none = [{key: value for key, value in each.items() if value is not None} for each in messages]
-        values: dict[str, Any] = {"messages": without_none, "tools": tools, "documents": None}
+        values: RowValue = {"messages": without_none, "tools": tools, "documents": None}
         values |= {"add_generation_prompt": is_prompt, **dict(self.special_tokens), **flags}
         if self.on:
             values["strftime_now"] = datetime.combine(date.fromisoformat(self.on), datetime.min.time()).strftime

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from farthing.data.rows import RowValue
 from farthing.tasks.columns import Unusable
 
 MARKS = ("weight", "train", "training", "loss")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
-def without_marks(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], frozenset[int]]:
+def without_marks(messages: Sequence[RowValue]) -> tuple[list[RowValue], frozenset[int]]:
     """The messages without marks, and which (from 0) are marked as not to be learned. Raises `Unusable` for other marks.
 
     A mark on a turn that is not the assistant's may only say that it is not learned; OpenAI's weight says nothing there.
@@ -41,7 +42,7 @@ def without_marks(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, An
     return kept, frozenset(unlearned)
 
 
-def from_openai(message: dict[str, Any]) -> dict[str, Any]:
+def from_openai(message: RowValue) -> RowValue:
     """A message of the API as templates read it: text parts joined, `function_call` as a tool call, role `function` as tool."""
     content = message.get("content")
     if isinstance(content, list) and content and all(_is_text(part) for part in content):

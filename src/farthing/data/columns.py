@@ -14,6 +14,7 @@ import string
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from farthing.data.rows import RowValue
 from farthing.tasks.columns import Unusable
 
 Template = str | tuple[str, ...]
@@ -78,7 +79,7 @@ def missing(template: Template, columns: Iterable[str]) -> str:
     return "" if "" in lacking else lacking[0]
 
 
-def renamed(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
+def renamed(row: RowValue, columns: Columns) -> RowValue:
     """A row as its format reads it. Raises `Unusable` where no template can be filled."""
     read = {name for template in columns.values() for name in columns_of(template)}
     kept = {name: value for name, value in row.items() if name not in read}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from farthing.data.rows import BadRow, Row
+from farthing.data.rows import BadRow, Row, RowValue
 from farthing.durability.files import parse_json
 from farthing.errors import DataError
 from farthing.tasks.registry import task_of
@@ -166,7 +166,7 @@ def _is_media(name: str) -> bool:
     return _MEDIA.match(name) is not None
 
 
-def _of_turn(turn: dict[str, Any], index: int, column: str) -> Foreign | None:
+def _of_turn(turn: RowValue, index: int, column: str) -> Foreign | None:
     for key, value in turn.items():
         if value and _is_media(key):
             return _media(f"`{key}` in {column}, turn {index}", column)

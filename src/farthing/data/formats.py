@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from farthing.data.chat import TEXT_VERSION, ChatReader
 from farthing.data.chat_rows import MARKS, from_openai, without_marks
 from farthing.data.columns import Columns, Template, columns_of, guessed, missing, renamed
+from farthing.data.rows import RowValue
 from farthing.durability.files import parse_json
 from farthing.errors import DataError
 from farthing.tasks.columns import Unusable, kind_of, text_of
@@ -108,7 +109,7 @@ def converter(
     *,
     on: str = "",
     version: int = TEXT_VERSION,
-) -> Callable[[dict[str, Any]], Text]:
+) -> Callable[[RowValue], Text]:
     """A function from a row to its `Text`. It raises `Unusable` with the reason.
 
     `on` is the ISO date that a chat template sees which asks for it.
@@ -116,7 +117,7 @@ def converter(
     labels = task_of(task).labels
     is_chat = format_name in RENDERED and task_of(task).predicts_next
     read = ChatReader.of(tokenizer, on, version) if is_chat else None
-    of_tokens: dict[str, Callable[[dict[str, Any]], Text]] = {
+    of_tokens: dict[str, Callable[[RowValue], Text]] = {
         "messages": lambda row: _chat(_messages(row, version), _tools_of(row), read),
         "conversations": lambda row: _chat(_conversations(row), row.get("tools"), read),
         "instruction": lambda row: _instruction(row, read),
@@ -126,7 +127,7 @@ def converter(
     }
     one = of_tokens[format_name] if labels is None else lambda row: _labelled(row, labels, label_map)
 
-    def convert(row: dict[str, Any]) -> Text:
+    def convert(row: RowValue) -> Text:
         if columns:
             row = renamed(row, columns)
         text = one(row)
@@ -145,17 +146,17 @@ def _listed(columns: set[str]) -> str:
     return ", ".join(sorted(columns)[:20]) or "none"
 
 
-def _pair(row: dict[str, Any], source: str, target: str) -> Text:
+def _pair(row: RowValue, source: str, target: str) -> Text:
     given = text_of(row, source)
     return Text(((given, False), (text_of(row, target), True)), given=(given,))
 
 
-def _labelled(row: dict[str, Any], labels: Labels, label_map: dict[str, str]) -> Text:
+def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Text:
     text, label = labels.read(row, label_map)
     return Text(((text, False),), label=label, given=(text,))
 
 
-def _instruction(row: dict[str, Any], read: ChatReader | None) -> Text:
+def _instruction(row: RowValue, read: ChatReader | None) -> Text:
     """Alpaca rows are a chat of one turn, so that the tokenizer's template frames them; seq2seq needs no frame."""
     instruction, more = text_of(row, "instruction"), text_of(row, "input", may_be_empty=True)
     asked, answer = f"{instruction}\n\n{more}" if more.strip() else instruction, text_of(row, "output")
@@ -167,7 +168,7 @@ def _instruction(row: dict[str, Any], read: ChatReader | None) -> Text:
     return _chat(([{"role": "system", "content": system}] if system else []) + messages, None, read)
 
 
-def _chat(messages: list[dict[str, Any]], tools: Any, read: ChatReader | None) -> Text:
+def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None) -> Text:
     """A chat as text. What its owner gave: all that the assistant does not say, or all where only it speaks."""
     assert read is not None
     tools = (_as_list(tools, "tools") if tools and tools != "[]" else None) or None
@@ -198,7 +199,7 @@ def _as_list(value: Any, column: str) -> list[Any]:
     return value
 
 
-def _messages(row: dict[str, Any], version: int = TEXT_VERSION) -> list[dict[str, Any]]:
+def _messages(row: RowValue, version: int = TEXT_VERSION) -> list[RowValue]:
     messages = []
     for index, message in enumerate(_as_list(row.get("messages"), "messages"), start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -226,8 +227,8 @@ def _parsed_arguments(call: Any) -> Any:
         return call
 
 
-def _conversations(row: dict[str, Any]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
+def _conversations(row: RowValue) -> list[RowValue]:
+    messages: list[RowValue] = []
     system = row.get("system")
     if isinstance(system, str) and system:
         messages.append({"role": "system", "content": system})
@@ -240,7 +241,7 @@ def _conversations(row: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _tools_of(row: dict[str, Any]) -> Any:
+def _tools_of(row: RowValue) -> Any:
     """The tools that a chat may call; OpenAI's older `functions` are tools without their frame."""
     functions = row.get("functions")
     if row.get("tools") or not functions or functions == "[]":

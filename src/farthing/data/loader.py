@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from farthing.data.row_table import Cell
 
+Arrays = dict[str, NDArray[Any]]
+"""What a model takes of a micro-batch, by name."""
 AHEAD = 3  # micro-batches that wait ready: enough to bridge an uneven one, and little memory
 
 
@@ -29,7 +31,7 @@ class MicroBatch:
     """All examples of the step."""
     examples: NDArray[np.int64]
     """Those of this micro-batch."""
-    arrays: dict[str, Any]
+    arrays: Arrays
     is_last: bool
     """Of the step, for this process."""
     number: int = 0
@@ -42,7 +44,7 @@ def micro_batches(
     n_steps: int,
     examples_of: Callable[[int], NDArray[np.int64]],
     cells_of: Callable[[NDArray[np.int64]], Sequence[Cell]],
-    collate: Callable[[NDArray[np.int64]], dict[str, Any]],
+    collate: Callable[[NDArray[np.int64]], Arrays],
 ) -> Iterator[MicroBatch]:
     """The micro-batches of all steps from `first_step` to the end, in order; a step that has none for this process is one
     without examples."""

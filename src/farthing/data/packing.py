@@ -169,13 +169,13 @@ def target_lengths_of(tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[
     return sums_of(tokens.targets[places], lengths)
 
 
-def collate_flat(
+def collate_packed(
     tokens: TokenSet,
     examples: Sequence[int] | NDArray[np.int64],
     task: str,
     first_position: int = 0,
     skipped: NDArray[np.int64] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, NDArray[Any]]:
     """Arrays of one micro-batch, its examples end to end: T tokens of N documents and nothing else.
 
     input_ids, position_ids int64 [1, T]; lengths int64 [N], tokens of each document, in order
@@ -184,13 +184,13 @@ def collate_flat(
     Positions begin again at `first_position` in each document. Empty examples are refused. The first `skipped` [N]
     tokens of each example are left out; the others keep their positions.
     """
-    labels_of = task_of(task).flat_labels
+    labels_of = task_of(task).packed_labels
     if labels_of is None:
         raise ValueError(f"{task} can't be laid flat: pad it")
     n_skipped = np.zeros(len(examples), dtype=np.int64) if skipped is None else skipped
     rows = rows_of(tokens, examples, n_skipped)
     if not len(rows.lengths) or not rows.lengths.all():
-        raise ValueError("a flat batch needs documents of at least one token")
+        raise ValueError("a packed batch needs documents of at least one token")
     starts = np.cumsum(rows.lengths) - rows.lengths
     ids = rows.ids.astype(np.int64)
     return {

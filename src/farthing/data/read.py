@@ -24,7 +24,7 @@ from typing import IO, Any
 from farthing.addresses import is_remote, without_secrets
 from farthing.data.arrow import bytes_of_rows, open_parquet, parquet_rows, table_rows
 from farthing.data.fetch import fetch
-from farthing.data.rows import MAX_ROW_BYTES, BadRow, Own, Reading, Row, too_large
+from farthing.data.rows import MAX_ROW_BYTES, BadRow, Own, Reading, Row, RowValue, too_large
 from farthing.durability.files import belongs_to_another, discard, own_folder, sha256_of
 from farthing.errors import DataError
 from farthing.units import say_bytes
@@ -321,7 +321,7 @@ def json_row(raw: bytes, line: int) -> Row | BadRow:
     return Row(line, value) if isinstance(value, dict) else BadRow(line, "not a JSON object")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> RowValue:
     """An object whose keys differ: of two equal ones JSON would silently keep the last."""
     value = dict(pairs)
     if len(value) < len(pairs):

@@ -10,11 +10,15 @@ from farthing.units import say_bytes
 MAX_ROW_BYTES = 10_000_000
 
 
+RowValue = dict[str, Any]
+"""A row as its file has it: whatever its columns hold."""
+
+
 class Row(NamedTuple):
     """One usable row: where it stands (line, or index for files without lines; from 1) and its columns."""
 
     line: int
-    value: dict[str, Any]
+    value: RowValue
 
 
 class BadRow(NamedTuple):

@@ -30,6 +30,7 @@ from farthing.data.formats import RENDERED, Text, converter, recognise, used_col
 from farthing.data.read import Source, json_row, n_characters
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
 from farthing.data.token_set import Recipe
+from farthing.durability.files import Json
 from farthing.errors import DataError
 from farthing.tasks.columns import Unusable
 from farthing.tasks.registry import task_of
@@ -438,9 +439,9 @@ def _from_folder(folder: Path | None, specials: dict[str, str]) -> LightTokenize
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
-def _settings(folder: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
+def _settings(folder: Path | None) -> tuple[Json, dict[str, str]]:
     """(tokenizer_config.json, special tokens by name)."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
             read = json.loads((folder / name).read_text(encoding="utf-8")) if folder else {}

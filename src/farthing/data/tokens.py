@@ -45,6 +45,7 @@ from farthing.data.token_set import (
 )
 from farthing.durability.files import (
     Damaged,
+    Json,
     commit_folder,
     discard,
     is_own,
@@ -79,7 +80,7 @@ def tokenize(
     once a chunk; `share` of the sources' bytes is read, from 0 to 1. A set that another user could have changed is made
     again, which `warn` is told. Raises `DataError` (too many bad rows, nothing usable, nothing to predict), `Interrupted`.
     """
-    facts: dict[str, Any] = {}
+    facts: Json = {}
     try:
         cache, identity = own_folder(cache_dir / "tokens", warn), tokenizer_sha256(tokenizer)
         folder = cache / set_key(sources, identity, recipe)
@@ -167,7 +168,7 @@ def _write(
     recipe: Recipe,
     progress: Progress,
     should_stop: Callable[[], bool],
-) -> dict[str, Any]:
+) -> Json:
     """Fill `draft`; returns the facts of the set for its manifest."""
     tally, labels = Tally(), _Labels(task_of(recipe.task).labels, recipe.label_names)
     encode = Encoder(
@@ -229,7 +230,7 @@ def _facts(
     tally: Tally,
     labels: _Labels,
     tokenizer: Any,
-) -> dict[str, Any]:
+) -> Json:
     """What the manifest says of a set, but for its number of examples."""
     is_chat = (
         recipe.version > 2 and task_of(recipe.task).predicts_next and any(each.format in RENDERED for each in formats)
@@ -263,7 +264,7 @@ def _facts(
     }
 
 
-def _ignored(formats: list[Understood], watches: list[Watch]) -> list[dict[str, Any]]:
+def _ignored(formats: list[Understood], watches: list[Watch]) -> list[Json]:
     """What nobody reads of each source: {source, columns: rows that have it by column, n_rows}."""
     found = []
     for each, watch in zip(formats, watches, strict=False):
@@ -335,7 +336,7 @@ class _Labels:
         return np.array([self.of.number(label, numbers) for label in self.seen], self.of.dtype)
 
 
-def _refuse_unusable(facts: dict[str, Any], recipe: Recipe) -> None:
+def _refuse_unusable(facts: Json, recipe: Recipe) -> None:
     where = ", ".join(source["name"] for source in facts["sources"])
     n_rows, n_bad = facts["n_rows"], facts["n_bad"]
     if n_rows == 0:
@@ -368,7 +369,7 @@ def _chunks(
     """The rows of all sources as texts, in order; format and watch of each source with rows go to `formats`, `watches`."""
     sizes = [source.n_bytes for source in sources]
     for number, source in enumerate(sources):
-        convert: Callable[[dict[str, Any]], Text] | None = None
+        convert: Callable[[Json], Text] | None = None
         wanted = source.columns_or(recipe.columns)
         reading, watch = Reading(), Watch(recipe.task, wanted, source.name)
         for rows in _batched(source.rows(reading)):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.durability.accounts import Account
-from farthing.durability.files import fsync_path, make_private
+from farthing.durability.files import Json, fsync_path, make_private
 from farthing.durability.summed_lines import SummedLines
 
 MACHINES = "machines.jsonl"
@@ -94,7 +94,7 @@ class MachineLedger:
             fsync_path(self.folder)
         return self._take_in(row)
 
-    def _take_in(self, row: dict[str, Any]) -> Machine:
+    def _take_in(self, row: Json) -> Machine:
         machine = self.machines.setdefault(str(row.get("machine")), Machine(str(row.get("machine"))))
         event, at = row.get("event"), float(row.get("at") or 0.0)
         for key in ("number", "target", "provider", "instance", "gpu", "is_spot", "usd_per_hour", "most_s",

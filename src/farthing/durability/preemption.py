@@ -45,7 +45,7 @@ class Heard:
     is_certain: bool = True
     """False: it may be taken; saved sooner, the run goes on."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """For the ledger; `grace_s` is what was left when it was heard."""
         grace_s = None if self.leaves_at is None else round(self.leaves_at - self.at, 1)
         return {**asdict(self), "grace_s": grace_s}

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from farthing.durability.files import parse_json
+from farthing.durability.files import Json, parse_json
 from farthing.durability.object_store import Retrying, Store, open_store
 from farthing.durability.preemption import heeded
 from farthing.durability.supervisor import begin
@@ -33,7 +33,7 @@ STORE_S = 600.0
 class Aboard:
     """One stay on a machine. `facts` are the ask's; `job` is the job file beside."""
 
-    def __init__(self, job: Path, facts: dict[str, Any], clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, job: Path, facts: Json, clock: Callable[[], float] = time.time) -> None:
         self.job, self.facts, self.clock = job, facts, clock
         self.store: Store = open_store(facts["store"])
         self.speaker = Speaker(self.store, facts["name"])

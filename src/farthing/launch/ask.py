@@ -12,8 +12,8 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from farthing.durability.files import Json
 from farthing.errors import UserMistake
 from farthing.prices.offers import Offer
 
@@ -40,7 +40,7 @@ class Ask:
     most_s: int
     """Seconds from the request until the provider ends it, whoever of us is still alive."""
     job_text: str
-    aboard: dict[str, Any]
+    aboard: Json
     """What `farthing launch --aboard` is told there."""
     gpu_id: str = ""
     """The GPU or the instance as the provider calls it."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from farthing.durability.files import Json
 from farthing.durability.machines import Machine
 from farthing.errors import UserMistake
 from farthing.launch.ask import CREATED_AT, ENDS_AT, Ask
@@ -82,7 +83,7 @@ class RunPod:
     def secure(self, machine: Machine) -> None:
         """See `Driver`. The end is a part of the request."""
 
-    def _pods(self) -> list[dict[str, Any]]:
+    def _pods(self) -> list[Json]:
         answer = _readable(self._rest, "/v2/pods")
         pods = answer.get("pods") or answer.get("data") or [] if isinstance(answer, dict) else answer or []
         return [pod for pod in pods if pod.get("status") != "TERMINATED"]
@@ -152,8 +153,8 @@ class Vast:
             if "status 422" not in str(error):
                 raise
 
-    def _instances(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+    def _instances(self) -> list[Json]:
+        found: list[Json] = []
         path = "/api/v1/instances/?limit=100"
         for _ in range(50):
             answer = _readable(self._api, path) or {}
@@ -212,7 +213,7 @@ class Lambda:
     def secure(self, machine: Machine) -> None:
         """See `Driver`. There is none."""
 
-    def _instances(self) -> list[dict[str, Any]]:
+    def _instances(self) -> list[Json]:
         found = (_readable(self._api, "/api/v1/instances") or {}).get("data") or []
         return [each for each in found if each.get("status") not in ("terminated", "preempted")]
 

@@ -13,10 +13,9 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from farthing.config.job import Job
-from farthing.durability.files import Damaged, seal, sha256_of, unseal
+from farthing.durability.files import Damaged, Json, seal, sha256_of, unseal
 from farthing.durability.object_store import NoSuchObject, Store, StoreFault
 from farthing.errors import StoreDown, UserMistake
 
@@ -29,7 +28,7 @@ class Packed:
 
     files: tuple[tuple[Path, str], ...] = ()
     """(file here, path there)."""
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    values: dict[str, Json] = field(default_factory=dict)
     """Sections of the job as they read there."""
 
     @property
@@ -56,7 +55,7 @@ def pack(job: Job) -> Packed:
         files[f"{to}/{here.name}"] = here
         return f"./{to}/{here.name}"
 
-    values: dict[str, dict[str, Any]] = {"model": {}, "data": {}}
+    values: dict[str, Json] = {"model": {}, "data": {}}
     model, data = job.model, job.data
     if moved := take(model.model_name_or_path, "model"):
         values["model"]["model_name_or_path"] = moved

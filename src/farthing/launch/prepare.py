@@ -21,6 +21,7 @@ import farthing
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import Job
 from farthing.durability.accounts import Account
+from farthing.durability.files import Json
 from farthing.durability.machines import MachineLedger, bill_by_machine
 from farthing.errors import UserMistake
 from farthing.launch.ask import GRACE_S, PLAIN_IMAGE, Ask
@@ -163,7 +164,7 @@ class Prepared:
 
     def _job_text(self, offer: Offer) -> str:
         """The job as the machine reads it: its own price, and paths that are there."""
-        values: dict[str, Any] = self.job.model_dump(mode="json", exclude_unset=True)
+        values: Json = self.job.model_dump(mode="json", exclude_unset=True)
         if self.travels:
             for section, moved in self.packed.values.items():
                 values[section] = {**values.get(section, {}), **moved}

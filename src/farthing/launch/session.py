@@ -16,7 +16,7 @@ from typing import Any
 
 from farthing.durability.accounts import Account
 from farthing.durability.commits import list_commits, take_newest
-from farthing.durability.files import make_private, only_writer, write_text
+from farthing.durability.files import Json, make_private, only_writer, write_text
 from farthing.durability.lease import Lease, Lost
 from farthing.durability.machines import Machine, MachineLedger, bill_by_machine
 from farthing.durability.object_store import Entry, LocalStore, Retrying, Store, StoreFault, open_store
@@ -250,7 +250,7 @@ class Session:
         except (StoreFault, FarthingError, Unclear) as error:
             self.say(f"the run is in the store, and could not be brought back: {error}")
 
-    def standing(self) -> dict[str, Any]:
+    def standing(self) -> Json:
         """How the launch stands: every machine with its seconds and dollars, and how far the run is."""
         now, accounts, step, asked = self.clock(), self._local_accounts(), None, ""
         try:
@@ -334,7 +334,7 @@ class _Each:
         return getattr(Retrying(self._store, self._patient_s), name)
 
 
-def dry_view(session: Session, ask: Ask, folder: Path, files: Sequence[str]) -> dict[str, Any]:
+def dry_view(session: Session, ask: Ask, folder: Path, files: Sequence[str]) -> Json:
     """What would be rented, for how long at most, the bill and what ends it, as plain values."""
     prepared, offer = session.prepared, ask.offer
     plan, boot = prepared.plans.get(offer), boot_of(offer.provider)
@@ -397,7 +397,7 @@ def notes_of(prepared: Prepared, ask: Ask) -> list[str]:
     return notes
 
 
-def said(view: dict[str, Any]) -> list[str]:
+def said(view: Json) -> list[str]:
     """A dry run in lines for people."""
     kind = "spot" if view["is_spot"] else "on demand"
     what = f"{view['n_gpus']}x {view['gpu']}, {kind}" if view["gpu"] else view["instance"] or view["title"]

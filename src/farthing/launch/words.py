@@ -15,11 +15,10 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from farthing.durability.accounts import Account, read_ledger, take_in
 from farthing.durability.commits import list_commits
-from farthing.durability.files import parse_json
+from farthing.durability.files import Json, parse_json
 from farthing.durability.object_store import NoSuchObject, Store, StoreFault
 from farthing.durability.run_folder import LEDGER
 from farthing.launch.driver import Unclear
@@ -101,7 +100,7 @@ class StoreWords:
                 take_in(told, row)
         return [told[number] for number in sorted(told)]
 
-    def _get(self, key: str) -> dict[str, Any]:
+    def _get(self, key: str) -> Json:
         with contextlib.suppress(NoSuchObject, ValueError):
             value = parse_json(self._store.get(key))
             if isinstance(value, dict):

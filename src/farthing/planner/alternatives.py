@@ -50,20 +50,20 @@ def what_choices_save(
         method="full",
         precision="fp32",
         lengths=padded_as_it_comes(wanted.lengths),
-        may_go_flat=False,
+        may_go_packed=False,
         checkpoint_every=1,
         micro_batch_tokens=None,
         caches_frozen=False,
     )
     with_method = replace(plain, method=wanted.method)
     with_precision = replace(with_method, precision=best.place.precision)
-    with_packing = replace(with_precision, lengths=wanted.lengths, may_go_flat=wanted.may_go_flat)
+    with_packing = replace(with_precision, lengths=wanted.lengths, may_go_packed=wanted.may_go_packed)
     as_asked = replace(open_ended(wanted), precision=best.place.precision)
     steps = [
         ("plain", f"full, fp32, padded, every layer checkpointed, {PLAIN_GPU} on demand", plain),
         ("method", wanted.method, with_method),
         ("precision", best.place.precision, with_precision),
-        ("packing", "end to end" if best.recipe.stack.is_flat else "pieces of like lengths", with_packing),
+        ("packing", "end to end" if best.recipe.stack.is_packed else "pieces of like lengths", with_packing),
         ("checkpointing", "", as_asked),
     ]
     rungs = [Rung(name, what, _cheapest_plan(other, plain_offers, place_for)) for name, what, other in steps]

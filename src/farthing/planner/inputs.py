@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
-from typing import Any
 
 from farthing.config.job import Job
+from farthing.durability.files import Json
 from farthing.errors import FarthingError, UserMistake
 from farthing.planner.alternatives import Rung, is_rented, other_methods, what_choices_save
 from farthing.planner.calibration import calibrate, past_errors
@@ -202,13 +202,13 @@ def _past(places: Sequence[Place], measurements: Sequence[Measurement], machine:
 # ---- the job ----
 
 
-def shape_of(job: Job, config: dict[str, Any], n_labels: int = 2) -> Shape:
+def shape_of(job: Job, config: Json, n_labels: int = 2) -> Shape:
     """The sizes of the job's model with its head. A head for classification is small; two labels unless known."""
     return read_shape(config, job.task, 0 if task_of(job.task).scores_tokens else n_labels)
 
 
 def wanted_of(
-    job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None, *, config: dict[str, Any], now: datetime
+    job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None, *, config: Json, now: datetime
 ) -> JobSpec:
     """What a job asks of the planner; `config` is the model's."""
     train, method = job.train, job.method
@@ -230,7 +230,7 @@ def wanted_of(
         n_epochs=train.num_train_epochs,
         max_steps=train.max_steps,
         micro_batch_tokens=micro_batch_tokens,
-        may_go_flat=job.model.attn_implementation is None,
+        may_go_packed=job.model.attn_implementation is None,
         caches_frozen=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
         checkpoint_every=None if checkpointing == "auto" else int(checkpointing),
         precision=precision,
@@ -256,7 +256,7 @@ def wanted_of(
     )
 
 
-def _drops(config: dict[str, Any]) -> bool:
+def _drops(config: Json) -> bool:
     """Whether a model drops something in training: frozen layers that do give something else every time."""
     names = [name for name, value in config.items() if isinstance(value, int | float) and value > 0]
     return any("drop" in name or name.endswith("pdrop") for name in names)

@@ -109,20 +109,20 @@ class Lengths:
 
     # ---- cut by tokens ----
 
-    def cut(self, most_tokens: int, global_batch: int, *, is_flat: bool, cost: PieceCost = ON_CPU) -> Cut:
+    def cut(self, most_tokens: int, global_batch: int, *, is_packed: bool, cost: PieceCost = ON_CPU) -> Cut:
         """Steps of `global_batch` random examples in micro-batches of at most `most_tokens` computed tokens.
 
-        `is_flat`: end to end, without padding, so that all but the number of micro-batches is exact; else padded by
+        `is_packed`: end to end, without padding, so that all but the number of micro-batches is exact; else padded by
         `cut_padded`, by what pieces `cost` on the device. What is not exact is counted in steps drawn from a
         fixed seed and cut by the trainer's own functions: within 2 % for flat pieces and 5 % for padded ones (tests).
         """
         batch = max(1, min(global_batch, self.n_examples))
         widest = batch * (self.longest + self.longest_target)  # more is never needed
-        most = max(1, most_tokens if is_flat else min(most_tokens, widest))
+        most = max(1, most_tokens if is_packed else min(most_tokens, widest))
         cost = cost._replace(least_tokens=min(cost.least_tokens, max(most, self.longest_example)))  # no piece is larger
-        key = ("cut", most, batch, is_flat or cost)
+        key = ("cut", most, batch, is_packed or cost)
         if key not in self._known:
-            self._known[key] = self._cut(most, batch, is_flat, cost)
+            self._known[key] = self._cut(most, batch, is_packed, cost)
         found: Cut = self._known[key]
         return found
 
@@ -170,9 +170,9 @@ class Lengths:
     def _both(self) -> NDArray[np.int64]:
         return self.tokens if self.targets is None else self.tokens + self.targets
 
-    def _cut(self, most_tokens: int, batch: int, is_flat: bool, cost: PieceCost) -> Cut:
+    def _cut(self, most_tokens: int, batch: int, is_packed: bool, cost: PieceCost) -> Cut:
         top = min(max(most_tokens, self.longest_example), self.largest_step(batch))
-        if is_flat:
+        if is_packed:
             flat = Padded(self.mean, 0.0, self.mean_of_squares, 0.0, 0.0)
             return Cut(flat, self._n_flat(most_tokens, batch), Largest(1, top, 0, self._pairs_of_flat(top, batch)))
         return self._cut_padded(most_tokens, batch, top, cost)

@@ -339,7 +339,7 @@ def _layers(
     saved = n_kept[0] * layer + n_kept[1] * decoder + boundaries
     of_encoder = n_kept[0] * layer + edge * (len(reached[0]) - n_kept[0]) * source
     top = max(layer, decoder)
-    is_plain = recipe.stack.is_flat and block_of(shape).activation == 1
+    is_plain = recipe.stack.is_packed and block_of(shape).activation == 1
     works = (WORKING_MLP_PLAIN if is_plain else WORKING_MLP) * shape.ffn + WORKING_STREAM * shape.hidden
     if recipe.stack.fused_mlp or recipe.stack.is_compiled:
         works = 2 * shape.ffn + 4 * shape.hidden
@@ -373,7 +373,7 @@ def saved_per_token(
 
     # queries, keys, values and what comes out; keys and values are repeated for their groups but in flash attention
     attention = 4 * c * q if not stack.is_flash and shape.n_kv_heads > 1 else 2 * c * q + 2 * c * k
-    if stack.is_flat and not is_cuda and _keeps_outputs(shape, adapters):
+    if stack.is_packed and not is_cuda and _keeps_outputs(shape, adapters):
         attention += c * q  # what comes out of each document, and all of them in one
     if shape.model_type in _EAGER and not is_full:
         attention -= c * q
@@ -415,7 +415,7 @@ def scores_per_pair(shape: Shape, recipe: Recipe, is_cuda: bool) -> float:
     stack = recipe.stack
     if stack.is_eager:  # their softmax in fp32, and its copy in the precision of the run
         return shape.n_heads * (4.0 + recipe.compute_bytes)
-    if shape.attention == "causal" and stack.masks_padding and not (stack.is_flash or stack.is_flat):
+    if shape.attention == "causal" and stack.masks_padding and not (stack.is_flash or stack.is_packed):
         # kept as numbers, layer by layer
         return float(recipe.compute_bytes)
     return 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from farthing.data.packing import PieceCost
-from farthing.planner.families import FLAT, KNOWN_HEADS
+from farthing.planner.families import KNOWN_HEADS, PACKED
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 
@@ -41,7 +41,7 @@ class Stack:
     """Attention without a padding mask: keys and values are not repeated for their groups."""
     is_eager: bool = False
     """Attention computes all scores, and keeps them."""
-    is_flat: bool = False
+    is_packed: bool = False
     """Documents end to end: neither padding nor a mask of it. Comes with `is_flash`, which a CPU does in its own way."""
     fuses_adapters: bool = False
     """LoRA layers are one function each: what they read is kept once, in the precision of the run."""
@@ -70,21 +70,21 @@ def stack_for(
     precision: str,
     method: str,
     *,
-    may_go_flat: bool = True,
+    may_go_packed: bool = True,
     has_plain_head: bool = True,
     has_plain_adapters: bool = True,
 ) -> Stack:
-    """How the trainer computes a model: what `can_go_flat`, `find_head` and `use_low_rank` decide when they see it.
+    """How the trainer computes a model: what `can_go_packed`, `find_head` and `use_low_rank` decide when they see it.
 
     A plain head has no adapter and is not trained beside its original; plain adapters are LoRA without dropout or DoRA.
     """
-    is_flat = may_go_flat and model_type in FLAT.get(task_of(task).head, ())
+    is_packed = may_go_packed and model_type in PACKED.get(task_of(task).head, ())
     return replace(
         FARTHING,
         has_autocast=precision != "fp32",
-        is_flat=is_flat,
+        is_packed=is_packed,
         # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
-        is_flash=is_flat and precision != "fp16",
+        is_flash=is_packed and precision != "fp16",
         loss=POSITIONS if has_plain_head and model_type in KNOWN_HEADS.get(task_of(task).head, ()) else LABELLED,
         fuses_adapters=method == "lora" and has_plain_adapters,
     )

@@ -131,7 +131,7 @@ class _Search:
     def cost_on(self, place: Place) -> PieceCost:
         """What a micro-batch costs on a device. Where nothing is padded it does not matter."""
         wanted, lengths = self.wanted, self.wanted.lengths
-        if wanted.is_flat or not place.is_cuda:
+        if wanted.is_packed or not place.is_cuda:
             return ON_CPU
         targets = lengths.mean_target if lengths.targets is not None else 0.0
         one = Padded(lengths.mean, targets, lengths.mean**2, targets**2, lengths.mean * targets)
@@ -244,7 +244,7 @@ def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
         return sorted({longest, max(longest, FEWEST_TOKENS), max(longest, CPU_TOKENS)})
     found, most = [longest], FEWEST_TOKENS
     n_each = -(-wanted.global_batch // n_gpus)
-    of_step = wanted.lengths.largest_step(n_each) if wanted.is_flat else n_each * longest  # padding counts
+    of_step = wanted.lengths.largest_step(n_each) if wanted.is_packed else n_each * longest  # padding counts
     while most <= MOST_TOKENS and found[-1] < of_step:
         if most > longest:
             found.append(most)

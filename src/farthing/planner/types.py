@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from farthing.data.packing import ON_CPU, PieceCost
-from farthing.planner.frozen_cache_cost import prefix_cache_bytes
+from farthing.planner.frozen_cache_cost import frozen_cache_bytes
 from farthing.planner.lengths import Cut, Lengths
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe, Stack, stack_for
@@ -75,7 +75,7 @@ class JobSpec:
     max_steps: int | None = None
     micro_batch_tokens: int | None = None
     """Most computed tokens of a micro-batch; None: the planner's choice."""
-    may_go_flat: bool = True
+    may_go_packed: bool = True
     """Whether documents may be laid end to end: not where the job names an attention of its own."""
     caches_frozen: bool = False
     """Whether what the layers below the first trained one compute is kept on the disk, see `model.frozen_cache`."""
@@ -129,12 +129,12 @@ class JobSpec:
         if not self.caches_frozen or self.adapters is None or not self.adapters.first_layer:
             return 0
         n_tokens = self.lengths.n_tokens + (self.eval_lengths.n_tokens if self.eval_lengths is not None else 0.0)
-        return prefix_cache_bytes(round(n_tokens), self.shape.hidden, 1)
+        return frozen_cache_bytes(round(n_tokens), self.shape.hidden, 1)
 
     @property
-    def is_flat(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether the trainer lays documents end to end."""
-        return self.stack("fp32").is_flat
+        return self.stack("fp32").is_packed
 
     def stack(self, precision: str) -> Stack:
         """How the trainer computes it."""
@@ -144,20 +144,20 @@ class JobSpec:
             self.shape.task,
             precision,
             self.method,
-            may_go_flat=self.may_go_flat,
+            may_go_packed=self.may_go_packed,
             has_plain_head=not any(weight.part == "head" for weight, _ in changed),
             has_plain_adapters=self.lora_dropout == 0 and not self.use_dora,
         )
 
     def cut(self, most_tokens: int, n_gpus: int = 1, cost: PieceCost = ON_CPU) -> Cut:
         """The part of a step that one GPU takes, in micro-batches of at most so many tokens."""
-        return self.lengths.cut(most_tokens, -(-self.global_batch // n_gpus), is_flat=self.is_flat, cost=cost)
+        return self.lengths.cut(most_tokens, -(-self.global_batch // n_gpus), is_packed=self.is_packed, cost=cost)
 
     def eval_cut(self, most_tokens: int, cost: PieceCost = ON_CPU) -> Cut:
         """The evaluation examples as they are cut where training takes so many tokens at once."""
         assert self.eval_lengths is not None
         most = min(most_tokens, self.eval_batch * self.eval_lengths.longest_example)
-        return self.eval_lengths.cut(most, self.eval_lengths.n_examples, is_flat=self.is_flat, cost=cost)
+        return self.eval_lengths.cut(most, self.eval_lengths.n_examples, is_packed=self.is_packed, cost=cost)
 
     @property
     def n_steps(self) -> int:

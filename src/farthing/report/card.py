@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from farthing.config.job import Job
+from farthing.durability.files import Json
 from farthing.printable import printable
 from farthing.report.receipt import Receipt
 from farthing.tasks.causal_lm import CAUSAL_LM
@@ -118,7 +118,7 @@ def _bill(receipt: Receipt) -> list[str]:
     return lines + [f"| {span.what} | {span.seconds:.1f} | {dollars(span.usd)} |" for span in spans]
 
 
-def _learning_rate(job: dict[str, Any]) -> str:
+def _learning_rate(job: Json) -> str:
     try:
         return f"{Job.model_validate(job).learning_rate:g}"
     except ValueError:  # the job of an older farthing

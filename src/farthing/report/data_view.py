@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from farthing.data.summary import Summary
 from farthing.report.safe import escape
 from farthing.tasks.registry import task_of
@@ -76,7 +74,7 @@ def _example(example: list[tuple[str, bool]]) -> str:
     return "".join(shown) + (" ..." if left < 0 else "")
 
 
-def as_json(found: Summary) -> dict[str, Any]:
+def as_json(found: Summary) -> dict[str, object]:
     """For programs."""
     return {
         **{key: value for key, value in vars(found).items() if key not in ("bad", "examples")},

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from farthing.report.page_text import escape
+from farthing.report.page import escape
 from farthing.report.plan_words import has_price, say_cost
 from farthing.units import plural, say_seconds
 

@@ -233,7 +233,7 @@ def _recipe(plan: Plan) -> dict[str, Any]:
         "micro_batch_tokens": recipe.settings.micro_batch_tokens,
         "mean_tokens_at_once": step.n_padded_tokens / recipe.n_gpus / recipe.n_micro_batches,
         "n_micro_batches": recipe.n_micro_batches,
-        "is_flat": recipe.stack.is_flat,
+        "is_flat": recipe.stack.is_packed,
         "global_batch": recipe.global_batch,
         "checkpointing": recipe.settings.checkpointing,
         "checkpoint_every": recipe.settings.checkpoint_every,

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from farthing.planner.ownership import Saving
 from farthing.units import plural, say_count, say_seconds, say_usd
-
-if TYPE_CHECKING:
-    pass
 
 LOCAL, OWN = "this machine", "own"
 

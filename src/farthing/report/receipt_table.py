@@ -67,6 +67,26 @@ def draw_receipt(console: Console, receipt: Receipt) -> None:
     console.print(facts)
     _draw_promise(console, receipt)
     _draw_metrics(console, receipt)
+    draw_diagnosis(console, receipt)
+
+
+def draw_diagnosis(console: Console, receipt: Receipt) -> None:
+    """What holds the run back, what to set, and what that saves; nothing where nothing stands out."""
+    found = receipt.diagnosis
+    if found is None:
+        return
+    for finding in found.findings:
+        colour = "red" if finding.cause == found.largest else "yellow"
+        saves = _time_and_price(receipt, finding.saves_s, finding.saves_usd) + " in a run like this"
+        if finding.rest_s:
+            saves += f", {_time_and_price(receipt, finding.rest_s, finding.rest_usd)} in the rest of this one"
+        fix = f"{finding.fix}: " if finding.fix else ""
+        console.print(f"[{colour}]{finding.area}[/] {escape(f'{finding.cause}: {finding.evidence}')}", soft_wrap=True)
+        console.print(f"  {escape(fix + finding.to_do)}; saves about {escape(saves)}", soft_wrap=True)
+    for advice in found.advice:
+        console.print(f"[dim]money[/] {escape(advice.words)}", soft_wrap=True)
+        if advice.command:
+            console.print(f"  {escape(advice.command)}", soft_wrap=True)
 
 
 def _draw_spans(console: Console, receipt: Receipt) -> None:

@@ -33,6 +33,7 @@ from farthing.train.setup import Examples, Inputs
 from farthing.train.state import Progress
 from farthing.train.step import StepResult, Steps
 from farthing.train.throughput import Pace
+from farthing.train.work import Work
 
 
 @dataclass
@@ -77,6 +78,8 @@ class Saving:
     """Seconds in which training stood still for the last one."""
     wrote_model_early: bool = False
     """The model was exported while the limits still paid for a start."""
+    digest_bytes: int = 0
+    """Of the log, up to where its digest holds."""
 
 
 @dataclass
@@ -126,6 +129,7 @@ class Attempt:
     log: SummedLines
     pace: Pace
     record: Record
+    work: Work
     saving: Saving
     clocks: Clocks = field(default_factory=Clocks)
     in_flight: deque[StepResult] = field(default_factory=deque)

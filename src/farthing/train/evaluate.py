@@ -13,6 +13,8 @@ from torch import Tensor
 from farthing.data.packing import target_lengths_of
 from farthing.data.token_set import TokenSet
 from farthing.errors import Interrupted
+from farthing.metrics import Metrics
+from farthing.model.documents import Batch
 from farthing.model.forward import Forward
 from farthing.tasks.task import Evaluated
 from farthing.train.ranks import Ranks
@@ -50,7 +52,7 @@ def evaluate(
     should_stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
     ranks: Ranks | None = None,
-) -> dict[str, Any]:
+) -> Metrics:
     """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is not a number.
 
     A batch has at most `most_tokens` computed tokens, or one example. Where input and target are apart, a
@@ -85,7 +87,7 @@ def evaluate(
     mean = total / max(1, tokens.n_targets(examples))
     if not np.isfinite(mean):  # what such scores choose means nothing
         return {"loss": None, "n_examples": len(examples)}
-    metrics: dict[str, Any] = {"loss": mean, "n_examples": len(examples)}
+    metrics: Metrics = {"loss": mean, "n_examples": len(examples)}
     labels, answers = _fetched([each.labels for each in found]), _fetched([each.answers for each in found])
     predictions = [text for each in found for text in each.predictions or ()]
     references = [text for each in found for text in each.references or ()]
@@ -145,7 +147,7 @@ def _fetched(parts: list[Tensor | None]) -> NDArray[Any]:
     return np.asarray(whole.float().numpy() if whole.is_floating_point() else whole.numpy())
 
 
-def _generate(model: Any, batch: dict[str, Any], max_new_tokens: int) -> Any:
+def _generate(model: Any, batch: Batch, max_new_tokens: int) -> Any:
     """Greedy continuation [batch, length] of the encoder's input."""
     return model.generate(
         input_ids=batch["input_ids"],

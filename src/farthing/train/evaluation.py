@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from farthing.device_memory import is_out_of_memory
 from farthing.events import Evaluated, Evaluating
+from farthing.metrics import Metrics
 from farthing.model.hardware import free_cached
 from farthing.train.attempt import Attempt
 from farthing.train.evaluate import Writing, evaluate
@@ -21,7 +20,8 @@ def evaluate_run(attempt: Attempt) -> None:
         metrics = _measured(attempt)
     at.evaluated_step = at.step
     attempt.n_evaluated_tokens = attempt.forward.n_sent_tokens - n_before
-    is_best = _judge(attempt, metrics.get(attempt.metric))
+    value = metrics.get(attempt.metric)
+    is_best = _judge(attempt, value if isinstance(value, float | int) else None)
     attempt.clocks.evaluation_s = meter.wall_s - started_s
     attempt.record.evaluations_s.append(attempt.clocks.evaluation_s)
     event = Evaluated(at.step, metrics, is_best)
@@ -50,7 +50,7 @@ def _judge(attempt: Attempt, value: float | None) -> bool:
     return is_best
 
 
-def _measured(attempt: Attempt) -> dict[str, Any]:
+def _measured(attempt: Attempt) -> Metrics:
     """Metrics of the model as it is. Raises `Interrupted`.
 
     Where memory runs out it is tried once as before, then with half as much at once, down to the longest example.

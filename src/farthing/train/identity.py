@@ -14,6 +14,7 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.data.read import Source
 from farthing.data.token_set import Recipe, tokenizer_sha256
+from farthing.durability.files import Json
 from farthing.model.load import ModelChoice, model_sha256, model_sha256_by_place
 
 MODEL_CONTENT = "model (content)"
@@ -27,7 +28,7 @@ def identity_of(
     train_sources: list[Source],
     eval_sources: list[Source],
     recipe: Recipe,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The identity of a run, flat: what two attempts have to agree on."""
     tokenization = recipe.settings()
     weights = [source.weight for source in train_sources]
@@ -45,16 +46,16 @@ def identity_of(
 
 
 def former_names(
-    job: Job, choice: ModelChoice, config: Any, identity: dict[str, Any]
-) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+    job: Job, choice: ModelChoice, config: Any, identity: dict[str, object]
+) -> Callable[[Json, Any], Json]:
     """A function of a run's facts and its kept job: what earlier versions of farthing wrote for this same `identity`.
 
     They hashed the model's configuration together with its path and the library's version, or only the ends of its weight
     files, and did not know every key: one that is missing stands for its default.
     """
 
-    def names(facts: dict[str, Any], kept_job: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def names(facts: Json, kept_job: Any) -> Json:
+        found: Json = {}
         before = facts.get("identity")
         for key in identity.keys() - (before.keys() if isinstance(before, dict) else set()):
             if is_default(job, key, identity[key]):

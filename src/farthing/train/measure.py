@@ -55,8 +55,8 @@ def measurement_of(attempt: Attempt) -> Measurement | None:
         precision=attempt.numerics.name,
         optim=job.train.optim,
         micro_batch_tokens=attempt.settings.micro_batch_tokens,
-        is_flat=attempt.forward.is_flat,
-        caches_frozen=attempt.forward.prefix is not None,
+        is_packed=attempt.forward.is_packed,
+        caches_frozen=attempt.forward.frozen_layers is not None,
         global_batch_size=job.global_batch_size,
         checkpoint_every=attempt.settings.checkpoint_every,
         lengths={

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farthing.durability.checkpoint import State
+from farthing.durability.files import Json
 from farthing.durability.run_folder import RULES
 from farthing.errors import ModelError, UserMistake
 from farthing.model.load import need_bitsandbytes
@@ -52,7 +54,7 @@ def make_optimizer(
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     decayed = {n for n, p in trainable.items() if p.ndim >= 2} if rules < 2 else decayed_names(model)
     fast = {n for n, p in trainable.items() if "lora_B" in n or p.ndim == 1} if loraplus is not None else set()
-    groups: list[dict[str, Any]] = [
+    groups: list[dict[str, object]] = [
         {
             "params": [p for n, p in trainable.items() if (n in decayed) == is_decayed and (n in fast) == is_fast],
             "weight_decay": weight_decay if is_decayed else 0.0,
@@ -127,10 +129,10 @@ def fitted_schedule(
     return lambda step: rise(min(step, n_warmup_steps)) if step < holds_until else fall(step)
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def state_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> State:
     """(tensors, plain values) of the optimizer's state as flat `weight|key` dicts. `names` is by id() of the weight."""
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
+    values: Json = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             place = f"{names[id(parameter)]}|{key}"
@@ -175,14 +177,14 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     parameters: Iterable[tuple[str, Tensor]],
     tensors: dict[str, Tensor],
-    values: dict[str, Any],
+    values: Json,
 ) -> None:
     """Put saved state back, tensor for tensor, in the dtypes it was saved in.
 
     It is copied into the state that is there: paged state stays in pages, off-loaded state never comes near the weight's
     device, and nothing is in memory twice.
     """
-    by_name: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, Json] = {}
     for place, value in [*tensors.items(), *values.items()]:
         name, _, key = place.rpartition("|")
         by_name.setdefault(name, {})[key] = value

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -22,8 +21,8 @@ from farthing.config.job import Job
 from farthing.data.token_set import notes_of
 from farthing.device_memory import is_out_of_memory, is_out_of_resources
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
-from farthing.durability.exported import damage_of, set_aside
-from farthing.durability.files import only_writer, write_json
+from farthing.durability.exported import damage_of
+from farthing.durability.files import Json, only_writer, set_aside, write_json
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
 from farthing.durability.opening import Opened, opened
 from farthing.durability.preemption import Notice
@@ -67,7 +66,8 @@ from farthing.model.load import quiet_libraries
 from farthing.planner.left_out_loss import left_out_loss
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
-from farthing.report.training_log import read_log
+from farthing.report.run_page import leave_page
+from farthing.report.training_log import keep_digest, read_log
 from farthing.tasks.registry import task_of
 from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.assemble import assemble
@@ -103,7 +103,7 @@ from farthing.train.setup import (
     open_examples,
     open_inputs,
 )
-from farthing.train.summary import say_what_was_decided
+from farthing.train.summary import emit_summary
 from farthing.train.trackers import tracked
 from farthing.units import say_seconds
 
@@ -168,6 +168,8 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
                 end_mirror(replica, meter, ledger, notice)
         if not ranks.is_first:
             return Outcome(state, reason, leave_receipt(folder))
+        with contextlib.suppress(OSError):
+            keep_digest(folder / LOG)
         log = read_log(folder / LOG)
         receipt = leave_receipt(folder, log)
         if replica is not None:
@@ -181,6 +183,7 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
         def with_the_last_second() -> None:
             outcome.receipt = leave_receipt(folder, log)
             write_card(folder, outcome.receipt)
+            leave_page(folder, outcome.receipt)
 
         begun.at_close = with_the_last_second
         return outcome
@@ -265,7 +268,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
         take_over(attempt)
         return loop(attempt)
     _decide(attempt, run_facts)
-    say_what_was_decided(attempt)
+    emit_summary(attempt)
     meter.enter("idle")
     _offer(attempt)
     take_over(attempt)
@@ -309,7 +312,7 @@ def _why_not_let_in(job: Job, context: Context, inputs: Inputs, was_finished: bo
     return None
 
 
-def _begin(attempt: Attempt, run_facts: dict[str, Any]) -> dict[str, Any]:
+def _begin(attempt: Attempt, run_facts: Json) -> Json:
     """Begin with the weights of the job's ancestor, where it has one and the run has no checkpoint of its own."""
     if attempt.checkpoints.steps():
         return run_facts
@@ -322,7 +325,7 @@ def _begin(attempt: Attempt, run_facts: dict[str, Any]) -> dict[str, Any]:
     return run_facts
 
 
-def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow_restart: bool) -> dict[str, Any]:
+def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow_restart: bool) -> Json:
     """What the folder's run says of itself, which is this one. Raises `RunChanged`, `RunDamaged`."""
     machine = {
         "device": device_name(numerics.device),
@@ -341,7 +344,7 @@ def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow
     )
 
 
-def _decide(attempt: Attempt, run_facts: dict[str, Any]) -> None:
+def _decide(attempt: Attempt, run_facts: Json) -> None:
     """What the first attempt decides for all, as it changes rounding; and the settings, where a probe pays."""
     context, job = attempt.context, attempt.job
     if attempt.steps.n_lanes > 1:
@@ -433,9 +436,7 @@ def _identify(job: Job, meter: Meter, emit: Emit) -> tuple[Numerics, Inputs]:
     return choose_numerics(*asked, fp16_risk(inputs.config.to_dict())), inputs
 
 
-def _open(
-    job: Job, context: Context, inputs: Inputs, numerics: Numerics, run_facts: dict[str, Any] | None = None
-) -> Attempt:
+def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, run_facts: Json | None = None) -> Attempt:
     """The attempt at step 0: tokenized, planned, with its model on the device."""
     meter, ledger, notice, emit = context.meter, context.ledger, context.notice, context.emit
     before_bytes = taken_bytes(numerics.device)

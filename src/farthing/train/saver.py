@@ -6,17 +6,19 @@ Refuses to decide what is worth saving: that is `Attempt.state`.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from typing import Any
 
 from farthing.durability.checkpoint import SaveResult, n_bytes_of
-from farthing.durability.files import Damaged
+from farthing.durability.files import Damaged, Json
 from farthing.durability.run_folder import LOG, MODEL
 from farthing.errors import NoSpace, RunDamaged
 from farthing.events import Exported, Note, Restored, Saved, Working
 from farthing.export import export_model
 from farthing.model.adapters import put_back, trained_tensors
 from farthing.report.receipt import build_receipt
+from farthing.report.training_log import keep_digest
 from farthing.train.attempt import Attempt
 from farthing.train.step_log import settle
 from farthing.units import plural, say_bytes
@@ -55,7 +57,7 @@ def _keep_log(attempt: Attempt) -> None:
     """Drop the log's lines of steps that are taken again; warn of damaged ones, and of steps that it does not have."""
     at, steps = attempt.progress, set[int]()
 
-    def is_kept(row: dict[str, Any]) -> bool:
+    def is_kept(row: Json) -> bool:
         step = row.get("step", 0)
         if "examples" in row and 0 < step <= at.step:
             steps.add(step)
@@ -102,6 +104,8 @@ def save(attempt: Attempt) -> None:
     with meter.span("checkpoint"):
         started_s = meter.wall_s
         attempt.log.sync()
+        with contextlib.suppress(OSError):  # the log itself is safe
+            saving.digest_bytes = keep_digest(attempt.log.path, saving.digest_bytes)
         note_finished_save(attempt, attempt.checkpoints.save(at.step, attempt.state, at.best_step))
         saving.took_s = meter.wall_s - started_s
         attempt.context.ledger.held_up_by_save(saving.took_s)

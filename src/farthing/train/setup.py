@@ -79,7 +79,7 @@ class Inputs:
     train_sources: list[Source]
     eval_sources: list[Source]
     recipe: Recipe
-    identity: dict[str, Any]
+    identity: dict[str, object]
 
     @property
     def pad_id(self) -> int:

@@ -54,6 +54,10 @@ class Sums:
     """The same examples as they were cut into micro-batches."""
     numbers: list[int] = field(default_factory=list)
     """Of the micro-batches of this process, in the step's table."""
+    computed: list[int] = field(default_factory=list)
+    """Computed tokens of each."""
+    seconds: list[float] = field(default_factory=list)
+    """Of forward and backward of each, where the host waits for the device."""
     losses: list[Tensor] = field(default_factory=list)
     """Of each micro-batch: a sum, on the device."""
     hosts: list[Host] = field(default_factory=list)
@@ -65,6 +69,7 @@ class Sums:
         self.numbers.append(micro_batch.number)
         self.losses.append(loss)
         self.hosts.append(micro_batch.arrays)
+        self.computed.append(n_computed)
         self.n_computed += n_computed
         if n_computed > self.largest[1]:
             self.largest = len(micro_batch.examples), n_computed
@@ -259,9 +264,12 @@ class Steps:
                 seed_everything(self.seed, micro_batch.step, micro_batch.number)
             with self.meter.span("host_to_device"):
                 batch = self.forward.to_device(micro_batch.arrays)
+            before_s = self.meter.spans.get("compute", 0.0)
             with self.meter.span("compute"):
                 loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
                 self.scaler.scale(loss / sums.n_targets).backward()
+            if self.forward.numerics.device.type == "cpu":
+                sums.seconds.append(self.meter.spans["compute"] - before_s)
             sums.add(micro_batch, loss.detach(), self.forward.n_computed(micro_batch.arrays))
             if self.should_stop() and not self.ranks.is_spread:  # others would wait for their weights
                 raise Interrupted("stopped within a step; it is taken again")

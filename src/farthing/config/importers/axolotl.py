@@ -24,6 +24,7 @@ from farthing.config.importers.record import (
     whole,
 )
 from farthing.config.importers.shared import COMMON, NO_COUNT_OF_GPUS
+from farthing.durability.files import Json
 
 NAME = "axolotl"
 
@@ -218,7 +219,7 @@ def _defaults(values: Mapping[str, Any], out: Imported) -> None:
 
 
 def _data(values: Mapping[str, Any], out: Imported) -> None:
-    sources: list[dict[str, Any]] = []
+    sources: list[Json] = []
     for section in ("datasets", "pretraining_dataset"):
         given = values.get(section)
         if isinstance(given, str):
@@ -260,9 +261,9 @@ def _data(values: Mapping[str, Any], out: Imported) -> None:
         source.pop("_type", None)
 
 
-def _one(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) -> dict[str, Any]:
+def _one(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) -> Json:
     """A data set with what it is called in a job."""
-    source: dict[str, Any] = {}
+    source: Json = {}
     files = item.get("data_files")
     path = item.get("path")
     for key in ("path", "data_files", "name", "split", "ds_type", "shards", "trust_remote_code", "revision"):
@@ -302,7 +303,7 @@ def _one(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) -> d
     return source
 
 
-def _files(out: Imported, key: str, files: Any, source: dict[str, Any]) -> None:
+def _files(out: Imported, key: str, files: Any, source: Json) -> None:
     found = [files] if isinstance(files, str) else list(files) if isinstance(files, list) else []
     if len(found) == 1 and "path" in source:
         source["path"] = f"{source['path'].rstrip('/')}/{found[0]}"
@@ -312,7 +313,7 @@ def _files(out: Imported, key: str, files: Any, source: dict[str, Any]) -> None:
         out.name(key, files, "several files of one data set: fetch them and name each in data.train", "differs")
 
 
-def _columns(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) -> dict[str, Any]:
+def _columns(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) -> Json:
     kind = item.get("type")
     if isinstance(kind, Mapping):
         columns = style_of_fields(kind)
@@ -370,7 +371,7 @@ def _columns(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) 
     return {}
 
 
-def _chat(at: str, item: Mapping[str, Any], out: Imported) -> dict[str, Any]:
+def _chat(at: str, item: Mapping[str, Any], out: Imported) -> Json:
     field = item.get("field_messages")
     mapping = item.get("message_property_mappings") or {}
     role = mapping.get("role") or item.get("message_field_role")

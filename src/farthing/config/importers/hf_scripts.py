@@ -10,6 +10,7 @@ from farthing.config.importers import trl
 from farthing.config.importers.record import Imported, To, Why, flat, read_keys, scheduler, text, whole
 from farthing.config.importers.script_job import Script
 from farthing.config.importers.scripts import Call
+from farthing.durability.files import Json
 from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.classification import CLASSIFICATION
 from farthing.tasks.seq2seq import SEQ2SEQ
@@ -88,7 +89,7 @@ _GLUE = {
 }  # fmt: skip
 
 
-def _glue(name: str) -> dict[str, Any]:
+def _glue(name: str) -> Json:
     return {"columns": {"text": _GLUE[name], "label": "label"}} if name in _GLUE else {}
 
 
@@ -100,7 +101,7 @@ def _guessed(values: Mapping[str, Any]) -> str:
 
 def _columns(values: Mapping[str, Any], out: Imported) -> None:
     """Columns by name and the prefix of T5's inputs, as templates."""
-    columns: dict[str, Any] = {}
+    columns: Json = {}
     source = values.get("text_column") or values.get("text_column_name")
     target = values.get("summary_column")
     prefix = values.get("source_prefix")

@@ -21,6 +21,7 @@ from farthing.config.importers.record import (
     truth,
     whole,
 )
+from farthing.durability.files import Json
 
 
 def steps(value: Any) -> int:
@@ -193,7 +194,7 @@ def warmup(out: Imported, key: str, value: Any) -> None:
         out.put(key, value, "train.warmup_ratio", float(found))
 
 
-def quantized(out: Imported, values: dict[str, Any], keys: dict[str, str]) -> bool:
+def quantized(out: Imported, values: Json, keys: dict[str, str]) -> bool:
     """Whether the base is in 4 bits. `keys` are the source's names of `load_in_4bit` and `load_in_8bit`."""
     eight = keys.get("load_in_8bit")
     if eight in values and values[eight] is not None:

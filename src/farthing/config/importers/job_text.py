@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from farthing.config.importers.record import Imported, Line, say
+from farthing.durability.files import Json
 from farthing.printable import printable
 
 _SECTIONS = ("model", "data", "method", "train")
@@ -49,9 +50,9 @@ def job_text(imported: Imported, name: str) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _data(job: dict[str, Any]) -> dict[str, Any]:
+def _data(job: Json) -> Json:
     """`data.train` in its shortest form: one data set stands with its keys in the section."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for role in ("train", "eval"):
         sources = job.pop(f"data.{role}", None)
         if not sources:

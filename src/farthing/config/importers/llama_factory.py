@@ -24,6 +24,7 @@ from farthing.config.importers.record import (
     whole,
 )
 from farthing.config.importers.shared import COMMON, NO_COUNT_OF_GPUS
+from farthing.durability.files import Json
 from farthing.tasks.causal_lm import CAUSAL_LM
 
 NAME = "llama-factory"
@@ -233,7 +234,7 @@ def _template(values: Mapping[str, Any], out: Imported) -> None:
     out.name("template", name, why, "differs" if name in plain else "none")
 
 
-def _registry(directory: str, folder: Path) -> tuple[dict[str, Any] | None, Path | None]:
+def _registry(directory: str, folder: Path) -> tuple[Json | None, Path | None]:
     """dataset_info.json in `directory`, which is relative to where LLaMA-Factory was started: the file's folder or above."""
     if ":" in directory:
         return None, None
@@ -248,13 +249,13 @@ def _registry(directory: str, folder: Path) -> tuple[dict[str, Any] | None, Path
     return None, None
 
 
-def _source(name: str, registry: dict[str, Any] | None, at: Path | None, out: Imported) -> dict[str, Any]:
+def _source(name: str, registry: Json | None, at: Path | None, out: Imported) -> Json:
     entry = (registry or {}).get(name)
     if not isinstance(entry, dict):
         if registry is not None:
             out.notes.append(f"dataset_info.json has no `{name}`")
         return {"path": name}
-    source: dict[str, Any] = {}
+    source: Json = {}
     for key in ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"):
         if isinstance(entry.get(key), str):
             source["path"] = str(at / entry[key]) if key == "file_name" and at else entry[key]
@@ -278,7 +279,7 @@ def _source(name: str, registry: dict[str, Any] | None, at: Path | None, out: Im
     return source | ({"columns": found} if found else {})
 
 
-def _columns(entry: Mapping[str, Any], columns: Mapping[str, Any], out: Imported, name: str) -> dict[str, Any]:
+def _columns(entry: Mapping[str, Any], columns: Mapping[str, Any], out: Imported, name: str) -> Json:
     given = entry.get("tags")
     tags: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     if entry.get("formatting", "alpaca") in ("sharegpt", "openai"):

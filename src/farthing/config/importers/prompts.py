@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from farthing.durability.files import Json
+
 _WITH = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request."
@@ -36,7 +38,7 @@ def _chat_style(system: str, question: str) -> list[str]:
     ]
 
 
-ALPACA_STYLES: dict[str, dict[str, Any]] = {
+ALPACA_STYLES: dict[str, Json] = {
     "alpaca": {"prompt": ALPACA_PROMPTS, "completion": "{output}"},
     "alpaca_instruct": {"prompt": ALPACA_PROMPTS, "completion": "{output}"},
     "alpaca:instruct": {"prompt": ALPACA_PROMPTS, "completion": "{output}"},
@@ -87,7 +89,7 @@ def chat_columns(field: Any, role: Any, content: Any) -> dict[str, str]:
     return {} if field == standard else {standard: field}
 
 
-def style_of_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+def style_of_fields(given: Mapping[str, Any]) -> Json:
     """Axolotl's own formats: fields with a format string each way."""
     fields = {name: str(given.get(f"field_{name}") or name) for name in ("system", "instruction", "input", "output")}
     system = str(given.get("system_prompt") or "")

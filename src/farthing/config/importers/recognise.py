@@ -28,6 +28,7 @@ from farthing.config.importers.scripts import (
     tree_of,
 )
 from farthing.config.job import DataSection, MethodSection, TrainSection
+from farthing.durability.files import Json
 from farthing.errors import UserMistake
 from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.registry import task_of
@@ -207,7 +208,7 @@ def _text(path: Path) -> str:
         raise UserMistake(f"can't be read: {error.strerror}", where=str(path)) from error
 
 
-def _mapping(path: Path, text: str) -> dict[str, Any]:
+def _mapping(path: Path, text: str) -> Json:
     try:
         if path.suffix.lower() == ".json":
             values = json.loads(text)

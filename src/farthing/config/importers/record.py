@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, get_args
 
 from farthing.config.job import Job, TrainSection
+from farthing.durability.files import Json
 
 Effect = Literal["none", "differs", "blocks"]
 """Of a key that is named: the result is the same, the result differs, or the job can't be expressed at all."""
@@ -62,7 +63,7 @@ class Imported:
     """A job as it is being made. `job` is flat: `section.key` to value."""
 
     source: str
-    job: dict[str, Any] = field(default_factory=dict)
+    job: Json = field(default_factory=dict)
     lines: dict[str, Line] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     defaults: dict[str, str] = field(default_factory=dict)

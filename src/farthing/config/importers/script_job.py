@@ -11,6 +11,7 @@ from farthing.config.importers.prompts import CHATML
 from farthing.config.importers.record import Imported, To, Why, flat, read_keys, truth
 from farthing.config.importers.scripts import Call, Computed
 from farthing.config.importers.shared import COMMON
+from farthing.durability.files import Json
 from farthing.tasks.classification import CLASSIFICATION
 from farthing.tasks.seq2seq import SEQ2SEQ
 
@@ -272,7 +273,7 @@ class Script:
             path = train[0] if isinstance(train, list) and train else train
         is_train = "test" not in str(values.get("split", "")) and "valid" not in str(values.get("split", ""))
         if sources is None and isinstance(path, str) and not isinstance(path, Computed) and is_train:
-            source: dict[str, Any] = {"path": str(path), **{k: known[k] for k in ("name", "split") if k in known}}
+            source: Json = {"path": str(path), **{k: known[k] for k in ("name", "split") if k in known}}
             self.out.job["data.train"] = [source]
             for key, value in keys:
                 self.out.keep(key, _plain(value), "data.train")

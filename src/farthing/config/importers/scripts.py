@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from farthing.durability.files import Json
 from farthing.errors import UserMistake
 
 MAX_SCRIPT_BYTES = 16 << 20
@@ -30,7 +31,7 @@ class Call(NamedTuple):
     name: str
     line: int
     positional: list[Any]
-    named: dict[str, Any]
+    named: Json
 
     @property
     def last(self) -> str:
@@ -43,8 +44,8 @@ class Command(NamedTuple):
 
     program: str
     """The script or verb: `run_glue.py`, `sft`."""
-    values: dict[str, Any]
-    launcher: dict[str, Any]
+    values: Json
+    launcher: Json
 
 
 def code_of_notebook(text: str, where: str) -> str:
@@ -114,7 +115,7 @@ def calls_of(tree: ast.Module) -> list[Call]:
             name = _dotted(node.func)
             if name:
                 positional = [known.of(arg, node.lineno) for arg in node.args if not isinstance(arg, ast.Starred)]
-                named: dict[str, Any] = {}
+                named: Json = {}
                 for keyword in node.keywords:
                     value = known.of(keyword.value, node.lineno)
                     if keyword.arg is not None:
@@ -261,8 +262,8 @@ def commands_of(text: str) -> Iterator[Command]:
 
 
 def _command(words: list[str]) -> Command | None:
-    values: dict[str, Any] = {}
-    launcher: dict[str, Any] = {}
+    values: Json = {}
+    launcher: Json = {}
     program, at, into = "", 0, launcher
     if words[:1] == ["trl"] and len(words) > 1:
         program, at, into = words[1], 2, values

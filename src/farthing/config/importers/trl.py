@@ -24,6 +24,7 @@ from farthing.config.importers.record import (
     whole,
 )
 from farthing.config.importers.shared import COMMON, NO_COUNT_OF_GPUS
+from farthing.durability.files import Json
 
 NAME = "trl"
 
@@ -105,7 +106,7 @@ def data(values: Mapping[str, Any], out: Imported) -> None:
     """`dataset_name` and what goes with it, or the list `datasets`."""
     name = values.get("dataset_name") or values.get("train_file")
     if isinstance(name, str):
-        source: dict[str, Any] = {"path": name}
+        source: Json = {"path": name}
         key = "dataset_name" if values.get("dataset_name") else "train_file"
         for own, theirs in (("name", ("dataset_config", "dataset_config_name")), ("split", ("dataset_train_split",))):
             for each in theirs:

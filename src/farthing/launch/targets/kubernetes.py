@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from farthing.durability.files import Json
 from farthing.launch.ask import GRACE_S, SCRIPT, Ask, script_of
 from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen
@@ -25,9 +26,9 @@ def render(ask: Ask) -> Files:
     namespace, _, claim = ask.at.partition("/")
     meta = {"name": ask.name, "labels": {"farthing-launch": ask.launch_id}}
     meta |= {"namespace": namespace} if namespace else {}
-    env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in sorted(ask.settings.items())]
+    env: list[Json] = [{"name": name, "value": value} for name, value in sorted(ask.settings.items())]
     env += [{"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}} for name in ask.secrets]
-    volumes: list[dict[str, Any]] = [
+    volumes: list[Json] = [
         {"name": "script", "configMap": {"name": ask.name}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]

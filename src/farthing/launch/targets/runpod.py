@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from typing import Any
 
+from farthing.durability.files import Json
 from farthing.launch.ask import CREATED_AT, ENDS_AT, SCRIPT, Ask, script_of
 from farthing.launch.target import Files, Target, missing
 
@@ -31,7 +31,7 @@ def render(ask: Ask) -> Files:
     script = script_of(ask)
     env = {**ask.settings, "FARTHING_SCRIPT": base64.b64encode(script.encode()).decode()}
     env |= {name: f"{{{{ RUNPOD_SECRET_{name} }}}}" for name in ask.secrets} | {CREATED_AT: f"${{{CREATED_AT}}}"}
-    pod: dict[str, Any] = {
+    pod: Json = {
         "name": ask.name,
         "imageName": ask.image,
         "dockerArgs": _COMMAND,

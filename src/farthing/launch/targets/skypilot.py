@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from farthing.durability.files import Json
 from farthing.launch.ask import SCRIPT, Ask, script_of
 from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen
@@ -36,7 +37,7 @@ def render(ask: Ask) -> Files:
     user's cloud credentials on hosts of strangers. The run has a `timeout` of its own: SkyPilot has none on the wall."""
     resources = [_resource(offer, gpu) for offer, gpu in ((ask.offer, ask.gpu_id), *ask.fallbacks)]
     unique = [resource for at, resource in enumerate(resources) if resource not in resources[:at]]
-    task: dict[str, Any] = {
+    task: Json = {
         "name": ask.name,
         "resources": {
             "ordered": unique,
@@ -53,7 +54,7 @@ def render(ask: Ask) -> Files:
     return {TASK: yaml.safe_dump(task, sort_keys=False), CONFIG: yaml.safe_dump(config), SCRIPT: script_of(ask)}
 
 
-def _resource(offer: Any, gpu: str) -> dict[str, Any]:
+def _resource(offer: Any, gpu: str) -> Json:
     infra = INFRA.get(offer.provider, offer.provider.lower())
     if offer.region and offer.region not in ("any", "global"):
         infra = f"{infra}/{offer.region}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
+from farthing.durability.files import Json
 from farthing.launch.ask import CREATED_AT, ENDS_AT, SCRIPT, Ask, script_of
 from farthing.launch.target import Files, Target, missing
 
@@ -14,7 +14,7 @@ INSTANCE = "FARTHING_INSTANCE"
 LEAST_RELIABILITY = 0.95
 MOST_OVER = 1.1
 """How much more than planned an offer may cost."""
-END_REQUEST: dict[str, Any] = {
+END_REQUEST: Json = {
     "start_time": f"${{{ENDS_AT}}}", "end_time": f"${{{ENDS_AT}_LATER}}",
     "api_endpoint": f"/api/v0/instances/${{{INSTANCE}}}/", "request_method": "DELETE", "request_body": {},
     "day_of_the_week": None, "hour_of_the_day": None, "frequency": "HOURLY", "instance_id": f"${{{INSTANCE}}}",
@@ -26,14 +26,14 @@ def render(ask: Ask) -> Files:
     """Three requests: an offer lives for seconds, so it is searched for when it is wanted. With `price` it is a bid."""
     offer = ask.offer
     env = {**ask.settings, **{name: f"${{{name}}}" for name in ask.secrets}, CREATED_AT: f"${{{CREATED_AT}}}"}
-    search: dict[str, Any] = {
+    search: Json = {
         "verified": {"eq": True}, "external": {"eq": False}, "rentable": {"eq": True}, "rented": {"eq": False},
         "gpu_name": {"eq": ask.gpu_id}, "num_gpus": {"eq": offer.n_gpus}, "disk_space": {"gte": ask.disk_gb},
         "reliability2": {"gte": LEAST_RELIABILITY}, "dph_total": {"lte": round(ask.usd_per_hour * MOST_OVER, 4)},
         "type": "bid" if offer.is_spot else "on-demand", "order": [["dph_total", "asc"]], "limit": 10,
         "allocated_storage": ask.disk_gb,
     }  # fmt: skip
-    create: dict[str, Any] = {
+    create: Json = {
         "client_id": "me",
         "image": ask.image,
         "env": dict(sorted(env.items())),

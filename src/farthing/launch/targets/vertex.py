@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from farthing.durability.files import Json
 from farthing.launch.ask import SCRIPT, Ask, script_of
 from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen
@@ -26,9 +26,9 @@ def render(ask: Ask) -> Files:
     Credentials of the store are the service account's: there is no place for secrets in the document.
     """
     account = ask.at.split("/")[2:]
-    machine: dict[str, Any] = {"machineType": ask.machine_type}
+    machine: Json = {"machineType": ask.machine_type}
     machine |= {"acceleratorType": ask.gpu_id, "acceleratorCount": ask.offer.n_gpus} if ask.gpu_id else {}
-    job: dict[str, Any] = {
+    job: Json = {
         "workerPoolSpecs": [
             {
                 "machineSpec": machine,
