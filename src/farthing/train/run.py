@@ -168,25 +168,31 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
                 end_mirror(replica, meter, ledger, notice)
         if not ranks.is_first:
             return Outcome(state, reason, leave_receipt(folder))
-        with contextlib.suppress(OSError):
-            keep_digest(folder / LOG)
-        log = read_log(folder / LOG)
-        receipt = leave_receipt(folder, log)
-        if replica is not None:
-            replica.offer_last_words()
-            end_mirror(replica, meter, ledger, notice)
-            receipt = leave_receipt(folder, log)
-        with contextlib.suppress(OSError):  # a full disk: the receipt is there
-            write_card(folder, receipt)
-        outcome = Outcome(state, reason, receipt)
-
-        def with_the_last_second() -> None:
-            outcome.receipt = leave_receipt(folder, log)
-            write_card(folder, outcome.receipt)
-            leave_page(folder, outcome.receipt)
-
-        begun.at_close = with_the_last_second
+        outcome, begun.at_close = _told_at_the_end(context, state, reason)
         return outcome
+
+
+def _told_at_the_end(context: Context, state: str, reason: str) -> tuple[Outcome, Callable[[], None]]:
+    """How an attempt ended, with its receipt and card; and what brings them, and the page, up to the last second."""
+    folder, replica = context.folder, context.replica
+    with contextlib.suppress(OSError):
+        keep_digest(folder / LOG)
+    log = read_log(folder / LOG)
+    receipt = leave_receipt(folder, log)
+    if replica is not None:
+        replica.offer_last_words()
+        end_mirror(replica, context.meter, context.ledger, context.notice)
+        receipt = leave_receipt(folder, log)
+    with contextlib.suppress(OSError):  # a full disk: the receipt is there
+        write_card(folder, receipt)
+    outcome = Outcome(state, reason, receipt)
+
+    def with_the_last_second() -> None:
+        outcome.receipt = leave_receipt(folder, log)
+        write_card(folder, outcome.receipt)
+        leave_page(folder, outcome.receipt)
+
+    return outcome, with_the_last_second
 
 
 def _bring_back(job: Job, context: Context, allow_restart: bool) -> None:
