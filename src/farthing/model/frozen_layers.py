@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -155,14 +156,17 @@ def _below(body: nn.Module, layers: nn.Module) -> Iterator[nn.Module]:
 
 def _why_not_fixed(modules: Iterable[nn.Module]) -> str:
     """What lets the output of these modules, each looked at without its children, change in training; empty if nothing."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
+    adapters: tuple[type, ...] = ()
+    if "peft" in sys.modules:  # else nothing here is of it, and to import it takes longer than all the rest
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
 
+        adapters = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     for module in modules:
         kind = type(module).__name__
         if any(weight.requires_grad for weight in module.parameters(recurse=False)):
             return f"a trained weight ({kind})"
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+        if isinstance(module, adapters):
             return f"an adapter ({kind})"
         rates = {name: value for name, value in vars(module).items() if "drop" in name or "jitter" in name}
         if isinstance(module, nn.modules.dropout._DropoutNd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from farthing.errors import ModelError, UserMistake
 from farthing.model.load import need_bitsandbytes
 from farthing.train.offload import OffloadedAdamW
 
+LAST_RATE = 1e-7  # of the polynomial schedule
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
@@ -95,24 +97,39 @@ def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
 
 
 def schedule(name: str, *, n_warmup_steps: int, n_steps: int, learning_rate: float = 1.0) -> Callable[[int], float]:
-    """The factor on `learning_rate` at a step (from 0): the functions of `transformers`, without their state.
+    """The factor on `learning_rate` at a step (from 0): to the bit that of `transformers.get_scheduler`, which would take
+    half a second to import.
 
     Only polynomial depends on the rate itself: it ends at 1e-7, not at a share of where it began. Raises `UserMistake`
     when it begins lower than that.
     """
-    if name == "polynomial" and learning_rate <= 1e-7:
+    if name == "polynomial" and learning_rate <= LAST_RATE:
         raise UserMistake(
             f"polynomial decays to 1e-07, and the learning rate is {learning_rate:g}",
             where="train.lr_scheduler_type",
             to_do="use linear, which decays to 0, or a higher learning_rate",
         )
-    from transformers import get_scheduler
+    timescale = n_warmup_steps or 10_000
 
-    dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=learning_rate)
-    factor: Callable[[int], float] = get_scheduler(
-        name, dummy, num_warmup_steps=n_warmup_steps, num_training_steps=n_steps
-    ).lr_lambdas[0]
-    return factor
+    def share(step: int) -> float:
+        """Of the steps after the warm-up."""
+        return (step - n_warmup_steps) / max(1, n_steps - n_warmup_steps)
+
+    falls: dict[str, Callable[[int], float]] = {
+        "constant": lambda step: 1.0,
+        "constant_with_warmup": lambda step: 1.0,
+        "linear": lambda step: max(0.0, (n_steps - step) / max(1, n_steps - n_warmup_steps)),
+        "cosine": lambda step: max(0.0, 0.5 * (1.0 + math.cos(math.pi * share(step)))),
+        "cosine_with_restarts": lambda step: 0.5 * (1.0 + math.cos(math.pi * share(step))) if share(step) < 1 else 0.0,
+        "polynomial": lambda step: (
+            ((learning_rate - LAST_RATE) * (1 - min(1, share(step))) + LAST_RATE) / learning_rate
+        ),
+        "inverse_sqrt": lambda step: 1.0 / math.sqrt((step - n_warmup_steps + timescale) / timescale),
+    }
+    fall = falls[name]
+    if name == "constant":
+        return fall
+    return lambda step: step / max(1, n_warmup_steps) if step < n_warmup_steps else fall(step)
 
 
 def fitted_schedule(
