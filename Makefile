@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 PYTEST := $(RUN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-all check pages setup peers rehearse-gpu clean
+.PHONY: demo test test-all check pages setup peers rehearse-gpu launch-tools clean
 
 demo: setup  ## a fine-tune that is killed, carries on exactly, and prints its receipt
 	$(RUN)/python bench/demo.py
@@ -53,6 +53,18 @@ $(VENV)/rehearse/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)/rehearse
 	$(VENV)/rehearse/bin/python -m pip install --quiet "torch===$$(sed -n 's/^torch==//p' constraints.txt)"
 	$(VENV)/rehearse/bin/python -m pip install --quiet -c constraints.txt -e . liger-kernel
+	touch $@
+
+launch-tools: $(VENV)/launch/.ready $(VENV)/sky/.ready  ## validators of targets of `farthing launch`, apart: 600 MB
+
+$(VENV)/launch/.ready: bench/launch_tools.txt
+	$(PYTHON) -m venv $(VENV)/launch
+	$(VENV)/launch/bin/python -m pip install --quiet --no-deps -r bench/launch_tools.txt
+	touch $@
+
+$(VENV)/sky/.ready:
+	$(PYTHON) -m venv $(VENV)/sky
+	$(VENV)/sky/bin/python -m pip install --quiet skypilot==0.14.1
 	touch $@
 
 clean:

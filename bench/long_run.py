@@ -23,6 +23,7 @@ from farthing.durability.accounts import Account, as_line
 from farthing.durability.files import write_json
 from farthing.durability.ledger import SPANS, Ledger, Meter
 from farthing.durability.run_folder import LEDGER, LOG, RUN
+from farthing.report.training_log import keep_digest
 
 USD_PER_HOUR = 2.5
 
@@ -32,6 +33,7 @@ def make_run(folder: Path, n_steps: int, n_evaluations: int, n_attempts: int, se
     chance = random.Random(seed)
     folder.mkdir(parents=True)
     write_json(folder / RUN, {"run_id": "made-up", "identity": {}, "machine": {}})
+    kept_bytes = 0
     every = max(1, n_steps // max(1, n_evaluations))
     with open(folder / LOG, "w", encoding="utf-8") as log:
         for step in range(1, n_steps + 1):
@@ -41,6 +43,8 @@ def make_run(folder: Path, n_steps: int, n_evaluations: int, n_attempts: int, se
             if step % every == 0:
                 metrics = {"loss": 1 + chance.random(), "perplexity": 3 + chance.random()}
                 log.write(json.dumps({"step": step, "metrics": metrics, "is_best": False}) + "\n")
+                log.flush()
+                kept_bytes = keep_digest(folder / LOG, kept_bytes)  # as the loop does when it saves
     return _make_ledger(folder, n_steps, n_attempts, chance)
 
 

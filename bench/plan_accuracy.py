@@ -45,7 +45,7 @@ def predict(case: Case) -> tuple[Memory, float]:
 
 def judge(rows: list[dict[str, str]], all_gpus: bool = False) -> dict[str, Any]:
     """Every row predicted, or listed with the reason why not."""
-    judged, unexpressed = [], []
+    judged, unexpressed, limits = [], [], []
     for number, row in enumerate(rows, 2):
         row = {name: value or "" for name, value in row.items() if name is not None}
         if not all_gpus and row["n_gpu"].strip() not in ("1", "1.0", ""):
@@ -59,6 +59,9 @@ def judge(rows: list[dict[str, str]], all_gpus: bool = False) -> dict[str, Any]:
         except (NotExpressed, FarthingError, ValueError) as error:
             why = str(error).splitlines()[0]
             unexpressed.append({"line": number, "model": row["model"], "why": why})
+            continue
+        if case.limit:
+            limits.append(_limit_row(number, row, case, memory))
             continue
         by_meter = {
             "allocated": memory.allocated_bytes,
@@ -90,7 +93,27 @@ def judge(rows: list[dict[str, str]], all_gpus: bool = False) -> dict[str, Any]:
         "speed, one row of the source calibrates": calibrated_table(judged),
         "coverage": coverage_of(judged),
         "rows": judged,
+        "boundaries": limits,
         "not_expressed": unexpressed,
+    }
+
+
+def _limit_row(number: int, row: dict[str, str], case: Case, memory: Memory) -> dict[str, Any]:
+    """A row that says what fits: what is needed, over what the GPU has. `is_right`: within 9 % of it, or above where it
+    did not fit."""
+    usable = gpu_of(case.gpu).usable_bytes
+    error = memory.total_bytes / usable - 1
+    return {
+        "line": number,
+        "model": row["model"].split("/")[-1],
+        "method": row["method"],
+        "gpu": case.gpu,
+        "seq_len": row["seq_len"],
+        "says": case.limit,
+        "needs_gib": memory.total_bytes / GIB,
+        "usable_gib": usable / GIB,
+        "error": error,
+        "is_right": error > -0.09 if case.limit == "too much" else abs(error) <= 0.09,
     }
 
 
@@ -201,6 +224,14 @@ def main() -> None:
                 f"  {row['line']:4d} {row['model'][:20]:20} {row['method']:5} {row['recipe'][:34]:34} {row['moment'][:9]:9} "
                 f"{gib}  {speed} {error:+6.1f} %"
             )
+    if result["boundaries"]:
+        print(
+            "\nboundaries: what a row says to be the longest that fits, or too much; what it needs over what there is"
+        )
+        for row in result["boundaries"]:
+            model = f"{row['line']:4d} {row['model'][:24]:24} {row['method']:6} {row['gpu']:12}"
+            needs = f"{row['needs_gib']:7.1f} / {row['usable_gib']:5.1f} GiB {100 * row['error']:+6.1f} %"
+            print(f"  {model} {row['seq_len']:>8} {row['says']:9}{needs} {'' if row['is_right'] else '!'}")
     reasons = Counter(row["why"] for row in result["not_expressed"])
     print(f"\nnot expressed: {sum(reasons.values())} rows")
     for why, n in reasons.most_common():

@@ -19,13 +19,13 @@ import numpy as np
 import peft
 import torch
 
-from farthing.data.packing import collate_flat
+from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
 from farthing.model.activation_checkpointing import checkpoint_layers
-from farthing.model.attention import go_flat
-from farthing.model.documents import flat_batch
-from farthing.model.frozen_cache import open_prefix_cache
-from farthing.model.frozen_layers import find_prefix
+from farthing.model.attention import go_packed
+from farthing.model.documents import packed_batch
+from farthing.model.frozen_cache import open_frozen_cache
+from farthing.model.frozen_layers import find_frozen_layers
 from farthing.model.hardware import Numerics
 from farthing.model.head import POSITIONS, TARGETS, find_labelled, language_model_loss
 from head import compare, small_model
@@ -67,15 +67,15 @@ def main() -> None:
     for weight in model.parameters():
         if args.bf16 and not weight.requires_grad:
             weight.data = weight.data.bfloat16()
-    go_flat(model)
-    prefix = find_prefix(model, "causal-lm")
-    assert not isinstance(prefix, str), prefix
+    go_packed(model)
+    frozen = find_frozen_layers(model, "causal-lm")
+    assert not isinstance(frozen, str), frozen
     tokens, examples = two_documents(args), np.arange(2)
     numerics = Numerics(torch.device("cpu"), torch.bfloat16 if args.bf16 else None)
     with tempfile.TemporaryDirectory() as folder:
-        cache = open_prefix_cache(prefix, tokens, examples, Path(folder), numerics=numerics, most_tokens=args.tokens)
+        cache = open_frozen_cache(frozen, tokens, examples, Path(folder), numerics=numerics, most_tokens=args.tokens)
     assert not isinstance(cache, str), cache
-    batch = flat_batch(collate_flat(tokens, examples, "causal-lm"))
+    batch = packed_batch(collate_packed(tokens, examples, "causal-lm"))
     labelled = find_labelled(batch["labels"], predicts_next=True, position_ids=batch["position_ids"])
     batch |= {POSITIONS: labelled.positions, TARGETS: labelled.targets}
 
@@ -98,7 +98,7 @@ def main() -> None:
         return step
 
     def resumed() -> None:
-        with prefix.resume(cache.rows(examples)):
+        with frozen.resume(cache.rows(examples)):
             run()
 
     variants: dict[str, Callable[[], Any]] = {
@@ -106,7 +106,7 @@ def main() -> None:
         "forced gradients": forced(0),
         "backward skipped": run,
         "resumed": resumed,
-        "the prefix alone": lambda: prefix.hidden_states(batch),
+        "the frozen layers alone": lambda: frozen.hidden_states(batch),
     }
     size = f"V {args.words} h {args.hidden}, LoRA on {args.trained} of {args.layers} layers, {args.tokens} tokens"
     compare(variants, args.rounds, f"{size}, {args.share:.0%} labelled, {numerics.name}:")

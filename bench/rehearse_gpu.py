@@ -259,7 +259,7 @@ def rehearse(case: Case) -> str:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             model = model_of(case, dtype)
-            forward = Forward(model, case.task, 1, numerics, may_go_flat=case.layout != "padded")
+            forward = Forward(model, case.task, 1, numerics, may_go_packed=case.layout != "padded")
         if case.layout != "padded" and forward.why_padded:
             raise Skipped(forward.why_padded)
         forward.shares = case.layout == "shared"

@@ -37,7 +37,7 @@ import yaml
 import survive
 from farthing.durability import replica as mirror
 from farthing.durability.accounts import WORK
-from farthing.planner.spot import Rhythm, best_interval_s, fit
+from farthing.planner.spot import SaveSchedule, best_interval_s, fit
 from farthing.planner.spot_traces import Trace, read_traces
 from farthing.planner.uptime import spells_of
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
@@ -296,7 +296,7 @@ def live_through(trace: Trace, folder: Path, seconds: float, usd_per_hour: float
     replayed = replay(
         Trace(trace.name, trace.gap_s, trace.available),
         work_s * faster,
-        Rhythm(interval_s * faster, save_s * faster, restart_s * faster),
+        SaveSchedule(interval_s * faster, save_s * faster, restart_s * faster),
         [0],
     )
     day.replayed_billed_hours = float(replayed.billed_s[0]) / 3600

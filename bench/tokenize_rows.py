@@ -33,7 +33,7 @@ from farthing.data.batches import Batches, collate, permutation
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text, converter, recognise
-from farthing.data.packing import collate_flat, cut_by_tokens, cut_padded
+from farthing.data.packing import collate_packed, cut_by_tokens, cut_padded
 from farthing.data.read import Row, Source, open_sources
 from farthing.data.token_set import Recipe, TokenSet, open_token_set
 from farthing.data.tokens import tokenize
@@ -124,8 +124,8 @@ def with_maps(rows: Path, tokenizer: Any, recipe: Recipe, folder: Path) -> None:
 def texts_of(source: Source, tokenizer: Any, recipe: Recipe) -> list[Text]:
     """The usable rows of a file, rendered."""
     rows = [row.value for row in source.rows() if isinstance(row, Row)]
-    name = recognise(set().union(*rows[:1024]), recipe.task, recipe.columns, source.name)
-    convert, texts = converter(name, recipe.columns, recipe.label_map, tokenizer, recipe.task), []
+    name, columns, _ = recognise(set().union(*rows[:1024]), recipe.task, recipe.columns, source.name)
+    convert, texts = converter(name, columns, recipe.label_map, tokenizer, recipe.task), []
     for row in rows:
         try:
             texts.append(convert(row))
@@ -189,7 +189,7 @@ def batching(tokens: TokenSet, task: str, batch: int, repeats: int) -> dict[str,
     rate("collate", lambda pieces: [collate(tokens, piece, task, 0) for piece in pieces], padded)
     if task != "seq2seq":
         flat = rate("cut_by_tokens", lambda step: cut_by_tokens(step, lengths, PIECE_TOKENS), steps)
-        made = rate("collate_flat", lambda pieces: [collate_flat(tokens, piece, task) for piece in pieces], flat)
+        made = rate("collate_packed", lambda pieces: [collate_packed(tokens, piece, task) for piece in pieces], flat)
         if task == "causal-lm":
             labels = [[torch.from_numpy(arrays["labels"]) for arrays in batch] for batch in made]
             rate("find_labelled", lambda batch: [find_labelled(each, predicts_next=True) for each in batch], labels)

@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime import interpreter
 
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import flat_logits, go_flat
-from farthing.model.documents import flat_batch
+from farthing.model.attention import go_packed, packed_logits
+from farthing.model.documents import packed_batch
 from farthing.model.liger import patch
 from farthing.model.lora_kernels import use_low_rank
 
@@ -52,20 +52,20 @@ def small_model(kind: str, *, with_adapter: bool) -> Any:
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.1)
         use_low_rank(model)
-        go_flat(model)
+        go_packed(model)
     return model
 
 
-def loss_of(model: Any, *, is_flat: bool) -> torch.Tensor:
+def loss_of(model: Any, *, is_packed: bool) -> torch.Tensor:
     """Of 18 tokens, as two rows or as three documents."""
     ids = np.random.default_rng(0).integers(3, 96, (1, sum(LENGTHS)))
-    if not is_flat:
+    if not is_packed:
         rows = torch.from_numpy(ids).reshape(2, -1)
         loss: torch.Tensor = model(input_ids=rows, labels=rows).loss
         return loss
     places = np.concatenate([np.arange(n) for n in LENGTHS])[None]
-    batch = flat_batch({"input_ids": ids, "position_ids": places, "lengths": np.array(LENGTHS)})
-    logits = flat_logits(model, batch, "causal-lm")[0]
+    batch = packed_batch({"input_ids": ids, "position_ids": places, "lengths": np.array(LENGTHS)})
+    logits = packed_logits(model, batch, "causal-lm")[0]
     return torch.nn.functional.cross_entropy(logits[:-1], torch.from_numpy(ids[0, 1:]))
 
 
@@ -74,7 +74,7 @@ def compare(kind: str, *, with_adapter: bool) -> dict[str, Any]:
     plain = small_model(kind, with_adapter=with_adapter)
     model = copy.deepcopy(plain)
     counts = patch(model)
-    losses = [loss_of(one, is_flat=with_adapter) for one in (model, plain)]
+    losses = [loss_of(one, is_packed=with_adapter) for one in (model, plain)]
     for loss in losses:
         loss.backward()
     errors = [

@@ -185,7 +185,7 @@ def test_experts_with_a_capacity_answer_each_example_as_if_it_were_alone(
 
     def loss_of(indices: list[int]) -> float:
         with torch.no_grad():
-            return float(forward.loss(forward.place(forward.collate(tokens, np.array(indices)))))
+            return float(forward.loss(forward.to_device(forward.collate(tokens, np.array(indices)))))
 
     model.eval()
     loss_of([1])  # an evaluation in between changes nothing
@@ -242,8 +242,8 @@ def test_short_documents_keep_their_factors_beside_long_ones(how: str) -> None:
     model = longrope()
     assert longrope_limit(model.config) == 16
     tokens = examples_of([5, 40, 16, 17, 9, 33, 12])
-    forward = Forward(model, "causal-lm", PAD, CPU, may_go_flat=how != "padded")
-    assert forward.is_flat == (how != "padded")
+    forward = Forward(model, "causal-lm", PAD, CPU, may_go_packed=how != "padded")
+    assert forward.is_packed == (how != "padded")
     forward.shares = how == "sharing"
     pieces = forward.cut(tokens, np.arange(7), 400)
     assert sorted(sorted(piece.tolist()) for piece in pieces)[0] == [0, 2, 4, 6]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import farthing
 from farthing import api
 from farthing.errors import JobError, UserMistake
 from farthing.events import Event, StepTaken
@@ -58,8 +59,12 @@ def test_a_run_gives_its_receipt_and_goes_on_when_it_is_called_again(tmp_path: P
     assert "where the time went" in str(receipt)
     assert "where the time went" in receipt._repr_html_()
     assert "finished" in repr(receipt)
-    again = api.train(path, quiet=True)
-    assert again.content.steps == 3
+    assert callable(farthing.train)
+    assert farthing.train(path, quiet=True).content.steps == 3
+    from farthing.train.run import train as of_modules
+
+    assert of_modules is not farthing.train
+    assert farthing.train(path, quiet=True).state == "finished"
 
 
 def test_planning_from_python_needs_no_torch(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ from farthing.model.attention import (
     NAME,
     Documents,
     attend,
-    can_go_flat,
+    can_go_packed,
     first_position,
-    flat_logits,
-    go_flat,
+    go_packed,
+    packed_logits,
 )
 from farthing.planner.families import DECODERS, ENCODERS
 from farthing.tasks.task import IGNORED
@@ -110,7 +110,7 @@ def some_lengths(seed: int) -> list[int]:
 
 
 def flat(model: Any, documents: list[Tensor]) -> dict[str, Any]:
-    """A flat batch of documents, made without farthing's collation."""
+    """A packed batch of documents, made without farthing's collation."""
     begin = first_position(model.config)
     return {
         "input_ids": torch.cat(documents)[None],
@@ -121,7 +121,7 @@ def flat(model: Any, documents: list[Tensor]) -> dict[str, Any]:
 
 def flat_losses(model: Any, documents: list[Tensor]) -> list[Tensor]:
     """Losses of every predicted token, by document."""
-    logits = flat_logits(model, flat(model, documents), "causal-lm")[0].split([len(ids) for ids in documents])
+    logits = packed_logits(model, flat(model, documents), "causal-lm")[0].split([len(ids) for ids in documents])
     return [
         F.cross_entropy(rows[:-1].float(), ids[1:], reduction="none")
         for rows, ids in zip(logits, documents, strict=True)
@@ -171,10 +171,10 @@ def together(losses: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("family", MAIN)
 def test_flat_losses_and_gradients_are_those_of_documents_alone_and_padded(family: str, seed: int) -> None:
     model, documents = model_of(family, seed=seed), documents_of(some_lengths(seed), seed)
-    assert can_go_flat(model, "causal-lm") is None
+    assert can_go_packed(model, "causal-lm") is None
     alone, padded = single_losses(model, documents), padded_losses(model, documents)
     theirs = gradients(model, together(alone))
-    go_flat(model)
+    go_packed(model)
     ours = flat_losses(model, documents)
     for one, other, third in zip(ours, alone, padded, strict=True):
         torch.testing.assert_close(one, other, rtol=CLOSE, atol=CLOSE)
@@ -185,10 +185,10 @@ def test_flat_losses_and_gradients_are_those_of_documents_alone_and_padded(famil
 @pytest.mark.parametrize("family", sorted(DECODERS - set(MAIN)))
 def test_every_other_family_that_goes_flat_is_right(family: str) -> None:
     model, documents = model_of(family), documents_of([7, 1, 12, 12, 3, 1, 20])
-    assert can_go_flat(model, "causal-lm") is None
+    assert can_go_packed(model, "causal-lm") is None
     alone = single_losses(model, documents)
     theirs = gradients(model, together(alone))
-    go_flat(model)
+    go_packed(model)
     ours = flat_losses(model, documents)
     torch.testing.assert_close(torch.cat(ours), torch.cat(alone), rtol=CLOSE, atol=CLOSE)
     assert_same(gradients(model, together(ours)), theirs, 3 * CLOSE)
@@ -200,11 +200,11 @@ def test_classification_reads_each_document_where_its_head_does(family: str, see
     model, lengths = model_of(family, "classification", seed), some_lengths(seed)
     documents = documents_of([*lengths, 40, 40], seed)  # longer together than the model has positions
     labels = torch.arange(len(documents)) % 3
-    assert can_go_flat(model, "classification") is None
+    assert can_go_packed(model, "classification") is None
     alone = torch.cat([model(input_ids=ids[None]).logits for ids in documents])
     theirs = gradients(model, F.cross_entropy(alone, labels, reduction="sum"))
-    go_flat(model)
-    ours = flat_logits(model, flat(model, documents), "classification")
+    go_packed(model)
+    ours = packed_logits(model, flat(model, documents), "classification")
     torch.testing.assert_close(ours, alone, rtol=CLOSE, atol=CLOSE)
     assert_same(gradients(model, F.cross_entropy(ours, labels, reduction="sum")), theirs)
 
@@ -214,9 +214,9 @@ def test_a_head_that_reads_the_last_token_passes_over_padding_in_the_text() -> N
     documents = documents_of([5, 6, 1])
     documents[0][-2:] = 1  # the padding token, as where it is the end-of-text token too
     alone = torch.cat([model(input_ids=ids[None]).logits for ids in documents])
-    go_flat(model)
+    go_packed(model)
     torch.testing.assert_close(
-        flat_logits(model, flat(model, documents), "classification"), alone, rtol=CLOSE, atol=CLOSE
+        packed_logits(model, flat(model, documents), "classification"), alone, rtol=CLOSE, atol=CLOSE
     )
 
 
@@ -234,7 +234,7 @@ def test_positions_begin_after_the_padding_index_where_the_family_does_so() -> N
 @pytest.mark.parametrize("family", MAIN)
 def test_nothing_leaks_from_one_document_into_another(family: str) -> None:
     model, documents = model_of(family), documents_of([9, 9, 4, 14])
-    go_flat(model)
+    go_packed(model)
     before = [loss.detach() for loss in flat_losses(model, documents)]
     for changed in range(len(documents)):
         other = [ids.clone() for ids in documents]
@@ -250,10 +250,10 @@ def test_nothing_leaks_from_one_document_into_another(family: str) -> None:
 @pytest.mark.parametrize("family", ["bert", "roberta"])
 def test_nothing_leaks_between_classified_documents(family: str) -> None:
     model, documents = model_of(family, "classification"), documents_of([9, 9, 4, 14])
-    go_flat(model)
-    before = flat_logits(model, flat(model, documents), "classification")
+    go_packed(model)
+    before = packed_logits(model, flat(model, documents), "classification")
     documents[1] = (documents[1] + 11) % 90 + 3
-    after = flat_logits(model, flat(model, documents), "classification")
+    after = packed_logits(model, flat(model, documents), "classification")
     torch.testing.assert_close(after[[0, 2, 3]], before[[0, 2, 3]], rtol=0, atol=1e-6)
     assert (after[1] - before[1]).abs().max() > 1e-4
 
@@ -267,7 +267,7 @@ def test_recomputed_layers_see_the_documents_of_their_own_batch(family: str, eve
     model = model_of(family)
     first, second = documents_of([7, 1, 12, 12]), documents_of([3, 20, 9], seed=1)
     theirs = gradients(model, together(single_losses(model, [*first, *second])))
-    go_flat(model)
+    go_packed(model)
     checkpoint_layers(model, every)
     loss = together(flat_losses(model, first)) + together(
         flat_losses(model, second)
@@ -284,8 +284,8 @@ def test_adapters_train_alike(family: str, every: int) -> None:
             parameter.data.normal_(std=0.1)
     documents = documents_of([7, 1, 12, 12])
     theirs = gradients(model, together(single_losses(model, documents)))
-    assert can_go_flat(model, "causal-lm") is None
-    go_flat(model)
+    assert can_go_packed(model, "causal-lm") is None
+    go_packed(model)
     checkpoint_layers(model, every)
     ours = gradients(model, together(flat_losses(model, documents)))
     assert all("lora_" in name for name in ours)
@@ -297,8 +297,8 @@ def test_an_adapter_and_its_new_head_train_alike_on_an_encoder() -> None:
     documents, labels = documents_of([7, 1, 12, 12]), torch.tensor([0, 1, 2, 0])
     alone = torch.cat([model(input_ids=ids[None]).logits for ids in documents])
     theirs = gradients(model, F.cross_entropy(alone, labels, reduction="sum"))
-    go_flat(model)
-    ours = flat_logits(model, flat(model, documents), "classification")
+    go_packed(model)
+    ours = packed_logits(model, flat(model, documents), "classification")
     assert_same(gradients(model, F.cross_entropy(ours, labels, reduction="sum")), theirs)
     assert any("classifier" in name for name in theirs)
 
@@ -310,7 +310,7 @@ def test_bf16_autocast_is_as_close_as_bf16_is(family: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         padded = together(padded_losses(model, documents))
         theirs = gradients(model, padded)
-        go_flat(model)
+        go_packed(model)
         ours = together(flat_losses(model, documents))
         found = gradients(model, ours)
     assert float(ours.detach()) == pytest.approx(float(padded.detach()), rel=1e-2)
@@ -323,7 +323,7 @@ def test_bf16_autocast_is_as_close_as_bf16_is(family: str) -> None:
 
 def test_evaluation_without_gradients_gives_the_same_losses() -> None:
     model, documents = model_of("llama"), documents_of([7, 1, 12, 12])
-    go_flat(model)
+    go_packed(model)
     trained = torch.cat(flat_losses(model, documents))
     model.eval()
     with torch.no_grad():
@@ -332,7 +332,7 @@ def test_evaluation_without_gradients_gives_the_same_losses() -> None:
 
 def test_boundaries_and_masks_are_made_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     model, documents = model_of("mistral", num_hidden_layers=4), documents_of([7, 12, 12, 7])
-    go_flat(model)
+    go_packed(model)
     batch = flat(model, documents)
     seen: list[Any] = []
     made: list[Any] = []
@@ -349,7 +349,7 @@ def test_boundaries_and_masks_are_made_once_a_batch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(attention_kernels.KERNELS, "documents", watched)
     monkeypatch.setattr(attention_kernels, "causal_mask", counted)
     monkeypatch.setattr(Documents, "of", lambda *args: pytest.fail("boundaries are computed again"))
-    flat_logits(model, batch, "causal-lm")
+    packed_logits(model, batch, "causal-lm")
     assert len(seen) == 4
     assert all(one is batch["documents"] for one in seen)
     assert sorted(made) == [(7, WINDOW), (12, WINDOW)]
@@ -377,10 +377,10 @@ class Waits(TorchDispatchMode):
 )
 def test_a_flat_forward_pass_never_waits_for_the_device(family: str, task: str) -> None:
     model = model_of(family, task)
-    go_flat(model)
+    go_packed(model)
     batch = flat(model, documents_of([7, 12, 12, 1]))
     with Waits() as waits:
-        flat_logits(model, batch, task)
+        packed_logits(model, batch, task)
     assert waits.n == 0
     with Waits() as waits:
         assert torch.ones(1).all()
@@ -477,15 +477,15 @@ def test_a_model_that_drops_is_repeatable_in_training_and_exact_in_evaluation(fa
     model, documents = model_of(family, task, **drops), documents_of([7, 1, 12, 12])
     model.eval()
     alone = [model(input_ids=ids[None]).logits.flatten(0, -2) for ids in documents]
-    go_flat(model)
+    go_packed(model)
     batch = flat(model, documents)
-    ours = flat_logits(model, batch, task).flatten(0, -2)
+    ours = packed_logits(model, batch, task).flatten(0, -2)
     torch.testing.assert_close(ours, torch.cat(alone), rtol=CLOSE, atol=CLOSE)
     model.train()
     draws = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        draws.append(flat_logits(model, batch, task))
+        draws.append(packed_logits(model, batch, task))
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
 
@@ -611,7 +611,7 @@ def test_padded_batches_and_generation_stay_what_they_were(family: str) -> None:
         return model.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False).tolist()[0]  # type: ignore[no-any-return]
 
     before, text = torch.cat(padded_losses(model, documents)), written()
-    go_flat(model)
+    go_packed(model)
     torch.testing.assert_close(torch.cat(padded_losses(model, documents)), before, rtol=CLOSE, atol=CLOSE)
     assert written() == text
 
@@ -622,13 +622,13 @@ def test_padded_encoders_stay_what_they_were() -> None:
     mask = torch.ones_like(ids)
     mask[1, 4:] = 0
     before = model(input_ids=ids, attention_mask=mask).logits
-    go_flat(model)
+    go_packed(model)
     torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits, before, rtol=CLOSE, atol=CLOSE)
 
 
 def test_a_saved_model_knows_nothing_of_the_entry(tmp_path: Path) -> None:
     model = model_of("llama")
-    go_flat(model)
+    go_packed(model)
     assert model.config._attn_implementation == NAME
     model.save_pretrained(tmp_path)
     assert NAME not in (tmp_path / "config.json").read_text()
@@ -638,19 +638,19 @@ def test_models_that_must_stay_padded_say_why() -> None:
     t5 = AutoConfig.for_model("t5", d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=20)
     from transformers import AutoModelForSeq2SeqLM, BloomForCausalLM, StableLmForCausalLM
 
-    assert "biased by the distance" in str(can_go_flat(AutoModelForSeq2SeqLM.from_config(t5), "seq2seq"))
+    assert "biased by the distance" in str(can_go_packed(AutoModelForSeq2SeqLM.from_config(t5), "seq2seq"))
     bloom = BloomForCausalLM(AutoConfig.for_model("bloom", hidden_size=16, n_layer=1, n_head=2, vocab_size=20))
-    assert "ALiBi" in str(can_go_flat(bloom, "causal-lm"))
+    assert "ALiBi" in str(can_go_packed(bloom, "causal-lm"))
     stable = StableLmForCausalLM(AutoConfig.for_model("stablelm", **{**COMMON, "num_key_value_heads": 4}))
-    assert "not among" in str(can_go_flat(stable, "causal-lm"))
+    assert "not among" in str(can_go_packed(stable, "causal-lm"))
     llama = model_of("llama")
-    assert "padded apart" in str(can_go_flat(llama, "seq2seq"))
-    assert "head is not known" in str(can_go_flat(llama, "classification"))
+    assert "padded apart" in str(can_go_packed(llama, "seq2seq"))
+    assert "head is not known" in str(can_go_packed(llama, "classification"))
     llama.config.layer_types = ["full_attention", "linear_attention"]
-    assert "linear_attention" in str(can_go_flat(llama, "causal-lm"))
+    assert "linear_attention" in str(can_go_packed(llama, "causal-lm"))
     mixtral = model_of("mixtral", output_router_logits=True)
-    assert "routers" in str(can_go_flat(mixtral, "causal-lm"))
-    assert "not among" in str(can_go_flat(model_of("bert", "classification"), "causal-lm"))
+    assert "routers" in str(can_go_packed(mixtral, "causal-lm"))
+    assert "not among" in str(can_go_packed(model_of("bert", "classification"), "causal-lm"))
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0]])

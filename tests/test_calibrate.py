@@ -37,7 +37,7 @@ def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any)
         **{"when": "2026-11-21T10:00:00+00:00", "hardware": HERE, "device": "cpu", "precision": "fp32"},
         **{"model_type": shape.model_type, "hidden": shape.hidden, "n_layers": shape.n_layers, "vocab": shape.vocab},
         **{"task": "causal-lm", "method": "full", "optim": "adamw_torch_fused"},
-        **{"micro_batch_tokens": 512, "is_flat": True, "global_batch_size": 16, "n_steps": 10, "n_micro_batches": 25},
+        **{"micro_batch_tokens": 512, "is_packed": True, "global_batch_size": 16, "n_steps": 10, "n_micro_batches": 25},
         **{"n_tokens": 10 * 16 * 50, "n_padded_tokens": 10 * 16 * 50},
         **{"lengths": {"mean": 50.0, "mean_of_squares": 3200.0, "mean_target": 50.0}},
         **{"largest_examples": 8, "largest_tokens": 500, "start_up_s": 4.0, "load_model_s": 1.0},
@@ -71,14 +71,14 @@ def test_runs_of_the_same_model_give_their_factors_back() -> None:
 def test_a_run_is_taken_as_it_was_cut() -> None:
     run = run_of(shape_of(), 1.0)
     flat, padded, mean, largest = as_run(run, RECIPE)
-    assert (flat.settings.micro_batch_tokens, flat.n_micro_batches, flat.stack.is_flat) == (512, 2.5, True)
+    assert (flat.settings.micro_batch_tokens, flat.n_micro_batches, flat.stack.is_packed) == (512, 2.5, True)
     assert not flat.settings.caches_frozen
     assert as_run(replace(run, caches_frozen=True), RECIPE)[0].settings.caches_frozen
     assert (padded.tokens, padded.token_pairs, mean) == (50.0, 3200.0, 50.0)
     assert largest == (1, 500, 0, 500 * 64)
-    rows = replace(run, is_flat=False, n_padded_tokens=10 * 16 * 60, largest_examples=5)
+    rows = replace(run, is_packed=False, n_padded_tokens=10 * 16 * 60, largest_examples=5)
     ran, padded, mean, largest = as_run(rows, RECIPE)
-    assert not ran.stack.is_flat
+    assert not ran.stack.is_packed
     assert not ran.stack.is_flash
     assert (padded.tokens, mean, largest) == (60.0, 50.0, (5, 100, 0, 0))
 

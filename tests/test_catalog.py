@@ -250,6 +250,15 @@ def test_storage_and_egress_are_parts_and_the_parts_add_up() -> None:
     assert held["storage"] == pytest.approx(7.3)
 
 
+def test_what_terms_do_not_say_of_storage_and_egress_is_assumed_and_not_nothing() -> None:
+    parts = bill(an_offer(usd=2, billing=Billing("Somewhere")), 730, storage_gb=10, egress_gb=100)
+    assert (parts["storage"], parts["egress"]) == (pytest.approx(1.0), pytest.approx(9.0))
+    free = Billing("Somewhere", storage_usd_per_gb_month=0.0, egress_usd_per_gb=0.0)
+    assert bill(an_offer(usd=2, billing=free), 730, storage_gb=10, egress_gb=100) == {"compute": 1460}
+    assert billings()["RunPod"].egress_usd_per_gb == 0
+    assert billings()["AWS"].egress_usd_per_gb is None
+
+
 def test_a_machine_hour_is_of_all_its_gpus() -> None:
     eight = an_offer(gpu="H100-80GB", n_gpus=8, usd=55.04)
     assert eight.usd_per_hour == 55.04
@@ -394,7 +403,7 @@ def test_an_offer_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
         (b"PK\x03\x04" + bytes(range(256)), "not text in UTF-8"),
     ],
 )
-def test_a_file_that_is_none_is_refused_in_words(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_file_that_is_not_a_price_list_is_refused_with_a_reason(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "mine.csv"
     path.write_bytes(content)
     with pytest.raises(UserMistake, match=words) as caught:

@@ -28,7 +28,7 @@ from farthing.events import Decided
 from farthing.model import compiled
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import flat_logits, go_flat
+from farthing.model.attention import go_packed, packed_logits
 from farthing.model.compiled import (
     CUDA_S_PER_KIND,
     CUDA_SAVED_SHARE,
@@ -42,7 +42,7 @@ from farthing.model.compiled import (
     why_not_compiled,
     worth_compiling,
 )
-from farthing.model.documents import flat_batch
+from farthing.model.documents import packed_batch
 from farthing.model.lora_kernels import use_low_rank
 
 SMALL = {
@@ -67,7 +67,7 @@ def causal_model(kind: str = "llama", **more: Any) -> Any:
 
 
 def flat(model: Any) -> Any:
-    go_flat(model)
+    go_packed(model)
     return model
 
 
@@ -81,12 +81,14 @@ def with_adapter(model: Any, *targets: str) -> Any:
 
 
 def flat_loss(model: Any, seed: int) -> Tensor:
-    """Of a flat batch whose number of documents and their lengths are drawn from `seed`."""
+    """Of a packed batch whose number of documents and their lengths are drawn from `seed`."""
     chance = np.random.default_rng(seed)
     lengths = chance.integers(1, 30, chance.integers(2, 9))
     ids = chance.integers(3, 96, (1, lengths.sum()))
     places = np.concatenate([np.arange(n) for n in lengths])[None]
-    logits = flat_logits(model, flat_batch({"input_ids": ids, "position_ids": places, "lengths": lengths}), "causal-lm")
+    logits = packed_logits(
+        model, packed_batch({"input_ids": ids, "position_ids": places, "lengths": lengths}), "causal-lm"
+    )
     return torch.nn.functional.cross_entropy(logits[0, :-1].float(), torch.from_numpy(ids[0, 1:]))
 
 

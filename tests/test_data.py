@@ -358,8 +358,8 @@ def with_template(tokenizers: dict[str, Any]) -> Iterator[Any]:
 
 def segments(row: dict[str, Any], task: str, tokenizer: Any = None, **renamed: str) -> list[tuple[str, bool]]:
     """What the recognised format makes of a row."""
-    name = recognise(set(row), task, renamed, "file")
-    return list(converter(name, renamed, {}, tokenizer, task)(row).segments)
+    name, columns, _ = recognise(set(row), task, renamed, "file")
+    return list(converter(name, columns, {}, tokenizer, task)(row).segments)
 
 
 @pytest.mark.parametrize(
@@ -396,8 +396,8 @@ def test_labels_are_mapped_and_may_be_numbers() -> None:
 
 def test_columns_of_no_format_say_what_would_do() -> None:
     with pytest.raises(DataError) as caught:
-        recognise({"question", "answer"}, "causal-lm", {}, "a.jsonl")
-    assert "answer, question" in str(caught.value)
+        recognise({"left", "right"}, "causal-lm", {}, "a.jsonl")
+    assert "left, right" in str(caught.value)
     assert "data.columns: {prompt: question, completion: answer}" in str(caught.value)
     with pytest.raises(DataError, match="did you mean `narrative`"):
         recognise({"narrative", "product"}, "classification", {"text": "naratve", "label": "product"}, "a.jsonl")
@@ -648,7 +648,7 @@ def test_too_many_bad_rows_are_refused_with_their_places(tokens_of: Any) -> None
     with pytest.raises(DataError) as caught:
         tokens_of(rows, max_bad_rows=0.1)
     message = str(caught.value)
-    assert "2 of 10 rows can't be used, 10% may be" in message
+    assert "2 of 10 rows can't be used, at most 10% are allowed" in message
     assert ".jsonl:9: `text` is empty" in message
     assert ".jsonl:10: `text` is a number, not text" in message
     assert "data.max_bad_rows: 0.2" in message

@@ -118,3 +118,10 @@ def test_a_command_that_is_not_one_is_found(tmp_path: Path) -> None:
     (line,) = commands(page)
     assert "no such option" in complaint(shlex.split(line)[1:], "plan")
     assert job_problems("task: causal-lm\ntrain: {learning_rat: 1}", page)
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
+    assert links
+    assert [link for link in links if not (ROOT / link.split("#")[0]).exists()] == []

@@ -18,6 +18,7 @@ import yaml
 import farthing.train.run
 import workshop
 from farthing.cli import main
+from farthing.cli.parser import verb_module
 from farthing.errors import (
     DataError,
     FarthingError,
@@ -46,6 +47,7 @@ VERBS: dict[str, list[str]] = {
     "export": ["export", "run", "--output", "x"],
     "prices": ["prices"],
     "doctor": ["doctor"],
+    "import": ["import", "x.yaml"],
     "completion": ["completion", "bash"],
 }
 
@@ -82,7 +84,7 @@ def test_the_table_has_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_a_verb_raises_is_its_exit_code(
     verb: str, error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(f"farthing.cli.{verb}.run", raises(error))
+    monkeypatch.setattr(verb_module(verb), "run", raises(error))
     if isinstance(error, BrokenPipeError) and verb in ("train", "probe"):
         code = 1  # they go on when nobody reads: it is another pipe
     assert main(VERBS[verb]) == code
@@ -102,7 +104,7 @@ def piped(command: str, folder: Path) -> tuple[list[int], str]:
 @pytest.mark.parametrize(
     "command", ["--help", "init --schema", "prices --limit 0", "prices --json", "plan job.yaml", "report run"]
 )
-def test_a_reader_that_stops_reading_is_no_crash(command: str, bench: Path) -> None:
+def test_a_reader_of_stdout_that_stops_reading_causes_no_crash(command: str, bench: Path) -> None:
     assert piped(command, bench) == ([0, 0], "")
 
 

@@ -29,8 +29,9 @@ from farthing.cli import main
 from farthing.config.load import load_job
 from farthing.durability import replica as mirror_module
 from farthing.durability.checkpoint import Checkpoints
-from farthing.durability.files import JsonLines, seal, unseal
+from farthing.durability.files import seal, unseal
 from farthing.durability.object_store import Entry, LocalStore, open_store
+from farthing.durability.summed_lines import SummedLines
 from farthing.errors import NoSpace, RunChanged, SaveFailing, StoreDown
 from farthing.events import DataRead, Event, Restored, Saved, StepTaken
 from farthing.train.run import train
@@ -135,16 +136,16 @@ def test_a_log_that_can_not_be_written_ends_the_run_in_words(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    real = JsonLines.append
+    real = SummedLines.append
 
-    def append(lines: JsonLines, row: dict[str, Any]) -> None:
+    def append(lines: SummedLines, row: dict[str, Any]) -> None:
         if lines.path.name == "log.jsonl" and row["step"] == 6:
             raise OSError(number, os.strerror(number))
         real(lines, row)
 
     job = job_in(tmp_path, "run")
     with monkeypatch.context() as patch:
-        patch.setattr(JsonLines, "append", append)
+        patch.setattr(SummedLines, "append", append)
         assert main(["train", str(tmp_path / "run.yaml")]) == 2
     said = capsys.readouterr().err
     assert f"the disk fails: {os.strerror(number)}; what was saved is intact" in said
@@ -174,8 +175,8 @@ def test_memory_that_runs_out_in_an_evaluation_halves_it(
     assert asked[1] == asked[0]  # once as it was, after memory was given back
     assert asked[2] == asked[0] // 2
     assert heard.warnings.count("out of memory in the evaluation") == 2
-    ours = {row["step"]: row["loss"] for row in JsonLines(tmp_path / "run" / "log.jsonl").rows() if "loss" in row}
-    theirs = {row["step"]: row["loss"] for row in JsonLines(tmp_path / "alone" / "log.jsonl").rows() if "loss" in row}
+    ours = {row["step"]: row["loss"] for row in SummedLines(tmp_path / "run" / "log.jsonl").rows() if "loss" in row}
+    theirs = {row["step"]: row["loss"] for row in SummedLines(tmp_path / "alone" / "log.jsonl").rows() if "loss" in row}
     assert ours == theirs, "training never sees it"
 
 

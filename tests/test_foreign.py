@@ -75,10 +75,6 @@ MEDIA = {
     "sound beside": {"prompt": "a", "completion": "b", "audio": {"bytes": b"RIFF", "path": None}},
     "special tokens": {"prompt": "<|vision_start|><|image_pad|><|vision_end|>a", "completion": "b"},
 }
-MASKED = {
-    "openai": {"messages": [USER, {**BAD, "weight": 0}, USER, {**GOOD, "weight": 1}]},
-    "a loss": {"messages": [USER, {**BAD, "loss": False}]},
-}
 OURS = {
     "a label of a topic": {"prompt": "a", "completion": "b", "label": "science"},
     "no picture": {"messages": [USER, GOOD], "images": []},
@@ -88,14 +84,15 @@ OURS = {
     "options of a question": {"prompt": "a", "completion": "b", "choices": ["b", "c"]},
     "a language that is preferred": {"prompt": "a", "completion": "b", "preferred_language": "en"},
     "where it was said": {"text": "a", "video_id": "x1"},
+    "turns that are marked": {"messages": [USER, {**BAD, "weight": 0}, USER, {**GOOD, "weight": 1}]},
     "weights of one": {"messages": [USER, {**GOOD, "weight": 1}]},
 }
 
 
 @pytest.mark.parametrize(
     ("rows", "word"),
-    [(PREFERENCES, "DPO"), (VERDICTS, "KTO"), (RANKED, "ranked"), (MEDIA, "images, sound or video"), (MASKED, "turns")],
-    ids=["preferences", "verdicts", "ranked", "media", "masked"],
+    [(PREFERENCES, "DPO"), (VERDICTS, "KTO"), (RANKED, "ranked"), (MEDIA, "images, sound or video")],
+    ids=["preferences", "verdicts", "ranked", "media"],
 )
 def test_rows_of_other_kinds_are_known_by_name(rows: dict[str, dict[str, Any]], word: str) -> None:
     for name, row in rows.items():

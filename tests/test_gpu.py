@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import farthing.train.run
-import test_prefix
+import test_frozen_layers
 import workshop
 from farthing.data.loader import micro_batches
 from farthing.events import Decided, Event, StepTaken
@@ -123,7 +123,7 @@ def gradients(run: Attempt, step: int = 0) -> tuple[float, dict[str, Tensor]]:
             step,
             step + 1,
             run.batches.examples_of,
-            lambda examples: run.forward.cut(tokens, examples, run.settings.micro_batch_tokens),
+            lambda examples: run.steps.table_of(examples, run.settings.micro_batch_tokens).cells,
             lambda examples: run.forward.collate(tokens, examples),
         )
         sums = run.steps.accumulate(ready)
@@ -495,11 +495,11 @@ def test_ligers_kernels_compute_what_plain_ones_do(method: str, tmp_path: Path) 
 def test_frozen_layers_that_are_kept_change_no_loss(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = test_prefix.upper(tmp_path, "kept", **strict(precision=precision))
+    kept = test_frozen_layers.upper(tmp_path, "kept", **strict(precision=precision))
     assert workshop.train(kept).state == "finished"
     assert json.loads((tmp_path / "kept/settings.json").read_text())["caches_frozen"] is True
     monkeypatch.setattr("farthing.train.frozen.FrozenCacheCost.why_not", lambda _: "not today")
-    plain = test_prefix.upper(tmp_path, "plain", **strict(precision=precision))
+    plain = test_frozen_layers.upper(tmp_path, "plain", **strict(precision=precision))
     workshop.train(plain)
     assert json.loads((tmp_path / "plain/settings.json").read_text())["caches_frozen"] is False
     must_agree(kept, plain, SAME if precision == "fp32" else 0.01)
@@ -534,7 +534,7 @@ def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
         pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
         keys |= {"use_liger_kernel": True}
     if kind == "frozen layers":
-        job = test_prefix.upper(tmp_path, "run", **keys)
+        job = test_frozen_layers.upper(tmp_path, "run", **keys)
     else:
         rows = with_system_prompt(48) if kind == "beginnings" else uneven_rows(48)
         more = {"gradient_checkpointing": True} if kind == "checkpointed" else {}

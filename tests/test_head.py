@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import farthing.model.head
 from farthing.model.activation_checkpointing import checkpoint_layers, saved_bytes
-from farthing.model.attention import can_go_flat, first_position, go_flat
-from farthing.model.documents import flat_batch
+from farthing.model.attention import can_go_packed, first_position, go_packed
+from farthing.model.documents import packed_batch
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.model.head import (
@@ -449,7 +449,7 @@ def packed(model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
         "labels": labels[keep].numpy()[None],
         "lengths": np.array(lengths),
     }
-    return flat_batch(flat)
+    return packed_batch(flat)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -468,8 +468,8 @@ def test_log_probabilities_of_documents_are_those_of_whole_logits(
     theirs = by_whole_logits(model, batch, task)
     their_gradients = gradients_of(model, (theirs * weights).sum())
     layouts: list[dict[str, Any]] = [batch]
-    if can_go_flat(model, task) is None:
-        go_flat(model)
+    if can_go_packed(model, task) is None:
+        go_packed(model)
         layouts.append(packed(model.get_base_model() if is_adapted else model, batch))
     for one in layouts:
         loss, ours = loss_and_log_probs(model, one, task, smoothing, tile_tokens=3)

@@ -118,7 +118,7 @@ def test_a_ledger_that_is_lost_is_made_good_from_the_checkpoints(how: str, tmp_p
     assert ledger.damage is not None
 
 
-def test_a_checkpoint_of_an_earlier_version_knows_no_sum_and_does_no_harm(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_without_sums_changes_nothing_on_the_bill(tmp_path: Path) -> None:
     three_attempts(tmp_path / "ledger.jsonl")
     facts = {"kind": "farthing checkpoint", "step": 5, "run_id": "run-1", "attempt": 1}
     commit_folder(tmp_path / "checkpoints" / "step-00000005-0001", lambda draft: None, facts)
@@ -222,7 +222,7 @@ def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(tmp_path: 
         ledger.begin_at(20)
         for step in range(21, 24):
             ledger.at_step(step, {})
-            ledger.write("running", notice={"what": "x" * 300, "at": 1.0, "is_certain": False})
+            ledger.write("running", notice={"what": "x" * 3000, "at": 1.0, "is_certain": False})
         ledger.close("interrupted")
 
     for k in range(1, 200):

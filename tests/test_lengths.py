@@ -83,7 +83,7 @@ def steps_of(n: int, batch: int) -> list[NDArray[np.int64]]:
 @pytest.mark.parametrize("most", [512, 2048, 8192])
 def test_flat_pieces_are_as_many_and_as_large_as_the_trainer_makes(n: int, batch: int, most: int) -> None:
     tokens = drawn(n)
-    found = from_arrays(tokens, source="drawn").cut(most, batch, is_flat=True)
+    found = from_arrays(tokens, source="drawn").cut(most, batch, is_packed=True)
     pieces = [cut_by_tokens(step, tokens, most) for step in steps_of(n, batch)]
     assert found.n_micro_batches == pytest.approx(np.mean([len(step) for step in pieces]), rel=0.02)
     largest = max((piece for step in pieces for piece in step), key=lambda piece: tokens[piece].sum())
@@ -100,7 +100,7 @@ def test_flat_pieces_are_as_many_and_as_large_as_the_trainer_makes(n: int, batch
 @pytest.mark.parametrize("has_targets", [False, True])
 def test_padded_pieces_are_those_of_the_trainer(n: int, batch: int, most: int, has_targets: bool) -> None:
     tokens, targets = drawn(n), drawn(n, mean=3.0, spread=0.5, seed=1) if has_targets else None
-    found = from_arrays(tokens, targets, source="drawn").cut(most, batch, is_flat=False)
+    found = from_arrays(tokens, targets, source="drawn").cut(most, batch, is_packed=False)
     steps = steps_of(n, batch)[:80]
     pieces = [cut_padded(step, tokens, most, target_lengths=targets) for step in steps]
     assert found.n_micro_batches == pytest.approx(np.mean([len(step) for step in pieces]), rel=0.05)
@@ -119,19 +119,19 @@ def test_padded_pieces_are_those_of_the_trainer(n: int, batch: int, most: int, h
 def test_cutting_at_its_ends() -> None:
     tokens = drawn(500)
     lengths = from_arrays(tokens, source="drawn")
-    for is_flat in (True, False):
-        one = lengths.cut(10**9, 16, is_flat=is_flat)
-        assert (one.n_micro_batches == 1.0) == is_flat, "padding is kept out of large pieces too"
-        alone = lengths.cut(1, 16, is_flat=is_flat)
+    for is_packed in (True, False):
+        one = lengths.cut(10**9, 16, is_packed=is_packed)
+        assert (one.n_micro_batches == 1.0) == is_packed, "padding is kept out of large pieces too"
+        alone = lengths.cut(1, 16, is_packed=is_packed)
         assert (alone.n_micro_batches, alone.largest.n_tokens) == (16, int(tokens.max()))
         assert alone.example.tokens == pytest.approx(lengths.mean)
-    assert lengths.cut(10**9, 9999, is_flat=True).largest.tokens == tokens.sum() == lengths.largest_step(9999)
+    assert lengths.cut(10**9, 9999, is_packed=True).largest.tokens == tokens.sum() == lengths.largest_step(9999)
     assert lengths.largest_step(1) == tokens.max()
     same = from_arrays(np.full(40, 77), source="equal")
-    for is_flat in (True, False):
-        assert same.cut(4 * 77, 12, is_flat=is_flat).n_micro_batches == 3
-        assert same.cut(4 * 77 - 1, 12, is_flat=is_flat).n_micro_batches == 4
-        assert same.cut(4 * 77, 12, is_flat=is_flat).largest.n_tokens == 4 * 77
+    for is_packed in (True, False):
+        assert same.cut(4 * 77, 12, is_packed=is_packed).n_micro_batches == 3
+        assert same.cut(4 * 77 - 1, 12, is_packed=is_packed).n_micro_batches == 4
+        assert same.cut(4 * 77, 12, is_packed=is_packed).largest.n_tokens == 4 * 77
 
 
 def test_inputs_that_are_cut_off() -> None:
@@ -143,18 +143,18 @@ def test_inputs_that_are_cut_off() -> None:
         assert short.longest == 100
         assert short.mean == pytest.approx(np.minimum(tokens, 100).mean())
         assert short.longest_example == both.max()
-        assert short.cut(10**6, 300, is_flat=True).largest.tokens >= both.max()
+        assert short.cut(10**6, 300, is_packed=True).largest.tokens >= both.max()
 
 
 def test_the_same_lengths_give_the_same_bytes() -> None:
     tokens, targets = drawn(3000), drawn(3000, seed=2)
-    twice = [from_arrays(tokens, targets, source="x").cut(900, 48, is_flat=False) for _ in range(2)]
+    twice = [from_arrays(tokens, targets, source="x").cut(900, 48, is_packed=False) for _ in range(2)]
     assert twice[0] == twice[1]
     code = (
         "import numpy as np\nfrom farthing.planner.lengths import *\n"
         "t = (np.arange(3000) * 37 % 900 + 1)\n"
-        "print(from_arrays(t, source='').cut(900, 48, is_flat=True))\n"
-        "print(from_arrays(t, t[::-1], source='').cut(900, 48, is_flat=False))"
+        "print(from_arrays(t, source='').cut(900, 48, is_packed=True))\n"
+        "print(from_arrays(t, t[::-1], source='').cut(900, 48, is_packed=False))"
     )
     said = {
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -180,9 +180,9 @@ def test_cutting_looks_at_a_bounded_number_of_examples_and_at_none_twice(monkeyp
     def ask() -> None:
         for batch in (8, 16, 64, 256):
             for most in (1024, 4096, 65_536):
-                lengths.cut(most, batch, is_flat=True)
+                lengths.cut(most, batch, is_packed=True)
                 lengths.padded(8, batch)
-            pairs.cut(4096, batch, is_flat=False)
+            pairs.cut(4096, batch, is_packed=False)
 
     ask()
     n_flat, n_padded = 4 * 3, 4
@@ -285,7 +285,7 @@ def test_every_token_that_a_run_computes_is_foreseen(tmp_path: Path) -> None:
         train(job, heard)
         lengths, _ = read_lengths(job, cache_dir=cache_of(job))
         steps = heard.of(StepTaken)
-        found = lengths.cut(100, 16, is_flat=family == "llama")
+        found = lengths.cut(100, 16, is_packed=family == "llama")
         computed = len(steps) * 16 * (found.example.tokens + found.example.targets)
         assert computed == pytest.approx(steps[-1].run_padded_tokens, rel=1e-6 if family == "llama" else 0.02)
         (measured,) = read_measurements(cache_of(job) / MEASUREMENTS)
@@ -357,7 +357,7 @@ def test_a_stale_note_is_never_used(change: str, tmp_path: Path, monkeypatch: py
     assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
 
 
-def test_a_note_that_was_tampered_with_is_no_way_out_of_the_cache(tmp_path: Path) -> None:
+def test_a_changed_index_entry_cannot_lead_outside_the_cache(tmp_path: Path) -> None:
     job = make_job(tmp_path, n_rows=20, max_steps=1)
     train(job)
     (note,) = (cache_of(job) / INDEX).glob("*.json")
@@ -368,7 +368,7 @@ def test_a_note_that_was_tampered_with_is_no_way_out_of_the_cache(tmp_path: Path
     assert not read_lengths(job, cache_dir=cache_of(job))[0].is_exact
 
 
-def test_a_cache_that_takes_no_note_is_no_reason_to_fail(tmp_path: Path) -> None:
+def test_a_run_finishes_when_lengths_cannot_be_written_to_the_cache(tmp_path: Path) -> None:
     job = make_job(tmp_path, n_rows=20, max_steps=1)
     cache_of(job).mkdir(parents=True)
     (cache_of(job) / INDEX).write_text("a file where a folder is wanted")
@@ -587,7 +587,7 @@ def test_samples_of_real_sets(
     assert found.longest == pytest.approx(exact.longest, rel=0.10)
     assert found.mean_target == pytest.approx(exact.mean_target, rel=0.15)
     for batch in (16, 64):
-        mine, its = (one.cut(2048, batch, is_flat=False).example for one in (found, exact))
+        mine, its = (one.cut(2048, batch, is_packed=False).example for one in (found, exact))
         assert mine.tokens == pytest.approx(its.tokens, rel=0.05)
 
 

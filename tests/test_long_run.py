@@ -10,7 +10,7 @@ import pytest
 
 from farthing.durability.accounts import read_ledger
 from farthing.report.receipt import build_receipt
-from farthing.report.training_log import read_log
+from farthing.report.training_log import DIGEST, Curve, TrainingLog, keep_digest, read_log
 from long_run import make_run
 
 
@@ -59,10 +59,67 @@ def test_a_log_is_read_fast_to_what_reading_every_line_as_json_gives(tmp_path: P
     assert (log.step, log.loss) == (303, 2.0)
     assert log.n_tokens == sum(row["n_tokens"] for row in steps)
     assert log.n_targets == sum(row["n_targets"] for row in steps)
-    assert log.losses.tolist() == [row["loss"] for row in steps if row["loss"] is not None]
-    assert log.steps.tolist() == [row["step"] for row in steps if row["loss"] is not None]
+    with_loss = [row for row in steps if row["loss"] is not None]
+    assert log.losses.means(1024) == [[row["step"], row["loss"]] for row in with_loss]
     assert log.evaluations == [row for row in rows if "metrics" in row]
     assert log.n_skipped == 1
+
+
+def test_a_digest_changes_nothing_of_what_a_log_says(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", n_steps=5_000, n_evaluations=5, n_attempts=2)
+    path, digest = tmp_path / "run" / "log.jsonl", tmp_path / "run" / DIGEST
+    digest.unlink(missing_ok=True)
+    whole, lines = read_log(path), path.read_bytes().splitlines(keepends=True)
+    assert not digest.exists(), "reading writes nothing"
+    for n_lines in (1, 1023, 2500, len(lines) - 1):
+        path.write_bytes(b"".join(lines[:n_lines]) + lines[n_lines][:40])
+        end = keep_digest(path, worth_bytes=0)
+        assert end == sum(map(len, lines[:n_lines])), "a torn line is not in it"
+        path.write_bytes(b"".join(lines))
+        assert read_log(path) == whole
+    assert keep_digest(path, end, worth_bytes=1 << 30) == end, "not worth writing"
+    path.write_bytes(b"".join(lines).replace(b'"loss": 1.', b'"loss": 2.', 1))  # the first line: another log
+    assert read_log(path) != whole
+    path.write_bytes(b"".join(lines))
+    good = digest.read_bytes()
+    for damaged in (b"", good[:-9], good.replace(b'"n_tokens": ', b'"n_tokens": 1', 1), b'{"version": 1}'):
+        digest.write_bytes(damaged)
+        assert read_log(path) == whole
+    digest.write_bytes(good)
+    path.write_bytes(b"".join(lines[:-2]))  # a resume has taken steps back
+    assert read_log(path).step < whole.step
+
+
+def test_only_what_was_added_to_a_log_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "run", n_steps=3_000, n_evaluations=3, n_attempts=2)
+    path = tmp_path / "run" / "log.jsonl"
+    keep_digest(path, worth_bytes=0)
+    last = path.read_bytes().splitlines(keepends=True)[-2:]
+    with open(path, "ab") as file:
+        file.write(b"".join(last))
+    n_read = 0
+    add_line = TrainingLog.add_line
+
+    def counted(log: TrainingLog, line: bytes) -> None:
+        nonlocal n_read
+        n_read += 1
+        add_line(log, line)
+
+    monkeypatch.setattr(TrainingLog, "add_line", counted)
+    read_log(path)
+    assert n_read == len(last)
+
+
+def test_a_curve_keeps_its_sums_and_both_ends() -> None:
+    curve, values = Curve(), [float(i % 7) for i in range(100_003)]
+    for step, value in enumerate(values, 1):
+        curve.add(step, value)
+    assert len(curve.stretches) <= Curve.MOST
+    assert sum(n for _, n, *_ in curve.stretches) == len(values)
+    assert sum(total for _, _, total, *_ in curve.stretches) == sum(values)
+    assert curve.first == [1, 0.0]
+    assert curve.stretches[-1][0] == len(values)
+    assert len(curve.means(60)) <= 60
 
 
 def test_a_ledger_of_a_month_is_read_in_linear_time(tmp_path: Path) -> None:

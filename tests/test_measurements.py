@@ -15,6 +15,7 @@ import torch
 
 import farthing.train.run
 from farthing.config.job import Job
+from farthing.data.packing import PieceCost
 from farthing.durability.ledger import SPANS
 from farthing.events import Decided, Evaluated, Event, Saved, StepTaken
 from farthing.model.forward import Forward
@@ -100,6 +101,14 @@ def test_torn_and_foreign_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     found = read_measurements(path)
     assert [each.hardware for each in found] == ["x", "after"]
     assert found.n_skipped == len(bad) + 1
+
+
+def test_fields_of_earlier_versions_are_read_under_their_new_names(tmp_path: Path) -> None:
+    path, row = tmp_path / MEASUREMENTS, dataclasses.asdict(some())
+    former = {"checkpoint_every": "every_n_layers", "caches_frozen": "caches_prefix", "is_packed": "is_flat"}
+    assert former.keys() <= row.keys()
+    path.write_text(json.dumps({former.get(name, name): value for name, value in row.items()}) + "\n")
+    assert read_measurements(path) == [some()]
 
 
 def _append(path: Path, name: str) -> None:
@@ -188,7 +197,7 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     longest = found.lengths["longest"] + found.lengths["longest_target"]
     assert (found.global_batch_size, found.checkpoint_every, found.first_layer) == (8, 0, 0)
     assert 0 < found.micro_batch_tokens <= 4 * longest, "four of the longest, as the job says"
-    assert found.is_flat == (family != "t5")
+    assert found.is_packed == (family != "t5")
     assert found.lengths["n_examples"] == 40
 
     rows = [json.loads(line) for line in (Path(job.output_dir) / "log.jsonl").read_text().splitlines()]
@@ -200,7 +209,7 @@ def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     assert found.n_steps <= found.n_micro_batches <= 8 * found.n_steps
     assert found.largest_examples >= 1
     assert longest / 2 < found.largest_tokens <= found.micro_batch_tokens
-    assert (found.n_padded_tokens == found.n_tokens) == found.is_flat
+    assert (found.n_padded_tokens == found.n_tokens) == found.is_packed
 
     assert set(found.spans) <= set(SPANS)
     assert sum(found.spans.values()) <= receipt.wall_s + 0.01
@@ -282,6 +291,21 @@ def test_what_was_promised_is_kept(tmp_path: Path) -> None:
     assert found.promised | {"sha256": ANY} == json.loads((Path(job.output_dir) / "plan.json").read_text())
     assert found.promised["wall_s"] > 0
     assert found.promised["formula"]["compute_s"] > 0
+
+
+def test_the_run_is_cut_by_the_cost_that_its_plan_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    real = farthing.model.forward.cut_padded
+    monkeypatch.setattr(
+        "farthing.model.forward.cut_padded",
+        lambda *given, **named: asked.append(named["cost"]) or real(*given, **named),
+    )
+    monkeypatch.setattr("farthing.planner.search.ON_CPU", PieceCost(4096, 64))
+    job = make_job(tmp_path, "t5", max_steps=2)
+    train(job)
+    assert set(asked) == {PieceCost(4096, 64)}
+    kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
+    assert (kept["least_tokens"], kept["more_tokens"]) == (4096, 64)
 
 
 def test_a_run_is_cut_as_planned_and_its_steps_stay_what_they_are(tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ from transformers import AutoConfig
 import farthing.model.head
 import farthing.planner.memory
 from farthing.planner.lengths import Largest
-from farthing.planner.memory import CUDA_CONTEXT_BYTES, NF4_BYTES, SLACK, Memory, estimate_memory, evaluation_memory
+from farthing.planner.memory import (
+    COMMUNICATION_BYTES,
+    CUDA_CONTEXT_BYTES,
+    NF4_BYTES,
+    SLACK,
+    Memory,
+    estimate_memory,
+    evaluation_memory,
+)
 from farthing.planner.model_config import known_config
 from farthing.planner.recipe import (
     CHUNKED,
@@ -184,7 +192,7 @@ def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
     if is_ours:
         is_plain = not case.dropout and not case.dora
         stack = stack_for(shape.model_type, task, precision, case.method, has_plain_adapters=is_plain)
-    documents = DOCUMENTS if stack.is_flat else ()
+    documents = DOCUMENTS if stack.is_packed else ()
     n_targets = 1 if task == "classification" else round(case.share * (sum(documents) or case.n_tokens))
     kind = {name: value for name, value in config.items() if name != "model_type"}
     kind |= {"num_labels": N_LABELS} if task == "classification" else {}
@@ -316,7 +324,12 @@ def test_parts_add_up_and_the_device_needs_more_than_torch_says() -> None:
     assert found.total_bytes == found.allocated_bytes  # of a processor
     on_gpu = estimate_memory(shape_of("llama"), FULL, SHORT)
     assert on_gpu.reserved_bytes == on_gpu.allocated_bytes + int(SLACK * on_gpu.allocated_bytes)
-    assert on_gpu.total_bytes == on_gpu.reserved_bytes + CUDA_CONTEXT_BYTES
+    assert on_gpu.total_bytes == on_gpu.reserved_bytes + CUDA_CONTEXT_BYTES + on_gpu.cached_bytes
+    assert on_gpu.cached_bytes > 0, "of whole logits the allocator keeps a part"
+    by_positions = replace(FULL, stack=replace(FULL.stack, loss=POSITIONS))
+    assert estimate_memory(shape_of("llama"), by_positions, SHORT).cached_bytes == 0
+    two = replace(by_positions, n_gpus=2, sharding="ddp", global_batch=2 * FULL.global_batch)
+    assert estimate_memory(shape_of("llama"), two, SHORT).cached_bytes == COMMUNICATION_BYTES
 
 
 @pytest.mark.parametrize("model", list(NAMES))
@@ -413,17 +426,17 @@ def test_old_gpus_repeat_keys_and_other_kernels_take_them_as_they_are() -> None:
 
 def test_what_the_trainer_does_with_a_model_is_known_without_it() -> None:
     flat = stack_for("llama", "causal-lm", "bf16", "lora")
-    assert (flat.is_flat, flat.loss, flat.fuses_adapters) == (True, POSITIONS, True)
-    assert not stack_for("llama", "causal-lm", "bf16", "lora", may_go_flat=False).is_flat
+    assert (flat.is_packed, flat.loss, flat.fuses_adapters) == (True, POSITIONS, True)
+    assert not stack_for("llama", "causal-lm", "bf16", "lora", may_go_packed=False).is_packed
     assert stack_for("llama", "causal-lm", "bf16", "lora", has_plain_head=False).loss == LABELLED
     assert not stack_for("llama", "causal-lm", "bf16", "lora", has_plain_adapters=False).fuses_adapters
     assert not stack_for("llama", "causal-lm", "bf16", "qlora").fuses_adapters, "peft's own layers are kept there"
     padded = stack_for("t5", "seq2seq", "bf16", "full")
-    assert (padded.is_flat, padded.loss) == (False, POSITIONS)
+    assert (padded.is_packed, padded.loss) == (False, POSITIONS)
     bigcode = stack_for("gpt_bigcode", "causal-lm", "fp32", "full")
-    assert (bigcode.is_flat, bigcode.loss, bigcode.has_autocast) == (True, LABELLED, False)
-    assert stack_for("bert", "classification", "fp32", "full").is_flat
-    assert not stack_for("distilbert", "classification", "fp32", "full").is_flat
+    assert (bigcode.is_packed, bigcode.loss, bigcode.has_autocast) == (True, LABELLED, False)
+    assert stack_for("bert", "classification", "fp32", "full").is_packed
+    assert not stack_for("distilbert", "classification", "fp32", "full").is_packed
 
 
 def test_sharding_divides_weights_gradients_and_state_and_leaves_activations() -> None:

@@ -58,7 +58,7 @@ def judged(case: Case) -> tuple[MemoryNeed, int]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model(config_for(case), "causal-lm", checkpoint_every=0, is_own=True, **how(case))
         forward = Forward(model, "causal-lm", 0, Numerics(CPU, torch.bfloat16))
-        assert forward.is_flat
+        assert forward.is_packed
 
         def sample_of(n: int) -> Sample:
             of = Documents.of((LENGTH,) * n)

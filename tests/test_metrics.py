@@ -323,7 +323,6 @@ def test_a_model_that_computes_no_numbers_is_measured_as_none(tmp_path: Path, mo
         Forward(watched.model, "classification", inputs.pad_id, choose_numerics("cpu", None, None)),
         examples.tokens,
         examples.indices,
-        tokenizer=inputs.tokenizer,
         most_tokens=100,
     )
     assert found["loss"] is None

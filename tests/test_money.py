@@ -43,7 +43,7 @@ def test_rent_is_hours_times_gpus_times_runs() -> None:
     assert run_on_rent(250 / 50, 10, n_gpus=5) == 250
 
 
-def test_two_cheap_gpus_against_one_dear_one() -> None:
+def test_two_cheap_gpus_against_one_expensive_gpu() -> None:
     one, two = run_on_rent(2.50, 10), run_on_rent(0.50, 7, n_gpus=2)
     assert (one, two) == (25, 7)
     saved = saving(two, one)

@@ -275,7 +275,9 @@ GARBAGE: list[Answer] = [
 
 
 @pytest.mark.parametrize("answer", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_is_no_notice(answer: Answer, metadata: Metadata, ears: Ears) -> None:
+def test_unreadable_answers_of_a_metadata_service_are_not_notices(
+    answer: Answer, metadata: Metadata, ears: Ears
+) -> None:
     metadata.says = dict.fromkeys((ACTION, REBALANCE, PREEMPTED, EVENTS), answer) | {TOKEN: aws_token}
     metadata.headers["Location"] = "http://127.0.0.1:1/elsewhere"
     metadata.headers["Metadata-Flavor"] = "Google"
@@ -489,7 +491,9 @@ def test_a_rebalance_recommendation_saves_now_and_goes_on(quick: Metadata, tmp_p
     assert [notice["is_certain"] for notice in outcome.receipt.notices] == [False]
 
 
-def test_nobody_is_asked_without_a_reason(quick: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_metadata_service_is_asked_on_a_machine_of_no_cloud(
+    quick: Metadata, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nowhere = tmp_path / "firmware"
     honest = farthing.durability.cloud_preemption.cloud_here
     monkeypatch.setattr(farthing.durability.cloud_preemption, "cloud_here", lambda firmware: honest(nowhere))

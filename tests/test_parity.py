@@ -15,6 +15,7 @@ from transformers import get_linear_schedule_with_warmup
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.loader import micro_batches
+from farthing.data.row_table import in_one_lane
 from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.preemption import Notice
 from farthing.events import Event
@@ -24,6 +25,7 @@ from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
 from farthing.train.run import train
+from farthing.train.settled import first_settings
 from farthing.train.setup import build_model, open_examples, open_inputs
 from farthing.train.step import Sums
 
@@ -89,7 +91,8 @@ def open_run(job: Job) -> Attempt:
     model = build_model(job, inputs, numerics, train_examples.tokens.label_names)
     ledger = Ledger(folder / "ledger.jsonl", meter, 0.0)
     context = Context(folder, "test", meter, ledger, Notice(), quiet)
-    return assemble(job, context, inputs, numerics, model, (train_examples, eval_examples), {}, None)
+    settings = first_settings(job, context, inputs, numerics, train_examples, None)
+    return assemble(job, context, inputs, numerics, model, (train_examples, eval_examples), None, settings)
 
 
 def cut_by_rows(examples: Any, most: int) -> list[Any]:
@@ -99,7 +102,9 @@ def cut_by_rows(examples: Any, most: int) -> list[Any]:
 def accumulate(run: Attempt, pieces: list[Any]) -> Sums:
     """Gradients of the first step, cut like this."""
     tokens = run.train_examples.tokens
-    ready = micro_batches(0, 1, run.batches.examples_of, lambda _: pieces, lambda e: run.forward.collate(tokens, e))
+    ready = micro_batches(
+        0, 1, run.batches.examples_of, lambda _: in_one_lane(pieces), lambda e: run.forward.collate(tokens, e)
+    )
     return run.steps.accumulate(ready)
 
 

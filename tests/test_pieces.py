@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from farthing.data.batches import collate, permutation
 from farthing.data.packing import (
     LEAST_SHARE,
-    PIECE_COSTS_TOKENS,
-    collate_flat,
+    ON_CPU,
+    PieceCost,
+    collate_packed,
     cut_by_tokens,
     cut_padded,
     padded_tokens,
@@ -25,8 +26,8 @@ from farthing.data.packing import (
 )
 from farthing.data.token_set import TokenSet
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import first_position, flat_logits, go_flat
-from farthing.model.documents import flat_batch
+from farthing.model.attention import first_position, go_packed, packed_logits
+from farthing.model.documents import packed_batch
 from farthing.model.head import language_model_loss
 from farthing.model.loss import summed_loss
 from farthing.tasks.task import IGNORED
@@ -119,7 +120,7 @@ def test_padded_pieces_hold_every_example_once_within_budget_and_share(seed: int
     lengths = some_lengths(seed)
     targets = np.random.default_rng(seed).integers(1, 50, len(lengths)) if two_sides else None
     examples = permutation(len(lengths), seed, 0)
-    pieces = cut_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, piece_costs_tokens=0)
+    pieces = cut_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, cost=PieceCost(0, 0))
     assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
     sizes = lengths[:, None] if targets is None else np.stack([lengths, targets], 1)
     computed = [padded_tokens(sizes[piece]) for piece in pieces]
@@ -127,7 +128,7 @@ def test_padded_pieces_hold_every_example_once_within_budget_and_share(seed: int
     assert max(len(piece) for piece in pieces) <= 64
     assert computed == sorted(computed, reverse=True)
     assert sizes.sum() >= LEAST_SHARE * sum(computed)
-    again = cut_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, piece_costs_tokens=0)
+    again = cut_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, cost=PieceCost(0, 0))
     assert [piece.tolist() for piece in again] == [piece.tolist() for piece in pieces]
 
 
@@ -139,8 +140,8 @@ def test_equal_lengths_are_not_split_further_than_the_budget_asks() -> None:
 def test_no_piece_is_split_for_less_than_a_piece_costs() -> None:
     lengths = np.array([100, 100, 60, 60, 20, 19])
     assert [piece.tolist() for piece in cut_padded(np.arange(6), lengths, 1000)] == [[0, 1], [2, 3], [4, 5]]
-    assert [len(piece) for piece in cut_padded(np.arange(6), lengths, 1000, piece_costs_tokens=100)] == [4, 2]
-    assert len(cut_padded(np.arange(6), lengths, 1000, piece_costs_tokens=300)) == 1
+    assert [len(piece) for piece in cut_padded(np.arange(6), lengths, 1000, cost=PieceCost(0, 100))] == [4, 2]
+    assert len(cut_padded(np.arange(6), lengths, 1000, cost=PieceCost(0, 300))) == 1
 
 
 def test_padded_tokens_are_those_of_the_collation() -> None:
@@ -156,7 +157,7 @@ def test_padded_tokens_are_those_of_the_collation() -> None:
 
 def test_a_flat_batch_is_its_examples_end_to_end() -> None:
     tokens = token_set(np.array([5, 1, 3, 4]))
-    batch = collate_flat(tokens, [2, 0, 1], "causal-lm", first_position=2)
+    batch = collate_packed(tokens, [2, 0, 1], "causal-lm", first_position=2)
     rows = [tokens.example(index) for index in (2, 0, 1)]
     assert batch["lengths"].tolist() == [3, 5, 1]
     assert batch["input_ids"].tolist() == [[int(i) for ids, _ in rows for i in ids]]
@@ -173,16 +174,16 @@ def test_a_flat_batch_is_its_examples_end_to_end() -> None:
 def test_the_first_token_of_a_document_is_never_predicted() -> None:
     tokens = token_set(np.array([4, 4]))
     tokens.targets[:] = 1
-    labels = collate_flat(tokens, [0, 1], "causal-lm")["labels"][0]
+    labels = collate_packed(tokens, [0, 1], "causal-lm")["labels"][0]
     assert (labels == IGNORED).tolist() == [True, False, False, False] * 2
 
 
 def test_what_can_not_be_laid_flat_is_refused() -> None:
     tokens = token_set(np.array([4, 4]))
     with pytest.raises(ValueError, match="pad it"):
-        collate_flat(tokens, [0], "seq2seq")
+        collate_packed(tokens, [0], "seq2seq")
     with pytest.raises(ValueError, match="at least one token"):
-        collate_flat(tokens, [], "causal-lm")
+        collate_packed(tokens, [], "causal-lm")
 
 
 # ---- the sum over pieces is the padded batch ----
@@ -216,7 +217,7 @@ def model_of(task: str, method: str) -> Any:
 
 
 def flat_loss(model: Any, batch: dict[str, Any], task: str) -> torch.Tensor:
-    scores, labels = flat_logits(model, batch, task), batch["labels"]
+    scores, labels = packed_logits(model, batch, task), batch["labels"]
     if task == "causal-lm":
         scores, labels = scores[0, :-1], labels[0, 1:]
     return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum")
@@ -239,12 +240,12 @@ def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(task: st
     loss = summed_loss(model, padded, task)[0]
     theirs, total = gradients(loss), 0.0
     ours = [torch.zeros_like(gradient) for gradient in theirs]
-    go_flat(model)
+    go_packed(model)
     begin = first_position(model.config)
     pieces = cut_by_tokens(examples, tokens.lengths, budget)
     assert len(pieces) == {1: 10, 40: 3, 10_000: 1}[budget]
     for piece in pieces:
-        part = flat_loss(model, flat_batch(collate_flat(tokens, piece, task, begin)), task)
+        part = flat_loss(model, packed_batch(collate_packed(tokens, piece, task, begin)), task)
         total += float(part.detach())
         ours = [one + other for one, other in zip(ours, gradients(part), strict=True)]
     assert total == pytest.approx(float(loss.detach()), rel=CLOSE)
@@ -260,8 +261,8 @@ def test_the_head_that_pays_for_labelled_positions_takes_flat_batches(method: st
     named = [p for p in model.parameters() if p.requires_grad]
     whole = summed_loss(model, padded, "causal-lm")[0]
     theirs = torch.autograd.grad(whole, named)
-    go_flat(model)
-    ours = language_model_loss(model, flat_batch(collate_flat(tokens, range(4), "causal-lm")), "causal-lm")
+    go_packed(model)
+    ours = language_model_loss(model, packed_batch(collate_packed(tokens, range(4), "causal-lm")), "causal-lm")
     assert float(ours.detach()) == pytest.approx(float(whole.detach()), rel=CLOSE)
     for one, other in zip(torch.autograd.grad(ours, named), theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
@@ -281,7 +282,7 @@ def real_lengths(data_dir: Path, file: str, tokenizer: str, *columns: str) -> li
 
 
 @pytest.mark.parametrize("batch", [32, 128])
-@pytest.mark.parametrize(("costs", "least"), [(0, LEAST_SHARE), (PIECE_COSTS_TOKENS, 0.92)])
+@pytest.mark.parametrize(("costs", "least"), [(0, LEAST_SHARE), (ON_CPU.more_tokens, 0.92)])
 def test_almost_all_computed_tokens_of_real_sets_are_useful(
     costs: int, least: float, batch: int, data_dir: Path
 ) -> None:
@@ -293,7 +294,23 @@ def test_almost_all_computed_tokens_of_real_sets_are_useful(
         order = permutation(len(lengths), 0, 0)
         for start in range(0, len(order) - batch, batch):
             step = order[start : start + batch]
-            pieces = cut_padded(step, lengths, 8192, target_lengths=targets, piece_costs_tokens=costs)
+            pieces = cut_padded(step, lengths, 8192, target_lengths=targets, cost=PieceCost(0, costs))
             useful += int(sum(sizes[piece].sum() for piece in pieces))
             computed += sum(padded_tokens(sizes[piece]) for piece in pieces)
         assert useful >= least * computed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_splitting_with_a_floor_of_costs_is_never_more_expensive(seed: int) -> None:
+    """On a GPU a small piece takes as long as its launches: neither one batch nor a processor's cut is cheaper."""
+    lengths = some_lengths(seed)
+    on_gpu = PieceCost(2048, 256)
+
+    def cost(**how: Any) -> int:
+        pieces = cut_padded(np.arange(len(lengths)), lengths, 16_384, **how)
+        return sum(int(on_gpu.of(padded_tokens(lengths[piece][:, None]))) for piece in pieces)
+
+    assert cost(cost=on_gpu) <= cost()
+    assert cost(cost=on_gpu) <= cost(least_share=0.0)
+    few = cut_padded(np.arange(len(lengths)), lengths, 16_384, cost=PieceCost(10**6, 0))
+    assert len(few) == len(cut_padded(np.arange(len(lengths)), lengths, 16_384, least_share=0.0)), "nothing to gain"

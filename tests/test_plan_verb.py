@@ -78,7 +78,7 @@ def test_the_table_reads_at_80_columns(job: str, capsys: pytest.CaptureFixture[s
     words = " ".join(out.split())
     for part in (
         "more choices (--limit N)",
-        "With several GPUs, which farthing cannot train on yet",
+        "With several GPUs: not run on any so far; with fsdp farthing cannot train on these yet",
         "this machine (Old CPU): needs",
         "spot or not: ",
         "Why not the other",
@@ -326,6 +326,19 @@ def test_a_throughput_that_is_known_is_reckoned_with_by_hand(job: str, capsys: p
     assert (round(found["times_as_fast"], 2), round(found["saved_share"], 2)) == (1.54, 0.35)
     _, out, _ = run(capsys, job, *SMALL, "--examples", "1000", "--step-time", "200ms", "130ms")
     assert "1.54 x as fast, 35% fewer dollars" in out
+
+
+def test_hours_that_are_paid_by_the_gigabyte(job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """15 GB x 9 h are 135 units at $9.99 per 100: $13.49, and two packs to have them."""
+    prices = tmp_path / "colab.csv"
+    prices.write_text(
+        "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,source,date\n"
+        "Colab,T4,T4,1,any,,on-demand,gb_hour,0.0999,made up,2026-11-01\n"
+    )
+    known = ("--examples", "54000", "--mean-tokens", "300", "--samples-per-min", "100", "--prices", str(prices))
+    found = run_json(capsys, job, *known, "--set", "train.num_train_epochs=1")["by_hand"]
+    assert (found["hours"], round(found["units"], 1), round(found["usd"], 2)) == (9.0, 135.0, 13.49)
+    assert "15 GB x 9.00 h = 135.0 units" in found["words"][0]
 
 
 def test_a_cap_on_gpu_hours_says_the_throughput_that_would_do(job: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,8 +211,10 @@ def test_more_runs_than_a_month_has_hours_is_said(study: Study) -> None:
 def test_a_service_is_named_for_models_that_it_takes(tmp_path: Path, view: dict[str, Any]) -> None:
     takes = {service["what"] for service in view["managed"] if service["takes_the_model"]}
     assert takes == {"LoRA up to 16B"}
+    assert [service["usd"] for service in view["managed"]] == sorted(service["usd"] for service in view["managed"])
     full = plan_view(ask(tmp_path, {"method": "full"}, max_gpus=1))
-    assert not any(service["takes_the_model"] for service in full["managed"])
+    assert {service["what"] for service in full["managed"] if service["takes_the_model"]} == {"full up to 16B"}
+    assert {service["you_get"] for service in full["managed"] if service["takes_the_model"]} == {"the weights"}
 
 
 def test_plans_are_found_by_rank_and_by_name(view: dict[str, Any]) -> None:
@@ -331,7 +333,7 @@ def test_the_first_is_at_a_price_that_can_be_had(study: Study) -> None:
     low, _, high = (usd / alone.total_usd for usd in alone.usd_range.as_list())
     assert spread(answers["old"], 0) < low
     assert spread(answers["old"], 2) > high
-    assert spread(answers["from"], 0) == pytest.approx(low)
+    assert spread(answers["from"], 0) == pytest.approx(low, rel=0.02)
     assert spread(answers["from"], 2) > high
 
 

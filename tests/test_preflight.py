@@ -42,7 +42,7 @@ def in_a_process(folder: Path, *argv: str, **environment: str) -> tuple[int, str
 
 @pytest.mark.parametrize("verb", ["train", "plan", "doctor", "probe"])
 def test_every_fault_is_told_at_once_and_nothing_heavy_is_imported(verb: str, desk: Desk) -> None:
-    desk.rows([{"question": "a", "answer": "b"}])
+    desk.rows([{"left": "a", "right": "b"}])
     desk.rows([{"prompt": "a", "chosen": "b", "rejected": "c"}], "eval.jsonl")
     desk.set("data", eval="eval.jsonl")
     desk.values["model"] = "./no-such-model"
@@ -51,7 +51,7 @@ def test_every_fault_is_told_at_once_and_nothing_heavy_is_imported(verb: str, de
     assert code == 2
     assert heavy == [], said
     for words in (
-        "train.jsonl: the columns (answer, question)",
+        "train.jsonl: the columns (left, right)",
         "preference data (DPO",
         "no such folder for the model",
     ):

@@ -92,8 +92,12 @@ def test_sorting_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
     assert isinstance(everything["is_stale"], bool)
 
 
-def test_managed_training_is_shown_by_what_is_paid_for(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, "--provider", "together")
+def test_managed_training_is_shown_by_what_is_paid_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.csv"
+    header = "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,vcpus,ram_gib,source,date"
+    row = "Together,LoRA up to 16B,,0,any,,on-demand,million_tokens,0.48,,,made,2026-05-08"
+    path.write_text(f"{header}\n{row}\n", encoding="utf-8")
+    _, out, _ = run(capsys, "--prices", str(path))
     line = next(line for line in out.splitlines() if "LoRA up to 16B" in line)
     assert "$0.48" in line
     assert "/M tokens" in line

@@ -17,15 +17,15 @@ import farthing.train.assemble
 import farthing.train.run
 import workshop
 from farthing.cli import main
-from farthing.data.packing import collate_flat
+from farthing.data.packing import collate_packed
 from farthing.errors import ModelError
 from farthing.events import Event, Restored, StepTaken
 from farthing.export.folders import export_run
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
-from farthing.model.attention import go_flat
-from farthing.model.documents import flat_batch
-from farthing.model.frozen_cache import open_prefix_cache
-from farthing.model.frozen_layers import find_prefix
+from farthing.model.attention import go_packed
+from farthing.model.documents import packed_batch
+from farthing.model.frozen_cache import open_frozen_cache
+from farthing.model.frozen_layers import find_frozen_layers
 from farthing.model.hardware import Numerics
 from farthing.model.head import language_model_loss
 from farthing.model.load import FourBits, ModelChoice, load_config, load_model
@@ -200,20 +200,20 @@ def test_frozen_layers_in_four_bits_are_computed_once_and_told_apart_by_their_sc
         choice, load_config(choice), "causal-lm", dtype=torch.float32, seed=0, in_four_bits=FourBits(cpu), pad_id=0
     )
     model = add_adapter(base, Adapter(r=4, target_modules=("layers.1.mlp.up_proj",)), "causal-lm", 0).train()
-    go_flat(model)
-    prefix = find_prefix(model, "causal-lm")
-    assert not isinstance(prefix, str), prefix
+    go_packed(model)
+    frozen = find_frozen_layers(model, "causal-lm")
+    assert not isinstance(frozen, str), frozen
     tokens, examples = token_set(np.array([5, 9, 1, 20])), np.arange(4)
-    cache = open_prefix_cache(prefix, tokens, examples, tmp_path, numerics=Numerics(cpu, None), most_tokens=100)
+    cache = open_frozen_cache(frozen, tokens, examples, tmp_path, numerics=Numerics(cpu, None), most_tokens=100)
     assert not isinstance(cache, str), cache
-    batch = flat_batch(collate_flat(tokens, examples, "causal-lm"))
+    batch = packed_batch(collate_packed(tokens, examples, "causal-lm"))
     theirs = language_model_loss(model, batch, "causal-lm")
-    with prefix.resume(cache.rows(examples)):
+    with frozen.resume(cache.rows(examples)):
         ours = language_model_loss(model, batch, "causal-lm")
     assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-5)
-    before = prefix.sha256()
-    prefix.layers[0].mlp.up_proj.weight.quant_state.state2.absmax[0] *= 1.01
-    assert prefix.sha256() != before
+    before = frozen.sha256()
+    frozen.layers[0].mlp.up_proj.weight.quant_state.state2.absmax[0] *= 1.01
+    assert frozen.sha256() != before
 
 
 def test_state_is_there_before_the_first_step_and_comes_back_into_the_same_pages() -> None:

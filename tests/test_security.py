@@ -361,7 +361,7 @@ def test_a_manifest_can_not_name_files_outside_its_folder(name: str, two_saves: 
 @pytest.mark.parametrize(
     "content", [nested(), b"[" * 500_000, b"\x1f\x8b" + b"\0" * 99], ids=["objects", "lists", "gzip"]
 )
-def test_a_manifest_that_is_no_manifest_is_refused(content: bytes, two_saves: Path, marker: Path) -> None:
+def test_a_malformed_manifest_is_refused(content: bytes, two_saves: Path, marker: Path) -> None:
     (newest(two_saves) / "manifest.json").write_bytes(content)
     goes_on_from_the_one_before(two_saves, marker)
 
@@ -463,7 +463,7 @@ def test_a_hostile_commit_is_refused_before_anything_is_fetched(
 
 
 @pytest.mark.parametrize("what", ["pickle", "nested", "gzip", "empty"])
-def test_a_commit_that_is_no_commit_is_refused(what: str, two_copies: Model, tmp_path: Path, marker: Path) -> None:
+def test_a_malformed_commit_is_refused(what: str, two_copies: Model, tmp_path: Path, marker: Path) -> None:
     content = {"nested": nested(), "gzip": gzip.compress(b" " * (50 << 20)), "empty": b"", **pickles(marker)}[what]
     two_copies.objects[max(two_copies.list("commits/"))] = content
     takes_the_one_before(two_copies, tmp_path, marker)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from farthing.data.packing import ON_CPU, PieceCost
 from farthing.durability.run_folder import PLAN, SETTINGS
 from farthing.events import Decided, Event
 from farthing.model.forward import Forward
@@ -24,12 +25,15 @@ EVERYTHING = Settings(512, 2, 64, True, False, True, "liger", "bf16", True)
 def test_what_was_written_is_read_and_so_is_what_earlier_versions_wrote() -> None:
     assert Settings.from_json(json.loads(json.dumps(EVERYTHING.to_json()))) == EVERYTHING
     assert Settings.from_json({"most_tokens": 77, "every_n_layers": 1, "of_another": 3}) == Settings(77, 1)
+    assert PieceCost(Settings().least_tokens, Settings().more_tokens) == ON_CPU, "as runs of before were cut"
     assert Settings(100).with_probed(EVERYTHING) == Settings(512, 2, 64, probed=True)
 
 
-@pytest.mark.parametrize("name", ["micro_batch_tokens", "checkpoint_every", "tile_tokens", "compiled", "precision"])
+@pytest.mark.parametrize(
+    "name", ["micro_batch_tokens", "checkpoint_every", "tile_tokens", "compiled", "precision", "more_tokens"]
+)
 @pytest.mark.parametrize("bad", [-1, 1.5, [2]])
-def test_what_nobody_writes_is_refused(name: str, bad: Any) -> None:
+def test_values_that_farthing_never_writes_are_refused(name: str, bad: Any) -> None:
     with pytest.raises(ValueError, match="no settings"):
         Settings.from_json(EVERYTHING.to_json() | {name: bad})
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from farthing.data import prefix_sharing as shared
 from farthing.data.batches import Batches, collate, permutation
-from farthing.data.packing import collate_flat, cut_by_tokens
+from farthing.data.packing import collate_packed, cut_by_tokens
 from farthing.data.prefix_sharing import (
     COPY_SHARE,
     LEAST_TOKENS,
@@ -32,8 +32,8 @@ from farthing.data.tokens import tokenize
 from farthing.model import attention_kernels
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import DECODERS, ENCODERS, attend, can_share, flat_logits, go_flat
-from farthing.model.documents import Documents, flat_batch
+from farthing.model.attention import DECODERS, ENCODERS, attend, can_share, go_packed, packed_logits
+from farthing.model.documents import Documents, packed_batch
 from farthing.model.head import find_labelled, language_model_loss
 from farthing.model.loss import summed_loss
 from farthing.tasks.task import IGNORED
@@ -139,7 +139,7 @@ def test_a_shared_batch_leaves_out_what_was_there_before() -> None:
 
 def test_where_nothing_is_in_common_the_batch_is_the_flat_one() -> None:
     tokens = token_set([[5] * 31 + [index, 9] for index in range(3)], [32] * 3)
-    flat, ours = (lay(tokens, np.arange(3), "causal-lm") for lay in (collate_flat, collate_shared))
+    flat, ours = (lay(tokens, np.arange(3), "causal-lm") for lay in (collate_packed, collate_shared))
     assert flat.keys() == ours.keys()
     assert all((flat[name] == ours[name]).all() for name in flat)
 
@@ -149,7 +149,7 @@ def test_where_nothing_is_in_common_the_batch_is_the_flat_one() -> None:
 def test_a_shared_batch_asks_for_the_same_predictions_from_the_same_texts(seed: int) -> None:
     tokens = some_tree(seed, n=10)
     examples = permutation(10, seed, 0)
-    ours, flat = (lay(tokens, examples, "causal-lm") for lay in (collate_shared, collate_flat))
+    ours, flat = (lay(tokens, examples, "causal-lm") for lay in (collate_shared, collate_packed))
     found = find_labelled(torch.from_numpy(ours["labels"]), predicts_next=True)
     asked = find_labelled(torch.from_numpy(flat["labels"]), predicts_next=True)
     assert found.targets.tolist() == asked.targets.tolist()
@@ -267,8 +267,8 @@ def test_real_chats_pay_with_one_system_prompt_and_not_without(
 
 def losses_of(model: Any, tokens: TokenSet, *, is_shared: bool) -> Tensor:
     """The summed loss of all examples as one flat micro-batch."""
-    lay = collate_shared if is_shared else collate_flat
-    return language_model_loss(model, flat_batch(lay(tokens, np.arange(len(tokens)), "causal-lm")), "causal-lm")
+    lay = collate_shared if is_shared else collate_packed
+    return language_model_loss(model, packed_batch(lay(tokens, np.arange(len(tokens)), "causal-lm")), "causal-lm")
 
 
 def padded_loss(model: Any, tokens: TokenSet) -> Tensor:
@@ -290,7 +290,7 @@ def test_losses_and_gradients_are_those_of_whole_padded_examples(family: str, se
     assert n_left_out(tokens) > 10
     padded = padded_loss(model, tokens)
     theirs = gradients(model, padded)
-    go_flat(model)
+    go_packed(model)
     ours = losses_of(model, tokens, is_shared=True)
     assert float(ours.detach()) == pytest.approx(float(padded.detach()), rel=CLOSE)
     assert_same(gradients(model, ours), theirs)
@@ -303,7 +303,7 @@ def test_every_other_family_that_shares_is_right(family: str) -> None:
     padded = padded_loss(model, tokens)
     theirs = gradients(model, padded)
     assert can_share(model, "causal-lm") is None
-    go_flat(model)
+    go_packed(model)
     ours = losses_of(model, tokens, is_shared=True)
     assert float(ours.detach()) == pytest.approx(float(padded.detach()), rel=CLOSE)
     assert_same(gradients(model, ours), theirs, 3 * CLOSE)
@@ -314,12 +314,12 @@ def test_every_other_family_that_shares_is_right(family: str) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "starcoder2"])
 def test_in_double_precision_the_difference_is_rounding(family: str, seed: int) -> None:
     model, tokens = model_of(family, seed=seed).double(), some_tree(seed)
-    go_flat(model)
+    go_packed(model)
     found = []
-    for lay in (collate_flat, collate_shared):
-        batch = flat_batch(lay(tokens, np.arange(len(tokens)), "causal-lm"))
+    for lay in (collate_packed, collate_shared):
+        batch = packed_batch(lay(tokens, np.arange(len(tokens)), "causal-lm"))
         labelled = find_labelled(batch["labels"], predicts_next=True)
-        scores = flat_logits(model, batch, "causal-lm")[0, labelled.positions]
+        scores = packed_logits(model, batch, "causal-lm")[0, labelled.positions]
         loss = F.cross_entropy(scores, labelled.targets, reduction="sum")
         found.append((float(loss.detach()), gradients(model, loss)))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-10)
@@ -331,7 +331,7 @@ def test_a_long_prefix_under_many_heads_a_group() -> None:
     draw = np.random.default_rng(0)
     system = draw.integers(3, 99, 400).tolist()
     tokens = token_set([system + draw.integers(3, 99, n).tolist() for n in (9, 20, 20, 20, 41)], [405] * 5)
-    go_flat(model)
+    go_packed(model)
     flat, ours = (losses_of(model, tokens, is_shared=is_shared) for is_shared in (False, True))
     assert float(ours.detach()) == pytest.approx(float(flat.detach()), rel=CLOSE)
     assert_same(gradients(model, ours), gradients(model, flat))
@@ -348,7 +348,7 @@ def test_recomputed_layers_and_adapters_share_alike(family: str, method: str) ->
             if "lora_B" in name:
                 parameter.data.normal_(std=0.1)
     theirs = gradients(model, padded_loss(model, tokens))
-    go_flat(model)
+    go_packed(model)
     checkpoint_layers(model, 1)
     assert_same(gradients(model, losses_of(model, tokens, is_shared=True)), theirs)
 
@@ -359,12 +359,12 @@ def test_gradients_over_pieces_add_up_to_those_of_one_padded_batch(budget: int) 
     model, tokens = model_of("llama"), some_tree(2, n=20)
     padded = padded_loss(model, tokens)
     theirs = gradients(model, padded)
-    go_flat(model)
+    go_packed(model)
     pieces = cut_shared(tokens, np.arange(20), budget)
     assert len(pieces) == 20 if budget == 1 else len(pieces) == 1 if budget == 10_000 else 2 < len(pieces) < 20
     total = torch.stack(
         [
-            language_model_loss(model, flat_batch(collate_shared(tokens, piece, "causal-lm")), "causal-lm")
+            language_model_loss(model, packed_batch(collate_shared(tokens, piece, "causal-lm")), "causal-lm")
             for piece in pieces
         ]
     ).sum()
@@ -377,7 +377,7 @@ def test_gradients_over_pieces_add_up_to_those_of_one_padded_batch(budget: int) 
 def test_bf16_autocast_is_as_close_as_without_sharing(family: str) -> None:
     model, tokens = model_of(family), some_tree(3, n=16)
     exact = gradients(model, padded_loss(model, tokens))
-    go_flat(model)
+    go_packed(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         flat, ours = (gradients(model, losses_of(model, tokens, is_shared=way)) for way in (False, True))
 
@@ -425,10 +425,10 @@ def test_classification_reads_the_last_token_of_the_whole_text(family: str) -> N
     alone = torch.cat([model(input_ids=torch.tensor([text])).logits for text in texts])
     labels = torch.tensor(tokens.labels, dtype=torch.int64)
     theirs = gradients(model, F.cross_entropy(alone, labels, reduction="sum"))
-    go_flat(model)
-    batch = flat_batch(collate_shared(tokens, np.arange(9), "classification"))
+    go_packed(model)
+    batch = packed_batch(collate_shared(tokens, np.arange(9), "classification"))
     assert batch["input_ids"][0, -2:].tolist() == [1, 1]
-    ours = flat_logits(model, batch, "classification")
+    ours = packed_logits(model, batch, "classification")
     torch.testing.assert_close(ours, alone, rtol=CLOSE, atol=CLOSE)
     assert batch["labels"].tolist() == labels.tolist()
     assert_same(gradients(model, F.cross_entropy(ours, batch["labels"], reduction="sum")), theirs)
@@ -441,16 +441,16 @@ def test_classification_reads_the_last_token_of_the_whole_text(family: str) -> N
 def test_only_what_is_shared_moves_others(family: str) -> None:
     draw = np.random.default_rng(0)
     model, prefix = model_of(family, max_position_embeddings=128, n_positions=128), draw.integers(3, 99, 40).tolist()
-    go_flat(model)
+    go_packed(model)
     owns = [draw.integers(3, 99, n).tolist() for n in (9, 9, 4, 14)]
     places = [range(40 + 2, 40 + len(own)) for own in owns]
 
     def losses(prefix: list[int], owns: list[list[int]]) -> list[Tensor]:
         tokens = token_set([prefix + own for own in owns], [42] * 4)
-        batch = flat_batch(collate_shared(tokens, np.arange(4), "causal-lm"))
+        batch = packed_batch(collate_shared(tokens, np.arange(4), "causal-lm"))
         assert batch["input_ids"].numel() == 40 + sum(map(len, owns))
         labelled = find_labelled(batch["labels"], predicts_next=True)
-        scores = flat_logits(model, batch, "causal-lm")[0, labelled.positions]
+        scores = packed_logits(model, batch, "causal-lm")[0, labelled.positions]
         each = F.cross_entropy(scores, labelled.targets, reduction="none")
         return list(each.detach().split([len(place) for place in places]))
 
@@ -474,7 +474,7 @@ def a_batch(seed: int = 1) -> tuple[Documents, Tensor]:
     """Documents that go on from each other, and bool [T, T]: what each token sees without a window."""
     tokens = some_tree(seed, n=8)
     arrays = collate_shared(tokens, np.arange(8), "causal-lm")
-    documents = flat_batch(arrays)["documents"]
+    documents = packed_batch(arrays)["documents"]
     seen = torch.zeros(arrays["input_ids"].size, arrays["input_ids"].size, dtype=torch.bool)
     rows = np.split(arrays["key_rows"], np.cumsum(arrays["key_lengths"])[:-1])
     for row, own in zip(rows, arrays["lengths"], strict=True):
@@ -614,12 +614,12 @@ def test_kernels_of_a_gpu_are_told_which_keys_are_seen(
 @pytest.mark.parametrize("task", ["causal-lm", "classification"])
 def test_a_shared_forward_pass_never_waits_for_the_device(task: str) -> None:
     model = model_of("llama", task)
-    go_flat(model)
+    go_packed(model)
     tokens = some_tree(1)
     tokens = token_set([tokens.example(index)[0].tolist() for index in range(8)], [40] * 8, labels=[0] * 8)
-    batch = flat_batch(collate_shared(tokens, np.arange(8), task))
+    batch = packed_batch(collate_shared(tokens, np.arange(8), task))
     with Waits() as waits:
-        flat_logits(model, batch, task)
+        packed_logits(model, batch, task)
     assert waits.n == 0
 
 
@@ -634,9 +634,9 @@ def test_masks_are_made_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(attention_kernels, "causal_mask", counted)
     model, tokens = model_of("llama", num_hidden_layers=4), some_tree(1)
-    go_flat(model)
-    batch = flat_batch(collate_shared(tokens, np.arange(8), "causal-lm"))
-    flat_logits(model, batch, "causal-lm")
+    go_packed(model)
+    batch = packed_batch(collate_shared(tokens, np.arange(8), "causal-lm"))
+    packed_logits(model, batch, "causal-lm")
     documents = batch["documents"]
     both = set(zip(documents.lengths, documents.key_lengths, strict=True))
     assert sorted(made) == sorted((n, keys) for n, keys in both if 1 < n < keys)
@@ -647,7 +647,7 @@ def test_a_model_that_drops_is_exact_in_evaluation_and_repeatable_in_training() 
     model, tokens = model_of("gpt2", attn_pdrop=0.2, resid_pdrop=0.2), some_tree(1)
     model.eval()
     padded = padded_loss(model, tokens)
-    go_flat(model)
+    go_packed(model)
     assert float(losses_of(model, tokens, is_shared=True).detach()) == pytest.approx(float(padded.detach()), rel=CLOSE)
     model.train()
     draws = []

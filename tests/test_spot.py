@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import spot_replay
 from farthing.errors import UserMistake
 from farthing.planner.spot import (
     Interruptions,
+    Now,
     SaveSchedule,
     best_interval_s,
     choose,
@@ -24,7 +26,7 @@ from farthing.planner.spot import (
     prior,
     young_interval_s,
 )
-from farthing.planner.uptime import Spell, Weibull, fit_law, spells_of
+from farthing.planner.uptime import Measured, Spell, Weibull, fit_law, spells_of
 
 H = 3600.0
 BURSTY = Interruptions(Weibull(3 * H, 0.6), Weibull(1 * H, 0.7))
@@ -114,7 +116,8 @@ def test_no_interval_does_better_than_the_best_one() -> None:
 def test_expected_times_are_the_mean_of_drawn_paths(zone: Interruptions, work_h: float) -> None:
     saves = SaveSchedule(1200, 30, 300)
     expected = expect(work_h * H, saves, zone)
-    paths = draw_paths(work_h * H, saves, zone, deadline_s=1e12, n_paths=40_000)
+    certain = replace(zone, drift=0.0, n_spells=math.inf)
+    paths = draw_paths(work_h * H, saves, certain, deadline_s=1e12, n_paths=40_000)
     assert expected.billed_s == pytest.approx(paths.spot_s.mean(), rel=0.01)
     assert expected.wall_s == pytest.approx(paths.wall_s.mean(), rel=0.02)
 
@@ -231,7 +234,7 @@ def test_the_mixture_meets_deadlines_that_spot_alone_would_miss() -> None:
     assert again == choice
 
 
-def test_dear_or_late_spot_is_left() -> None:
+def test_spot_that_costs_more_or_ends_late_is_not_chosen() -> None:
     saves = SaveSchedule(1200, 30, 300)
     dear = choose(30 * H, saves, BURSTY, spot_usd_per_h=2.9, on_demand_usd_per_h=3)
     assert dear.best.kind == "on demand"
@@ -307,3 +310,45 @@ def test_replayed_cost_and_hours_are_about_the_predicted_ones(way: str, most_wal
 def test_measured_spells_are_not_exponential() -> None:
     shapes = [fit_law(spells_of(trace.available, trace.gap_s)[0], "weibull") for trace in measured_traces()]
     assert all(isinstance(law, Weibull) and law.shape < 1 for law in shapes)
+
+
+# ---- what is known now, and what is not known of a zone ----
+
+
+@pytest.mark.parametrize("law", [Weibull(H, 0.6), measured(BURSTY, 4000).up])
+def test_the_rest_of_a_spell_of_a_known_age(law: Weibull | Measured) -> None:
+    """Of those that have lasted as long, by the law's own survival; young spells are at risk, old ones last."""
+    chance = np.random.default_rng(3)
+    for age_s in (0.0, 0.5 * H, 2 * H):
+        rest = law.draw_after(chance, 20_000, age_s)
+        assert (rest >= 0).all()
+        for t_s in (0.2 * H, H):
+            share = float(law.survival(age_s + t_s) / law.survival(age_s))
+            assert float(np.mean(rest >= t_s)) == pytest.approx(share, abs=0.02)
+    assert np.median(law.draw_after(chance, 5000, 3 * H)) > np.median(law.draw_after(chance, 5000, 0.0))
+
+
+def test_a_spell_older_than_any_that_was_seen_lasts_about_as_long_again() -> None:
+    law = Measured(np.array([600.0, 1200.0]), np.array([0.5, 0.5]))
+    assert np.median(law.draw_after(np.random.default_rng(0), 20_000, 5 * H)) == pytest.approx(5 * H, rel=0.05)
+
+
+def test_a_zone_that_is_up_now_is_likelier_to_be_in_time() -> None:
+    zone = measured(BURSTY, 300)
+    chances = [
+        draw_paths(H, SaveSchedule(600, 10, 120), replace(zone, now=now), deadline_s=2 * H).chance_by(2 * H)
+        for now in (Now(True, 6 * H), None, Now(False, 6 * H))
+    ]
+    assert chances[0] > chances[1] > chances[2]
+
+
+def test_what_is_not_known_of_a_zone_widens_its_chances() -> None:
+    sure = Interruptions(Weibull(4 * H), Weibull(H))
+    vague = replace(sure, drift=1.0)
+    assert [weight for _, weight in sure.perhaps()] == [1.0]
+    zones, weights = zip(*vague.perhaps(), strict=True)
+    assert sum(weights) == pytest.approx(1.0)
+    assert zones[1].mean_between_s > zones[0].mean_between_s > zones[2].mean_between_s
+    saves = SaveSchedule(600, 10, 120)
+    likely = [draw_paths(H, saves, zone, deadline_s=4 * H).chance_by(4 * H) for zone in (sure, vague)]
+    assert likely[1] < likely[0] - 0.02, "what was likely is less so"

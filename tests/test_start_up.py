@@ -92,24 +92,29 @@ def test_asked_to_leave_while_it_imports_torch_a_process_says_so_on_the_ledger(
     assert read_ledger(tmp_path / "run" / "ledger.jsonl").accounts[1].state == "interrupted"
 
 
-def test_a_finished_run_is_answered_without_torch_and_nothing_is_added_to_its_bill(tmp_path: Path) -> None:
+def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch_at_no_cost(tmp_path: Path) -> None:
     path = workshop.job_file(tmp_path, max_steps=2)
-    assert workshop.train(workshop.load_job(path)).state == "finished"
     run = tmp_path / "run"
-    before = {name: (run / name).read_bytes() for name in ("ledger.jsonl", "receipt.json", "run.json", "log.jsonl")}
     code = (
-        "import sys, farthing.cli\n"
+        "import gc, sys, farthing.cli\n"
         f"code = farthing.cli.main(['train', {str(path)!r}, *sys.argv[1:]])\n"
-        "print('torch' in sys.modules or 'transformers' in sys.modules, file=sys.stderr)\n"
+        "heavy = ['torch', 'transformers', 'transformers.trainer_utils', 'peft', 'datasets', 'pandas']\n"
+        "print(','.join(name for name in heavy if name in sys.modules) or '-', file=sys.stderr)\n"
+        "print(sum(each['collections'] for each in gc.get_stats()), file=sys.stderr)\n"
         "sys.exit(code)\n"
     )
 
-    def again(*words: str) -> tuple[int, str, str]:
+    def again(*words: str) -> tuple[int, str, str, int]:
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout, done.stderr.split()[-1]
+        *_, heavy, n_collections = done.stderr.split()
+        return done.returncode, done.stdout, heavy, int(n_collections)
 
-    returncode, printed, with_torch = again("--json")
-    assert (returncode, with_torch) == (0, "False")
+    returncode, _, heavy, n_collections = again("--json")
+    assert (returncode, heavy) == (0, "torch,transformers"), "a full run has no use for the others"
+    assert n_collections < 100, "garbage was looked for while libraries were imported"
+    before = {name: (run / name).read_bytes() for name in ("ledger.jsonl", "receipt.json", "run.json", "log.jsonl")}
+    returncode, printed, heavy, _ = again("--json")
+    assert (returncode, heavy) == (0, "-")
     assert json.loads(printed)["usd"] == pytest.approx(json.loads(before["receipt.json"])["usd"], rel=0.05)
     assert before == {name: (run / name).read_bytes() for name in before}
     assert again("--retry")[0] == 0

@@ -16,6 +16,7 @@ import torch
 import farthing.train.run
 import workshop
 from farthing.data.loader import Feed, MicroBatch, micro_batches
+from farthing.data.row_table import in_one_lane
 from farthing.errors import Interrupted, NotFinite
 from farthing.events import Decided, Note, StepTaken
 from farthing.model.forward import Forward
@@ -30,7 +31,7 @@ def items(n: int) -> Iterator[MicroBatch]:
         0,
         n,
         lambda step: np.arange(4) + 4 * step,
-        lambda examples: [examples[:3], examples[3:]],
+        lambda examples: in_one_lane([examples[:3], examples[3:]]),
         lambda examples: {"input_ids": examples},
     )
 

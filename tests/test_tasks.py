@@ -211,7 +211,7 @@ def test_micro_batches_are_laid_out_as_each_task_says(name: str) -> None:
         "classification": ([[5, 6, 1], [7, 8, 9]], [2, 0]),
     }[name]
     assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == expected
-    flat = task_of(name).flat_labels
+    flat = task_of(name).packed_labels
     if flat is not None:
         assert flat(rows).tolist() == {"causal-lm": [[-100, 6, -100, 8, 9]], "classification": [2, 0]}[name]
 

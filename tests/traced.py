@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from farthing.model.activation_checkpointing import checkpoint_layers
-from farthing.model.attention import Documents, flat_logits, go_flat
+from farthing.model.attention import Documents, go_packed, packed_logits
 from farthing.model.head import POSITIONS, TARGETS, language_model_loss
 from farthing.model.lora_kernels import use_low_rank
 from farthing.planner.memory import NF4_BYTES
@@ -92,7 +92,7 @@ def own_loss(model: Any, ids: Tensor, task: str, n_targets: int, documents: tupl
         batch = {"input_ids": ids, "position_ids": torch.zeros_like(ids), "attention_mask": of.no_mask, "documents": of}
     if task == "classification":
         labels = torch.zeros(len(documents) or len(ids), dtype=torch.long)
-        scores = flat_logits(model, batch, task) if documents else model(**batch).logits
+        scores = packed_logits(model, batch, task) if documents else model(**batch).logits
         return torch.nn.functional.cross_entropy(scores.float(), labels, reduction="sum")
     labels = ids[:, :n_targets] if task == "seq2seq" else ids
     n_scored = len(ids) * n_targets
@@ -111,7 +111,7 @@ def fake_model(
     lora: dict[str, Any] | None = None,
     adapters_fp32: bool = True,
     is_own: bool = False,
-    is_flat: bool = False,
+    is_packed: bool = False,
 ) -> Any:
     """A model of tensors without data, in training mode, set up as the trainer does where `is_own`; within FakeTensorMode."""
     config.use_cache = False
@@ -141,8 +141,8 @@ def fake_model(
     checkpoint_layers(model, checkpoint_every)
     if is_own:
         use_low_rank(model)
-    if is_flat:
-        go_flat(model)
+    if is_packed:
+        go_packed(model)
     return model
 
 
@@ -209,7 +209,7 @@ def traced_peak(
             lora=lora,
             adapters_fp32=adapters_fp32,
             is_own=loss is own_loss,
-            is_flat=bool(documents),
+            is_packed=bool(documents),
         )
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)

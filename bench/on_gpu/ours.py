@@ -344,7 +344,7 @@ def attention_by(kernel: str) -> Way:
 @contextlib.contextmanager
 def padded(run: Any) -> Iterator[None]:
     """Padded micro-batches, and transformers' own attention."""
-    from farthing.model.attention import go_flat
+    from farthing.model.attention import go_packed
 
     inner = run.model.get_base_model() if hasattr(run.model, "get_base_model") else run.model
     run.steps.close()
@@ -355,7 +355,7 @@ def padded(run: Any) -> Iterator[None]:
     finally:
         run.steps.close()
         run.forward.why_padded = None
-        go_flat(run.model)
+        go_packed(run.model)
 
 
 @contextlib.contextmanager

@@ -13,16 +13,17 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.durability.files import parse_json
 from farthing.durability.run_folder import CHECKPOINTS, RUN
 from farthing.errors import DataError, FarthingError, JobError, Mistakes
 from farthing.planner.preflight import look_over
-from farthing.units import plural, say_bytes
+from farthing.units import plural, say_bytes, say_usd
 
 EXTRAS = {
     "bitsandbytes": ("gpu", "qlora, 8-bit and paged optimizers"),
@@ -31,6 +32,9 @@ EXTRAS = {
     "s3fs": ("s3", "data on s3://"),
     "gcsfs": ("gcs", "data on gs://"),
     "tensorboard": ("track", "train.report_to: [tensorboard]"),
+    "wandb": ("wandb", "train.report_to: [wandb]"),
+    "mlflow": ("mlflow", "train.report_to: [mlflow]"),
+    "trackio": ("trackio", "train.report_to: [trackio]"),
 }
 
 
@@ -159,8 +163,76 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
             return _first_rows(job, source, inputs)
 
         yield from _try(f"data {source.name}", first_rows)
+    yield from check_choices(job)
     if job.usd_per_hour == 0:
         yield Check("price", "warning", "none given", "set where.usd_per_hour, or power_watts and usd_per_kwh")
+
+
+def look_at_data(path: Path, job_file: Path | None, overrides: list[str]) -> Any:
+    """The `Summary` of a data file, read as a job reads it where one is named. Raises `DataError`, `JobError`.
+
+    Without a job tokens are guessed from characters, and chats are rendered by farthing's own template.
+    """
+    from farthing.data.chat import TEXT_VERSION
+    from farthing.data.read import Source, kind_of_file, short_name
+    from farthing.data.sample import light_tokenizer
+    from farthing.data.summary import summarize
+    from farthing.data.tokens import Recipe
+    from farthing.tasks.causal_lm import CAUSAL_LM
+
+    shown = short_name(str(path))
+    if path.is_dir():
+        raise DataError("a folder", where=shown, to_do="name one file of it")
+    source = Source(shown, "", kind_of_file(path, shown), path)
+    if job_file is None:
+        tokenizer = light_tokenizer(None, None)
+        return summarize(source, tokenizer, Recipe(CAUSAL_LM.name, CAUSAL_LM.max_length), None)
+    from farthing.clock import today
+    from farthing.planner.job_lengths import reading_of
+
+    job = load_job(job_file, overrides)
+    tokenizer, recipe = reading_of(job, today().isoformat(), TEXT_VERSION)
+    own = dict(zip(job.data.train, job.data.of_train, strict=False)).get(str(path.resolve()))
+    return summarize(replace(source, columns=own.columns if own else None), tokenizer, recipe, job.task)
+
+
+def check_choices(job: Job) -> Iterator[Check]:
+    """The list that one goes through before a run: what is chosen, by the job or by default, and what is missing."""
+    where, train, limits, method = job.where, job.train, job.limits, job.method
+    gpus = ", ".join(where.gpu) or f"any that is offered; here it computes on {where.device}"
+    yield Check("GPU choice", "ok", f"{gpus}; `farthing plan` compares prices")
+    is_spot = where.spot or where.offers == "spot"
+    yield Check("spot", "ok", "the machine may be taken away" if is_spot else "not used: where.spot, where.offers")
+    adapter = "" if method.name == "full" else f", r {method.lora_r}, alpha {method.lora_alpha:g}"
+    yield Check("method", "ok", f"{method.name}{adapter}, learning rate {job.learning_rate:g}")
+    asked = "bf16" if train.bf16 else "fp16" if train.fp16 else "as the device and the model can"
+    yield Check("precision", "ok", asked)
+    every = {"auto": "as little as memory allows", "True": "every layer", "False": "off"}
+    words = every.get(str(train.gradient_checkpointing), f"every {train.gradient_checkpointing} layers")
+    yield Check("activation checkpointing", "ok", words)
+    micro = f"{train.micro_batch_tokens:,} tokens" if train.micro_batch_tokens else f"{job.micro_batch_size} examples"
+    found = f"{micro} at once, as the job says" if job.says_micro_batch else "planned, and probed where that pays"
+    yield Check("micro-batch", "ok", f"{found}; {job.global_batch_size} examples a step")
+    save = f"every {train.save_steps} steps" if train.save_steps else "at the planned interval"
+    save = f"every {train.save_minutes:g} min" if train.save_minutes else save
+    yield Check("save interval", "ok", f"{save}, the newest {train.save_total_limit} and the best are kept")
+    lost = "a machine that is taken away takes this run with it: set output_store"
+    no_store = "none: checkpoints stay on this machine"
+    yield Check("store", "ok" if job.output_store or not is_spot else "warning", job.output_store or no_store, lost)
+    caps = [f"{say_usd(limits.max_usd)}" if limits.max_usd is not None else "", str(limits.deadline or "")]
+    most_hours = limits.most_hours()
+    caps.append(f"{most_hours:g} h" if most_hours is not None else "")
+    cap = ", ".join(word for word in caps if word)
+    yield Check("cap", "ok" if cap or not job.usd_per_hour else "warning", cap or "none", "set limits.max_usd")
+
+
+def check_trial(path: Path, overrides: list[str], n_examples: int) -> Iterator[Check]:
+    """Some examples through train, save, kill, resume and export."""
+    from farthing.train.trial import try_out
+
+    for stage in try_out(path, overrides, load_job(path, overrides), n_examples):
+        to_do = "" if stage.is_good else "mend it before a long run"
+        yield Check(f"trial: {stage.name}", "ok" if stage.is_good else "failed", stage.found, to_do)
 
 
 def _first_rows(job: Any, source: Any, inputs: Any) -> str:
@@ -171,7 +243,8 @@ def _first_rows(job: Any, source: Any, inputs: Any) -> str:
     from farthing.tasks.columns import Unusable
 
     rows = list(itertools.islice(source.rows(), 200))
-    columns, watch = dict(job.data.columns), Watch(job.task, dict(job.data.columns), source.name)
+    wanted = source.columns_or(dict(job.data.columns))
+    watch = Watch(job.task, wanted, source.name)
     watch(rows)
     good = [row for row in rows if isinstance(row, Row)]
     reasons = [f"row {row.line}: {row.reason}" for row in rows if isinstance(row, BadRow)]
@@ -179,7 +252,7 @@ def _first_rows(job: Any, source: Any, inputs: Any) -> str:
         raise DataError(
             f"none of the first {plural(len(rows), 'row')} can be used ({reasons[0]})", to_do="correct these rows"
         )
-    name = recognise(watch.columns, job.task, columns, source.name)
+    name, columns, notes = recognise(watch.columns, job.task, wanted, source.name)
     recipe = inputs.recipe
     convert = converter(
         name, columns, recipe.label_map, inputs.tokenizer, job.task, on=recipe.date, version=recipe.version
@@ -198,7 +271,7 @@ def _first_rows(job: Any, source: Any, inputs: Any) -> str:
         f"{n_bad} of the first {first} can't be used ({reasons[0]})" if n_bad else f"{first} tried"
     )
     ignored = say_ignored(watch.ignored(used_columns(name, columns)), watch.n_rows)
-    return "; ".join([words, *([f"columns that are not used: {ignored}"] if ignored else []), *watch.chosen()])
+    return "; ".join([words, *([f"columns that are not used: {ignored}"] if ignored else []), *notes, *watch.chosen()])
 
 
 def _run_folder(folder: Path) -> Iterator[Check]:

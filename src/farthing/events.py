@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from farthing.settings import Settings
+
+if TYPE_CHECKING:
+    from farthing.metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -175,9 +178,11 @@ class StepTaken(Event):
     usd_to_go: float | None
     s_to_go: float | None
 
-    def log_row(self) -> dict[str, Any]:
+    def log_row(self) -> dict[str, object]:
         """Its line in the log, in the order that `report.training_log` takes apart."""
-        row = {name: getattr(self, name) for name in ("step", "loss", "grad_norm", "lr", "n_targets", "n_tokens")}
+        row: dict[str, object] = {
+            name: getattr(self, name) for name in ("step", "loss", "grad_norm", "lr", "n_targets", "n_tokens")
+        }
         return {**row, "examples": list(self.examples)}
 
 
@@ -189,7 +194,7 @@ class StepSkipped(Event):
     skipped: str
     samples: tuple[str, ...] = ()
 
-    def log_row(self) -> dict[str, Any]:
+    def log_row(self) -> dict[str, object]:
         """Its line in the log."""
         samples = {"samples": list(self.samples)} if self.samples else {}
         return {"step": self.step, "skipped": self.skipped, **samples}
@@ -208,10 +213,10 @@ class Evaluated(Event):
     """An evaluation is done. `metrics`: name -> value, with counts and the table of classes where there is one."""
 
     step: int
-    metrics: dict[str, Any]
+    metrics: Metrics
     is_best: bool
 
-    def log_row(self) -> dict[str, Any]:
+    def log_row(self) -> dict[str, object]:
         """Its line in the log."""
         return {"step": self.step, "metrics": self.metrics, "is_best": self.is_best}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+Metrics = dict[str, "float | dict[str, dict[str, float]] | list[list[int]] | None"]
+"""What an evaluation has measured, by name: numbers, and of classes a table and the confusion [true, predicted]."""
 
 
 def perplexity(loss: float) -> float | None:
@@ -14,7 +16,7 @@ def perplexity(loss: float) -> float | None:
     return math.exp(loss) if loss < 700 else None
 
 
-def classification_metrics(confusion: NDArray[np.int64], names: tuple[str, ...]) -> dict[str, Any]:
+def classification_metrics(confusion: NDArray[np.int64], names: tuple[str, ...]) -> Metrics:
     """Accuracy, macro precision/recall/F1 and the same per class, from confusion[true, predicted].
 
     Macro is the mean over classes that occur in truth or prediction; a ratio with an empty denominator is 0

@@ -6,7 +6,7 @@ prints it. Files of runs have it as JSON; what earlier versions called by other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -34,8 +34,15 @@ class Settings:
     """Of norms, rotations and gated feed-forwards: torch or liger."""
     precision: str | None = None
     """Of the forward pass: bf16, fp16 or fp32."""
+    lanes: int | None = None
+    """Columns of a step's micro-batches, whose gradients are added up in a fixed order, whichever of several GPUs computes
+    them."""
     probed: bool = False
     """Whether tokens, checkpointing and tile are what a probe has found quickest."""
+    least_tokens: int = 0
+    """Padded work is cut as if a micro-batch of fewer computed tokens took no less: see `data.packing.PieceCost`."""
+    more_tokens: int = 32
+    """And each as if it had so many more. Runs of before were cut by these two, as on a processor."""
 
     def with_probed(self, found: Settings) -> Settings:
         """These with what a probe has found: tokens of a micro-batch, checkpointing and tile."""
@@ -47,7 +54,7 @@ class Settings:
             probed=True,
         )
 
-    def lowered_by(self, events: list[dict[str, Any]]) -> Settings:
+    def lowered_by(self, events: Sequence[Mapping[str, Any]]) -> Settings:
         """These as they are after memory has run out: `events` in their order, as the ledger has them."""
         known = [renamed(event) for event in events]
         if not known:
@@ -58,7 +65,7 @@ class Settings:
             checkpoint_every=known[-1]["checkpoint_every"] or self.checkpoint_every,
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values by name."""
         return asdict(self)
 
@@ -67,7 +74,8 @@ class Settings:
         """What `to_json` or an earlier version wrote; other keys are passed over. Raises `ValueError`."""
         known = renamed(values)
         found = cls(**{field.name: known[field.name] for field in fields(cls) if field.name in known})
-        numbers = (found.micro_batch_tokens, found.checkpoint_every, found.tile_tokens or 1)
+        cut = (found.micro_batch_tokens, found.least_tokens, found.more_tokens)
+        numbers = (*cut, found.checkpoint_every, found.tile_tokens or 1, found.lanes or 1)
         flags = (found.caches_frozen, found.shares_prefix, found.compiled, found.probed)
         if (
             any(type(number) is not int or number < 0 for number in numbers)

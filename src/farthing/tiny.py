@@ -12,18 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_NAMES = [
-    "The Mill",
-    "The Eagle",
-    "Blue Spice",
-    "Green Man",
-    "The Punter",
-    "Zizzi",
-    "Cotto",
-    "Strada",
-    "Aromi",
-    "Giraffe",
-]
+_NAMES = (
+    *("The Mill", "The Eagle", "Blue Spice", "Green Man", "The Punter", "Zizzi", "Cotto", "Strada", "Aromi", "Giraffe"),
+)
 _FOODS = ["Italian", "French", "Indian", "Chinese", "Japanese", "English"]
 _AREAS = ["riverside", "city centre", "old town"]
 _PRICES = {"cheap": "low prices", "moderate": "fair prices", "high": "high prices"}

@@ -56,7 +56,7 @@ class HeldOut:
             self.job.task,
             self.inputs.pad_id,
             numerics,
-            may_go_flat=self.job.model.attn_implementation is None,
+            may_go_packed=self.job.model.attn_implementation is None,
         )
         longest = int(self.tokens.lengths[self.indices].max())
         return evaluate(

@@ -1,9 +1,11 @@
-"""`farthing doctor`: checks of this machine, and of a job before it starts. Changes nothing."""
+"""`farthing doctor`: checks of this machine, and of a job before it starts. Changes nothing;
+with --try it trains a few examples, in a folder of their own."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from farthing.cli.console import print_json, rich_console
 from farthing.cli.parser import add_set_argument
@@ -13,20 +15,45 @@ from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, UserMistake
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing doctor`."""
     parser.add_argument("job", nargs="?", help="job file (YAML)")
+    parser.add_argument("--target", metavar="TARGET", help="what `farthing launch --on TARGET` would lack here")
     add_set_argument(parser)
+    parser.add_argument("--data", metavar="FILE", help="say what a data file is; with a job, as that job reads it")
+    parser.add_argument(
+        "--try",
+        dest="trial",
+        type=int,
+        metavar="N",
+        help="take N examples through train, save, kill, resume and export, in a folder of their own",
+    )
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every check; 2 when one has failed."""
+    if arguments.data:
+        return _look_at_data(arguments)
     if arguments.set and not arguments.job:
         raise UserMistake("there is no job to override", where="--set", to_do="name the job file as well")
-    from farthing.doctor import check_before, check_job, check_machine
+    if arguments.trial is not None and (arguments.trial < 2 or not arguments.job):
+        raise UserMistake(
+            "a trial needs a job and 2 examples or more", where="--try", to_do="farthing doctor JOB --try 16"
+        )
+    from farthing.doctor import Check, check_before, check_job, check_machine, check_trial
 
+    if arguments.target:
+        from farthing.launch.check import check_target
+
+        return _show([Check(*found) for found in check_target(arguments.target)], arguments, next_step="")
     faults = check_before(Path(arguments.job), arguments.set) if arguments.job else []
     checks = list(check_machine(Path.cwd(), with_device=not faults)) + faults
     if arguments.job and not faults:
         checks += check_job(Path(arguments.job), arguments.set)
+    if arguments.trial and not any(check.state == "failed" for check in checks):
+        checks += check_trial(Path(arguments.job), arguments.set, arguments.trial)
+    return _show(checks, arguments, next_step=f"farthing train {arguments.job}" if arguments.job else "")
+
+
+def _show(checks: list[Any], arguments: argparse.Namespace, *, next_step: str) -> int:
     failed = [check for check in checks if check.state == "failed"]
     if arguments.json:
         print_json({"ok": not failed, "checks": [check.as_dict() for check in checks]})
@@ -48,6 +75,21 @@ def run(arguments: argparse.Namespace) -> int:
         if failed:
             console.print(f"\n[red]{plural(len(failed), 'check')} failed[/]{also}")
         else:
-            ready = f"\nnext: farthing train {escape(arguments.job)}" if arguments.job else ""
+            ready = f"\nnext: {escape(next_step)}" if next_step else ""
             console.print(f"\n[green]nothing failed[/]{also}{ready}", soft_wrap=True)
     return EXIT_MISTAKE if failed else EXIT_FINISHED
+
+
+def _look_at_data(arguments: argparse.Namespace) -> int:
+    """What a file holds; 2 where none of its rows can be trained on."""
+    from farthing.doctor import look_at_data
+    from farthing.report.data_view import as_json, data_lines
+
+    found = look_at_data(Path(arguments.data), Path(arguments.job) if arguments.job else None, arguments.set)
+    if arguments.json:
+        print_json(as_json(found))
+    else:
+        console = rich_console()
+        for line in data_lines(found):
+            console.print(line, soft_wrap=True)
+    return EXIT_FINISHED if found.n_usable and not found.foreign else EXIT_MISTAKE

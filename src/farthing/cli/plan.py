@@ -27,7 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--deadline", metavar="WHEN", help='"2026-12-01 18:00", or from now: 12h, 90min, 2d')
     text = 'a GPU of your own, such as "RTX 4090:1600usd:0.45kW" (repeatable)'
     add("--own", action="append", default=[], metavar="GPU:PRICE:POWER", help=text)
+    add("--runs", type=int, metavar="N", help="add what N such runs come to")
     add("--runs-per-month", type=float, metavar="N", help="add the yearly cost of a project of N such runs a month")
+    text = 'what answering with the model costs: "requests=2000/day,input=800,output=200,latency=2s", or nothing for the usual'
+    add("--serve", nargs="?", const="", metavar="TRAFFIC", help=text)
     text = "measured traces of spot capacity, used instead of the built-in assumption where they tell more"
     add("--traces", metavar="DIR", help=text)
     add("--prices", metavar="FILE", help="use only the prices of this CSV file")
@@ -35,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--torch", metavar="VERSION", help=text)
     add("--examples", type=int, metavar="N", help="plan for N examples without reading the data ...")
     add("--mean-tokens", type=float, metavar="M", help="... of M tokens on average")
+    add("--paid", metavar="USD", help="what you paid a service for this job: shown beside what it costs here")
     add("--limit", type=int, metavar="N", help="choices to show, 0 for all (default: 10; with --json all)")
     text = "the components of the best plan, or of the plan with this rank or name"
     add("--explain", nargs="?", const="", metavar="PLAN", help=text)
@@ -65,10 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _view(arguments: argparse.Namespace) -> dict[str, Any]:
     from farthing.config.load import load_job
     from farthing.planner.ownership import parse_owned
+    from farthing.planner.serving import parse_traffic
     from farthing.planner.throughput_arithmetic import parse_figures
 
     now = datetime.now().astimezone().replace(second=0, microsecond=0)
-    for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1)):
+    for name, least in (("max_gpus", 1), ("limit", 0), ("examples", 1), ("runs", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
             raise UserMistake(f"{value} is too few", where=f"--{name.replace('_', '-')}", to_do=f"give {least} or more")
@@ -81,12 +86,14 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.samples_per_min, arguments.tokens_per_s, arguments.spot_discount, arguments.spot_overhead,
         arguments.interrupted_every, arguments.restart, arguments.step_time,
     )  # fmt: skip
+    traffic = None if arguments.serve is None else parse_traffic(arguments.serve)
     if arguments.html is not None:
         _check_page_path(Path(arguments.html))
     job = load_job(arguments.job, arguments.set)
 
     from farthing.planner.inputs import Asked, study_job
     from farthing.planner.preflight import look_over
+    from farthing.report.plan_services import paid_view
     from farthing.report.plan_view import plan_view
 
     look_over(job, only_plans=True, with_data=arguments.examples is None)
@@ -106,7 +113,8 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
         torch=arguments.torch,
     )
     study = study_job(job, asked, now=now)
-    return plan_view(study, runs, figures)
+    view = plan_view(study, runs, figures, traffic, arguments.runs)
+    return view | {"paid": paid_view(view["best"], _dollars(arguments.paid, "--paid"))}
 
 
 def _impossible(arguments: argparse.Namespace, view: dict[str, Any]) -> UserMistake:
@@ -132,6 +140,7 @@ def _show(arguments: argparse.Namespace, view: dict[str, Any], impossible: UserM
         if impossible:
             complain(impossible)
         return EXIT_MISTAKE if impossible else EXIT_FINISHED
+    from farthing.report.plan_services import service_lines
     from farthing.report.plan_table import draw_compared, draw_components, draw_header, draw_nothing, draw_plan
 
     console = rich_console()
@@ -145,12 +154,14 @@ def _show(arguments: argparse.Namespace, view: dict[str, Any], impossible: UserM
         draw_components(console, find_plan(view, arguments.explain or str((view["best"] or {"rank": 1})["rank"])))
     else:
         draw_plan(console, view, len(view["plans"]) if arguments.limit == 0 else arguments.limit)
+        for line in service_lines(view):
+            console.print(line)
     if arguments.html is not None:
         print(f"\nwrote {printable(arguments.html)}")
     return EXIT_FINISHED
 
 
-def _dollars(text: str | None) -> float | None:
+def _dollars(text: str | None, where: str = "--budget") -> float | None:
     from farthing.units import parse_usd
 
     if text is None:
@@ -158,7 +169,7 @@ def _dollars(text: str | None) -> float | None:
     try:
         return parse_usd(text)
     except ValueError as error:
-        raise UserMistake(str(error), where="--budget", to_do="e.g. --budget 5") from None
+        raise UserMistake(str(error), where=where, to_do=f"e.g. {where} 5") from None
 
 
 def _seconds_until(text: str | None, now: datetime) -> float | None:

@@ -1,4 +1,4 @@
-"""`farthing report`: the receipt of a run folder, or two side by side. Writes nothing."""
+"""`farthing report`: the receipt of a run folder, two side by side, or a page of one or several."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import argparse
 from pathlib import Path
 
 from farthing.cli.console import complain, print_json, rich_console, write
-from farthing.errors import EXIT_FINISHED
+from farthing.errors import EXIT_FINISHED, UserMistake
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing report`."""
     parser.add_argument("folder", help="run folder (output_dir)")
-    parser.add_argument("baseline", nargs="?", help="run folder to compare with")
+    parser.add_argument("baseline", nargs="*", help="run folder to compare with; with --html several")
     parser.add_argument("--json", action="store_true", help="print the receipt or the comparison as JSON")
+    parser.add_argument("--html", metavar="FILE", help="write a page that needs nothing else, to open in a browser")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -21,21 +22,41 @@ def run(arguments: argparse.Namespace) -> int:
     from farthing.durability.exported import damage_of
     from farthing.report.receipt import build_receipt, compare
 
-    receipt = build_receipt(Path(arguments.folder))
-    damage = {str(folder): damage_of(Path(folder)) for folder in (arguments.folder, arguments.baseline) if folder}
+    if len(arguments.baseline) > 1 and not arguments.html:
+        what = f"{1 + len(arguments.baseline)} runs side by side don't fit a terminal"
+        raise UserMistake(what, where="farthing report", to_do="add --html FILE, or compare two")
+    folders = [arguments.folder, *arguments.baseline]
+    receipts = [build_receipt(Path(folder)) for folder in folders]
+    damage = {folder: damage_of(Path(folder)) for folder in folders}
     for folder, words in damage.items():
         if words:
             complain(f"{folder}: the exported model is damaged: {words}")
             write("  to do: run `farthing train` with its job again: it writes the model again")
-    comparison = compare(receipt, build_receipt(Path(arguments.baseline))) if arguments.baseline else None
+    comparisons = [compare(receipts[0], other) for other in receipts[1:]]
+    if arguments.html:
+        from farthing.report.run_page import compared_page, run_page
+
+        page = compared_page(receipts, comparisons) if comparisons else run_page(receipts[0])
+        _write_page(Path(arguments.html), page)
     if arguments.json:
         model = {"model_damage": damage[arguments.folder]}
-        print_json(receipt.to_json() | model if comparison is None else comparison.to_json())
+        print_json(comparisons[0].to_json() if comparisons else receipts[0].to_json() | model)
         return EXIT_FINISHED
-    from farthing.report.receipt_table import draw_comparison, draw_receipt
+    if not arguments.html:
+        from farthing.report.receipt_table import draw_comparison, draw_receipt
 
-    if comparison is None:
-        draw_receipt(rich_console(), receipt)
-    else:
-        draw_comparison(rich_console(), comparison)
+        if comparisons:
+            draw_comparison(rich_console(), comparisons[0])
+        else:
+            draw_receipt(rich_console(), receipts[0])
     return EXIT_FINISHED
+
+
+def _write_page(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserMistake(
+            f"the page can't be written: {error.strerror}", where=str(path), to_do="name another file"
+        ) from error
+    write(f"wrote {path}")

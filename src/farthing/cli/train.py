@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from farthing.cli.console import complain, print_json, rich_console
 from farthing.cli.leaving import leave_before_the_start, ready_to_leave
 from farthing.cli.parser import add_job_arguments
+from farthing.durability.group import Seat, seat_in, sit_down
 from farthing.errors import EXIT_FINISHED, EXIT_LIMIT, FarthingError, UserMistake
 
 GOES_ON_UNREAD = True
@@ -34,15 +39,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="begin again after interruptions, crashes and kills, until N attempts in a row saved nothing (default: 3)",
     )
+    parser.add_argument(
+        "--from",
+        dest="ancestor",
+        metavar="RUN[:STEP]",
+        help="begin a new run with the trained weights of another, which its receipt names and adds",
+    )
+    parser.add_argument(
+        "--local_rank", "--local-rank", metavar="N", help="what deepspeed adds; its environment says it too"
+    )
     parser.add_argument("--json", action="store_true", help="print the receipt as JSON; progress goes to stderr")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One attempt, or with --retry as many as it takes; then the receipt."""
+    """One attempt, or with --retry as many as it takes; then the receipt.
+
+    The garbage collector is off until the loop runs: libraries that are imported leave no garbage, and to look for it takes a
+    quarter of the start.
+    """
+    gc.disable()
+    try:
+        return _run(arguments)
+    finally:
+        gc.enable()
+
+
+def _run(arguments: argparse.Namespace) -> int:
     from farthing.durability.opening import opened, opened_early
 
+    if arguments.ancestor is not None:
+        arguments.set = [*arguments.set, f"model.from_run={json.dumps(arguments.ancestor)}"]
     if arguments.retry is not None and arguments.retry < 1:
         raise UserMistake(f"{arguments.retry} attempts", where="--retry", to_do="give 1 or more")
+    seat = seat_in(os.environ)
+    if seat.by:
+        sit_down(seat, os.environ)
+    if not seat.is_first:
+        return _compute_along(arguments)
     with contextlib.ExitStack() as stack:  # an attempt is on the bill from here on
         attempt = None if arguments.retry else opened_early(stack, Path(arguments.job), arguments.set)
 
@@ -63,11 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
             if done := receipt_of_finished(job):
                 console = rich_console(stderr=arguments.json)
                 return _show_end(arguments, console, "finished", FINISHED_ALREADY, done, EXIT_FINISHED)
-        if arguments.retry is not None:
+        n_ranks = 1 if seat.by else n_ranks_of(job)
+        if arguments.retry is not None or n_ranks > 1:
             from farthing.planner.preflight import look_over
 
+            if attempt is not None:
+                attempt.ledger.withdraw()
+                stack.close()
             look_over(job)
-            return _train_until_it_ends(arguments, folder)
+            return _train_until_it_ends(arguments, folder, n_ranks)
         if attempt is None:
             attempt = stack.enter_context(opened(folder, job.usd_per_hour))
         attempt.ledger.set_price(job.usd_per_hour)
@@ -105,34 +142,86 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
             with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
                 from farthing.train.run import train
 
+            gc.freeze()  # what the loop looks through later is what the run has made
             outcome = train(job, terminal, allow_restart=arguments.allow_restart, begun=attempt)
     finally:
         terminal.close()
     return outcome
 
 
-def _train_until_it_ends(arguments: argparse.Namespace, folder: Path) -> int:
-    """Attempts as children; with --json the receipt of the last one is printed."""
+def _train_until_it_ends(arguments: argparse.Namespace, folder: Path, n_ranks: int) -> int:
+    """Attempts as children, each of them several where GPUs share the run; with --json the receipt of the last one is
+    printed."""
     import tempfile
 
+    from farthing.durability.group import Elastic, environ_of, until_it_ends
     from farthing.durability.supervisor import Child, Supervisor, begin
 
     words = ["train", arguments.job, *(word for value in arguments.set for word in ("--set", value))]
-    with tempfile.TemporaryFile() as printed:
+    words += ["--json"] if arguments.json else []
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryDirectory(prefix="farthing-ranks-") as meeting:
 
         def start(number: int) -> Child:
             once = ["--allow-restart"] if arguments.allow_restart and number == 0 else []
-            if not arguments.json:
-                return begin([*words, *once])
-            printed.seek(0)
-            printed.truncate()
-            return begin([*words, *once, "--json"], stdout=printed)
+            if n_ranks == 1:
+                return begin([*words, *once], stdout=emptied(printed))
 
-        supervisor = Supervisor(folder, start, complain, tries=arguments.retry)
-        code = supervisor.run()
+            def start_rank(seat: Seat, slot: int, attempt: int) -> subprocess.Popen[bytes]:
+                out = emptied(printed) if seat.is_first else subprocess.DEVNULL
+                place = Path(meeting) / f"attempt-{number}-{attempt}"
+                return begin([*words, *once], stdout=out, environ=environ_of(seat, slot, place, os.environ))
+
+            return Elastic(n_ranks, start_rank, complain)
+
+        def emptied(file: IO[bytes]) -> IO[bytes] | None:
+            if not arguments.json:
+                return None
+            file.seek(0)
+            file.truncate()
+            return file
+
+        if arguments.retry is None:
+            code = until_it_ends(start(0))
+        else:
+            code = Supervisor(folder, start, complain, tries=arguments.retry).run()
         printed.seek(0)
         sys.stdout.write(printed.read().decode())
     return code
+
+
+def n_ranks_of(job: Any) -> int:
+    """How many processes the job wants on this machine. Raises `UserMistake` where it has fewer GPUs."""
+    wanted = job.where.gpus
+    if wanted in (None, 1) or (job.where.device == "cpu" and wanted != "all"):
+        return int(wanted or 1)
+    from farthing.planner.machine import local_machine
+
+    n_gpus = 0 if job.where.device == "cpu" else local_machine().n_gpus
+    if wanted == "all":
+        return max(1, n_gpus)
+    if n_gpus < wanted and (n_gpus or job.where.device == "cuda"):
+        raise UserMistake(
+            f"{wanted} GPUs are wanted, and {n_gpus} are to be seen here",
+            where="where.gpus",
+            to_do=f"set it to {max(1, n_gpus)}, or to all",
+        )
+    return int(wanted)
+
+
+def _compute_along(arguments: argparse.Namespace) -> int:
+    """A rank that is not the first: it computes, and is silent. An error of all is told by the first alone."""
+    from farthing.config.load import load_job
+
+    with ready_to_leave(leave_before_the_start):
+        job = load_job(arguments.job, arguments.set)
+        from farthing.train.run import train
+
+    try:
+        return train(job, lambda event: None).exit_code
+    except FarthingError as error:
+        if getattr(error, "is_told", False):
+            return error.exit_code
+        raise
 
 
 def _show_end(arguments: argparse.Namespace, console: Any, state: str, reason: str, receipt: Any, code: int) -> int:

@@ -22,6 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from farthing.addresses import is_remote, without_secrets
+from farthing.config.data_keys import ColumnMap, LabelMap, Own, with_own
 from farthing.tasks.registry import find_task, task_names, task_of
 from farthing.units import parse_hours, parse_usd
 
@@ -49,6 +50,7 @@ Positive = Annotated[Whole, Field(ge=1)]
 Name = Annotated[str, Field(min_length=1)]
 Usd = Annotated[float, BeforeValidator(parse_usd), Field(ge=0)]
 Hours = Annotated[float, BeforeValidator(parse_hours), Field(gt=0)]
+AsWord = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
 OneOrMany = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 Paths = Annotated[tuple[Name, ...], OneOrMany]
 
@@ -72,6 +74,9 @@ class ModelSection(Section):
     """Where the tokenizer is, when it is not with the model."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` trains from fresh weights: a folder with config.json and a tokenizer is enough."""
+    from_run: Name | None = None
+    """Begin with the trained weights of another run of the same model and method: its folder, or FOLDER:STEP for one of its
+    checkpoints. The receipt names it and adds what it has cost. `farthing train JOB --from FOLDER` sets it."""
     attn_implementation: str | None = None
     """Attention of transformers: sdpa (its default), eager, flash_attention_2 ..."""
     trust_remote_code: bool = False
@@ -94,6 +99,10 @@ class DataSection(Section):
     """Files (jsonl, json, csv, parquet; local, s3://, gs://, https://; globs), a data set folder, or a Hub name."""
     eval: Paths = ()
     """The same for evaluation."""
+    of_train: tuple[Own, ...] = ()
+    """Filled from `train: [{path, weight, columns, split, name}]`: what is said of each file or data set alone."""
+    of_eval: tuple[Own, ...] = ()
+    """The same of `eval`."""
     eval_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     """Without `eval`: the fraction of `train` that is held out (rows with equal input stay on one side)."""
     dataset_config_name: str | None = None
@@ -102,9 +111,10 @@ class DataSection(Section):
     """Split of a Hub data set or data set folder."""
     eval_split: str = "validation"
     """Split for `eval` of a Hub data set or data set folder."""
-    columns: dict[str, str] = {}
-    """Standard column name -> name in the data, e.g. {text: narrative, label: product}."""
-    label_map: dict[str, str] = {}
+    columns: ColumnMap = {}
+    """Standard column name -> name in the data, e.g. {text: narrative, label: product}; or a template of several,
+    "{question}\\n{context}"; or a list of which the first counts whose columns are filled."""
+    label_map: LabelMap = {}
     """Classification: label in the data -> label to train on, to merge what is the same class."""
     max_length: Positive | None = None
     """Longest input in tokens (prompt and completion together for causal-lm). Default: 1024, 512 for the others."""
@@ -127,6 +137,11 @@ class DataSection(Section):
     max_eval_samples: Positive | None = None
     """Use only the first N usable examples for evaluation."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _sources_are_paths(cls, values: Any) -> Any:
+        return with_own(values) if isinstance(values, dict) else values
+
     @field_serializer("train", "eval", when_used="json")
     def _no_secrets(self, names: tuple[str, ...]) -> list[str]:
         """What is written beside a run keeps no password or signature of a URL."""
@@ -146,6 +161,11 @@ class MethodSection(Section):
     """Further modules trained in full and saved. A classification head is always among them."""
     use_dora: bool = False
     use_rslora: bool = False
+    init_lora_weights: Annotated[Literal["true", "false", "gaussian", "orthogonal"], AsWord] = "true"
+    """How an adapter begins, as in peft. true: A as Kaiming draws it, B zero; false: both drawn, so that it begins as noise.
+    What changes the base on the way (pissa, olora, corda, loftq) can't be resumed or exported exactly, and is refused."""
+    loraplus_lr_ratio: Annotated[Number, Field(gt=0)] | None = None
+    """LoRA+ (Hayou et al. 2024): the learning rate of the B matrices, and of vectors, as a multiple of the others'."""
 
 
 class TrainSection(Section):
@@ -177,6 +197,8 @@ class TrainSection(Section):
     warmup_ratio: Share = 0.03
     warmup_steps: Annotated[Whole, Field(ge=0)] | None = None
     """Overrides warmup_ratio."""
+    warmup_epochs: Annotated[Number, Field(ge=0)] | None = None
+    """The same in passes over the data; only one of the two may be given."""
     fit_schedule_to_budget: bool = False
     """The learning rate comes down to its end when the limits are reached: as many steps as they buy, never more than
     asked. Needs one of the limits."""
@@ -188,6 +210,8 @@ class TrainSection(Section):
         "adamw_torch",
         "adamw_torch_offload",
         "sgd",
+        "adagrad",
+        "rmsprop",
         "adamw_8bit",
         "adamw_bnb_8bit",
         "paged_adamw_8bit",
@@ -237,7 +261,9 @@ class TrainSection(Section):
     logging_steps: Positive = 10
     max_skipped_steps: Positive = 5
     """Stop after this many steps in a row whose loss or gradient is not a number."""
-    report_to: Annotated[tuple[Literal["tensorboard"], ...], OneOrMany] = ()
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], OneOrMany] = ()
+    """Trackers that are told of every step and evaluation, by their own libraries (extras of the same names; `track` for
+    TensorBoard). A run that goes on goes on in the same run of theirs."""
 
     @model_validator(mode="after")
     def _batches_agree(self) -> TrainSection:
@@ -249,6 +275,8 @@ class TrainSection(Section):
                 f"global_batch_size {self.global_batch_size} is not per_device_train_batch_size {micro} x "
                 f"gradient_accumulation_steps {accumulation}; leave one of the three out"
             )
+        if self.warmup_steps is not None and self.warmup_epochs is not None:
+            raise ValueError("warmup_steps and warmup_epochs exclude each other; leave one of them out")
         if self.bf16 and self.fp16:
             raise ValueError("bf16 and fp16 exclude each other; leave one of them out")
         if self.eval_strategy == "steps" and self.eval_steps is None:
@@ -290,6 +318,17 @@ class WhereSection(Section):
     """Regions, or how their names begin: [us-, eu-west-1]."""
     offers: Literal["spot", "on-demand"] | None = None
     """Only one kind of offer."""
+    gpus: Annotated[int, Field(ge=1, le=1024)] | Literal["all"] | None = None
+    """How many GPUs of this machine share the run, or all of them; with device: cpu so many processes. Default: one, and as
+    many as torchrun or another launcher has started."""
+    patience_s: Annotated[Number, Field(ge=2)] = 60.0
+    """Several GPUs: one that does not answer for so long is lost, and the run goes on with those that are left."""
+    same_bits: Literal["auto"] | bool = "auto"
+    """Several GPUs: gradients are added up in an order that does not depend on how many there are. auto: for adapters; in
+    full training it takes memory for more gradients."""
+    sharding: Literal["none", "frozen"] = "none"
+    """Several GPUs. none: each has all weights. frozen: the frozen weights of method: lora are spread over them, and gathered
+    layer by layer (FSDP); adapters stay whole. Same result, less memory, more traffic."""
     spot: bool = False
     """The machine may be taken away: checkpoints are taken as often as that asks for."""
     notices: Literal["auto", "aws", "gcp", "azure", "off"] = "auto"
@@ -397,7 +436,7 @@ class Job(Section):
         content = json.dumps([self.identity(), self.model.model_name_or_path], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()[:12]
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """The settings that can change the result, flat: a run can only be continued by a job that agrees on them.
 
         Left out on purpose: how the batch is cut, which kernels compute it, evaluation batch size, where and how often
@@ -417,9 +456,7 @@ class Job(Section):
         if not train["fit_schedule_to_budget"]:  # as runs have it that began before there was such a key
             del train["fit_schedule_to_budget"]
         data = self.data.model_dump(include={"eval_fraction", "max_train_samples", "max_eval_samples"})
-        parts: dict[str, Any] = {"train": train, "data": data, "method": self.method.model_dump()}
-        flat: dict[str, Any] = {
-            f"{section}.{key}": value for section, keys in parts.items() for key, value in keys.items()
-        }
+        parts = {"train": train, "data": data, "method": self.method.model_dump()}
+        flat = {f"{section}.{key}": value for section, keys in parts.items() for key, value in keys.items()}
         flat |= {"task": self.task, "model.init": self.model.init}
         return dict(json.loads(json.dumps(flat)))

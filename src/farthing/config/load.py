@@ -18,25 +18,18 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from farthing.addresses import is_remote
+from farthing.config.data_keys import OWN_SCHEMA
+from farthing.config.foreign_keys import Foreign, adopt, answer
 from farthing.config.job import Job
+from farthing.data.rows import Own
+from farthing.durability.files import Json
 from farthing.errors import JobError, UserMistake
 from farthing.tasks.registry import standard_columns, task_names, task_of
 
 MAX_JOB_BYTES = 1 << 20
 MAX_DEPTH = 20
 FILE_ENDINGS = {
-    ".jsonl",
-    ".ndjson",
-    ".json",
-    ".csv",
-    ".tsv",
-    ".parquet",
-    ".gz",
-    ".txt",
-    ".zip",
-    ".zst",
-    ".arrow",
-    ".xlsx",
+    *(".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".gz", ".txt", ".zip", ".zst", ".arrow", ".xlsx"),
 }
 SHORTHAND = {"model": "model_name_or_path", "data": "train", "method": "name"}
 
@@ -84,6 +77,7 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
             from_command_line.add(_override(values, text))
         except ValueError as error:
             problems.append(UserMistake(str(error), where=f"--set {text}", to_do="--set train.learning_rate=1e-4"))
+    problems += _adopt(values, lines, path)
     try:
         job = Job.model_validate(values)
     except ValidationError as error:
@@ -97,17 +91,29 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
     return job
 
 
-def job_schema() -> dict[str, Any]:
+def job_schema() -> Json:
     """The JSON Schema of the job file, for editors. The short forms (`model: NAME`) are in it."""
     schema = Job.model_json_schema()
     for section, key in SHORTHAND.items():
         short = {"type": "string", "description": f"short for {section}: {{{key}: ...}}"}
         schema["properties"][section] = {"anyOf": [short, schema["properties"][section]]}
-    one_or_many = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+    one_or_many: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     for definition in schema["$defs"].values():
         for key, value in definition.get("properties", {}).items():
             if key in ("train", "eval", "target_modules", "modules_to_save") and value.get("type") == "array":
-                definition["properties"][key] = {**one_or_many, "description": value.get("description", "")}
+                definition["properties"][key] = {
+                    "anyOf": [*one_or_many["anyOf"]],
+                    "description": value.get("description", ""),
+                }
+                if key in ("train", "eval"):
+                    own = {
+                        "type": "object",
+                        "required": ["path"],
+                        "additionalProperties": False,
+                        "properties": OWN_SCHEMA,
+                    }
+                    items = {"anyOf": [{"type": "string"}, own]}
+                    definition["properties"][key]["anyOf"][1] = {"type": "array", "items": items}
             if key == "report_to":
                 definition["properties"][key] = {"anyOf": [value["items"], value]}
             if key in ("max_usd", "usd_per_hour", "usd_per_kwh", "max_hours", "max_gpu_hours"):
@@ -179,6 +185,17 @@ def _expand(values: dict[Any, Any]) -> dict[Any, Any]:
         for key, value in values.items()
         if value is not None or key not in sections
     }
+
+
+def _adopt(values: dict[Any, Any], lines: dict[tuple[str, ...], int], path: Path) -> Iterator[UserMistake]:
+    """Other names of our keys are put in their place, and have the line where they stood."""
+    known = {"": list(Job.model_fields), **{name: _keys_of((name,)) for name, inner in _section_fields(Job) if inner}}
+    try:
+        for stood, stands in adopt(values, known):
+            if stood in lines:
+                lines.setdefault(stands, lines[stood])
+    except Foreign as error:
+        yield UserMistake(str(error), where=str(path), to_do="keep one of them")
 
 
 def _override(values: dict[Any, Any], text: str) -> tuple[str, ...]:
@@ -272,6 +289,8 @@ def _explain(
 def _meant(loc: tuple[str, ...]) -> str:
     """What to do about an unknown key: the nearest one here, the section it belongs in, or all there are."""
     *section, name = loc
+    if words := answer(name):
+        return f"{words}; take the key out"
     known, everywhere = _keys_of(tuple(section)), _all_keys()
     elsewhere = [full for full in everywhere if full.split(".")[-1] == name]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
@@ -308,7 +327,7 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
     if model.trust_remote_code and on_hub and not re.fullmatch(r"[0-9a-f]{40}", model.revision or ""):
         what = f"trust_remote_code runs whatever {on_hub[0]} holds on that day"
         yield ("model", "trust_remote_code"), what, "pin `model.revision:` to a full commit (40 hex digits)"
-    for name in job.data.columns:
+    for name in {name: None for columns in _all_columns(job) for name in columns}:
         if name not in standard_columns():
             near = difflib.get_close_matches(name, standard_columns(), n=1)
             to_do = f"did you mean `{near[0]}`?" if near else f"use {', '.join(sorted(standard_columns()))}"
@@ -321,6 +340,10 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
             near = difflib.get_close_matches(metric, known, n=1)
             to_do = f"did you mean `{near[0]}`?" if near else f"use one of {', '.join(known)}"
             yield ("train", "metric_for_best_model"), f"`{metric}` is not measured for {job.task}", to_do
+
+
+def _all_columns(job: Job) -> list[Json]:
+    return [job.data.columns, *(each.columns for each in (*job.data.of_train, *job.data.of_eval) if each.columns)]
 
 
 def _section_fields(section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel] | None]]:
@@ -367,16 +390,25 @@ def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set
             return name
         return _absolute(name, base_of(*key))
 
-    def sources(names: tuple[str, ...], *key: str) -> tuple[str, ...]:
+    def sources(names: tuple[str, ...], own: tuple[Own, ...], role: str) -> Json:
         found: list[str] = []
-        for name in names:
-            path = str(local(name, *key))
+        said: list[Own] = []
+        for name, each in zip(names, own or (Own(),) * len(names), strict=True):
+            path = str(local(name, "data", role))
             spread = sorted(glob.glob(path)) if any(c in path for c in "*?[") and not is_remote(path) else [path]
             found += spread or [path]
-        return tuple(found)
+            said += [each] * len(spread or [path])
+        return {role: tuple(found), f"of_{role}": tuple(said) if own else ()}
+
+    def run_folder(name: str | None) -> str | None:
+        """`RUN` or `RUN:STEP`, with the folder made absolute."""
+        match = re.fullmatch(r"(.+):(\d+)", name or "")
+        run, step = (match[1], f":{match[2]}") if match else (name, "")
+        return run and _absolute(run, base_of("model", "from_run")) + step
 
     model = job.model.model_copy(
         update={
+            "from_run": run_folder(job.model.from_run),
             "model_name_or_path": local(job.model.model_name_or_path, "model", "model_name_or_path"),
             "tokenizer_name_or_path": local(job.model.tokenizer_name_or_path, "model", "tokenizer_name_or_path"),
         }
@@ -384,8 +416,8 @@ def _with_absolute_paths(job: Job, base: Path, cwd: Path, from_command_line: set
     template = job.data.chat_template
     data = job.data.model_copy(
         update={
-            "train": sources(job.data.train, "data", "train"),
-            "eval": sources(job.data.eval, "data", "eval"),
+            **sources(job.data.train, job.data.of_train, "train"),
+            **sources(job.data.eval, job.data.of_eval, "eval"),
             "chat_template": template and _absolute(template, base_of("data", "chat_template")),
         }
     )

@@ -23,27 +23,56 @@ from farthing.tasks.task import Rows
 class Batches:
     """The examples of every step.
 
-    Each epoch is a permutation of `examples` that follows from (seed, epoch); its last step takes what is left.
+    Each epoch is a permutation of `examples`, taken by their weights, that follows from (seed, epoch); its last step takes
+    what is left.
     """
 
     examples: NDArray[np.int64]
     global_batch_size: int
     seed: int
+    weights: NDArray[np.float64] | None = None
+    """How often each example is learned in an epoch [n]; examples of one source have the same. None: once each."""
 
     def __post_init__(self) -> None:
         self._epoch = -1
         self._order = self.examples
 
     @property
+    def n_per_epoch(self) -> int:
+        """Examples of one pass, repeated ones as often as they are repeated."""
+        return len(self.examples) if self.weights is None else sum(n for _, _, n in self._portions())
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one pass; the last may be a smaller batch."""
-        return -(-len(self.examples) // self.global_batch_size)
+        return -(-self.n_per_epoch // self.global_batch_size)
+
+    def _portions(self) -> list[tuple[NDArray[np.int64], float, int]]:
+        """(examples, weight, how many an epoch takes of them) of each weight there is."""
+        assert self.weights is not None
+        found = []
+        for weight in np.unique(self.weights).tolist():
+            examples = self.examples[self.weights == weight]
+            found.append((examples, weight, max(1, round(weight * len(examples)))))
+        return found
+
+    def _of_epoch(self, epoch: int) -> NDArray[np.int64]:
+        """What an epoch learns, in no order: whole passes, and of the rest a drawn part that differs from epoch to epoch."""
+        if self.weights is None:
+            return self.examples
+        parts = []
+        for number, (examples, _, n) in enumerate(self._portions()):
+            n_whole, n_more = divmod(n, len(examples))
+            drawn = permutation(len(examples), _fold(self.seed, number) & 0x7FFFFFFFFFFFFFFF, epoch)[:n_more]
+            parts += [examples] * n_whole + [examples[drawn]]
+        return np.concatenate(parts)
 
     def examples_of(self, step: int) -> NDArray[np.int64]:
         """Indices of the examples of optimizer step `step`, counted from 0."""
         epoch, place = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
-            self._order, self._epoch = self.examples[permutation(len(self.examples), self.seed, epoch)], epoch
+            examples = self._of_epoch(epoch)
+            self._order, self._epoch = examples[permutation(len(examples), self.seed, epoch)], epoch
         return self._order[place * self.global_batch_size : (place + 1) * self.global_batch_size]
 
 
@@ -82,7 +111,9 @@ def split_by_input(
     return np.flatnonzero(~is_eval), np.flatnonzero(is_eval)
 
 
-def collate(tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], task: str, pad_id: int) -> dict[str, Any]:
+def collate(
+    tokens: TokenSet, examples: Sequence[int] | NDArray[np.int64], task: str, pad_id: int
+) -> dict[str, NDArray[Any]]:
     """Arrays of one micro-batch, padded on the right to its longest example, as its task lays them out: see `Task.pad`."""
     return task_of(task).pad(rows_of(tokens, examples), pad_id)
 

@@ -17,13 +17,15 @@ from datetime import date, datetime
 from typing import Any
 
 from farthing.clock import today
+from farthing.data.rows import RowValue
 from farthing.tasks.columns import Unusable
 
 TEXT_VERSION = 3
 """How rows become texts, tokens and a split. A run goes on with the version that it began with.
 
 2: answers that a template shows in another form once the chat goes on are not learned; an answer ends with the first special
-token behind it, though a template may write two, and with none where a template leaves the end to the next turn.
+token behind it, though a template may write two, and with none where a template leaves the end to the next turn. Content in
+parts and OpenAI's older function calls make a row unusable; a developer's turn keeps its role.
 1: the split hangs on the rendered text; all that a template writes behind an answer is learned; chats begin with the
 tokenizer's first token even where the template has none; seq2seq targets are encoded as inputs are.
 """
@@ -42,7 +44,7 @@ DEFAULT_CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{ '### Assistant\n' }}{% endif %}"
 )
 
-Messages = Sequence[dict[str, Any]]
+Messages = Sequence[RowValue]
 Segments = tuple[tuple[str, bool], ...]
 
 _START, _STOP = "\ufdd0", "\ufdd1"  # around what a template marks as generated: code points that are no characters
@@ -94,7 +96,7 @@ class Renderer:
         """The text of a chat, with marks where the template says that the assistant speaks."""
         # as transformers does: many templates would write "None" for a key that is there without a value
         without_none = [{key: value for key, value in each.items() if value is not None} for each in messages]
-        values: dict[str, Any] = {"messages": without_none, "tools": tools, "documents": None}
+        values: RowValue = {"messages": without_none, "tools": tools, "documents": None}
         values |= {"add_generation_prompt": is_prompt, **dict(self.special_tokens), **flags}
         if self.on:
             values["strftime_now"] = datetime.combine(date.fromisoformat(self.on), datetime.min.time()).strftime
@@ -211,33 +213,44 @@ class ChatReader:
         shown = _shown(self.render, _PROBES)
         return shown is None or bool(shown.rpartition(_PROBE)[2].partition(_STOP)[0].strip())
 
-    def __call__(self, messages: Messages, tools: Any) -> Chat:
-        """The text of a chat. Raises `Unusable`."""
-        if not any(message["role"] == "assistant" for message in messages):
+    def __call__(self, messages: Messages, tools: Any, given: frozenset[int] = frozenset()) -> Chat:
+        """The text of a chat; the turns at `given` (from 0) are context whoever speaks. Raises `Unusable`."""
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
             raise Unusable("no assistant turn: there is nothing to learn")
+        if given.issuperset(answers):
+            raise Unusable("every assistant turn is marked as not to be learned")
         if not self.shows_texts:
             raise Unusable("the chat template leaves out what is said: it is for images, or broken")
         read = {1: self._by_prefixes, 2: self._by_prompts}.get(self.version, self._turn_by_turn)
         try:
-            return (self._by_marks if self.marks else read)(messages, tools)
+            return (self._by_marks if self.marks else read)(messages, tools, given)
         except Unusable:
             raise
         except Exception as error:  # templates are programs: they raise what they like
             raise Unusable(f"the chat template refuses it: {str(error)[:200]}") from error
 
-    def _by_marks(self, messages: Messages, tools: Any) -> Chat:
+    def _by_marks(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
         said = json.dumps([messages, tools], ensure_ascii=False, default=str)
         if _START in said or _STOP in said:
             raise Unusable("it holds U+FDD0 or U+FDD1, which are no characters")
-        segments = []
-        for part in self.render.marked(messages, tools).split(_START):
-            inside, stop, outside = part.partition(_STOP)
-            segments += [(inside, True), (outside, False)] if stop else [(part, False)]
+        answers = [index not in given for index, message in enumerate(messages) if message["role"] == "assistant"]
+        before, *parts = self.render.marked(messages, tools).split(_START)
+        if given and len(parts) != len(answers):
+            raise Unusable(
+                "the chat template marks more or fewer turns than the assistant has: which one not to learn is not seen"
+            )
+        segments = [(before, False)]
+        for part, is_learned in zip(parts, answers if given else [True] * len(parts), strict=True):
+            inside, _, outside = part.partition(_STOP)
+            segments += [(inside, is_learned), (outside, False)]
         return Chat(_merged(segments))
 
-    def _turn_by_turn(self, messages: Messages, tools: Any) -> Chat:
+    def _turn_by_turn(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
         """Every answer as the model writes it: in the whole chat, else in one that ends with it."""
-        wanted = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = [
+            index for index, message in enumerate(messages) if message["role"] == "assistant" and index not in given
+        ]
         asked = {index: self.render.prompts(messages[:index], tools) if index else [""] for index in wanted}
         turns = {index: self.render(messages[: index + 1], tools) for index in wanted}
         is_end = wanted[-1] == len(messages) - 1
@@ -287,7 +300,7 @@ class ChatReader:
         segments.append((whole[at:], False))
         return _merged(segments), left
 
-    def _by_prompts(self, messages: Messages, tools: Any) -> Chat:
+    def _by_prompts(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
         """As runs of version 2 read it: turns that the whole chat shows in another form are not learned."""
         whole = self.render(messages, tools)
         segments: list[tuple[str, bool]] = []
@@ -299,16 +312,16 @@ class ChatReader:
             before = self.render(messages[:index], tools, is_prompt=True) if index else ""
             turn = self._without_trailer(self.render(messages[: index + 1], tools))
             if whole.startswith(before) and whole.startswith(turn) and at <= len(before) < len(turn):
-                segments += [(whole[at : len(before)], False), (whole[len(before) : len(turn)], True)]
+                segments += [(whole[at : len(before)], False), (whole[len(before) : len(turn)], index not in given)]
                 at = len(turn)
-            elif index == last and not segments:
+            elif index == last and index not in given and not any(is_learned for _, is_learned in segments):
                 return Chat(self._opened(messages, index, before), n_unlearned)
-            else:
+            elif index not in given:
                 n_unlearned += 1
         segments.append((whole[at:], False))
         return Chat(_merged(segments), n_unlearned)
 
-    def _by_prefixes(self, messages: Messages, tools: Any) -> Chat:
+    def _by_prefixes(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
         """As runs of version 1 read it: a turn is all that the render up to it adds to the render before it."""
         whole = self.render(messages, tools)
         segments: list[tuple[str, bool]] = []
@@ -320,7 +333,7 @@ class ChatReader:
             after = self.render(messages[: index + 1], tools)
             if not (whole.startswith(before) and whole.startswith(after) and at <= len(before) < len(after)):
                 raise Unusable("the chat template rewrites earlier turns; give one with {% generation %} marks")
-            segments += [(whole[at : len(before)], False), (whole[len(before) : len(after)], True)]
+            segments += [(whole[at : len(before)], False), (whole[len(before) : len(after)], index not in given)]
             at = len(after)
         segments.append((whole[at:], False))
         return Chat(_merged(segments))

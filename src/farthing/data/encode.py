@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from farthing.data.chat import TEXT_VERSION
 from farthing.data.formats import Text
+from farthing.durability.files import Json
 from farthing.tasks.registry import task_of
 
 
@@ -306,10 +307,10 @@ def bytes_of_tokens(rust: Any) -> NDArray[np.int32] | None:
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
-    def steps(part: Any, within: str) -> list[dict[str, Any]]:
+    def steps(part: Any, within: str) -> list[Json]:
         """The steps that a part of the tokenizer is made of."""
-        state: dict[str, Any] = json.loads(part.__getstate__()) if part is not None else {within: []}
-        steps: list[dict[str, Any]] = state.get(within, [state])
+        state: Json = json.loads(part.__getstate__()) if part is not None else {within: []}
+        steps: list[Json] = state.get(within, [state])
         return steps
 
     model, vocabulary = rust.model, rust.get_vocab(with_added_tokens=False)

@@ -1,4 +1,4 @@
-"""Data of other kinds of training: preference pairs, verdicts on answers, ranked answers, images, sound, masked turns.
+"""Data of other kinds of training: preference pairs, verdicts on answers, ranked answers, images, sound.
 
 Read as plain examples they would teach rejected answers, or text about a picture that the model never sees. Each row is
 looked at, since files are often mixtures. Who maps the column to learn in `data.columns` has chosen it: that is said, not
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from farthing.data.rows import BadRow, Row
+from farthing.data.rows import BadRow, Row, RowValue
 from farthing.durability.files import parse_json
 from farthing.errors import DataError
 from farthing.tasks.registry import task_of
@@ -64,7 +64,7 @@ _CLOSED = re.compile(r"</(?:image|video|audio)>")
 _PARTS = ("image", "video", "audio", "file")
 
 
-def foreign_kind(row: Mapping[str, Any], task: str, renamed: Mapping[str, str] = {}) -> Foreign | None:
+def foreign_kind(row: Mapping[str, Any], task: str, renamed: Mapping[str, Any] = {}) -> Foreign | None:
     """What kind of other training a row is made for; None for a row of ours."""
     columns = tuple([name for name, value in row.items() if value is not None and value != "" and value != []])
     named = _by_columns(columns, task)
@@ -104,7 +104,7 @@ def _how_to_keep_the_preferred(row: Mapping[str, Any]) -> str:
     return "to learn only the preferred answers, write a file of `messages`: the turns of the prompt, then that answer"
 
 
-def _verdict(row: Mapping[str, Any], renamed: Mapping[str, str]) -> Foreign | None:
+def _verdict(row: Mapping[str, Any], renamed: Mapping[str, Any]) -> Foreign | None:
     if ("text" in row or "text" in renamed) and not any(name in row for name in _ANSWERED):
         return None  # a text with a label is no answer
     for name in _VERDICTS:
@@ -166,7 +166,7 @@ def _is_media(name: str) -> bool:
     return _MEDIA.match(name) is not None
 
 
-def _of_turn(turn: dict[str, Any], index: int, column: str) -> Foreign | None:
+def _of_turn(turn: RowValue, index: int, column: str) -> Foreign | None:
     for key, value in turn.items():
         if value and _is_media(key):
             return _media(f"`{key}` in {column}, turn {index}", column)
@@ -180,14 +180,6 @@ def _of_turn(turn: dict[str, Any], index: int, column: str) -> Foreign | None:
             kind = next((key for key in keys if any(word in key for word in _PARTS)), None)
             if kind is not None:
                 return _media(f"a part of type `{kind}` in {column}, turn {index}", column)
-    for key in ("weight", "loss", "train"):
-        if key in turn and turn[key] is not None and turn[key] in (0, False):
-            return Foreign(
-                f"turns marked as not to be learned (`{key}` is {turn[key]} in {column}, turn {index}), which farthing learns",
-                f"take those turns' answers out, or write the rows without `{key}` to learn all of them",
-                column,
-                can_be_chosen=False,
-            )
     return None
 
 
@@ -211,7 +203,7 @@ def _listed(names: Iterable[str]) -> str:
 class Watch:
     """Looks at every row of a source: refuses those of other kinds, and notes which columns nobody reads."""
 
-    def __init__(self, task: str, renamed: Mapping[str, str], where: str) -> None:
+    def __init__(self, task: str, renamed: Mapping[str, Any], where: str) -> None:
         self.task, self.renamed, self.where = task, dict(renamed), where
         self.n_rows = 0
         self._shapes: Counter[tuple[str, ...]] = Counter()

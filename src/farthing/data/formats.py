@@ -12,9 +12,12 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from farthing.data.chat import TEXT_VERSION, ChatReader
+from farthing.data.chat_rows import MARKS, from_openai, without_marks
+from farthing.data.columns import Columns, Template, columns_of, guessed, missing, renamed
+from farthing.data.rows import RowValue
 from farthing.durability.files import parse_json
 from farthing.errors import DataError
 from farthing.tasks.columns import Unusable, kind_of, text_of
@@ -51,20 +54,38 @@ class Text:
         return *self.earlier, self
 
 
-def recognise(columns: set[str], task: str, renamed: dict[str, str], where: str) -> str:
-    """The name of the format these columns are in. Raises `DataError` that says what was found and what would do."""
-    for name in renamed.values():
-        if name not in columns:
+class Understood(NamedTuple):
+    """The format of a source, the columns it is read from, and what of that was guessed, in words."""
+
+    format: str
+    columns: dict[str, Template]
+    notes: tuple[str, ...] = ()
+
+
+def recognise(columns: set[str], task: str, renamed: Columns, where: str) -> Understood:
+    """The format these columns are in: by their names, as `renamed` says, or by usual other names where it says nothing.
+
+    Raises `DataError` that says what was found and what would do.
+    """
+    for template in renamed.values():
+        if name := missing(template, columns):
             near = difflib.get_close_matches(name, columns, n=1)
             to_do = f"did you mean `{near[0]}`?  there are: " if near else "there are: "
             raise DataError(
                 f"no column `{name}` (named in `data.columns`)", where=where, to_do=to_do + _listed(columns)
             )
-    present = (columns - set(renamed.values())) | set(renamed)
+    read = {name for template in renamed.values() for name in columns_of(template)}
+    present = (columns - read) | set(renamed)
     formats = task_of(task).formats
     for each in formats:
         if set(each.needs) <= present:
-            return each.name
+            return Understood(each.name, dict(renamed))
+    for each in formats if not renamed else ():
+        found = guessed(columns, each.needs)
+        if found is not None:
+            words = ", ".join(f"`{own}` as `{standard}`" for standard, own in found.items())
+            note = f"read {words}, by the usual meaning of the name; data.columns says it otherwise"
+            return Understood(each.name, dict(found), (note,))
     wanted = [" + ".join(each.needs) for each in formats]
     raise DataError(
         f"the columns ({_listed(columns)}) match no format for {task}",
@@ -73,22 +94,22 @@ def recognise(columns: set[str], task: str, renamed: dict[str, str], where: str)
     )
 
 
-def used_columns(format_name: str, renamed: dict[str, str]) -> set[str]:
+def used_columns(format_name: str, renamed: Columns) -> set[str]:
     """The columns of the data, by their own names, that a format reads; all others are ignored."""
     _, needs, may_have = format_of(format_name)
-    return {renamed.get(name, name) for name in (*needs, *may_have)}
+    return {own for name in (*needs, *may_have) for own in columns_of(renamed.get(name, name))}
 
 
 def converter(
     format_name: str,
-    renamed: dict[str, str],
+    columns: Columns,
     label_map: dict[str, str],
     tokenizer: Any,
     task: str,
     *,
     on: str = "",
     version: int = TEXT_VERSION,
-) -> Callable[[dict[str, Any]], Text]:
+) -> Callable[[RowValue], Text]:
     """A function from a row to its `Text`. It raises `Unusable` with the reason.
 
     `on` is the ISO date that a chat template sees which asks for it.
@@ -96,8 +117,8 @@ def converter(
     labels = task_of(task).labels
     is_chat = format_name in RENDERED and task_of(task).predicts_next
     read = ChatReader.of(tokenizer, on, version) if is_chat else None
-    of_tokens: dict[str, Callable[[dict[str, Any]], Text]] = {
-        "messages": lambda row: _chat(_messages(row), row.get("tools"), read),
+    of_tokens: dict[str, Callable[[RowValue], Text]] = {
+        "messages": lambda row: _chat(_messages(row, version), _tools_of(row), read),
         "conversations": lambda row: _chat(_conversations(row), row.get("tools"), read),
         "instruction": lambda row: _instruction(row, read),
         "prompt/completion": lambda row: _pair(row, "prompt", "completion"),
@@ -106,11 +127,9 @@ def converter(
     }
     one = of_tokens[format_name] if labels is None else lambda row: _labelled(row, labels, label_map)
 
-    def convert(row: dict[str, Any]) -> Text:
-        if renamed:
-            row = {k: v for k, v in row.items() if k not in renamed.values()} | {
-                standard: row.get(own) for standard, own in renamed.items()
-            }
+    def convert(row: RowValue) -> Text:
+        if columns:
+            row = renamed(row, columns)
         text = one(row)
         try:
             for part, _ in itertools.chain(text.segments, *(each.segments for each in text.earlier)):
@@ -127,17 +146,17 @@ def _listed(columns: set[str]) -> str:
     return ", ".join(sorted(columns)[:20]) or "none"
 
 
-def _pair(row: dict[str, Any], source: str, target: str) -> Text:
+def _pair(row: RowValue, source: str, target: str) -> Text:
     given = text_of(row, source)
     return Text(((given, False), (text_of(row, target), True)), given=(given,))
 
 
-def _labelled(row: dict[str, Any], labels: Labels, label_map: dict[str, str]) -> Text:
+def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Text:
     text, label = labels.read(row, label_map)
     return Text(((text, False),), label=label, given=(text,))
 
 
-def _instruction(row: dict[str, Any], read: ChatReader | None) -> Text:
+def _instruction(row: RowValue, read: ChatReader | None) -> Text:
     """Alpaca rows are a chat of one turn, so that the tokenizer's template frames them; seq2seq needs no frame."""
     instruction, more = text_of(row, "instruction"), text_of(row, "input", may_be_empty=True)
     asked, answer = f"{instruction}\n\n{more}" if more.strip() else instruction, text_of(row, "output")
@@ -149,7 +168,7 @@ def _instruction(row: dict[str, Any], read: ChatReader | None) -> Text:
     return _chat(([{"role": "system", "content": system}] if system else []) + messages, None, read)
 
 
-def _chat(messages: list[dict[str, Any]], tools: Any, read: ChatReader | None) -> Text:
+def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None) -> Text:
     """A chat as text. What its owner gave: all that the assistant does not say, or all where only it speaks."""
     assert read is not None
     tools = (_as_list(tools, "tools") if tools and tools != "[]" else None) or None
@@ -157,8 +176,11 @@ def _chat(messages: list[dict[str, Any]], tools: Any, read: ChatReader | None) -
     given = [str(message.get("content") or "").strip() for message in others]
     if tools:
         given.append(json.dumps(tools, sort_keys=True, default=str))
+    messages, unlearned = without_marks(messages)
+    if read.version > 2 and "developer" not in read.render.template:
+        messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     try:
-        chat = read(messages, tools)
+        chat = read(messages, tools, unlearned)
     except Unusable as error:
         error.given = tuple(given)
         raise
@@ -177,11 +199,13 @@ def _as_list(value: Any, column: str) -> list[Any]:
     return value
 
 
-def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+def _messages(row: RowValue, version: int = TEXT_VERSION) -> list[RowValue]:
     messages = []
     for index, message in enumerate(_as_list(row.get("messages"), "messages"), start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Unusable(f"message {index} has no `role`")
+        if version > 2:
+            message = from_openai(message)
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             raise Unusable(f"message {index}: `content` is {kind_of(content)}, not text")
@@ -203,8 +227,8 @@ def _parsed_arguments(call: Any) -> Any:
         return call
 
 
-def _conversations(row: dict[str, Any]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
+def _conversations(row: RowValue) -> list[RowValue]:
+    messages: list[RowValue] = []
     system = row.get("system")
     if isinstance(system, str) and system:
         messages.append({"role": "system", "content": system})
@@ -212,8 +236,17 @@ def _conversations(row: dict[str, Any]) -> list[dict[str, Any]]:
         who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
         if who not in _ROLES or not isinstance(said, str):
             raise Unusable(f"turn {index} has no known `from` with a text `value`")
-        messages.append({"role": _ROLES[who], "content": said})
+        marks = {name: turn[name] for name in MARKS if turn.get(name) is not None}
+        messages.append({"role": _ROLES[who], "content": said, **marks})
     return messages
+
+
+def _tools_of(row: RowValue) -> Any:
+    """The tools that a chat may call; OpenAI's older `functions` are tools without their frame."""
+    functions = row.get("functions")
+    if row.get("tools") or not functions or functions == "[]":
+        return row.get("tools")
+    return [{"type": "function", "function": each} for each in _as_list(functions, "functions")]
 
 
 def group_of(text: Text, version: int) -> int:

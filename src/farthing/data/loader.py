@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from farthing.data.row_table import Cell
+
+Arrays = dict[str, NDArray[Any]]
+"""What a model takes of a micro-batch, by name."""
 AHEAD = 3  # micro-batches that wait ready: enough to bridge an uneven one, and little memory
 
 
@@ -27,24 +31,31 @@ class MicroBatch:
     """All examples of the step."""
     examples: NDArray[np.int64]
     """Those of this micro-batch."""
-    arrays: dict[str, Any]
+    arrays: Arrays
     is_last: bool
-    """Of the step."""
+    """Of the step, for this process."""
+    number: int = 0
+    """In the step's table."""
+    lane: int = 0
 
 
 def micro_batches(
     first_step: int,
     n_steps: int,
     examples_of: Callable[[int], NDArray[np.int64]],
-    cut: Callable[[NDArray[np.int64]], list[NDArray[np.int64]]],
-    collate: Callable[[NDArray[np.int64]], dict[str, Any]],
+    cells_of: Callable[[NDArray[np.int64]], Sequence[Cell]],
+    collate: Callable[[NDArray[np.int64]], Arrays],
 ) -> Iterator[MicroBatch]:
-    """The micro-batches of all steps from `first_step` to the end, in order."""
+    """The micro-batches of all steps from `first_step` to the end, in order; a step that has none for this process is one
+    without examples."""
     for step in range(first_step, n_steps):
         examples = examples_of(step)
-        pieces = cut(examples)
-        for number, piece in enumerate(pieces, start=1):
-            yield MicroBatch(step, examples, piece, collate(piece), number == len(pieces))
+        cells = cells_of(examples)
+        for cell in cells:
+            arrays = collate(cell.examples)
+            yield MicroBatch(step, examples, cell.examples, arrays, cell is cells[-1], cell.number, cell.lane)
+        if not cells:
+            yield MicroBatch(step, examples, examples[:0], {}, True)
 
 
 Item = TypeVar("Item")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,22 @@ from farthing.data.token_set import TokenSet
 from farthing.tasks.registry import task_of
 
 LEAST_SHARE = 0.97  # of the computed tokens are useful, where they are padded and more pieces cost less than padding
-# a micro-batch takes as long by itself (gradients of all weights added up, every kernel begun) as so many tokens: 32 to 128
-# were the quickest for T5 on a CPU (docs/log.md); not measured on a GPU, where it is reckoned to be more
-PIECE_COSTS_TOKENS = 32
+
+
+class PieceCost(NamedTuple):
+    """What a micro-batch takes on a device, in computed tokens; `planner.speed.piece_cost` reckons it for a GPU."""
+
+    least_tokens: int = 0
+    """A smaller piece takes no less: the host is still launching kernels, or weights are still read."""
+    more_tokens: int = 32
+    """Beside its own: gradients of all weights added up. 32 to 128 were the quickest for T5 on a CPU (docs/log.md)."""
+
+    def of(self, n_computed: Any) -> Any:
+        """The cost of pieces of so many computed tokens."""
+        return np.maximum(self.least_tokens, n_computed + self.more_tokens)
+
+
+ON_CPU = PieceCost()
 
 
 def cut_by_tokens(
@@ -71,34 +84,36 @@ def cut_padded(
     target_lengths: NDArray[np.int64] | None = None,
     most_examples: int | None = None,
     least_share: float = LEAST_SHARE,
-    piece_costs_tokens: int = PIECE_COSTS_TOKENS,
+    cost: PieceCost = ON_CPU,
 ) -> list[NDArray[np.int64]]:
     """The step's examples in padded pieces of similar lengths, each at most `most_tokens` with its padding.
 
     `lengths` [n_examples of the set] are tokens of each input and `target_lengths`, for seq2seq, of each target, which
     is padded apart. An example that is longer than the budget is a piece of its own. Sorted and filled to the budget;
-    then the piece whose best split saves most padding is split, by input or by target, until `least_share` of all
-    computed tokens is useful, or a split would save no more than `piece_costs_tokens`: as many tokens as are computed
-    in the time that one micro-batch more takes by itself. The largest piece comes first.
+    then the piece whose best split saves most is split, by input or by target, until `least_share` of all computed
+    tokens is useful, or a split would save nothing, by what pieces `cost`. The largest piece comes first.
     """
     sides = [lengths[examples]] if target_lengths is None else [lengths[examples], target_lengths[examples]]
     sizes = np.stack(sides, axis=1)  # [n, sides]
     useful = int(sizes.sum())
     pieces = _filled(np.lexsort((-sizes[:, -1], -sizes.sum(1))), sizes, most_tokens, most_examples or len(examples))
-    splits = [_best_split(piece, sizes, number) for number, piece in enumerate(pieces)]
+    computed = [padded_tokens(sizes[piece]) for piece in pieces]
+    splits = [_best_split(piece, sizes, number, cost, computed[number]) for number, piece in enumerate(pieces)]
     heapq.heapify(splits)
-    computed = sum(padded_tokens(sizes[piece]) for piece in pieces)
-    while splits and useful < least_share * computed:
+    n_computed = sum(computed)
+    while splits and useful < least_share * n_computed:
         change, number, *parts = heapq.heappop(splits)
-        if -change <= piece_costs_tokens:
+        if change >= 0:
             break
-        computed += change
-        pieces[number] = parts[0]
+        both = [padded_tokens(sizes[part]) for part in parts]
+        n_computed += sum(both) - computed[number]
+        pieces[number], computed[number] = parts[0], both[0]
         pieces.append(parts[1])
+        computed.append(both[1])
         for at in (number, len(pieces) - 1):
-            heapq.heappush(splits, _best_split(pieces[at], sizes, at))
-    pieces.sort(key=lambda places: (-padded_tokens(sizes[places]), int(places[0])))
-    return [examples[places] for places in pieces]
+            heapq.heappush(splits, _best_split(pieces[at], sizes, at, cost, computed[at]))
+    order = sorted(range(len(pieces)), key=lambda at: (-computed[at], int(pieces[at][0])))
+    return [examples[pieces[at]] for at in order]
 
 
 def padded_tokens(sizes: NDArray[np.int64]) -> int:
@@ -110,32 +125,41 @@ def _filled(
     order: NDArray[np.int64], sizes: NDArray[np.int64], most_tokens: int, most_examples: int
 ) -> list[NDArray[np.int64]]:
     """Neighbours in `order` as long as the budget holds."""
-    pieces, start, width = [], 0, sizes[order[0]] if len(order) else sizes.sum(0)
-    for at in range(len(order)):
-        wider = np.maximum(width, sizes[order[at]])
+    pieces: list[NDArray[np.int64]] = []
+    start = 0
+    width: list[int] = [0] * sizes.shape[1]
+    for at, sides in enumerate(sizes[order].tolist()):
+        wider = [max(pair) for pair in zip(width, sides, strict=True)]
         n = at - start + 1
-        if n > 1 and (n > most_examples or n * int(wider.sum()) > most_tokens):
+        if n > 1 and (n > most_examples or n * sum(wider) > most_tokens):
             pieces.append(order[start:at])
-            start, wider = at, sizes[order[at]]
+            start, wider = at, sides
         width = wider
     return [*pieces, order[start:]] if len(order) else []
 
 
 def _best_split(
-    piece: NDArray[np.int64], sizes: NDArray[np.int64], number: int
+    piece: NDArray[np.int64], sizes: NDArray[np.int64], number: int, cost: PieceCost, n_computed: int
 ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
-    """(change in computed tokens, `number`, one part, the other) of the split in two that computes least."""
+    """(change in cost, `number`, one part, the other) of the split in two that costs least; 0 where none saves anything.
+
+    `n_computed` are the computed tokens of the whole piece.
+    """
     best = 0, number, piece, piece[:0]
-    whole = padded_tokens(sizes[piece])
+    n = len(piece)
+    whole = max(cost.least_tokens, n_computed + cost.more_tokens)
+    if n < 2 or whole <= cost.least_tokens + cost.more_tokens:
+        return best
+    own, counts = sizes[piece], np.arange(1, n)
     for side in range(sizes.shape[1]):
-        order = piece[np.argsort(-sizes[piece, side], kind="stable")]
-        ordered = sizes[order]
-        n = len(order)
-        left = np.maximum.accumulate(ordered, axis=0).sum(1)[:-1] * np.arange(1, n)
-        right = np.maximum.accumulate(ordered[::-1], axis=0)[::-1].sum(1)[1:] * np.arange(n - 1, 0, -1)
-        if n > 1 and int((left + right).min()) - whole < best[0]:
-            at = int((left + right).argmin())
-            best = int(left[at] + right[at]) - whole, number, order[: at + 1], order[at + 1 :]
+        order = np.argsort(-own[:, side], kind="stable")
+        ordered = own[order]
+        left = np.maximum.accumulate(ordered)[:-1].sum(1) * counts
+        right = np.maximum.accumulate(ordered[::-1])[-2::-1].sum(1) * counts[::-1]
+        both = cost.of(left) + cost.of(right)
+        at = int(both.argmin())
+        if int(both[at]) - whole < best[0]:
+            best = int(both[at]) - whole, number, piece[order[: at + 1]], piece[order[at + 1 :]]
     return best
 
 
@@ -145,13 +169,13 @@ def target_lengths_of(tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[
     return sums_of(tokens.targets[places], lengths)
 
 
-def collate_flat(
+def collate_packed(
     tokens: TokenSet,
     examples: Sequence[int] | NDArray[np.int64],
     task: str,
     first_position: int = 0,
     skipped: NDArray[np.int64] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, NDArray[Any]]:
     """Arrays of one micro-batch, its examples end to end: T tokens of N documents and nothing else.
 
     input_ids, position_ids int64 [1, T]; lengths int64 [N], tokens of each document, in order
@@ -160,13 +184,13 @@ def collate_flat(
     Positions begin again at `first_position` in each document. Empty examples are refused. The first `skipped` [N]
     tokens of each example are left out; the others keep their positions.
     """
-    labels_of = task_of(task).flat_labels
+    labels_of = task_of(task).packed_labels
     if labels_of is None:
         raise ValueError(f"{task} can't be laid flat: pad it")
     n_skipped = np.zeros(len(examples), dtype=np.int64) if skipped is None else skipped
     rows = rows_of(tokens, examples, n_skipped)
     if not len(rows.lengths) or not rows.lengths.all():
-        raise ValueError("a flat batch needs documents of at least one token")
+        raise ValueError("a packed batch needs documents of at least one token")
     starts = np.cumsum(rows.lengths) - rows.lengths
     ids = rows.ids.astype(np.int64)
     return {

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from farthing.data.batches import Batches
-from farthing.data.packing import collate_flat
+from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
 
 LEAST_TOKENS = 32  # to take over: for fewer it is not worth copying keys and values
@@ -101,8 +101,10 @@ def cut_shared(
     return [piece for _, piece in sorted(pieces, key=lambda piece: -piece[0])]
 
 
-def collate_shared(tokens: TokenSet, examples: NDArray[np.int64], task: str, first_position: int = 0) -> dict[str, Any]:
-    """As `collate_flat`, but what an example has in common with one before it in the order of their texts is left out.
+def collate_shared(
+    tokens: TokenSet, examples: NDArray[np.int64], task: str, first_position: int = 0
+) -> dict[str, NDArray[Any]]:
+    """As `collate_packed`, but what an example has in common with one before it in the order of their texts is left out.
 
     Where there is such a thing: key_lengths int64 [N], tokens that each document sees, left out or its own; key_rows
     int64 [K], document by document, which tokens of the batch those are. Its positions go on from what it sees.
@@ -110,7 +112,7 @@ def collate_shared(tokens: TokenSet, examples: NDArray[np.int64], task: str, fir
     order, taken = in_common(tokens, examples)
     skipped = np.zeros_like(taken)
     skipped[order] = taken
-    batch = collate_flat(tokens, examples, task, first_position, skipped)
+    batch = collate_packed(tokens, examples, task, first_position, skipped)
     if not taken.any():
         return batch
     own = np.split(np.arange(batch["input_ids"].size), np.cumsum(batch["lengths"])[:-1])

@@ -17,14 +17,14 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 from farthing.addresses import is_remote, without_secrets
 from farthing.data.arrow import bytes_of_rows, open_parquet, parquet_rows, table_rows
 from farthing.data.fetch import fetch
-from farthing.data.rows import MAX_ROW_BYTES, BadRow, Reading, Row, too_large
+from farthing.data.rows import MAX_ROW_BYTES, BadRow, Own, Reading, Row, RowValue, too_large
 from farthing.durability.files import belongs_to_another, discard, own_folder, sha256_of
 from farthing.errors import DataError
 from farthing.units import say_bytes
@@ -44,6 +44,19 @@ class Source:
     kind: str
     path: Path | None = None
     dataset: Any = None
+    columns: Any = None
+    """Its own `data.columns`, where they are not those of all sources."""
+    weight: float = 1.0
+    """How often each of its examples is learned in an epoch."""
+
+    @property
+    def identity(self) -> Any:
+        """What its examples follow from: the content, and its own columns where it has any."""
+        return self.sha256 if self.columns is None else [self.sha256, self.columns]
+
+    def columns_or(self, others: Any) -> Any:
+        """Its own columns, or those of all."""
+        return others if self.columns is None else self.columns
 
     @property
     def n_bytes(self) -> int:
@@ -88,19 +101,22 @@ def open_sources(
     config_name: str | None = None,
     progress: Progress = lambda what, done, total: None,
     warn: Callable[[str], None] = lambda text: None,
+    own: tuple[Own, ...] = (),
 ) -> list[Source]:
     """Resolve paths, URLs, folders and Hub names. Hashes every byte. Raises `DataError` that names what is missing.
 
+    `own` has what is said of each of `names` alone.
     `progress(what, bytes done, bytes in all or None)` is called every few megabytes, `warn` where the cache can't be used.
     """
     found = []
-    for name in names:
+    for name, said in zip(names, own or (Own(),) * len(names), strict=True):
         if is_remote(name):
-            found.append(_of_file(fetch(name, cache_dir, progress, warn), without_secrets(name), progress))
+            source = _of_file(fetch(name, cache_dir, progress, warn), without_secrets(name), progress)
         elif is_dataset(name):
-            found.append(_open_dataset(name, split, config_name, cache_dir, warn))
+            source = _open_dataset(name, said.split or split, said.name or config_name, cache_dir, warn)
         else:
-            found.append(_of_file(Path(name), short_name(name), progress))
+            source = _of_file(Path(name), short_name(name), progress)
+        found.append(replace(source, columns=said.columns, weight=said.weight))
     return found
 
 
@@ -305,7 +321,7 @@ def json_row(raw: bytes, line: int) -> Row | BadRow:
     return Row(line, value) if isinstance(value, dict) else BadRow(line, "not a JSON object")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> RowValue:
     """An object whose keys differ: of two equal ones JSON would silently keep the last."""
     value = dict(pairs)
     if len(value) < len(pairs):

@@ -1,4 +1,4 @@
-"""What readers give: rows with their place, rows that can't be used, and how far a file has been read."""
+"""What readers are asked and give: what a job says of a source, rows with their place, how far a file has been read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from farthing.units import say_bytes
 MAX_ROW_BYTES = 10_000_000
 
 
+RowValue = dict[str, Any]
+"""A row as its file has it: whatever its columns hold."""
+
+
 class Row(NamedTuple):
     """One usable row: where it stands (line, or index for files without lines; from 1) and its columns."""
 
     line: int
-    value: dict[str, Any]
+    value: RowValue
 
 
 class BadRow(NamedTuple):
@@ -22,6 +26,16 @@ class BadRow(NamedTuple):
 
     line: int
     reason: str
+
+
+class Own(NamedTuple):
+    """What a job says of one source alone."""
+
+    columns: Any = None
+    weight: float = 1.0
+    split: str | None = None
+    name: str | None = None
+    """Configuration of a Hub data set."""
 
 
 class Reading:

@@ -30,6 +30,7 @@ from farthing.data.formats import RENDERED, Text, converter, recognise, used_col
 from farthing.data.read import Source, json_row, n_characters
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
 from farthing.data.token_set import Recipe
+from farthing.durability.files import Json
 from farthing.errors import DataError
 from farthing.tasks.columns import Unusable
 from farthing.tasks.registry import task_of
@@ -76,7 +77,7 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         share = len(population.sizes) / n_seen
         picked, stratum = _strata(population.sizes, max(1, round(n_read * share)))
         rows = population.rows(picked)
-        watch = Watch(recipe.task, recipe.columns, source.name)
+        watch = Watch(recipe.task, source.columns_or(recipe.columns), source.name)
         watch(rows)
         of_picked, counts, n, reasons = _tokenized(source, rows, max(1, round(n_wanted * share)), tokenizer, recipe)
         notes += _said_of(source, watch, recipe)
@@ -84,7 +85,7 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         of_all = _spread(of_picked, population.sizes[picked], population.sizes, stratum)
         of_all[picked] = of_picked
         lengths.append(np.repeat(of_all, counts[stratum], axis=0))
-        weights.append(np.full(len(lengths[-1]), population.n_rows / max(1, len(population.sizes))))
+        weights.append(np.full(len(lengths[-1]), source.weight * population.n_rows / max(1, len(population.sizes))))
         n_rows += population.n_rows
         n_tokenized += n
     found, weight = np.concatenate(lengths), np.concatenate(weights)
@@ -116,10 +117,10 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
 def _said_of(source: Source, watch: Watch, recipe: Recipe) -> list[str]:
     if not watch.columns:
         return []
-    name = recognise(watch.columns, recipe.task, recipe.columns, source.name)
-    ignored = say_ignored(watch.ignored(used_columns(name, recipe.columns)), watch.n_rows)
+    found = recognise(watch.columns, recipe.task, source.columns_or(recipe.columns), source.name)
+    ignored = say_ignored(watch.ignored(used_columns(found.format, found.columns)), watch.n_rows)
     return [f"{source.name}: columns that are not used: {ignored}"] * bool(ignored) + [
-        f"{source.name}: {what}" for what in watch.chosen()
+        f"{source.name}: {what}" for what in (*found.notes, *watch.chosen())
     ]
 
 
@@ -155,10 +156,9 @@ def _tokenized(
     good = [(index, row.value) for index, row in enumerate(rows) if isinstance(row, Row)]
     if not good:
         return found, counts, 0, reasons
-    name = recognise(set().union(*(value.keys() for _, value in good)), recipe.task, recipe.columns, source.name)
-    convert = converter(
-        name, recipe.columns, recipe.label_map, tokenizer, recipe.task, on=recipe.date, version=recipe.version
-    )
+    seen: set[str] = set().union(*(value.keys() for _, value in good))
+    name, columns, _ = recognise(seen, recipe.task, source.columns_or(recipe.columns), source.name)
+    convert = converter(name, columns, recipe.label_map, tokenizer, recipe.task, on=recipe.date, version=recipe.version)
     all_good, picked, stands_for, sizes = good, np.arange(0), None, np.arange(0)
     if task_of(recipe.task).predicts_next and name in RENDERED:
         sizes = np.array([n_characters(value) for _, value in good])
@@ -439,9 +439,9 @@ def _from_folder(folder: Path | None, specials: dict[str, str]) -> LightTokenize
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
-def _settings(folder: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
+def _settings(folder: Path | None) -> tuple[Json, dict[str, str]]:
     """(tokenizer_config.json, special tokens by name)."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
             read = json.loads((folder / name).read_text(encoding="utf-8")) if folder else {}

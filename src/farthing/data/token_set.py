@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from farthing.data.chat import TEXT_VERSION
 from farthing.data.foreign import say_ignored
 from farthing.data.read import Source
-from farthing.durability.files import Damaged, read_manifest, verify_folder
+from farthing.durability.files import Damaged, Json, read_manifest, verify_folder
 
 CACHE_VERSION = 2
 LINE_BITS = 40
@@ -51,7 +51,8 @@ class Recipe:
     max_target_length: int = 128
     too_long: str = "truncate"
     train_on_prompt: bool = False
-    columns: dict[str, str] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Standard column -> name or templates, see `columns.py`; a source may have its own."""
     label_map: dict[str, str] = field(default_factory=dict)
     max_bad_rows: float = 0.01
     label_names: tuple[str, ...] = ()
@@ -63,7 +64,7 @@ class Recipe:
     """ISO date that a chat template sees which asks for it; empty: it does not."""
     version: int = TEXT_VERSION
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """Every field; those that came later only where they say something, so that older names and runs stay theirs."""
         former = {"source_lang": "", "target_lang": "", "date": "", "version": 1}
         return {key: value for key, value in asdict(self).items() if key not in former or value != former[key]}
@@ -74,7 +75,7 @@ class TokenSet:
     """Tokenized examples, memory-mapped."""
 
     folder: Path
-    facts: dict[str, Any]
+    facts: Json
     ids: NDArray[np.int32]
     targets: NDArray[np.uint8]
     offsets: NDArray[np.int64]
@@ -153,7 +154,7 @@ def _definition_sha256(definition: str, others: str) -> str:
 
 def set_key(sources: list[Source], tokenizer_hash: str, recipe: Recipe) -> str:
     """The name of a token set: a hash of everything it follows from."""
-    content = [CACHE_VERSION, [source.sha256 for source in sources], tokenizer_hash, recipe.settings()]
+    content = [CACHE_VERSION, [source.identity for source in sources], tokenizer_hash, recipe.settings()]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -172,7 +173,7 @@ def open_token_set(folder: Path, *, check_bytes: bool = True) -> TokenSet:
     return TokenSet(folder, facts, **arrays)
 
 
-def notes_of(facts: dict[str, Any]) -> tuple[str, ...]:
+def notes_of(facts: Json) -> tuple[str, ...]:
     """What there is to say of a set's sources: columns that are not used, data of another kind that the job has chosen."""
     ignored = [
         f"{each['source']}: columns that are not used: {say_ignored(each['columns'], each['n_rows'])}"
@@ -181,7 +182,7 @@ def notes_of(facts: dict[str, Any]) -> tuple[str, ...]:
     return (*ignored, *(f"{each['source']}: {each['what']}" for each in facts.get("chosen", ())))
 
 
-def _check_sizes(folder: Path) -> dict[str, Any]:
+def _check_sizes(folder: Path) -> Json:
     facts = read_manifest(folder)
     for entry in facts["files"]:
         path = folder / entry["name"]

@@ -20,7 +20,16 @@ from numpy.typing import NDArray
 from farthing.data.chat import said_of_chats
 from farthing.data.encode import Encoded, Encoder
 from farthing.data.foreign import Watch
-from farthing.data.formats import RENDERED, Text, converter, group_of, hash_of_input, recognise, used_columns
+from farthing.data.formats import (
+    RENDERED,
+    Text,
+    Understood,
+    converter,
+    group_of,
+    hash_of_input,
+    recognise,
+    used_columns,
+)
 from farthing.data.loader import Ahead
 from farthing.data.read import Source, n_characters
 from farthing.data.rows import BadRow, Reading, Row
@@ -36,6 +45,7 @@ from farthing.data.token_set import (
 )
 from farthing.durability.files import (
     Damaged,
+    Json,
     commit_folder,
     discard,
     is_own,
@@ -70,7 +80,7 @@ def tokenize(
     once a chunk; `share` of the sources' bytes is read, from 0 to 1. A set that another user could have changed is made
     again, which `warn` is told. Raises `DataError` (too many bad rows, nothing usable, nothing to predict), `Interrupted`.
     """
-    facts: dict[str, Any] = {}
+    facts: Json = {}
     try:
         cache, identity = own_folder(cache_dir / "tokens", warn), tokenizer_sha256(tokenizer)
         folder = cache / set_key(sources, identity, recipe)
@@ -158,13 +168,13 @@ def _write(
     recipe: Recipe,
     progress: Progress,
     should_stop: Callable[[], bool],
-) -> dict[str, Any]:
+) -> Json:
     """Fill `draft`; returns the facts of the set for its manifest."""
     tally, labels = Tally(), _Labels(task_of(recipe.task).labels, recipe.label_names)
     encode = Encoder(
         tokenizer, recipe.task, recipe.max_length, recipe.max_target_length, recipe.train_on_prompt, recipe.version
     )
-    formats: list[str] = []
+    formats: list[Understood] = []
     watches: list[Watch] = []
     all_groups, all_inputs = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
     names = [name for name in DTYPES if name not in ("labels", "inputs")]
@@ -214,20 +224,22 @@ def _write(
 
 def _facts(
     sources: list[Source],
-    formats: list[str],
+    formats: list[Understood],
     watches: list[Watch],
     recipe: Recipe,
     tally: Tally,
     labels: _Labels,
     tokenizer: Any,
-) -> dict[str, Any]:
+) -> Json:
     """What the manifest says of a set, but for its number of examples."""
-    is_chat = recipe.version > 2 and task_of(recipe.task).predicts_next and any(name in RENDERED for name in formats)
+    is_chat = (
+        recipe.version > 2 and task_of(recipe.task).predicts_next and any(each.format in RENDERED for each in formats)
+    )
     return {
         "kind": "farthing token set",
         "version": CACHE_VERSION,
         "sources": [{"name": source.name, "sha256": source.sha256} for source in sources],
-        "formats": formats,
+        "formats": [each.format for each in formats],
         "n_rows": tally.n_rows,
         "n_tokens": tally.n_tokens,
         "n_targets": tally.n_targets if labels.of is None else len(labels.seen),
@@ -237,8 +249,12 @@ def _facts(
         "n_without_target": tally.n_without_target,
         "n_unlearned_turns": tally.n_unlearned_turns,
         "bad_rows": tally.bad,
-        "ignored_columns": _ignored(formats, watches, recipe),
-        "chosen": [{"source": watch.where, "what": what} for watch in watches for what in watch.chosen()]
+        "ignored_columns": _ignored(formats, watches),
+        "chosen": [
+            {"source": watch.where, "what": what}
+            for each, watch in zip(formats, watches, strict=False)
+            for what in (*each.notes, *watch.chosen())
+        ]
         + [
             {"source": "chats", "what": what}
             for what in said_of_chats(is_chat, tokenizer, recipe.date, tally.n_unrolled)
@@ -248,11 +264,11 @@ def _facts(
     }
 
 
-def _ignored(formats: list[str], watches: list[Watch], recipe: Recipe) -> list[dict[str, Any]]:
+def _ignored(formats: list[Understood], watches: list[Watch]) -> list[Json]:
     """What nobody reads of each source: {source, columns: rows that have it by column, n_rows}."""
     found = []
-    for name, watch in zip(formats, watches, strict=False):
-        columns = watch.ignored(used_columns(name, recipe.columns))
+    for each, watch in zip(formats, watches, strict=False):
+        columns = watch.ignored(used_columns(each.format, each.columns))
         if columns:
             found.append({"source": watch.where, "columns": columns, "n_rows": watch.n_rows})
     return found
@@ -320,7 +336,7 @@ class _Labels:
         return np.array([self.of.number(label, numbers) for label in self.seen], self.of.dtype)
 
 
-def _refuse_unusable(facts: dict[str, Any], recipe: Recipe) -> None:
+def _refuse_unusable(facts: Json, recipe: Recipe) -> None:
     where = ", ".join(source["name"] for source in facts["sources"])
     n_rows, n_bad = facts["n_rows"], facts["n_bad"]
     if n_rows == 0:
@@ -348,23 +364,24 @@ def _refuse_unusable(facts: dict[str, Any], recipe: Recipe) -> None:
 
 
 def _chunks(
-    sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list[str], watches: list[Watch]
+    sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list[Understood], watches: list[Watch]
 ) -> Iterator[_Chunk]:
     """The rows of all sources as texts, in order; format and watch of each source with rows go to `formats`, `watches`."""
     sizes = [source.n_bytes for source in sources]
     for number, source in enumerate(sources):
-        convert: Callable[[dict[str, Any]], Text] | None = None
-        reading, watch = Reading(), Watch(recipe.task, recipe.columns, source.name)
+        convert: Callable[[Json], Text] | None = None
+        wanted = source.columns_or(recipe.columns)
+        reading, watch = Reading(), Watch(recipe.task, wanted, source.name)
         for rows in _batched(source.rows(reading)):
             watch(rows)
             if convert is None:
                 columns: set[str] = set().union(*(row.value.keys() for row in rows if isinstance(row, Row)))
                 if any(isinstance(row, Row) for row in rows):
-                    formats.append(recognise(columns, recipe.task, recipe.columns, source.name))
+                    formats.append(recognise(columns, recipe.task, wanted, source.name))
                     watches.append(watch)
                     convert = converter(
-                        formats[-1],
-                        recipe.columns,
+                        formats[-1].format,
+                        formats[-1].columns,
                         recipe.label_map,
                         tokenizer,
                         recipe.task,

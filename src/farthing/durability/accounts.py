@@ -21,7 +21,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from farthing.durability.files import Damaged, parse_json, read_manifest
+from farthing.durability.files import Damaged, Json, parse_json, read_manifest
+from farthing.durability.stretches import Stretch, note, thinned
+from farthing.durability.stretches import read as read_stretches
 
 MAX_LINE_BYTES = 1 << 20
 N_MARKS, N_SAVED, N_NOTICES = 64, 16, 50
@@ -31,7 +33,7 @@ LOST = 0
 """The number of the attempt that stands for all whose lines are lost."""
 _CHECKSUM = re.compile(rb', "crc": "([0-9a-f]{8})"\}$')
 _OPEN_STATES = ("starting", "started", "running")
-_KEPT = ("tokens_per_s", "padded_tokens_per_s", "mfu", "takes", "tokens", "padded_tokens")
+_KEPT = ("tokens_per_s", "padded_tokens_per_s", "mfu", "takes", "tokens", "padded_tokens", "work")
 
 
 @dataclass
@@ -60,17 +62,19 @@ class Account:
     """The newest step whose checkpoint is safe."""
     exported: int | None = None
     peak_bytes: int | None = None
-    forecast: dict[str, Any] | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    forecast: Json | None = None
+    facts: Json = field(default_factory=dict)
     """The newest figures of the loop: tokens_per_s, mfu, takes ..."""
-    notices: list[dict[str, Any]] = field(default_factory=list)
-    out_of_memory: list[dict[str, Any]] = field(default_factory=list)
+    notices: list[Json] = field(default_factory=list)
+    out_of_memory: list[Json] = field(default_factory=list)
     marks: list[list[float]] = field(default_factory=list)
     """[step, seconds of work when it was done], thinned."""
     saved: list[list[float]] = field(default_factory=list)
     """The same for the newest steps that were saved, exactly."""
     utilisation: list[list[float]] = field(default_factory=list)
     """[last step, mean percent, lines] of stretches."""
+    stretches: list[Stretch] = field(default_factory=list)
+    """Where its seconds went over time, see `stretches.py`."""
 
     @property
     def wall_s(self) -> float:
@@ -113,13 +117,18 @@ class Account:
             if len(self.marks) > N_MARKS:
                 self.marks = [*self.marks[:-16:2], *self.marks[-16:]]
 
+    def note_time(self) -> None:
+        """Note where the seconds since the last line went."""
+        tokens = self.facts.get("tokens", 0)
+        self.stretches = note(self.stretches, self.step, tokens, self.n_saves, self.spans)
+
     def mark_save(self) -> None:
         """Note the same of a step that is saved: an attempt that goes on from there redoes what came after."""
         self.saved = [*self.saved, [self.step, round(self.work_s, 4)]][-N_SAVED:]
 
     def shorten(self) -> None:
         """Leave out detail that hardly anybody will ask for: of an attempt long past."""
-        self.marks, self.saved = self.marks[-2:], self.saved[-4:]
+        self.marks, self.saved, self.stretches = self.marks[-2:], self.saved[-4:], thinned(self.stretches, 2)
         while len(self.utilisation) > 4:
             self.utilisation = _in_pairs(self.utilisation)
 
@@ -128,9 +137,9 @@ class Account:
         """Seconds of training, without start, saves and evaluations."""
         return sum(self.spans.get(name, 0.0) for name in WORK)
 
-    def as_row(self) -> dict[str, Any]:
+    def as_row(self) -> Json:
         """The account as a line has it."""
-        row: dict[str, Any] = {
+        row: Json = {
             "attempt": self.number,
             "id": self.id,
             "line": self.line,
@@ -148,6 +157,7 @@ class Account:
                 "marks": self.marks,
                 "saved": self.saved,
                 "utilisation": self.utilisation,
+                "stretches": self.stretches,
                 "notices": self.notices,
                 "out_of_memory": self.out_of_memory,
             },
@@ -196,7 +206,7 @@ def as_line(account: Account) -> str:
     return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}'
 
 
-def row_of(line: bytes) -> dict[str, Any] | None:
+def row_of(line: bytes) -> Json | None:
     """The row of a line; None where it is broken."""
     line = line.strip()
     checksum = _CHECKSUM.search(line)
@@ -237,7 +247,7 @@ def _is_torn(last: list[tuple[bytes, bool]]) -> bool:
     return whole.endswith(b" \n") and len(last[0][0]) == len(last[1][0])
 
 
-def take_in(accounts: dict[int, Account], row: dict[str, Any]) -> bool:
+def take_in(accounts: dict[int, Account], row: Json) -> bool:
     """Add what a line says to the accounts, unless something newer is known. False: it is the account of no attempt."""
     if not _is_whole(row):
         return False
@@ -257,7 +267,7 @@ def take_in(accounts: dict[int, Account], row: dict[str, Any]) -> bool:
     return True
 
 
-def _account_of(row: dict[str, Any]) -> Account:
+def _account_of(row: Json) -> Account:
     account, more = Account(int(row["attempt"])), row["account"]
     _set_last(account, row)
     account.id, account.line = str(row.get("id", "")), int(row["line"]) if isinstance(row.get("line"), int) else 0
@@ -272,12 +282,13 @@ def _account_of(row: dict[str, Any]) -> Account:
         each for each in _dicts(more.get("notices")) if isinstance(each.get("notice"), dict) and "step" in each
     ]
     account.out_of_memory = _dicts(more.get("out_of_memory"))
+    account.stretches = read_stretches(more.get("stretches"))
     for name, n in (("marks", 2), ("saved", 2), ("utilisation", 3)):
         setattr(account, name, [list(each) for each in _points(more.get(name), n)])
     return account
 
 
-def _set_last(account: Account, row: dict[str, Any]) -> None:
+def _set_last(account: Account, row: Json) -> None:
     account.state, account.at, account.usd_per_hour = row["state"], row["at"], row["usd_per_hour"]
     account.first_step, account.step, account.spans = int(row["first_step"]), int(row["step"]), dict(row["spans"])
     saves = row.get("saves")
@@ -285,7 +296,7 @@ def _set_last(account: Account, row: dict[str, Any]) -> None:
         account.n_saves, account.held_up_s = int(saves["n"]), saves["held_up_s"]
 
 
-def _is_whole(row: dict[str, Any]) -> bool:
+def _is_whole(row: Json) -> bool:
     """Whether a row is the account of an attempt: it may have come from a store."""
     spans, number = row.get("spans"), row.get("attempt")
     return (
@@ -302,7 +313,7 @@ def _are_amounts(values: Iterable[Any]) -> bool:
     return all(isinstance(value, int | float) and 0 <= value < 1e15 for value in values)
 
 
-def _dicts(values: Any) -> list[dict[str, Any]]:
+def _dicts(values: Any) -> list[Json]:
     return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
 
 

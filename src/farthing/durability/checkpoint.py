@@ -25,11 +25,13 @@ from torch import Tensor
 from farthing.device_memory import is_out_of_memory
 from farthing.durability.files import (
     Damaged,
+    Json,
     commit_folder,
     discard,
     make_private,
     parse_json,
     read_manifest,
+    set_aside,
     sweep_drafts,
     verify_folder,
 )
@@ -42,7 +44,7 @@ MAX_STATE_BYTES, MAX_HEADER_BYTES = 64 << 20, 16 << 20
 _NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
 _PART = re.compile(r"[a-z_]+")
 
-State = tuple[dict[str, Tensor], dict[str, Any]]
+State = tuple[dict[str, Tensor], Json]
 
 
 class Part(Protocol):
@@ -51,7 +53,7 @@ class Part(Protocol):
     def state(self) -> State:
         """Tensors and JSON values that say all about it now."""
 
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
         """Become what `state` said."""
 
 
@@ -149,7 +151,7 @@ class Checkpoints:
         return result
 
     def _write(
-        self, step: int, snapshot: dict[str, State], later: Later | None, best_step: int | None, more: dict[str, Any]
+        self, step: int, snapshot: dict[str, State], later: Later | None, best_step: int | None, more: Json
     ) -> None:
         def fill(draft: Path) -> None:
             for name, (tensors, _) in snapshot.items():
@@ -215,7 +217,7 @@ class Checkpoints:
                 self._verify(step, serial)
                 return step
             except Damaged as error:
-                aside = self._set_aside(self._folder(step, serial))
+                aside = set_aside(self._folder(step, serial))
                 self._warn(
                     f"the checkpoint of step {step} is damaged ({error}); "
                     f"set aside as {aside.name}, trying the one before"
@@ -261,7 +263,7 @@ class Checkpoints:
     def forget_all(self) -> None:
         """Set every checkpoint aside: the run starts from zero on purpose."""
         for step, serial in self._saves():
-            self._set_aside(self._folder(step, serial))
+            set_aside(self._folder(step, serial))
 
     def to_go_on(self, step: int, best_step: int | None) -> list[Path]:
         """The folders that a run needs to go on from `step`: its checkpoint and the best one, where there are any."""
@@ -290,7 +292,7 @@ class Checkpoints:
         for path in folder.glob("*.safetensors"):
             _check_header(path)
 
-    def _check(self, manifest: dict[str, Any], step: int) -> None:
+    def _check(self, manifest: Json, step: int) -> None:
         if isinstance(manifest.get("schema"), int) and manifest["schema"] > SCHEMA:
             raise RunChanged(
                 f"written by a newer farthing (schema {manifest['schema']}, this one reads up to {SCHEMA})",
@@ -302,15 +304,8 @@ class Checkpoints:
         if manifest.get("run_id") != self._run_id:
             raise Damaged("it belongs to another run")
 
-    def _set_aside(self, folder: Path) -> Path:
-        number = 1
-        while (aside := folder.with_name(f"{folder.name}.bad-{number}")).exists():
-            number += 1
-        folder.rename(aside)
-        return aside
 
-
-def _values_of(folder: Path) -> dict[str, dict[str, Any]]:
+def _values_of(folder: Path) -> dict[str, Json]:
     """The values of each part of a checkpoint, their form checked. Raises `Damaged`."""
     path = folder / "state.json"
     try:

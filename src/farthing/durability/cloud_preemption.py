@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from farthing.durability.files import Json
 from farthing.errors import UserMistake
 
 ADDRESS = "169.254.169.254:80"
@@ -146,7 +147,7 @@ class Azure:
             if isinstance(event, dict) and event.get("EventType") in self.ENDING and self._is_ours(event):
                 yield Sign(f"Azure {event['EventType']}", _moment(event.get("NotBefore")))
 
-    def _is_ours(self, event: dict[str, Any]) -> bool:
+    def _is_ours(self, event: Json) -> bool:
         names = event.get("Resources")
         return not self._own_name or not isinstance(names, list) or self._own_name in names
 
@@ -275,7 +276,7 @@ def _address(base: str | None) -> str:
     return f"{parts.hostname}:{parts.port}"
 
 
-def _json(body: bytes) -> dict[str, Any]:
+def _json(body: bytes) -> Json:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -18,10 +18,20 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from farthing.durability.accounts import Account, as_line, merge, read_ledger, take_in
-from farthing.durability.files import Damaged, discard, make_private, sha256_of, sweep_drafts, unseal, write_text
+from farthing.durability.files import (
+    Damaged,
+    Json,
+    discard,
+    draft_of,
+    make_private,
+    sha256_of,
+    sweep_drafts,
+    unseal,
+    write_text,
+)
 from farthing.durability.object_store import Garbled, NoSuchObject, Store, TooLarge
 from farthing.durability.run_folder import (
     CHECKPOINT_NAME,
@@ -47,7 +57,16 @@ LOG_PARTS = "log.parts"
 """Of the log, which grows for as long as the run: pieces that end with a line, of which all but the last never change."""
 SMALL = (JOB, RUN, PLAN, SETTINGS, SCHEDULE, LOG, LEDGER, RECEIPT, "measurements.json")
 _COMMIT = re.compile(r"commits/(\d{8})-(\d{6})-(\d{8,})\.json")
-_DRAFT = ".draft-"
+
+
+class StoredFile(TypedDict):
+    """A file of a run as a commit names it: its path in the folder, and the object of the store that holds its bytes."""
+
+    path: str
+    size: int
+    sha256: str
+    object: str
+
 
 Objects = dict[tuple[str, str], str]
 """(path, sha256) -> the object that holds it."""
@@ -72,7 +91,7 @@ def list_commits(store: Store) -> list[Commit]:
     return sorted((Commit(int(m[1]), int(m[2]), int(m[3])) for m in matches if m), reverse=True)
 
 
-def read_commit(store: Store, commit: Commit) -> dict[str, Any]:
+def read_commit(store: Store, commit: Commit) -> Json:
     """What a commit names, its form checked. Raises `Damaged`, `RunChanged`, `StoreFault`."""
     try:
         manifest = unseal(store.get(commit.key).decode("utf-8"), "its commit")
@@ -103,7 +122,7 @@ def read_commit(store: Store, commit: Commit) -> dict[str, Any]:
     return manifest
 
 
-def objects_of(manifest: dict[str, Any]) -> Objects:
+def objects_of(manifest: Json) -> Objects:
     """Which object holds which file of a commit."""
     return {(entry["path"], entry["sha256"]): entry["object"] for entry in manifest["files"]}
 
@@ -111,8 +130,37 @@ def objects_of(manifest: dict[str, Any]) -> Objects:
 # ---- onto a disk ----
 
 
+def take_small(store: Store, folder: Path, words: list[Json]) -> bool:
+    """Bring what the store's newest whole commit says of its run into `folder`, without checkpoints and model, to look at.
+
+    Pieces of the log that are there already are not fetched again; the ledger is joined with `words`, see `join_ledgers`.
+    False where the store holds no run. Raises `StoreFault`, `RunChanged`.
+    """
+    for commit in list_commits(store):
+        try:
+            manifest = read_commit(store, commit)
+        except (Damaged, NoSuchObject, Garbled):
+            continue
+        files = manifest["files"]
+        wanted = [each for each in files if each["path"] in SMALL or each["path"].startswith(f"{LOG_PARTS}/")]
+        _fetch_all(store, folder, [entry for entry in wanted if not _is_here(folder, entry)])
+        _join_log(folder)
+        join_ledgers(folder / LEDGER, folder / LEDGER, words)
+        return True
+    if words:
+        join_ledgers(folder / LEDGER, folder / LEDGER, words)
+    return bool(words)
+
+
+def _is_here(folder: Path, entry: StoredFile) -> bool:
+    """Whether a piece of the log was fetched before; files that change are not."""
+    path = folder / entry["path"]
+    is_piece = entry["path"].startswith(f"{LOG_PARTS}/")
+    return is_piece and path.exists() and path.stat().st_size == entry["size"] and sha256_of(path) == entry["sha256"]
+
+
 def take_newest(
-    store: Store, folder: Path, commits: list[Commit], words: list[dict[str, Any]], warn: Callable[[str], None]
+    store: Store, folder: Path, commits: list[Commit], words: list[Json], warn: Callable[[str], None]
 ) -> tuple[Commit, int, Objects]:
     """Bring the newest commit whose own checkpoint is whole into a run folder, else the newest other checkpoint that is.
 
@@ -120,7 +168,7 @@ def take_newest(
     warning and done without; the ledger is joined with `words`, see `join_ledgers`. Raises `RunDamaged` when no checkpoint
     is whole, `RunChanged` when the folder holds another run, `NoSpace`, `StoreFault`.
     """
-    readable: list[tuple[Commit, dict[str, Any]]] = []
+    readable: list[tuple[Commit, Json]] = []
     for commit in commits:
         try:
             manifest = read_commit(store, commit)
@@ -154,9 +202,9 @@ def take_newest(
 def _install(
     store: Store,
     folder: Path,
-    manifest: dict[str, Any],
-    older: list[dict[str, Any]],
-    words: list[dict[str, Any]],
+    manifest: Json,
+    older: list[Json],
+    words: list[Json],
     warn: Callable[[str], None],
     *,
     needs_its_step: bool,
@@ -175,7 +223,7 @@ def _install(
             to_do="make room, or set output_dir to a disk that has it",
         )
     sweep_drafts(folder)
-    draft = make_private(folder / f"restore{_DRAFT}{uuid.uuid4().hex[:8]}")
+    draft = make_private(draft_of(folder / "restore"))
     try:
         lost = _fetch_all(store, draft, manifest["files"])
         steps = {int(path.name.split("-")[1]) for path in (draft / CHECKPOINTS).glob("*")}
@@ -200,7 +248,7 @@ def _install(
     return max((step for step in steps if step <= own), default=own), objects_of({"files": whole})
 
 
-def _fetch_all(store: Store, draft: Path, entries: list[dict[str, Any]]) -> dict[str, str]:
+def _fetch_all(store: Store, draft: Path, entries: list[StoredFile]) -> dict[str, str]:
     """Fetch and verify the files of a commit into `draft`; what is lost, by path, and why. A checkpoint or a model is there
     whole or not at all. Raises `StoreFault`."""
     lost: dict[str, str] = {}
@@ -241,9 +289,7 @@ def _join_log(draft: Path) -> None:
                 whole.write(piece.read_bytes())
 
 
-def _put_in_place(
-    draft: Path, folder: Path, step: int, words: list[dict[str, Any]], warn: Callable[[str], None]
-) -> None:
+def _put_in_place(draft: Path, folder: Path, step: int, words: list[Json], warn: Callable[[str], None]) -> None:
     """Checkpoints and model first, run.json last: a kill in between leaves a folder that is brought back again."""
     checkpoints = make_private(folder / CHECKPOINTS)
     arrived = {path.name: path for path in (draft / CHECKPOINTS).glob("*")}
@@ -280,7 +326,7 @@ def _may_be_written(path: str) -> bool:
 # ---- spending ----
 
 
-def join_ledgers(here: Path, from_store: Path, words: list[dict[str, Any]]) -> None:
+def join_ledgers(here: Path, from_store: Path, words: list[Json]) -> None:
     """Write at `here` what the store's ledger, the lease's `words` and the ledger here know together, see `merge`."""
     told: dict[int, Account] = {}
     for row in words:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from farthing.durability.files import MANIFEST, Damaged, parse_json, read_manifest, seal, sha256_of
+from farthing.durability.files import MANIFEST, Damaged, parse_json, seal, sha256_of, verify_folder
 from farthing.durability.run_folder import MODEL, RUN
 
 CARD = "README.md"
@@ -36,30 +36,10 @@ def damage_of(run: Path) -> str | None:
     try:
         if not (folder / MANIFEST).exists() and not _wrote_manifest(run):
             return None
-        manifest = read_manifest(folder)
+        verify_folder(folder, besides=[CARD])
     except Damaged as error:
         return str(error)
-    for entry in manifest["files"]:
-        path = folder / entry["name"]
-        if path.is_symlink() or not path.is_file():
-            return f"{path.name} is missing"
-        size = path.stat().st_size
-        if size != entry["size"]:
-            return f"{path.name} has {size} bytes, {entry['size']} were written"
-        if sha256_of(path) != entry["sha256"]:
-            return f"{path.name} differs from what was written (sha256)"
-    known = {entry["name"] for entry in manifest["files"]} | {MANIFEST, CARD}
-    extra = sorted(path.name for path in folder.iterdir() if path.name not in known)
-    return f"it has files that were added later: {', '.join(extra[:5])}" if extra else None
-
-
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged folder, so that its place is free and nothing of it is lost; returns its new name."""
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.bad-{number}")).exists():
-        number += 1
-    folder.rename(aside)
-    return aside
+    return None
 
 
 def _wrote_manifest(run: Path) -> bool:

@@ -12,20 +12,32 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypedDict
 
 from farthing.errors import RunBusy, UserMistake
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
-_DRAFT = ".draft-"
+DRAFT = ".draft-"
+
+Json = dict[str, Any]
+"""An object of a JSON text that others may have written: whatever it holds, nothing of it is known before it is checked."""
+
+
+class FileEntry(TypedDict):
+    """A file of a committed folder, as its manifest lists it."""
+
+    name: str
+    size: int
+    sha256: str
 
 
 class Damaged(Exception):
@@ -47,6 +59,11 @@ def open_own(path: Path, mode: str) -> IO[str]:
         return os.open(name, flags | os.O_NOFOLLOW, 0o600)
 
     return open(path, mode, encoding="utf-8", opener=opener)
+
+
+def draft_of(path: Path) -> Path:
+    """A new name beside a path, for what is not whole yet or is on its way out; `sweep_drafts` removes what is left."""
+    return path.with_name(f"{path.name}{DRAFT}{uuid.uuid4().hex[:8]}")
 
 
 def fsync_path(path: Path) -> None:
@@ -91,17 +108,16 @@ def own_folder(folder: Path, warn: Callable[[str], None]) -> Path:
 
     What another user has put there could be anything: data to learn among it. Raises `OSError`.
     """
-    if os.path.lexists(folder) and (belongs_to_another(folder) or (folder.exists() and _is_anothers(folder))):
+    owners = (0, os.geteuid())
+    if os.path.lexists(folder) and (
+        belongs_to_another(folder) or (folder.exists() and folder.stat().st_uid not in owners)
+    ):
         own = folder.with_name(f"{folder.name}-of-{os.geteuid()}")
         if os.path.lexists(own) and (belongs_to_another(own) or own.is_symlink()):
             raise PermissionError(errno.EPERM, f"{own} belongs to another user")
         warn(f"{folder} belongs to another user (uid {folder.stat().st_uid}) and is not used; {own} is")
         folder = own
     return make_private(folder)
-
-
-def _is_anothers(folder: Path) -> bool:
-    return folder.stat().st_uid not in (0, os.geteuid())
 
 
 def is_own(folder: Path) -> bool:
@@ -119,12 +135,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, _as_text(value))
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace a file in one step: readers see the old content or the new, never a part. Raises `OSError`."""
-    draft = path.with_name(f"{path.name}{_DRAFT}{uuid.uuid4().hex[:8]}")
+def write_text(path: Path, text: str | Iterable[str]) -> None:
+    """Replace a file by a text, or by pieces of one: readers see the old content or the new, never a part.
+
+    Raises `OSError`.
+    """
+    draft = draft_of(path)
     try:
         with open(draft, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+            file.writelines([text] if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
@@ -138,18 +157,18 @@ def _as_text(value: Any) -> str:
     return json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+def _sealed(manifest: Json) -> Json:
     """The manifest with the sha256 of its own content."""
     content = {key: value for key, value in manifest.items() if key != "sha256"}
     return {**content, "sha256": hashlib.sha256(_as_text(content).encode()).hexdigest()}
 
 
-def seal(manifest: dict[str, Any]) -> str:
+def seal(manifest: Json) -> str:
     """A manifest as text, with the sha256 of its own content."""
     return _as_text(_sealed(manifest))
 
 
-def unseal(text: str, name: str) -> dict[str, Any]:
+def unseal(text: str, name: str) -> Json:
     """The manifest of a text that `seal` wrote, which is called `name`. Raises `Damaged`."""
     try:
         manifest = parse_json(text)
@@ -160,7 +179,7 @@ def unseal(text: str, name: str) -> dict[str, Any]:
     return manifest
 
 
-def commit_folder(final: Path, fill: Callable[[Path], None], facts: dict[str, Any]) -> dict[str, Any]:
+def commit_folder(final: Path, fill: Callable[[Path], None], facts: Json) -> Json:
     """Write a folder by the protocol above and return its manifest: `facts` and the list of files.
 
     `fill(draft)` writes the files, flat. On any error the draft is removed and nothing has changed.
@@ -168,11 +187,11 @@ def commit_folder(final: Path, fill: Callable[[Path], None], facts: dict[str, An
     """
     if final.exists():
         raise FileExistsError(f"{final} exists and is never overwritten")
-    draft = final.with_name(f"{final.name}{_DRAFT}{uuid.uuid4().hex[:8]}")
+    draft = draft_of(final)
     draft.mkdir(parents=True, mode=0o700)
     try:
         fill(draft)
-        entries = []
+        entries: list[FileEntry] = []
         for path in sorted(draft.iterdir()):
             path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)  # whatever the umask: nobody else may change it
             fsync_path(path)
@@ -188,7 +207,7 @@ def commit_folder(final: Path, fill: Callable[[Path], None], facts: dict[str, An
     return manifest
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Json:
     """The manifest of a committed folder, its form checked. Raises `Damaged`."""
     path = folder / MANIFEST
     if folder.is_symlink() or path.is_symlink():
@@ -218,10 +237,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def verify_folder(folder: Path) -> dict[str, Any]:
+def verify_folder(folder: Path, besides: Collection[str] = ()) -> Json:
     """Check every file of a committed folder against its manifest, byte for byte, before anything is parsed.
 
-    Returns the manifest. Raises `Damaged`.
+    Returns the manifest. Files named in `besides` may change. Raises `Damaged`.
     """
     manifest = read_manifest(folder)
     listed = {entry["name"] for entry in manifest["files"]}
@@ -234,22 +253,22 @@ def verify_folder(folder: Path) -> dict[str, Any]:
             raise Damaged(f"{path.name} has {size} bytes, {entry['size']} were written")
         if sha256_of(path) != entry["sha256"]:
             raise Damaged(f"{path.name} differs from what was written (sha256)")
-    extra = {path.name for path in folder.iterdir()} - listed - {MANIFEST}
+    extra = {path.name for path in folder.iterdir()} - listed - {MANIFEST, *besides}
     if extra:
-        raise Damaged(f"has files that were added later: {', '.join(sorted(extra))}")
+        raise Damaged(f"has files that were added later: {', '.join(sorted(extra)[:5])}")
     return manifest
 
 
 def discard(folder: Path) -> None:
     """Remove a committed folder: it stops existing in one step, its bytes go afterwards."""
-    gone = folder.with_name(f"{folder.name}{_DRAFT}{uuid.uuid4().hex[:8]}")
+    gone = draft_of(folder)
     os.rename(folder, gone)
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def sweep_drafts(folder: Path) -> int:
     """Remove what killed writers left behind in `folder`; returns how many drafts there were."""
-    drafts = [path for path in folder.iterdir() if _DRAFT in path.name] if folder.is_dir() else []
+    drafts = [path for path in folder.iterdir() if DRAFT in path.name] if folder.is_dir() else []
     for path in drafts:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -260,7 +279,7 @@ def sweep_drafts(folder: Path) -> int:
 
 def install_folder(final: Path, fill: Callable[[Path], None]) -> None:
     """Write a folder for others (an exported model) so that it appears whole, replacing an earlier one."""
-    draft = final.with_name(f"{final.name}{_DRAFT}{uuid.uuid4().hex[:8]}")
+    draft = draft_of(final)
     draft.mkdir(parents=True)
     try:
         fill(draft)
@@ -275,78 +294,23 @@ def install_folder(final: Path, fill: Callable[[Path], None]) -> None:
     fsync_path(final.parent)
 
 
-class JsonLines:
-    """An append-only log of one JSON object a line. A line torn by a kill is dropped when the log is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: IO[str] | None = None
-
-    def append(self, row: dict[str, Any]) -> None:
-        """Write one line and hand it to the operating system: it survives the death of this process."""
-        if self._file is None:
-            torn = self.path.exists() and self.path.stat().st_size > 0 and not self._ends_a_line()
-            self._file = open_own(self.path, "a")
-            if torn:
-                self._file.write("\n")
-        self._file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
-
-    def sync(self) -> None:
-        """Force the lines to the disk: they survive the death of the machine."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file; a later append opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Every whole line, in order."""
-        if self.path.exists():
-            with open(self.path, encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    with contextlib.suppress(ValueError):
-                        row = parse_json(line)
-                        if isinstance(row, dict):
-                            yield row
-
-    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop the lines that are not wanted, in one step."""
-        self.close()
-        if not self.path.exists():
-            return
-        draft = self.path.with_name(f"{self.path.name}{_DRAFT}{uuid.uuid4().hex[:8]}")
-        with open(draft, "w", encoding="utf-8") as file:
-            for row in self.rows():
-                if wanted(row):
-                    file.write(self._text_of(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, self.path)
-        fsync_path(self.path.parent)
-
-    def _text_of(self, row: dict[str, Any]) -> str:
-        return json.dumps(row, allow_nan=False, ensure_ascii=False)
-
-    def _ends_a_line(self) -> bool:
-        with open(self.path, "rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) == b"\n"
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged folder, so that its place is free and nothing of it is lost; returns its new name."""
+    return folder.rename(_free_name(folder, "bad"))
 
 
 def keep_aside(path: Path) -> None:
     """Keep what a file holds under another name beside it, for whoever wants to know what became of it."""
     if path.exists():
-        number = 1
-        while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
-            number += 1
-        shutil.copyfile(path, aside)
+        shutil.copyfile(path, _free_name(path, "damaged"))
 
 
-def append_line(path: Path, row: dict[str, Any]) -> None:
+def _free_name(path: Path, mark: str) -> Path:
+    numbered = (path.with_name(f"{path.name}.{mark}-{number}") for number in itertools.count(1))
+    return next(name for name in numbered if not name.exists())
+
+
+def append_line(path: Path, row: Json) -> None:
     """Add a line of JSON in one write and force it to the disk: processes that do so together don't tear each other's.
 
     Raises `OSError`.

@@ -20,16 +20,15 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from farthing.durability.files import parse_json
+from farthing.durability.files import Json, parse_json
 from farthing.durability.object_store import NoSuchObject, Store, StoreFault, TooLarge
 from farthing.errors import Interrupted
 from farthing.units import say_seconds
 
 N_LINKS = 8
 _LINK = re.compile(r"writers/(\d{8})\.json")
-Words = Callable[[], list[dict[str, Any]]]
+Words = Callable[[], list[Json]]
 
 
 class Lost(Exception):
@@ -48,7 +47,7 @@ class Lease:
         self._number = 0
         self._lock = threading.Lock()
 
-    def claim(self, store: Store, should_stop: Callable[[], bool]) -> list[dict[str, Any]]:
+    def claim(self, store: Store, should_stop: Callable[[], bool]) -> list[Json]:
         """Take the run, when nobody alive holds it; returns the words of who held it.
 
         A folder takes over from itself at once: its lock says that the other process is gone. Raises `Lost`,
@@ -85,9 +84,7 @@ class Lease:
             finally:
                 self._lock.release()
 
-    def _add(
-        self, store: Store, number: int, epoch: int, words: list[dict[str, Any]], *, is_last: bool = False
-    ) -> None:
+    def _add(self, store: Store, number: int, epoch: int, words: list[Json], *, is_last: bool = False) -> None:
         link = {
             "epoch": epoch,
             "writer": self.writer,
@@ -109,8 +106,8 @@ class Lease:
         self._number, self.renewed_at = number, time.monotonic()
 
     def _wait_for_silence(
-        self, store: Store, number: int, link: dict[str, Any], should_stop: Callable[[], bool]
-    ) -> tuple[int, dict[str, Any]]:
+        self, store: Store, number: int, link: Json, should_stop: Callable[[], bool]
+    ) -> tuple[int, Json]:
         """The newest link, once its holder has added none for as long as its lease, or has given the run back."""
         lease_s = min(float(link.get("lease_s", 0.0)), 3600.0)
         if time.time() - float(link.get("at", 0.0)) > 2 * lease_s:
@@ -132,6 +129,12 @@ class Lease:
         return number, link
 
 
+def newest_words(store: Store) -> list[Json]:
+    """The ledger rows that whoever holds the run, or held it last, has told the store. Raises `StoreFault`."""
+    number = _newest(store)
+    return [row for row in _link(store, number).get("ledger") or [] if isinstance(row, dict)] if number else []
+
+
 def writer_of(folder: Path) -> str:
     """This folder on this boot of this machine: one lock on it means one process."""
     boot = ""
@@ -149,7 +152,7 @@ def _newest(store: Store) -> int:
     return max((int(match[1]) for key in store.list("writers/") if (match := _LINK.fullmatch(key))), default=0)
 
 
-def _link(store: Store, number: int) -> dict[str, Any]:
+def _link(store: Store, number: int) -> Json:
     try:
         link = parse_json(store.get(_key(number)))
         return link if isinstance(link, dict) else {}
@@ -157,5 +160,5 @@ def _link(store: Store, number: int) -> dict[str, Any]:
         return {}
 
 
-def _holder_in_words(link: dict[str, Any]) -> str:
+def _holder_in_words(link: Json) -> str:
     return f"{link.get('host', 'another machine')} is training this run in {link.get('folder', 'its folder')}"

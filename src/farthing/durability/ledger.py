@@ -27,7 +27,7 @@ from farthing.durability.accounts import (
     merge,
     read_ledger,
 )
-from farthing.durability.files import keep_aside, write_text
+from farthing.durability.files import Json, keep_aside, write_text
 from farthing.durability.watcher import Watcher, watch
 
 # The spans, in the order of the receipt, and what each is.
@@ -43,6 +43,7 @@ SPANS = {
     "host_to_device": "copying batches to the device",
     "compute": "forward and backward",
     "optimizer": "clipping and optimizer",
+    "ranks": "waiting for other ranks",
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
     "export": "exporting the model",
@@ -52,7 +53,7 @@ SPANS = {
 BEAT_S, SOONEST_BEAT_S, BEAT_SHARE = 1.0, 0.05, 0.01
 """A running attempt is written every second; a young one sooner, so that a kill forgets no more than a hundredth of it."""
 N_LONG = 8  # newest attempts whose lines are kept with all their detail
-MARGIN_BYTES, BLOCK_BYTES = 256, 512
+MARGIN_BYTES, BLOCK_BYTES = 4096, 512
 
 
 def seconds_since_boot() -> float:
@@ -155,7 +156,7 @@ class Ledger:
         self._beats: threading.Thread | None = None
         self._closed = threading.Event()
         self._is_withdrawn = False
-        self._newest: dict[str, Any] = {}
+        self._newest: Json = {}
         self._is_kept_aside = False
         self._watcher: Watcher | None = None
         self._mine = Account(LOST, id=uuid.uuid4().hex[:12])
@@ -207,12 +208,12 @@ class Ledger:
         return max([self._mine.committed, *(account.committed for account in self.past)])
 
     @property
-    def out_of_memory(self) -> list[dict[str, Any]]:
+    def out_of_memory(self) -> list[Json]:
         """What was done whenever memory ran out."""
         return [event for account in [*self.past, self._mine] for event in account.out_of_memory]
 
     @property
-    def forecast(self) -> dict[str, Any] | None:
+    def forecast(self) -> Json | None:
         """The first forecast of the run."""
         return next((account.forecast for account in [*self.past, self._mine] if account.forecast), None)
 
@@ -247,7 +248,7 @@ class Ledger:
         self._mine.began = True
         self.write("started")
 
-    def at_step(self, step: int, facts: dict[str, Any], forecast: dict[str, Any] | None = None) -> None:
+    def at_step(self, step: int, facts: Json, forecast: Json | None = None) -> None:
         """Note that `step` is done. Written no oftener than a beat, so that quick steps cost nothing; a first forecast
         is written at once and kept for the whole run."""
         with self._meter.lock:
@@ -317,7 +318,7 @@ class Ledger:
             if n_saves:
                 self._mine.mark_save()
 
-    def witness(self) -> dict[str, Any]:
+    def witness(self) -> Json:
         """What a checkpoint has to know, to bear witness when the ledger is damaged: written to the ledger first."""
         with self._meter.lock:
             self.write()
@@ -340,6 +341,7 @@ class Ledger:
             mine.spans = {name: round(seconds, 4) for name, seconds in self._meter.spans.items()}
             mine.note({**self._newest, **facts})
             self._newest = {}
+            mine.note_time()
             if mine.began:
                 mine.mark()
             self._last_line_at = wall_s

@@ -15,7 +15,6 @@ import random
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,14 +26,13 @@ from typing import Any, Protocol, TypeVar
 import fsspec
 
 from farthing.addresses import is_remote, without_secrets
-from farthing.durability.files import fsync_path
+from farthing.durability.files import DRAFT, Json, draft_of, fsync_path
 from farthing.errors import UserMistake
 
 TRY_S = 30.0
 MOST_SMALL_BYTES = 16 << 20  # of what is read whole: leases and commits
 LEAST_BYTES_PER_S = 250e3  # a transfer slower than this is broken off and tried again
 PAUSE_S, MOST_PAUSE_S = 0.5, 20.0
-_DRAFT = ".draft-"
 
 # The libraries' own retries are few: parts of a large object are worth one, all else is for `Retrying`.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -132,7 +130,7 @@ class LocalStore:
         final = self._path(key)
         with _os_faults(final):
             _make_folders(final.parent)
-            draft = _draft_of(final)
+            draft = draft_of(final)
             try:
                 _write(draft, data)
                 try:
@@ -156,7 +154,7 @@ class LocalStore:
         final = self._path(key)
         with _os_faults(final):
             _make_folders(final.parent)
-            draft = _draft_of(final)
+            draft = draft_of(final)
             try:
                 shutil.copyfile(path, draft)
                 fsync_path(draft)
@@ -183,7 +181,7 @@ class LocalStore:
         with _os_faults(self.root):
             for path in self._path(prefix).rglob("*"):
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                    if path.is_file() and _DRAFT not in path.name:
+                    if path.is_file() and DRAFT not in path.name:
                         facts = path.stat()
                         found[path.relative_to(self.root).as_posix()] = Entry(facts.st_size, facts.st_mtime)
         return found
@@ -270,7 +268,7 @@ class BucketStore:
         """See `Store`."""
         folder = self._path(prefix.rstrip("/"))
 
-        def find() -> dict[str, Any]:
+        def find() -> dict[str, Json]:
             self._fs.invalidate_cache()
             try:
                 return dict(self._fs.find(folder, detail=True))
@@ -427,7 +425,7 @@ def _as_fault(error: BaseException, name: str) -> StoreFault:
     return StoreFault(f"{name}: {text}")
 
 
-def _seconds_of(facts: dict[str, Any]) -> float | None:
+def _seconds_of(facts: Json) -> float | None:
     for key in ("LastModified", "updated", "mtime", "created"):
         value = facts.get(key)
         if isinstance(value, str):
@@ -450,10 +448,6 @@ def _make_folders(folder: Path) -> None:
     if not folder.is_dir():
         _make_folders(folder.parent)
         folder.mkdir(exist_ok=True, mode=0o700)
-
-
-def _draft_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}{_DRAFT}{uuid.uuid4().hex[:8]}")
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -45,7 +45,7 @@ class Heard:
     is_certain: bool = True
     """False: it may be taken; saved sooner, the run goes on."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """For the ledger; `grace_s` is what was left when it was heard."""
         grace_s = None if self.leaves_at is None else round(self.leaves_at - self.at, 1)
         return {**asdict(self), "grace_s": grace_s}
@@ -54,7 +54,9 @@ class Heard:
 class Notice:
     """Context that watches for signals. `reason` is None until one has come."""
 
-    def __init__(self) -> None:
+    def __init__(self, one_press_s: float = 0.0) -> None:
+        self._one_press_s = one_press_s  # a launcher hands on the Ctrl-C that the terminal has sent to all: two signals
+        self._first_at = 0.0
         self.reason: str | None = None
         self.heard: list[Heard] = []
         """Everything that was said, in order."""
@@ -101,7 +103,11 @@ class Notice:
         return new
 
     def _signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._n_signals and now - self._first_at < self._one_press_s:
+            return
         self._n_signals += 1
+        self._first_at = self._first_at or now
         if self._n_signals > 1:
             os.write(2, b"\nsecond signal: leaving at once; the last committed checkpoint is whole\n")
             os._exit(EXIT_INTERRUPTED)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from farthing.durability.accounts import read_ledger
 from farthing.durability.commits import (
@@ -26,6 +25,7 @@ from farthing.durability.commits import (
     SMALL,
     Commit,
     Objects,
+    StoredFile,
     join_ledgers,
     list_commits,
     objects_of,
@@ -34,6 +34,7 @@ from farthing.durability.commits import (
 )
 from farthing.durability.files import (
     Damaged,
+    Json,
     make_private,
     parse_json,
     seal,
@@ -87,7 +88,7 @@ class _Parcel:
     folder: Path
     step: int
     files: list[str]
-    carried: list[dict[str, Any]] = field(default_factory=list)
+    carried: list[StoredFile] = field(default_factory=list)
     """Entries of the commit before, whose files are the same."""
     log_digests: dict[str, str] = field(default_factory=dict)
     """sha256 of the pieces of the log that are whole, by name."""
@@ -110,7 +111,7 @@ class Mirror:
         self._store, self._keep, self._warn = store, keep, warn
         self._lease = Lease(folder, pace.lease_s, self._words, self._say_at_once)
         self._known: dict[Commit, Objects] = {}
-        self._newest: dict[str, Any] | None = None
+        self._newest: Json | None = None
         self._n_commits = 0
         self._said: list[str] = []
         self._lost: str | None = None
@@ -157,7 +158,7 @@ class Mirror:
             self._threads[-1].start()
         return step
 
-    def _catch_up(self, words: list[dict[str, Any]], allow_restart: bool) -> int | None:
+    def _catch_up(self, words: list[Json], allow_restart: bool) -> int | None:
         store, step = self._patient(self.pace.deliver_s), None
         commits = list_commits(store)
         is_empty = run_id_of(self.folder) is None or is_damaged(self.folder)
@@ -261,7 +262,7 @@ class Mirror:
     def _patient(self, total_s: float) -> Retrying:
         return Retrying(self._store, total_s, self._stop, pause_s=self.pace.pause_s)
 
-    def _words(self) -> list[dict[str, Any]]:
+    def _words(self) -> list[Json]:
         """The accounts of the newest attempts: spending that no commit holds yet travels with the lease. Each knows what
         all before it have cost."""
         try:
@@ -359,7 +360,7 @@ class Mirror:
         with contextlib.suppress(StoreFault):
             self._rotate(store)
 
-    def _send_data(self, parcel: _Parcel, store: Store) -> list[dict[str, Any]]:
+    def _send_data(self, parcel: _Parcel, store: Store) -> list[StoredFile]:
         """The entries of a parcel's files, each sent unless the store has it, all seen there with their size: also those of
         earlier commits, as somebody may have emptied the store.
 
@@ -454,7 +455,7 @@ class Mirror:
             self._warn(self._said.pop(0))
 
 
-def _is_there(entry: dict[str, Any], there: dict[str, Entry]) -> bool:
+def _is_there(entry: StoredFile, there: dict[str, Entry]) -> bool:
     """Whether the store has the object of a commit's entry, with its size."""
     found = there.get(entry["object"])
     return found is not None and found.n_bytes == entry["size"]

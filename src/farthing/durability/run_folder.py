@@ -4,10 +4,11 @@ job.json          the job as it was read, every default spelled out
 run.json          the run's id, what identifies it (settings, data, tokenizer, model), where and on which date it began, and
                   under which rules
 log.jsonl         one line a step: loss, gradient norm, examples; one line an evaluation
+log.digest.json   what a long log says up to a place in it, so that a reader goes on from there
 ledger.jsonl      seconds and dollars of every attempt
 checkpoints/      see checkpoint.py
 model/            the trained model for others, with a manifest, see exported.py
-receipt.json      written when an attempt ends
+receipt.json      written when an attempt ends; report.html draws it
 measurements.json what each attempt took, see measurements.py
 plan.json         what was estimated before the first attempt, and how the planner would have it run; never written again
 settings.json     how the run is computed since its first step, see settings.py
@@ -33,22 +34,13 @@ from typing import Any, NamedTuple, TypeVar
 import farthing
 from farthing.clock import today
 from farthing.durability.accounts import Witness, read_ledger, witnesses_in
-from farthing.durability.files import Damaged, make_private, parse_json, read_manifest, seal, unseal, write_text
+from farthing.durability.files import Damaged, Json, make_private, parse_json, read_manifest, seal, unseal, write_text
 from farthing.errors import RunChanged, RunDamaged
 
 DATA_NOTES = "data_notes.json"  # columns that are not used, and the like
-JOB, RUN, PLAN, LOG, LEDGER, CHECKPOINTS, MODEL, RECEIPT, SCHEDULE, SETTINGS = (
-    "job.json",
-    "run.json",
-    "plan.json",
-    "log.jsonl",
-    "ledger.jsonl",
-    "checkpoints",
-    "model",
-    "receipt.json",
-    "schedule.json",
-    "settings.json",
-)
+JOB, RUN, PLAN, SCHEDULE, SETTINGS = "job.json", "run.json", "plan.json", "schedule.json", "settings.json"
+LOG, LEDGER, RECEIPT, CHECKPOINTS, MODEL = "log.jsonl", "ledger.jsonl", "receipt.json", "checkpoints", "model"
+PAGE = "report.html"
 DECIDING = (RUN, PLAN, SETTINGS, SCHEDULE)
 """The files that decide the result."""
 EVALUATION = "evaluation.json"
@@ -61,7 +53,7 @@ _SEAL = "sha256"
 
 Warn = Callable[[str], None]
 T = TypeVar("T")
-FormerNames = Callable[[dict[str, Any], Any], dict[str, Any]]
+FormerNames = Callable[[Json, Any], Json]
 """A run's facts and its job as it was kept -> what earlier versions wrote, by key, for the identity that the run has now."""
 
 
@@ -73,7 +65,7 @@ def keep(path: Path, value: Mapping[str, Any]) -> None:
     write_text(path, seal(dict(value)))
 
 
-def kept(path: Path) -> dict[str, Any] | None:
+def kept(path: Path) -> Json | None:
     """What `keep` wrote; None where there is no such file. Raises `Damaged`.
 
     A file without a checksum is of an earlier farthing, and taken as it is.
@@ -81,7 +73,7 @@ def kept(path: Path) -> dict[str, Any] | None:
     return _read(path)[0]
 
 
-def kept_as(path: Path, read: Callable[[dict[str, Any]], T], warn: Warn) -> T | None:
+def kept_as(path: Path, read: Callable[[Json], T], warn: Warn) -> T | None:
     """What `read` makes of a deciding file; None where there is none, or where nothing was saved by one that is damaged.
 
     Raises `RunDamaged`.
@@ -97,7 +89,7 @@ def kept_as(path: Path, read: Callable[[dict[str, Any]], T], warn: Warn) -> T | 
     return None
 
 
-def _read(path: Path) -> tuple[dict[str, Any] | None, bool]:
+def _read(path: Path) -> tuple[Json | None, bool]:
     """(value, whether it had a checksum). Raises `Damaged`."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -116,9 +108,9 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, bool]:
     return {key: item for key, item in value.items() if key != _SEAL}, is_sealed
 
 
-def copies_of(folder: Path, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def copies_of(folder: Path, before: Mapping[str, Any] | None = None) -> Json:
     """The deciding files of a run folder, for the manifest of a checkpoint. What is damaged or gone is as it was `before`."""
-    copies: dict[str, Any] = {}
+    copies: Json = {}
     for name in DECIDING:
         copies[name] = (before or {}).get(name)
         with contextlib.suppress(Damaged):
@@ -150,7 +142,7 @@ def mend(folder: Path, warn: Warn) -> None:
             warn(f"{why}: written again from the checkpoint of step {manifest['step']}")
 
 
-def _newest_with_copies(folder: Path) -> dict[str, Any] | None:
+def _newest_with_copies(folder: Path) -> Json | None:
     """The manifest of the newest checkpoint that has copies of the deciding files, of this run where that is known."""
     run_id, checkpoints = run_id_of(folder), folder / CHECKPOINTS
     names = [path for path in checkpoints.iterdir() if is_checkpoint(path)] if checkpoints.is_dir() else []
@@ -214,7 +206,7 @@ def is_finished(folder: Path) -> bool:
 # ---- the job as it was read ----
 
 
-def keep_job(folder: Path, job: Mapping[str, Any], facts: dict[str, Any]) -> None:
+def keep_job(folder: Path, job: Mapping[str, Any], facts: Json) -> None:
     """Write the job beside the run, and its digest with the run's `facts`. Raises `OSError`."""
     text = json.dumps(job, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -224,7 +216,7 @@ def keep_job(folder: Path, job: Mapping[str, Any], facts: dict[str, Any]) -> Non
     write_text(folder / JOB, text)
 
 
-def kept_job(folder: Path) -> dict[str, Any]:
+def kept_job(folder: Path) -> Json:
     """The job of a run as it was read. Raises `RunDamaged` where it is not what was written."""
     to_do = "run `farthing train` with the job once more: it writes the file again"
     try:
@@ -303,7 +295,7 @@ def began(folder: Path, text_version: int) -> Began:
     return Began(today().isoformat(), text_version)
 
 
-def same_examples(folder: Path, facts: dict[str, Any], sha256: str) -> dict[str, Any]:
+def same_examples(folder: Path, facts: Json, sha256: str) -> Json:
     """Note which examples the run has, or check that they are those it began with. Raises `RunChanged`."""
     before = facts.get("examples_sha256")
     if before is None:
@@ -321,13 +313,13 @@ def same_examples(folder: Path, facts: dict[str, Any], sha256: str) -> dict[str,
 
 def claim(
     folder: Path,
-    identity: dict[str, Any],
+    identity: Json,
     machine: dict[str, str],
     warn: Warn,
     *,
     former: FormerNames = lambda facts, job: {},
     allow_restart: bool = False,
-) -> dict[str, Any]:
+) -> Json:
     """Write what this run is, or check that the folder's run is this one, and return its facts.
 
     A run that has saved nothing yet follows the job as it is now. Raises `RunChanged`, `RunDamaged`.
@@ -394,7 +386,7 @@ def unclaim(folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> dict[str, Any] | None:
+def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> Json | None:
     """What the folder's run says of itself; None where there is none. Raises `RunDamaged` where steps would be lost."""
     why = f"{RUN} is gone"
     try:
@@ -417,7 +409,7 @@ def _facts_of(folder: Path, warn: Warn, *, allow_restart: bool) -> dict[str, Any
     return None
 
 
-def _changed(before: dict[str, Any], now: dict[str, Any], former: dict[str, Any]) -> list[str]:
+def _changed(before: Json, now: Json, former: Json) -> list[str]:
     """What differs between two identities, a line for each key."""
     return [
         f"{key}: {_brief(before.get(key))} -> {_brief(now.get(key))}"

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -147,9 +147,14 @@ def _how(code: int) -> str:
     return "interrupted" if code == EXIT_INTERRUPTED else f"ended with {code}"
 
 
-def begin(arguments: Sequence[str], stdout: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+def begin(
+    arguments: Sequence[str],
+    stdout: IO[bytes] | int | None = None,
+    stderr: int | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
     """`farthing` with these arguments as a child that signals of the terminal reach only through us, and that is asked to
-    leave when we die."""
+    leave when we die; `environ` besides what we have."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def follow() -> None:
@@ -159,6 +164,8 @@ def begin(arguments: Sequence[str], stdout: IO[bytes] | None = None) -> subproce
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "farthing", *arguments],
         stdout=stdout,
+        stderr=stderr,
+        env=None if environ is None else {**os.environ, **environ},
         process_group=0,
         preexec_fn=follow,
     )

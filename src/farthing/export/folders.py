@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from farthing.durability.exported import CARD, damage_of, seal_export
-from farthing.durability.files import MANIFEST, install_folder, parse_json, write_text
+from farthing.durability.files import MANIFEST, Json, install_folder, parse_json, write_text
 from farthing.durability.run_folder import JOB, MODEL, kept_job
 from farthing.errors import ModelError, UserMistake
 from farthing.model.adapters import break_ties
@@ -132,7 +132,7 @@ def refuse_used(folder: Path) -> None:
 
 def export_run(
     run: Path, folder: Path, form: str, dtype: str | None = None, *, trust_remote_code: bool = False
-) -> dict[str, Any]:
+) -> Json:
     """Write the model of a run to `folder` as `adapter` (what was trained) or `merged` (the whole, ready to serve).
 
     Whether code that came with the base model may run is not the run folder's to say. Returns what was written. Raises
@@ -164,7 +164,7 @@ def _copy_adapter(run: Path, source: Path, draft: Path) -> None:
     (draft / CARD).write_text(model_card(receipt, step_of(receipt), is_merged=False), encoding="utf-8")
 
 
-def trusted_job(run: Path, trust_remote_code: bool) -> dict[str, Any]:
+def trusted_job(run: Path, trust_remote_code: bool) -> Json:
     """The job of a run. Raises `RunDamaged`, and `UserMistake` where it needs code that nobody has said to trust."""
     job = kept_job(run)
     if job["model"]["trust_remote_code"] and not trust_remote_code:
@@ -257,16 +257,14 @@ def _recast(run: Path, source: Path, folder: Path, dtype: str | None, trust_remo
     _write_whole(run, model, tokenizer, folder, lambda draft: _check(draft, job, examples, expected, trust_remote_code))
 
 
-def _check(
-    draft: Path, job: dict[str, Any], examples: list[dict[str, Tensor]], expected: list[Tensor], trust: bool
-) -> None:
+def _check(draft: Path, job: Json, examples: list[dict[str, Tensor]], expected: list[Tensor], trust: bool) -> None:
     """Read the written model back and hold its answers against those expected. Raises `ModelError`."""
     auto = auto_class(job["task"])
     written = auto.from_pretrained(draft, use_safetensors=True, dtype="auto", trust_remote_code=trust).eval()
     refuse_other_answers(answers(written, examples), expected, written.dtype, job["model"]["model_name_or_path"])
 
 
-def tuned_config(source: Path) -> dict[str, Any]:
+def tuned_config(source: Path) -> Json:
     """The configuration of the whole model as it stands beside an adapter. Raises `ModelError`."""
     path = source / MODEL_CONFIG
     if not path.exists():
@@ -284,7 +282,7 @@ def tuned_config(source: Path) -> dict[str, Any]:
     return values
 
 
-def _label_names(tuned: dict[str, Any]) -> tuple[str, ...]:
+def _label_names(tuned: Json) -> tuple[str, ...]:
     """The names of the classes in order; transformers leaves out those that it would make up itself."""
     names = {int(index): str(name) for index, name in tuned.get("id2label", {}).items()}
     return tuple(name for _, name in sorted(names.items())) or ("LABEL_0", "LABEL_1")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from farthing.device_memory import is_out_of_memory
+from farthing.model.loss import inner_of
 from farthing.planner.memory import WORKING_MLP_PLAIN, WORKING_STREAM
 
 SHARE_OF_FREE = 0.9  # the rest is for the allocator's slack
@@ -106,13 +107,18 @@ class MemoryNeed:
         return self.total_bytes <= SHARE_OF_FREE * self.free_bytes
 
 
+def checkpointed_layers(model: Any) -> list[Any]:
+    """The layers of a model that can be checkpointed, in order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def checkpoint_layers(model: Any, checkpoint_every: int) -> None:
     """Recompute every n-th layer in the backward pass instead of keeping its activations (0: none).
 
     Non-reentrant, and without forcing gradients through frozen embeddings: layers below the first trained weight
     stay out of the backward pass.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_of(model)
     if checkpoint_every == 0:
         inner._set_gradient_checkpointing(enable=False)
         return
@@ -221,7 +227,7 @@ def saved_of_a_layer(model: Any, samples: tuple[Sample, Sample], saved: Linear) 
 
     `saved` is what it keeps of all as they are.
     """
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = checkpointed_layers(model)
     layer = next((layer for layer in reversed(layers) if layer.gradient_checkpointing), None)
     if layer is None:
         return Linear(*(n_bytes / max(1, len(layers)) for n_bytes in saved))
@@ -236,8 +242,8 @@ def saved_of_a_layer(model: Any, samples: tuple[Sample, Sample], saved: Linear) 
 def gradients_of(model: Any, accumulate: bool) -> Gradients:
     """The gradients of the weights that are trained, fp32 as these are."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    layers = checkpointed_layers(model)
+    inner = inner_of(model)
     embedding, head = (getattr(module, "weight", None) for module in _ends(inner))
 
     def bytes_of(weight: Tensor | None) -> int:
@@ -272,7 +278,7 @@ def _working(model: Any) -> Linear:
 
 
 def _last_layer_is_checkpointed(model: Any) -> bool:
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = checkpointed_layers(model)
     return bool(layers) and bool(layers[-1].gradient_checkpointing)
 
 
@@ -280,7 +286,7 @@ def _casts_bytes(model: Any, autocast: torch.dtype | None) -> int:
     """Copies of the matrices of layers that autocast makes once in a forward pass and keeps until its end."""
     if autocast is None:
         return 0
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_of(model)
     head = inner.get_output_embeddings()
     weights = {
         id(m.weight): m.weight

@@ -26,6 +26,8 @@ class Adapter:
     modules_to_save: tuple[str, ...] = ()
     use_dora: bool = False
     use_rslora: bool = False
+    init: str = "true"
+    """peft's `init_lora_weights`, true and false as words."""
 
 
 def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
@@ -52,6 +54,7 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
         modules_to_save=sorted({*heads, *adapter.modules_to_save}) or None,
         use_dora=adapter.use_dora,
         use_rslora=adapter.use_rslora,
+        init_lora_weights={"true": True, "false": False}.get(adapter.init, adapter.init),
         task_type=task_of(task).peft_type,
     )
     torch.manual_seed(seed)

@@ -41,12 +41,12 @@ class Apart(NamedTuple):
         return lengths if targets is None else lengths * (1 + int(targets.max())) + targets
 
 
-def kept_apart(inner: Any, task: str, *, is_flat: bool) -> Apart | None:
+def kept_apart(inner: Any, task: str, *, is_packed: bool) -> Apart | None:
     """What keeps the examples of a model (without its adapter) apart; None: nothing does."""
     config = inner.config
     kind = config.model_type
     head = task_of(task).head
-    if not is_flat and head in PADS_SAFELY and (kind not in PADS_SAFELY[head] or _is_blocked(config)):
+    if not is_packed and head in PADS_SAFELY and (kind not in PADS_SAFELY[head] or _is_blocked(config)):
         return Apart(f"examples of one length at a time: a {kind} may read padding", None)
     limit = longrope_limit(config)
     if limit is not None:

@@ -1,6 +1,6 @@
 """Attention over documents laid end to end: no padding, and no token of one document sees another's.
 
-One entry in transformers' `AttentionInterface`. A flat batch is [1, T]; where its documents begin and end is computed
+One entry in transformers' `AttentionInterface`. A packed batch is [1, T]; where its documents begin and end is computed
 once, on the CPU, and goes through the model as the keyword `documents`, which every layer hands to its attention, also
 when a checkpointed layer is computed again. A batch that comes without `documents` is treated as `sdpa` would, padding
 and all, so that a model set to this entry still evaluates and generates.
@@ -11,11 +11,11 @@ values are copied for each document that sees them, in every layer; nothing else
 
 Which kernel attends is chosen in `attention_choice.py`; they are in `attention_kernels.py`.
 
-Attention dropout draws its masks in the shape of what is computed, so a flat batch and a padded one drop other weights,
+Attention dropout draws its masks in the shape of what is computed, so a packed batch and a padded one drop other weights,
 as two micro-batch sizes do; in expectation they are the same. So it is where documents share a beginning: what any
 dropout of the model drops there, it drops for all of them. Dropout elsewhere in a model is not touched.
 
-Refuses to choose pieces, and models whose flat batches were not shown to be right: `can_go_flat` says why.
+Refuses to choose pieces, and models whose packed batches were not shown to be right: `can_go_packed` says why.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from farthing.model.attention_kernels import How, capped_attention, causal_mask, over_documents
 from farthing.model.documents import Documents, owners_of
-from farthing.planner.families import DECODERS, ENCODERS, FLAT, WHY_NOT_FLAT
+from farthing.model.loss import inner_of
+from farthing.planner.families import DECODERS, ENCODERS, PACKED, WHY_NOT_PACKED
 from farthing.tasks.registry import task_of
 
 NAME = "farthing_varlen"
@@ -38,18 +39,18 @@ PADDING_FIRST = frozenset({"camembert", "roberta", "xlm-roberta"})  # their posi
 # ---- the model ----
 
 
-def can_go_flat(model: Any, task: str) -> str | None:
+def can_go_packed(model: Any, task: str) -> str | None:
     """Why this model can't take documents end to end for `task`, in words; None if it can."""
-    inner = _inner(model)
+    inner = inner_of(model)
     config = inner.config
     kind = config.model_type
-    known = FLAT.get(task_of(task).head)
-    if kind in WHY_NOT_FLAT:
-        return f"{kind}: {WHY_NOT_FLAT[kind]}"
+    known = PACKED.get(task_of(task).head)
+    if kind in WHY_NOT_PACKED:
+        return f"{kind}: {WHY_NOT_PACKED[kind]}"
     if known is None:
         return f"{task}: inputs and targets are padded apart"
     if kind not in known:
-        return f"{kind}: not among the families whose flat batches are tested"
+        return f"{kind}: not among the families whose packed batches are tested"
     if not getattr(inner, "_supports_attention_backend", False):
         return f"{kind}: this version of transformers lets no other attention in"
     odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -70,11 +71,11 @@ def can_go_flat(model: Any, task: str) -> str | None:
 
 def can_share(model: Any, task: str) -> str | None:
     """Why documents can't go on from others in this model, in words; None if they can."""
-    kind = _inner(model).config.model_type
-    return f"{kind}: a token's meaning depends on what follows it" if kind in ENCODERS else can_go_flat(model, task)
+    kind = inner_of(model).config.model_type
+    return f"{kind}: a token's meaning depends on what follows it" if kind in ENCODERS else can_go_packed(model, task)
 
 
-def go_flat(model: Any) -> None:
+def go_packed(model: Any) -> None:
     """Set the model's attention to this entry. It still takes padded batches, as `sdpa` does."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -82,7 +83,7 @@ def go_flat(model: Any) -> None:
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():  # it may be there as an entry that is never compiled
         ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
-    _inner(model).set_attn_implementation(NAME)
+    inner_of(model).set_attn_implementation(NAME)
 
 
 def first_position(config: Any) -> int:
@@ -90,8 +91,8 @@ def first_position(config: Any) -> int:
     return int(config.pad_token_id) + 1 if config.model_type in PADDING_FIRST else 0
 
 
-def flat_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """What a model, or its body alone, is called with for a flat batch."""
+def packed_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    """What a model, or its body alone, is called with for a packed batch."""
     documents: Documents = batch["documents"]
     return {
         "input_ids": batch["input_ids"],
@@ -102,14 +103,14 @@ def flat_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def flat_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
-    """Logits of a flat batch: [1, T, V], or [N, C], one row a document, where examples are scored."""
-    documents, inputs = batch["documents"], flat_inputs(batch)
+def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
+    """Logits of a packed batch: [1, T, V], or [N, C], one row a document, where examples are scored."""
+    documents, inputs = batch["documents"], packed_inputs(batch)
     logits: Tensor
     if task_of(task).scores_tokens:
         logits = model(**inputs).logits
         return logits
-    inner = _inner(model)
+    inner = inner_of(model)
     body = getattr(inner, inner.base_model_prefix)
     hidden = body(**inputs).last_hidden_state[0]  # [T, H]
     kind = _head_kind(inner)
@@ -119,11 +120,6 @@ def flat_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
     first = hidden[documents.bounds[:-1].long()][:, None]  # [N, 1, H]: N documents of their first token
     logits = inner.classifier(first if kind == "first" else inner.dropout(body.pooler(first)))
     return logits
-
-
-def _inner(model: Any) -> Any:
-    """The model itself, out of its adapter."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _head_kind(inner: Any) -> str | None:

@@ -24,6 +24,7 @@ import torch
 from farthing.model.attention import NAME as ATTENTION
 from farthing.model.attention import attend
 from farthing.model.hardware import find_compiler
+from farthing.model.loss import inner_of
 
 # of a step's seconds. Published: torchtune 21 % (Llama 3.2 3B, A100, README), Axolotl 14 to 19 % (8B LoRA, RTX 3090 and 5090),
 # torchtitan 14 % (Llama 3.1 8B, H100), all as of 2026; the least of them is expected
@@ -78,7 +79,7 @@ def n_kinds(model: Any) -> int:
     The first layer is a kind of its own where the embeddings are frozen, as its input needs no gradient, and on both sides
     of an encoder with a decoder. Padded batches may have one row or several, which torch tells apart.
     """
-    inner, layers = _inner(model), _layers(model)
+    inner, layers = inner_of(model), _layers(model)
     config = inner.config.get_text_config()
     kinds = len({type(layer) for layer in layers}) * len(set(getattr(config, "layer_types", None) or [""]))
     is_frozen = not any(weight.requires_grad for weight in inner.get_input_embeddings().parameters())
@@ -96,7 +97,7 @@ def why_not_compiled(model: Any) -> str | None:
     """Why the layers of this model can't be compiled here, in words; None if they can."""
     device = next(model.parameters()).device.type
     if not _layers(model):
-        return f"{_inner(model).config.model_type}: its layers are not known to transformers as such"
+        return f"{inner_of(model).config.model_type}: its layers are not known to transformers as such"
     if device == "cuda" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if find_compiler(device) is None:
@@ -113,7 +114,7 @@ def compile_blocks(model: Any, backend: str = "inductor") -> int | str:
     if reason := why_not_compiled(model):
         return reason
     _keep_attention_out()
-    how: dict[str, Any] = {"dynamic": True, "backend": backend}
+    how: dict[str, object] = {"dynamic": True, "backend": backend}
     if backend == "inductor":
         how["options"] = OPTIONS
     layers = _layers(model)
@@ -128,7 +129,7 @@ def n_graphs() -> int:
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
-def _in_training(layer: Any, how: dict[str, Any]) -> Callable[..., Any]:
+def _in_training(layer: Any, how: dict[str, object]) -> Callable[..., Any]:
     """What calling the layer does: the compiled program in training; one that is recomputed has it further within."""
     compiled = _compile(layer._call_impl, how)
 
@@ -147,7 +148,7 @@ def _in_training(layer: Any, how: dict[str, Any]) -> Callable[..., Any]:
 _SETTLED = threading.local()
 
 
-def _compile(function: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], how: dict[str, object]) -> Callable[..., Any]:
     """`function` compiled with our settings, in whatever thread it is called.
 
     torch keeps its settings by thread, and layers on CUDA are recomputed in autograd's.
@@ -170,7 +171,7 @@ class _Recomputed:
     The other way round, checkpointing in a program, torch gives up on all of it where attention has to stay outside.
     """
 
-    def __init__(self, checkpointing: Callable[..., Any], how: dict[str, Any]) -> None:
+    def __init__(self, checkpointing: Callable[..., Any], how: dict[str, object]) -> None:
         self.checkpointing, self._how = checkpointing, how
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
@@ -196,8 +197,3 @@ def _layers(model: Any) -> list[Any]:
 
     found = {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
     return [module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)]
-
-
-def _inner(model: Any) -> Any:
-    """The model itself, out of its adapter."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

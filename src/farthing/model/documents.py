@@ -1,4 +1,4 @@
-"""Where the documents of a flat batch begin and end, which every layer of a model looks at.
+"""Where the documents of a packed batch begin and end, which every layer of a model looks at.
 
 Made once a batch, on the host, from lengths that the host knows: nothing here waits for a GPU. Refuses to know models,
 kernels and losses. Shapes: T tokens of N documents, K keys that they see.
@@ -16,10 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Batch = dict[str, Any]
+"""What the forward pass of a model of `transformers` takes of a micro-batch, by name: tensors, and where documents begin."""
+
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Where the N documents of a flat batch of T tokens begin and end; computed once, used by every layer."""
+    """Where the N documents of a packed batch of T tokens begin and end; computed once, used by every layer."""
 
     lengths: tuple[int, ...]
     """Tokens of each, in order."""
@@ -52,7 +55,7 @@ class Documents:
         """
         sizes = tuple(int(length) for length in lengths)
         if not sizes or min(sizes) < 1:
-            raise ValueError("a flat batch needs documents of at least one token")
+            raise ValueError("a packed batch needs documents of at least one token")
         keys = sizes if key_lengths is None else tuple(int(length) for length in key_lengths)
         n_keys = sum(sizes) if key_rows is None else len(key_rows)
         if sum(keys) != n_keys or any(seen < own for own, seen in zip(sizes, keys, strict=True)):
@@ -106,12 +109,12 @@ def owners_of(documents: Documents) -> Tensor:
     return owners
 
 
-def flat_batch(arrays: dict[str, NDArray[np.int64]], device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The arrays of `collate_flat` or `collate_shared`, and others beside them, as tensors on `device`.
+def packed_batch(arrays: dict[str, NDArray[np.int64]], device: torch.device | str = "cpu") -> Batch:
+    """The arrays of `collate_packed` or `collate_shared`, and others beside them, as tensors on `device`.
 
     Those that say where documents are become `documents`. But for the labels it is what a model takes.
     """
-    batch: dict[str, Any] = {
+    batch: Batch = {
         name: torch.from_numpy(array).to(device, non_blocking=True)
         for name, array in arrays.items()
         if name not in ("lengths", "key_lengths", "key_rows")

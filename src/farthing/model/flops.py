@@ -13,6 +13,12 @@ def flops_per_token(model: Any, method: str) -> float:
 
     Attention scores, under a tenth of the whole at usual lengths, and recomputation are not counted.
     """
+    frozen, trained = matrix_weights(model)
+    return 6.0 * trained + 4.0 * frozen
+
+
+def matrix_weights(model: Any) -> tuple[int, int]:
+    """(frozen, trained) weights of the matrix products of a module."""
     matrix = nn.Linear, nn.Conv1d
     frozen = trained = 0
     for name, module in model.named_modules():
@@ -27,4 +33,11 @@ def flops_per_token(model: Any, method: str) -> float:
                 trained += n
             else:
                 frozen += n
-    return 6.0 * trained + 4.0 * frozen
+    return frozen, trained
+
+
+def recomputed_share(model: Any, layers: list[Any], checkpoint_every: int) -> float:
+    """Of the FLOPs of a step, those that activation checkpointing of every so many `layers` adds."""
+    frozen, trained = matrix_weights(model)
+    again = 2.0 * sum(sum(matrix_weights(layer)) for layer in layers) / max(1, checkpoint_every)
+    return again / (6.0 * trained + 4.0 * frozen + again) if again and checkpoint_every else 0.0

@@ -11,7 +11,8 @@ size, V words, C classes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farthing.data.batches import Batches, collate
-from farthing.data.packing import collate_flat, cut_by_tokens, cut_padded, target_lengths_of
+from farthing.data.packing import ON_CPU, PieceCost, collate_packed, cut_by_tokens, cut_padded, target_lengths_of
 from farthing.data.prefix_sharing import WORTH, collate_shared, cut_shared, saved_by_sharing
 from farthing.data.token_set import TokenSet
 from farthing.model.apart import kept_apart, lift_capacity
-from farthing.model.attention import can_go_flat, can_share, first_position, flat_logits, go_flat
-from farthing.model.documents import flat_batch
-from farthing.model.frozen_cache import PrefixCache
-from farthing.model.frozen_layers import Prefix
+from farthing.model.attention import can_go_packed, can_share, first_position, go_packed, packed_logits
+from farthing.model.documents import Batch, packed_batch
+from farthing.model.frozen_cache import FrozenCache
+from farthing.model.frozen_layers import FrozenLayers
 from farthing.model.hardware import Numerics
 from farthing.model.head import (
     POSITIONS,
@@ -38,20 +39,30 @@ from farthing.model.head import (
     language_model_loss,
     loss_and_log_probs,
 )
-from farthing.model.loss import summed_loss
+from farthing.model.loss import inner_of, summed_loss
 from farthing.planner.tiles import default_tile_tokens
 from farthing.tasks.registry import task_of
 
 Host = dict[str, Any]
-"""Arrays of a micro-batch by name, int64; hidden states of a frozen prefix are a tensor among them."""
-PREFIX = "prefix"
+"""Arrays of a micro-batch by name, int64; hidden states of the frozen layers are a tensor among them."""
+FROZEN_STATES = "frozen_states"
 NEARLY = 0.02  # of the tokens: what larger micro-batches must save more to be worth their memory
+
+
+def _whole(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method where the weights are whole, see `Forward.within`."""
+
+    @functools.wraps(method)
+    def computes(self: Forward, *arguments: Any) -> Any:
+        return self.within(lambda: method(self, *arguments))
+
+    return computes
 
 
 class Forward:
     """The forward pass of a model for a task.
 
-    A model that can take documents end to end is set to do so, unless `may_go_flat` says no. `why_padded` and
+    A model that can take documents end to end is set to do so, unless `may_go_packed` says no. `why_padded` and
     `why_all_scored` say in words what keeps a model from computing useful tokens and labelled positions only.
     """
 
@@ -63,14 +74,15 @@ class Forward:
         numerics: Numerics,
         *,
         label_smoothing: float = 0.0,
-        may_go_flat: bool = True,
+        may_go_packed: bool = True,
         tile_tokens: int | None = None,
+        piece_cost: PieceCost = ON_CPU,
     ) -> None:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
-        self.label_smoothing, self.tile_tokens = label_smoothing, tile_tokens
-        self.why_padded = can_go_flat(model, task) if may_go_flat else "the job names another attention"
+        self.label_smoothing, self.tile_tokens, self.piece_cost = label_smoothing, tile_tokens, piece_cost
+        self.why_padded = can_go_packed(model, task) if may_go_packed else "the job names another attention"
         if self.why_padded is None:
-            go_flat(model)
+            go_packed(model)
         self.of = task_of(task)
         head = find_head(model, task) if self.of.scores_tokens else None
         if isinstance(head, Head) and not head.is_matrix and label_smoothing:
@@ -78,18 +90,22 @@ class Forward:
         self._found_head = head
         self.head = None if isinstance(head, str) else head
         self.why_all_scored = head if isinstance(head, str) else None
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner = inner_of(model)
         self._first_position = first_position(inner.config)
         self.drops_no_tokens = lift_capacity(inner)
         """Whether experts would have dropped some by themselves."""
-        self.apart = kept_apart(inner, task, is_flat=self.is_flat)
+        self.squares_at = 12 * int(getattr(inner.config.get_text_config(), "hidden_size", 0) or 0)
+        """Tokens of a document whose attention takes about as long as its products with weights; 0 where not known."""
+        self.within: Callable[[Callable[[], Any]], Any] = lambda compute: compute()
+        """Computes where the weights are whole: several processes may have a part of them each."""
+        self.apart = kept_apart(inner, task, is_packed=self.is_packed)
         self.shares = False
         self.n_sent_tokens = 0  # computed tokens of everything that was brought to the device
-        self.prefix: Prefix | None = None
-        self._caches: list[tuple[TokenSet, PrefixCache]] = []
+        self.frozen_layers: FrozenLayers | None = None
+        self._caches: list[tuple[TokenSet, FrozenCache]] = []
 
     @property
-    def is_flat(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether documents are laid end to end, without padding."""
         return self.why_padded is None
 
@@ -100,7 +116,7 @@ class Forward:
         nearly as much as the largest; 0 where sharing does not pay).
         """
         self.shares = False
-        if not self.is_flat or self.prefix is not None or can_share(self.model, self.task):
+        if not self.is_packed or self.frozen_layers is not None or can_share(self.model, self.task):
             return 0.0, 0
         most = saved_by_sharing(tokens, batches, budgets[-1])
         if most < WORTH:
@@ -111,9 +127,9 @@ class Forward:
                 return saved, budget
         return most, budgets[-1]
 
-    def begin_at(self, prefix: Prefix, caches: list[tuple[TokenSet, PrefixCache]]) -> None:
-        """From now on batches of these token sets begin behind the frozen `prefix`, with its hidden states as they are kept."""
-        self.prefix, self._caches, self.shares = prefix, caches, False
+    def begin_at(self, frozen: FrozenLayers, caches: list[tuple[TokenSet, FrozenCache]]) -> None:
+        """From now on batches of these token sets begin behind the `frozen` layers, with their hidden states from `caches`."""
+        self.frozen_layers, self._caches, self.shares = frozen, caches, False
 
     # ---- on the host ----
 
@@ -142,20 +158,21 @@ class Forward:
     def _cut(self, tokens: TokenSet, examples: NDArray[np.int64], most_tokens: int) -> list[NDArray[np.int64]]:
         if self.shares:
             return cut_shared(tokens, examples, most_tokens)
-        if self.is_flat:
+        if self.is_packed:
             return cut_by_tokens(examples, tokens.lengths, most_tokens)
         lengths, targets, places = tokens.lengths[examples], None, np.arange(len(examples))
         if self.of.is_pair:
             targets = target_lengths_of(tokens, examples)
             lengths = lengths - targets
-        return [examples[piece] for piece in cut_padded(places, lengths, most_tokens, target_lengths=targets)]
+        pieces = cut_padded(places, lengths, most_tokens, target_lengths=targets, cost=self.piece_cost)
+        return [examples[piece] for piece in pieces]
 
     def collate(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Host:
         """Arrays of one micro-batch, the labelled positions among them; pinned for a GPU."""
         if self.shares:
             arrays = collate_shared(tokens, examples, self.task, self._first_position)
-        elif self.is_flat:
-            arrays = collate_flat(tokens, examples, self.task, self._first_position)
+        elif self.is_packed:
+            arrays = collate_packed(tokens, examples, self.task, self._first_position)
         else:
             arrays = collate(tokens, examples, self.task, self.pad_id)
         if self.of.scores_tokens:
@@ -166,7 +183,7 @@ class Forward:
             arrays = {name: torch.from_numpy(array).pin_memory().numpy() for name, array in arrays.items()}
         for known, cache in self._caches:
             if known is tokens:
-                arrays[PREFIX] = cache.rows(examples, pin=is_cuda)
+                arrays[FROZEN_STATES] = cache.rows(examples, pin=is_cuda)
         return arrays
 
     def n_computed(self, arrays: Host) -> int:
@@ -175,18 +192,19 @@ class Forward:
 
     # ---- on the device ----
 
-    def to_device(self, arrays: Host) -> dict[str, Any]:
+    def to_device(self, arrays: Host) -> Batch:
         """The arrays as what the model takes, on its device; nothing is waited for."""
         device = self.numerics.device
         self.n_sent_tokens += self.n_computed(arrays)
-        if not self.is_flat:
+        if not self.is_packed:
             return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
-        batch = flat_batch({name: array for name, array in arrays.items() if name != PREFIX}, device)
-        if PREFIX in arrays:
-            batch[PREFIX] = arrays[PREFIX].to(device, non_blocking=True)
+        batch = packed_batch({name: array for name, array in arrays.items() if name != FROZEN_STATES}, device)
+        if FROZEN_STATES in arrays:
+            batch[FROZEN_STATES] = arrays[FROZEN_STATES].to(device, non_blocking=True)
         return batch
 
-    def loss(self, batch: dict[str, Any], gradient_scale: float | Tensor = 1.0) -> Tensor:
+    @_whole
+    def loss(self, batch: Batch, gradient_scale: float | Tensor = 1.0) -> Tensor:
         """Sum of the cross-entropies of a micro-batch, a scalar.
 
         `gradient_scale` is what its gradient is expected to be: it changes no result, see `head.head_loss`.
@@ -204,7 +222,8 @@ class Forward:
                 tile_tokens=self.tile_tokens,
             )
 
-    def loss_and_log_probs(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    @_whole
+    def loss_and_log_probs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Where tokens are scored: (the same sum, the log-probability of all targets of each example together [N])."""
         with self._resumed(batch) as rest, self.numerics.autocasting():
             head, tile_tokens = self._found_head, self.tile_tokens
@@ -212,27 +231,29 @@ class Forward:
                 self.model, rest, self.task, self.label_smoothing, head=head, tile_tokens=tile_tokens
             )
 
-    def loss_and_scores(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    @_whole
+    def loss_and_scores(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Where examples are scored: (sum of their losses, logits [N, C])."""
         with self._resumed(batch) as rest, self.numerics.autocasting():
-            if not self.is_flat:
+            if not self.is_packed:
                 return summed_loss(self.model, rest, self.task, self.label_smoothing)
-            scores = flat_logits(self.model, rest, self.task)
+            scores = packed_logits(self.model, rest, self.task)
             assert self.of.labels is not None
             return self.of.labels.loss(scores, rest["labels"], self.label_smoothing), scores
 
     @contextlib.contextmanager
-    def _resumed(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The batch without the hidden states of the prefix, behind which the forward pass then begins."""
-        if self.prefix is None or PREFIX not in batch:
+    def _resumed(self, batch: Batch) -> Iterator[Batch]:
+        """The batch without the hidden states of the frozen layers, behind which the forward pass then begins."""
+        if self.frozen_layers is None or FROZEN_STATES not in batch:
             yield batch
             return
-        with self.prefix.resume(batch[PREFIX]):
-            yield {name: value for name, value in batch.items() if name != PREFIX}
+        with self.frozen_layers.resume(batch[FROZEN_STATES]):
+            yield {name: value for name, value in batch.items() if name != FROZEN_STATES}
 
     # ---- for those who count memory ----
 
-    def before_head(self, batch: dict[str, Any]) -> Tensor:
+    @_whole
+    def before_head(self, batch: Batch) -> Tensor:
         """A scalar that depends on all that the body computes: autograd keeps for it what it keeps of the body.
 
         Where the head is not known, or small, it is the loss itself.

@@ -1,4 +1,4 @@
-"""Hidden states of a frozen prefix on disk: one row of h numbers for each token, computed once, before training.
+"""Hidden states of the frozen layers on disk: one row of h numbers for each token, computed once, before training.
 
     <cache_dir>/prefix/<key>/<number>/rows.bin, manifest.json
 
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import farthing
-from farthing.data.packing import collate_flat
+from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
 from farthing.durability.files import (
     Damaged,
@@ -46,10 +45,10 @@ from farthing.durability.files import (
 )
 from farthing.errors import Interrupted, RunBusy
 from farthing.model.attention import first_position
-from farthing.model.documents import flat_batch
-from farthing.model.frozen_layers import Prefix
+from farthing.model.documents import packed_batch
+from farthing.model.frozen_layers import FrozenLayers
 from farthing.model.hardware import Numerics, device_name
-from farthing.planner.frozen_cache_cost import DISK_SHARE, prefix_cache_bytes
+from farthing.planner.frozen_cache_cost import DISK_SHARE, frozen_cache_bytes
 from farthing.units import say_bytes
 
 CACHE_VERSION = 1
@@ -61,7 +60,7 @@ WAIT_S = 0.2  # between looks at a cache that another process is filling
 
 
 @dataclass(frozen=True, eq=False)
-class PrefixCache:
+class FrozenCache:
     """Hidden states of examples, memory-mapped."""
 
     folder: Path
@@ -95,8 +94,8 @@ class PrefixCache:
         return found
 
 
-def open_prefix_cache(
-    prefix: Prefix,
+def open_frozen_cache(
+    frozen: FrozenLayers,
     tokens: TokenSet,
     examples: NDArray[np.int64],
     cache_dir: Path,
@@ -105,16 +104,16 @@ def open_prefix_cache(
     most_tokens: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> PrefixCache | str:
+) -> FrozenCache | str:
     """The cache of these examples (indices into `tokens`): what is there and whole is used, the rest is computed.
 
     At most `most_tokens` are computed at once. `progress(done, total)` counts tokens. A string says why there is no cache,
     and then none is left on the disk. Raises `Interrupted`; what was computed is kept.
     """
-    plan = _Plan.of(tokens, examples, prefix.width, most_tokens)
+    plan = _Plan.of(tokens, examples, frozen.width, most_tokens)
     if not plan.parts:
         return "no example has a token"
-    facts = _facts(prefix, tokens, plan, numerics, most_tokens)
+    facts = _facts(frozen, tokens, plan, numerics, most_tokens)
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir / "prefix" / key
     try:
@@ -124,7 +123,7 @@ def open_prefix_cache(
             found = _whole_parts(folder, len(plan.parts), facts, should_stop)
             missing = [number for number in range(len(plan.parts)) if number not in found]
             if missing:
-                why = _why_no_room(prefix, tokens, plan, missing, numerics, folder)
+                why = _why_no_room(frozen, tokens, plan, missing, numerics, folder)
                 if why:
                     shutil.rmtree(folder, ignore_errors=True)
                     return why
@@ -132,9 +131,9 @@ def open_prefix_cache(
                 def commit(number: int, computed: list[Tensor]) -> None:
                     _commit(folder / _name(number), computed, facts)
 
-                _fill(prefix, tokens, plan, missing, numerics, commit, progress, should_stop)
+                _fill(frozen, tokens, plan, missing, numerics, commit, progress, should_stop)
             os.utime(folder)
-            return _mapped(folder, plan, prefix.width)
+            return _mapped(folder, plan, frozen.width)
     except OSError as error:
         if folder.is_dir():  # room for checkpoints is worth more
             shutil.rmtree(folder, ignore_errors=True)
@@ -165,7 +164,7 @@ class _Plan:
         wanted = wanted[lengths[wanted] > 0]
         order = wanted[np.argsort(-lengths[wanted], kind="stable")]
         starts = np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64)
-        most_rows = PART_BYTES // prefix_cache_bytes(1, width, 4)
+        most_rows = PART_BYTES // frozen_cache_bytes(1, width, 4)
         parts: list[list[slice]] = []
         at = 0
         while at < len(order):
@@ -189,16 +188,18 @@ class _Plan:
         return sum(stop - start for start, stop in map(self.bounds, numbers))
 
 
-def _facts(prefix: Prefix, tokens: TokenSet, plan: _Plan, numerics: Numerics, most_tokens: int) -> dict[str, Any]:
+def _facts(
+    frozen: FrozenLayers, tokens: TokenSet, plan: _Plan, numerics: Numerics, most_tokens: int
+) -> dict[str, object]:
     """Everything the rows follow from."""
     data = hashlib.sha256(plan.lengths[plan.order].tobytes())
     for index in plan.order:
         data.update(tokens.example(int(index))[0].tobytes())
     return {
         "version": CACHE_VERSION,
-        "prefix (content)": prefix.sha256(),
+        "prefix (content)": frozen.sha256(),
         "examples (content)": data.hexdigest(),
-        "n_layers": prefix.n_layers,
+        "n_layers": frozen.n_layers,
         "precision": numerics.name,
         "tf32": numerics.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
         "most_tokens": most_tokens,
@@ -231,7 +232,7 @@ def _stop_if(should_stop: Callable[[], bool]) -> None:
         raise Interrupted("stopped while the frozen layers were computed", to_do="run the same command again")
 
 
-def _whole_parts(folder: Path, n_parts: int, facts: dict[str, Any], should_stop: Callable[[], bool]) -> set[int]:
+def _whole_parts(folder: Path, n_parts: int, facts: dict[str, object], should_stop: Callable[[], bool]) -> set[int]:
     """The parts that are there to the bit; what is damaged, and what killed writers left, is removed."""
     sweep_drafts(folder)
     there = [number for number in range(n_parts) if (folder / _name(number)).is_dir()]
@@ -251,11 +252,11 @@ def _whole_parts(folder: Path, n_parts: int, facts: dict[str, Any], should_stop:
 
 
 def _why_no_room(
-    prefix: Prefix, tokens: TokenSet, plan: _Plan, missing: list[int], numerics: Numerics, folder: Path
+    frozen: FrozenLayers, tokens: TokenSet, plan: _Plan, missing: list[int], numerics: Numerics, folder: Path
 ) -> str:
     """Why the disk can't hold the missing parts, in words; empty if it can. One token tells what a number takes."""
     shortest = plan.order[-1:]
-    sample = _computed(prefix, tokens, shortest, numerics)
+    sample = _computed(frozen, tokens, shortest, numerics)
     needed = plan.n_tokens(missing) * sample[0].nbytes
     free = shutil.disk_usage(folder).free
     if needed <= DISK_SHARE * free:
@@ -267,7 +268,7 @@ def _why_no_room(
 
 
 def _fill(
-    prefix: Prefix,
+    frozen: FrozenLayers,
     tokens: TokenSet,
     plan: _Plan,
     missing: list[int],
@@ -285,7 +286,7 @@ def _fill(
             computed = []
             for piece in plan.parts[number]:
                 _stop_if(should_stop)
-                computed.append(_computed(prefix, tokens, plan.order[piece], numerics))
+                computed.append(_computed(frozen, tokens, plan.order[piece], numerics))
                 done += len(computed[-1])
                 progress(done, total)
             if written is not None:
@@ -295,15 +296,15 @@ def _fill(
             written.result()
 
 
-def _computed(prefix: Prefix, tokens: TokenSet, examples: NDArray[np.int64], numerics: Numerics) -> Tensor:
+def _computed(frozen: FrozenLayers, tokens: TokenSet, examples: NDArray[np.int64], numerics: Numerics) -> Tensor:
     """[T, h] on the CPU."""
-    arrays = collate_flat(tokens, examples, prefix.task, first_position(prefix.inner.config))
-    batch = flat_batch(arrays, numerics.device)
+    arrays = collate_packed(tokens, examples, frozen.task, first_position(frozen.inner.config))
+    batch = packed_batch(arrays, numerics.device)
     with numerics.autocasting():
-        return prefix.hidden_states(batch)[0].cpu()
+        return frozen.hidden_states(batch)[0].cpu()
 
 
-def _commit(folder: Path, pieces: list[Tensor], facts: dict[str, Any]) -> None:
+def _commit(folder: Path, pieces: list[Tensor], facts: dict[str, object]) -> None:
     def write(draft: Path) -> None:
         with open(draft / ROWS, "wb") as file:
             for piece in pieces:
@@ -316,7 +317,7 @@ def _name(number: int) -> str:
     return f"{number:05d}"
 
 
-def _mapped(folder: Path, plan: _Plan, width: int) -> PrefixCache:
+def _mapped(folder: Path, plan: _Plan, width: int) -> FrozenCache:
     """The parts, mapped by torch: a map of numpy would hold a descriptor for each."""
     bounds = [plan.bounds(number) for number in range(len(plan.parts))]
     parts = []
@@ -324,6 +325,6 @@ def _mapped(folder: Path, plan: _Plan, width: int) -> PrefixCache:
         path, dtype = folder / _name(number), _DTYPES[read_manifest(folder / _name(number))["dtype"]]
         rows = torch.from_file(str(path / ROWS), shared=False, size=(stop - start) * width, dtype=dtype)
         parts.append(rows.view(-1, width))
-    return PrefixCache(
+    return FrozenCache(
         folder, plan.example_starts, plan.lengths, np.array([start for start, _ in bounds]), tuple(parts)
     )

@@ -1,21 +1,22 @@
 """No work for frozen weights: what the layers below the first trained one compute is computed once for each example.
 
-Where adapters sit in upper layers only, everything under them gives the same hidden states in every epoch. `find_prefix`
-says how many layers that are, `Prefix.hidden_states` runs them alone, and within `Prefix.resume` a forward pass of the
+Where adapters sit in upper layers only, everything under them gives the same hidden states in every epoch.
+`find_frozen_layers` says how many layers that are, `hidden_states` runs them alone, and within `resume` a forward pass of the
 model, or of its body, begins above them. Modules, their names, saving, and calls outside of that block stay as they are:
-a layer that is passed over is only given another answer for as long as the block runs. `prefix_cache` keeps the states.
+a layer that is passed over is only given another answer for as long as the block runs. `frozen_cache` keeps the states.
 
-Refuses, in words: prefixes with anything trained, dropout or an adapter in them (one that is frozen can still be switched
-off), anything that listens to them, families whose flat batches are not tested, and layers that hand more upwards than
+Refuses, in words: layers with anything trained, dropout or an adapter in them (one that is frozen can still be switched
+off), anything that listens to them, families whose packed batches are not tested, and layers that hand more upwards than
 hidden states. Never run on a GPU.
 
-Shapes: T tokens of a flat batch, h hidden size, k layers of the prefix.
+Shapes: T tokens of a packed batch, h hidden size, k frozen layers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,14 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farthing.model.attention import NAME, can_go_flat, flat_inputs
+from farthing.model.attention import NAME, can_go_packed, packed_inputs
+from farthing.model.documents import Batch
+from farthing.model.loss import inner_of
 
 AFTER = frozenset({"norm", "ln_f", "final_layer_norm", "final_layernorm", "project_out", "pooler"})  # run above layers
 HASH_THREADS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Prefix:
+class FrozenLayers:
     """The k bottom layers of a model, and the embeddings under them: all frozen."""
 
     inner: Any
@@ -55,20 +58,20 @@ class Prefix:
         return int(self.inner.config.hidden_size)
 
     @torch.no_grad()
-    def hidden_states(self, batch: dict[str, Any]) -> Tensor:
-        """What layer k is given for a flat batch, [1, T, h]: the embeddings and layers 0 to k-1 run, and nothing above.
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """What layer k is given for a packed batch, [1, T, h]: the embeddings and layers 0 to k-1 run, and nothing above.
 
         Under the caller's autocast. The model must have gone flat.
         """
         if self.inner.config._attn_implementation != NAME:
-            raise ValueError("documents would see each other: call go_flat on the model first")
+            raise ValueError("documents would see each other: call go_packed on the model first")
         found: list[Tensor] = []
         with contextlib.ExitStack() as stack:
             stack.enter_context(_answering(self.layers[self.n_layers :], lambda hidden, *_, **__: hidden))
             stack.callback(
                 self.layers[self.n_layers - 1].register_forward_hook(lambda _, __, hidden: found.append(hidden)).remove
             )
-            self.body(**flat_inputs(batch))
+            self.body(**packed_inputs(batch))
         return found[0]
 
     @contextlib.contextmanager
@@ -91,7 +94,7 @@ class Prefix:
             yield
 
     def sha256(self) -> str:
-        """Identity of what the prefix computes: its weights to the bit, its kinds of modules, the model's settings."""
+        """Identity of what the frozen layers compute: its weights to the bit, its kinds of modules, the model's settings."""
         modules = [*self.below, *(module for layer in self.layers[: self.n_layers] for module in layer.modules())]
         tensors: dict[str, Any] = {}
         for number, module in enumerate(modules):  # one by one, as it saves itself: quantized weights with their scales
@@ -105,12 +108,12 @@ class Prefix:
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
-def find_prefix(model: Any, task: str) -> Prefix | str:
+def find_frozen_layers(model: Any, task: str) -> FrozenLayers | str:
     """The most bottom layers of `model`, wrapped by `peft` or not, that are wholly frozen; or why there is none."""
-    why = can_go_flat(model, task)
+    why = can_go_packed(model, task)
     if why:
         return why
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_of(model)
     config, body = inner.config, getattr(inner, inner.base_model_prefix)
     if getattr(config, "num_kv_shared_layers", None) or getattr(config, "hidden_size_per_layer_input", None):
         return f"{config.model_type}: its upper layers take more from below than hidden states"
@@ -128,7 +131,7 @@ def find_prefix(model: Any, task: str) -> Prefix | str:
         n_layers += 1
     if n_layers == 0:
         return f"the first layer has {why}"
-    return Prefix(inner, task, below, tuple(layers), n_layers)
+    return FrozenLayers(inner, task, below, tuple(layers), n_layers)
 
 
 def _layers_of(body: nn.Module, n_layers: int) -> nn.ModuleList | None:
@@ -153,14 +156,17 @@ def _below(body: nn.Module, layers: nn.Module) -> Iterator[nn.Module]:
 
 def _why_not_fixed(modules: Iterable[nn.Module]) -> str:
     """What lets the output of these modules, each looked at without its children, change in training; empty if nothing."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
+    adapters: tuple[type, ...] = ()
+    if "peft" in sys.modules:  # else nothing here is of it, and to import it takes longer than all the rest
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
 
+        adapters = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     for module in modules:
         kind = type(module).__name__
         if any(weight.requires_grad for weight in module.parameters(recurse=False)):
             return f"a trained weight ({kind})"
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+        if isinstance(module, adapters):
             return f"an adapter ({kind})"
         rates = {name: value for name, value in vars(module).items() if "drop" in name or "jitter" in name}
         if isinstance(module, nn.modules.dropout._DropoutNd):

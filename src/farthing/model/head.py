@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from farthing.model.loss import POSITIONS, TARGETS, decoder_inputs, summed_loss
+from farthing.model.documents import Batch
+from farthing.model.loss import POSITIONS, TARGETS, decoder_inputs, inner_of, summed_loss
 from farthing.planner.families import KNOWN_HEADS
 from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
 from farthing.tasks.registry import task_of
@@ -44,7 +45,7 @@ def find_labelled(labels: Tensor, *, predicts_next: bool, position_ids: Tensor |
     """The labelled positions of labels [B, T].
 
     With `predicts_next` (causal models) each token is scored where the one before it stands, so the first token of a row
-    is never scored; nor is the first of a document in a flat batch, which `position_ids` [B, T] of 0 tells. To be called
+    is never scored; nor is the first of a document in a packed batch, which `position_ids` [B, T] of 0 tells. To be called
     on the CPU: on a GPU it would be waited for.
     """
     n_tokens = labels.shape[1]
@@ -247,7 +248,7 @@ class Head:
 
 def find_head(model: Any, task: str) -> Head | str:
     """The head of a causal or sequence-to-sequence model of `transformers`, wrapped by `peft` or not; or why not."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_of(model)
     family = getattr(getattr(inner, "config", None), "model_type", "")
     known = KNOWN_HEADS.get(task_of(task).head, frozenset())
     if family not in known or not type(inner).__module__.startswith("transformers.models."):
@@ -256,7 +257,10 @@ def find_head(model: Any, task: str) -> Head | str:
     matrix: Any = linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear
     if type(matrix) is not nn.Linear:
         return f"all positions are scored: the head is wrapped in {type(linear).__module__}.{type(linear).__name__}"
-    if any(_is_changed(one) for one in {linear, matrix}):
+    if any(
+        one._forward_hooks or one._forward_pre_hooks or nn.utils.parametrize.is_parametrized(one)
+        for one in {linear, matrix}
+    ):
         return "all positions are scored: something listens to the head or rewrites its weights"
     if not matrix.weight.is_floating_point():
         return f"all positions are scored: the head's weights are {matrix.weight.dtype}"
@@ -265,10 +269,6 @@ def find_head(model: Any, task: str) -> Head | str:
     return Head(
         lambda batch: _causal_states(inner, batch), linear, getattr(inner.config, "final_logit_softcapping", None)
     )
-
-
-def _is_changed(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or nn.utils.parametrize.is_parametrized(module))
 
 
 def language_model_loss(
@@ -306,7 +306,7 @@ def language_model_loss(
 
 def loss_and_log_probs(
     model: Any,
-    batch: dict[str, Any],
+    batch: Batch,
     task: str,
     label_smoothing: float = 0.0,
     *,
@@ -316,7 +316,7 @@ def loss_and_log_probs(
     """(the sum of `language_model_loss`, the log-probability of all targets of each document together [D] in fp32).
 
     Where gradients are recorded both can be differentiated, at the price of computing the logits of a tile once more; else they
-    are found together. A document is one of a flat batch, or a row of a padded one.
+    are found together. A document is one of a packed batch, or a row of a padded one.
     """
     head = find_head(model, task) if head is None else head
     labelled = _labelled_of(batch, task)
@@ -343,7 +343,7 @@ def loss_and_log_probs(
     return loss, _by_document(words, batch, labelled)
 
 
-def _by_document(words: Tensor, batch: dict[str, Any], labelled: Labelled) -> Tensor:
+def _by_document(words: Tensor, batch: Batch, labelled: Labelled) -> Tensor:
     """The sum over each document [D] of `words` [n]."""
     documents = batch.get("documents")
     if documents is None:
@@ -380,7 +380,7 @@ def _labelled_of(batch: dict[str, Tensor], task: str) -> Labelled:
 
 
 def _by_whole_logits(model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """(summed loss, logits [B, T, V]); of documents in a flat batch too, which `summed_loss` knows nothing of."""
+    """(summed loss, logits [B, T, V]); of documents in a packed batch too, which `summed_loss` knows nothing of."""
     if not task_of(task).predicts_next or "position_ids" not in batch:
         return summed_loss(model, batch, task, label_smoothing)
     labelled = _labelled_of(batch, task)

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from farthing.model.loss import inner_of
+
 FAMILIES = frozenset(
     {
         *("exaone4", "gemma", "gemma2", "gemma3_text", "granite", "llama", "ministral", "mistral", "olmo2", "olmo3"),
@@ -36,7 +38,7 @@ ROTATION = "apply_rotary_pos_emb"
 
 def why_not_liger(model: Any) -> str | None:
     """Why this model can't use Liger's kernels here, in words; None if it can."""
-    inner = _inner(model)
+    inner = inner_of(model)
     kind, device = inner.config.model_type, next(inner.parameters()).device
     if device.type != "cuda":
         return "they are for GPUs"
@@ -71,7 +73,7 @@ def try_one_kernel(model: Any) -> None:
     """
     from liger_kernel.transformers import LigerRMSNorm
 
-    inner = _inner(model)
+    inner = inner_of(model)
     weight = next(inner.parameters())
     norm = LigerRMSNorm(inner.config.get_text_config().hidden_size).to(weight.device)
     rows = torch.ones(2, norm.weight.numel(), dtype=torch.float32, device=weight.device, requires_grad=True)
@@ -87,7 +89,7 @@ def patch(model: Any) -> dict[str, int]:
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    inner = _inner(model)
+    inner = inner_of(model)
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN[inner.config.model_type]
     known = inspect.signature(apply).parameters
     must_have_activation(inner, F.silu if "swiglu" in known else _gelu_tanh)
@@ -139,8 +141,3 @@ def _with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
 
 def _gelu_tanh(values: torch.Tensor) -> torch.Tensor:
     return F.gelu(values, approximate="tanh")
-
-
-def _inner(model: Any) -> Any:
-    """The model itself, out of its adapter."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -50,7 +50,7 @@ class ModelChoice:
         return Path(self.name).is_absolute()
 
     @property
-    def where_from(self) -> dict[str, Any]:
+    def where_from(self) -> dict[str, object]:
         """Arguments every `from_pretrained` gets."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 

@@ -19,6 +19,11 @@ from farthing.tasks.task import IGNORED
 POSITIONS, TARGETS = "labelled_positions", "labelled_targets"
 
 
+def inner_of(model: Any) -> Any:
+    """The model itself, out of its adapter."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def summed_loss(model: Any, batch: dict[str, Tensor], task: str, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """(sum of cross-entropies in fp32, logits).
 
@@ -48,7 +53,7 @@ def logits_of(model: Any, batch: dict[str, Tensor], task: str) -> Tensor:
     inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
     of = task_of(task)
     if of.is_pair:
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        inner = inner_of(model)
         inputs["decoder_input_ids"] = decoder_inputs(inner, batch["labels"])
         inputs["use_cache"] = False
     elif of.predicts_next:

@@ -16,6 +16,7 @@ from torch import Tensor
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text, converter, recognise
 from farthing.data.read import Row, open_sources
+from farthing.durability.files import Json
 from farthing.errors import FarthingError, ModelError
 from farthing.tasks.columns import Unusable
 from farthing.tasks.registry import task_of
@@ -26,7 +27,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 logits move by a few per cent; what is merged in the wrong place moves them as far as training did, or farther."""
 
 
-def check_examples(job: dict[str, Any], tokenizer: Any, n_words: int) -> list[dict[str, Tensor]]:
+def check_examples(job: Json, tokenizer: Any, n_words: int) -> list[dict[str, Tensor]]:
     """What a model takes of a few examples, each [1, T]: the run's first rows that are available here, else drawn ids."""
     is_pair = task_of(job["task"]).is_pair
     rows = _first_rows(job, tokenizer)
@@ -44,18 +45,19 @@ def check_examples(job: dict[str, Any], tokenizer: Any, n_words: int) -> list[di
     return batches
 
 
-def _first_rows(job: dict[str, Any], tokenizer: Any) -> list[tuple[list[int], list[int]]]:
+def _first_rows(job: Json, tokenizer: Any) -> list[tuple[list[int], list[int]]]:
     """(token ids, 1 where a target) of the first usable rows of the training files that are here; none if there are none."""
     data, task = job["data"], job["task"]
     names = [name for name in data["train"] if Path(name).exists()]
+    own = dict(zip(data["train"], data.get("of_train") or (), strict=False)).get(names[0] if names else "", [None])
     texts: list[Text] = []
     with contextlib.suppress(FarthingError, OSError, ValueError, KeyError):
         opened = {"split": data["train_split"], "config_name": data["dataset_config_name"]}
         (source, *_) = open_sources(names[:1], cache_dir=Path(job["cache_dir"] or "."), **opened)  # type: ignore[arg-type]
         found = [row.value for row in itertools.islice(source.rows(), N_ROWS) if isinstance(row, Row)]
         columns: set[str] = set().union(*found)
-        name = recognise(columns, task, data["columns"], source.name)
-        convert = converter(name, data["columns"], data["label_map"], tokenizer, task)
+        name, read, _ = recognise(columns, task, data["columns"] if own[0] is None else own[0], source.name)
+        convert = converter(name, read, data["label_map"], tokenizer, task)
         for value in found:
             with contextlib.suppress(Unusable):
                 texts.append(convert(value))

@@ -110,7 +110,7 @@ def _is_same(m: Measurement, shape: Shape, recipe: Recipe) -> bool:
 
 def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Largest]:
     """A measured run in the formulas' terms: recipe, padding, mean tokens, and its largest micro-batch."""
-    stack = replace(recipe.stack, is_flat=m.is_flat, is_flash=m.is_flat and m.precision != "fp16")
+    stack = replace(recipe.stack, is_packed=m.is_packed, is_flash=m.is_packed and m.precision != "fp16")
     settings = Settings(
         m.micro_batch_tokens, m.checkpoint_every, caches_frozen=m.caches_frozen, precision=recipe.precision
     )
@@ -124,7 +124,7 @@ def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Large
     targets = m.n_padded_tokens / n_examples * target / (mean + target)
     spread = m.lengths["mean_of_squares"] / mean**2  # that of targets is not kept, and taken to be the same
     padded = Padded(tokens, targets, tokens**2 * spread, targets**2 * spread, tokens * targets * spread)
-    if m.is_flat:
+    if m.is_packed:
         largest = Largest(1, m.largest_tokens, 0, round(m.largest_tokens * m.lengths["mean_of_squares"] / mean))
         return ran, padded, m.n_tokens / n_examples, largest
     longest = m.largest_tokens / max(1, m.largest_examples)

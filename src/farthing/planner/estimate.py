@@ -41,7 +41,7 @@ class Estimate:
     formula: dict[str, float] = field(default_factory=dict)
     """What would have been said without any measurement, for the plans of other models on the same device."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values, as plan.json has them."""
         return asdict(self)
 

@@ -14,7 +14,7 @@ from farthing.units import say_bytes
 DISK_SHARE = 0.5  # of what is free: checkpoints and the model need room too
 
 
-def prefix_cache_bytes(n_tokens: int, hidden: int, bytes_per_number: int) -> int:
+def frozen_cache_bytes(n_tokens: int, hidden: int, bytes_per_number: int) -> int:
     """Bytes of the hidden states of `n_tokens`, one vector of `hidden` numbers each."""
     return n_tokens * hidden * bytes_per_number
 

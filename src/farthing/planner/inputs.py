@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
-from typing import Any
 
 from farthing.config.job import Job
+from farthing.durability.files import Json
 from farthing.errors import FarthingError, UserMistake
+from farthing.planner.alternatives import Rung, is_rented, other_methods, what_choices_save
 from farthing.planner.calibration import calibrate, past_errors
 from farthing.planner.estimate import Estimate
 from farthing.planner.job_lengths import read_lengths
@@ -29,7 +30,17 @@ from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.software import OLDEST_TORCH, Torch, fp16_risk, parse_torch, runs_in_words
 from farthing.planner.speed import Calibration, Device, cpu_device, device_of, step_time, work_of
 from farthing.planner.spot_traces import hazards, read_traces
-from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected, best_precision, place_of
+from farthing.planner.types import (
+    Answer,
+    Assumptions,
+    JobSpec,
+    Place,
+    Plan,
+    Rejected,
+    best_precision,
+    open_ended,
+    place_of,
+)
 from farthing.prices.catalog import Catalog, read_catalog, select
 from farthing.prices.gpus import find_gpu, gpu_of_device, gpus
 from farthing.prices.offers import Billing, Offer
@@ -54,6 +65,10 @@ class Study:
     own: tuple[Owned, ...] = ()
     law: str = "a prior: the middle of the zones that were measured"
     """Where the law of interruptions comes from."""
+    rungs: tuple[Rung, ...] = ()
+    """From the plain way to the first rented choice."""
+    methods: tuple[tuple[str, Plan | None], ...] = ()
+    """The first choice by each method."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +131,31 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
     refused = tuple(place for place in found if isinstance(place, Rejected))
     hazard, law = None, Study.law
     if asked.traces is not None:
-        hazard, law = hazards(read_traces(asked.traces))
+        hazard, law = hazards(read_traces(asked.traces), now)
         notes.append(law)
     assumptions, managed = Assumptions(), [offer for offer in offers if offer.usd_per_hour is None]
     answer = decide(wanted, places, assumptions=assumptions, managed=managed, hazard=hazard)
     answer = replace(answer, rejected=(*answer.rejected, *refused))
     notes += [*known.notes, *_past(places, measurements, machine)]
-    return Study(job, wanted, answer, catalog, machine, assumptions, tuple(notes), today, tuple(asked.own), law)
+    rungs, methods = _beside(wanted, answer, catalog, known, software, today)
+    return Study(
+        job, wanted, answer, catalog, machine, assumptions, tuple(notes), today, tuple(asked.own), law, rungs, methods
+    )
+
+
+def _beside(
+    wanted: JobSpec, answer: Answer, catalog: Catalog, known: _Known, software: Torch, today: date
+) -> tuple[tuple[Rung, ...], tuple[tuple[str, Plan | None], ...]]:
+    """What the choices of the first rented plan save, and the other methods; nothing where nothing can be rented."""
+    best = next((plan for plan in answer.plans if plan.is_runnable and is_rented(plan)), None)
+    if best is None:
+        return (), ()
+
+    def place_for(offer: Offer, other: JobSpec) -> Place | Rejected:
+        return place_of(offer, other, known.of(offer.gpu), software, today)
+
+    rungs = what_choices_save(wanted, best, answer.plans, catalog.offers, place_for)
+    return tuple(rungs), tuple(other_methods(wanted, answer, place_for))
 
 
 def _offers(catalog: Catalog, job: Job, asked: Asked) -> list[Offer]:
@@ -169,13 +202,13 @@ def _past(places: Sequence[Place], measurements: Sequence[Measurement], machine:
 # ---- the job ----
 
 
-def shape_of(job: Job, config: dict[str, Any], n_labels: int = 2) -> Shape:
+def shape_of(job: Job, config: Json, n_labels: int = 2) -> Shape:
     """The sizes of the job's model with its head. A head for classification is small; two labels unless known."""
     return read_shape(config, job.task, 0 if task_of(job.task).scores_tokens else n_labels)
 
 
 def wanted_of(
-    job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None, *, config: dict[str, Any], now: datetime
+    job: Job, shape: Shape, lengths: Lengths, held_out: Lengths | None, *, config: Json, now: datetime
 ) -> JobSpec:
     """What a job asks of the planner; `config` is the model's."""
     train, method = job.train, job.method
@@ -197,7 +230,7 @@ def wanted_of(
         n_epochs=train.num_train_epochs,
         max_steps=train.max_steps,
         micro_batch_tokens=micro_batch_tokens,
-        may_go_flat=job.model.attn_implementation is None,
+        may_go_packed=job.model.attn_implementation is None,
         caches_frozen=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
         checkpoint_every=None if checkpointing == "auto" else int(checkpointing),
         precision=precision,
@@ -214,6 +247,7 @@ def wanted_of(
         max_new_tokens=job.data.max_target_length if is_generated else 0,
         save_every_s=train.save_minutes * 60 if train.save_minutes else None,
         save_steps=train.save_steps,
+        store=job.output_store or "",
         is_tokenized=lengths.is_exact,
         max_usd=job.limits.max_usd,
         max_hours=job.limits.max_hours,
@@ -222,7 +256,7 @@ def wanted_of(
     )
 
 
-def _drops(config: dict[str, Any]) -> bool:
+def _drops(config: Json) -> bool:
     """Whether a model drops something in training: frozen layers that do give something else every time."""
     names = [name for name, value in config.items() if isinstance(value, int | float) and value > 0]
     return any("drop" in name or name.endswith("pdrop") for name in names)
@@ -308,15 +342,14 @@ def plan_here(
     place = place_here(wanted, machine, job, measurements, today)
     if place is None or isinstance(place, Rejected):
         return place
-    open_ended = replace(wanted, max_usd=None, max_hours=None, max_gpu_hours=None, deadline_s=None)
-    answer = decide(open_ended, [place])
+    answer = decide(open_ended(wanted), [place])
     return answer.plans[0] if answer.plans else answer.rejected[0]
 
 
 def estimate_of(plan: Plan, wanted: JobSpec) -> Estimate:
     """What a plan says of the job that it is for."""
     recipe, shape, adapters = plan.recipe, wanted.shape, wanted.adapters
-    padded = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus).example
+    padded = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost).example
     mean, share = wanted.tokens_per_example, wanted.labelled_share
     bare = step_time(work_of(shape, recipe, padded, mean, adapters, labelled_share=share), plan.place.device).parts
     return Estimate(

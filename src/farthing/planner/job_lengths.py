@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import Job
-from farthing.data.batches import split_by_input
+from farthing.data.batches import Batches, split_by_input
 from farthing.data.chat import TEXT_VERSION, asks_for_the_date
 from farthing.data.read import KINDS, Source, folder_sha256, is_dataset, kind_of_file, short_name
-from farthing.data.sample import Sampled, light_tokenizer, own_template, sample_lengths
-from farthing.data.token_set import CACHE_VERSION, Recipe, TokenSet, notes_of, open_token_set
+from farthing.data.rows import Own
+from farthing.data.sample import LightTokenizer, Sampled, light_tokenizer, own_template, sample_lengths
+from farthing.data.token_set import CACHE_VERSION, LINE_BITS, Recipe, TokenSet, notes_of, open_token_set
 from farthing.durability.files import Damaged, belongs_to_another, is_own, make_private, sha256_of, write_json
 from farthing.durability.run_folder import began
 from farthing.errors import FarthingError, ModelError, UserMistake
@@ -74,6 +75,9 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
         train, chosen = split_by_input(tokens.groups, job.data.eval_fraction, job.train.seed, tokens.inputs)
         held_out = (tokens, chosen) if len(chosen) else None
     train = train[: job.data.max_train_samples]
+    weights = [said.weight for said in job.data.of_train]
+    of_each = np.array(weights)[tokens.lines[train] >> LINE_BITS] if any(weight != 1 for weight in weights) else None
+    n_per_epoch = Batches(train, 1, 0, of_each).n_per_epoch
     is_exact = not any(_is_elsewhere(name) for name in (*job.data.train, *job.data.eval))
 
     def lengths_of(of: TokenSet, indices: NDArray[np.int64]) -> Lengths:
@@ -82,32 +86,25 @@ def _exact(job: Job, tokens: TokenSet, cache: Path) -> tuple[Lengths, Lengths | 
         found = replace(from_token_set(of, indices, job.task, source=words), notes=notes_of(of.facts))
         return found if is_exact else replace(found, is_exact=False)
 
+    of_train = lengths_of(tokens, train)
+    if n_per_epoch != len(train):
+        of_train = of_train.repeated(n_per_epoch)
     if held_out is None:
-        return lengths_of(tokens, train), None
-    return lengths_of(tokens, train), lengths_of(held_out[0], held_out[1][: job.data.max_eval_samples])
+        return of_train, None
+    return of_train, lengths_of(held_out[0], held_out[1][: job.data.max_eval_samples])
 
 
 def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
     """From a sample of the rows."""
-    folder = _tokenizer_folder(job)
-    tokenizer = light_tokenizer(folder, _template_of_job(job))
-    day, text_version = began(Path(job.output_dir), TEXT_VERSION)
-    recipe = Recipe(
-        task=job.task,
-        max_length=_max_length(job, folder),
-        max_target_length=job.data.max_target_length,
-        too_long=job.data.too_long,
-        train_on_prompt=job.data.train_on_prompt,
-        columns=dict(job.data.columns),
-        label_map=dict(job.data.label_map),
-        source_lang=job.data.source_lang or "",
-        target_lang=job.data.target_lang or "",
-        date=day if asks_for_the_date(tokenizer.chat_template) else "",
-        version=text_version,
-    )
+    tokenizer, recipe = reading_of(job, *began(Path(job.output_dir), TEXT_VERSION))
 
-    def sampled(names: tuple[str, ...], split: str) -> Sampled:
-        return sample_lengths(_local_sources(names, split), tokenizer, recipe)
+    def sampled(names: tuple[str, ...], own: tuple[Own, ...], split: str) -> Sampled:
+        sources = [
+            replace(source, columns=said.columns, weight=said.weight)
+            for name, said in zip(names, own or (Own(),) * len(names), strict=True)
+            for source in _local_sources((name,), said.split or split)
+        ]
+        return sample_lengths(sources, tokenizer, recipe)
 
     def lengths_of(found: Sampled, share: float, most: int | None) -> Lengths:
         n_examples = max(1, round(found.n_examples * share))
@@ -126,14 +123,34 @@ def _estimated(job: Job) -> tuple[Lengths, Lengths | None]:
         return replace(lengths, notes=found.notes)
 
     data = job.data
-    train = sampled(data.train, data.train_split)
+    train = sampled(data.train, data.of_train, data.train_split)
     if data.eval:
-        held_out = lengths_of(sampled(data.eval, data.eval_split), 1.0, data.max_eval_samples)
+        held_out = lengths_of(sampled(data.eval, data.of_eval, data.eval_split), 1.0, data.max_eval_samples)
         return lengths_of(train, 1.0, data.max_train_samples), held_out
     if data.eval_fraction > 0:
         held_out = lengths_of(train, data.eval_fraction, data.max_eval_samples)
         return lengths_of(train, 1 - data.eval_fraction, data.max_train_samples), held_out
     return lengths_of(train, 1.0, data.max_train_samples), None
+
+
+def reading_of(job: Job, day: str, text_version: int) -> tuple[LightTokenizer, Recipe]:
+    """How a job reads its rows, without transformers: its tokenizer, or a guess where none is here. Raises `ModelError`."""
+    folder = _tokenizer_folder(job)
+    tokenizer = light_tokenizer(folder, _template_of_job(job))
+    recipe = Recipe(
+        task=job.task,
+        max_length=_max_length(job, folder),
+        max_target_length=job.data.max_target_length,
+        too_long=job.data.too_long,
+        train_on_prompt=job.data.train_on_prompt,
+        columns=dict(job.data.columns),
+        label_map=dict(job.data.label_map),
+        source_lang=job.data.source_lang or "",
+        target_lang=job.data.target_lang or "",
+        date=day if asks_for_the_date(tokenizer.chat_template) else "",
+        version=text_version,
+    )
+    return tokenizer, recipe
 
 
 def _template_of_job(job: Job) -> str | None:
@@ -248,6 +265,8 @@ def _index_key(job: Job, role: str, known: dict[str, list[str]]) -> str | None:
             }
         ),
     }  # fmt: skip
+    if data.of_train or data.of_eval:
+        content["own"] = [data.of_train, data.of_eval]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.packing import cut_by_tokens, cut_padded
+from farthing.data.packing import ON_CPU, PieceCost, cut_by_tokens, cut_padded
 from farthing.data.token_set import TokenSet
 from farthing.errors import UserMistake
 from farthing.tasks.registry import task_of
@@ -24,7 +24,7 @@ SAMPLE_SIZE = 4096
 SPREAD = 0.6  # standard deviation of ln(length) where only the mean is known: between a chat set and a set of prompts
 _CHUNK = 16_384  # examples
 _N_SIMULATED = 1 << 17  # examples of simulated steps that are only added up
-_N_CUT, _N_CUT_PADDED = 2048, 512  # examples of those that are really cut, flat and padded, which takes longer
+_N_CUT, _N_CUT_PADDED = 2048, 768  # examples of those that are really cut, flat and padded, which takes longer
 MORE_THAN_DRAWN = 1.4  # the largest padded micro-batch against that of the simulated steps, by assumption
 _MOST_CELLS = 1_500_000  # of one table of order statistics: a finer one takes seconds and changes nothing
 
@@ -109,17 +109,20 @@ class Lengths:
 
     # ---- cut by tokens ----
 
-    def cut(self, most_tokens: int, global_batch: int, *, is_flat: bool) -> Cut:
+    def cut(self, most_tokens: int, global_batch: int, *, is_packed: bool, cost: PieceCost = ON_CPU) -> Cut:
         """Steps of `global_batch` random examples in micro-batches of at most `most_tokens` computed tokens.
 
-        `is_flat`: end to end, without padding, so that all but the number of micro-batches is exact; else padded by
-        `cut_padded`, which leaves nearly all of the tokens useful. What is not exact is counted in steps drawn from a
+        `is_packed`: end to end, without padding, so that all but the number of micro-batches is exact; else padded by
+        `cut_padded`, by what pieces `cost` on the device. What is not exact is counted in steps drawn from a
         fixed seed and cut by the trainer's own functions: within 2 % for flat pieces and 5 % for padded ones (tests).
         """
         batch = max(1, min(global_batch, self.n_examples))
-        key = ("cut", max(1, most_tokens), batch, is_flat)
+        widest = batch * (self.longest + self.longest_target)  # more is never needed
+        most = max(1, most_tokens if is_packed else min(most_tokens, widest))
+        cost = cost._replace(least_tokens=min(cost.least_tokens, max(most, self.longest_example)))  # no piece is larger
+        key = ("cut", most, batch, is_packed or cost)
         if key not in self._known:
-            self._known[key] = self._cut(max(1, most_tokens), batch, is_flat)
+            self._known[key] = self._cut(most, batch, is_packed, cost)
         found: Cut = self._known[key]
         return found
 
@@ -167,12 +170,12 @@ class Lengths:
     def _both(self) -> NDArray[np.int64]:
         return self.tokens if self.targets is None else self.tokens + self.targets
 
-    def _cut(self, most_tokens: int, batch: int, is_flat: bool) -> Cut:
+    def _cut(self, most_tokens: int, batch: int, is_packed: bool, cost: PieceCost) -> Cut:
         top = min(max(most_tokens, self.longest_example), self.largest_step(batch))
-        if is_flat:
+        if is_packed:
             flat = Padded(self.mean, 0.0, self.mean_of_squares, 0.0, 0.0)
             return Cut(flat, self._n_flat(most_tokens, batch), Largest(1, top, 0, self._pairs_of_flat(top, batch)))
-        return self._cut_padded(most_tokens, batch, top)
+        return self._cut_padded(most_tokens, batch, top, cost)
 
     def _n_flat(self, most_tokens: int, batch: int) -> float:
         """Mean number of flat pieces of a step."""
@@ -180,8 +183,14 @@ class Lengths:
             return 1.0
         if batch > _N_CUT:  # so many examples fill their pieces
             return max(1.0, batch * self.mean / most_tokens)
-        steps = self._steps(batch, _N_CUT)
-        return sum(len(cut_by_tokens(step, self.tokens, most_tokens)) for step in steps) / len(steps)
+        steps = self._steps(batch, min(4 * _N_CUT, max(_N_CUT, 32 * batch)))
+        sizes = self.tokens[steps]
+        of_step, longest = sizes.sum(axis=1), sizes.max(axis=1)
+        least = np.ceil(of_step / most_tokens)
+        # longest first onto the lightest is never above the mean by more than this (Graham 1969)
+        is_sure = (of_step / least + (1 - 1 / least) * longest <= most_tokens) & (longest < most_tokens)
+        rest = sum(len(cut_by_tokens(step, self.tokens, most_tokens)) for step in steps[~is_sure])
+        return (float(least[is_sure].sum()) + rest) / len(steps)
 
     def _pairs_of_flat(self, top: int, batch: int) -> int:
         """Squares of the lengths in a piece of `top` tokens: a whole step, or the longest example with mean ones beside it."""
@@ -191,7 +200,7 @@ class Lengths:
             return round(min(squares, self.longest**2 + beside))
         return squares
 
-    def _cut_padded(self, most_tokens: int, batch: int, top: int) -> Cut:
+    def _cut_padded(self, most_tokens: int, batch: int, top: int, cost: PieceCost) -> Cut:
         n = min(
             batch, _N_CUT_PADDED
         )  # of a larger set a part stands for the whole: no better sorted, so padded a little more
@@ -199,9 +208,8 @@ class Lengths:
         targets = np.zeros_like(self.tokens) if self.targets is None else self.targets
         of_pieces = []
         for step in steps:
-            pieces = cut_padded(
-                step, self.tokens, most_tokens, target_lengths=None if self.targets is None else targets
-            )
+            of_targets = None if self.targets is None else targets
+            pieces = cut_padded(step, self.tokens, most_tokens, target_lengths=of_targets, cost=cost)
             of_pieces += [(len(piece), self.tokens[piece].max(), targets[piece].max()) for piece in pieces]
         rows, source, target = (np.array(column, dtype=np.float64) for column in zip(*of_pieces, strict=True))
         drawn = self.tokens[steps].astype(np.float64), targets[steps].astype(np.float64)
@@ -235,10 +243,18 @@ class Lengths:
         """Places in the sample [steps, batch] of about `n_examples` in shuffled steps, the same each time."""
         size = max(len(self.tokens), batch)
         n_rounds = max(1, n_examples // (size // batch * batch))
-        draws = np.random.Generator(np.random.Philox(key=batch)).random((n_rounds, size))
-        order = np.argsort(draws, axis=1, kind="stable")[:, : size // batch * batch]
+        order = self._shuffled(size, n_rounds)[:, : size // batch * batch]
         steps = order.reshape(-1, batch) * len(self.tokens) // size
-        return steps[: max(4, n_examples // batch)]
+        return steps[: max(4 if batch < 128 else 1, n_examples // batch)]
+
+    def _shuffled(self, size: int, n_rounds: int) -> NDArray[np.int64]:
+        """So many shuffles of `range(size)`; those that are asked for first are those of more."""
+        key = ("shuffled", size)
+        if key not in self._known or len(self._known[key]) < n_rounds:
+            draws = np.random.Generator(np.random.Philox(key=1)).random((n_rounds, size))
+            self._known[key] = np.argsort(draws, axis=1, kind="stable")
+        found: NDArray[np.int64] = self._known[key][:n_rounds]
+        return found
 
     # ---- padded, as others do ----
 

@@ -193,7 +193,8 @@ def _gpus() -> list[tuple[str, int]]:
     """(name, bytes) of the GPUs that a run would see; none where torch was built without CUDA."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     command = shutil.which("nvidia-smi")
-    if command is None or (visible is not None and visible.strip() in ("", "-1")) or _torch_is_for_cpus():
+    is_for_cpus = installed_torch()[1] == "cpu"
+    if command is None or (visible is not None and visible.strip() in ("", "-1")) or is_for_cpus:
         return []
     query = [command, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
     try:
@@ -221,7 +222,3 @@ def installed_torch() -> tuple[str, str]:
     except importlib.metadata.PackageNotFoundError:
         return "", ""
     return version, build
-
-
-def _torch_is_for_cpus() -> bool:
-    return installed_torch()[1] == "cpu"

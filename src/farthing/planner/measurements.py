@@ -24,7 +24,7 @@ STEP_SPANS = ("compute", "optimizer", "data_wait", "host_to_device")
 FEWEST_STEPS = 5  # fewer measured steps say nothing
 _MOST_BYTES = 8 << 20  # of the newest lines that are read: thousands of runs
 _MOST_LINE_BYTES = 64 << 10
-_FORMER_NAMES = {"every_n_layers": "checkpoint_every", "caches_prefix": "caches_frozen"}
+_FORMER_NAMES = {"every_n_layers": "checkpoint_every", "caches_prefix": "caches_frozen", "is_flat": "is_packed"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Measurement:
     precision: str  # bf16, fp16 or fp32
     optim: str
     micro_batch_tokens: int  # most computed tokens of a micro-batch; a longer example went alone
-    is_flat: bool  # documents end to end, without padding
+    is_packed: bool  # documents end to end, without padding
     caches_frozen: bool  # what layers below the first trained one give was read from the disk
     global_batch_size: int
     checkpoint_every: int  # activation checkpointing: 0 none, 1 every layer, 2 every second

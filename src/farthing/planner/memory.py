@@ -4,12 +4,11 @@ The moments of a step: the forward pass, the loss (all activations and the logit
 of the last one (nearly all gradients), that of the embeddings (all gradients; in a model of two stacks the decoder's come
 before the encoder's layers), and the optimizer's own. Each is a sum of named parts; the largest sum is the peak.
 
-What is physics: everything but `SLACK`, `CUDA_CONTEXT_BYTES` and `WORKING_*`. Weights, gradients and state are counts times
-bytes. A layer's activations are counted operation by operation, as autograd saves them in the modelling code of
-transformers 5; `tests/test_memory.py` holds them against that code, run on tensors without data. Fitted there are
-`WORKING_*`, what the backward pass of a layer needs besides what was saved. `SLACK` and `CUDA_CONTEXT_BYTES` are what
-`nvidia-smi` showed above torch's own peak in published runs with a fused loss (foundation-model-stack/fms-acceleration,
-A100-80GB: 6 to 11 %, and 0.5 to 0.8 GiB).
+What is physics: everything but `SLACK`, `CUDA_CONTEXT_BYTES`, `CACHED_LOGITS`, `COMMUNICATION_BYTES` and `WORKING_*`. Weights,
+gradients and state are counts times bytes. A layer's activations are counted operation by operation, as autograd saves them in
+the modelling code of transformers 5; `tests/test_memory.py` holds them against that code, run on tensors without data. Fitted
+there are `WORKING_*`, what the backward pass of a layer needs besides what was saved. The other four are what `nvidia-smi`
+showed above torch's own peak in published runs (foundation-model-stack/fms-acceleration, A100-80GB, 1 to 4 GPUs).
 
 Refuses to import torch and to look at the machine.
 """
@@ -26,11 +25,17 @@ from farthing.planner.shapes import Adapters, Shape, Weight
 from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
 
 SLACK = 0.05  # of what torch has allocated: blocks that the allocator can't use
-CUDA_CONTEXT_BYTES = int(0.6 * 2**30)
+CUDA_CONTEXT_BYTES = int(0.8 * 2**30)
+# of the logits of a whole micro-batch: blocks that are too large for anything else, and are kept; between 0.47 of one source
+# (fms-acceleration, nvidia-smi) and nothing of another (PEFT, reserved)
+CACHED_LOGITS = 0.25
+COMMUNICATION_BYTES = int(4.6 * 2**30)  # of several GPUs: buffers, and what streams keep from one another
 # of a weight in QLoRA, double quantization (Dettmers et al. 2023, arXiv 2305.14314, section 3)
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 STATE_BYTES = {
     "sgd": 0.0,
+    "adagrad": 4.0,
+    "rmsprop": 4.0,
     "adamw_torch_offload": 0.0,
     "adamw_8bit": 2.03,
     "adamw_bnb_8bit": 2.03,
@@ -89,6 +94,8 @@ class Memory:
     moment: str
     """When: forward, loss, backward, last layer, embeddings or optimizer; or evaluation."""
     is_cuda: bool = True
+    cached_bytes: int = 0
+    """That the allocator keeps beside its slack, or a library has without it."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -102,13 +109,14 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        """What the device must have: with the CUDA context, as `nvidia-smi` shows it."""
-        return self.reserved_bytes + (CUDA_CONTEXT_BYTES if self.is_cuda else 0)
+        """What the device must have: with the CUDA context and what is cached, as `nvidia-smi` shows it."""
+        return self.reserved_bytes + (CUDA_CONTEXT_BYTES + self.cached_bytes if self.is_cuda else 0)
 
     def as_dict(self) -> dict[str, int]:
         """All parts, slack and context included; they add up to `total_bytes`."""
         more = {"allocator slack": self.reserved_bytes - self.allocated_bytes}
-        more["CUDA context"] = self.total_bytes - self.reserved_bytes
+        more["cache"] = self.cached_bytes
+        more["CUDA context"] = self.total_bytes - self.reserved_bytes - self.cached_bytes
         return {**self.parts, **{name: value for name, value in more.items() if value}}
 
 
@@ -167,7 +175,7 @@ def estimate_memory(
         | {
             "gradients": (held or head_gradients) + in_backward,
             "casts": 0.0 if recipe.settings.checkpoint_every == 1 else casts,
-            "activations": (saved if recipe.settings.checkpoint_every != 1 else boundaries + top),
+            "activations": saved if recipe.settings.checkpoint_every != 1 else recipe.edge_copies * boundaries + top,
             "working": max(working, dora if recipe.settings.checkpoint_every else 0.0),
         },
         "last layer": base | {"gradients": (held or before_last) + in_backward, "activations": top, "working": working},
@@ -183,7 +191,10 @@ def estimate_memory(
         }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: int(value) for name, value in moments[moment].items() if value >= 1}
-    return Memory(parts, moment, is_cuda)
+    if not is_cuda:
+        return Memory(parts, moment, is_cuda)
+    cached = CACHED_LOGITS * logits if stack.loss in (LABELLED, WHOLE, FUSED, SAVED) else 0.0
+    return Memory(parts, moment, is_cuda, int(cached) + (COMMUNICATION_BYTES if recipe.n_gpus > 1 else 0))
 
 
 def evaluation_memory(
@@ -226,6 +237,8 @@ def _casts_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> flo
     """Autocast's copies of the weights it has cast: kept until the forward pass is over, by autograd longer."""
     if not recipe.stack.has_autocast or recipe.trained_bytes <= recipe.compute_bytes:
         return 0.0
+    if recipe.sharding == "fsdp" and adapters is None:
+        return 0.0  # gathered in the precision of the run, and given back layer by layer
     if adapters is not None:  # fused layers keep the casts of their thin matrices, unless they are computed again
         kept = 1 - (1 / recipe.settings.checkpoint_every if recipe.settings.checkpoint_every else 0)
         return adapters.n_adapter * recipe.compute_bytes * kept if recipe.stack.fuses_adapters else 0.0
@@ -321,12 +334,12 @@ def _layers(
     reached = range(min(first, shape.n_layers), shape.n_layers), range(max(first, shape.n_layers), of_all)
     # the numbers that `every` divides are computed again, as transformers counts them, through both stacks
     n_kept = [sum(not every or number % every > 0 for number in numbers) for numbers in reached]
-    edge = shape.hidden * (4 if recipe.stack.upcasts_frozen and recipe.method == "qlora" else recipe.residual_bytes)
+    edge = shape.hidden * recipe.edge_bytes
     boundaries = edge * ((len(reached[0]) - n_kept[0]) * source + (len(reached[1]) - n_kept[1]) * target)
     saved = n_kept[0] * layer + n_kept[1] * decoder + boundaries
     of_encoder = n_kept[0] * layer + edge * (len(reached[0]) - n_kept[0]) * source
     top = max(layer, decoder)
-    is_plain = recipe.stack.is_flat and block_of(shape).activation == 1
+    is_plain = recipe.stack.is_packed and block_of(shape).activation == 1
     works = (WORKING_MLP_PLAIN if is_plain else WORKING_MLP) * shape.ffn + WORKING_STREAM * shape.hidden
     if recipe.stack.fused_mlp or recipe.stack.is_compiled:
         works = 2 * shape.ffn + 4 * shape.hidden
@@ -360,7 +373,7 @@ def saved_per_token(
 
     # queries, keys, values and what comes out; keys and values are repeated for their groups but in flash attention
     attention = 4 * c * q if not stack.is_flash and shape.n_kv_heads > 1 else 2 * c * q + 2 * c * k
-    if stack.is_flat and not is_cuda and _keeps_outputs(shape, adapters):
+    if stack.is_packed and not is_cuda and _keeps_outputs(shape, adapters):
         attention += c * q  # what comes out of each document, and all of them in one
     if shape.model_type in _EAGER and not is_full:
         attention -= c * q
@@ -400,7 +413,9 @@ def scores_per_pair(shape: Shape, recipe: Recipe, is_cuda: bool) -> float:
     if _is_math(shape, is_cuda):
         return shape.n_heads * 12.0
     stack = recipe.stack
-    if shape.attention == "causal" and stack.masks_padding and not (stack.is_flash or stack.is_flat):
+    if stack.is_eager:  # their softmax in fp32, and its copy in the precision of the run
+        return shape.n_heads * (4.0 + recipe.compute_bytes)
+    if shape.attention == "causal" and stack.masks_padding and not (stack.is_flash or stack.is_packed):
         # kept as numbers, layer by layer
         return float(recipe.compute_bytes)
     return 0.0

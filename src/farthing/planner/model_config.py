@@ -16,8 +16,8 @@ import urllib.parse
 import urllib.request
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
+from farthing.durability.files import Json
 from farthing.errors import ModelError
 
 CONFIG = "config.json"
@@ -26,7 +26,7 @@ _MOST_BYTES = 1 << 20
 _YES = ("1", "on", "yes", "true")
 
 
-def find_config(name_or_path: str, revision: str | None = None, *, ask_hub: bool = True) -> tuple[dict[str, Any], str]:
+def find_config(name_or_path: str, revision: str | None = None, *, ask_hub: bool = True) -> tuple[Json, str]:
     """What the model's config.json says, and in words where that came from.
 
     Looks in this order: a local folder, the Hugging Face cache, the table that comes with farthing, and with one quick
@@ -87,15 +87,13 @@ def cached_snapshot(name: str, revision: str | None = None) -> Path | None:
 
 
 @functools.cache
-def known_models() -> dict[str, Any]:
+def known_models() -> Json:
     """The table: `models` by name, `same_as` for mirrors and forms with the same sizes, its `source` and `date`."""
-    table: dict[str, Any] = json.loads(
-        resources.files("farthing").joinpath("facts/models.json").read_text(encoding="utf-8")
-    )
+    table: Json = json.loads(resources.files("farthing").joinpath("facts/models.json").read_text(encoding="utf-8"))
     return table
 
 
-def known_config(name: str) -> dict[str, Any] | None:
+def known_config(name: str) -> Json | None:
     """The numbers of a known model, in the form of its config.json."""
     table = known_models()
     found = table["models"].get(table["same_as"].get(name, name))
@@ -134,12 +132,12 @@ def is_offline(variable: str = "HF_HUB_OFFLINE") -> bool:
     return os.environ.get(variable, "").lower() in _YES
 
 
-def _from_hub(name: str, revision: str | None) -> dict[str, Any]:
+def _from_hub(name: str, revision: str | None) -> Json:
     """Its configuration by one request, for a model that is not in the table either. Raises `ModelError`."""
     return ask_hub(name, revision, nowhere="neither in the Hugging Face cache nor in farthing's table")
 
 
-def ask_hub(name: str, revision: str | None, *, nowhere: str = "not in the Hugging Face cache") -> dict[str, Any]:
+def ask_hub(name: str, revision: str | None, *, nowhere: str = "not in the Hugging Face cache") -> Json:
     """A model's configuration by one request for one small file, not tried again. Raises `ModelError`.
 
     `nowhere` says where it has been looked for before.
@@ -201,7 +199,7 @@ def _hub_token() -> str:
     return found if re.fullmatch(r"[\w-]+", found) else ""
 
 
-def _parsed(content: bytes, where: str) -> dict[str, Any]:
+def _parsed(content: bytes, where: str) -> Json:
     try:
         config = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:

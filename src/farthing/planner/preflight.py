@@ -20,7 +20,7 @@ from farthing.data.fetch import refuse_metadata
 from farthing.data.foreign import Watch
 from farthing.data.formats import recognise
 from farthing.data.read import Source, is_dataset, kind_of_file, short_name
-from farthing.data.rows import Row
+from farthing.data.rows import Own, Row
 from farthing.durability.run_folder import rules_of
 from farthing.errors import DataError, Mistakes, ModelError, UserMistake
 from farthing.planner.job_lengths import files_of_split
@@ -63,9 +63,12 @@ def look_over(job: Job, *, only_plans: bool = False, with_data: bool = True) -> 
 
 def _checks(job: Job, only_plans: bool, with_data: bool) -> Iterator[Callable[[], object]]:
     data = job.data
-    for names, split in ((data.train, data.train_split), (data.eval, data.eval_split)):
-        for name in names if with_data else ():
-            yield lambda name=name, split=split: _look_at_data(job, name, split, only_plans)  # type: ignore[misc]
+    for names, own, split in (
+        (data.train, data.of_train, data.train_split),
+        (data.eval, data.of_eval, data.eval_split),
+    ):
+        for name, said in zip(names, own or (Own(),) * len(names), strict=True) if with_data else ():
+            yield lambda name=name, said=said, split=split: _look_at_data(job, name, said, split, only_plans)  # type: ignore[misc]
     if job.data.chat_template is not None and with_data:
         yield lambda: _look_at_template(str(job.data.chat_template))
     if only_plans:
@@ -77,15 +80,15 @@ def _checks(job: Job, only_plans: bool, with_data: bool) -> Iterator[Callable[[]
 # ---- the data ----
 
 
-def _look_at_data(job: Job, name: str, split: str, only_plans: bool) -> None:
+def _look_at_data(job: Job, name: str, said: Own, split: str, only_plans: bool) -> None:
     """A file, the first file of a folder's split, or whether an address may be asked and the Hub knows a name."""
     if is_remote(name):
         refuse_metadata(name)
     elif not is_dataset(name):
-        _look_at_file(job, Path(name))
+        _look_at_file(job, Path(name), said)
     elif Path(name).is_dir():
-        for path in _first_of(Path(name), split):
-            _look_at_file(job, path)
+        for path in _first_of(Path(name), said.split or split):
+            _look_at_file(job, path, said)
     elif not only_plans:
         _look_for_data_set(job, name)
 
@@ -100,13 +103,13 @@ def _first_of(folder: Path, split: str) -> list[Path]:
         return []
 
 
-def _look_at_file(job: Job, path: Path) -> None:
+def _look_at_file(job: Job, path: Path, said: Own) -> None:
     """Whether a file's first rows can be read, and whether their columns are of a kind that is known."""
     shown = short_name(str(path))
     kind = kind_of_file(path, shown)
     if kind == "json" and path.stat().st_size > _LARGEST_JSON_BYTES:
         return
-    source, columns = Source(shown, "", kind, path), dict(job.data.columns)
+    source, columns = Source(shown, "", kind, path), dict(job.data.columns) if said.columns is None else said.columns
     rows = list(itertools.islice(source.rows(), _FIRST_ROWS))
     watch = Watch(job.task, columns, shown)
     watch(rows)

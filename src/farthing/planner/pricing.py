@@ -22,9 +22,17 @@ from farthing.planner.spot import (
     young_interval_s,
 )
 from farthing.planner.types import Assumptions, JobSpec, Place, Plan, Range, Rejected
+from farthing.prices.boot import boot_of
 from farthing.prices.offers import Offer, bill
 from farthing.tasks.registry import task_of
 
+_STORES = {
+    "s3": "AWS",
+    "gs": "GCP",
+    "gcs": "GCP",
+    "az": "Azure",
+    "abfs": "Azure",
+}  # whose own machines pay no egress to them
 WORST = 10.0  # of what is likely: the upper end of a range that has none
 CRASH_EVERY_S = 7 * 86400.0  # of a machine that is not taken away, by assumption: a week
 SHORTEST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 1800.0
@@ -91,9 +99,9 @@ class Pricing:
             offer,
             billed_s / 3600,
             n_starts=1 + (math.ceil(spot.likely.n_interruptions) if spot else 0),
-            storage_gb=self._held_gb,
+            storage_gb=0.0 if place.is_local else self._held_gb,
             storage_hours=wall_s / 3600,
-            egress_gb=0.0 if place.is_local else wanted.n_trainable * 4 / 1e9,
+            egress_gb=self._leaving_gb(place, busy_s // interval_s + 1),
         )
         total = sum(usd.values())
         moving_s = wall_s - seconds.get("waiting", 0.0)  # starts and saves are no surer than steps
@@ -116,6 +124,14 @@ class Pricing:
             cache_bytes=wanted.cache_bytes * chosen.recipe.residual_bytes,
             spot=spot.likely if spot else None,
         )
+
+    def _leaving_gb(self, place: Place, n_checkpoints: float) -> float:
+        """What leaves the provider: the model, and checkpoints where their store is elsewhere."""
+        if place.is_local:
+            return 0.0
+        wanted, scheme = self.wanted, self.wanted.store.partition("://")[0]
+        is_elsewhere = wanted.store and _STORES.get(scheme) != place.offer.provider
+        return (wanted.n_trainable * 4 + (n_checkpoints * wanted.save_bytes if is_elsewhere else 0.0)) / 1e9
 
     def save_s(self, place: Place) -> float:
         """Seconds that training stands still for a checkpoint.
@@ -140,7 +156,7 @@ class Pricing:
         tokens = task_of(shape.task).n_tokens(wanted.lengths.n_tokens, wanted.lengths.n_target_tokens)
         export_s = known.export_s if known.export_s is not None else 0.5 + wanted.n_trainable * 4 / a.disk_bytes_per_s
         seconds = {
-            "setup": 0.0 if place.is_local else a.setup_s,
+            "setup": 0.0 if place.is_local else setup_s(place.offer, a),
             "download": 0.0 if place.is_local else weights_bytes / a.download_bytes_per_s,
             "start-up": start_s,
             "tokenizing": 0.0 if wanted.is_tokenized and place.is_local else tokens / a.tokenize_tokens_per_s,
@@ -151,7 +167,8 @@ class Pricing:
             "export": export_s,
         }
         if wanted.eval_lengths is not None:
-            cut, n = wanted.eval_cut(recipe.settings.micro_batch_tokens), wanted.eval_lengths.n_examples
+            cut = wanted.eval_cut(recipe.settings.micro_batch_tokens, recipe.cost)
+            n = wanted.eval_lengths.n_examples
             n_steps = n * (cut.example.tokens + cut.example.targets) / max(1.0, work.n_padded_tokens)
             once = step_time(forward_work(work, n_steps), place.device).seconds * known.compute * known.evaluation
             if wanted.max_new_tokens:
@@ -167,7 +184,7 @@ class Pricing:
         wanted = self.wanted
         if not wanted.cache_bytes or wanted.adapters is None:
             return 0.0
-        example = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus).example
+        example = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost).example
         n_examples = wanted.lengths.n_examples + (wanted.eval_lengths.n_examples if wanted.eval_lengths else 0)
         filling = prefix_work(wanted.shape, recipe, example, wanted.adapters, n_examples, wanted.tokens_per_example)
         writing_s = wanted.cache_bytes * recipe.residual_bytes / self.assumptions.disk_bytes_per_s
@@ -190,6 +207,12 @@ class Pricing:
                 self._intervals[key] = best_interval_s(*key)
             interval_s = max(30.0, min(self._intervals[key], busy_s))
         return expect_range(busy_s, SaveSchedule(interval_s, save_s, before_s), zone), interval_s
+
+
+def setup_s(offer: Offer, assumptions: Assumptions) -> float:
+    """Seconds from the request for a machine until it can begin: its provider's, where they are known."""
+    boot = boot_of(offer.provider)
+    return boot.seconds if boot.is_known else assumptions.setup_s
 
 
 def _swing(place: Place, moving_once_s: float, wall_s: float, spot: SpotRange | None, error: float) -> _Swing:

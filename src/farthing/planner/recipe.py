@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from farthing.planner.families import FLAT, KNOWN_HEADS
+from farthing.data.packing import PieceCost
+from farthing.planner.families import KNOWN_HEADS, PACKED
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 
@@ -38,7 +39,9 @@ class Stack:
     is_compiled: bool = False
     is_flash: bool = False
     """Attention without a padding mask: keys and values are not repeated for their groups."""
-    is_flat: bool = False
+    is_eager: bool = False
+    """Attention computes all scores, and keeps them."""
+    is_packed: bool = False
     """Documents end to end: neither padding nor a mask of it. Comes with `is_flash`, which a CPU does in its own way."""
     fuses_adapters: bool = False
     """LoRA layers are one function each: what they read is kept once, in the precision of the run."""
@@ -49,6 +52,8 @@ class Stack:
     frees_gradients: bool = False
     """The optimizer steps within the backward pass: one layer's gradients at a time."""
     offloads_activations: bool = False
+    unpacking: float = 1.0
+    """Times as long as bitsandbytes' kernels for NF4 take to unpack quantized weights."""
     host_s_per_layer: float = 1.5e-3
     """Seconds of the host for the kernels of one layer, forward and backward: a GPU can't be faster than that."""
     host_s_per_adapted_layer: float = 1.0e-3
@@ -65,21 +70,21 @@ def stack_for(
     precision: str,
     method: str,
     *,
-    may_go_flat: bool = True,
+    may_go_packed: bool = True,
     has_plain_head: bool = True,
     has_plain_adapters: bool = True,
 ) -> Stack:
-    """How the trainer computes a model: what `can_go_flat`, `find_head` and `use_low_rank` decide when they see it.
+    """How the trainer computes a model: what `can_go_packed`, `find_head` and `use_low_rank` decide when they see it.
 
     A plain head has no adapter and is not trained beside its original; plain adapters are LoRA without dropout or DoRA.
     """
-    is_flat = may_go_flat and model_type in FLAT.get(task_of(task).head, ())
+    is_packed = may_go_packed and model_type in PACKED.get(task_of(task).head, ())
     return replace(
         FARTHING,
         has_autocast=precision != "fp32",
-        is_flat=is_flat,
+        is_packed=is_packed,
         # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
-        is_flash=is_flat and precision != "fp16",
+        is_flash=is_packed and precision != "fp16",
         loss=POSITIONS if has_plain_head and model_type in KNOWN_HEADS.get(task_of(task).head, ()) else LABELLED,
         fuses_adapters=method == "lora" and has_plain_adapters,
     )
@@ -141,9 +146,30 @@ class Recipe:
         return 4 if self.method == "qlora" and self.stack.upcasts_frozen else self.compute_bytes
 
     @property
+    def cost(self) -> PieceCost:
+        """What padded work is cut by."""
+        return PieceCost(self.settings.least_tokens, self.settings.more_tokens)
+
+    @property
+    def edge_bytes(self) -> int:
+        """Of a number that a recomputed layer begins with, kept until its backward pass."""
+        return 4 if self.stack.upcasts_frozen and self.method == "qlora" else self.residual_bytes
+
+    @property
+    def edge_copies(self) -> int:
+        """How often the backward pass holds what recomputed layers begin with.
+
+        fsdp does so twice where the layers are frozen: 787 kB for each token of a Mistral-7B over two and four GPUs where
+        one has 541 (foundation-model-stack/fms-acceleration, LoRA and QLoRA); full fine-tuning does not.
+        """
+        return 2 if self.method != "full" and self.sharding == "fsdp" else 1
+
+    @property
     def residual_bytes(self) -> int:
-        """Of a number in the residual stream: that of the embedding it begins with."""
-        return self.trained_bytes if self.method == "full" else self.frozen_bytes
+        """Of a number in the residual stream: that of the embedding it begins with, which fsdp casts when it gathers it."""
+        if self.method == "full" and self.sharding != "fsdp":
+            return self.trained_bytes
+        return self.compute_bytes if self.method == "full" else self.frozen_bytes
 
     def with_settings(self, **changed: Any) -> Recipe:
         """The same recipe with other settings."""

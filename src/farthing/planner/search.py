@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from farthing.data.packing import ON_CPU, PieceCost
 from farthing.errors import UserMistake
 from farthing.planner.confidence import memory_error, speed_error
 from farthing.planner.lengths import Padded
@@ -19,7 +20,7 @@ from farthing.planner.memory import Memory, estimate_memory, evaluation_memory
 from farthing.planner.pricing import Chosen, Pricing
 from farthing.planner.ranking import ranked
 from farthing.planner.recipe import Recipe
-from farthing.planner.speed import StepTime, Work, step_time, work_of
+from farthing.planner.speed import StepTime, Work, piece_cost, step_time, work_of
 from farthing.planner.spot import Interruptions, prior
 from farthing.planner.types import UNCALIBRATED, Answer, Assumptions, JobSpec, Place, Plan, Rejected
 from farthing.prices.offers import Offer, bill
@@ -28,6 +29,7 @@ from farthing.units import said_apart, say_bytes
 
 # of a micro-batch on a GPU: smaller ones leave it idle, but for longer examples
 FEWEST_TOKENS, MOST_TOKENS = 1024, 65_536
+UNDECIDED = Settings()
 CPU_TOKENS = 2048  # of a micro-batch on a CPU: more is quicker by a hundredth at most, for more memory (docs/log.md)
 
 
@@ -38,14 +40,16 @@ def decide(
     assumptions: Assumptions | None = None,
     managed: Iterable[Offer] = (),
     hazard: Callable[[Offer], Interruptions] | None = None,
+    explains: bool = True,
 ) -> Answer:
     """Plans for every place, ranked. `hazard` says how long spot capacity lasts; by default the measured prior does.
+    `explains` is whether rejections say what would let them in, which takes as long as the plans.
 
     Raises `UserMistake` for a job that no place can do at all.
     """
     if wanted.lengths.n_examples < 1:
         raise UserMistake("there is no data to train on", where="data", to_do="check the data set")
-    search = _Search(wanted, assumptions or Assumptions(), hazard or (lambda offer: prior(offer.n_gpus)))
+    search = _Search(wanted, assumptions or Assumptions(), hazard or (lambda offer: prior(offer.n_gpus)), explains)
     plans: list[Plan] = []
     rejected: list[Rejected] = []
     for place in places:
@@ -67,11 +71,13 @@ def decide(
 class _Search:
     """What is worked out once for many offers: recipes by precision and number of GPUs, times by machine."""
 
-    def __init__(self, wanted: JobSpec, assumptions: Assumptions, hazard: Callable[[Offer], Interruptions]) -> None:
-        self.wanted = wanted
+    def __init__(
+        self, wanted: JobSpec, assumptions: Assumptions, hazard: Callable[[Offer], Interruptions], explains: bool
+    ) -> None:
+        self.wanted, self.explains = wanted, explains
         self.assumptions = assumptions
         self.hazard = hazard
-        self._candidates: dict[tuple[str, int, bool], list[tuple[Recipe, Memory, Work]]] = {}
+        self._candidates: dict[tuple[str, int, bool, PieceCost], list[tuple[Recipe, Memory, Work]]] = {}
         self._chosen: dict[Any, Chosen | Rejected] = {}
         self._pricing = Pricing(wanted, assumptions, hazard)
         self._changes: dict[Any, list[tuple[str, int]]] = {}
@@ -98,33 +104,46 @@ class _Search:
 
     # ---- recipes ----
 
-    def candidates(self, precision: str, n_gpus: int, is_cuda: bool) -> list[tuple[Recipe, Memory, Work]]:
-        """Every recipe that is worth a look, with its memory and its work."""
-        key = precision, n_gpus, is_cuda
+    def candidates(
+        self, precision: str, n_gpus: int, is_cuda: bool, cost: PieceCost = ON_CPU
+    ) -> list[tuple[Recipe, Memory, Work]]:
+        """Every recipe that is worth a look where micro-batches `cost` that, with its memory and its work."""
+        key = precision, n_gpus, is_cuda, cost
         if key not in self._candidates:
             self._candidates[key] = list(self._make_candidates(*key))
         return self._candidates[key]
 
-    def _make_candidates(self, precision: str, n_gpus: int, is_cuda: bool) -> Iterable[tuple[Recipe, Memory, Work]]:
+    def _make_candidates(
+        self, precision: str, n_gpus: int, is_cuda: bool, cost: PieceCost
+    ) -> Iterable[tuple[Recipe, Memory, Work]]:
         wanted = self.wanted
         if n_gpus > wanted.global_batch:
             return
         everies = [wanted.checkpoint_every] if wanted.checkpoint_every is not None else [0, 2, 1]
         shardings = ["none"] if n_gpus == 1 else ["ddp", "fsdp"]
         for most in budgets(wanted, n_gpus, is_cuda):
-            example = wanted.cut(most, n_gpus).example
+            example = wanted.cut(most, n_gpus, cost).example
             for every in everies:
                 for sharding in shardings:
-                    recipe = recipe_of(wanted, precision, most, every, n_gpus, sharding)
+                    recipe = recipe_of(wanted, precision, most, every, n_gpus, sharding, cost)
                     yield recipe, self.memory_of(wanted, recipe, is_cuda), self.work_of(recipe, example)
+
+    def cost_on(self, place: Place) -> PieceCost:
+        """What a micro-batch costs on a device. Where nothing is padded it does not matter."""
+        wanted, lengths = self.wanted, self.wanted.lengths
+        if wanted.is_packed or not place.is_cuda:
+            return ON_CPU
+        targets = lengths.mean_target if lengths.targets is not None else 0.0
+        one = Padded(lengths.mean, targets, lengths.mean**2, targets**2, lengths.mean * targets)
+        return piece_cost(self.work_of(_one_pass(wanted, place.precision), one), place.device)
 
     def memory_of(self, wanted: JobSpec, recipe: Recipe, is_cuda: bool) -> Memory:
         """Peak memory of a recipe, in training or evaluation."""
         how: dict[str, Any] = {"labelled_share": wanted.labelled_share, "is_cuda": is_cuda}
-        largest = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus).largest
+        largest = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost).largest
         memory = estimate_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
         if wanted.eval_lengths is not None:  # an evaluation takes as many tokens at once as training does
-            largest = wanted.eval_cut(recipe.settings.micro_batch_tokens).largest
+            largest = wanted.eval_cut(recipe.settings.micro_batch_tokens, recipe.cost).largest
             other = evaluation_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
             memory = max(memory, other, key=lambda one: one.allocated_bytes)
         return memory
@@ -150,7 +169,7 @@ class _Search:
 
     def _choose(self, place: Place) -> Chosen | Rejected:
         n_gpus = max(1, place.offer.n_gpus)
-        found = self.candidates(place.precision, n_gpus, place.is_cuda)
+        found = self.candidates(place.precision, n_gpus, place.is_cuda, self.cost_on(place))
         if not found:
             what = f"a step of {self.wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
             return Rejected(place.offer, what, f"train.global_batch_size: {n_gpus}", n_gpus / self.wanted.global_batch)
@@ -180,6 +199,8 @@ class _Search:
         gib = said_apart(least[0] / 2**30, place.memory_bytes / 2**30, lambda n: say_bytes(n * 2**30), "{} GiB")
         reason = f"needs {gib[0]} at least, has {gib[1]} ({least[1]})"
         distance = least[0] / place.memory_bytes
+        if not self.explains:
+            return Rejected(place.offer, reason, "", distance)
         in_fp16 = self._fp16_instead(place, n_gpus)
         for change, n_bytes in self.changes(place.precision, n_gpus, place.is_cuda):
             if n_bytes + self.needed_bytes(place, Memory({}, "loss", place.is_cuda)) <= place.memory_bytes:
@@ -222,7 +243,8 @@ def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
     if not is_cuda:
         return sorted({longest, max(longest, FEWEST_TOKENS), max(longest, CPU_TOKENS)})
     found, most = [longest], FEWEST_TOKENS
-    of_step = wanted.lengths.largest_step(-(-wanted.global_batch // n_gpus))
+    n_each = -(-wanted.global_batch // n_gpus)
+    of_step = wanted.lengths.largest_step(n_each) if wanted.is_packed else n_each * longest  # padding counts
     while most <= MOST_TOKENS and found[-1] < of_step:
         if most > longest:
             found.append(most)
@@ -275,13 +297,29 @@ def _in_words(changed: dict[str, Any]) -> str:
 
 
 def recipe_of(
-    wanted: JobSpec, precision: str, most_tokens: int, every: int, n_gpus: int = 1, sharding: str = "none"
+    wanted: JobSpec,
+    precision: str,
+    most_tokens: int,
+    every: int,
+    n_gpus: int = 1,
+    sharding: str = "none",
+    cost: PieceCost = ON_CPU,
 ) -> Recipe:
     """The recipe that the trainer would run with these choices."""
+    return replace(
+        _one_pass(wanted, precision, Settings(most_tokens, every, **cost._asdict())),
+        n_gpus=n_gpus,
+        sharding=sharding,
+        mean_passes=wanted.cut(most_tokens, n_gpus, cost).n_micro_batches,
+    )
+
+
+def _one_pass(wanted: JobSpec, precision: str, settings: Settings = UNDECIDED) -> Recipe:
+    """What does not depend on how a step is cut: the whole of it in one pass."""
     is_full = wanted.method == "full"
     return Recipe(
         method=wanted.method,
-        settings=Settings(most_tokens, every, caches_frozen=wanted.cache_bytes > 0, precision=precision),
+        settings=replace(settings, caches_frozen=wanted.cache_bytes > 0, precision=precision),
         optim=wanted.optim,
         global_batch=wanted.global_batch,
         lora_r=0 if is_full else wanted.lora_r,
@@ -289,8 +327,5 @@ def recipe_of(
         target_modules=() if is_full else wanted.target_modules,
         modules_to_save=() if is_full else wanted.modules_to_save,
         use_dora=not is_full and wanted.use_dora,
-        n_gpus=n_gpus,
-        sharding=sharding,
         stack=wanted.stack(precision),
-        mean_passes=wanted.cut(most_tokens, n_gpus).n_micro_batches,
     )

@@ -32,6 +32,7 @@ class Weight(NamedTuple):
     copies: int
     is_tied: bool  # its weight is the embedding's
     tokens: str  # what a linear layer multiplies: all, source or target tokens, or one vector per sequence
+    share: float = 1.0  # of those tokens: experts see those that are sent to them
 
     @property
     def n_weights(self) -> int:
@@ -300,7 +301,7 @@ class Shape(NamedTuple):
         body = head = low_rank = 0.0
         for weight, n in layers:
             in_head = weight.part == "head" and weight.tokens != "sequence"
-            n_seen = of_head if in_head else seen[weight.tokens]
+            n_seen = of_head if in_head else seen[weight.tokens] * weight.share
             product = 2.0 * n * weight.n_weights * n_seen
             low_rank += 2.0 * n * (weight.n_in + weight.n_out) * n_seen
             body, head = (body, head + product) if weight.part == "head" else (body + product, head)

@@ -131,6 +131,7 @@ def runs_in_words(torch: Torch) -> str:
     return f"{torch.in_words} has code for {', '.join(names)}"
 
 
+@cache
 def _of_version(version: str) -> list[Build]:
     """The builds of the newest row that is not newer than a version; of the oldest for older ones."""
     of_torch = [one for one in builds() if one.package == "torch"]

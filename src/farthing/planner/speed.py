@@ -7,43 +7,57 @@ optimizer and what the GPUs tell each other.
 Physics: FLOPs (Kaplan et al. 2020), with 3 products for a trained weight, 2 for a frozen one, 1 below the first trained
 layer and one more where a layer is recomputed; bytes that are moved, operation by operation.
 
-Fitted, with published runs in view: the shares of the peak of Ampere (Hugging Face's Trainer on A100-80GB,
-foundation-model-stack/fms-acceleration), L40S (PEFT's method comparison) and RTX 4090 (torchtune). By assumption: the shares
-of all other GPUs, of attention, of links and of CPUs, `HALF_TOKENS`, `BUS_BYTES_PER_S`, and what communication can hide.
-`BANDWIDTH_SHARE` is a tenth less than copies on an H200 reached (4.3 of 4.8 TB/s); `DEQUANTIZATION_SHARE` makes 8 ms of 1e9
-weights on an A100, where LitGPT's tables have 10 to 15. Ranges of GPUs without published runs are wide for that reason.
+Fitted, with published runs in view (docs/plan.md has how far off they were): the shares of the peak of A100, H100
+(mosaicml/llm-foundry, 8 GPUs), L40S (PEFT's method comparison) and RTX 4090 (torchtune), those of attention of A100 and H100,
+`HALF_WIDTH`, `EXPOSED`, `WAITING` and `LAUNCH_TAIL`. By assumption: the shares of all other GPUs, of links and of CPUs,
+`HALF_TOKENS`, `BUS_BYTES_PER_S`, and `NO_PEER_SHARE`, which stands for about 5 GB/s. `BANDWIDTH_SHARE` is a tenth less than
+copies on an H200 reached (4.3 of 4.8 TB/s); `DEQUANTIZATION_SHARE` makes 8 ms of 1e9 weights on an A100, where LitGPT's tables
+have 10 to 15.
 
 Refuses to import torch and to measure: `calibrate` makes factors of measurements.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from farthing.data.packing import ON_CPU, PieceCost
 from farthing.planner.lengths import Padded
 from farthing.planner.memory import NF4_BYTES, block_of
 from farthing.planner.recipe import CHUNKED, FUSED, POSITIONS, TILED, Recipe
 from farthing.planner.shapes import Adapters, Shape
 from farthing.prices.gpus import Gpu
 
-MATMUL_SHARE = {  # of the dense peak that products of a training step reach
-    "Pascal": 0.80,
-    "Volta": 0.62,
-    "Turing": 0.50,
-    "Ampere": 0.76,
-    "Ada": 0.78,
-    "Hopper": 0.60,  # 0.80 for one large product alone
-    "Blackwell": 0.55,
+MATMUL_SHARE = {  # of the dense peak that wide products of a training step reach
+    "Pascal": 0.86,
+    "Volta": 0.67,
+    "Turing": 0.54,
+    "Ampere": 0.82,
+    "Ada": 0.84,
+    "Hopper": 0.69,  # 0.80 for one large product alone
+    "Blackwell": 0.60,
 }
-GPU_SHARE = {"RTX 4090": 0.84, "L40S": 0.55, "L4": 0.45, "L40": 0.60, "RTX 6000 Ada": 0.50, "A10": 0.50, "A10G": 0.76}
-ATTENTION_SHARE = 0.45
+GPU_SHARE = {
+    **{"A100-80GB": 0.93, "A100-40GB": 0.93, "RTX 4090": 0.98, "L40S": 0.72},
+    **{"L4": 0.49, "L40": 0.70, "RTX 6000 Ada": 0.65, "A10": 0.54},
+}
+ATTENTION_SHARE = {
+    "Ampere": 0.30,
+    "Hopper": 0.20,
+}  # of the dense peak that fused attention reaches, causal, both passes
+OTHER_ATTENTION = 0.60  # of what products reach, on other GPUs
 BANDWIDTH_SHARE = 0.80
-_MEAN_SHARE = 0.68
 DEQUANTIZATION_SHARE = 0.30
 HALF_TOKENS = 220  # tokens at which products reach half of that share
-LINK_SHARE = 0.7
-HIDDEN_COMMUNICATION = 0.7  # of what could be hidden behind the backward pass
+HALF_WIDTH = 340  # and the width of the stream: narrow products end in tiles that are not full
+LINK_SHARE = {"nvlink": 0.7, "infinity-fabric": 0.7, "pcie": 0.4}  # of the link's rate
+NO_PEER_SHARE = 0.15  # of GeForce cards: their driver has no way from GPU to GPU, all goes through the host's memory
+EXPOSED = 1.2  # seconds that a step is longer for each second of sending: little hides behind computing, which it slows
+WAITING = 0.03  # of the computing: GPUs wait for the slowest
+LAUNCH_TAIL = 0.03  # of the host's time: kernels that are too short to keep a GPU busy until the next one begins
 BUS_BYTES_PER_S = 20e9  # PCIe 4.0 x16 one way; with 5.0 it is twice that, in a small machine half
 CPU_MATMUL_SHARE = 0.35
 CPU_BANDWIDTH_BYTES_PER_S = 10e9  # of a thread
@@ -58,6 +72,7 @@ class Device(NamedTuple):
     bandwidth_bytes_per_s: float  # that is reached
     link_bytes_per_s: float  # of one GPU, one direction; 0 alone
     is_cuda: bool
+    attention_share: float = OTHER_ATTENTION  # of `flops_per_s`
 
 
 def device_of(gpu: Gpu, precision: str) -> Device | None:
@@ -68,9 +83,10 @@ def device_of(gpu: Gpu, precision: str) -> Device | None:
     if peak is None:
         return None
     share = GPU_SHARE.get(gpu.name, MATMUL_SHARE.get(gpu.architecture, 0.5))
-    return Device(
-        gpu.name, peak * share, gpu.bandwidth_bytes_per_s * BANDWIDTH_SHARE, gpu.link_bytes_per_s * LINK_SHARE, True
-    )
+    attention = ATTENTION_SHARE[gpu.architecture] / share if gpu.architecture in ATTENTION_SHARE else OTHER_ATTENTION
+    is_geforce = gpu.link == "pcie" and re.match(r"RTX \d{4}( Ti| Super|$)", gpu.name) is not None
+    link = gpu.link_bytes_per_s * (NO_PEER_SHARE if is_geforce else LINK_SHARE[gpu.link])
+    return Device(gpu.name, peak * share, gpu.bandwidth_bytes_per_s * BANDWIDTH_SHARE, link, True, attention)
 
 
 def cpu_device(name: str, peak_flops: float, n_threads: int) -> Device:
@@ -140,6 +156,7 @@ class Work(NamedTuple):
     flops: float
     forward_share: float  # of those FLOPs that a forward pass alone takes
     bus_bytes: float = 0.0  # between each GPU and its host, for the optimizer
+    width: float = 4096.0  # of the stream
 
 
 def work_of(
@@ -169,7 +186,7 @@ def work_of(
         attention_flops=n_each * flops.attention,
         read_bytes=n_micro * passes * c * (shape.n_matmul + shape.n_head_matmul),
         traffic_bytes=n_each * _traffic(shape, recipe, padded, adapters, recompute, labelled_share),
-        dequantization_bytes=n_micro * shape.n_matmul * passes * (NF4_BYTES + c) if recipe.method == "qlora" else 0.0,
+        dequantization_bytes=n_micro * passes * _packed_bytes(shape, recipe),
         optimizer_bytes=_optimizer_bytes(shape, recipe, adapters),
         sent_bytes=_sent_bytes(shape, recipe, adapters),
         host_s=n_micro * n_layers * host_s * (1 + recompute / 3 - below * (2 + recompute) / 3 - (1 - ahead) / 3),
@@ -179,6 +196,7 @@ def work_of(
         flops=recipe.n_gpus * n_each * flops.total,
         forward_share=flops.forward / flops.total,
         bus_bytes=_bus_bytes(shape, recipe, adapters),
+        width=float(shape.hidden),
     )
 
 
@@ -206,6 +224,44 @@ def prefix_work(
     return every._replace(**saved, **alone, **tokens)
 
 
+class _Busy(NamedTuple):
+    """Seconds that a device computes for a step, waiting aside."""
+
+    matmul: float
+    attention: float
+    traffic: float
+    dequantization: float
+
+
+def _busy(work: Work, device: Device, reached: float) -> _Busy:
+    """`reached` is the share of its usual rate that products of so few tokens reach."""
+    bandwidth = device.bandwidth_bytes_per_s
+    if device.is_cuda:
+        reached *= work.width / (work.width + HALF_WIDTH)
+    return _Busy(
+        max(work.matmul_flops / (device.flops_per_s * reached), work.read_bytes / bandwidth),
+        work.attention_flops / (device.flops_per_s * device.attention_share),
+        work.traffic_bytes / bandwidth,
+        work.dequantization_bytes / (bandwidth / BANDWIDTH_SHARE * DEQUANTIZATION_SHARE),
+    )
+
+
+def piece_cost(work: Work, device: Device) -> PieceCost:
+    """What a micro-batch costs on a device beside its tokens: what trainer and plan cut padded work by.
+
+    `work` is that of a step of one micro-batch. The host launches its kernels, and the weights are read, however few tokens
+    there are; products of few tokens are slower, as if there were more; quantized weights are unpacked once. In powers of
+    the root of two, so that GPUs that hardly differ cut alike.
+    """
+    if not device.is_cuda:
+        return ON_CPU
+    busy = _busy(work._replace(read_bytes=0.0), device, 1.0)
+    token_s = (busy.matmul + busy.attention + busy.traffic) / max(1.0, work.n_padded_tokens)
+    least_s = max(work.host_s, work.read_bytes / device.bandwidth_bytes_per_s + busy.dequantization)
+    more_s = busy.dequantization + token_s * HALF_TOKENS
+    return PieceCost(*(round(2 ** (round(2 * math.log2(max(1.0, s / token_s))) / 2)) for s in (least_s, more_s)))
+
+
 def step_time(work: Work, device: Device, calibration: Calibration | None = None) -> StepTime:
     """Seconds of a step on a device."""
     known = calibration or Calibration()
@@ -213,27 +269,29 @@ def step_time(work: Work, device: Device, calibration: Calibration | None = None
     if device.is_cuda:
         reached = work.tokens_per_micro_batch / (work.tokens_per_micro_batch + HALF_TOKENS)
     bandwidth = device.bandwidth_bytes_per_s
-    matmul_s = max(work.matmul_flops / (device.flops_per_s * reached), work.read_bytes / bandwidth)
-    attention_s = work.attention_flops / (device.flops_per_s * ATTENTION_SHARE / _MEAN_SHARE)
-    traffic_s = work.traffic_bytes / bandwidth
-    dequantization_s = work.dequantization_bytes / (bandwidth / BANDWIDTH_SHARE * DEQUANTIZATION_SHARE)
-    busy_s = matmul_s + attention_s + traffic_s + dequantization_s
+    busy = _busy(work, device, reached)
+    busy_s = sum(busy)
     sending_s = work.sent_bytes / device.link_bytes_per_s if work.sent_bytes and device.link_bytes_per_s else 0.0
     parts = {
-        "matmul": known.compute * matmul_s,
-        "attention": known.compute * attention_s,
-        "memory traffic": known.compute * traffic_s,
-        "dequantization": known.compute * dequantization_s,
-        # a GPU computes while the host launches what comes next; a CPU does one after the other
-        "launch": known.compute
-        * (max(0.0, work.host_s - busy_s) if device.is_cuda else CPU_LAUNCH_SHARE * work.host_s),
+        "matmul": known.compute * busy.matmul,
+        "attention": known.compute * busy.attention,
+        "memory traffic": known.compute * busy.traffic,
+        "dequantization": known.compute * busy.dequantization,
+        "launch": known.compute * _launch_s(work.host_s, busy_s, device),
         "optimizer": known.optimizer
         * (work.optimizer_bytes / bandwidth + work.bus_bytes / (BUS_BYTES_PER_S if device.is_cuda else bandwidth)),
         "data": known.waiting_s,
-        "communication": max(sending_s - HIDDEN_COMMUNICATION * busy_s, 0.1 * sending_s),
+        "communication": EXPOSED * sending_s + WAITING * busy_s if sending_s else 0.0,
     }
     kept = {name: seconds for name, seconds in parts.items() if seconds > 0}
     return StepTime(kept, work.n_tokens, work.n_padded_tokens, work.flops)
+
+
+def _launch_s(host_s: float, busy_s: float, device: Device) -> float:
+    """A GPU computes while the host launches what comes next, but for what is too short; a CPU does one after the other."""
+    if not device.is_cuda:
+        return CPU_LAUNCH_SHARE * host_s
+    return max(LAUNCH_TAIL * host_s, host_s - busy_s)
 
 
 def forward_work(work: Work, n_steps: float) -> Work:
@@ -328,7 +386,7 @@ def _traffic(
     block, stack, c = block_of(shape), recipe.stack, recipe.compute_bytes
     h, f, r = shape.hidden, shape.ffn, recipe.residual_bytes
     q, k = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    is_fused = stack.fused_norms or stack.is_compiled
+    is_fused = stack.fused_norms or stack.is_compiled or not block.has_norm_copies  # LayerNorm is one kernel in torch
     norms = block.n_norms * h * (4.0 * r if is_fused else 28.0 + 4.0 * r)
     rotations = (3.0 if is_fused else 10.0) * c * (q + k)
     activation = (
@@ -353,11 +411,20 @@ def _traffic(
     tokens = _layer_tokens(padded, (shape.n_layers, shape.n_decoder_layers))
     passes = ahead + (1 - below) * (2.0 + recompute)
     body = tokens * (layer + adapted) * passes + tokens * adapted * (3.0 + recompute - passes)  # adapters are all above
+    if stack.is_eager:  # product, mask, softmax in fp32, cast and the second product, each over all scores
+        body += (shape.n_layers * padded.token_pairs * shape.n_heads * (6.0 * c + 8.0)) * passes
     n_scored = (padded.targets or padded.tokens) if shape.scores_tokens else 0.0
     of_loss = {TILED: 8.0, FUSED: 16.0, CHUNKED: 24.0}.get(stack.loss, c + 32.0 * labelled_share)
     if stack.loss == POSITIONS:
         of_loss = (8.0 + 5.0 * c) * labelled_share
     return body + n_scored * shape.vocab * of_loss
+
+
+def _packed_bytes(shape: Shape, recipe: Recipe) -> float:
+    """Quantized weights as they are read, and as they are written to be multiplied with."""
+    if recipe.method != "qlora":
+        return 0.0
+    return recipe.stack.unpacking * shape.n_matmul * (NF4_BYTES + recipe.compute_bytes)
 
 
 def _optimizer_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:

@@ -31,7 +31,16 @@ from farthing.units import say_usd
 
 _MAX_STRETCHES = 2000  # beyond it expected times grow by the same amount with each stretch (renewal theorem)
 _PATHS = 2000
+_KNOWN_SPREAD = 0.75
 _80_PERCENT = 1.2816  # standard deviations on either side of the middle that hold 80 % of a normal distribution
+
+
+class Now(NamedTuple):
+    """What a zone is like at the moment, where that is known."""
+
+    is_up: bool
+    age_s: float
+    """Since that began."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Interruptions:
     drift: float = 0.0
     """Standard deviation of the logarithm of the mean spell from one period of days to the next."""
     is_prior: bool = False
+    now: Now | None = None
 
     @property
     def mean_between_s(self) -> float:
@@ -69,6 +79,14 @@ class Interruptions:
     def shifted(self, factor: float) -> Interruptions:
         """The same zone with up spells `factor` times as long and down spells as many times shorter."""
         return replace(self, up=self.up.stretched(factor), down=self.down and self.down.stretched(1 / factor))
+
+    def perhaps(self) -> tuple[tuple[Interruptions, float], ...]:
+        """This zone and what it may be instead, each with its weight: three points that have a normal distribution's mean,
+        variance and kurtosis, three quarters as wide as the spread (the least error of chances, docs/log.md)."""
+        step = _KNOWN_SPREAD * math.sqrt(3) * math.log(self.spread) / _80_PERCENT
+        if not step:
+            return ((self, 1.0),)
+        return (self, 2 / 3), (self.shifted(math.exp(step)), 1 / 6), (self.shifted(math.exp(-step)), 1 / 6)
 
     def for_node(self, n_gpus: int, measured_n_gpus: int = 1) -> Interruptions:
         """The same zone for nodes of another size, whose spells are shorter by the power of the facts' `node_power`."""
@@ -293,20 +311,45 @@ def draw_paths(
     seed: int = 0,
     n_paths: int = _PATHS,
 ) -> Paths:
-    """Runs wanted at random moments, each followed until it ends or the deadline has passed.
+    """Runs wanted at random moments, or now where it is known what the zone is like, each followed until it ends or the
+    deadline has passed. The zone is what it was measured to be, or by its spread another.
 
     `falls_back`: without spot capacity the job goes on on demand as soon as it is behind linear progress towards the
     deadline ("Uniform Progress"); when the time that is left is only enough to finish on demand, it does. Unlike the
     paper's rule it goes back to spot with the next capacity, not when it is ahead, and not to idling before that. On
     demand pays the restart before, and a checkpoint after.
     """
+    drawn = [
+        _draw_paths(work_s, saves, one, deadline_s, falls_back, seed + number, max(1, round(weight * n_paths)))
+        for number, (one, weight) in enumerate(zone.perhaps())
+    ]
+    names = "wall_s", "spot_s", "on_demand_s"
+    return Paths(*(np.concatenate([getattr(one, name) for one in drawn]) for name in names))
+
+
+def _draw_paths(
+    work_s: float,
+    saves: SaveSchedule,
+    zone: Interruptions,
+    deadline_s: float,
+    falls_back: bool,
+    seed: int,
+    n_paths: int,
+) -> Paths:
+    """The same for a zone that is known for certain."""
     chance, over = np.random.default_rng(seed), np.zeros(n_paths)
     runs = _Runs(work_s, saves, deadline_s, falls_back, n_paths)
     who, is_up = np.arange(n_paths), chance.random(n_paths) < zone.availability
-    spell = np.where(is_up, zone.up.draw_rest(chance, n_paths), zone.up.draw(chance, n_paths))
+
+    def rest(law: Weibull | Measured, n: int) -> Floats:
+        return law.draw_rest(chance, n) if zone.now is None else law.draw_after(chance, n, zone.now.age_s)
+
+    if zone.now is not None:
+        is_up = np.full(n_paths, zone.now.is_up or zone.down is None)
+    spell = np.where(is_up, rest(zone.up, n_paths), zone.up.draw(chance, n_paths))
     if zone.down:
         waits = who[~is_up]
-        who = np.sort(np.r_[who[is_up], runs.without_capacity(waits, zone.down.draw_rest(chance, len(waits)))])
+        who = np.sort(np.r_[who[is_up], runs.without_capacity(waits, rest(zone.down, len(waits)))])
         spell = spell[who]
     while who.size:
         who = runs.with_capacity(who, spell)

@@ -11,17 +11,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from farthing.errors import UserMistake
-from farthing.planner.spot import Interruptions, drawn_together, fit, prior
+from farthing.planner.spot import Interruptions, Now, drawn_together, fit, prior
 from farthing.planner.uptime import spells_of
 from farthing.prices.gpus import find_gpu
 from farthing.prices.offers import Offer
 from farthing.units import plural
 
+RECENT_S = 3600.0  # a trace that ends no longer ago says what a zone is like now
 HALF_LIFE_S = (
     2 * 86400.0
 )  # capacity drifts: what is two days older counts half. These two had the least error within the
@@ -35,6 +39,15 @@ class Trace:
     name: str
     gap_s: int
     available: tuple[int, ...]
+    until: datetime | None = None
+    """When it ends, where it says so (`metadata.until`)."""
+
+    def state(self, at: int | None = None) -> Now:
+        """What the zone is like at the end, or at place `at` of the trace."""
+        is_up = np.asarray(self.available[: None if at is None else at + 1]) > 0
+        changes = np.flatnonzero(np.diff(is_up))
+        n_alike = len(is_up) - (int(changes[-1]) + 1 if len(changes) else 0)
+        return Now(bool(is_up[-1]), (n_alike - 1) * float(self.gap_s))
 
     def halves(self) -> tuple[Trace, Trace]:
         """What a prediction may see, and what it is judged on."""
@@ -80,7 +93,8 @@ def read_traces(folder: Path) -> list[Trace]:
         if not is_whole or not isinstance(gap_s, int | float) or gap_s <= 0:
             to_do = "data is a list of whole numbers, gap_seconds a number above 0"
             raise UserMistake("a trace that can't be read", where=str(path), to_do=to_do)
-        traces.append(Trace(str(path.relative_to(folder).with_suffix("")), int(gap_s), tuple(data)))
+        until = _moment(content["metadata"].get("until"), path)
+        traces.append(Trace(str(path.relative_to(folder).with_suffix("")), int(gap_s), tuple(data), until))
     if not traces:
         raise UserMistake(
             "no traces", where=str(folder), to_do='each is {"metadata": {"gap_seconds": 60}, "data": [1, 0, ...]}'
@@ -88,8 +102,18 @@ def read_traces(folder: Path) -> list[Trace]:
     return traces
 
 
-def hazards(traces: list[Trace]) -> tuple[Callable[[Offer], Interruptions], str]:
+def _moment(text: Any, path: Path) -> datetime | None:
+    try:
+        return None if text is None else datetime.fromisoformat(text).astimezone()
+    except (TypeError, ValueError):
+        what = f"metadata.until is {text!r}"
+        raise UserMistake(what, where=str(path), to_do="an ISO time, such as 2026-11-22T10:00:00+00:00") from None
+
+
+def hazards(traces: list[Trace], now: datetime | None = None) -> tuple[Callable[[Offer], Interruptions], str]:
     """The law of an offer's spot capacity, and words on it: its zone's or region's where traced, else the prior.
+
+    A trace that ends within `RECENT_S` of `now` also says what its zone is like at the moment: chances begin with that.
 
     A zone of another GPU, or of other nodes, says something only after scaling by node size; of another GPU, nothing.
     """
@@ -98,10 +122,13 @@ def hazards(traces: list[Trace]) -> tuple[Callable[[Offer], Interruptions], str]
         if trace.gpu and max(trace.available) > 0:
             by_gpu.setdefault((trace.gpu, trace.n_gpus), []).append(trace)
     known: dict[tuple[str, str, int], Interruptions] = {}
+    n_recent = 0
     for (gpu, n_gpus), group in by_gpu.items():
         zones = [fit(*spells_of(trace.available, trace.gap_s), half_life_s=HALF_LIFE_S) for trace in group]
         for trace, zone in zip(group, drawn_together(zones, SHARE), strict=True):
-            known[trace.zone, _plain(gpu), n_gpus] = zone
+            is_recent = now is not None and trace.until and abs((now - trace.until).total_seconds()) <= RECENT_S
+            n_recent += bool(is_recent)
+            known[trace.zone, _plain(gpu), n_gpus] = replace(zone, now=trace.state()) if is_recent else zone
 
     def of(offer: Offer) -> Interruptions:
         kind = _plain(offer.gpu)
@@ -118,6 +145,8 @@ def hazards(traces: list[Trace]) -> tuple[Callable[[Offer], Interruptions], str]
         return prior(offer.n_gpus)
 
     words = f"spot capacity from {plural(len(known), 'trace')} where zone and GPU are traced, else from the prior"
+    if n_recent:
+        words += f"; {plural(n_recent, 'zone')} as it is now"
     return of, words
 
 

@@ -110,8 +110,10 @@ def by_hand(
     save_every_s: float | None = None,
     max_gpu_hours: float | None = None,
     usd_per_hour: float | None = None,
+    paid_gb: float | None = None,
 ) -> dict[str, Any]:
-    """The figures as plain values, and `words` with a line for each of them. `max_gpu_hours` is the job's cap."""
+    """The figures as plain values, and `words` with a line for each of them. `max_gpu_hours` is the job's cap; `paid_gb` is
+    the memory that an hour is paid by, where it is paid by that."""
     found: dict[str, Any] = {"words": []}
     words: list[str] = found["words"]
     rate = figures.samples_per_min
@@ -127,6 +129,9 @@ def by_hand(
         if usd_per_hour:
             found["usd"] = run_on_rent(usd_per_hour, hours)
             text += f", {say_usd(found['usd'])} at {say_usd(usd_per_hour)} an hour"
+        if paid_gb:
+            found["units"] = paid_gb * hours
+            text += f" ({paid_gb:g} GB x {hours:.2f} h = {found['units']:.1f} units)"
         words.append(text)
         if max_gpu_hours is not None:
             found["fits_the_cap"] = hours <= max_gpu_hours

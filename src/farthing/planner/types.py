@@ -7,12 +7,13 @@ rejections of them, ranking puts the plans in order. Refuses to decide anything 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from farthing.planner.frozen_cache_cost import prefix_cache_bytes
+from farthing.data.packing import ON_CPU, PieceCost
+from farthing.planner.frozen_cache_cost import frozen_cache_bytes
 from farthing.planner.lengths import Cut, Lengths
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe, Stack, stack_for
@@ -21,7 +22,12 @@ from farthing.planner.software import Torch, why_no_code
 from farthing.planner.speed import Calibration, Device, StepTime, device_of
 from farthing.planner.spot import Expected
 from farthing.prices.gpus import Gpu, gpus
-from farthing.prices.offers import Offer, up_front_usd
+from farthing.prices.offers import (
+    ASSUMED_EGRESS_USD_PER_GB,
+    ASSUMED_STORAGE_USD_PER_GB_MONTH,
+    Offer,
+    up_front_usd,
+)
 from farthing.tasks.registry import task_of
 from farthing.units import say_seconds
 
@@ -32,7 +38,7 @@ OLD_PRICE_DAYS = 90  # an older price may have changed
 class Assumptions(NamedTuple):
     """What a plan supposes where nothing was measured. All are printed with it."""
 
-    setup_s: float = 240.0  # of a rented machine: boot, drivers, installation
+    setup_s: float = 240.0  # of a rented machine: boot, drivers, installation; facts/boot.csv knows some providers'
     download_bytes_per_s: float = 100e6
     load_bytes_per_s: float = 1e9  # from disk to the device
     import_s: float = 10.0
@@ -44,9 +50,12 @@ class Assumptions(NamedTuple):
     def in_words(self) -> list[str]:
         """One line each."""
         return [
-            f"a rented machine needs {say_seconds(self.setup_s)} before it can begin, and downloads at "
+            f"a rented machine needs {say_seconds(self.setup_s)} before it can begin where its provider's time is not "
+            "known (facts/boot.csv), and downloads at "
             f"{self.download_bytes_per_s / 1e6:.0f} MB/s",
             f"imports take {self.import_s:.0f} s, weights load at {self.load_bytes_per_s / 1e9:g} GB/s",
+            f"where terms do not say, a GB kept for a month costs ${ASSUMED_STORAGE_USD_PER_GB_MONTH:.2f} and a GB that "
+            f"leaves ${ASSUMED_EGRESS_USD_PER_GB:.2f}: the model, and each checkpoint that goes to a store elsewhere",
             f"tokenizing runs at {self.tokenize_tokens_per_s / 1e6:g} M tokens/s",
             f"a checkpoint halts training while {self.snapshot_bytes_per_s / 1e9:g} GB/s go to host memory, or "
             f"{self.disk_bytes_per_s / 1e6:.0f} MB/s to the disk where it takes more than half of that memory",
@@ -66,7 +75,7 @@ class JobSpec:
     max_steps: int | None = None
     micro_batch_tokens: int | None = None
     """Most computed tokens of a micro-batch; None: the planner's choice."""
-    may_go_flat: bool = True
+    may_go_packed: bool = True
     """Whether documents may be laid end to end: not where the job names an attention of its own."""
     caches_frozen: bool = False
     """Whether what the layers below the first trained one compute is kept on the disk, see `model.frozen_cache`."""
@@ -93,6 +102,8 @@ class JobSpec:
     """None: the planner's choice."""
     save_steps: int | None = None
     """Or optimizer steps between checkpoints."""
+    store: str = ""
+    """Where checkpoints are copied to, as an address; empty: nowhere."""
     is_tokenized: bool = False
     max_usd: float | None = None
     max_hours: float | None = None
@@ -118,12 +129,12 @@ class JobSpec:
         if not self.caches_frozen or self.adapters is None or not self.adapters.first_layer:
             return 0
         n_tokens = self.lengths.n_tokens + (self.eval_lengths.n_tokens if self.eval_lengths is not None else 0.0)
-        return prefix_cache_bytes(round(n_tokens), self.shape.hidden, 1)
+        return frozen_cache_bytes(round(n_tokens), self.shape.hidden, 1)
 
     @property
-    def is_flat(self) -> bool:
+    def is_packed(self) -> bool:
         """Whether the trainer lays documents end to end."""
-        return self.stack("fp32").is_flat
+        return self.stack("fp32").is_packed
 
     def stack(self, precision: str) -> Stack:
         """How the trainer computes it."""
@@ -133,20 +144,20 @@ class JobSpec:
             self.shape.task,
             precision,
             self.method,
-            may_go_flat=self.may_go_flat,
+            may_go_packed=self.may_go_packed,
             has_plain_head=not any(weight.part == "head" for weight, _ in changed),
             has_plain_adapters=self.lora_dropout == 0 and not self.use_dora,
         )
 
-    def cut(self, most_tokens: int, n_gpus: int = 1) -> Cut:
+    def cut(self, most_tokens: int, n_gpus: int = 1, cost: PieceCost = ON_CPU) -> Cut:
         """The part of a step that one GPU takes, in micro-batches of at most so many tokens."""
-        return self.lengths.cut(most_tokens, -(-self.global_batch // n_gpus), is_flat=self.is_flat)
+        return self.lengths.cut(most_tokens, -(-self.global_batch // n_gpus), is_packed=self.is_packed, cost=cost)
 
-    def eval_cut(self, most_tokens: int) -> Cut:
+    def eval_cut(self, most_tokens: int, cost: PieceCost = ON_CPU) -> Cut:
         """The evaluation examples as they are cut where training takes so many tokens at once."""
         assert self.eval_lengths is not None
         most = min(most_tokens, self.eval_batch * self.eval_lengths.longest_example)
-        return self.eval_lengths.cut(most, self.eval_lengths.n_examples, is_flat=self.is_flat)
+        return self.eval_lengths.cut(most, self.eval_lengths.n_examples, is_packed=self.is_packed, cost=cost)
 
     @property
     def n_steps(self) -> int:
@@ -180,7 +191,14 @@ class JobSpec:
     @property
     def save_bytes(self) -> float:
         """Of a checkpoint: trained weights and the optimizer's state in fp32."""
-        return self.n_trainable * (4.0 + {"sgd": 0.0}.get(self.optim, 2.0 if "8bit" in self.optim else 8.0))
+        return self.n_trainable * (
+            4.0 + {"sgd": 0.0, "adagrad": 4.0, "rmsprop": 4.0}.get(self.optim, 2.0 if "8bit" in self.optim else 8.0)
+        )
+
+
+def open_ended(wanted: JobSpec) -> JobSpec:
+    """The same job without limits."""
+    return replace(wanted, max_usd=None, max_hours=None, max_gpu_hours=None, deadline_s=None)
 
 
 @cache
@@ -289,7 +307,7 @@ class Plan:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether the trainer can do it: on one GPU so far."""
+        """Whether it is a choice: on one GPU. Several were not run so far, and the trainer can't spread weights over them."""
         return self.recipe.n_gpus == 1
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
+_FEW = 3  # spells that say nothing of longer ones
 
 
 def _share_of_gamma(a: float, x: Floats) -> Floats:
@@ -77,6 +78,11 @@ class Weibull:
         """What is left of the spell under way at a random moment: long spells are met more often, at any age."""
         return self.scale_s * chance.gamma(1 + 1 / self.shape, 1.0, n) ** (1 / self.shape) * chance.random(n)
 
+    def draw_after(self, chance: np.random.Generator, n: int, age_s: float) -> Floats:
+        """What is left of a spell that has lasted `age_s`."""
+        passed = (age_s / self.scale_s) ** self.shape
+        return np.asarray(self.scale_s * (passed + chance.exponential(1.0, n)) ** (1 / self.shape) - age_s)
+
     def stretched(self, factor: float) -> Weibull:
         """The same law with every spell `factor` times as long."""
         return replace(self, scale_s=self.scale_s * factor)
@@ -132,6 +138,15 @@ class Measured:
     def draw_rest(self, chance: np.random.Generator, n: int) -> Floats:
         """What is left of the spell under way at a random moment: long spells are met more often, at any age."""
         return chance.choice(self.lengths_s, n, p=self.shares * self.lengths_s / self.mean_s) * chance.random(n)
+
+    def draw_after(self, chance: np.random.Generator, n: int, age_s: float) -> Floats:
+        """What is left of a spell that has lasted `age_s`: as of those that were longer; where hardly any was, about as long
+        again, half of them shorter (the law of what has no scale)."""
+        longer = self.lengths_s > age_s
+        if longer.sum() < _FEW:
+            return np.asarray(age_s * (1 / (1 - chance.random(n)) - 1)) if age_s else self.draw(chance, n)
+        shares = self.shares[longer] / self.shares[longer].sum()
+        return np.asarray(chance.choice(self.lengths_s[longer], n, p=shares) - age_s)
 
     def stretched(self, factor: float) -> Measured:
         """The same law with every spell `factor` times as long."""

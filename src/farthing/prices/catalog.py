@@ -48,16 +48,12 @@ class Catalog(NamedTuple):
     @property
     def words(self) -> str:
         """Where the prices come from and how old they are, for every plan to print."""
-        newest, median, oldest = self.ages_days
+        newest, median, oldest = (plural(n, "day") for n in self.ages_days)
         text = (
             f"{plural(len(self.offers), 'price')} of {plural(len(self.providers), 'provider')} from {self.where}: "
-            f"newest {_days(newest)} old, half within {_days(median)}, oldest {_days(oldest)}"
+            f"newest {newest} old, half within {median}, oldest {oldest}"
         )
         return f"{text}; stale: `farthing prices update` refreshes them" if self.is_stale else text
-
-
-def _days(n: int) -> str:
-    return plural(n, "day")
 
 
 def cache_path() -> Path:
@@ -120,22 +116,18 @@ def select(
             hint = did_you_mean(provider, catalog.providers)
             to_do = f"{hint}known: {', '.join(catalog.providers)}"
             raise UserMistake(f"no prices of `{provider}` are known", where="provider", to_do=to_do)
-    found = []
-    for offer in catalog.offers:
-        if name is not None and offer.gpu != name:
-            continue
-        if wanted is not None and offer.provider != wanted:
-            continue
-        if region is not None and not offer.region.lower().startswith(region.lower()):
-            continue
-        if kind is not None and offer.is_spot != (kind == "spot"):
-            continue
-        if max_usd_per_hour is not None:
-            usd = offer.usd_per_hour
-            if usd is None or usd > max_usd_per_hour:
-                continue
-        found.append(offer)
-    return found
+
+    def answers(offer: Offer) -> bool:
+        usd = offer.usd_per_hour
+        return (
+            name in (None, offer.gpu)
+            and wanted in (None, offer.provider)
+            and offer.region.lower().startswith((region or "").lower())
+            and kind in (None, offer.kind)
+            and (max_usd_per_hour is None or (usd is not None and usd <= max_usd_per_hour))
+        )
+
+    return [offer for offer in catalog.offers if answers(offer)]
 
 
 def sort_offers(offers: Iterable[Offer], by: str) -> list[Offer]:

@@ -38,17 +38,19 @@ class _Line(NamedTuple):
     memory_gib: float | None  # of one GPU, where the file says it
     n_gpus: str
     region: str
-    zone: str
-    kind: str
-    unit: str
-    usd: str
-    vcpus: str
-    ram_gib: str
     source: str
     date: str
+    zone: str = ""
+    kind: str = "on-demand"
+    unit: str = "machine_hour"
+    usd: str = ""
+    vcpus: str = ""
+    ram_gib: str = ""
 
 
-_Layout = Callable[[list[str], dict[str, int], Path, str], list[_Line]]
+_Cells = Callable[[str], str]
+"""The cell of a row below the name of a column; empty where there is no such column."""
+_Layout = Callable[[_Cells, Path, str], list[_Line]]
 
 
 def read_prices(
@@ -134,7 +136,11 @@ def _lines(
                 where=f"{path}:{rows.line_num}",
                 to_do="put cells with commas in quotes; write nothing between two commas for an empty cell",
             )
-        yield rows.line_num, layout(row, index, path, read_on)
+
+        def cell(name: str, row: list[str] = row) -> str:
+            return row[index[name]].strip() if name in index else ""
+
+        yield rows.line_num, layout(cell, path, read_on)
 
 
 def _layout_of(header: list[str], path: Path) -> _Layout:
@@ -155,38 +161,13 @@ def _layout_of(header: list[str], path: Path) -> _Layout:
     )
 
 
-def _own_line(row: list[str], index: dict[str, int], path: Path, read_on: str) -> list[_Line]:
-    def cell(name: str, otherwise: str = "") -> str:
-        at = index.get(name)
-        return (row[at].strip() or otherwise) if at is not None else otherwise
-
-    return [
-        _Line(
-            provider=cell("provider"),
-            instance=cell("instance"),
-            gpu=cell("gpu"),
-            memory_gib=None,
-            n_gpus=cell("n_gpus"),
-            region=cell("region"),
-            zone=cell("zone"),
-            kind=cell("kind", "on-demand"),
-            unit=cell("unit", "machine_hour"),
-            usd=cell("usd"),
-            vcpus=cell("vcpus"),
-            ram_gib=cell("ram_gib"),
-            source=cell("source", path.name),
-            date=cell("date", read_on),
-        )
-    ]
+def _own_line(cell: _Cells, path: Path, read_on: str) -> list[_Line]:
+    defaults = {"kind": "on-demand", "unit": "machine_hour", "source": path.name, "date": read_on}
+    return [_Line(**{name: cell(name) or defaults.get(name, "") for name in COLUMNS}, memory_gib=None)]
 
 
-def _gpuhunt_line(row: list[str], index: dict[str, int], path: Path, read_on: str) -> list[_Line]:
+def _gpuhunt_line(cell: _Cells, path: Path, read_on: str) -> list[_Line]:
     """A row of gpuhunt's catalogs, version 2 and later: the provider is the name of the file."""
-
-    def cell(name: str) -> str:
-        at = index.get(name)
-        return row[at].strip() if at is not None else ""
-
     if _is_none(cell("gpu_count")):
         return []
     memory = cell("gpu_memory")
@@ -198,9 +179,7 @@ def _gpuhunt_line(row: list[str], index: dict[str, int], path: Path, read_on: st
             memory_gib=float(memory) if re.fullmatch(r"\d+(\.\d+)?", memory) and float(memory) > 0 else None,
             n_gpus=cell("gpu_count"),
             region=cell("location"),
-            zone="",
             kind="spot" if cell("spot").lower() in ("true", "1") else "on-demand",
-            unit="machine_hour",
             usd=cell("price"),
             vcpus=cell("cpu"),
             ram_gib=cell("memory"),
@@ -210,39 +189,26 @@ def _gpuhunt_line(row: list[str], index: dict[str, int], path: Path, read_on: st
     ]
 
 
-def _skypilot_line(row: list[str], index: dict[str, int], path: Path, read_on: str) -> list[_Line]:
+def _skypilot_line(cell: _Cells, path: Path, read_on: str) -> list[_Line]:
     """A row of a catalog of SkyPilot, on demand and on spot. Google's hosts are priced apart from their GPUs there."""
-
-    def cell(name: str) -> str:
-        at = index.get(name)
-        return row[at].strip() if at is not None else ""
-
-    if _is_none(cell("AcceleratorCount")) or not cell("InstanceType"):
-        return []
     n_gpus = cell("AcceleratorCount")
-    found = []
-    for kind, usd in (("on-demand", cell("Price")), ("spot", cell("SpotPrice"))):
-        if _is_none(usd):
-            continue
-        found.append(
-            _Line(
-                provider=provider_name(path.parent.name if path.stem == "vms" else path.stem),
-                instance=cell("InstanceType"),
-                gpu=cell("AcceleratorName"),
-                memory_gib=_skypilot_memory(cell("GpuInfo"), n_gpus, cell("AcceleratorName")),
-                n_gpus=n_gpus,
-                region=cell("Region"),
-                zone=cell("AvailabilityZone"),
-                kind=kind,
-                unit="machine_hour",
-                usd=usd,
-                vcpus=cell("vCPUs"),
-                ram_gib=cell("MemoryGiB"),
-                source=f"SkyPilot catalog {path.parent.name}/{path.name}",
-                date=read_on,
-            )
-        )
-    return found
+    if _is_none(n_gpus) or not cell("InstanceType"):
+        return []
+    line = _Line(
+        provider=provider_name(path.parent.name if path.stem == "vms" else path.stem),
+        instance=cell("InstanceType"),
+        gpu=cell("AcceleratorName"),
+        memory_gib=_skypilot_memory(cell("GpuInfo"), n_gpus, cell("AcceleratorName")),
+        n_gpus=n_gpus,
+        region=cell("Region"),
+        zone=cell("AvailabilityZone"),
+        vcpus=cell("vCPUs"),
+        ram_gib=cell("MemoryGiB"),
+        source=f"SkyPilot catalog {path.parent.name}/{path.name}",
+        date=read_on,
+    )
+    prices = {"on-demand": cell("Price"), "spot": cell("SpotPrice")}
+    return [line._replace(kind=kind, usd=usd) for kind, usd in prices.items() if not _is_none(usd)]
 
 
 def _is_none(text: str) -> bool:

@@ -13,6 +13,8 @@ from farthing.prices.gpus import FACTS, gpus
 UNITS = ("machine_hour", "gb_hour", "run", "million_tokens")
 KINDS = ("on-demand", "spot")
 HOURS_PER_MONTH = 730.0
+# where a provider's terms say nothing: block storage and traffic of the large clouds, by assumption
+ASSUMED_STORAGE_USD_PER_GB_MONTH, ASSUMED_EGRESS_USD_PER_GB = 0.10, 0.09
 
 
 class Billing(NamedTuple):
@@ -21,8 +23,8 @@ class Billing(NamedTuple):
     provider: str
     minimum_s: float = 0.0
     increment_s: float = 1.0
-    storage_usd_per_gb_month: float = 0.0
-    egress_usd_per_gb: float = 0.0
+    storage_usd_per_gb_month: float | None = None  # not known; 0: in the price
+    egress_usd_per_gb: float | None = None
     minimum_usd: float = 0.0  # of one managed run
     pack_usd: float = 0.0  # credits are sold in packs of this price; 0: no packs
     notes: str = ""
@@ -87,7 +89,8 @@ def bill(
     """What using an offer comes to, in dollars by part; the parts add up to the bill. Parts of nothing are left out.
 
     `rounding` is what the provider's minimum and increments add; `n_starts` machines share the hours evenly, as when
-    spot capacity is taken away and comes back. Storage is paid for `storage_hours` (the hours, unless said).
+    spot capacity is taken away and comes back. Storage is paid for `storage_hours` (the hours, unless said). What terms do
+    not say of storage and egress is assumed.
     """
     terms = offer.billing
     usd_per_hour = offer.usd_per_hour
@@ -103,8 +106,10 @@ def bill(
         if n_units:
             parts["minimum"] = max(0.0, n_runs * terms.minimum_usd - parts["compute"])
     held_hours = hours if storage_hours is None else storage_hours
-    parts["storage"] = storage_gb * held_hours / HOURS_PER_MONTH * terms.storage_usd_per_gb_month
-    parts["egress"] = egress_gb * terms.egress_usd_per_gb
+    for_gb_month, for_gb = terms.storage_usd_per_gb_month, terms.egress_usd_per_gb
+    for_gb_month = ASSUMED_STORAGE_USD_PER_GB_MONTH if for_gb_month is None else for_gb_month
+    parts["storage"] = storage_gb * held_hours / HOURS_PER_MONTH * for_gb_month
+    parts["egress"] = egress_gb * (ASSUMED_EGRESS_USD_PER_GB if for_gb is None else for_gb)
     return {name: usd for name, usd in parts.items() if usd or name == "compute"}
 
 
@@ -124,8 +129,8 @@ def billings() -> dict[str, Billing]:
                 provider=row["provider"],
                 minimum_s=float(row["minimum_s"] or 0),
                 increment_s=float(row["increment_s"] or 1),
-                storage_usd_per_gb_month=float(row["storage_usd_per_gb_month"] or 0),
-                egress_usd_per_gb=float(row["egress_usd_per_gb"] or 0),
+                storage_usd_per_gb_month=_known(row["storage_usd_per_gb_month"]),
+                egress_usd_per_gb=_known(row["egress_usd_per_gb"]),
                 minimum_usd=float(row["minimum_usd"] or 0),
                 pack_usd=float(row["pack_usd"] or 0),
                 notes=row["notes"],
@@ -137,6 +142,10 @@ def billings() -> dict[str, Billing]:
     return found
 
 
+def _known(cell: str) -> float | None:
+    return float(cell) if cell else None
+
+
 def billing_of(provider: str) -> Billing:
-    """The terms of a provider; by the second and nothing for storage where they are not known."""
+    """The terms of a provider; by the second where they are not known."""
     return billings().get(provider) or Billing(provider)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from farthing.config.job import Job
+from farthing.durability.files import Json
 from farthing.printable import printable
 from farthing.report.receipt import Receipt
 from farthing.tasks.causal_lm import CAUSAL_LM
@@ -62,7 +62,7 @@ def model_card(receipt: Receipt, step: int, *, is_merged: bool, in_form: Sequenc
     return "\n".join([*meta, *lines]) + "\n"
 
 
-def _measured(metrics: dict[str, Any]) -> list[str]:
+def _measured(metrics: Json) -> list[str]:
     """The run's own evaluation, and that of each class."""
     lines: list[str] = []
     numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
@@ -86,7 +86,7 @@ def _measured(metrics: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _beside_base(evaluation: dict[str, Any] | None) -> list[str]:
+def _beside_base(evaluation: Json | None) -> list[str]:
     """What `farthing eval` has measured of the model, and of what the run began with."""
     if evaluation is None or "tuned" not in evaluation:
         return []
@@ -145,7 +145,7 @@ def _bill(receipt: Receipt) -> list[str]:
     return lines + [f"| {span.what} | {span.seconds:.1f} | {dollars(span.usd)} |" for span in spans]
 
 
-def _learning_rate(job: dict[str, Any]) -> str:
+def _learning_rate(job: Json) -> str:
     try:
         return f"{Job.model_validate(job).learning_rate:g}"
     except ValueError:  # the job of an older farthing

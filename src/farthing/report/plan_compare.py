@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from farthing.errors import UserMistake
 from farthing.planner.ownership import (
     saving,
 )
 from farthing.prices.gpus import find_gpu, gpus
-from farthing.units import say_seconds, say_usd
-
-if TYPE_CHECKING:
-    pass
 from farthing.report.plan_words import LOCAL, say_cost, say_saving
+from farthing.units import say_seconds, say_usd
 
 
 def find_plan(view: Mapping[str, Any], text: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from farthing.planner.managed import bills, say_size
 from farthing.planner.ownership import (
     Owned,
     Way,
@@ -13,6 +14,7 @@ from farthing.planner.ownership import (
     break_even_months,
     own_way,
     run_on_own,
+    saving,
     yearly_usd,
 )
 from farthing.prices.offers import HOURS_PER_MONTH, Offer
@@ -31,8 +33,28 @@ def best_of(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def services(study: Study) -> list[dict[str, Any]]:
-    """Services that train for a fee, and whether they take this model."""
+    """Services that train for a fee, and whether they take this model: those that are known, then those of a price file."""
+    job, wanted = study.job, study.wanted
+    known = bills(wanted, job.task, job.model.model_name_or_path, job.max_length, study.today)
     return [
+        {
+            "provider": bill.service.provider,
+            "what": bill.service.model or say_size(bill.service),
+            "usd": bill.usd,
+            "usd_high": bill.usd_high,
+            "usd_unpacked": bill.usd_unpacked,
+            "n_tokens": bill.n_tokens,
+            "unit": "million_tokens",
+            "usd_per_unit": bill.service.usd,
+            "you_get": bill.service.you_get,
+            "afterwards": bill.service.afterwards,
+            "ends": bill.service.ends.isoformat() if bill.service.ends else None,
+            "price_source": bill.service.source,
+            "price_date": bill.service.date.isoformat(),
+            "takes_the_model": bill.service.method != "closed",
+        }
+        for bill in known
+    ] + [
         {
             "provider": offer.provider,
             "what": offer.instance,
@@ -45,6 +67,14 @@ def services(study: Study) -> list[dict[str, Any]]:
         }
         for offer, usd in study.answer.managed
     ]
+
+
+def fees(managed: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Dollars of a run at services that take the model: all of a price file's, and the cheapest of those that are known."""
+    taking = [one for one in managed if one["takes_the_model"]]
+    known = sorted((one for one in taking if "you_get" in one), key=lambda one: float(one["usd"]))[:1]
+    of_file = [one for one in taking if "you_get" not in one]
+    return {f"{one['provider']}, {one['what']}": float(one["usd"]) for one in (*of_file, *known)}
 
 
 def _takes(offer: Offer, study: Study) -> bool:
@@ -105,20 +135,33 @@ def own_machine(
         # against other GPUs: what the rent for the work of an own hour comes to
         per_hour = float(other["usd_per_hour"] if is_equal else other["total_usd"] / row["hours"])
         found["against"].append(
-            {
-                "rank": other["rank"],
-                "name": other["name"],
-                "is_equal": is_equal,
-                "usd_per_own_hour": per_hour,
-                "break_even_hours": break_even_hours(owned, per_hour),
-                "break_even_months": break_even_months(
-                    owned, rent_usd_per_h=per_hour, hours_per_month=min(hours_per_month, HOURS_PER_MONTH)
-                ),
-                "hours_per_month": min(hours_per_month, HOURS_PER_MONTH),
-            }
+            _against(owned, other["name"], per_hour, min(hours_per_month, HOURS_PER_MONTH), other["rank"], is_equal)
         )
+    for name, fee_usd in fees(services(study)).items() if runs_per_month else ():
+        found["against"].append(_against(owned, name, fee_usd / row["hours"], hours_per_month))
     found["words"] = f"{say_cost(found['total_usd'])} and {say_seconds(row['wall_s'])} for this run"
     return found
+
+
+def _against(
+    owned: Owned,
+    name: str,
+    usd_per_hour: float,
+    hours_per_month: float,
+    rank: int | None = None,
+    is_equal: bool = False,
+) -> dict[str, Any]:
+    """When an owned machine pays back against what `usd_per_hour` buys elsewhere of the work of its hour."""
+    months = break_even_months(owned, rent_usd_per_h=usd_per_hour, hours_per_month=hours_per_month)
+    return {
+        "rank": rank,
+        "name": name,
+        "is_equal": is_equal,
+        "usd_per_own_hour": usd_per_hour,
+        "break_even_hours": break_even_hours(owned, usd_per_hour),
+        "break_even_months": months,
+        "hours_per_month": hours_per_month,
+    }
 
 
 def years_of(
@@ -139,12 +182,13 @@ def years_of(
         busy = found["hours"] * runs_per_month
         if busy > HOURS_PER_MONTH:
             notes.append(f"{name}: {busy:,.0f} hours a month are more than one machine has")
-    service = next((service for service in view["managed"] if service["takes_the_model"]), None)
-    if service is not None:
-        ways[f"{service['provider']}, {service['what']}"] = Way(service["usd"])
+    ways |= {name: Way(fee_usd) for name, fee_usd in fees(view["managed"]).items()}
+    yearly = yearly_usd(ways, runs_per_month)
+    dearest = max(yearly.values(), default=0.0)
     return {
         "runs_per_month": runs_per_month,
-        "one_year_usd": yearly_usd(ways, runs_per_month),
+        "saved_in_a_year": {name: saving(usd, dearest)._asdict() for name, usd in yearly.items()},
+        "one_year_usd": yearly,
         "three_years_usd": yearly_usd(ways, runs_per_month, 3),
         "notes": notes,
     }

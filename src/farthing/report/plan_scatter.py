@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from farthing.report.page_text import escape
+from farthing.report.page import escape
 from farthing.report.plan_words import has_price, say_cost
 from farthing.units import plural, say_seconds
 
@@ -257,5 +257,5 @@ def _scatter_key(shown: Sequence[Row], later: Sequence[Row]) -> str:
     names += [("c3", "your own")] if kinds & {"own", "here"} else []
     keys = [f'<li><i class="round {colour}"></i>{name}</li>' for colour, name in names]
     if any(not row["is_runnable"] for row in shown):
-        keys.append('<li><i class="round hollow"></i>several GPUs, which farthing cannot train on yet</li>')
+        keys.append('<li><i class="round hollow"></i>several GPUs, on which farthing was not run so far</li>')
     return f'<ul class="key">{"".join(keys)}</ul>'

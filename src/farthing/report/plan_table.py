@@ -10,6 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 
 from farthing.planner.types import OLD_PRICE_DAYS
+from farthing.report.plan_savings import methods_in_words
+from farthing.report.plan_serving import COLUMNS as SERVING_COLUMNS
+from farthing.report.plan_serving import serving_cells, shown
 from farthing.report.plan_words import (
     break_even_words,
     has_price,
@@ -47,7 +50,9 @@ def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
         _draw_rest(console, len(one) - n_shown, one[:n_shown])
         console.print(f"[dim]{_LEGEND}[/]")
     if several:
-        console.print("\n[bold]With several GPUs[/], which farthing cannot train on yet")
+        console.print(
+            "\n[bold]With several GPUs[/]: not run on any so far; with fsdp farthing cannot train on these yet"
+        )
         _draw_rows(console, several[: min(n_shown, _N_SEVERAL)])
         _draw_rest(console, len(several) - min(n_shown, _N_SEVERAL), several[: min(n_shown, _N_SEVERAL)])
     if view["best"] is None:
@@ -56,8 +61,11 @@ def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
             console.print(f"{number}. {escape(way)}")
     _draw_facts(console, view)
     _draw_why_not(console, view)
+    _draw_savings(console, view)
     _draw_by_hand(console, view)
     _draw_own(console, view)
+    if view["serving"] is not None:
+        _draw_serving(console, view["serving"])
     _draw_sources(console, view)
 
 
@@ -264,11 +272,6 @@ def _draw_facts(console: Console, view: Row) -> None:
         facts["sooner"] = view["sooner"]["words"]
     if view["spot_or_not"]:
         facts["spot or not"] = view["spot_or_not"]["words"]
-    service = next((one for one in view["managed"] if one["takes_the_model"]), None)
-    if service:
-        facts["managed"] = (
-            f"{service['provider']} ({service['what']}) charges {say_cost(service['usd'])}, with settings of its own"
-        )
     if facts:
         console.print()
     for name, words in facts.items():
@@ -309,6 +312,18 @@ def _draw_by_hand(console: Console, view: Row) -> None:
             console.print(f"  {escape(words)}")
 
 
+def _draw_savings(console: Console, view: Row) -> None:
+    savings = view["savings"]
+    if savings is not None:
+        console.print(f"\n[bold]What each choice saves[/]: {escape(savings['words'])}")
+        for one in savings["rungs"]:
+            console.print(Padding(escape(one["words"]), (0, 0, 0, 2)))
+    if view["methods"]:
+        console.print(f"[bold]By method[/]: {escape(methods_in_words(view['methods']))}")
+    if view["runs"] is not None:
+        console.print(f"[bold]{plural(view['runs']['n_runs'], 'run')}[/]: {escape('; '.join(view['runs']['words']))}")
+
+
 def _draw_own(console: Console, view: Row) -> None:
     for own in view["own"]:
         console.print(f"\n[bold]Own {escape(own['name'])}[/]: {escape(own['words'])}")
@@ -325,13 +340,36 @@ def _draw_own(console: Console, view: Row) -> None:
         console.print(f"\n[bold]{years['runs_per_month']:g} runs a month[/]")
         table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
         table.add_column("")
-        for name in ("a year", "three years"):
+        for name in ("a year", "three years", "saved in a year"):
             table.add_column(name, justify="right")
         for name, usd in years["one_year_usd"].items():
-            table.add_row(escape(name), say_cost(usd), say_cost(years["three_years_usd"][name]))
+            saved = years["saved_in_a_year"][name]
+            share = f" ({saved['share']:.0%})" if saved["share"] else ""
+            saved_words = f"{say_cost(saved['usd'])}{share}" if saved["usd"] else ""
+            table.add_row(escape(name), say_cost(usd), say_cost(years["three_years_usd"][name]), saved_words)
         console.print(table)
         for note in years["notes"]:
             console.print(f"[dim]{escape(note)}[/]")
+
+
+def _draw_serving(console: Console, serving: Row) -> None:
+    """The answer and the cheapest choices."""
+    console.print(f"\n[bold]{escape(serving['answer'])}[/]")
+    if not serving["rows"]:
+        for one in serving["refused"][:_N_WHY_NOT]:
+            console.print(f"  {one['n_gpus']}x {escape(one['gpu'])} in {one['precision']}: {escape(one['why'])}")
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
+    for name in SERVING_COLUMNS:
+        table.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left")
+    for row in shown(serving):
+        table.add_row(*map(escape, serving_cells(row)))
+    console.print(table)
+    rest = len(serving["rows"]) - len(shown(serving))
+    more = f"and {rest} more (--json has all); " if rest > 0 else ""
+    console.print(f"[dim]{more}$/M: a million tokens at this traffic, always on; GB: weights alone[/]")
+    for words in serving["assumptions"]:
+        console.print(f"[dim]{escape(words)}[/]")
 
 
 def _draw_sources(console: Console, view: Row) -> None:

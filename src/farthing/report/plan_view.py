@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import farthing
 from farthing.planner.confidence import how_sure
 from farthing.planner.ownership import saving
+from farthing.planner.serving import Traffic
 from farthing.planner.throughput_arithmetic import OwnFigures, by_hand
 from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front
+from farthing.prices.gpus import gpus
 from farthing.prices.offers import Offer
 from farthing.units import plural, say_bytes, say_seconds
 
@@ -23,16 +25,28 @@ if TYPE_CHECKING:
     from farthing.planner.inputs import Study
 from farthing.report.plan_compare import plain
 from farthing.report.plan_own import RENTED, best_of, own_machine, services, years_of
+from farthing.report.plan_savings import methods_view, runs_view, savings_view
+from farthing.report.plan_serving import serving_view
 from farthing.report.plan_words import LOCAL, OWN, cause_of, has_price, say_cost, say_saving
 
 KIND = "farthing plan"
-NOT_YET = "needs several GPUs, which farthing cannot train on yet"
+NOT_YET = {
+    "ddp": "needs several GPUs (where.gpus: all), on which farthing trains, but was not run so far",
+    "fsdp": "needs its weights spread over several GPUs, which farthing cannot train on yet",
+}
+"""Why a plan is not among the choices, by how its GPUs share the weights."""
 _DEARER = 2.0  # what being sooner may cost
 
 
-def plan_view(study: Study, runs_per_month: float | None = None, figures: OwnFigures | None = None) -> dict[str, Any]:
+def plan_view(
+    study: Study,
+    runs_per_month: float | None = None,
+    figures: OwnFigures | None = None,
+    traffic: Traffic | None = None,
+    n_runs: int | None = None,
+) -> dict[str, Any]:
     """Everything a plan says. `runs_per_month` adds what a project of so many comes to in a year, `figures` what somebody
-    knows of the run from elsewhere."""
+    knows of the run from elsewhere, `traffic` what answering with the model costs, `n_runs` what so many runs come to."""
     choices = _choices(study.answer.plans)
     rows = [_plan(rank, group, study.law, study.wanted.shape.model_type) for rank, group in enumerate(choices, 1)]
     for row in _front([row for row in rows if row["is_runnable"]]):
@@ -58,11 +72,15 @@ def plan_view(study: Study, runs_per_month: float | None = None, figures: OwnFig
         "nearest": [_rejected([one]) for one in _nearest(study.answer.rejected)],
         "rejected": _grouped(study.answer.rejected),
         "managed": services(study),
+        "savings": savings_view(study),
+        "methods": methods_view(study),
     }
     view["answer"] = _answer(view, rows)
     view["own"] = [own_machine(owned, rows, best, study, runs_per_month) for owned in study.own]
     view["years"] = years_of(rows, view, study, runs_per_month) if runs_per_month else None
     view["by_hand"] = _by_hand(study, figures or OwnFigures(), best)
+    view["runs"] = runs_view(view, n_runs) if n_runs else None
+    view["serving"] = serving_view(study, traffic) if traffic is not None else None
     return dict(plain(view))
 
 
@@ -82,6 +100,7 @@ def _by_hand(study: Study, figures: OwnFigures, best: Any) -> dict[str, Any] | N
         save_every_s=wanted.save_every_s,
         max_gpu_hours=wanted.max_gpu_hours,
         usd_per_hour=best["usd_per_hour"] if best is not None and best["kind"] in RENTED else None,
+        paid_gb=best["paid_gb"] if best is not None else None,
     )
 
 
@@ -156,6 +175,7 @@ def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> dict[str, 
         "kind": _kind(offer),
         "usd_per_hour": offer.usd_per_hour,
         "usd_per_gpu_hour": None if offer.usd_per_hour is None else offer.usd_per_hour / max(1, offer.n_gpus),
+        "paid_gb": offer.n_gpus * gpus()[offer.gpu].memory_gib if offer.unit == "gb_hour" else None,
         "price_source": offer.source,
         "price_date": offer.date.isoformat(),
         "price_age_days": plan.place.price_age_days,
@@ -187,7 +207,7 @@ def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> dict[str, 
         "on_front": any(one.on_front for one in group),
         "on_runnable_front": False,
         "is_runnable": plan.is_runnable,
-        "not_runnable": "" if plan.is_runnable else NOT_YET,
+        "not_runnable": "" if plan.is_runnable else NOT_YET[plan.recipe.sharding],
         "also_at": [
             {
                 "instance": other.offer.instance,
@@ -213,7 +233,7 @@ def _recipe(plan: Plan) -> dict[str, Any]:
         "micro_batch_tokens": recipe.settings.micro_batch_tokens,
         "mean_tokens_at_once": step.n_padded_tokens / recipe.n_gpus / recipe.n_micro_batches,
         "n_micro_batches": recipe.n_micro_batches,
-        "is_flat": recipe.stack.is_flat,
+        "is_flat": recipe.stack.is_packed,
         "global_batch": recipe.global_batch,
         "checkpointing": recipe.settings.checkpointing,
         "checkpoint_every": recipe.settings.checkpoint_every,
@@ -296,7 +316,7 @@ def _answer(view: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     if best is None:
         if not rows:
             return f"Nothing can do this job as it is: none of {plural(view['n_offers'], 'offer')}."
-        return f"No single GPU can do this job. {rows[0]['name']} would: {_figures(rows[0])}; but it {NOT_YET}."
+        return f"No single GPU can do this job. {rows[0]['name']} would: {_figures(rows[0])}; but it {rows[0]['not_runnable']}."
     verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
     with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
     text = f"{verb}{best['name']}{with_own}: {_figures(best)}."
@@ -327,6 +347,11 @@ def price_notes(plan: Plan) -> list[str]:
         found.append(f"{say_cost(up_front(plan))} is paid before, in packs of {say_cost(terms.pack_usd)}")
     elif terms.deposit_usd > plan.total_usd:
         found.append(f"a deposit of {say_cost(terms.deposit_usd)} is paid before")
+    moved = {name: plan.usd.get(name, 0.0) for name in ("storage", "egress")}
+    unknown = {"storage": terms.storage_usd_per_gb_month, "egress": terms.egress_usd_per_gb}
+    assumed = [name for name, usd in moved.items() if unknown[name] is None and usd > 0.02 * plan.total_usd]
+    if assumed:
+        found.append(f"{say_cost(sum(moved[name] for name in assumed))} of it is {' and '.join(assumed)} by assumption")
     if plan.usd.get("rounding", 0.0) > 0.02 * plan.total_usd:
         found.append(f"{say_cost(plan.usd['rounding'])} of it is the provider's minimum or rounding up")
     return found

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from farthing.planner.ownership import Saving
 from farthing.units import plural, say_count, say_seconds, say_usd
-
-if TYPE_CHECKING:
-    pass
 
 LOCAL, OWN = "this machine", "own"
 
@@ -102,7 +99,8 @@ def break_even_words(own: Mapping[str, Any], one: Mapping[str, Any]) -> str:
     """When buying a machine pays back against one way of renting."""
     price = "" if one["usd_per_own_hour"] is None else f"{say_usd(one['usd_per_own_hour'])} an hour"
     if not one["is_equal"]:
-        price = f"the best rent, {price.removesuffix(' an hour')} for what it does in an hour"
+        whose = "the best rent" if one["rank"] is not None else "its fee"
+        price = f"{whose}, {price.removesuffix(' an hour')} for what it does in an hour"
     rent = f"{one['name']} ({price})"
     if one["break_even_hours"] is None:
         return f"bought for {say_cost(own['price_usd'])} it never pays for itself against {rent}"

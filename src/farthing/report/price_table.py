@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import date
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,9 +14,16 @@ from farthing.prices.offers import Offer
 from farthing.report.safe import escape
 from farthing.units import plural, say_usd
 
+if TYPE_CHECKING:
+    from farthing.prices.feeds import Update
+
 _UNITS = {"gb_hour": "a GB-hour", "run": "a run", "million_tokens": "/M tokens"}
 _GAP = 2
 _COLUMNS = ("GPUs", "provider", "machine", "where", "kind", "an hour", "per GPU", "age")
+_OF_OFFER = (
+    *("provider", "instance", "gpu", "n_gpus", "region", "zone", "kind", "unit", "usd", "usd_per_hour"),
+    *("usd_per_gpu_hour", "vcpus", "ram_gib", "source"),
+)
 _MOST = {"provider": 15, "machine": 30}
 
 
@@ -46,7 +53,7 @@ def draw_prices(console: Console, catalog: Catalog, offers: Sequence[Offer], n_f
     console.print(f"[dim]read from: {escape('; '.join(_sources(offers)))}[/]", soft_wrap=True)
 
 
-def draw_update(console: Console, update: Any) -> None:
+def draw_update(console: Console, update: Update) -> None:
     """What came of refreshing: which providers have new prices, which feeds failed and why."""
     for outcome in update.failed:
         words = f"{outcome.feed.provider} ({outcome.feed.layout}): {outcome.problem}"
@@ -63,7 +70,7 @@ def draw_update(console: Console, update: Any) -> None:
     console.print(f"{plural(update.n_offers, 'price')} in {escape(str(update.path))}", soft_wrap=True)
 
 
-def prices_as_json(catalog: Catalog, offers: Sequence[Offer], n_found: int) -> dict[str, Any]:
+def prices_as_json(catalog: Catalog, offers: Sequence[Offer], n_found: int) -> dict[str, object]:
     """The same for `--json`."""
     newest, median, oldest = catalog.ages_days
     return {
@@ -78,7 +85,7 @@ def prices_as_json(catalog: Catalog, offers: Sequence[Offer], n_found: int) -> d
     }
 
 
-def update_as_json(update: Any) -> dict[str, Any]:
+def update_as_json(update: Update) -> dict[str, object]:
     """What came of refreshing, for `--json`."""
     return {
         "path": str(update.path),
@@ -99,25 +106,9 @@ def update_as_json(update: Any) -> dict[str, Any]:
     }
 
 
-def _row(offer: Offer, today: date) -> dict[str, Any]:
-    return {
-        "provider": offer.provider,
-        "instance": offer.instance,
-        "gpu": offer.gpu,
-        "n_gpus": offer.n_gpus,
-        "region": offer.region,
-        "zone": offer.zone,
-        "kind": offer.kind,
-        "unit": offer.unit,
-        "usd": offer.usd,
-        "usd_per_hour": offer.usd_per_hour,
-        "usd_per_gpu_hour": offer.usd_per_gpu_hour,
-        "vcpus": offer.vcpus,
-        "ram_gib": offer.ram_gib,
-        "source": offer.source,
-        "date": offer.date.isoformat(),
-        "age_days": max(0, (today - offer.date).days),
-    }
+def _row(offer: Offer, today: date) -> dict[str, object]:
+    said = {name: getattr(offer, name) for name in _OF_OFFER}
+    return {**said, "date": offer.date.isoformat(), "age_days": max(0, (today - offer.date).days)}
 
 
 def _cells(offer: Offer, today: date) -> dict[str, str]:

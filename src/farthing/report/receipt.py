@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from farthing.durability.accounts import LOST, Account, Attempt, Found, attempts_of, read_ledger
 from farthing.durability.files import parse_json, write_json
 from farthing.durability.ledger import SPANS
+from farthing.durability.machines import bill_of
 from farthing.durability.run_folder import (
     DATA_NOTES,
     JOB,
@@ -31,139 +32,15 @@ from farthing.durability.run_folder import (
 )
 from farthing.errors import UserMistake
 from farthing.planner.estimate import Estimate
+from farthing.report.diagnosis import diagnose
+from farthing.report.receipt_types import Curves, Forecast, Json, Pair, Promised, Receipt, Saves, Span, Trust
+from farthing.report.timeline import timeline_of
 from farthing.report.training_log import TrainingLog, read_log
 from farthing.settings import renamed
 from farthing.units import plural
 
-Json = dict[str, Any]
-"""An object of a JSON file."""
-N_CURVE_POINTS = 60
-FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu")
-
-
-@dataclass(frozen=True)
-class Span:
-    """What the seconds of one name took, over all attempts, and their share of the bill's time."""
-
-    name: str
-    what: str
-    seconds: float
-    usd: float
-    share: float
-
-
-@dataclass(frozen=True)
-class Pair:
-    """An estimate and what came of it; `ratio` happened/promised, None until the run has ended."""
-
-    promised: float
-    happened: float | None
-    ratio: float | None
-
-
-@dataclass(frozen=True)
-class Promised:
-    """What the plan had said before the first attempt, whole and by component, against what happened."""
-
-    calibration: str
-    wall_range_s: list[float]
-    wall_s: Pair
-    usd: Pair
-    peak_bytes: Pair
-    seconds: dict[str, Pair]
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What the first steps had said, against what happened."""
-
-    made_after_step: int
-    wall_s: Pair
-    usd: Pair
-    peak_bytes: Pair
-
-
-@dataclass(frozen=True)
-class Saves:
-    """How many checkpoints, how often, and for how long training waited for them; `share` is of all the time."""
-
-    n: int
-    interval_s: float | None
-    """None: they were asked for by steps, or there was no plan."""
-    held_up_s: float
-    share: float
-
-
-@dataclass(frozen=True)
-class Trust:
-    """What was wrong with the ledger, and how much of the bill is known in sum only."""
-
-    n_broken_lines: int
-    lost_s: float
-    lost_usd: float
-
-
-@dataclass(frozen=True)
-class Curves:
-    """At most `N_CURVE_POINTS` points [step, mean of its stretch]; evaluations: step and metrics."""
-
-    loss: list[list[float]]
-    utilisation_percent: list[list[float]]
-    evaluation: list[dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """Everything that a run folder says of its run. Dictionaries are as the files of the folder have them."""
-
-    run: str
-    state: str
-    """finished, limit, interrupted, failed or killed: how the last attempt ended"""
-    written: str
-    job: Json | None
-    identity: Json | None
-    machine: Json | None
-    data_notes: list[str]
-    schedule: Json | None
-    settings: Json | None
-    steps: int
-    steps_per_epoch: int | None
-    epochs: float | None
-    tokens: int
-    target_tokens: int
-    final_loss: float | None
-    skipped_steps: int
-    out_of_memory: list[Json]
-    best_step: int | None
-    exported_step: int | None
-    metrics: Json | None
-    evaluation: Json | None
-    """What `farthing eval` has measured of the model, beside what the run began with."""
-    wall_s: float
-    usd: float
-    usd_is_known: bool
-    usd_per_million_tokens: float | None
-    spans: list[Span]
-    ledger: Trust | None
-    checkpoints: Saves
-    attempts: list[Json]
-    notices: list[Json]
-    interruptions: int
-    redone_s: float
-    redone_usd: float
-    restart_s: float
-    restart_usd: float
-    promised: Promised | None
-    forecast: Forecast | None
-    peak_bytes: int | None
-    tokens_per_s: float | None
-    padded_tokens_per_s: float | None
-    mfu: float | None
-    curves: Curves
-
-    def to_json(self) -> Json:
-        """What `receipt.json` holds."""
-        return {"kind": "farthing receipt", "version": 1, **asdict(self)}
+N_CURVE_POINTS, N_BANDS = 60, 240
+FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu", "work")
 
 
 def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
@@ -184,10 +61,11 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
     )
     exported_step = _newest(accounts, lambda a: a.exported)
     best, of_model = _evaluations_of_note(log.evaluations, exported_step)
-    return Receipt(
+    receipt = Receipt(
         run=str(folder),
         state=bill.state,
         written=datetime.now(UTC).isoformat(timespec="seconds"),
+        seen_at=accounts[-1].at if accounts else None,
         job=job,
         identity=facts.get("identity"),
         machine=facts.get("machine"),
@@ -202,6 +80,8 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         evaluation=evaluation_of(folder, exported_step),
         wall_s=bill.wall_s,
         usd=bill.usd,
+        ancestor=facts.get("ancestor"),
+        usd_with_ancestor=bill.usd + (facts.get("ancestor") or {}).get("usd", 0.0),
         usd_is_known=any(a.usd_per_hour > 0 for a in attempts),
         usd_per_million_tokens=bill.usd / (log.n_tokens / 1e6) if log.n_tokens else None,
         spans=_spans(bill),
@@ -217,9 +97,12 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         promised=_against_estimate(estimate, bill),
         forecast=_forecast(next((a.forecast for a in accounts if a.forecast), None), bill),
         peak_bytes=bill.peak_bytes,
+        machines=bill_of(folder, accounts, datetime.now(UTC).timestamp()),
         **{name: _newest(accounts, lambda a, name=name: a.facts.get(name)) for name in FIGURES},  # type: ignore[misc]
         curves=_curves(log, accounts),
+        timeline=timeline_of(accounts, [row["step"] for row in log.evaluations]),
     )
+    return replace(receipt, diagnosis=diagnose(receipt))
 
 
 @dataclass(frozen=True)
@@ -260,7 +143,9 @@ def _curves(log: TrainingLog, accounts: list[Account]) -> Curves:
         {"step": row["step"], **{k: v for k, v in row["metrics"].items() if isinstance(v, float)}}
         for row in log.evaluations
     ]
-    return Curves(_curve(log.steps, log.losses), _utilisation(accounts), evaluations)
+    ends = [point for point in (log.losses.first, log.losses.last) if point is not None]
+    bands = log.losses.bands(N_BANDS)
+    return Curves(log.losses.means(N_CURVE_POINTS), bands, ends, _utilisation(accounts), evaluations)
 
 
 def _newest(accounts: list[Account], value: Callable[[Account], Any]) -> Any:

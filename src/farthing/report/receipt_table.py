@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from farthing.durability.files import Json
 from farthing.report.receipt import Comparison, Forecast, Pair, Promised, Receipt
 from farthing.report.safe import escape
 from farthing.settings import Settings
@@ -51,8 +52,16 @@ def draw_receipt(console: Console, receipt: Receipt) -> None:
     console.print()
     console.print(f"[bold]Receipt[/] {escape(receipt.run)} ({title})", highlight=False, soft_wrap=True)
     _draw_spans(console, receipt)
+    if ancestor := receipt.ancestor:
+        console.print(
+            f"begun from step {ancestor['step']} of {escape(ancestor['run'])}, which had cost {say_usd(ancestor['usd'])}:"
+            f" {say_usd(receipt.usd_with_ancestor)} in all",
+            soft_wrap=True,
+        )
     if not receipt.usd_is_known:
         console.print("[dim]no price was given: set where.usd_per_hour, or power_watts and usd_per_kwh[/]")
+    if receipt.machines:
+        _draw_machines(console, receipt.machines)
     facts = Table.grid(padding=(0, 2))
     for name, words in {**_of_training(receipt), **_of_trouble(receipt)}.items():
         if words:
@@ -62,9 +71,29 @@ def draw_receipt(console: Console, receipt: Receipt) -> None:
     _draw_metrics(console, receipt)
     if receipt.evaluation is not None:
         console.print(evaluation_table(receipt.evaluation))
+    draw_diagnosis(console, receipt)
 
 
-def evaluation_table(found: dict[str, Any]) -> Table:
+def draw_diagnosis(console: Console, receipt: Receipt) -> None:
+    """What holds the run back, what to set, and what that saves; nothing where nothing stands out."""
+    found = receipt.diagnosis
+    if found is None:
+        return
+    for finding in found.findings:
+        colour = "red" if finding.cause == found.largest else "yellow"
+        saves = _time_and_price(receipt, finding.saves_s, finding.saves_usd) + " in a run like this"
+        if finding.rest_s:
+            saves += f", {_time_and_price(receipt, finding.rest_s, finding.rest_usd)} in the rest of this one"
+        fix = f"{finding.fix}: " if finding.fix else ""
+        console.print(f"[{colour}]{finding.area}[/] {escape(f'{finding.cause}: {finding.evidence}')}", soft_wrap=True)
+        console.print(f"  {escape(fix + finding.to_do)}; saves about {escape(saves)}", soft_wrap=True)
+    for advice in found.advice:
+        console.print(f"[dim]money[/] {escape(advice.words)}", soft_wrap=True)
+        if advice.command:
+            console.print(f"  {escape(advice.command)}", soft_wrap=True)
+
+
+def evaluation_table(found: Json) -> Table:
     """What `farthing eval` has measured: the model, what it began with, the gain and what a hundredth of it has cost."""
     table = Table(box=None, padding=(0, 2), show_edge=False, title=escape(found["examples"]), title_justify="left")
     sides = [side for side in ("base", "tuned") if side in found]
@@ -97,6 +126,24 @@ def _draw_spans(console: Console, receipt: Receipt) -> None:
             table.add_row(*cells[: len(table.columns)])
     cells = ["total", f"{receipt.wall_s:.1f}", f"{1:.1%}", dollars(receipt.usd)]
     table.add_row(*(f"[bold]{cell}[/]" for cell in cells[: len(table.columns)]))
+    console.print(table)
+
+
+def _draw_machines(console: Console, machines: list[dict[str, Any]]) -> None:
+    """What was paid for each rented machine, from the request to the confirmed deletion; training is a part of it."""
+    total = sum(row["usd"] for row in machines)
+    dollars = digits_of(total)
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    table.add_column("machine")
+    for name in ("boot", "train", "idle", "teardown", "dollars"):
+        table.add_column(name, justify="right")
+    for row in machines:
+        where = f"{row['provider']} {row['instance'] or row['gpu']}" + (
+            "" if row["gone_at"] else ", not confirmed gone"
+        )
+        cells = [dollars(row["usd_of"][name]) for name in ("boot", "train", "idle", "teardown")]
+        table.add_row(escape(where), *cells, dollars(row["usd"]))
+    table.add_row("[bold]all machines[/]", "", "", "", "", f"[bold]{dollars(total)}[/]")
     console.print(table)
 
 

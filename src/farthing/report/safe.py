@@ -28,8 +28,6 @@ class SafeConsole(Console):
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         """The segments of something to print, without what would steer the terminal."""
         for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else _without_steering(text), style, control)
-
-
-def _without_steering(text: str) -> str:
-    return text if text.isascii() and text.isprintable() else "\n".join(map(printable, text.split("\n")))
+            if not (control or (text.isascii() and text.isprintable())):
+                text = "\n".join(map(printable, text.split("\n")))
+            yield Segment(text, style, control)

@@ -1,83 +1,183 @@
 """What the receipt says of `log.jsonl`: sums, the newest step, evaluations and a loss curve, a line in memory at a time.
 
 A run of a month has a million lines: those that the loop writes for a step are taken apart without reading their list of
-examples, all others as JSON. Refuses nothing: a line that is torn by a kill or damaged is passed over.
+examples, all others as JSON. What was read once is kept in a digest beside the log, with the place in the log up to which it
+holds, so that a reader goes on from there. Refuses nothing: a line that is torn by a kill or damaged is passed over, and a
+digest that is damaged, or of another log, is ignored.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from array import array
-from dataclasses import dataclass, field
+import zlib
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
-from farthing.durability.files import parse_json
-from farthing.durability.summed_lines import checked
+from farthing.durability.files import Json, parse_json, write_text
+from farthing.durability.summed_lines import checked, with_sum
 
+DIGEST = "log.digest.json"  # beside the log
 _STEP = re.compile(
     rb'\{"step": (\d+), "loss": ([^,]+), "grad_norm": [^,]+, "lr": [^,]+,'
     rb' "n_targets": (\d+), "n_tokens": (\d+), "examples": \['
 )
+_VERSION, _END_BYTES = 1, 512
+_WORTH_BYTES = 1 << 20
+"""A digest is written anew when so much has been added to the log: less is read in no time."""
+
+
+@dataclass
+class Curve:
+    """Values by step, as at most `MOST` stretches of 2^k values; what it holds depends on the values alone."""
+
+    size: int = 1
+    """Values of a stretch; the last one may have fewer."""
+    stretches: list[list[float]] = field(default_factory=list)
+    """[last step, values, their sum, the lowest, the highest]"""
+    first: list[float] | None = None
+    """[step, value] of the very first, and of the newest."""
+    last: list[float] | None = None
+
+    MOST = 1024
+
+    def add(self, step: int, value: float) -> None:
+        """The next value."""
+        self.last = [step, value]
+        last = self.stretches[-1] if self.stretches else None
+        if last is None or last[1] >= self.size:
+            self.first = self.first or [step, value]
+            if len(self.stretches) == self.MOST:
+                self._halve()
+            self.stretches.append([step, 1, value, value, value])
+            return
+        last[0] = step
+        last[1] += 1
+        last[2] += value
+        if value < last[3]:
+            last[3] = value
+        if value > last[4]:
+            last[4] = value
+
+    def _halve(self) -> None:
+        self.size *= 2
+        self.stretches = [_joined(self.stretches[i : i + 2]) for i in range(0, len(self.stretches), 2)]
+
+    def means(self, most: int) -> list[list[float]]:
+        """At most so many points [last step, mean of a stretch]."""
+        return [[step, total / n] for step, n, total, *_ in self.bands(most)]
+
+    def bands(self, most: int) -> list[list[float]]:
+        """At most so many stretches, as `stretches` has them."""
+        n = -(-len(self.stretches) // most) or 1
+        return [_joined(self.stretches[i : i + n]) for i in range(0, len(self.stretches), n)]
+
+
+def _joined(stretches: list[list[float]]) -> list[float]:
+    steps, counts, sums, lows, highs = zip(*stretches, strict=True)
+    return [steps[-1], sum(counts), sum(sums), min(lows), max(highs)]
 
 
 @dataclass
 class TrainingLog:
-    """A log in sum. `steps` and `losses`: of the steps that had a loss."""
+    """A log in sum. `losses`: of the steps that had a loss."""
 
     step: int = 0
     loss: float | None = None
     n_tokens: int = 0
     n_targets: int = 0
     n_skipped: int = 0
-    has_steps: bool = False
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    losses: array[float] = field(default_factory=lambda: array("d"))
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    losses: Curve = field(default_factory=Curve)
+    evaluations: list[Json] = field(default_factory=list)
+    has_sums: bool = False
+    """Whether a line with a checksum was seen: from there on lines without one are damaged."""
 
     def add_step(self, step: int, loss: float | None, n_targets: int, n_tokens: int) -> None:
         """A step was taken."""
-        self.has_steps = True
         self.step, self.loss = step, loss
         self.n_targets += n_targets
         self.n_tokens += n_tokens
         if loss is not None:
-            self.steps.append(step)
-            self.losses.append(loss)
+            self.losses.add(step, loss)
+
+    def add_line(self, whole: bytes) -> None:
+        """A line as it stands in the file."""
+        line, has_sum = checked(whole)
+        self.has_sums |= has_sum
+        if line is None or (self.has_sums and not has_sum):
+            return
+        match = _STEP.match(line)
+        if match is not None and line.endswith(b"]}"):
+            step, loss, n_targets, n_tokens = match.groups()
+            with contextlib.suppress(ValueError):
+                self.add_step(int(step), None if loss == b"null" else float(loss), int(n_targets), int(n_tokens))
+                return
+        self._add_other(line)
+
+    def _add_other(self, line: bytes) -> None:
+        """A line that is not of a step, or not as the loop writes it."""
+        try:
+            row = parse_json(line.decode("utf-8", errors="replace"))
+            if not isinstance(row, dict):
+                return
+            if "examples" in row:
+                self.add_step(row["step"], row["loss"], row["n_targets"], row["n_tokens"])
+            self.n_skipped += "skipped" in row
+            if isinstance(row.get("metrics"), dict) and isinstance(row.get("step"), int):
+                self.evaluations.append(row)
+        except (ValueError, KeyError, TypeError):
+            return
 
 
 def read_log(path: Path) -> TrainingLog:
     """The log at `path`; an empty one where there is none."""
-    log, has_sums = TrainingLog(), False
-    if path.exists():
-        with open(path, "rb") as file:
-            for whole in file:
-                line, has_sum = checked(whole)
-                has_sums |= has_sum
-                if line is None or (has_sums and not has_sum):
-                    continue
-                match = _STEP.match(line)
-                if match is not None and line.endswith(b"]}"):
-                    step, loss, n_targets, n_tokens = match.groups()
-                    try:
-                        log.add_step(int(step), None if loss == b"null" else float(loss), int(n_targets), int(n_tokens))
-                        continue
-                    except ValueError:
-                        pass
-                _add_other(log, line)
+    log = TrainingLog()
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        log, begin = _from_digest(path, file) or (log, 0)
+        file.seek(begin)
+        for line in file:
+            log.add_line(line)
     return log
 
 
-def _add_other(log: TrainingLog, line: bytes) -> None:
-    """A line that is not of a step, or not as the loop writes it."""
+def keep_digest(path: Path, kept_bytes: int = 0, *, worth_bytes: int = _WORTH_BYTES) -> int:
+    """Write down what the log says up to its last whole line, where so much was added to it since `kept_bytes`.
+
+    Returns up to which byte it is kept now. Raises `OSError`.
+    """
+    if not path.exists() or 0 <= path.stat().st_size - kept_bytes < worth_bytes:
+        return kept_bytes
+    with open(path, "rb") as file:
+        log, end = _from_digest(path, file) or (TrainingLog(), 0)
+        file.seek(end)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            log.add_line(line)
+            end += len(line)
+        facts = {"version": _VERSION, "end": end, "ends": _ends(file, end), "log": asdict(log)}
+    write_text(path.with_name(DIGEST), json.dumps(with_sum(facts), ensure_ascii=False))
+    return end
+
+
+def _from_digest(path: Path, file: BinaryIO) -> tuple[TrainingLog, int] | None:
+    """(the log so far, where to go on), where the digest is whole and of this very file."""
     try:
-        row = parse_json(line.decode("utf-8", errors="replace"))
-        if not isinstance(row, dict):
-            return
-        if "examples" in row:
-            log.add_step(row["step"], row["loss"], row["n_targets"], row["n_tokens"])
-        log.n_skipped += "skipped" in row
-        if isinstance(row.get("metrics"), dict) and isinstance(row.get("step"), int):
-            log.evaluations.append(row)
-    except (ValueError, KeyError, TypeError):
-        return
+        text, has_sum = checked(path.with_name(DIGEST).read_bytes())
+        facts = parse_json(text.decode()) if text is not None and has_sum else {}
+        if facts["version"] != _VERSION or facts["ends"] != _ends(file, facts["end"]):
+            return None
+        return TrainingLog(**{**facts["log"], "losses": Curve(**facts["log"]["losses"])}), facts["end"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _ends(file: BinaryIO, end: int) -> list[int]:
+    """Checksums of the first and the last bytes of the log up to `end`; its own length is a part of them."""
+    found = []
+    for begin in (0, max(0, end - _END_BYTES)):
+        file.seek(begin)
+        found.append(zlib.crc32(file.read(min(_END_BYTES, end))))
+    return [*found, end if file.seek(0, 2) >= end else -1]

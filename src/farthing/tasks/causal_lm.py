@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from farthing.metrics import Metrics
+
 
 def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
     """input_ids, attention_mask and labels [N, longest]; labels are aligned with input_ids, not shifted."""
@@ -21,7 +23,7 @@ def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
     return {**batch, "labels": filled(labels, batch["attention_mask"] > 0, IGNORED)}
 
 
-def _flat_labels(rows: Rows) -> NDArray[np.int64]:
+def _packed_labels(rows: Rows) -> NDArray[np.int64]:
     """[1, T], aligned with input_ids; the first of each document is ignored: nothing is predicted across a boundary."""
     import numpy as np
 
@@ -30,7 +32,7 @@ def _flat_labels(rows: Rows) -> NDArray[np.int64]:
     return labels[None]
 
 
-def _judge(seen: Evaluated) -> dict[str, Any]:
+def _judge(seen: Evaluated) -> Metrics:
     from farthing.metrics import perplexity
 
     return {"perplexity": perplexity(seen.loss), "document_loss": seen.document_loss}
@@ -47,7 +49,7 @@ CAUSAL_LM = Task(
     metrics={"loss": False, "perplexity": False, "document_loss": False},
     judge=_judge,
     pad=_pad,
-    flat_labels=_flat_labels,
+    packed_labels=_packed_labels,
     auto_class="AutoModelForCausalLM",
     peft_type="CAUSAL_LM",
     pipeline_tag="text-generation",

@@ -11,6 +11,8 @@ from farthing.tasks.task import Evaluated, Labels, Rows, Starter, Task
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from farthing.metrics import Metrics
+
 
 def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, str]:
     """The text, and the name of its class: text or a whole number. Raises `Unusable`."""
@@ -21,6 +23,8 @@ def _read(row: Mapping[str, Any], label_map: Mapping[str, str]) -> tuple[str, st
         what = f"{label}, a number with a fraction" if isinstance(label, float) else kind_of(label)
         raise Unusable(f"`label` is {what}, not a class (text or a whole number)")
     name = str(label)
+    if isinstance(label, bool):  # as JSON writes it, or as Python does
+        return text_of(row, "text"), label_map.get(name, label_map.get(name.lower(), name))
     return text_of(row, "text"), label_map.get(name, name)
 
 
@@ -37,7 +41,7 @@ def _loss(scores: Any, labels: Any, label_smoothing: float) -> Any:
     return cross_entropy(scores.float(), labels, reduction="sum", label_smoothing=label_smoothing)
 
 
-def _judge(seen: Evaluated) -> dict[str, Any]:
+def _judge(seen: Evaluated) -> Metrics:
     import numpy as np
 
     from farthing.metrics import classification_metrics
@@ -49,10 +53,10 @@ def _judge(seen: Evaluated) -> dict[str, Any]:
 
 def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
     """input_ids and attention_mask [N, longest], labels [N]."""
-    return {**rows.padded(pad_id), "labels": _flat_labels(rows)}
+    return {**rows.padded(pad_id), "labels": _packed_labels(rows)}
 
 
-def _flat_labels(rows: Rows) -> NDArray[Any]:
+def _packed_labels(rows: Rows) -> NDArray[Any]:
     """[N]"""
     assert rows.labels is not None
     return rows.labels.astype("float32" if rows.labels.dtype.kind == "f" else "int64")
@@ -66,7 +70,7 @@ CLASSIFICATION = Task(
     metrics={"loss": False, "accuracy": True, "f1": True, "precision": True, "recall": True},
     judge=_judge,
     pad=_pad,
-    flat_labels=_flat_labels,
+    packed_labels=_packed_labels,
     auto_class="AutoModelForSequenceClassification",
     peft_type="SEQ_CLS",
     pipeline_tag="text-classification",

@@ -23,7 +23,7 @@ class Format(NamedTuple):
     may_have: tuple[str, ...] = ()
 
 
-MESSAGES = Format("messages", ("messages",), ("tools",))
+MESSAGES = Format("messages", ("messages",), ("tools", "functions"))
 CONVERSATIONS = Format("conversations", ("conversations",), ("system", "tools"))
 INSTRUCTION = Format("instruction", ("instruction", "output"), ("input", "system"))
 PROMPT_COMPLETION = Format("prompt/completion", ("prompt", "completion"))

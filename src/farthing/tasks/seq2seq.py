@@ -10,6 +10,8 @@ from farthing.tasks.task import IGNORED, Evaluated, Rows, Starter, Task, filled,
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from farthing.metrics import Metrics
+
 
 def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
     """input_ids and attention_mask [N, longest input], labels [N, longest target]; an example is its input, then its target."""
@@ -23,7 +25,7 @@ def _pad(rows: Rows, pad_id: int) -> dict[str, NDArray[Any]]:
     return {**inputs.padded(pad_id), "labels": labels}
 
 
-def _judge(seen: Evaluated) -> dict[str, Any]:
+def _judge(seen: Evaluated) -> Metrics:
     from farthing.metrics import text_metrics
 
     texts = text_metrics(seen.predictions, seen.references) if seen.predictions else {}
@@ -45,7 +47,7 @@ SEQ2SEQ = Task(
     },
     judge=_judge,
     pad=_pad,
-    flat_labels=None,
+    packed_labels=None,
     auto_class="AutoModelForSeq2SeqLM",
     peft_type="SEQ_2_SEQ_LM",
     pipeline_tag="text2text-generation",

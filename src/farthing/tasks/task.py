@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from farthing.metrics import Metrics
+
 IGNORED = -100  # label of a position the loss does not count, as in transformers
 
 
@@ -111,11 +113,11 @@ class Task(NamedTuple):
     """Longest input in tokens where the job does not say."""
     metrics: Mapping[str, bool]
     """What an evaluation measures, and whether more of it is better."""
-    judge: Callable[[Evaluated], dict[str, Any]]
+    judge: Callable[[Evaluated], Metrics]
     """Those metrics, but for the loss."""
     pad: Callable[[Rows, int], dict[str, NDArray[Any]]]
     """The arrays of a padded micro-batch, filled up with a token's id."""
-    flat_labels: Callable[[Rows], NDArray[Any]] | None
+    packed_labels: Callable[[Rows], NDArray[Any]] | None
     """The labels of a micro-batch whose examples stand end to end; None where they can't."""
     auto_class: str
     """The class of transformers that loads its model."""

@@ -13,13 +13,16 @@ import torch
 import farthing
 from farthing.config.job import Job
 from farthing.data.batches import Batches
+from farthing.data.packing import PieceCost
 from farthing.durability.checkpoint import Checkpoints
+from farthing.durability.files import Json
 from farthing.durability.run_folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
 from farthing.durability.summed_lines import SummedLines
 from farthing.events import Warned
+from farthing.model.activation_checkpointing import MemoryNeed, checkpointed_layers
 from farthing.model.adapters import count_parameters
 from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
-from farthing.model.flops import flops_per_token
+from farthing.model.flops import flops_per_token, recomputed_share
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, free_bytes, taken_bytes
 from farthing.model.liger import use_liger
@@ -37,6 +40,7 @@ from farthing.train.step import Steps
 from farthing.train.step_log import note_out_of_memory
 from farthing.train.throughput import Pace
 from farthing.train.update_guard import OPTIMIZER_TO_DO, out_of_memory_said
+from farthing.train.work import Work
 
 SAVE_EVERY_S = 300.0  # where there is no plan
 
@@ -53,7 +57,7 @@ def assemble(
 ) -> Attempt:
     """The attempt at step 0. `examples` are those for training and for evaluation."""
     train, ledger, (train_examples, eval_examples) = job.train, context.ledger, examples
-    batches = Batches(train_examples.indices, job.global_batch_size, train.seed)
+    batches = Batches(train_examples.indices, job.global_batch_size, train.seed, train_examples.weights)
     schedule = first_schedule(job, context.folder, ledger, estimate, batches.steps_per_epoch)
     optimizer = build_optimizer(job, model, rules_of(context.folder))
     scaler = torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler)
@@ -70,10 +74,12 @@ def assemble(
         inputs.pad_id,
         numerics,
         label_smoothing=train.label_smoothing_factor,
-        may_go_flat=job.model.attn_implementation is None,
+        may_go_packed=job.model.attn_implementation is None,
         tile_tokens=settings.tile_tokens,
+        piece_cost=PieceCost(settings.least_tokens, settings.more_tokens),
     )
-    before_bytes, free = taken_bytes(numerics.device), free_bytes(numerics.device)
+    forward.within = context.ranks.within
+    before_bytes, free = taken_bytes(numerics.device), context.ranks.least(free_bytes(numerics.device))
     with out_of_memory_said(OPTIMIZER_TO_DO):
         allocate_state(optimizer)
     memory = settle_checkpointing(
@@ -105,9 +111,10 @@ def assemble(
         train.seed,
         settings,
         context.meter,
-        lambda: bool(context.notice),
+        lambda: bool(context.notice) or context.ranks.others_ask_to_leave,
         lambda step, why, is_less: note_out_of_memory(attempt, step, why, is_less),
         lambda: wait_for_copies(attempt),
+        context.ranks,
     )
     attempt = Attempt(
         job=job,
@@ -139,6 +146,7 @@ def assemble(
         log=SummedLines(context.folder / LOG),
         pace=Pace(numerics, flops_per_token(model, job.method.name), context.meter),
         record=Record(loaded_bytes=before_bytes),
+        work=Work(train_examples.tokens.lengths[train_examples.indices], _work_facts(model, memory, free)),
         saving=Saving(_save_every_s(job, estimate), context.meter.wall_s, (0, 0, False)),
         clocks=Clocks(n_graphs=n_graphs()),
     )
@@ -172,8 +180,20 @@ def _compile(
     return compile_blocks(model) if pays else "it would not pay"
 
 
+def _work_facts(model: Any, memory: MemoryNeed, free_bytes: int) -> dict[str, Any]:
+    """What activation checkpointing adds to a step, and what of memory it would take to do without."""
+    layers = checkpointed_layers(model)
+    kept_bytes = memory.layer.at(memory.n_tokens) * len(layers)
+    return {
+        "recomputed_share": round(recomputed_share(model, layers, memory.checkpoint_every), 4),
+        "need_bytes": memory.total_bytes,
+        "need_without_checkpointing_bytes": int(memory.total_bytes + kept_bytes) if memory.checkpoint_every else None,
+        "free_bytes": free_bytes,
+    }
+
+
 def _checkpoints(job: Job, context: Context) -> Checkpoints:
-    copies: dict[str, Any] = {}
+    copies: Json = {}
     return Checkpoints(
         context.folder / CHECKPOINTS,
         context.run_id,
@@ -184,7 +204,7 @@ def _checkpoints(job: Job, context: Context) -> Checkpoints:
     )
 
 
-def manifest_facts(context: Context, copies: dict[str, Any]) -> dict[str, Any]:
+def manifest_facts(context: Context, copies: Json) -> Json:
     """What a checkpoint's manifest says of the run, the files that decide its result among it. Brings `copies` up to date."""
     copies.update(copies_of(context.folder, copies))
     return {"farthing": farthing.__version__, **context.ledger.witness(), COPIES: dict(copies)}

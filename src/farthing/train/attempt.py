@@ -27,11 +27,13 @@ from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
 from farthing.planner.measurements import Record
 from farthing.settings import Settings
+from farthing.train.ranks import Ranks
 from farthing.train.schedule import Schedule
 from farthing.train.setup import Examples, Inputs
 from farthing.train.state import Progress
 from farthing.train.step import StepResult, Steps
 from farthing.train.throughput import Pace
+from farthing.train.work import Work
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Context:
     ledger: Ledger
     notice: Notice
     emit: Emit
+    ranks: Ranks = field(default_factory=Ranks)
+    """The processes that share the run."""
     replica: Mirror | None = None
     """The copy of this run in a store, where the job names one."""
 
@@ -74,6 +78,8 @@ class Saving:
     """Seconds in which training stood still for the last one."""
     wrote_model_early: bool = False
     """The model was exported while the limits still paid for a start."""
+    digest_bytes: int = 0
+    """Of the log, up to where its digest holds."""
 
 
 @dataclass
@@ -123,6 +129,7 @@ class Attempt:
     log: SummedLines
     pace: Pace
     record: Record
+    work: Work
     saving: Saving
     clocks: Clocks = field(default_factory=Clocks)
     in_flight: deque[StepResult] = field(default_factory=deque)

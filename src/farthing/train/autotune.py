@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,7 +190,7 @@ class Prober:
             0,
             len(self._sample),
             lambda step: self._sample[step],
-            lambda examples: self.forward.cut(tokens, examples, settings.micro_batch_tokens),
+            lambda examples: self.steps.table_of(examples, settings.micro_batch_tokens).cells,
             lambda examples: self.forward.collate(tokens, examples),
         )
 
@@ -208,7 +207,7 @@ def _less_checkpointing(start: Settings) -> Iterator[Iterator[Settings]]:
         yield iter([replace(fewer, micro_batch_tokens=max(1, start.micro_batch_tokens // 2))])
 
 
-def in_words(trial: Trial) -> dict[str, Any]:
+def in_words(trial: Trial) -> dict[str, float | None]:
     """A trial in plain values."""
     return {
         **tried(trial.settings),

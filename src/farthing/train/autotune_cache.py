@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,12 +76,14 @@ def subject_of(job: Job, config: Any, examples: Examples, numerics: Numerics) ->
     )
 
 
-def tried(settings: Settings) -> dict[str, Any]:
+def tried(settings: Settings) -> dict[str, int | None]:
     """What a probe tries of settings."""
-    return {name: value for name, value in settings.to_json().items() if name in TRIED}
+    return {name: getattr(settings, name) for name in TRIED}
 
 
-def leave_probe(path: Path, subject: Subject, settings: Settings, when: str, trials: list[dict[str, Any]]) -> None:
+def leave_probe(
+    path: Path, subject: Subject, settings: Settings, when: str, trials: Sequence[Mapping[str, object]]
+) -> None:
     """Add what a probe has found. Raises `OSError`."""
     row = {"when": when, "subject": dataclasses.asdict(subject), "settings": tried(settings), "trials": trials}
     append_line(path, with_sum(row))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +13,32 @@ from torch import Tensor
 from farthing.data.packing import target_lengths_of
 from farthing.data.token_set import TokenSet
 from farthing.errors import Interrupted
+from farthing.metrics import Metrics
+from farthing.model.documents import Batch
 from farthing.model.forward import Forward
 from farthing.tasks.task import Evaluated
+from farthing.train.ranks import Ranks
+
+
+class Writing(NamedTuple):
+    """With what, and how much, a model may write for an example."""
+
+    tokenizer: Any
+    max_new_tokens: int
+
+
+class Found(NamedTuple):
+    """What a batch has shown. Tensors stay on the device."""
+
+    number: int
+    """Of the batch among all."""
+    loss: Tensor
+    of_documents: Tensor | None = None
+    """Sum over the documents of the mean loss of each, where tokens are scored."""
+    labels: Tensor | None = None
+    answers: Tensor | None = None
+    predictions: list[str] | None = None
+    references: list[str] | None = None
 
 
 @torch.no_grad()
@@ -23,72 +47,107 @@ def evaluate(
     tokens: TokenSet,
     examples: NDArray[np.int64],
     *,
-    tokenizer: Any,
     most_tokens: int,
-    max_new_tokens: int = 0,
+    writing: Writing | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, Any]:
+    ranks: Ranks | None = None,
+) -> Metrics:
     """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is not a number.
 
-    A batch has at most `most_tokens` computed tokens, or one example. Where input and target are apart, at most
-    `max_new_tokens` are written for each; 0: nothing is. Raises `Interrupted` when asked to stop in between.
+    A batch has at most `most_tokens` computed tokens, or one example. Where input and target are apart, a
+    text is written for each with `writing`. `ranks` share the batches, and all know all metrics. Raises
+    `Interrupted` when asked to stop in between.
     """
-    model, task = forward.model, forward.of
+    model, ranks = forward.model, ranks or Ranks()
     was_training = model.training
     model.eval()
-    n_targets, done = 0, 0
-    losses: list[Tensor] = []
-    of_documents: list[Tensor] = []
-    labels: list[Tensor] = []
-    chosen: list[Tensor] = []
-    predictions: list[str] = []
-    references: list[str] = []
+    found: list[Found] = []
+    done = 0
     try:
-        for piece in forward.cut(tokens, examples, most_tokens):
-            if should_stop():
-                raise Interrupted("stopped while evaluating")
-            arrays = forward.collate(tokens, piece)
-            batch = forward.to_device(arrays)
-            if task.labels is not None:
-                loss, scores = forward.loss_and_scores(batch)
-                chosen.append(task.labels.answers(scores))
-                labels.append(batch["labels"])
-            else:
-                loss, log_probs = forward.loss_and_log_probs(batch)
-                n_each = torch.from_numpy(target_lengths_of(tokens, piece)).to(log_probs.device, non_blocking=True)
-                of_documents.append(-(log_probs / n_each).double().sum())
-            losses.append(loss.double())
-            if task.is_pair and max_new_tokens:
-                with forward.numerics.autocasting():
-                    written = _generate(model, batch, max_new_tokens)
-                predictions += tokenizer.batch_decode(written, skip_special_tokens=True)
-                targets = np.where(arrays["labels"] >= 0, arrays["labels"], forward.pad_id)
-                references += tokenizer.batch_decode(targets, skip_special_tokens=True)
-            n_targets += tokens.n_targets(piece)
-            done += len(piece)
-            progress(done, len(examples))
-        total = float(torch.stack(losses).sum()) if losses else 0.0  # the device is waited for here, at the end
-        document_loss = float(torch.stack(of_documents).sum()) / len(examples) if of_documents else 0.0
+        with ranks.all_or_none():
+            pieces = forward.cut(tokens, examples, most_tokens)
+            for number, piece in list(enumerate(pieces))[ranks.index :: ranks.n]:
+                if should_stop() and not ranks.is_spread:
+                    raise Interrupted("stopped while evaluating")
+                found.append(_measure(forward, tokens, piece, number, writing))
+                done += len(piece)
+                progress(done, len(examples))
+            if ranks.is_spread:  # all go through the model as often
+                if len(found) < -(-len(pieces) // ranks.n):
+                    _measure(forward, tokens, pieces[-1], len(pieces), writing)
+                if should_stop():
+                    raise Interrupted("stopped while evaluating")
     finally:
         model.train(was_training)
-    mean = total / max(1, n_targets)
+    if ranks.n > 1:
+        found = _of_all(ranks, found, forward.numerics.device)
+    total = _total([each.loss for each in found])  # the device is waited for here, at the end
+    document_loss = _total([each.of_documents for each in found]) / max(1, len(examples))
+    mean = total / max(1, tokens.n_targets(examples))
     if not np.isfinite(mean):  # what such scores choose means nothing
         return {"loss": None, "n_examples": len(examples)}
-    metrics: dict[str, Any] = {"loss": mean, "n_examples": len(examples)}
-    of_examples = (_fetched(labels), _fetched(chosen), tokens.label_names)
-    return metrics | task.judge(Evaluated(mean, document_loss, *of_examples, predictions, references))
+    metrics: Metrics = {"loss": mean, "n_examples": len(examples)}
+    labels, answers = _fetched([each.labels for each in found]), _fetched([each.answers for each in found])
+    predictions = [text for each in found for text in each.predictions or ()]
+    references = [text for each in found for text in each.references or ()]
+    of_task = Evaluated(mean, document_loss, labels, answers, tokens.label_names, predictions, references)
+    return metrics | forward.of.judge(of_task)
 
 
-def _fetched(parts: list[Tensor]) -> NDArray[Any]:
+def _measure(
+    forward: Forward, tokens: TokenSet, piece: NDArray[np.int64], number: int, writing: Writing | None
+) -> Found:
+    """One batch through the model."""
+    task = forward.of
+    arrays = forward.collate(tokens, piece)
+    batch = forward.to_device(arrays)
+    if task.labels is not None:
+        loss, scores = forward.loss_and_scores(batch)
+        return Found(number, loss.double(), labels=batch["labels"], answers=task.labels.answers(scores))
+    loss, log_probs = forward.loss_and_log_probs(batch)
+    n_each = torch.from_numpy(target_lengths_of(tokens, piece)).to(log_probs.device, non_blocking=True)
+    found = Found(number, loss.double(), -(log_probs / n_each).double().sum())
+    if not task.is_pair or writing is None:
+        return found
+    with forward.numerics.autocasting():
+        written = _generate(forward.model, batch, writing.max_new_tokens)
+    targets = np.where(arrays["labels"] >= 0, arrays["labels"], forward.pad_id)
+    predictions, references = (
+        writing.tokenizer.batch_decode(each, skip_special_tokens=True) for each in (written, targets)
+    )
+    return found._replace(predictions=predictions, references=references)
+
+
+def _of_all(ranks: Ranks, found: list[Found], device: torch.device) -> list[Found]:
+    """What all ranks have found, in the order that one alone has."""
+    own = [[each.tolist() if isinstance(each, Tensor) else each for each in one] for one in found]
+    of_all = sorted((row for of_rank in ranks.gather(own) for row in of_rank), key=lambda row: row[0])
+    dtypes = {"loss": torch.float64, "of_documents": torch.float64, "labels": None, "answers": None}
+
+    def tensor(name: str, value: Any) -> Any:
+        as_it_is = name not in dtypes or value is None
+        return value if as_it_is else torch.tensor(value, dtype=dtypes[name], device=device)
+
+    return [Found(*(tensor(name, value) for name, value in zip(Found._fields, row, strict=True))) for row in of_all]
+
+
+def _total(parts: list[Tensor | None]) -> float:
+    """Their sum; 0 where there are none."""
+    there = [part for part in parts if part is not None]
+    return float(torch.stack(there).sum()) if there else 0.0
+
+
+def _fetched(parts: list[Tensor | None]) -> NDArray[Any]:
     """One array on the host; a number in bf16, which numpy has not, in fp32."""
-    if not parts:
+    there = [part for part in parts if part is not None]
+    if not there:
         return np.empty(0)
-    whole = torch.cat(parts).cpu()
+    whole = torch.cat(there).cpu()
     return np.asarray(whole.float().numpy() if whole.is_floating_point() else whole.numpy())
 
 
-def _generate(model: Any, batch: dict[str, Any], max_new_tokens: int) -> Any:
+def _generate(model: Any, batch: Batch, max_new_tokens: int) -> Any:
     """Greedy continuation [batch, length] of the encoder's input."""
     return model.generate(
         input_ids=batch["input_ids"],

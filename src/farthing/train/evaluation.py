@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from farthing.device_memory import is_out_of_memory
 from farthing.events import Evaluated, Evaluating
+from farthing.metrics import Metrics
 from farthing.model.hardware import free_cached
 from farthing.train.attempt import Attempt
-from farthing.train.evaluate import evaluate
+from farthing.train.evaluate import Writing, evaluate
 from farthing.train.step_log import settle
 
 
@@ -21,7 +20,8 @@ def evaluate_run(attempt: Attempt) -> None:
         metrics = _measured(attempt)
     at.evaluated_step = at.step
     attempt.n_evaluated_tokens = attempt.forward.n_sent_tokens - n_before
-    is_best = _judge(attempt, metrics.get(attempt.metric))
+    value = metrics.get(attempt.metric)
+    is_best = _judge(attempt, value if isinstance(value, float | int) else None)
     attempt.clocks.evaluation_s = meter.wall_s - started_s
     attempt.record.evaluations_s.append(attempt.clocks.evaluation_s)
     event = Evaluated(at.step, metrics, is_best)
@@ -50,13 +50,14 @@ def _judge(attempt: Attempt, value: float | None) -> bool:
     return is_best
 
 
-def _measured(attempt: Attempt) -> dict[str, Any]:
+def _measured(attempt: Attempt) -> Metrics:
     """Metrics of the model as it is. Raises `Interrupted`.
 
     Where memory runs out it is tried once as before, then with half as much at once, down to the longest example.
     """
-    held_out, train = attempt.eval_examples, attempt.job.train
+    held_out, train, ranks = attempt.eval_examples, attempt.job.train, attempt.context.ranks
     assert held_out is not None
+    writing = Writing(attempt.inputs.tokenizer, attempt.job.data.max_target_length)
     longest = int(held_out.tokens.lengths[held_out.indices].max())
     # as much at once as training was seen to have room for
     most_tokens, has_freed = min(attempt.settings.micro_batch_tokens, train.per_device_eval_batch_size * longest), False
@@ -66,10 +67,10 @@ def _measured(attempt: Attempt) -> dict[str, Any]:
                 attempt.forward,
                 held_out.tokens,
                 held_out.indices,
-                tokenizer=attempt.inputs.tokenizer,
                 most_tokens=most_tokens,
-                max_new_tokens=attempt.job.data.max_target_length if train.predict_with_generate else 0,
-                should_stop=lambda: bool(attempt.context.notice),
+                writing=writing if train.predict_with_generate else None,
+                should_stop=lambda: bool(attempt.context.notice) or ranks.others_ask_to_leave,
+                ranks=ranks,
                 progress=lambda done, total: attempt.context.emit(Evaluating(done, total)),
             )
         except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from farthing.train.attempt import Attempt
 
@@ -80,7 +79,7 @@ def remaining_s(attempt: Attempt) -> float | None:
     return rest
 
 
-def takes(attempt: Attempt) -> dict[str, Any]:
+def takes(attempt: Attempt) -> dict[str, float]:
     """What parts of this attempt took, for a later one."""
     return {
         "start_s": round(attempt.clocks.start_s, 3),

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from farthing.data.token_set import TokenSet
 from farthing.events import KeepingFrozen, Note, Working
-from farthing.model.frozen_cache import open_prefix_cache
-from farthing.model.frozen_layers import Prefix, find_prefix
+from farthing.model.frozen_cache import open_frozen_cache
+from farthing.model.frozen_layers import FrozenLayers, find_frozen_layers
 from farthing.planner.frozen_cache_cost import FrozenCacheCost
 from farthing.train.attempt import Attempt
 from farthing.units import plural
 
-PREFIX_TOKENS = 4096  # computed at once for what frozen layers give: part of what makes it the same to the bit
+FROZEN_TOKENS = 4096  # computed at once for what frozen layers give: part of what makes it the same to the bit
 DISK_READ_BYTES_PER_S, DISK_WRITE_BYTES_PER_S = 1e9, 0.4e9  # assumed of a cloud's disk
 
 
@@ -31,12 +31,12 @@ def begin_behind_frozen_layers(attempt: Attempt) -> bool:
     Decided by the first attempt, as it changes rounding. Raises `Interrupted`.
     """
     decided = attempt.settings.caches_frozen
-    prefix = (
-        find_prefix(attempt.model, attempt.job.task)
-        if attempt.forward.is_flat and decided is not False
+    frozen = (
+        find_frozen_layers(attempt.model, attempt.job.task)
+        if attempt.forward.is_packed and decided is not False
         else "not asked"
     )
-    if isinstance(prefix, str):
+    if isinstance(frozen, str):
         return False
     sets = [(attempt.train_examples.tokens, attempt.train_examples.indices)]
     if attempt.eval_examples is not None:
@@ -45,19 +45,19 @@ def begin_behind_frozen_layers(attempt: Attempt) -> bool:
             sets = [(sets[0][0], np.concatenate([indices for _, indices in sets]))]
     if any(attempt.forward.mixes(tokens, indices) for tokens, indices in sets):
         return False
-    if decided is None and (reason := _why_not_keep(attempt, prefix, sets)):
-        attempt.context.emit(Note(f"the output of {plural(prefix.n_layers, 'frozen layer')} is not kept: {reason}"))
+    if decided is None and (reason := _why_not_keep(attempt, frozen, sets)):
+        attempt.context.emit(Note(f"the output of {plural(frozen.n_layers, 'frozen layer')} is not kept: {reason}"))
         return False
     caches = []
     for tokens, indices in sets:
-        attempt.context.emit(Working(f"computing {plural(prefix.n_layers, 'frozen layer')} once for all epochs"))
-        cache = open_prefix_cache(
-            prefix,
+        attempt.context.emit(Working(f"computing {plural(frozen.n_layers, 'frozen layer')} once for all epochs"))
+        cache = open_frozen_cache(
+            frozen,
             tokens,
             indices,
             Path(attempt.job.cache_dir or "."),
             numerics=attempt.numerics,
-            most_tokens=PREFIX_TOKENS,
+            most_tokens=FROZEN_TOKENS,
             progress=lambda done, total: attempt.context.emit(KeepingFrozen(done, total)),
             should_stop=lambda: bool(attempt.context.notice),
         )
@@ -67,13 +67,13 @@ def begin_behind_frozen_layers(attempt: Attempt) -> bool:
                 attempt.warn("earlier attempts used it: the result is equal to rounding, not to the bit")
             return bool(decided)
         caches.append((tokens, cache))
-    attempt.forward.begin_at(prefix, caches)
+    attempt.forward.begin_at(frozen, caches)
     return True
 
 
-def _why_not_keep(attempt: Attempt, prefix: Prefix, sets: list[tuple[TokenSet, NDArray[np.int64]]]) -> str | None:
+def _why_not_keep(attempt: Attempt, frozen: FrozenLayers, sets: list[tuple[TokenSet, NDArray[np.int64]]]) -> str | None:
     """Why the output of frozen layers had better be computed every time; None where keeping it pays."""
-    n_layers, k = attempt.inputs.config.get_text_config().num_hidden_layers, prefix.n_layers
+    n_layers, k = attempt.inputs.config.get_text_config().num_hidden_layers, frozen.n_layers
     n_tokens = sum(int(tokens.lengths[indices].sum()) for tokens, indices in sets)
     n_trained = int(attempt.train_examples.tokens.lengths[attempt.train_examples.indices].sum())
     estimate, steps = attempt.estimate, attempt.batches.steps_per_epoch
@@ -93,7 +93,7 @@ def _why_not_keep(attempt: Attempt, prefix: Prefix, sets: list[tuple[TokenSet, N
         layers_s_per_token=layers_s,
         rest_s_per_token=rest_s,
         n_tokens=n_tokens,
-        bytes_per_token=prefix.width * 4,
+        bytes_per_token=frozen.width * 4,
         free_bytes=shutil.disk_usage(attempt.job.cache_dir or ".").free,
         read_bytes_per_s=DISK_READ_BYTES_PER_S,
         write_bytes_per_s=DISK_WRITE_BYTES_PER_S,

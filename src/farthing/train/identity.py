@@ -14,6 +14,7 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.data.read import Source
 from farthing.data.token_set import Recipe, tokenizer_sha256
+from farthing.durability.files import Json
 from farthing.model.load import ModelChoice, model_sha256, model_sha256_by_place
 
 MODEL_CONTENT = "model (content)"
@@ -27,32 +28,34 @@ def identity_of(
     train_sources: list[Source],
     eval_sources: list[Source],
     recipe: Recipe,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The identity of a run, flat: what two attempts have to agree on."""
     tokenization = recipe.settings()
+    weights = [source.weight for source in train_sources]
     if recipe.version == 1:  # whose runs did not note it
         tokenization.pop("date", None)
     return {
         **job.identity(),
-        "data.train (content)": [source.sha256 for source in train_sources],
-        "data.eval (content)": [source.sha256 for source in eval_sources],
+        "data.train (content)": [source.identity for source in train_sources],
+        "data.eval (content)": [source.identity for source in eval_sources],
         "tokenizer (content)": tokenizer_sha256(tokenizer),
+        **({"data.train (weights)": weights} if any(weight != 1 for weight in weights) else {}),
         MODEL_CONTENT: model_sha256(choice, config, Path(job.cache_dir) if job.cache_dir else None),
         **{f"tokenization.{key}": value for key, value in tokenization.items() if key != "label_names"},
     }
 
 
 def former_names(
-    job: Job, choice: ModelChoice, config: Any, identity: dict[str, Any]
-) -> Callable[[dict[str, Any], Any], dict[str, Any]]:
+    job: Job, choice: ModelChoice, config: Any, identity: dict[str, object]
+) -> Callable[[Json, Any], Json]:
     """A function of a run's facts and its kept job: what earlier versions of farthing wrote for this same `identity`.
 
     They hashed the model's configuration together with its path and the library's version, or only the ends of its weight
     files, and did not know every key: one that is missing stands for its default.
     """
 
-    def names(facts: dict[str, Any], kept_job: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def names(facts: Json, kept_job: Any) -> Json:
+        found: Json = {}
         before = facts.get("identity")
         for key in identity.keys() - (before.keys() if isinstance(before, dict) else set()):
             if is_default(job, key, identity[key]):

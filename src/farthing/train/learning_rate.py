@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from farthing.config.job import Job
@@ -28,9 +29,11 @@ def first_schedule(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | 
     train = job.train
     n_steps = math.ceil(train.num_train_epochs * steps_per_epoch) if train.max_steps is None else train.max_steps
     if not train.fit_schedule_to_budget:
-        n_warmup = _warmup_of(job)(n_steps)
+        n_warmup = _warmup_of(job, steps_per_epoch)(n_steps)
         return Schedule(n_steps, n_warmup, _curve(job, n_warmup, n_steps))
-    return _as_fitted(job, kept_fit(folder / SCHEDULE) or _first_fit(job, folder, ledger, estimate, n_steps))
+    return as_fitted(
+        job, kept_fit(folder / SCHEDULE) or _first_fit(job, folder, ledger, estimate, (n_steps, steps_per_epoch))
+    )
 
 
 def settle_schedule(attempt: Attempt) -> None:
@@ -38,31 +41,37 @@ def settle_schedule(attempt: Attempt) -> None:
     fit, job, train = attempt.schedule.fit, attempt.job, attempt.job.train
     assert fit is not None
     settle(attempt)
-    ledger = attempt.context.ledger
+    ledger, ranks = attempt.context.ledger, attempt.context.ranks
     step_s = attempt.pace.step_s or ledger.takes.get("step_s")
     if step_s is not None:
         if attempt.eval_examples is not None and train.eval_strategy != "no":
             step_s += evaluation_s(attempt) / (train.eval_steps or attempt.batches.steps_per_epoch)
         step_s += attempt.saving.took_s / (train.save_steps or max(1.0, attempt.saving.every_s / step_s))
     fit = settled_fit(fit, seconds_left(job, ledger), step_s, leaving_s(attempt))
+    fit = Fit(**ranks.tell_all(asdict(fit)))
     keep_fit(attempt.context.folder / SCHEDULE, fit)
-    attempt.schedule = _as_fitted(job, fit)
+    attempt.schedule = as_fitted(job, fit)
     attempt.steps.n_steps = attempt.n_steps
     attempt.steps.close()  # what was made ready knew the number
     text = f"the schedule is fixed: {plural(attempt.n_steps, 'step')} of {fit.asked_steps:,} fit the limits"
     attempt.context.emit(Note(text))
 
 
-def _first_fit(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | None, n_steps: int) -> Fit:
-    """The steps that the limits buy by what a step is estimated to take, kept for later attempts."""
+def _first_fit(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | None, asked: tuple[int, int]) -> Fit:
+    """The steps that the limits buy by what a step is estimated to take, kept for later attempts.
+
+    `asked`: (steps, those of an epoch).
+    """
+    n_steps, steps_per_epoch = asked
     step_s, seconds = (None, {}) if estimate is None else (estimate.step_s, estimate.seconds)
     if step_s is not None:
         step_s += (seconds.get("evaluation", 0.0) + seconds.get("checkpoints", 0.0)) / n_steps
     left_s, end_s = seconds_left(job, ledger), seconds.get("export", EXPORT_S)
-    return keep_fit(folder / SCHEDULE, first_fit(n_steps, _warmup_of(job), left_s, step_s, end_s))
+    return keep_fit(folder / SCHEDULE, first_fit(n_steps, _warmup_of(job, steps_per_epoch), left_s, step_s, end_s))
 
 
-def _as_fitted(job: Job, fit: Fit) -> Schedule:
+def as_fitted(job: Job, fit: Fit) -> Schedule:
+    """The schedule of a fit."""
     factor = fitted_schedule(
         job.train.lr_scheduler_type,
         n_warmup_steps=fit.n_warmup_steps,
@@ -78,7 +87,10 @@ def _curve(job: Job, n_warmup_steps: int, n_steps: int) -> Callable[[int], float
     return schedule(name, n_warmup_steps=n_warmup_steps, n_steps=n_steps, learning_rate=job.learning_rate)
 
 
-def _warmup_of(job: Job) -> Callable[[int], int]:
+def _warmup_of(job: Job, steps_per_epoch: int) -> Callable[[int], int]:
     """Steps of warm-up in a run of so many steps."""
     train = job.train
-    return lambda n_steps: math.ceil(train.warmup_ratio * n_steps) if train.warmup_steps is None else train.warmup_steps
+    fixed = train.warmup_steps
+    if train.warmup_epochs is not None:
+        fixed = math.ceil(train.warmup_epochs * steps_per_epoch)
+    return lambda n_steps: math.ceil(train.warmup_ratio * n_steps) if fixed is None else fixed

@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from farthing.durability.ledger import Ledger
 from farthing.durability.preemption import Heard, Notice
 from farthing.errors import Interrupted, NotFinite
+from farthing.train.agreement import Due, agreed
 from farthing.train.attempt import Attempt
 from farthing.train.budget import LONGEST_START_S, over_limit
 from farthing.train.evaluation import evaluate_run
-from farthing.train.forecast import evaluation_is_due, is_done, reserve_s, reserve_with_start_s
+from farthing.train.forecast import evaluation_is_due, is_done, reserve_s
 from farthing.train.learning_rate import settle_schedule
-from farthing.train.saver import export, note_finished_save, save, save_is_due, save_last, write_model_early
+from farthing.train.saver import export, mark_of, note_finished_save, save, save_last, write_model_early
 from farthing.train.step_log import note_rest, settle
 
 COLLECT_EVERY_STEPS = 200  # cycles of references, each of which may hold on to tensors
@@ -32,14 +33,17 @@ def loop(attempt: Attempt) -> tuple[str, str]:
     with contextlib.closing(attempt.steps), rare_collections():
         try:
             try:
-                while not (ended := why_stop(attempt)):
+                while True:
+                    ended, due = agreed(attempt, why_stop(attempt))
+                    if ended:
+                        break
                     if evaluation_is_due(attempt):
                         evaluate_run(attempt)
                     else:
-                        before_step(attempt)
+                        before_step(attempt, due)
                         take_step(attempt)
             except Interrupted:
-                ended = "interrupted", str(attempt.context.notice.reason)
+                ended = "interrupted", attempt.context.notice.reason or "another rank was asked to leave"
             save_last(attempt)
         except NotFinite:
             note_rest(attempt)
@@ -84,14 +88,13 @@ def note_news(notice: Notice, ledger: Ledger) -> list[Heard]:
     return news
 
 
-def before_step(attempt: Attempt) -> None:
+def before_step(attempt: Attempt, due: Due) -> None:
     """Settle the schedule, write the model early and save, where they are due."""
-    fit, job, ledger = attempt.schedule.fit, attempt.job, attempt.context.ledger
-    if fit and not fit.settled and attempt.progress.step >= fit.settles_at:
+    if due.settle:
         settle_schedule(attempt)
-    if not attempt.saving.wrote_model_early and over_limit(job, ledger, reserve_with_start_s(attempt)):
+    if due.write_early:
         write_model_early(attempt)
-    if save_is_due(attempt):
+    if due.save and attempt.saving.mark != mark_of(attempt):
         save(attempt)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from farthing.durability.checkpoint import State
+from farthing.durability.files import Json
 from farthing.durability.run_folder import RULES
 from farthing.errors import ModelError, UserMistake
 from farthing.model.load import need_bitsandbytes
 from farthing.train.offload import OffloadedAdamW
 
+LAST_RATE = 1e-7  # of the polynomial schedule
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
@@ -41,21 +45,33 @@ def make_optimizer(
     betas: tuple[float, float],
     epsilon: float,
     rules: int = RULES,
+    loraplus: float | None = None,
 ) -> torch.optim.Optimizer:
     """An optimizer over the trainable weights, those that are decayed in a group of their own.
 
-    `rules` are those that the run began under: an old one goes on to decay whatever has two dimensions.
+    `rules` are those that the run began under: an old one goes on to decay whatever has two dimensions. With `loraplus` the
+    rate of LoRA's B matrices and of all vectors is so many times that of the others, as in peft's `create_loraplus_optimizer`.
     Raises `HardwareError` for an 8-bit or paged one where bitsandbytes does not work.
     """
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     decayed = {n for n, p in trainable.items() if p.ndim >= 2} if rules < 2 else decayed_names(model)
-    groups = [
-        {"params": [p for n, p in trainable.items() if n in decayed], "weight_decay": weight_decay},
-        {"params": [p for n, p in trainable.items() if n not in decayed], "weight_decay": 0.0},
+    fast = {n for n, p in trainable.items() if "lora_B" in n or p.ndim == 1} if loraplus is not None else set()
+    groups: list[dict[str, object]] = [
+        {
+            "params": [p for n, p in trainable.items() if (n in decayed) == is_decayed and (n in fast) == is_fast],
+            "weight_decay": weight_decay if is_decayed else 0.0,
+            "lr_ratio": loraplus if is_fast else 1.0,
+        }
+        for is_fast in (False, True)
+        for is_decayed in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
     if name == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate, foreach=False)  # decay copies a weight at a time, not all
+    if name == "adagrad":
+        return torch.optim.Adagrad(groups, lr=learning_rate, foreach=False)
+    if name == "rmsprop":
+        return torch.optim.RMSprop(groups, lr=learning_rate, foreach=False)
     adam: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": epsilon}
     if name == "adamw_torch_fused":
         return torch.optim.AdamW(groups, fused=True, **adam)
@@ -81,24 +97,39 @@ def state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
 
 
 def schedule(name: str, *, n_warmup_steps: int, n_steps: int, learning_rate: float = 1.0) -> Callable[[int], float]:
-    """The factor on `learning_rate` at a step (from 0): the functions of `transformers`, without their state.
+    """The factor on `learning_rate` at a step (from 0): to the bit that of `transformers.get_scheduler`, which would take
+    half a second to import.
 
     Only polynomial depends on the rate itself: it ends at 1e-7, not at a share of where it began. Raises `UserMistake`
     when it begins lower than that.
     """
-    if name == "polynomial" and learning_rate <= 1e-7:
+    if name == "polynomial" and learning_rate <= LAST_RATE:
         raise UserMistake(
             f"polynomial decays to 1e-07, and the learning rate is {learning_rate:g}",
             where="train.lr_scheduler_type",
             to_do="use linear, which decays to 0, or a higher learning_rate",
         )
-    from transformers import get_scheduler
+    timescale = n_warmup_steps or 10_000
 
-    dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=learning_rate)
-    factor: Callable[[int], float] = get_scheduler(
-        name, dummy, num_warmup_steps=n_warmup_steps, num_training_steps=n_steps
-    ).lr_lambdas[0]
-    return factor
+    def share(step: int) -> float:
+        """Of the steps after the warm-up."""
+        return (step - n_warmup_steps) / max(1, n_steps - n_warmup_steps)
+
+    falls: dict[str, Callable[[int], float]] = {
+        "constant": lambda step: 1.0,
+        "constant_with_warmup": lambda step: 1.0,
+        "linear": lambda step: max(0.0, (n_steps - step) / max(1, n_steps - n_warmup_steps)),
+        "cosine": lambda step: max(0.0, 0.5 * (1.0 + math.cos(math.pi * share(step)))),
+        "cosine_with_restarts": lambda step: 0.5 * (1.0 + math.cos(math.pi * share(step))) if share(step) < 1 else 0.0,
+        "polynomial": lambda step: (
+            ((learning_rate - LAST_RATE) * (1 - min(1, share(step))) + LAST_RATE) / learning_rate
+        ),
+        "inverse_sqrt": lambda step: 1.0 / math.sqrt((step - n_warmup_steps + timescale) / timescale),
+    }
+    fall = falls[name]
+    if name == "constant":
+        return fall
+    return lambda step: step / max(1, n_warmup_steps) if step < n_warmup_steps else fall(step)
 
 
 def fitted_schedule(
@@ -115,10 +146,10 @@ def fitted_schedule(
     return lambda step: rise(min(step, n_warmup_steps)) if step < holds_until else fall(step)
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def state_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> State:
     """(tensors, plain values) of the optimizer's state as flat `weight|key` dicts. `names` is by id() of the weight."""
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
+    values: Json = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             place = f"{names[id(parameter)]}|{key}"
@@ -163,14 +194,14 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     parameters: Iterable[tuple[str, Tensor]],
     tensors: dict[str, Tensor],
-    values: dict[str, Any],
+    values: Json,
 ) -> None:
     """Put saved state back, tensor for tensor, in the dtypes it was saved in.
 
     It is copied into the state that is there: paged state stays in pages, off-loaded state never comes near the weight's
     device, and nothing is in memory twice.
     """
-    by_name: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, Json] = {}
     for place, value in [*tensors.items(), *values.items()]:
         name, _, key = place.rpartition("|")
         by_name.setdefault(name, {})[key] = value

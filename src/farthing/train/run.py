@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -22,8 +21,8 @@ from farthing.config.job import Job
 from farthing.data.token_set import notes_of
 from farthing.device_memory import is_out_of_memory, is_out_of_resources
 from farthing.durability.cloud_preemption import Sign, Watch, services_for
-from farthing.durability.exported import damage_of, set_aside
-from farthing.durability.files import only_writer, write_json
+from farthing.durability.exported import damage_of
+from farthing.durability.files import Json, only_writer, set_aside, write_json
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
 from farthing.durability.opening import Opened, opened
 from farthing.durability.preemption import Notice
@@ -67,8 +66,10 @@ from farthing.model.load import quiet_libraries
 from farthing.planner.left_out_loss import left_out_loss
 from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
-from farthing.report.training_log import read_log
+from farthing.report.run_page import leave_page
+from farthing.report.training_log import keep_digest, read_log
 from farthing.tasks.registry import task_of
+from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
 from farthing.train.autotune import is_worth_it, probe_run
@@ -77,6 +78,17 @@ from farthing.train.estimate import estimated
 from farthing.train.finished import STAMPS, stamps_of
 from farthing.train.frozen import begin_behind_frozen_layers
 from farthing.train.identity import former_names
+from farthing.train.joining import (
+    follow,
+    joined,
+    lanes_to_use,
+    lead,
+    must_be_the_same,
+    refuse_running_statistics,
+    spread_frozen,
+    take_over,
+    words_for_launchers,
+)
 from farthing.train.loop import loop, note_news
 from farthing.train.measure import leave_measured
 from farthing.train.prefix_budget import share_prefix
@@ -91,7 +103,7 @@ from farthing.train.setup import (
     open_examples,
     open_inputs,
 )
-from farthing.train.summary import say_what_was_decided
+from farthing.train.summary import emit_summary
 from farthing.train.trackers import tracked
 from farthing.units import say_seconds
 
@@ -105,6 +117,7 @@ class Outcome:
     state: str
     reason: str
     receipt: Receipt
+    """Of a rank that is not the first: what is in a folder that is thrown away."""
 
     @property
     def exit_code(self) -> int:
@@ -120,16 +133,18 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
     """
     quiet_libraries()
     with contextlib.ExitStack() as stack:
+        ranks, job = stack.enter_context(joined(job))
         if begun is None:
             begun = stack.enter_context(opened(Path(job.output_dir), job.usd_per_hour))
         folder, meter, ledger = begun.folder, begun.meter, begun.ledger
-        notice = stack.enter_context(Notice())
+        notice = stack.enter_context(Notice(ranks.one_press_s))
+        ranks.listen(lambda: bool(notice), lambda: meter.span("ranks"), lambda: ledger.end("interrupted"))
         stack.enter_context(watched(job, notice))
         emit = stack.enter_context(tracked(emit, job.train.report_to, folder))
         warn = partial(_warn, emit)
         mend(folder, warn)
         replica = open_mirror(job.output_store, folder, job.train.save_total_limit, warn)
-        context = Context(folder, "", meter, ledger, notice, emit, replica)
+        context = Context(folder, "", meter, ledger, notice, emit, ranks, replica)
         if replica is not None:
             _bring_back(job, context, allow_restart)
         if damage := begun.damage_in_words():
@@ -139,6 +154,7 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
             with errors_in_words(folder):
                 state, reason = _train(job, begun, context, allow_restart)
         except Interrupted as error:
+            ranks.fail(EXIT_INTERRUPTED)  # before the loop: the others wait for what does not come
             state, reason = "interrupted", notice.reason or error.what
         except UserMistake:
             with contextlib.suppress(OSError):
@@ -150,22 +166,33 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
                 ledger.end(state)
             if state == "failed":
                 end_mirror(replica, meter, ledger, notice)
-        log = read_log(folder / LOG)
-        receipt = leave_receipt(folder, log)
-        if replica is not None:
-            replica.offer_last_words()
-            end_mirror(replica, meter, ledger, notice)
-            receipt = leave_receipt(folder, log)
-        with contextlib.suppress(OSError):  # a full disk: the receipt is there
-            write_card(folder, receipt)
-        outcome = Outcome(state, reason, receipt)
-
-        def with_the_last_second() -> None:
-            outcome.receipt = leave_receipt(folder, log)
-            write_card(folder, outcome.receipt)
-
-        begun.at_close = with_the_last_second
+        if not ranks.is_first:
+            return Outcome(state, reason, leave_receipt(folder))
+        outcome, begun.at_close = _told_at_the_end(context, state, reason)
         return outcome
+
+
+def _told_at_the_end(context: Context, state: str, reason: str) -> tuple[Outcome, Callable[[], None]]:
+    """How an attempt ended, with its receipt and card; and what brings them, and the page, up to the last second."""
+    folder, replica = context.folder, context.replica
+    with contextlib.suppress(OSError):
+        keep_digest(folder / LOG)
+    log = read_log(folder / LOG)
+    receipt = leave_receipt(folder, log)
+    if replica is not None:
+        replica.offer_last_words()
+        end_mirror(replica, context.meter, context.ledger, context.notice)
+        receipt = leave_receipt(folder, log)
+    with contextlib.suppress(OSError):  # a full disk: the receipt is there
+        write_card(folder, receipt)
+    outcome = Outcome(state, reason, receipt)
+
+    def with_the_last_second() -> None:
+        outcome.receipt = leave_receipt(folder, log)
+        write_card(folder, outcome.receipt)
+        leave_page(folder, outcome.receipt)
+
+    return outcome, with_the_last_second
 
 
 def _bring_back(job: Job, context: Context, allow_restart: bool) -> None:
@@ -224,15 +251,58 @@ def _first_line(error: BaseException) -> str:
 
 def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tuple[str, str]:
     """(state, reason) of an attempt that is let in."""
-    folder, meter, ledger, emit = context.folder, context.meter, context.ledger, context.emit
+    folder, meter, ledger, emit, ranks = context.folder, context.meter, context.ledger, context.emit, context.ranks
+    if not ranks.is_first:
+        return _compute_along(job, context)
     begun.refuse_forgotten(allow_restart=allow_restart)
     stamps = stamps_of(job)  # as they are before anything is read
     numerics, inputs = _identify(job, meter, emit)
     run_facts = _claim(job, context, numerics, inputs, allow_restart)
     context.run_id, begun.is_accepted = run_facts["run_id"], True
     keep_job(folder, job.model_dump(mode="json"), run_facts)
-    was_finished, is_cleared = is_finished(folder), clear_damaged_model(folder, emit)
-    if was_finished and not is_cleared:
+    was_finished = is_finished(folder)
+    if ended := _why_not_let_in(job, context, inputs, was_finished):
+        lead(context, ended)
+        return ended
+    attempt = _open(job, context, inputs, numerics, run_facts)
+    run_facts = same_examples(folder, run_facts, examples_sha256(attempt.train_examples, attempt.eval_examples))
+    meter.enter("restore")
+    emit(Working("looking for a checkpoint"))
+    run_facts = _begin(attempt, run_facts)
+    restore(attempt, allow_restart)
+    if was_finished or over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
+        take_over(attempt)
+        return loop(attempt)
+    _decide(attempt, run_facts)
+    emit_summary(attempt)
+    meter.enter("idle")
+    _offer(attempt)
+    take_over(attempt)
+    state, reason = loop(attempt)
+    _offer(attempt, with_model=True)
+    is_copied = _wait_for_replica(context, state)
+    if state == "finished" and is_copied:  # else the same command brings the model to the store
+        keep(folder / RUN, {**run_facts, "finished": True, "sealed": True, STAMPS: stamps})
+    leave_measured(attempt)
+    return state, reason
+
+
+def _compute_along(job: Job, context: Context) -> tuple[str, str]:
+    """(state, reason) of an attempt that the first rank leads."""
+    ended, run_facts = follow(context)
+    if ended is not None:
+        return ended
+    numerics, inputs = _identify(job, context.meter, context.emit)
+    must_be_the_same(context, inputs.identity, run_facts)
+    attempt = _open(job, context, inputs, numerics, run_facts)
+    take_over(attempt)
+    return loop(attempt)
+
+
+def _why_not_let_in(job: Job, context: Context, inputs: Inputs, was_finished: bool) -> tuple[str, str] | None:
+    """(state, reason) where nothing is to be trained: the run has ended, or its limits have no room for an attempt."""
+    folder, ledger, emit = context.folder, context.ledger, context.emit
+    if not clear_damaged_model(folder, emit) and was_finished:
         ledger.withdraw()
         return "finished", "it was finished already; nothing was trained"
     if rules_of(folder) < 2 and (key := left_out_loss(inputs.config.to_dict(), job.task)):
@@ -243,27 +313,25 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     if ledger.clock_back_s > 60 and job.limits.deadline is not None:
         _warn(emit, f"the clock is {say_seconds(ledger.clock_back_s)} behind what earlier attempts saw;"
                     " the deadline is judged by this clock")  # fmt: skip
-    attempt = _open(job, context, inputs, numerics)
-    run_facts = same_examples(folder, run_facts, examples_sha256(attempt.train_examples, attempt.eval_examples))
-    meter.enter("restore")
-    emit(Working("looking for a checkpoint"))
-    restore(attempt, allow_restart)
-    if was_finished or over_limit(job, ledger, reserve_s=0.0):  # let in to write its model
-        return loop(attempt)
-    _decide(attempt, run_facts)
-    say_what_was_decided(attempt)
-    meter.enter("idle")
-    _offer(attempt)
-    state, reason = loop(attempt)
-    _offer(attempt, with_model=True)
-    is_copied = _wait_for_replica(context, state)
-    if state == "finished" and is_copied:  # else the same command brings the model to the store
-        keep(folder / RUN, {**run_facts, "finished": True, "sealed": True, STAMPS: stamps})
-    leave_measured(attempt)
-    return state, reason
+    if text := words_for_launchers():
+        emit(Note(text))
+    return None
 
 
-def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow_restart: bool) -> dict[str, Any]:
+def _begin(attempt: Attempt, run_facts: Json) -> Json:
+    """Begin with the weights of the job's ancestor, where it has one and the run has no checkpoint of its own."""
+    if attempt.checkpoints.steps():
+        return run_facts
+    found = find_ancestor(attempt.job)
+    if found is None:
+        return run_facts
+    run_facts = {**run_facts, "ancestor": begin_from(found, attempt.model)}
+    keep(attempt.context.folder / RUN, run_facts)
+    attempt.context.emit(Note(f"begins with the weights of step {found.step} of {found.run}"))
+    return run_facts
+
+
+def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow_restart: bool) -> Json:
     """What the folder's run says of itself, which is this one. Raises `RunChanged`, `RunDamaged`."""
     machine = {
         "device": device_name(numerics.device),
@@ -282,9 +350,11 @@ def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow
     )
 
 
-def _decide(attempt: Attempt, run_facts: dict[str, Any]) -> None:
+def _decide(attempt: Attempt, run_facts: Json) -> None:
     """What the first attempt decides for all, as it changes rounding; and the settings, where a probe pays."""
     context, job = attempt.context, attempt.job
+    if attempt.steps.n_lanes > 1:
+        attempt.steps.use(replace(attempt.settings, caches_frozen=False))
     with context.meter.span("prefix"):
         attempt.steps.use(replace(attempt.settings, caches_frozen=begin_behind_frozen_layers(attempt)))
     share_prefix(attempt)
@@ -372,7 +442,7 @@ def _identify(job: Job, meter: Meter, emit: Emit) -> tuple[Numerics, Inputs]:
     return choose_numerics(*asked, fp16_risk(inputs.config.to_dict())), inputs
 
 
-def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics) -> Attempt:
+def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, run_facts: Json | None = None) -> Attempt:
     """The attempt at step 0: tokenized, planned, with its model on the device."""
     meter, ledger, notice, emit = context.meter, context.ledger, context.notice, context.emit
     before_bytes = taken_bytes(numerics.device)
@@ -380,16 +450,21 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics) -> Att
         loading = None
         if task_of(job.task).labels is None:  # else the head waits for them; the model is read meanwhile
             loading = stack.enter_context(Meanwhile(lambda: build_model(job, inputs, numerics, ())))
-        examples, held_out = open_examples(job, inputs, emit, lambda: bool(notice))
+        examples, held_out = open_examples(job, inputs, emit, lambda: bool(notice) or context.ranks.others_ask_to_leave)
         sets = [each.tokens for each in (examples, held_out) if each is not None]
         notes = list(dict.fromkeys(note for each in sets for note in notes_of(each.facts)))
         write_json(context.folder / DATA_NOTES, notes)
         estimate = estimated(job, context.folder, inputs, numerics, examples, held_out, emit)
         settings = first_settings(job, context, inputs, numerics, examples, estimate)
+        settings = replace(settings, lanes=lanes_to_use(job, context.ranks, settings, run_facts or {}, emit))
+        if context.ranks.is_first:
+            lead(context)
         ledger.write("starting")
         meter.enter("load_model")
         emit(Working("loading the model"))
         model = loading.result() if loading else build_model(job, inputs, numerics, examples.tokens.label_names)
+    refuse_running_statistics(model, settings.lanes or 1)
+    spread_frozen(job, context.ranks, model)
     attempt = assemble(job, context, inputs, numerics, model, (examples, held_out), estimate, settings)
     attempt.record.before_model_bytes = before_bytes
     ledger.write("starting")

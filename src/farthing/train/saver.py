@@ -6,17 +6,19 @@ Refuses to decide what is worth saving: that is `Attempt.state`.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from typing import Any
 
 from farthing.durability.checkpoint import SaveResult, n_bytes_of
-from farthing.durability.files import Damaged
+from farthing.durability.files import Damaged, Json
 from farthing.durability.run_folder import LOG, MODEL
 from farthing.errors import NoSpace, RunDamaged
 from farthing.events import Exported, Note, Restored, Saved, Working
 from farthing.export.folders import export_model
 from farthing.model.adapters import put_back, trained_tensors
 from farthing.report.receipt import build_receipt
+from farthing.report.training_log import keep_digest
 from farthing.train.attempt import Attempt
 from farthing.train.step_log import settle
 from farthing.units import plural, say_bytes
@@ -25,6 +27,8 @@ from farthing.units import plural, say_bytes
 def restore(attempt: Attempt, allow_restart: bool) -> None:
     """Go back to the newest whole checkpoint, or to the start when there never was one. Raises `RunDamaged`."""
     checkpoints, ledger, at = attempt.checkpoints, attempt.context.ledger, attempt.progress
+    if not attempt.context.ranks.is_first:
+        return
     try:
         step = checkpoints.newest_valid()
         if step is None and ledger.committed_step > 0:
@@ -40,7 +44,7 @@ def restore(attempt: Attempt, allow_restart: bool) -> None:
         step = None
     if step is not None:
         checkpoints.restore(step, attempt.state)
-        attempt.saving.mark = _mark(attempt)
+        attempt.saving.mark = mark_of(attempt)
         attempt.context.emit(Restored(step, attempt.n_steps, ledger.number))
     elif ledger.number > 1:
         attempt.context.emit(Note("an earlier attempt left no checkpoint: starting at step 0"))
@@ -53,7 +57,7 @@ def _keep_log(attempt: Attempt) -> None:
     """Drop the log's lines of steps that are taken again; warn of damaged ones, and of steps that it does not have."""
     at, steps = attempt.progress, set[int]()
 
-    def is_kept(row: dict[str, Any]) -> bool:
+    def is_kept(row: Json) -> bool:
         step = row.get("step", 0)
         if "examples" in row and 0 < step <= at.step:
             steps.add(step)
@@ -83,7 +87,7 @@ def refuse_small_disk(attempt: Attempt) -> None:
 def save_is_due(attempt: Attempt) -> bool:
     """Every `save_steps` or `save_minutes`, else at the planned interval; and when the best so far was just found."""
     train, at, saving = attempt.job.train, attempt.progress, attempt.saving
-    if at.step == 0 or saving.mark == _mark(attempt):
+    if at.step == 0 or saving.mark == mark_of(attempt):
         return False
     by_steps = train.save_steps is not None and at.step % train.save_steps == 0
     by_time = train.save_steps is None and attempt.context.meter.wall_s - saving.at_s >= saving.every_s
@@ -94,13 +98,18 @@ def save(attempt: Attempt) -> None:
     """Snapshot now, write in the background."""
     settle(attempt)
     meter, saving, at = attempt.context.meter, attempt.saving, attempt.progress
+    if not attempt.context.ranks.is_first:
+        saving.mark, saving.is_due_now = mark_of(attempt), False
+        return
     with meter.span("checkpoint"):
         started_s = meter.wall_s
         attempt.log.sync()
+        with contextlib.suppress(OSError):  # the log itself is safe
+            saving.digest_bytes = keep_digest(attempt.log.path, saving.digest_bytes)
         note_finished_save(attempt, attempt.checkpoints.save(at.step, attempt.state, at.best_step))
         saving.took_s = meter.wall_s - started_s
         attempt.context.ledger.held_up_by_save(saving.took_s)
-    saving.at_s, saving.mark, saving.is_due_now = meter.wall_s, _mark(attempt), False
+    saving.at_s, saving.mark, saving.is_due_now = meter.wall_s, mark_of(attempt), False
 
 
 def wait_for_copies(attempt: Attempt) -> None:
@@ -120,7 +129,7 @@ def save_last(attempt: Attempt) -> None:
     """Commit where the run is, and wait until it is on the disk."""
     settle(attempt)
     meter = attempt.context.meter
-    if attempt.progress.step > 0 and attempt.saving.mark != _mark(attempt):
+    if attempt.progress.step > 0 and attempt.saving.mark != mark_of(attempt):
         save(attempt)
     with meter.span("checkpoint"):
         started_s = meter.wall_s
@@ -138,6 +147,8 @@ def note_finished_save(attempt: Attempt, result: SaveResult | None) -> None:
 
 def export(attempt: Attempt) -> None:
     """Write the model for others: of the best checkpoint when there is evaluation data, else of the last step."""
+    if not attempt.context.ranks.is_first:
+        return
     at, folder, context = attempt.progress, attempt.context.folder, attempt.context
     step = at.step
     if attempt.job.train.load_best_model_at_end and at.best_step is not None and at.best_step != at.step:
@@ -165,6 +176,6 @@ def write_model_early(attempt: Attempt) -> None:
         put_back(attempt.model, now)  # the best may have been written, which is another
 
 
-def _mark(attempt: Attempt) -> tuple[Any, ...]:
+def mark_of(attempt: Attempt) -> tuple[Any, ...]:
     """What tells one saved state from another."""
     return attempt.progress.step, attempt.progress.evaluated_step, attempt.progress.stopped_early

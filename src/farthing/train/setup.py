@@ -21,7 +21,7 @@ from farthing.config.job import Job
 from farthing.data.batches import split_by_input
 from farthing.data.chat import TEXT_VERSION, asks_for_the_date
 from farthing.data.read import Source, open_sources
-from farthing.data.token_set import Recipe, TokenSet, notes_of
+from farthing.data.token_set import LINE_BITS, Recipe, TokenSet, notes_of
 from farthing.data.tokens import tokenize
 from farthing.durability.run_folder import RULES, began, rules_of
 from farthing.errors import DataError, HardwareError
@@ -47,6 +47,7 @@ from farthing.planner.job_lengths import note_token_set
 from farthing.planner.left_out_loss import refuse_left_out_loss
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
+from farthing.train.ancestor import ancestor_identity
 from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
 from farthing.train.update_guard import update_bytes
@@ -78,7 +79,7 @@ class Inputs:
     train_sources: list[Source]
     eval_sources: list[Source]
     recipe: Recipe
-    identity: dict[str, Any]
+    identity: dict[str, object]
 
     @property
     def pad_id(self) -> int:
@@ -104,6 +105,15 @@ class Examples:
     indices: NDArray[np.int64]
     were_tokenized: bool = True
     """Before this attempt: nothing had to be tokenized for it."""
+    source_weights: tuple[float, ...] = ()
+    """How often an epoch takes the examples of each source; empty: once."""
+
+    @property
+    def weights(self) -> NDArray[np.float64] | None:
+        """How often an epoch takes each example [n]; None where it takes all once."""
+        if all(weight == 1 for weight in self.source_weights):
+            return None
+        return np.array(self.source_weights)[self.tokens.lines[self.indices] >> LINE_BITS]
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -166,9 +176,9 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
         "progress": lambda what, done, total: emit(ReadingData(what, done, total)),
         "warn": lambda text: emit(Warned(text)),
     }
-    train_sources = open_sources(data.train, split=data.train_split, **opened)  # type: ignore[arg-type]
-    eval_sources = open_sources(data.eval, split=data.eval_split, **opened) if data.eval else []  # type: ignore[arg-type]
-    identity = identity_of(job, choice, config, tokenizer, train_sources, eval_sources, recipe)
+    train_sources = open_sources(data.train, split=data.train_split, own=data.of_train, **opened)  # type: ignore[arg-type]
+    eval_sources = open_sources(data.eval, split=data.eval_split, own=data.of_eval, **opened) if data.eval else []  # type: ignore[arg-type]
+    identity = identity_of(job, choice, config, tokenizer, train_sources, eval_sources, recipe) | ancestor_identity(job)
     return Inputs(choice, config, tokenizer, train_sources, eval_sources, recipe, identity)
 
 
@@ -217,10 +227,13 @@ def open_examples(
                 to_do="give data.eval a file, or set data.eval_fraction: 0",
             )
         held_out = Examples(train_tokens, chosen)
-    train_examples = Examples(train_tokens, train[: job.data.max_train_samples], n_chunks == 0)
+    weights = tuple(source.weight for source in inputs.train_sources)
+    train_examples = Examples(train_tokens, train[: job.data.max_train_samples], n_chunks == 0, weights)
     if held_out is not None:
         held_out = Examples(held_out.tokens, held_out.indices[: job.data.max_eval_samples])
         _say_unseen_labels(train_examples, held_out, emit)
+        if inputs.eval_sources:
+            _say_shared_inputs(train_examples, held_out, emit)
     return train_examples, held_out
 
 
@@ -264,6 +277,19 @@ def _say_unseen_labels(train: Examples, held_out: Examples, emit: Emit) -> None:
         names = ", ".join(repr(held_out.tokens.label_names[label]) for label in sorted(unseen)[:5])
         text = f"{len(unseen)} labels are in the evaluation data and never seen in training ({names}): they count as errors"
         emit(Warned(text))
+
+
+def _say_shared_inputs(train: Examples, held_out: Examples, emit: Emit) -> None:
+    """Inputs that are learned and evaluated on: what is measured on them says nothing of new ones."""
+    is_shared = np.isin(held_out.tokens.groups[held_out.indices], train.tokens.groups[train.indices])
+    if not is_shared.any():
+        return
+    first = held_out.tokens.place(int(held_out.indices[int(np.argmax(is_shared))]))
+    text = (
+        f"{int(is_shared.sum()):,} of {len(held_out):,} evaluation examples have an input that is trained on too (the first:"
+        f" {first}): the evaluation is too good by that; leave them out of one of the files"
+    )
+    emit(Warned(text))
 
 
 LEAVING_S = 5.0
@@ -327,9 +353,10 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
             method.modules_to_save,
             method.use_dora,
             method.use_rslora,
+            method.init_lora_weights,
         )
         model = add_adapter(model, adapter, job.task, job.train.seed)
-    if not quantize:
+    if not quantize and job.where.sharding == "none":  # what is spread comes to the device layer by layer
         model.to(numerics.device)
     if task_of(job.task).predicts_next:
         refuse_looking_ahead(model, inputs.choice.name)
@@ -350,6 +377,7 @@ def build_optimizer(job: Job, model: Any, rules: int = RULES) -> torch.optim.Opt
         betas=(train.adam_beta1, train.adam_beta2),
         epsilon=train.adam_epsilon,
         rules=rules,
+        loraplus=job.method.loraplus_lr_ratio if job.method.name != "full" else None,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from farthing.durability.checkpoint import State
+from farthing.durability.files import Json
 from farthing.model.adapters import put_back, trained_tensors
 from farthing.train.optim import load_state, state_tensors
 
@@ -37,7 +38,7 @@ class Progress:
         """No tensors, every field."""
         return {}, asdict(self)
 
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
         """Every field. Raises `KeyError`, `TypeError`."""
         for item in fields(self):
             if not isinstance(values[item.name], int | float | None):
@@ -55,7 +56,7 @@ class ModelPart:
         """Trained tensors by name."""
         return trained_tensors(self.model), {}
 
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
         """Copied back in place."""
         put_back(self.model, tensors)
 
@@ -71,7 +72,7 @@ class OptimizerPart:
         """Moments and counters."""
         return state_tensors(self.optimizer, {id(p): name for name, p in self.model.named_parameters()})
 
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
         """Tensor for tensor."""
         load_state(self.optimizer, self.model.named_parameters(), tensors, values)
 
@@ -86,7 +87,7 @@ class ScalerPart:
         """Scale and counters; nothing when it is off."""
         return {}, self.scaler.state_dict()
 
-    def restore(self, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
         """Scale and counters."""
         if values:
             self.scaler.load_state_dict(values)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from farthing.data.batches import Batches
 from farthing.data.loader import Feed, MicroBatch, micro_batches
+from farthing.data.row_table import Table, rows_of
 from farthing.data.token_set import TokenSet
 from farthing.device_memory import is_out_of_memory
 from farthing.durability.ledger import Meter
@@ -32,6 +33,8 @@ from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.forward import Forward, Host
 from farthing.model.hardware import free_cached
 from farthing.settings import Settings
+from farthing.train.lanes import LaneSums, lanes_of
+from farthing.train.ranks import GO_ON, Ranks, refuse
 from farthing.train.update_guard import UpdateGuard, forget_unscaling, reserve_for_update
 
 MOST_FREED = 3  # steps of an attempt that are taken again as they were: a device that is full again is too small
@@ -49,6 +52,12 @@ class Sums:
     """(examples, computed tokens) of the largest micro-batch."""
     pieces: list[NDArray[np.int64]] = field(default_factory=list)
     """The same examples as they were cut into micro-batches."""
+    numbers: list[int] = field(default_factory=list)
+    """Of the micro-batches of this process, in the step's table."""
+    computed: list[int] = field(default_factory=list)
+    """Computed tokens of each."""
+    seconds: list[float] = field(default_factory=list)
+    """Of forward and backward of each, where the host waits for the device."""
     losses: list[Tensor] = field(default_factory=list)
     """Of each micro-batch: a sum, on the device."""
     hosts: list[Host] = field(default_factory=list)
@@ -57,8 +66,10 @@ class Sums:
     def add(self, micro_batch: MicroBatch, loss: Tensor, n_computed: int) -> None:
         """Count a micro-batch."""
         self.pieces.append(micro_batch.examples)
+        self.numbers.append(micro_batch.number)
         self.losses.append(loss)
         self.hosts.append(micro_batch.arrays)
+        self.computed.append(n_computed)
         self.n_computed += n_computed
         if n_computed > self.largest[1]:
             self.largest = len(micro_batch.examples), n_computed
@@ -111,6 +122,7 @@ class Steps:
     """Told (step, why, whether `settings` have changed) after room was made."""
     before_update: Callable[[], None] = lambda: None
     """Called before weights and state change: what is still being copied from them has to be waited for."""
+    ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
         self.trained = [p for p in self.forward.model.parameters() if p.requires_grad]
@@ -118,7 +130,10 @@ class Steps:
         self._feed: Feed | None = None
         self._fed_step = -1
         self._n_freed = 0
+        self._is_agreed = False
         self._update_guard = UpdateGuard(self.optimizer)
+        self.n_lanes = self.settings.lanes or 1
+        self._lanes = lanes_of(self.ranks.index, self.ranks.n, self.n_lanes)
 
     @property
     def n_ahead(self) -> int:
@@ -149,7 +164,7 @@ class Steps:
                 self.close()
                 self.optimizer.zero_grad(set_to_none=True)
                 forget_unscaling(self.scaler)
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error) or self._is_agreed:
                     raise
                 self._update_guard.refuse_half_an_update(step, error)
                 frees = not has_freed and self._n_freed < MOST_FREED
@@ -167,12 +182,13 @@ class Steps:
 
     def _take(self, step: int) -> StepResult:
         started_s, device = self.meter.wall_s, self.forward.numerics.device
+        self._is_agreed = False
         seed_everything(self.seed, step)
-        sums = self.accumulate(self._micro_batches_of(step))
+        sums = self._accumulate_together(step) if self.n_lanes > 1 else self.accumulate(self._micro_batches_of(step))
         rate = self.learning_rate_at(step)
         self.before_update()
         with self.meter.span("optimizer"):
-            losses = torch.stack(sums.losses).double() / sums.n_targets
+            losses = self.ranks.sum_up(torch.stack(sums.losses).double() / sums.n_targets)
             arriving = None  # made before the update: after it nothing may fail
             if device.type == "cuda":
                 arriving = torch.empty(len(losses) + 1, dtype=losses.dtype, pin_memory=True)
@@ -185,8 +201,55 @@ class Steps:
             taken._arrived = _now_on(device)
         return taken
 
-    def accumulate(self, micro_batches: Iterator[MicroBatch]) -> Sums:
-        """Add up the gradients of a step's micro-batches, each divided by the targets of all. Raises `Interrupted`."""
+    def _accumulate_together(self, step: int) -> Sums:
+        """The gradients of a step over all lanes, on every rank; losses are 0 but for those of this rank.
+
+        Where one rank has to stop or has no memory left, all take the step again. Raises `Interrupted`,
+        `torch.OutOfMemoryError`.
+        """
+        gradients, sums, word = LaneSums(self.n_lanes, self.trained, self._lanes), Sums(), GO_ON
+        try:
+            sums = self.accumulate(self._micro_batches_of(step), gradients)
+            gradients.up_to(self._lanes.stop)
+            self._keep_up(step, sums)
+            reserve_for_update(self.optimizer)
+        except Exception as error:
+            word = self.ranks.word_for(error)
+        of_ranks = [sums.n_computed if rank == self.ranks.index else 0 for rank in range(self.ranks.n)]
+        word, marks = self.ranks.agree(word, [*of_ranks, *gradients.has_gradient()])
+        refuse(word)
+        self._is_agreed = self.ranks.n > 1  # from here on no rank can take the step again by itself
+        self.ranks.sum_gradients(gradients, marks[self.ranks.n :])
+        table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
+        places = {cell.number: place for place, cell in enumerate(table.cells)}
+        losses = torch.zeros(len(places), device=self.forward.numerics.device)
+        for number, loss in zip(sums.numbers, sums.losses, strict=True):
+            losses[places[number]] = loss
+        sums.pieces, sums.losses = [cell.examples for cell in table.cells], list(losses)
+        sums.n_computed = sum(marks[: self.ranks.n])
+        return sums
+
+    def _keep_up(self, step: int, sums: Sums) -> None:
+        """Where weights are spread: go through the model as often as the busiest rank, for nothing. Raises `Interrupted`."""
+        if not self.ranks.is_spread:
+            return
+        table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
+        n_lanes, ranks = self.n_lanes, self.ranks
+        n_most = max(len(table.of_lanes(lanes_of(rank, ranks.n, n_lanes))) for rank in range(ranks.n))
+        small = MicroBatch(step, sums.examples, table.cells[-1].examples, {}, True)
+        for _ in range(n_most - len(sums.losses)):
+            again = replace(small, arrays=self.forward.collate(self.tokens, small.examples))
+            self.accumulate(iter([again]))
+            for weight in self.trained:
+                weight.grad = None
+        if self.should_stop():
+            raise Interrupted("stopped within a step; it is taken again")
+
+    def accumulate(self, micro_batches: Iterator[MicroBatch], gradients: LaneSums | None = None) -> Sums:
+        """Add up the gradients of a step's micro-batches, each divided by the targets of all. Raises `Interrupted`.
+
+        With `gradients` those of each lane are kept apart there, and dropout follows from the place in the table.
+        """
         sums = Sums()
         for micro_batch in micro_batches:
             if not sums.pieces:
@@ -194,20 +257,28 @@ class Steps:
                     micro_batch.step_examples,
                     self.tokens.n_targets(micro_batch.step_examples),
                 )
+            if gradients is not None:
+                gradients.up_to(micro_batch.lane)
+                if not len(micro_batch.examples):
+                    continue
+                seed_everything(self.seed, micro_batch.step, micro_batch.number)
             with self.meter.span("host_to_device"):
                 batch = self.forward.to_device(micro_batch.arrays)
+            before_s = self.meter.spans.get("compute", 0.0)
             with self.meter.span("compute"):
                 loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
                 self.scaler.scale(loss / sums.n_targets).backward()
+            if self.forward.numerics.device.type == "cpu":
+                sums.seconds.append(self.meter.spans["compute"] - before_s)
             sums.add(micro_batch, loss.detach(), self.forward.n_computed(micro_batch.arrays))
-            if self.should_stop():
+            if self.should_stop() and not self.ranks.is_spread:  # others would wait for their weights
                 raise Interrupted("stopped within a step; it is taken again")
         return sums
 
     def _update(self, rate: float, losses: Tensor) -> Tensor:
         """Clip and update, unless something is not finite. Returns losses and norm in one tensor."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.get("lr_ratio", 1.0)
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm or math.inf)
         figures = torch.cat([losses, norm.double().reshape(1)])
@@ -254,15 +325,26 @@ class Steps:
             step,
             self.n_steps,
             self.batches.examples_of,
-            lambda examples: self.forward.cut(self.tokens, examples, most),
+            lambda examples: self.table_of(examples, most).of_lanes(self._lanes),
             lambda examples: self.forward.collate(self.tokens, examples),
+        )
+
+    def table_of(self, examples: NDArray[np.int64], most_tokens: int) -> Table:
+        """The micro-batches of a step's examples, whichever rank computes them."""
+        return rows_of(
+            examples,
+            self.tokens.lengths,
+            most_tokens,
+            self.n_lanes,
+            cut=lambda some, most: self.forward.cut(self.tokens, some, most),
+            squares_at=self.forward.squares_at,
         )
 
     # ---- memory that runs out ----
 
     def _largest_of(self, step: int) -> tuple[int, int]:
         """(examples, computed tokens) of the step's largest micro-batch, which comes first."""
-        piece = self.forward.cut(self.tokens, self.batches.examples_of(step), self.settings.micro_batch_tokens)[0]
+        piece = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens).cells[0].examples
         return len(piece), self.forward.n_computed(self.forward.collate(self.tokens, piece))
 
     def _can_make_room(self, step: int) -> bool:
@@ -290,9 +372,10 @@ def _now_on(device: torch.device) -> Any:
     return event
 
 
-def seed_everything(seed: int, step: int) -> None:
-    """Every generator as a function of (seed, step): dropout after a resume is what it would have been."""
-    digest = hashlib.blake2b(f"{seed}/{step}".encode(), digest_size=8).digest()
+def seed_everything(seed: int, *place: int) -> None:
+    """Every generator as a function of (seed, step), in a step of several lanes of the micro-batch too: dropout after a
+    resume, and on another rank, is what it would have been."""
+    digest = hashlib.blake2b("/".join(str(each) for each in (seed, *place)).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
     torch.manual_seed(number)
     np.random.seed(number % 2**32)

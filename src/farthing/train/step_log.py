@@ -7,8 +7,8 @@ is not finite is counted and named. Refuses to save or to train.
 from __future__ import annotations
 
 import math
-from typing import Any
 
+from farthing.durability.files import Json
 from farthing.errors import NotFinite
 from farthing.events import StepSkipped, StepTaken
 from farthing.model.compiled import n_graphs
@@ -50,6 +50,7 @@ def note(attempt: Attempt, taken: StepResult) -> tuple[list[float], float]:
     attempt.pace.step_done(n_tokens, sums.n_computed, seconds)
     n_pieces = len(sums.pieces)
     attempt.record.step_done(n_pieces, n_tokens, sums.n_computed, sums.n_targets, seconds, meter.spans, peak)
+    attempt.work.step_done(sums.computed, sums.seconds, seconds - taken.update_s())
     event = _step_event(attempt, taken, loss, norm, n_tokens)
     attempt.log.append(event.log_row())
     _report_step(attempt, event)
@@ -64,6 +65,7 @@ def _note_compiling(attempt: Attempt) -> None:
         meter.move("compute", "compile", compute_s - clocks.compute_s)
         attempt.pace.begin_again()
         attempt.record.begin_again()
+        attempt.work.begin_again()
     clocks.n_graphs, clocks.compute_s = n, meter.spans.get("compute", 0.0)
 
 
@@ -145,7 +147,7 @@ def _step_event(attempt: Attempt, taken: StepResult, loss: float, norm: float, n
 def _report_step(attempt: Attempt, event: StepTaken) -> None:
     """Put a step on the ledger, and say how it went."""
     ledger = attempt.context.ledger
-    forecast: dict[str, Any] | None = None
+    forecast: Json | None = None
     is_first = ledger.forecast is None and attempt.pace.n_steps >= FORECAST_AFTER_STEPS
     if is_first and event.s_to_go is not None and event.usd_to_go is not None:
         forecast = {
@@ -156,5 +158,12 @@ def _report_step(attempt: Attempt, event: StepTaken) -> None:
         }
     figures = {name: getattr(event, name) for name in ("peak_bytes", *FIGURES)}
     facts = {**figures, "tokens": event.run_tokens, "padded_tokens": event.run_padded_tokens, "takes": takes(attempt)}
+    settings = attempt.settings
+    facts["work"] = attempt.work.facts(
+        n_steps=attempt.n_steps,
+        micro_batch_tokens=settings.micro_batch_tokens,
+        checkpoint_every=settings.checkpoint_every,
+        device=attempt.numerics.device.type,
+    )
     ledger.at_step(event.step, facts, forecast)
     attempt.context.emit(event)

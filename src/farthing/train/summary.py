@@ -17,7 +17,7 @@ from farthing.train.attempt import Attempt
 from farthing.units import plural, say_bytes, say_seconds, say_usd
 
 
-def say_what_was_decided(attempt: Attempt) -> None:
+def emit_summary(attempt: Attempt) -> None:
     """One table of everything the job left open."""
     job, batch = attempt.job, attempt.job.global_batch_size
     counts = attempt.parameters
@@ -70,8 +70,8 @@ def _computed_in_words(attempt: Attempt) -> str:
         words.append(forward.apart.why)
     if forward.shares:
         words.append("shared beginnings computed once")
-    if forward.prefix is not None:
-        words.append(f"{plural(forward.prefix.n_layers, 'frozen layer')} computed once for all epochs")
+    if forward.frozen_layers is not None:
+        words.append(f"{plural(forward.frozen_layers.n_layers, 'frozen layer')} computed once for all epochs")
     words += [str(what) for what in (attempt.kernels.lora, attempt.kernels.liger) if what is not None]
     if isinstance(attempt.kernels.compiled, int):
         words.append(f"{plural(attempt.kernels.compiled, 'layer')} compiled")

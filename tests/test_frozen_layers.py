@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 import workshop
-from farthing.data.packing import collate_flat
+from farthing.data.packing import collate_packed
 from farthing.data.token_set import TokenSet
 from farthing.durability.files import only_writer
 from farthing.errors import Interrupted
@@ -32,14 +32,14 @@ from farthing.events import Note
 from farthing.model import frozen_cache as prefix_cache
 from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.adapters import Adapter, add_adapter
-from farthing.model.attention import DECODERS, ENCODERS, first_position, flat_logits, go_flat
-from farthing.model.documents import flat_batch
-from farthing.model.frozen_cache import PrefixCache, open_prefix_cache
-from farthing.model.frozen_layers import Prefix, find_prefix
+from farthing.model.attention import DECODERS, ENCODERS, first_position, go_packed, packed_logits
+from farthing.model.documents import packed_batch
+from farthing.model.frozen_cache import FrozenCache, open_frozen_cache
+from farthing.model.frozen_layers import FrozenLayers, find_frozen_layers
 from farthing.model.hardware import Numerics
 from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import use_low_rank
-from farthing.planner.frozen_cache_cost import DISK_SHARE, FrozenCacheCost, prefix_cache_bytes
+from farthing.planner.frozen_cache_cost import DISK_SHARE, FrozenCacheCost, frozen_cache_bytes
 from farthing.train.step import Steps
 from test_attention import MAIN, OWN, assert_same, gradients, model_of
 from test_pieces import token_set
@@ -83,14 +83,14 @@ def with_lora(model: Any, first: int, task: str = CAUSAL, **settings: Any) -> An
         r=2, lora_alpha=2, target_modules=names, modules_to_save=heads, init_lora_weights=False, task_type=KINDS[task]
     )
     wrapped = peft.get_peft_model(model, config).train()
-    go_flat(wrapped)
+    go_packed(wrapped)
     return wrapped
 
 
-def prefix_of(model: Any, task: str = CAUSAL) -> Prefix:
-    """Its prefix; there must be one."""
-    found = find_prefix(model, task)
-    assert isinstance(found, Prefix), found
+def frozen_layers_of(model: Any, task: str = CAUSAL) -> FrozenLayers:
+    """Its frozen layers; there must be some."""
+    found = find_frozen_layers(model, task)
+    assert isinstance(found, FrozenLayers), found
     return found
 
 
@@ -101,27 +101,29 @@ def some_tokens(seed: int = 0, n: int = 12, n_labels: int = 0) -> TokenSet:
 
 
 def batch_of(model: Any, tokens: TokenSet, examples: Any, task: str = CAUSAL) -> dict[str, Any]:
-    """A flat batch."""
+    """A packed batch."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return flat_batch(collate_flat(tokens, examples, task, first_position(inner.config)))
+    return packed_batch(collate_packed(tokens, examples, task, first_position(inner.config)))
 
 
 def loss_of(model: Any, batch: dict[str, Any], task: str = CAUSAL) -> Tensor:
     """As training will ask for it: by the body alone where the head is known, else by the whole model."""
     if task == CAUSAL:
         return language_model_loss(model, batch, task)
-    return F.cross_entropy(flat_logits(model, batch, task).float(), batch["labels"], reduction="sum")
+    return F.cross_entropy(packed_logits(model, batch, task).float(), batch["labels"], reduction="sum")
 
 
-def cache_of(prefix: Prefix, tokens: TokenSet, folder: Path, most_tokens: int = BIG, **options: Any) -> PrefixCache:
+def cache_of(
+    frozen: FrozenLayers, tokens: TokenSet, folder: Path, most_tokens: int = BIG, **options: Any
+) -> FrozenCache:
     """The cache of all examples; there must be one."""
     options = {"numerics": FP32, "examples": np.arange(len(tokens)), **options}
-    found = open_prefix_cache(prefix, tokens, cache_dir=folder, most_tokens=most_tokens, **options)
-    assert isinstance(found, PrefixCache), found
+    found = open_frozen_cache(frozen, tokens, cache_dir=folder, most_tokens=most_tokens, **options)
+    assert isinstance(found, FrozenCache), found
     return found
 
 
-def all_rows(cache: PrefixCache) -> Tensor:
+def all_rows(cache: FrozenCache) -> Tensor:
     return torch.cat(list(cache.parts))
 
 
@@ -140,15 +142,15 @@ class Computed(list[int]):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fails_at, self.error = -1, BaseException("killed")
-        plain = Prefix.hidden_states
+        plain = FrozenLayers.hidden_states
 
-        def counted(prefix: Prefix, batch: dict[str, Any]) -> Tensor:
+        def counted(frozen: FrozenLayers, batch: dict[str, Any]) -> Tensor:
             if len(self) == self.fails_at:
                 raise self.error
             self.append(batch["input_ids"].numel())
-            return plain(prefix, batch)
+            return plain(frozen, batch)
 
-        monkeypatch.setattr(Prefix, "hidden_states", counted)
+        monkeypatch.setattr(FrozenLayers, "hidden_states", counted)
 
 
 @pytest.fixture
@@ -173,16 +175,16 @@ def check_equality(family: str, task: str, seed: int, folder: Path) -> None:
     if draw.random() < 0.5:
         use_low_rank(model)
     tokens = some_tokens(seed, draw.randint(3, 14), 3 if task == LABELS else 0)
-    prefix = prefix_of(model, task)
-    assert prefix.n_layers == first
-    cache = cache_of(prefix, tokens, folder, draw.choice([1, 20, 45, BIG]))
+    frozen = frozen_layers_of(model, task)
+    assert frozen.n_layers == first
+    cache = cache_of(frozen, tokens, folder, draw.choice([1, 20, 45, BIG]))
     checkpoint_layers(model, draw.choice([0, 1, 2]))
     for _ in range(2):
         examples = np.array(draw.sample(range(len(tokens)), draw.randint(1, len(tokens))))
         batch = batch_of(model, tokens, examples, task)
         theirs = loss_of(model, batch, task)
         their_gradients = gradients(model, theirs)
-        with prefix.resume(cache.rows(examples)):
+        with frozen.resume(cache.rows(examples)):
             ours = loss_of(model, batch, task)
         our_gradients = gradients(model, ours)  # after the block: layers are computed again without it
         assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=CLOSE, abs=CLOSE)
@@ -215,10 +217,10 @@ def test_embeddings_of_another_width_are_right(family: str, keys: dict[str, Any]
     task = CAUSAL if family == "opt" else LABELS
     model = with_lora(deep_model(family, task, **keys), 2, task)
     tokens, examples = some_tokens(n_labels=3 if task == LABELS else 0), np.arange(8)
-    prefix = prefix_of(model, task)
-    cache, batch = cache_of(prefix, tokens, tmp_path), batch_of(model, tokens, examples, task)
+    frozen = frozen_layers_of(model, task)
+    cache, batch = cache_of(frozen, tokens, tmp_path), batch_of(model, tokens, examples, task)
     theirs = loss_of(model, batch, task)
-    with prefix.resume(cache.rows(examples)):
+    with frozen.resume(cache.rows(examples)):
         ours = loss_of(model, batch, task)
     assert_same(gradients(model, ours), gradients(model, theirs))
 
@@ -230,14 +232,14 @@ def test_the_same_batch_gives_the_same_bits(family: str, tmp_path: Path) -> None
         if not weight.requires_grad:
             weight.data = weight.data.bfloat16()
     tokens = some_tokens()
-    prefix = prefix_of(model)
-    cache = cache_of(prefix, tokens, tmp_path, numerics=BF16)
+    frozen = frozen_layers_of(model)
+    cache = cache_of(frozen, tokens, tmp_path, numerics=BF16)
     examples = np.argsort(-tokens.lengths, kind="stable")  # as they were computed
     batch = batch_of(model, tokens, examples)
     with BF16.autocasting():
-        alone = prefix.hidden_states(batch)
+        alone = frozen.hidden_states(batch)
         theirs = loss_of(model, batch)
-        with prefix.resume(cache.rows(examples)):
+        with frozen.resume(cache.rows(examples)):
             ours = loss_of(model, batch)
     assert cache.rows(examples).dtype == alone.dtype
     assert torch.equal(cache.rows(examples), alone)
@@ -250,20 +252,20 @@ def test_rows_are_kept_in_the_numbers_that_the_layers_give() -> None:
     model = with_lora(deep_model("llama"), 2)
     batch = batch_of(model, some_tokens(), np.arange(4))
     with BF16.autocasting():
-        assert prefix_of(model).hidden_states(batch).dtype == torch.float32, "a stream in fp32 is not rounded"
+        assert frozen_layers_of(model).hidden_states(batch).dtype == torch.float32, "a stream in fp32 is not rounded"
 
 
 def test_a_prefix_of_all_layers_leaves_the_head(tmp_path: Path) -> None:
     model = deep_model("llama", LABELS)
     for name, weight in model.named_parameters():
         weight.requires_grad = name in ("score.weight", "model.norm.weight")
-    go_flat(model)
-    prefix = prefix_of(model, LABELS)
-    assert prefix.n_layers == N_LAYERS
+    go_packed(model)
+    frozen = frozen_layers_of(model, LABELS)
+    assert frozen.n_layers == N_LAYERS
     tokens, examples = some_tokens(n_labels=3), np.arange(6)
-    cache, batch = cache_of(prefix, tokens, tmp_path), batch_of(model, tokens, examples, LABELS)
+    cache, batch = cache_of(frozen, tokens, tmp_path), batch_of(model, tokens, examples, LABELS)
     theirs = loss_of(model, batch, LABELS)
-    with prefix.resume(cache.rows(examples)):
+    with frozen.resume(cache.rows(examples)):
         ours = loss_of(model, batch, LABELS)
     assert_same(gradients(model, ours), gradients(model, theirs))
 
@@ -271,14 +273,14 @@ def test_a_prefix_of_all_layers_leaves_the_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize("every", [0, 1, 2])
 def test_two_batches_forward_before_either_goes_backward(every: int, tmp_path: Path) -> None:
     model = with_lora(deep_model("qwen3"), 1)
-    tokens, prefix = some_tokens(), prefix_of(model)
-    cache = cache_of(prefix, tokens, tmp_path)
+    tokens, frozen = some_tokens(), frozen_layers_of(model)
+    cache = cache_of(frozen, tokens, tmp_path)
     pieces = [np.arange(5), np.arange(5, 12)]
     theirs = gradients(model, sum(loss_of(model, batch_of(model, tokens, piece)) for piece in pieces))
     checkpoint_layers(model, every)
     losses = []
     for piece in pieces:
-        with prefix.resume(cache.rows(piece)):
+        with frozen.resume(cache.rows(piece)):
             losses.append(loss_of(model, batch_of(model, tokens, piece)))
     loss_of(model, batch_of(model, tokens, pieces[0]))  # a pass of the whole model in between
     assert_same(gradients(model, sum(losses)), theirs)
@@ -287,8 +289,8 @@ def test_two_batches_forward_before_either_goes_backward(every: int, tmp_path: P
 def test_epochs_of_training_end_at_the_same_weights(tmp_path: Path) -> None:
     plain = with_lora(deep_model("llama"), 2)
     resumed = copy.deepcopy(plain)
-    tokens, prefix = some_tokens(n=16), prefix_of(resumed)
-    cache = cache_of(prefix, tokens, tmp_path, 40)
+    tokens, frozen = some_tokens(n=16), frozen_layers_of(resumed)
+    cache = cache_of(frozen, tokens, tmp_path, 40)
     order = np.random.default_rng(0)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (plain, resumed)]
     before = {name: p.detach().clone() for name, p in resumed.named_parameters()}
@@ -296,7 +298,7 @@ def test_epochs_of_training_end_at_the_same_weights(tmp_path: Path) -> None:
         for piece in order.permutation(16).reshape(4, 4):
             for model, optimizer in zip((plain, resumed), optimizers, strict=True):
                 optimizer.zero_grad()
-                with prefix.resume(cache.rows(piece)):  # a block of one model is nothing to another
+                with frozen.resume(cache.rows(piece)):  # a block of one model is nothing to another
                     loss = loss_of(model, batch_of(model, tokens, piece))
                 loss.backward()
                 optimizer.step()
@@ -308,14 +310,14 @@ def test_epochs_of_training_end_at_the_same_weights(tmp_path: Path) -> None:
 
 def test_evaluation_disabling_and_merging_above_are_right(tmp_path: Path) -> None:
     model = with_lora(deep_model("llama"), 2)
-    tokens, examples, prefix = some_tokens(), np.arange(12), prefix_of(model)
-    rows = cache_of(prefix, tokens, tmp_path).rows(examples)
+    tokens, examples, frozen = some_tokens(), np.arange(12), frozen_layers_of(model)
+    rows = cache_of(frozen, tokens, tmp_path).rows(examples)
     batch = batch_of(model, tokens, examples)
 
     @torch.no_grad()
     def both() -> float:
         theirs = float(loss_of(model, batch))
-        with prefix.resume(rows):
+        with frozen.resume(rows):
             assert float(loss_of(model, batch)) == pytest.approx(theirs, rel=CLOSE)
         return theirs
 
@@ -341,28 +343,28 @@ def flops(function: Callable[[], Any]) -> int:
 
 def test_each_layer_is_computed_on_one_side_only() -> None:
     model = with_lora(deep_model("llama"), 2)
-    prefix, batch = prefix_of(model), batch_of(model, some_tokens(), np.arange(12))
-    hidden = prefix.hidden_states(batch)
+    frozen, batch = frozen_layers_of(model), batch_of(model, some_tokens(), np.arange(12))
+    hidden = frozen.hidden_states(batch)
     assert not hidden.requires_grad
     assert hidden.shape == (1, batch["input_ids"].numel(), 32)
 
     def resumed() -> None:
-        with prefix.resume(hidden):
+        with frozen.resume(hidden):
             loss_of(model, batch)
 
     whole, below, above = (
         flops(lambda: loss_of(model, batch)),
-        flops(lambda: prefix.hidden_states(batch)),
+        flops(lambda: frozen.hidden_states(batch)),
         flops(resumed),
     )
     assert whole == below + above
-    shallow = flops(lambda: Prefix(prefix.inner, CAUSAL, prefix.below, prefix.layers, 1).hidden_states(batch))
+    shallow = flops(lambda: FrozenLayers(frozen.inner, CAUSAL, frozen.below, frozen.layers, 1).hidden_states(batch))
     assert below == 2 * shallow > 0, "layers alike, and no head"
 
 
 def test_names_saving_and_calls_outside_stay_as_they_are(tmp_path: Path) -> None:
     model = with_lora(deep_model("llama"), 2)
-    prefix, batch = prefix_of(model), batch_of(model, some_tokens(), np.arange(4))
+    frozen, batch = frozen_layers_of(model), batch_of(model, some_tokens(), np.arange(4))
     ids = torch.randint(3, 99, (2, 6))
 
     def written() -> Tensor:
@@ -374,15 +376,15 @@ def test_names_saving_and_calls_outside_stay_as_they_are(tmp_path: Path) -> None
     before = written()
     names, modules = list(model.state_dict()), dict(model.named_modules())
     attributes = {name: dict(vars(module)) for name, module in modules.items()}
-    hidden = prefix.hidden_states(batch)
-    with prefix.resume(hidden):
+    hidden = frozen.hidden_states(batch)
+    with frozen.resume(hidden):
         assert list(model.state_dict()) == names
         assert dict(model.named_modules()) == modules
         model.save_pretrained(tmp_path / "adapter")
     saved = peft.PeftModel.from_pretrained(deep_model("llama"), tmp_path / "adapter").state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="in the middle"), prefix.resume(hidden):
+        with pytest.raises(RuntimeError, match="in the middle"), frozen.resume(hidden):
             raise RuntimeError("in the middle")
     assert {name: dict(vars(module)) for name, module in modules.items()} == attributes
     assert torch.equal(written(), before)
@@ -390,7 +392,7 @@ def test_names_saving_and_calls_outside_stay_as_they_are(tmp_path: Path) -> None
 
 def test_layers_that_were_given_another_forward_or_compiled_keep_it() -> None:
     model = with_lora(deep_model("llama"), 2)
-    prefix, batch = prefix_of(model), batch_of(model, some_tokens(), np.arange(4))
+    frozen, batch = frozen_layers_of(model), batch_of(model, some_tokens(), np.arange(4))
     calls: list[int] = []
     layers = layers_of(model)
     for number, layer in enumerate(layers):  # as accelerate and `Module.compile` do
@@ -405,9 +407,9 @@ def test_layers_that_were_given_another_forward_or_compiled_keep_it() -> None:
             layer._compiled_call_impl = wrapped
     theirs = loss_of(model, batch)
     assert calls == [0, 1, 2]
-    hidden = prefix.hidden_states(batch)
+    hidden = frozen.hidden_states(batch)
     assert calls == [0, 1, 2, 0, 1]
-    with prefix.resume(hidden):
+    with frozen.resume(hidden):
         ours = loss_of(model, batch)
     assert calls == [0, 1, 2, 0, 1, 2]
     assert torch.equal(ours, theirs)
@@ -417,9 +419,9 @@ def test_layers_that_were_given_another_forward_or_compiled_keep_it() -> None:
 
 def test_hidden_states_of_another_batch_are_refused() -> None:
     model = with_lora(deep_model("llama"), 2)
-    tokens, prefix = token_set(np.array([4, 1, 7])), prefix_of(model)
-    hidden = prefix.hidden_states(batch_of(model, tokens, [1]))  # one token would be spread over any number
-    with prefix.resume(hidden), pytest.raises(ValueError, match=r"\[1, 1\] tokens for a batch of \[1, 7\]"):
+    tokens, frozen = token_set(np.array([4, 1, 7])), frozen_layers_of(model)
+    hidden = frozen.hidden_states(batch_of(model, tokens, [1]))  # one token would be spread over any number
+    with frozen.resume(hidden), pytest.raises(ValueError, match=r"\[1, 1\] tokens for a batch of \[1, 7\]"):
         loss_of(model, batch_of(model, tokens, [2]))
 
 
@@ -427,8 +429,8 @@ def test_a_model_that_has_not_gone_flat_is_refused() -> None:
     model = deep_model("llama")
     for weight in model.parameters():
         weight.requires_grad = False
-    with pytest.raises(ValueError, match="go_flat"):
-        prefix_of(model).hidden_states(batch_of(model, some_tokens(), [0, 1]))
+    with pytest.raises(ValueError, match="go_packed"):
+        frozen_layers_of(model).hidden_states(batch_of(model, some_tokens(), [0, 1]))
 
 
 # ---- which layers ----
@@ -440,16 +442,16 @@ def test_the_prefix_ends_below_the_first_adapter(family: str, first: int) -> Non
     model = deep_model(family)
     chosen = linear_names(model, range(first, first + 1))[:1]
     wrapped = add_adapter(model, Adapter(r=2, target_modules=tuple(chosen)), CAUSAL, seed=0)
-    found = find_prefix(wrapped, CAUSAL)
+    found = find_frozen_layers(wrapped, CAUSAL)
     if first:
-        assert isinstance(found, Prefix)
+        assert isinstance(found, FrozenLayers)
         assert found.n_layers == first
         assert list(found.layers) == list(layers_of(wrapped))
     else:
         assert found == "the first layer has an adapter (Linear)"
 
 
-def frozen(family: str = "llama", task: str = CAUSAL, **keys: Any) -> Any:
+def frozen_model(family: str = "llama", task: str = CAUSAL, **keys: Any) -> Any:
     """A model of which only the last layer is trained."""
     model = deep_model(family, task, **keys)
     for weight in model.parameters():
@@ -467,7 +469,7 @@ def frozen_adapter() -> Any:
 
 
 def listened_to() -> Any:
-    model = frozen()
+    model = frozen_model()
     model.enable_input_require_grads()
     return model
 
@@ -479,13 +481,13 @@ def with_virtual_tokens() -> Any:
 
 
 def frozen_as(family: str) -> Any:
-    model = frozen()
+    model = frozen_model()
     model.config.model_type = family
     return model
 
 
 def with_shared_keys() -> Any:
-    model = frozen()
+    model = frozen_model()
     model.config.num_kv_shared_layers = 1
     return model
 
@@ -498,7 +500,7 @@ def with_saved_embeddings() -> Any:
 
 
 def with_trained_final_projection() -> Any:
-    model = frozen("opt", word_embed_proj_dim=16)
+    model = frozen_model("opt", word_embed_proj_dim=16)
     model.model.decoder.project_in.weight.requires_grad = True
     return model
 
@@ -511,11 +513,11 @@ def with_trained_final_projection() -> Any:
         (with_trained_final_projection, "the embeddings have a trained weight (Linear)"),
         (lambda: add_adapter(deep_model("llama"), Adapter(r=2), CAUSAL, 0), "the first layer has an adapter"),
         (frozen_adapter, "the first layer has an adapter"),
-        (lambda: frozen("gpt2", resid_pdrop=0.1), "the first layer has dropout at work (Dropout)"),
-        (lambda: frozen("gpt2", embd_pdrop=0.1), "the embeddings have dropout at work (Dropout)"),
-        (lambda: frozen("llama", attention_dropout=0.1), "the first layer has dropout at work (LlamaAttention)"),
-        (lambda: frozen("opt", layerdrop=0.1), "the embeddings have dropout at work (OPTDecoder)"),
-        (lambda: frozen("mixtral", router_jitter_noise=0.1), "the first layer has dropout at work"),
+        (lambda: frozen_model("gpt2", resid_pdrop=0.1), "the first layer has dropout at work (Dropout)"),
+        (lambda: frozen_model("gpt2", embd_pdrop=0.1), "the embeddings have dropout at work (Dropout)"),
+        (lambda: frozen_model("llama", attention_dropout=0.1), "the first layer has dropout at work (LlamaAttention)"),
+        (lambda: frozen_model("opt", layerdrop=0.1), "the embeddings have dropout at work (OPTDecoder)"),
+        (lambda: frozen_model("mixtral", router_jitter_noise=0.1), "the first layer has dropout at work"),
         (listened_to, "the embeddings have something that listens to it"),
         (with_virtual_tokens, "virtual tokens are trained"),
         (with_shared_keys, "its upper layers take more from below"),
@@ -523,52 +525,52 @@ def with_trained_final_projection() -> Any:
     ],
 )
 def test_what_is_not_fixed_is_refused_in_words(make: Callable[[], Any], why: str) -> None:
-    found = find_prefix(make(), CAUSAL)
+    found = find_frozen_layers(make(), CAUSAL)
     assert isinstance(found, str)
     assert why in found
 
 
 def test_what_is_above_may_be_anything() -> None:
-    model = frozen("gpt2", summary_first_dropout=0.5)
+    model = frozen_model("gpt2", summary_first_dropout=0.5)
     layers = layers_of(model)
     layers[2].mlp.dropout.p = 0.3
     layers[2].register_forward_hook(lambda *_: None)
     model.transformer.ln_f.weight.requires_grad = True
-    assert prefix_of(model).n_layers == 2
+    assert frozen_layers_of(model).n_layers == 2
     layers[1].mlp.dropout.p = 0.3
-    assert prefix_of(model).n_layers == 1
+    assert frozen_layers_of(model).n_layers == 1
     model.eval()
-    assert prefix_of(model).n_layers == 1, "training decides, in whatever mode it is asked"
+    assert frozen_layers_of(model).n_layers == 1, "training decides, in whatever mode it is asked"
 
 
 def test_hooks_by_which_transformers_hands_out_states_are_no_hindrance() -> None:
-    model = frozen()
+    model = frozen_model()
     model(input_ids=torch.randint(3, 99, (1, 4)), output_hidden_states=True)
     assert any(layer._forward_hooks for layer in layers_of(model))
-    assert prefix_of(model).n_layers == 2
+    assert frozen_layers_of(model).n_layers == 2
 
 
 def test_tasks_that_are_not_laid_flat_are_refused() -> None:
-    assert "padded apart" in str(find_prefix(frozen(), "seq2seq"))
+    assert "padded apart" in str(find_frozen_layers(frozen_model(), "seq2seq"))
 
 
 # ---- the cache ----
 
 
-def a_prefix(seed: int = 0) -> Prefix:
-    return prefix_of(with_lora(deep_model("llama", seed=seed), 2))
+def some_frozen_layers(seed: int = 0) -> FrozenLayers:
+    return frozen_layers_of(with_lora(deep_model("llama", seed=seed), 2))
 
 
 def test_rows_are_those_of_each_example_in_the_order_asked(tmp_path: Path, small_parts: None) -> None:
-    prefix, tokens = a_prefix(), some_tokens(n=20)
+    frozen, tokens = some_frozen_layers(), some_tokens(n=20)
     examples = np.array([3, 1, 17, 8, 3, 11, 0])
-    cache = cache_of(prefix, tokens, tmp_path, 33, examples=examples)
+    cache = cache_of(frozen, tokens, tmp_path, 33, examples=examples)
     assert len(cache.parts) > 1
-    single = [prefix.hidden_states(batch_of(prefix.inner, tokens, [index]))[0] for index in examples]
+    single = [frozen.hidden_states(batch_of(frozen.inner, tokens, [index]))[0] for index in examples]
     found = cache.rows(examples)
     assert found.shape == (1, tokens.lengths[examples].sum(), 32)
     torch.testing.assert_close(found[0], torch.cat(single), rtol=CLOSE, atol=CLOSE)
-    assert cache.n_bytes == prefix_cache_bytes(int(tokens.lengths[np.unique(examples)].sum()), 32, 4)
+    assert cache.n_bytes == frozen_cache_bytes(int(tokens.lengths[np.unique(examples)].sum()), 32, 4)
     assert cache.n_bytes == sum(path.stat().st_size for path in tmp_path.rglob("rows.bin"))
     with pytest.raises(ValueError, match="not cached"):
         cache.rows(np.array([3, 2]))
@@ -583,9 +585,9 @@ def test_every_example_is_computed_once_within_the_budget(
     examples, most = np.flatnonzero(tokens.lengths), int(draw.integers(1, 80))
     if not len(examples):
         pytest.skip("nothing to compute")
-    prefix = a_prefix()
+    frozen = some_frozen_layers()
     progress: list[tuple[int, int]] = []
-    cache = cache_of(prefix, tokens, tmp_path, most, progress=lambda *counts: progress.append(counts))
+    cache = cache_of(frozen, tokens, tmp_path, most, progress=lambda *counts: progress.append(counts))
     pieces = computed[1:]  # the first was one example, to see what a number takes
     assert sum(pieces) == tokens.lengths.sum() == len(all_rows(cache))
     assert max(pieces) <= max(most, tokens.lengths.max())
@@ -596,8 +598,10 @@ def test_every_example_is_computed_once_within_the_budget(
 
 def test_a_cache_is_the_same_to_the_bit_whenever_and_for_whomever_it_is_made(tmp_path: Path, small_parts: None) -> None:
     tokens = some_tokens(n=20)
-    first = cache_of(a_prefix(), tokens, tmp_path / "a", 50)
-    again = cache_of(a_prefix(), tokens, tmp_path / "b", 50, examples=np.random.default_rng(1).permutation(20))
+    first = cache_of(some_frozen_layers(), tokens, tmp_path / "a", 50)
+    again = cache_of(
+        some_frozen_layers(), tokens, tmp_path / "b", 50, examples=np.random.default_rng(1).permutation(20)
+    )
     assert torch.equal(all_rows(first), all_rows(again))
     assert one_folder(tmp_path / "a").name == one_folder(tmp_path / "b").name
     for one, other in zip(part_folders(tmp_path / "a"), part_folders(tmp_path / "b"), strict=True):
@@ -606,20 +610,20 @@ def test_a_cache_is_the_same_to_the_bit_whenever_and_for_whomever_it_is_made(tmp
 
 def test_what_is_there_is_used_and_nothing_computed(tmp_path: Path, computed: Computed, small_parts: None) -> None:
     tokens = some_tokens(n=20)
-    first = all_rows(cache_of(a_prefix(), tokens, tmp_path))
+    first = all_rows(cache_of(some_frozen_layers(), tokens, tmp_path))
     computed.clear()
-    prefix = a_prefix()
-    for name, weight in prefix.inner.named_parameters():
+    frozen = some_frozen_layers()
+    for name, weight in frozen.inner.named_parameters():
         if "lora_" in name:
             weight.data.add_(1)  # what is trained above is nothing to it
-    assert torch.equal(all_rows(cache_of(prefix, tokens, tmp_path)), first)
+    assert torch.equal(all_rows(cache_of(frozen, tokens, tmp_path)), first)
     assert computed == []
 
 
 def changed(name: str) -> dict[str, Any]:
     """What `cache_of` is given once something is other than it was."""
-    prefix, tokens, options = a_prefix(), some_tokens(n=20), {}
-    layer, body = prefix.layers[1], prefix.body
+    frozen, tokens, options = some_frozen_layers(), some_tokens(n=20), {}
+    layer, body = frozen.layers[1], frozen.body
     with torch.no_grad():
         if name == "a weight":
             weight = layer.mlp.up_proj.weight
@@ -639,12 +643,12 @@ def changed(name: str) -> dict[str, Any]:
         elif name == "the budget":
             options["most_tokens"] = 77
         elif name == "layers":
-            prefix = Prefix(prefix.inner, CAUSAL, prefix.below, prefix.layers, 1)
+            frozen = FrozenLayers(frozen.inner, CAUSAL, frozen.below, frozen.layers, 1)
         elif name == "a setting":
-            prefix.inner.config.rope_parameters["rope_theta"] = 500.0
+            frozen.inner.config.rope_parameters["rope_theta"] = 500.0
         elif name == "the code of a layer":
             layer.input_layernorm.__class__ = type("OtherNorm", (type(layer.input_layernorm),), {})
-    return {"prefix": prefix, "tokens": tokens, **options}
+    return {"frozen": frozen, "tokens": tokens, **options}
 
 
 @pytest.mark.parametrize(
@@ -666,8 +670,8 @@ def test_a_cache_of_something_else_is_not_used(name: str, tmp_path: Path, comput
 
 
 def test_weights_in_other_numbers_are_another_model() -> None:
-    assert changed("nothing")["prefix"].sha256() == changed("nothing")["prefix"].sha256()
-    assert changed("the weights' dtype")["prefix"].sha256() != changed("nothing")["prefix"].sha256()
+    assert changed("nothing")["frozen"].sha256() == changed("nothing")["frozen"].sha256()
+    assert changed("the weights' dtype")["frozen"].sha256() != changed("nothing")["frozen"].sha256()
 
 
 def flip(path: Path) -> None:
@@ -679,7 +683,7 @@ def flip(path: Path) -> None:
 def of_something_else(path: Path) -> None:
     """A whole part, moved here from another cache."""
     elsewhere = path.parent.parent.parent.parent / "elsewhere"
-    cache_of(a_prefix(seed=1), some_tokens(n=20), elsewhere, 50)
+    cache_of(some_frozen_layers(seed=1), some_tokens(n=20), elsewhere, 50)
     shutil.rmtree(path.parent)
     shutil.copytree(part_folders(elsewhere)[1], path.parent)
 
@@ -700,14 +704,14 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 def test_a_damaged_part_is_made_again_and_only_that(
     kind: str, tmp_path: Path, computed: Computed, small_parts: None
 ) -> None:
-    tokens, prefix = some_tokens(n=20), a_prefix()
-    cache = cache_of(prefix, tokens, tmp_path, 50)
+    tokens, frozen = some_tokens(n=20), some_frozen_layers()
+    cache = cache_of(frozen, tokens, tmp_path, 50)
     whole, n_rows = all_rows(cache).clone(), len(cache.parts[1])
     assert len(cache.parts) > 2
     del cache
     DAMAGE[kind](part_folders(tmp_path)[1] / "rows.bin")
     computed.clear()
-    assert torch.equal(all_rows(cache_of(prefix, tokens, tmp_path, 50)), whole)
+    assert torch.equal(all_rows(cache_of(frozen, tokens, tmp_path, 50)), whole)
     assert sum(computed[1:]) == n_rows
 
 
@@ -716,8 +720,8 @@ def test_a_damaged_part_is_made_again_and_only_that(
 def test_a_fill_that_dies_goes_on_where_it_stopped(
     at: int, error: BaseException, tmp_path: Path, computed: Computed, small_parts: None
 ) -> None:
-    tokens, prefix = some_tokens(n=20), a_prefix()
-    cache = cache_of(prefix, tokens, tmp_path / "whole", 30)
+    tokens, frozen = some_tokens(n=20), some_frozen_layers()
+    cache = cache_of(frozen, tokens, tmp_path / "whole", 30)
     whole = all_rows(cache).clone()
     ready = sum(computed[1:at])
     stops = itertools.accumulate(len(part) for part in cache.parts)
@@ -726,11 +730,11 @@ def test_a_fill_that_dies_goes_on_where_it_stopped(
     computed.clear()
     computed.fails_at, computed.error = at, error
     with pytest.raises(type(error)):
-        cache_of(prefix, tokens, tmp_path / "half", 30)
+        cache_of(frozen, tokens, tmp_path / "half", 30)
     kept = [len(np.fromfile(path / "rows.bin", np.float32)) // 32 for path in part_folders(tmp_path / "half")]
     computed.clear()
     computed.fails_at = -1
-    assert torch.equal(all_rows(cache_of(prefix, tokens, tmp_path / "half", 30)), whole)
+    assert torch.equal(all_rows(cache_of(frozen, tokens, tmp_path / "half", 30)), whole)
     assert sum(computed[1:]) == len(whole) - sum(kept)
     assert kept == whole_parts
     assert kept or at < 5
@@ -738,37 +742,37 @@ def test_a_fill_that_dies_goes_on_where_it_stopped(
 
 def test_a_part_whose_writer_was_killed_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its manifest, and between its manifest and its name."""
-    tokens, prefix = some_tokens(n=20), a_prefix()
-    whole = all_rows(cache_of(prefix, tokens, tmp_path / "whole")).clone()
+    tokens, frozen = some_tokens(n=20), some_frozen_layers()
+    whole = all_rows(cache_of(frozen, tokens, tmp_path / "whole")).clone()
     folder = tmp_path / "half" / "prefix" / one_folder(tmp_path / "whole").name
     folder.mkdir(parents=True)
     complete = part_folders(tmp_path / "whole")[0]
     shutil.copytree(complete, folder / "00000.draft-1234abcd")
     (folder / "00000.draft-9999abcd").mkdir()
     (folder / "00000.draft-9999abcd" / "rows.bin").write_bytes((complete / "rows.bin").read_bytes()[:100])
-    assert torch.equal(all_rows(cache_of(prefix, tokens, tmp_path / "half")), whole)
+    assert torch.equal(all_rows(cache_of(frozen, tokens, tmp_path / "half")), whole)
     assert [path.name for path in part_folders(tmp_path / "half")] == ["00000"]
 
 
 def test_a_fill_stops_when_asked_and_keeps_what_it_has(tmp_path: Path, computed: Computed, small_parts: None) -> None:
-    tokens, prefix = some_tokens(n=20), a_prefix()
-    whole = all_rows(cache_of(prefix, tokens, tmp_path / "whole", 30)).clone()
+    tokens, frozen = some_tokens(n=20), some_frozen_layers()
+    whole = all_rows(cache_of(frozen, tokens, tmp_path / "whole", 30)).clone()
     computed.clear()
     with pytest.raises(Interrupted, match="frozen layers"):
-        cache_of(prefix, tokens, tmp_path / "half", 30, should_stop=lambda: len(computed) > 4)
+        cache_of(frozen, tokens, tmp_path / "half", 30, should_stop=lambda: len(computed) > 4)
     assert part_folders(tmp_path / "half")
     n_computed = sum(computed[1:])
     computed.clear()
-    assert torch.equal(all_rows(cache_of(prefix, tokens, tmp_path / "half", 30)), whole)
+    assert torch.equal(all_rows(cache_of(frozen, tokens, tmp_path / "half", 30)), whole)
     assert len(whole) <= n_computed + sum(computed[1:]) < 2 * len(whole)
     with pytest.raises(Interrupted):
-        cache_of(prefix, tokens, tmp_path / "half", 30, should_stop=lambda: True)
+        cache_of(frozen, tokens, tmp_path / "half", 30, should_stop=lambda: True)
 
 
-def why_none(folder: Path, prefix: Prefix | None = None, tokens: TokenSet | None = None) -> str:
+def why_none(folder: Path, frozen: FrozenLayers | None = None, tokens: TokenSet | None = None) -> str:
     tokens = tokens or some_tokens(n=20)
     examples = np.arange(len(tokens))
-    found = open_prefix_cache(prefix or a_prefix(), tokens, examples, folder, numerics=FP32, most_tokens=30)
+    found = open_frozen_cache(frozen or some_frozen_layers(), tokens, examples, folder, numerics=FP32, most_tokens=30)
     assert isinstance(found, str)
     return found
 
@@ -787,9 +791,9 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(
     assert len(computed) == 1, "one example, to see what a number takes"
     assert list((tmp_path / "prefix").iterdir()) == []
     free(monkeypatch, int(needed / DISK_SHARE))
-    cache_of(a_prefix(), some_tokens(n=20), tmp_path, 30)
+    cache_of(some_frozen_layers(), some_tokens(n=20), tmp_path, 30)
     free(monkeypatch, 0)
-    cache_of(a_prefix(), some_tokens(n=20), tmp_path, 30)  # it is there
+    cache_of(some_frozen_layers(), some_tokens(n=20), tmp_path, 30)  # it is there
 
 
 def test_a_disk_that_fills_up_is_given_its_room_back(
@@ -818,8 +822,8 @@ def test_nothing_to_keep_is_a_reason_too(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_another_process_fills_is_waited_for(tmp_path: Path, computed: Computed) -> None:
-    tokens, prefix = some_tokens(n=20), a_prefix()
-    whole = all_rows(cache_of(prefix, tokens, tmp_path)).clone()
+    tokens, frozen = some_tokens(n=20), some_frozen_layers()
+    whole = all_rows(cache_of(frozen, tokens, tmp_path)).clone()
     computed.clear()
     release = threading.Event()
     held = threading.Event()
@@ -833,7 +837,7 @@ def test_a_cache_that_another_process_fills_is_waited_for(tmp_path: Path, comput
     thread.start()
     assert held.wait(10)
     with pytest.raises(Interrupted):
-        cache_of(prefix, tokens, tmp_path, should_stop=iter([False, False, True]).__next__)
+        cache_of(frozen, tokens, tmp_path, should_stop=iter([False, False, True]).__next__)
     looks: list[bool] = []
 
     def look() -> bool:
@@ -842,16 +846,16 @@ def test_a_cache_that_another_process_fills_is_waited_for(tmp_path: Path, comput
             release.set()
         return False
 
-    assert torch.equal(all_rows(cache_of(prefix, tokens, tmp_path, should_stop=look)), whole)
+    assert torch.equal(all_rows(cache_of(frozen, tokens, tmp_path, should_stop=look)), whole)
     thread.join()
     assert computed == []
 
 
 def test_a_cache_in_use_may_be_deleted_and_its_use_shows_in_its_time(tmp_path: Path) -> None:
-    tokens, prefix = some_tokens(n=20), a_prefix()
-    cache_of(prefix, tokens, tmp_path)
+    tokens, frozen = some_tokens(n=20), some_frozen_layers()
+    cache_of(frozen, tokens, tmp_path)
     os.utime(one_folder(tmp_path), (1, 1))
-    cache = cache_of(prefix, tokens, tmp_path)
+    cache = cache_of(frozen, tokens, tmp_path)
     assert one_folder(tmp_path).stat().st_mtime > 1
     before = cache.rows(np.arange(20)).clone()
     shutil.rmtree(tmp_path / "prefix")
@@ -870,7 +874,7 @@ def terms(**changes: Any) -> dict[str, Any]:
         "layers_s_per_token": 4e-6,
         "rest_s_per_token": 1e-6,
         "n_tokens": 10_000_000,
-        "bytes_per_token": prefix_cache_bytes(1, 2048, 2),
+        "bytes_per_token": frozen_cache_bytes(1, 2048, 2),
         "free_bytes": 200 * 10**9,
         "read_bytes_per_s": 2e9,
         "write_bytes_per_s": 1e9,
@@ -948,9 +952,10 @@ def test_a_run_computes_frozen_layers_once_and_ends_as_one_that_computes_them_al
     ends = {name: p.detach().clone() for name, p in watched.model.named_parameters()}
     assert json.loads((tmp_path / "kept/settings.json").read_text())["caches_frozen"] is True
     again = upper(tmp_path, "again")
-    # the cache is there: the first layer is asked whether the model looks ahead, and twice for what a forward pass keeps
+    # the cache is there: the first layer is asked whether the model looks ahead, whether all that is trained is reached,
+    # and twice for what a forward pass keeps
     workshop.train(again)
-    assert len(frozen_calls) == 3
+    assert len(frozen_calls) == 4
     assert all(torch.equal(p, ends[name]) for name, p in watched.model.named_parameters())
     monkeypatch.setattr(FrozenCacheCost, "why_not", lambda _: "not today")
     heard = workshop.Heard()
@@ -1007,7 +1012,7 @@ def test_a_run_that_had_a_cache_goes_on_without_it_and_says_so(tmp_path: Path, m
     monkeypatch.setattr(Steps, "take", stop)
     assert workshop.train(job).state == "interrupted"
     monkeypatch.setattr(Steps, "take", take)
-    monkeypatch.setattr("farthing.train.frozen.open_prefix_cache", lambda *_, **__: "the disk is gone")
+    monkeypatch.setattr("farthing.train.frozen.open_frozen_cache", lambda *_, **__: "the disk is gone")
     heard = workshop.Heard()
     assert workshop.train(job, heard).state == "finished"
     assert "the disk is gone" in heard.warnings

@@ -1,0 +1,266 @@
+"""Scripted clouds that nobody bills for: the HTTP of RunPod and Vast.ai over a clock of their own, with faults by order.
+
+A machine here boots, trains, saves and leaves as farthing aboard a real one would, in virtual seconds, so that hundreds of
+faulty launches take a minute. What a machine has really cost is kept here, apart from the ledger of the launch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from farthing.durability.accounts import Account
+from farthing.launch.supervise import Word
+
+FAULTS = (
+    "", "create answers 500 after creating", "create never answers after creating", "create never answers", "no stock",
+    "never boots", "dies in boot", "taken away", "falls silent", "leaves with 75", "terminate fails three times",
+    "list is late", "list shows the dead", "the API is away", "its end can't be scheduled", "refused for good",
+)  # fmt: skip
+BOOT_S, STEP_S, SAVE_EVERY = 120.0, 10.0, 12
+
+
+@dataclass
+class Machine:
+    """A machine of the fake cloud. Times are seconds of its clock."""
+
+    id: str
+    name: str
+    fault: str
+    made_at: float
+    usd_per_hour: float
+    ends_at: float | None
+    most_train_usd: float
+    gone_at: float | None = None
+    why_gone: str = ""
+    left: tuple[int, str] | None = None
+    trained_s: float = 0.0
+    trained_from: float | None = None
+    n_terminations: int = 0
+
+
+@dataclass
+class World:
+    """A provider, its machines, the store with what they leave there, and the clock of it all."""
+
+    provider: str
+    n_steps: int = 600
+    now: float = 1_800_000_000.0
+    script: list[str] = field(default_factory=list)
+    """The fault of each creation, in order; none after the last."""
+    usd_per_hour: float = 0.4
+    machines: list[Machine] = field(default_factory=list)
+    saved: int = 0
+    n_double: int = 0
+    away_until: float = 0.0
+    n_created: int = 0
+    stopped: bool = False
+    asks: dict[str, Any] = field(default_factory=dict)
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
+
+    # ---- time ----
+
+    def clock(self) -> float:
+        """Seconds since 1970."""
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let everything happen that happens meanwhile, at a grain of a step."""
+        until = self.now + seconds
+        while self.now < until:
+            step = min(STEP_S, until - self.now)
+            self.now += step
+            self._live(step)
+
+    def _live(self, step_s: float) -> None:
+        training = 0
+        for machine in self.machines:
+            if machine.gone_at is not None:
+                continue
+            if machine.ends_at is not None and self.now >= machine.ends_at:
+                machine.gone_at, machine.why_gone = machine.ends_at, "its own end"
+                continue
+            age = self.now - machine.made_at
+            if machine.fault == "dies in boot" and age > BOOT_S / 2:
+                machine.gone_at, machine.why_gone = self.now, "died in boot"
+                continue
+            if machine.fault == "never boots" or age < BOOT_S or machine.left is not None:
+                continue
+            if machine.fault == "taken away" and machine.trained_s > 400:
+                machine.gone_at, machine.why_gone = self.now, "taken away"
+                continue
+            training += 1
+            self._train(machine, step_s)
+        self.n_double += training > 1
+
+    def _train(self, machine: Machine, step_s: float) -> None:
+        if machine.fault == "falls silent" and machine.trained_s > 300:
+            machine.trained_s += step_s  # paid for, and nothing comes of it
+            return
+        machine.trained_from = self.now if machine.trained_from is None else machine.trained_from
+        machine.trained_s += step_s
+        if machine.trained_s % (SAVE_EVERY * STEP_S) < step_s:
+            self.saved = min(self.n_steps, self.saved + SAVE_EVERY)
+        spent = sum(each.trained_s for each in self.machines) / 3600 * self.usd_per_hour
+        if self.saved >= self.n_steps:
+            machine.left = (0, "finished")
+        elif spent >= machine.most_train_usd:
+            machine.left = (3, "stopped by the cap")
+        elif machine.fault == "leaves with 75" and machine.trained_s > 500:
+            machine.left = (75, "interrupted")
+
+    # ---- what is true afterwards ----
+
+    @property
+    def n_alive(self) -> int:
+        """Machines that still cost money."""
+        return sum(machine.gone_at is None for machine in self.machines)
+
+    @property
+    def usd(self) -> float:
+        """What all machines have really cost."""
+        ends = [
+            (self.now if machine.gone_at is None else machine.gone_at) - machine.made_at for machine in self.machines
+        ]
+        return sum(ends) / 3600 * self.usd_per_hour
+
+    # ---- the store (Words) ----
+
+    def of(self, name: str) -> Word:
+        """See `farthing.launch.supervise.Words`."""
+        machine = next((each for each in reversed(self.machines) if each.name == name), None)
+        if machine is None or self.now - machine.made_at < BOOT_S or machine.fault in ("never boots", "dies in boot"):
+            return Word()
+        code, why = machine.left or (None, "")
+        is_silent = machine.fault == "falls silent" and machine.trained_s > 300
+        is_gone = machine.gone_at is not None
+        beat = "silent" if is_silent else f"{machine.gone_at if is_gone else self.now // 30}"
+        return Word(has_booted=True, code=code, why=why, beat=beat)
+
+    def is_stopped(self) -> bool:
+        """See `Words`."""
+        return self.stopped
+
+    def committed(self) -> int:
+        """See `Words`."""
+        return self.saved
+
+    def accounts(self) -> list[Account]:
+        """See `Words`."""
+        trained = [(n, machine) for n, machine in enumerate(self.machines, 1) if machine.trained_from is not None]
+        return [
+            Account(
+                n,
+                state="finished" if machine.left is not None and machine.left[0] == 0 else "running",
+                started_at=machine.trained_from or 0.0,
+                spans={"compute": machine.trained_s},
+                usd_per_hour=self.usd_per_hour,
+            )
+            for n, machine in trained
+        ]
+
+    # ---- HTTP ----
+
+    def send(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None, seconds: float
+    ) -> tuple[int, bytes]:
+        """A `Transport`: one request."""
+        path = "/" + url.split("://", 1)[1].split("/", 1)[1]
+        self.requests.append((method, path, (body or b"").decode()))
+        self.sleep(0.2)
+        if self.now < self.away_until:
+            self.sleep(seconds)
+            raise TimeoutError("away")
+        status, value = getattr(self, f"_{self.provider}")(method, path, json.loads(body) if body else None)
+        return status, b"" if value is None else json.dumps(value).encode()
+
+    def _make(self, name: str, ends_at: float | None) -> Machine:
+        fault = self.script[self.n_created] if self.n_created < len(self.script) else ""
+        ask = self.asks[name]
+        boot_usd = BOOT_S / 3600 * self.usd_per_hour
+        aboard = ask.aboard
+        cap = aboard["max_usd"] - aboard["overhead_usd"] - aboard["reserve_usd"] - boot_usd
+        number = str(1000 + len(self.machines))
+        return Machine(number, name, fault, self.now, self.usd_per_hour, ends_at, cap)
+
+    def _create(self, name: str, ends_at: float | None, refusal: Any, made: Any) -> tuple[int, Any]:
+        """A creation, as the script has it. `refusal(is_stock)` and `made(id)` are the provider's answers."""
+        machine = self._make(name, ends_at)
+        self.n_created += 1
+        fault = machine.fault
+        if fault in ("no stock", "refused for good"):
+            return refusal(fault == "no stock")
+        if fault == "create never answers":
+            self.sleep(30)
+            raise TimeoutError("no answer")
+        self.machines.append(machine)
+        if fault == "the API is away":
+            self.away_until = self.now + 240
+        if fault == "create answers 500 after creating":
+            return 500, {"error": "internal"}
+        if fault == "create never answers after creating":
+            self.sleep(30)
+            raise TimeoutError("no answer")
+        return made(machine.id)
+
+    def _listed(self) -> list[Machine]:
+        found = []
+        for machine in self.machines:
+            late = 90.0 if machine.fault in ("list is late", "create never answers after creating") else 0.0
+            dead = 60.0 if machine.fault == "list shows the dead" else 0.0
+            is_there = machine.gone_at is None or self.now - machine.gone_at < dead
+            if is_there and self.now - machine.made_at >= late:
+                found.append(machine)
+        return found
+
+    def _end(self, number: str) -> tuple[int, Any]:
+        machine = next((each for each in self.machines if each.id == number), None)
+        if machine is None or machine.gone_at is not None:
+            return 404, {"error": "no such machine"}
+        machine.n_terminations += 1
+        if machine.fault == "terminate fails three times" and machine.n_terminations <= 3:
+            return 500, {"error": "try again"}
+        machine.gone_at, machine.why_gone = self.now, "destroyed"
+        return 200, {"success": True}
+
+    def _runpod(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/graphql":
+            pod = body["variables"]["input"]
+            ends = datetime.fromisoformat(pod["terminateAfter"].replace("Z", "+00:00")).timestamp()
+            kind = "podRentInterruptable" if "bidPerGpu" in pod else "podFindAndDeployOnDemand"
+
+            def refusal(is_stock: bool) -> tuple[int, Any]:
+                why = "There are no longer any instances available" if is_stock else "insufficient funds"
+                return 200, {"errors": [{"message": why}], "data": {kind: None}}
+
+            return self._create(pod["name"], ends, refusal, lambda number: (200, {"data": {kind: {"id": number}}}))
+        if method == "DELETE":
+            return self._end(path.rsplit("/", 1)[1])
+        return 200, {"pods": [{"id": m.id, "name": m.name, "status": "RUNNING"} for m in self._listed()]}
+
+    def _vast(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/api/v0/bundles/":
+            return 200, {"offers": [{"id": 77, "dph_total": 0.4}]}
+        if path.startswith("/api/v0/asks/"):
+
+            def refusal(is_stock: bool) -> tuple[int, Any]:
+                return (404, {"error": "no_such_ask"}) if is_stock else (403, {"msg": "insufficient credit"})
+
+            return self._create(
+                body["label"], None, refusal, lambda n: (200, {"success": True, "new_contract": int(n)})
+            )
+        if path == "/api/v0/commands/schedule_job/":
+            machine = next(each for each in self.machines if each.id == str(body["instance_id"]))
+            if machine.fault == "its end can't be scheduled":
+                return 400, {"msg": "bad request"}
+            if body["request_method"] == "DELETE" and body["api_endpoint"].endswith(f"/{machine.id}/"):
+                machine.ends_at = float(body["start_time"])
+            return 200, {"success": True}
+        if method == "DELETE":
+            return self._end(path.rstrip("/").rsplit("/", 1)[1])
+        return 200, {
+            "instances": [{"id": int(m.id), "label": m.name, "actual_status": "running"} for m in self._listed()]
+        }

@@ -1,0 +1,217 @@
+"""Several processes share a run, and one of them is killed, stopped, slowed or fails: everything must end or go on in time.
+
+    python bench/ranks_kill.py --json [--seeds 12] [--first-seed 0] [--all]
+
+A seed draws what happens, to which rank of how many, and in which part of the run; `--all` goes through every pair of mishap
+and part instead. The processes are started and ended by what `farthing train` uses. After each mishap: how long until all
+processes of the attempt had ended, whether any is left, whether the run came to its end by itself, and whether weights,
+moments and losses are those of one process that nothing happened to, to the bit. CPU only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from farthing.durability.group import Elastic
+from forked import Forked, make_job, sha256_of, start_of
+
+PATIENCE_S, MARGIN_S = 6.0, 10.0
+N_STEPS = 9
+PARTS = ("tokenizing", "loading", "step", "update", "evaluation", "saving", "between parts and commit", "export")
+BY_FIRST_ONLY = ("tokenizing", "saving", "between parts and commit", "export")
+MISHAPS = ("SIGKILL", "SIGSTOP", "SIGSTOP 5 s", "SIGTERM to one", "SIGTERM to all", "Ctrl-C", "exception", "out of memory",
+           "full disk", "slow")  # fmt: skip
+SAME_BITS = set(MISHAPS) - {"out of memory"}
+
+
+def can_happen(what: str, part: str) -> bool:
+    """Whether a mishap belongs to a part of a run."""
+    if what == "full disk":
+        return part in ("tokenizing", "saving", "export")
+    if what in ("out of memory", "slow"):
+        return part in ("step", "evaluation")
+    return not (what == "exception" and part in ("saving", "between parts and commit"))
+
+
+def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
+    """In a rank, before it begins: let the mishap happen in its part, once in all attempts."""
+    import torch
+
+    import farthing.durability.checkpoint as checkpoint
+    import farthing.train.evaluation as evaluation
+    import farthing.train.run as run
+    import farthing.train.saver as saver
+    import farthing.train.setup as setup
+    from farthing.train.step import Steps
+
+    place, what, victim = Path(folder), case["what"], case["victim"]
+    (place / f"pid-{rank}").write_text(str(os.getpid()))
+    if attempt > 1:
+        return
+    calls = 0
+
+    def fire() -> None:
+        nonlocal calls
+        by_signal = what.startswith(("SIG", "Ctrl"))
+        calls += 1
+        if calls < case["calls"] or rank != (0 if by_signal else victim) or (place / "fired").exists():
+            if what == "slow" and rank == victim and (place / "fired").exists():
+                time.sleep(0.3)
+            return
+        (place / "fired").write_text(str(time.monotonic()))
+        if by_signal:
+            target = int((place / f"pid-{victim}").read_text())
+            if "all" in what or what == "Ctrl-C":
+                os.kill(case["starter"], signal.SIGUSR1)
+            else:
+                os.kill(target, getattr(signal, what.split()[0]))
+            if victim == 0 or what in ("SIGTERM to all", "Ctrl-C"):
+                time.sleep(0.2)
+        elif what == "exception":
+            raise ValueError("made up")
+        elif what == "out of memory":
+            raise torch.OutOfMemoryError("made up")
+        elif what == "full disk":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def within(module: Any, name: str) -> None:
+        before = getattr(module, name)
+
+        def armed(*arguments: Any, **more: Any) -> Any:
+            fire()
+            return before(*arguments, **more)
+
+        setattr(module, name, armed)
+
+    def between(folder: Path, fill: Any, facts: Any) -> Any:
+        def filled(draft: Path) -> None:
+            fill(draft)
+            fire()
+
+        return commit(folder, filled, facts)
+
+    part, commit = case["part"], checkpoint.commit_folder
+    if part == "between parts and commit":
+        checkpoint.commit_folder = between
+    else:
+        module, name = {
+            "tokenizing": (setup, "tokenize"), "loading": (run, "build_model"), "step": (Steps, "_gradient_scale"),
+            "update": (Steps, "_update"), "evaluation": (evaluation, "evaluate"), "saving": (checkpoint, "commit_folder"),
+            "export": (saver, "export_model"),
+        }[part]  # fmt: skip
+        within(module, name)
+
+
+def draw(seed: int) -> dict[str, Any]:
+    """What happens, in which part, to which rank of how many."""
+    drawn = random.Random(seed)
+    while True:
+        what, part, n = drawn.choice(MISHAPS), drawn.choice(PARTS), drawn.choice((2, 3))
+        if can_happen(what, part):
+            return case_of(what, part, n, drawn)
+
+
+def case_of(what: str, part: str, n: int, drawn: random.Random) -> dict[str, Any]:
+    by_first = part in BY_FIRST_ONLY and not what.startswith("SIG")
+    calls = {"step": 9, "update": 4, "saving": 2, "between parts and commit": 2}.get(part, 1)
+    return {"what": what, "part": part, "n": n, "victim": 0 if by_first else drawn.randrange(n), "calls": calls}
+
+
+def try_case(case: dict[str, Any], folder: Path, base: Path, wanted: str) -> dict[str, Any]:
+    """Run the job with the mishap, and once more where it has left as asked; what came of it."""
+    make_job(folder, base, where={"gpus": case["n"], "patience_s": PATIENCE_S}, train={"max_steps": N_STEPS})
+    case = {**case, "starter": os.getpid()}
+    began, children, said = [], [], []
+    start = start_of(folder, arm, case, str(folder))
+
+    def noted(seat: Any, slot: int, attempt: int) -> Forked:
+        began.append((attempt, time.monotonic()))
+        children.append(start(seat, slot, attempt))
+        return children[-1]
+
+    attempt = Elastic(case["n"], noted, said.append)
+    asked = signal.SIGINT if case["what"] == "Ctrl-C" else signal.SIGTERM
+    signal.signal(signal.SIGUSR1, lambda *_: attempt.send_signal(asked))
+    if case["what"] == "SIGSTOP 5 s":
+        _continue_later(folder, children)
+        signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+    code = attempt.wait()
+    ended_at = time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    fired = (folder / "fired").exists()
+    fired_at = float((folder / "fired").read_text()) if fired else ended_at
+    next_at = min([at for number, at in began if number == 2], default=ended_at)
+    codes = [code]
+    if code in (75, 2):  # as it was asked to; the same command goes on
+        again = Elastic(1, start_of(folder), said.append)
+        codes.append(again.wait())
+    lives = [child.pid for child in children if child.poll() is None]
+    same = codes[-1] == 0 and sha256_of(folder / "run", N_STEPS) == wanted
+    ends = case["what"] not in ("SIGSTOP 5 s", "slow", "out of memory", "full disk")
+    end_s = next_at - fired_at if fired and ends else 0.0
+    return {
+        **{key: case[key] for key in ("what", "part", "n", "victim")}, "happened": fired, "codes": codes,
+        "end_s": round(end_s, 2), "n_left": len(lives), "went_on_by_itself": code == 0, "same_bits": same, "said": said,
+        "ok": fired and not lives and codes[-1] == 0 and end_s <= PATIENCE_S + MARGIN_S
+        and (same or case["what"] not in SAME_BITS),
+    }  # fmt: skip
+
+
+def _continue_later(folder: Path, children: list[Any]) -> None:
+    """Wake the stopped process 5 s (within the patience) after it was stopped."""
+
+    def look(*_: Any) -> None:
+        if (folder / "fired").exists() and time.monotonic() - float((folder / "fired").read_text() or 0) > 5.0:
+            for child in children:
+                if child.poll() is None:
+                    child.send_signal(signal.SIGCONT)
+
+    signal.signal(signal.SIGALRM, look)
+
+
+def main() -> int:
+    """Every case that was asked for; 1 where one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=12)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--all", action="store_true", help="every pair of mishap and part")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    cases = [draw(seed) for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)]
+    if arguments.all:
+        drawn = random.Random(arguments.first_seed)
+        cases = [case_of(what, part, drawn.choice((2, 3)), drawn) for what in MISHAPS for part in PARTS
+                 if can_happen(what, part)]  # fmt: skip
+    found = []
+    with tempfile.TemporaryDirectory(prefix="farthing-ranks-kill-") as top:
+        folder, base = Path(top), Path(top) / "base"
+        make_job(folder / "alone", base, train={"max_steps": N_STEPS})
+        assert Elastic(1, start_of(folder / "alone"), print).wait() == 0, (folder / "alone" / "out.txt").read_text()
+        wanted = sha256_of(folder / "alone" / "run", N_STEPS)
+        for number, case in enumerate(cases):
+            found.append(try_case(case, folder / f"case-{number}", base, wanted))
+            print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+            if not found[-1]["ok"]:
+                print((folder / f"case-{number}" / "out.txt").read_text()[-3000:], file=sys.stderr)
+    n_failed = sum(not each["ok"] for each in found)
+    longest = max((each["end_s"] for each in found), default=0.0)
+    result = {"n_cases": len(found), "n_failed": n_failed, "longest_end_s": longest,
+              "bound_s": PATIENCE_S + MARGIN_S, "cases": found}  # fmt: skip
+    print(
+        json.dumps(result) if arguments.json else f"{len(found)} cases, {n_failed} failed, longest end {longest:.1f} s"
+    )
+    return 1 if n_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""`farthing profile`: a few real steps of a job under torch.profiler, by names of ours. Saves no weights."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from farthing.cli.console import print_json, rich_console
+from farthing.cli.leaving import leave_before_the_start, ready_to_leave
+from farthing.cli.parser import add_job_arguments
+from farthing.errors import EXIT_FINISHED, UserMistake
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `farthing profile`."""
+    add_job_arguments(parser)
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="steps to profile, after 3 that warm up")
+    parser.add_argument("--output", default="profile", metavar="FOLDER", help="for the trace (default: ./profile)")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON; progress goes to stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Profile, then print the table."""
+    from farthing.config.load import load_job
+
+    if not 1 <= arguments.steps <= 100:
+        raise UserMistake(
+            f"{arguments.steps} steps", where="--steps", to_do="give 1 to 100: a trace has every operation"
+        )
+    if Path(arguments.output).is_file():
+        raise UserMistake("is a file", where=f"--output {arguments.output}", to_do="name a folder")
+    job = load_job(arguments.job, arguments.set)
+
+    from farthing.events import Working
+    from farthing.planner.preflight import look_over
+    from farthing.report.terminal import Terminal
+
+    look_over(job)
+    console = rich_console(stderr=arguments.json)
+    terminal = Terminal(console, job.train.logging_steps)
+    terminal(Working("loading torch and transformers"))
+    try:
+        with ready_to_leave(leave_before_the_start):
+            from farthing.train.profiling import profile_job
+
+            found = profile_job(job, terminal, Path(arguments.output), arguments.steps)
+    finally:
+        terminal.close()
+    if arguments.json:
+        print_json(found)
+    else:
+        _draw(console, found)
+    return EXIT_FINISHED
+
+
+def _draw(console: Any, found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from farthing.report.receipt_table import sparkline
+    from farthing.report.safe import escape
+    from farthing.units import say_bytes
+
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    for name in ("where a step goes", "ms", "share"):
+        table.add_column(name, justify="left" if name.startswith("where") else "right")
+    for part in found["parts"]:
+        table.add_row(part["name"], f"{1000 * part['step_s']:,.2f}", f"{part['share']:.1%}")
+    table.add_row("[bold]a step[/]", f"[bold]{1000 * found['step_s']:,.2f}[/]", "")
+    console.print(table)
+    tera = 1e12
+    console.print(
+        f"{found['flops_per_s'] / tera:.3g} TFLOP/s of the {found['measured_peak_flops_per_s'] / tera:.3g} measured here"
+        f" ({escape(found['device'])}, {found['precision']}): MFU {found['mfu']:.1%}",
+        soft_wrap=True,
+    )
+    memory = found["memory"]
+    console.print(
+        f"memory: weights {say_bytes(memory['weights_bytes'])}, gradients {say_bytes(memory['gradients_bytes'])}, optimizer"
+        f" {say_bytes(memory['optimizer_bytes'])} (expected {say_bytes(memory['expected_optimizer_bytes'])}); a step takes"
+        f" {say_bytes(memory['step_bytes'])} at most (expected {say_bytes(memory['expected_step_bytes'])})",
+        soft_wrap=True,
+    )
+    points = [n_bytes for _, n_bytes in memory["timeline"]][::4]
+    if len(points) > 1:
+        console.print(f"[dim]memory over the steps[/] {sparkline(points)}")
+    console.print(
+        f"trace: {escape(found['trace'])} (chrome://tracing, ui.perfetto.dev, or tensorboard --logdir)", soft_wrap=True
+    )

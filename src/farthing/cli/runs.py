@@ -1,0 +1,81 @@
+"""`farthing runs`: all runs below a folder, or the one of a store: state, dollars, best metric, and the month's total."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from farthing.cli.console import print_json, rich_console
+from farthing.cli.looking import looked_at, names_a_store
+from farthing.errors import EXIT_FINISHED, UserMistake
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `farthing runs`."""
+    parser.add_argument(
+        "where", nargs="*", default=["."], help="folders, or addresses of stores (default: this folder)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the runs and the totals as JSON")
+    parser.add_argument("--csv", action="store_true", help="print a table for spreadsheets")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print every run found."""
+    from farthing.report.runs import as_csv, totals
+
+    now = time.time()
+    rows = [row for where in arguments.where for row in _rows_of(where, now)]
+    if arguments.json:
+        print_json({"runs": [asdict(row) for row in rows], "totals": totals(rows, now)})
+    elif arguments.csv:
+        sys.stdout.write(as_csv(rows))
+    else:
+        _draw(rows, totals(rows, now))
+    return EXIT_FINISHED
+
+
+def _rows_of(where: str, now: float) -> list[Any]:
+    from farthing.addresses import without_secrets
+    from farthing.report.runs import row_of, runs_in
+
+    if names_a_store(where):
+        with looked_at(where) as look:
+            return [row_of(look(), now, name=without_secrets(where))]
+    if not Path(where).is_dir():
+        raise UserMistake("no such folder", where=where, to_do="name a folder with runs, or the address of a store")
+    return runs_in(Path(where), now)
+
+
+def _draw(rows: list[Any], total: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from farthing.report.safe import escape
+    from farthing.units import plural, say_seconds, say_usd
+
+    console = rich_console()
+    if not rows:
+        console.print("no runs here")
+        return
+    table = Table(box=None, padding=(0, 2), show_edge=False)
+    for name, justify in (("run", "left"), ("state", "left"), ("began (UTC)", "left"), ("steps", "right"), ("time", "right"),
+                          ("dollars", "right"), ("best", "right"), ("of estimate", "right")):  # fmt: skip
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in rows:
+        best = "" if row.best is None else f"{row.metric} {row.best:.4g}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.0%}"
+        usd = "no price" if row.usd is None and not row.problem else "" if row.usd is None else say_usd(row.usd)
+        began = "" if row.began is None else row.began.replace("T", " ")[:16]
+        table.add_row(escape(row.run), row.state, began, f"{row.steps:,}", say_seconds(row.wall_s), usd, best, ratio)
+    console.print(table)
+    for row in rows:
+        if row.problem:
+            console.print(f"[yellow]{escape(row.run)}[/]: {escape(row.problem)}", soft_wrap=True)
+    this_month = f"this month ({total['month']}) {say_usd(total['month_usd'])}"
+    words = f"{plural(total['n_runs'], 'run')}, {say_usd(total['usd'])}; {this_month}"
+    if total["n_without_price"]:
+        words += f"; {plural(total['n_without_price'], 'run')} without a price"
+    console.print(words, soft_wrap=True)

@@ -1,0 +1,108 @@
+"""The keys of `data:` that hold more than one plain value: columns with templates, labels, and sources with keys of their own.
+
+Refuses values that YAML has changed on the way (`no` becomes false), and says how to write them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from pydantic.config import ConfigDict
+
+from farthing.data.columns import parts_of, templates_of
+from farthing.data.rows import Own
+from farthing.durability.files import Json
+
+OWN_SCHEMA: Json = {
+    "path": {"type": "string", "description": "file, address, folder or data set"},
+    "weight": {"type": "number", "description": "how often an epoch learns each of its examples"},
+    "columns": {"type": "object", "description": "as data.columns, for this source alone"},
+    "split": {"type": "string", "description": "split of a data set"},
+    "name": {"type": "string", "description": "configuration of a Hub data set"},
+}
+"""The keys of a source, for editors."""
+_ADVICE = "YAML reads yes, no, on, off, true and false as true/false; put the word in quotes"
+
+
+def _columns(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    found: dict[str, str | tuple[str, ...]] = {}
+    for name, given in value.items():
+        if isinstance(name, bool) or isinstance(given, bool):
+            raise ValueError(f"`{name}: {given}` holds a true/false; {_ADVICE}")
+        template: Any = tuple(given) if isinstance(given, list) else given
+        if not isinstance(template, str | tuple) or not all(isinstance(each, str) for each in template):
+            raise ValueError(
+                f'`{name}` is no column\'s name, template or list of templates; e.g. prompt: "{{question}}"'
+            )
+        if not template:
+            raise ValueError(f"`{name}` is empty; name a column")
+        for each in templates_of(template):
+            try:
+                parts_of(each)
+            except ValueError as error:
+                raise ValueError(f"`{name}`: {error}") from None
+        found[str(name)] = template
+    return found
+
+
+def _labels(value: Any) -> Any:
+    """Whole numbers are labels by their digits. A true/false was most likely a word: it would match nothing in silence."""
+    if not isinstance(value, dict):
+        return value
+    for name, label in value.items():
+        if isinstance(label, bool):
+            raise ValueError(f"`{name}: {str(label).lower()}` names no class; {_ADVICE}")
+        if isinstance(name, bool):
+            raise ValueError(f"a label is {str(name).lower()}; {_ADVICE}")
+    return {str(name): str(label) if isinstance(label, int) else label for name, label in value.items()}
+
+
+ColumnMap = Annotated[dict[str, str | tuple[str, ...]], BeforeValidator(_columns)]
+LabelMap = Annotated[dict[str, str], BeforeValidator(_labels)]
+_COLUMNS = TypeAdapter(ColumnMap, config=ConfigDict(strict=False))
+
+
+def with_own(values: Json) -> Json:
+    """`train: [{path: a, weight: 2}, b]` as paths, and beside them what is said of each. Raises `ValueError`."""
+    for role in ("train", "eval"):
+        given = values.get(role)
+        if isinstance(given, dict):
+            given = [given]
+        if not isinstance(given, list | tuple) or not any(isinstance(each, dict) for each in given):
+            continue
+        paths, own = [], []
+        for each in given:
+            said = each if isinstance(each, dict) else {"path": each}
+            _check(said, role)
+            paths.append(said["path"])
+            columns = said.get("columns")
+            try:
+                columns = None if columns is None else _COLUMNS.validate_python(columns)
+            except ValidationError as error:
+                raise ValueError(
+                    f"columns of {said['path']}: {error.errors()[0]['msg'].removeprefix('Value error, ')}"
+                ) from None
+            own.append(Own(columns, float(said.get("weight", 1)), said.get("split"), said.get("name")))
+        values = {**values, role: paths, f"of_{role}": own}
+    return values
+
+
+def _check(said: dict[Any, Any], role: str) -> None:
+    unknown = [str(key) for key in said if key not in OWN_SCHEMA]
+    if unknown:
+        raise ValueError(f"`{unknown[0]}` is no key of a source in `{role}`; there are {', '.join(OWN_SCHEMA)}")
+    if not isinstance(said.get("path"), str) or not said["path"]:
+        raise ValueError(f"a source in `{role}` without a path; write {{path: FILE}}")
+    weight = said.get("weight", 1)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= 1000:
+        raise ValueError(
+            f"weight {weight!r} of {said['path']}; a number over 0 is wanted, 2 takes each example twice an epoch"
+        )
+    if role == "eval" and weight != 1:
+        raise ValueError(f"weight of {said['path']}; evaluation takes each example once, leave it out")
+    for key in ("split", "name"):
+        if key in said and not isinstance(said[key], str):
+            raise ValueError(f"{key} of {said['path']} is no text; put it in quotes")

@@ -1,0 +1,125 @@
+"""Transformers' Trainer: scripts with `TrainingArguments(...)`, JSON for `HfArgumentParser`, command lines of `run_*.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from farthing.config.importers import hf_trainer as hf
+from farthing.config.importers import trl
+from farthing.config.importers.record import Imported, To, Why, flat, read_keys, scheduler, text, whole
+from farthing.config.importers.script_job import Script
+from farthing.config.importers.scripts import Call
+from farthing.durability.files import Json
+from farthing.tasks.causal_lm import CAUSAL_LM
+from farthing.tasks.classification import CLASSIFICATION
+from farthing.tasks.seq2seq import SEQ2SEQ
+
+NAME = "hf-trainer"
+TABLE: dict[str, To] = {
+    **hf.ARGUMENTS,
+    **hf.MODEL,
+    "max_seq_length": To("data.max_length", whole),
+    "block_size": To(
+        "data.max_length", whole, "documents stay apart here instead of being cut into blocks of this length"
+    ),
+    "max_length": To("data.max_length", whole),
+    "max_source_length": To("data.max_length", whole),
+    "max_target_length": To("data.max_target_length", whole),
+    "source_lang": To("data.source_lang", text),
+    "target_lang": To("data.target_lang", text),
+    "max_train_samples": To("data.max_train_samples", whole),
+    "max_eval_samples": To("data.max_eval_samples", whole),
+    "max_val_samples": To("data.max_eval_samples", whole),
+    "num_warmup_steps": To("train.warmup_steps", whole),
+    "max_train_steps": To("train.max_steps", whole),
+    "lr_scheduler": To("train.lr_scheduler_type", scheduler),
+}
+GROUPS = (
+    *hf.MODEL_GROUPS,
+    Why("none", "is `name` or `split` of data.train, or a column that farthing finds by its name",
+        "dataset_config_name dataset_config train_split_name validation_split* test_split* label_column_name* "
+        "text_column_names text_column_delimiter"),
+    Why("differs", "makes a configuration of its own; write it to a folder and set model.init: random",
+        "config_name config_overrides"),
+    Why("none", "checkpoints by steps or epochs; farthing saves by time", "checkpointing_steps with_tracking"),
+    Why("differs", "which rows or labels are used; make the file so", "remove_splits remove_columns column_name_delimiter "
+        "shuffle_train_dataset shuffle_seed metric_name do_regression line_by_line ignore_pad_token_for_loss lang "
+        "forced_bos_token"),
+    Why("none", "test rows are not looked at while training", "test_file max_predict_samples "
+        "test_split_name val_max_target_length"),
+    *trl.GROUPS,
+)  # fmt: skip
+_TASKS = {
+    "run_glue": CLASSIFICATION.name, "run_classification": CLASSIFICATION.name, "run_xnli": CLASSIFICATION.name,
+    "run_summarization": SEQ2SEQ.name, "run_translation": SEQ2SEQ.name,
+    "run_clm": CAUSAL_LM.name, "finetune_trainer": SEQ2SEQ.name,
+}  # fmt: skip
+
+
+def read_script(calls: Sequence[Call], out: Imported) -> None:
+    """The calls of a script that uses Trainer."""
+    Script(out, calls).read()
+    hf.trainer_defaults(out)
+
+
+def read(values: Mapping[str, Any], out: Imported, program: str = "") -> None:
+    """Flat settings of one of the `run_*.py` scripts, named by `program`."""
+    name = program.removesuffix(".py").removesuffix("_no_trainer")
+    task = _TASKS.get(name)
+    if name.startswith("run_") and task is None:
+        out.name("(script)", program, f"{program} is a task that farthing does not have", "blocks")
+    out.job["task"] = task or _guessed(values)
+    if values.get("task_name") and out.job["task"] == CLASSIFICATION.name:
+        task_name = str(values["task_name"])
+        out.put("task_name", task_name, "data.train", [{"path": "nyu-mll/glue", "name": task_name, **_glue(task_name)}])
+    trl.data(values, out)
+    _columns(values, out)
+    for key in ("warmup_steps", "warmup_ratio"):
+        hf.warmup(out, key, values.get(key))
+    read_keys(out, flat(values), TABLE, GROUPS)
+    out.default("method.name", "full")
+    hf.trainer_defaults(out)
+
+
+_GLUE = {
+    "cola": "{sentence}", "sst2": "{sentence}", "mrpc": "{sentence1}\n{sentence2}", "stsb": "{sentence1}\n{sentence2}",
+    "qqp": "{question1}\n{question2}", "mnli": "{premise}\n{hypothesis}", "qnli": "{question}\n{sentence}",
+    "rte": "{sentence1}\n{sentence2}", "wnli": "{sentence1}\n{sentence2}",
+}  # fmt: skip
+
+
+def _glue(name: str) -> Json:
+    return {"columns": {"text": _GLUE[name], "label": "label"}} if name in _GLUE else {}
+
+
+def _guessed(values: Mapping[str, Any]) -> str:
+    if values.get("task_name") or "label_column_name" in values:
+        return CLASSIFICATION.name
+    return SEQ2SEQ.name if "max_source_length" in values or "predict_with_generate" in values else CAUSAL_LM.name
+
+
+def _columns(values: Mapping[str, Any], out: Imported) -> None:
+    """Columns by name and the prefix of T5's inputs, as templates."""
+    columns: Json = {}
+    source = values.get("text_column") or values.get("text_column_name")
+    target = values.get("summary_column")
+    prefix = values.get("source_prefix")
+    if out.job["task"] == SEQ2SEQ.name:
+        if prefix and source:
+            columns["input"] = f"{prefix}{{{source}}}"
+        elif source:
+            columns["input"] = str(source)
+        if target:
+            columns["target"] = str(target)
+    elif source and source != "text":
+        columns["text"] = str(source)
+    for key in ("text_column", "text_column_name", "summary_column"):
+        if values.get(key):
+            out.name(key, values[key], "is in data.columns" if columns else "found by its name")
+    if prefix:
+        known = bool(source)
+        out.name("source_prefix", prefix, "is in data.columns" if known else
+                 f'put it into data.columns: {{input: "{prefix}{{your column}}"}}', "none" if known else "differs")  # fmt: skip
+    if columns and out.job.get("data.train"):
+        out.job["data.train"][0]["columns"] = columns

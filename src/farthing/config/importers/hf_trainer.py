@@ -1,0 +1,228 @@
+"""The arguments of transformers' Trainer, of peft and of `from_pretrained`: what Trainer, TRL, Unsloth and LLaMA-Factory share.
+
+Defaults are those of transformers 5 (`TrainingArguments`) and peft (`LoraConfig`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from farthing.config.importers.record import (
+    Imported,
+    Odd,
+    To,
+    Why,
+    names,
+    number,
+    optimizer,
+    positive,
+    scheduler,
+    text,
+    truth,
+    whole,
+)
+from farthing.durability.files import Json
+
+
+def steps(value: Any) -> int:
+    """A number of steps. Raises `Odd` for the share of a run, which Trainer takes too."""
+    found = positive(value)
+    if found < 1:
+        raise Odd(f"a share of the run ({found:g}); farthing counts in steps", "none")
+    return whole(found)
+
+
+def bf16(value: Any) -> bool:
+    """`auto` and what is asked of the GPU are what farthing does anyway. Raises `Odd`."""
+    if str(value).lower() in ("auto", "full"):
+        raise Odd("farthing takes bf16 where the GPU has it natively", "none")
+    return truth(value)
+
+
+def reports(value: Any) -> list[str]:
+    """The trackers that farthing has. Raises `Odd`."""
+    wanted = [] if value in ("none", "None", False) else names(value)
+    if "tensorboard" not in wanted:
+        raise Odd("farthing logs to its run folder, and to TensorBoard with report_to: tensorboard", "none")
+    return ["tensorboard"]
+
+
+def compiled(value: Any) -> bool | str:
+    """As asked, or by what is expected to pay."""
+    return "auto" if value == "auto" else truth(value)
+
+
+def kept(value: Any) -> int:
+    """Checkpoints to keep: two at least. Raises `Odd`."""
+    found = whole(value)
+    if found < 2:
+        raise Odd("farthing keeps two at least: one may be damaged", "none")
+    return found
+
+
+def strategy(value: Any) -> str:
+    """When to evaluate. Raises `Odd`."""
+    name = str(value).rpartition(".")[2].lower()
+    if name not in ("no", "epoch", "steps"):
+        raise Odd(f"farthing has no eval_strategy {name}", "none")
+    return name
+
+
+def scratch(value: Any) -> str:
+    """Adapter initialisation of peft, as a word. Raises `Odd` for those that change the base."""
+    name = value.lower() if isinstance(value, str) else str(truth(value)).lower()
+    if name not in ("true", "false", "gaussian", "orthogonal"):
+        raise Odd(f"{name} changes the base weights, which farthing can't resume or export exactly: it begins as usual")
+    return name
+
+
+def no_bias(value: Any) -> str:
+    """peft's `bias`: which biases are trained. Raises `Odd`: farthing trains none of them."""
+    if value == "none":
+        raise Odd("none there, and none here", "none")
+    raise Odd(f"biases of the base are trained there ({value}); farthing trains the adapter alone")
+
+
+CHECKPOINTING = "farthing checkpoints as many layers as memory asks for; the result is the same"
+
+ARGUMENTS: dict[str, To] = {
+    "num_train_epochs": To("train.num_train_epochs", positive),
+    "max_steps": To("train.max_steps", whole),
+    "per_device_train_batch_size": To("train.per_device_train_batch_size", whole),
+    "per_gpu_train_batch_size": To("train.per_device_train_batch_size", whole),
+    "per_device_eval_batch_size": To("train.per_device_eval_batch_size", whole),
+    "per_gpu_eval_batch_size": To("train.per_device_eval_batch_size", whole),
+    "gradient_accumulation_steps": To("train.gradient_accumulation_steps", whole),
+    "learning_rate": To("train.learning_rate", positive),
+    "lr_scheduler_type": To("train.lr_scheduler_type", scheduler),
+    "weight_decay": To("train.weight_decay", number),
+    "max_grad_norm": To("train.max_grad_norm", number),
+    "optim": To("train.optim", optimizer),
+    "adam_beta1": To("train.adam_beta1", number),
+    "adam_beta2": To("train.adam_beta2", number),
+    "adam_epsilon": To("train.adam_epsilon", positive),
+    "label_smoothing_factor": To("train.label_smoothing_factor", number),
+    "neftune_noise_alpha": To("train.neftune_noise_alpha", positive),
+    "seed": To("train.seed", lambda value: int(number(value))),
+    "bf16": To("train.bf16", bf16),
+    "fp16": To("train.fp16", bf16),
+    "tf32": To("train.tf32", truth),
+    "torch_compile": To("train.torch_compile", compiled),
+    "full_determinism": To("train.full_determinism", truth),
+    "eval_strategy": To("train.eval_strategy", strategy),
+    "evaluation_strategy": To("train.eval_strategy", strategy),
+    "eval_steps": To("train.eval_steps", steps),
+    "metric_for_best_model": To("train.metric_for_best_model", text),
+    "greater_is_better": To("train.greater_is_better", truth),
+    "load_best_model_at_end": To("train.load_best_model_at_end", truth),
+    "early_stopping_patience": To("train.early_stopping_patience", whole),
+    "early_stopping_steps": To("train.early_stopping_patience", whole),
+    "early_stopping_threshold": To("train.early_stopping_threshold", number),
+    "save_steps": To("train.save_steps", steps),
+    "save_total_limit": To("train.save_total_limit", kept),
+    "logging_steps": To("train.logging_steps", steps),
+    "predict_with_generate": To("train.predict_with_generate", truth),
+    "generation_max_length": To("data.max_target_length", whole),
+    "report_to": To("train.report_to", reports),
+    "output_dir": To("output_dir", text),
+}
+"""`TrainingArguments` and `Seq2SeqTrainingArguments`."""
+
+LORA: dict[str, To] = {
+    "r": To("method.lora_r", whole),
+    "lora_alpha": To("method.lora_alpha", positive),
+    "lora_dropout": To("method.lora_dropout", number),
+    "target_modules": To("method.target_modules", names),
+    "modules_to_save": To("method.modules_to_save", names),
+    "use_dora": To("method.use_dora", truth),
+    "use_rslora": To("method.use_rslora", truth),
+    "init_lora_weights": To("method.init_lora_weights", scratch),
+    "bias": To("method.lora_bias", no_bias),
+}
+"""`peft.LoraConfig`."""
+
+MODEL: dict[str, To] = {
+    "model_name_or_path": To("model.model_name_or_path", text),
+    "pretrained_model_name_or_path": To("model.model_name_or_path", text),
+    "model_name": To("model.model_name_or_path", text),
+    "model_revision": To("model.revision", text),
+    "revision": To("model.revision", text),
+    "tokenizer_name": To("model.tokenizer_name_or_path", text),
+    "tokenizer_name_or_path": To("model.tokenizer_name_or_path", text),
+    "trust_remote_code": To("model.trust_remote_code", truth),
+    "rope_scaling": To("model.rope_scaling"),
+}
+"""What says which model."""
+
+MODEL_GROUPS = (
+    Why(
+        "none",
+        "the dtype of loaded weights; farthing keeps trained ones in fp32 and frozen ones in what the GPU computes in",
+        "torch_dtype dtype bnb_4bit_compute_dtype bfloat16 float16 float32 pure_bf16 bnb_4bit_quant_storage compute_dtype "
+        "infer_dtype",
+    ),
+    Why(
+        "none",
+        "farthing's 4-bit base is always nf4 with double quantization",
+        "bnb_4bit_quant_type bnb_4bit_use_double_quant use_bnb_nested_quant quantization_type double_quantization "
+        "bnb_config_kwargs* load_in_4bit_* bnb_4bit_*",
+    ),
+    Why("none", CHECKPOINTING, "gradient_checkpointing use_gradient_checkpointing disable_gradient_checkpointing"),
+    Why(
+        "none",
+        "whether a last small batch is dropped; farthing's last step of an epoch takes what is left",
+        "*drop_last",
+    ),
+)
+
+
+def warmup(out: Imported, key: str, value: Any) -> None:
+    """`warmup_steps` and `warmup_ratio`; a number of steps below 1 is a share, as transformers 5 has it."""
+    if value is None or key in out.lines:
+        return
+    try:
+        found = number(value)
+    except Odd as odd:
+        return out.name(key, value, str(odd), odd.effect)
+    if found >= 1 and not key.endswith("ratio"):
+        out.put(key, value, "train.warmup_steps", int(found))
+    elif "train.warmup_steps" in out.job:
+        out.name(key, value, "warmup_steps overrides it")
+    elif found == 0 and not key.endswith("ratio"):
+        out.name(key, value, "0: what warmup_ratio says holds")
+    else:
+        out.put(key, value, "train.warmup_ratio", float(found))
+
+
+def quantized(out: Imported, values: Json, keys: dict[str, str]) -> bool:
+    """Whether the base is in 4 bits. `keys` are the source's names of `load_in_4bit` and `load_in_8bit`."""
+    eight = keys.get("load_in_8bit")
+    if eight in values and values[eight] is not None:
+        if values[eight] is True:
+            out.name(
+                eight, True, "farthing has no 8-bit base: the base stays in 16 bits, which is more exact", "differs"
+            )
+        else:
+            out.name(eight, values[eight], "off there, and farthing has none")
+    return values.get(keys.get("load_in_4bit", "")) is True
+
+
+def trainer_defaults(out: Imported) -> None:
+    """What Trainer does where nothing is said."""
+    defaults = {
+        "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "learning_rate": 5e-5, "lr_scheduler_type": "linear",
+    }  # fmt: skip
+    for key, value in defaults.items():
+        out.default(f"train.{key}", value)
+    if "train.warmup_steps" not in out.job:
+        out.default("train.warmup_ratio", 0.0)
+    if "train.eval_strategy" not in out.job and "train.eval_steps" not in out.job:
+        out.default("train.eval_strategy", "no")
+    out.default("train.load_best_model_at_end", False)
+
+
+def peft_defaults(out: Imported, *, r: int, alpha: float, dropout: float) -> None:
+    """What an adapter has where nothing is said."""
+    out.default("method.lora_r", r)
+    out.default("method.lora_alpha", alpha)
+    out.default("method.lora_dropout", dropout)

@@ -1,0 +1,362 @@
+"""From a file of another tool to an `Imported`: whose it is by its content, and what its keys became.
+
+Files are read as YAML, JSON, Python syntax trees, notebooks or command lines; nothing of them is executed. Refuses what it
+can't recognise by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from farthing.config.importers import axolotl, fireworks, hf_scripts, llama_factory, openai, together, trl, unsloth
+from farthing.config.importers.record import Effect, Imported, Line, flat
+from farthing.config.importers.script_job import no_settings
+from farthing.config.importers.scripts import (
+    MAX_SCRIPT_BYTES,
+    Call,
+    Command,
+    calls_of,
+    code_of_notebook,
+    commands_of,
+    tree_of,
+)
+from farthing.config.job import DataSection, MethodSection, TrainSection
+from farthing.durability.files import Json
+from farthing.errors import UserMistake
+from farthing.tasks.causal_lm import CAUSAL_LM
+from farthing.tasks.registry import task_of
+
+FILL_IN = "FILL-IN/the-model"
+SOURCES = ("openai", "together", "fireworks", "axolotl", "llama-factory", "trl", "unsloth", "hf-trainer")
+MAX_DEPTH = 50
+_MACHINES = (
+    "compute_environment",
+    "distributed_type",
+    "zero_optimization",
+    "fp8_config",
+    "zero_allow_untested_optimizer",
+)
+
+
+def import_file(path: Path, source: str | None = None) -> Imported:
+    """What became of each key of a file. Raises `UserMistake` for what can't be read or recognised."""
+    return finish(_import(path, source))
+
+
+def _import(path: Path, source: str | None) -> Imported:
+    text = _text(path)
+    suffix = path.suffix.lower()
+    if suffix in (".py", ".ipynb"):
+        return _script(path, text, source)
+    if suffix in (".sh", ".bash", ".md", ".txt"):
+        return _commands(path, list(commands_of(text)), source)
+    values = _mapping(path, text)
+    if source is None and _is_of_machines(values):
+        return _machines(values)
+    source = source or _whose(values)
+    if source is None:
+        raise UserMistake(
+            f"whose settings these are is not seen from its keys ({', '.join(map(str, list(values)[:6]))})",
+            where=str(path),
+            to_do=f"say it: --from {' | '.join(SOURCES)}",
+        )
+    return _read(source, values, path)
+
+
+def _read(source: str, values: Mapping[str, Any], path: Path, program: str = "") -> Imported:
+    out = Imported(source)
+    out.job["task"] = CAUSAL_LM.name
+    if source == axolotl.NAME:
+        axolotl.read(values, out)
+    elif source == llama_factory.NAME:
+        llama_factory.read(values, out, path.parent)
+    elif source in (trl.NAME, unsloth.NAME):
+        if program and program not in ("sft", "sft.py"):
+            _other_verb(out, program)
+        trl.read(values, out)
+    elif source == hf_scripts.NAME:
+        hf_scripts.read(values, out, program)
+    elif source == openai.NAME:
+        openai.read(values, out)
+    elif source == together.NAME:
+        together.read(values, out)
+    else:
+        fireworks.read(values, out)
+    return out
+
+
+def _is_of_machines(values: Mapping[str, Any]) -> bool:
+    """Whether these are settings of Accelerate or DeepSpeed, which say where a training runs and not what it learns."""
+    return any(key in values for key in _MACHINES) and not any(
+        key in values for key in ("model_name_or_path", "base_model", "model")
+    )
+
+
+def _machines(values: Mapping[str, Any]) -> Imported:
+    out = Imported("accelerate or deepspeed")
+    why = "says on which machines another configuration runs; farthing needs no such file, import the other one"
+    for index, (key, value) in enumerate(flat(values)):
+        out.name(key, value, why, "blocks" if index == 0 else "none")
+    return out
+
+
+def finish(out: Imported) -> Imported:
+    """What every import has to have: a task, a model, and no code of strangers unasked."""
+    out.job.setdefault("task", CAUSAL_LM.name)
+    model, revision = out.job.get("model.model_name_or_path"), str(out.job.get("model.revision") or "")
+    if not model:
+        out.job["model.model_name_or_path"] = FILL_IN
+        out.notes.append(f"which model is trained is not said here: put its name in the place of {FILL_IN}")
+    is_local = str(model).startswith(("/", ".", "~"))
+    if out.job.get("model.trust_remote_code") and not is_local and not re.fullmatch(r"[0-9a-f]{40}", revision):
+        del out.job["model.trust_remote_code"]
+        for key, line in list(out.lines.items()):
+            if line.became == "model.trust_remote_code":
+                del out.lines[key]
+                why = (
+                    "farthing runs the code of a Hub model only with a pinned `model.revision`; most families need none"
+                )
+                out.name(key, line.value, why, "none")
+    _settle(out)
+    return out
+
+
+def _settle(out: Imported) -> None:
+    """Take out what a job would refuse, and name it: values out of range, keys that contradict each other."""
+    job = out.job
+    if job.get("train.eval_strategy") == "steps" and "train.eval_steps" not in job:
+        job["train.eval_steps"] = job.get("train.logging_steps", 500)
+        out.defaults["train.eval_steps"] = "Trainer: as often as it logs"
+    if job.get("train.eval_strategy") in ("no", "epoch"):
+        _drop(out, "train.eval_steps", "eval_strategy does not go by steps")
+    if job.get("train.bf16") and job.get("train.fp16"):
+        _drop(out, "train.fp16", "bf16 is on too, and goes before it")
+    metric, known = (
+        str(job.get("train.metric_for_best_model", "loss")).removeprefix("eval_"),
+        task_of(str(job["task"])).metrics,
+    )
+    if metric not in known:
+        _drop(
+            out,
+            "train.metric_for_best_model",
+            f"not measured for {job['task']} ({', '.join(known)} are): the loss is used",
+        )
+        _drop(out, "train.greater_is_better", "known from the metric")
+    for section, model in (("train", TrainSection), ("method", MethodSection), ("data", DataSection)):
+        for _ in range(len(job)):
+            values = {key.partition(".")[2]: value for key, value in job.items() if key.startswith(f"{section}.")}
+            if section == "data":
+                values = {key: value for key, value in values.items() if key not in ("train", "eval")} | {"train": "x"}
+            try:
+                model.model_validate(values)
+                break
+            except ValidationError as error:
+                first = error.errors()[0]
+                message = first["msg"].removeprefix("Value error, ")
+                named = [str(first["loc"][0])] if first["loc"] else [key for key in values if key in message]
+                if not named:
+                    break
+                _drop(out, f"{section}.{named[-1]}", f"farthing can't take it: {message}", "differs")
+
+
+def _drop(out: Imported, to: str, why: str, effect: Effect = "none") -> None:
+    if out.job.pop(to, None) is None:
+        return
+    out.defaults.pop(to, None)
+    for key, line in list(out.lines.items()):
+        if line.became == to:
+            out.lines[key] = Line(key, line.value, "", why, effect)
+
+
+def _other_verb(out: Imported, program: str) -> None:
+    """A program of TRL's other than supervised fine-tuning."""
+    other = ("dpo", "grpo", "kto", "ppo", "rloo", "reward", "orpo", "cpo", "xpo", "prm", "bco", "gkd", "nash", "online",
+             "gold", "gspo", "distill", "tpo", "sdft", "sdpo", "ssd", "mpo", "env")  # fmt: skip
+    if "vlm" in program or "_vl" in program:
+        out.name("(script)", program, "images, which farthing does not train on", "blocks")
+    elif program.startswith(other) or program.startswith("async_"):
+        out.name(
+            "(script)",
+            program,
+            f"{program} is preference or reinforcement learning, which farthing does not do",
+            "blocks",
+        )
+    elif not program.startswith("sft"):
+        out.name("(script)", program, "what this script trains is in its code", "differs")
+
+
+# ---- reading ----
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_SCRIPT_BYTES:
+            raise UserMistake("larger than 16 MiB: no settings", where=str(path))
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise UserMistake("no such file", where=str(path), to_do="check the name") from error
+    except UnicodeDecodeError as error:
+        raise UserMistake(f"not UTF-8 text (byte {error.start})", where=str(path)) from error
+    except OSError as error:
+        raise UserMistake(f"can't be read: {error.strerror}", where=str(path)) from error
+
+
+def _mapping(path: Path, text: str) -> Json:
+    try:
+        if path.suffix.lower() == ".json":
+            values = json.loads(text)
+        else:
+            _refuse_depth(text)
+            values = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        what = str(getattr(error, "problem", None) or error).splitlines()[0][:200]
+        raise UserMistake(f"not valid YAML or JSON: {what}", where=f"{path}{line}", to_do="mend the file") from error
+    if not isinstance(values, dict) or not values:
+        raise UserMistake("not a mapping of settings", where=str(path), to_do="name a configuration or a script")
+    return {str(key): value for key, value in values.items()}
+
+
+def _refuse_depth(text: str) -> None:
+    depth = n_aliases = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        n_aliases += isinstance(event, yaml.AliasEvent)
+        if depth > MAX_DEPTH or n_aliases > 100:
+            raise ValueError("nested too deep, or too many aliases")
+
+
+_MARKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        axolotl.NAME,
+        ("base_model",),
+        ("datasets", "sequence_len", "micro_batch_size", "adapter", "num_epochs", "optimizer", "pretraining_dataset",
+         "output_dir"),
+    ),
+    (openai.NAME, (), ("hyperparameters",)),
+    (
+        llama_factory.NAME,
+        (),
+        ("finetuning_type", "stage", "cutoff_len", "lora_target", "peft_config", "train_dataset", "template", "infer_backend",
+         "adapter_name_or_path", "dist_config"),
+    ),
+    (hf_scripts.NAME, ("model_name_or_path",), ("task_name", "max_source_length", "do_train", "text_column")),
+    (
+        trl.NAME,
+        ("model_name_or_path",),
+        ("dataset_name", "use_peft", "dataset_train_split", "lora_target_modules", "max_length", "assistant_only_loss",
+         "completion_only_loss"),
+    ),
+    (hf_scripts.NAME, (), ("model_name_or_path", "per_device_train_batch_size")),
+)  # fmt: skip
+"""Whose settings have all of the first keys and one of the second; the first that fits."""
+_TOGETHER = ("lora", "n_checkpoints", "training_type", "lora_r", "wandb_api_key", "learning_rate", "warmup_ratio",
+             "training_method", "n_evals", "n_epochs")  # fmt: skip
+
+
+def _whose(values: Mapping[str, Any]) -> str | None:
+    """Whose settings these are, by keys that no other has."""
+    keys = set(values)
+    snakes = {fireworks.snake(key) for key in keys}
+    base = str(values.get("base_model", values.get("baseModel", "")))
+    if base.startswith("accounts/") or "baseModel" in keys or {"display_name", "dataset", "base_model"} <= snakes:
+        return fireworks.NAME
+    if "training_file" in keys or values.get("object") == "fine_tuning.job":
+        is_together = keys & set(_TOGETHER) and not keys & {"hyperparameters", "method"}
+        return together.NAME if is_together else openai.NAME
+    for name, all_of, one_of in _MARKS:
+        if keys >= set(all_of) and keys & set(one_of):
+            return name
+    return None
+
+
+# ---- scripts ----
+
+
+def _script(path: Path, text: str, source: str | None) -> Imported:
+    code = code_of_notebook(text, str(path)) if path.suffix.lower() == ".ipynb" else text
+    tree = tree_of(code, str(path))
+    calls = calls_of(tree)
+    commands = [command for doc in _docstrings(code) for command in commands_of(doc)]
+    source = source or _whose_script(code)
+    if no_settings(calls) and not commands:
+        raise UserMistake(
+            "a script that says nothing of a training by itself",
+            where=str(path),
+            to_do="import the file or the command line that it takes its settings from (.yaml, .json, .sh)",
+        )
+    if source is None:
+        raise UserMistake(
+            "whose script this is is not seen", where=str(path), to_do="say it: --from trl | unsloth | hf-trainer"
+        )
+    if (commands and _is_parser_script(code)) or no_settings(calls):
+        return _commands(path, [command for command in commands if command.values], source, program=path.name)
+    return _of_calls(calls, source)
+
+
+def _of_calls(calls: Sequence[Call], source: str) -> Imported:
+    out = Imported(source)
+    if source == unsloth.NAME:
+        unsloth.read(calls, out)
+    elif source == trl.NAME:
+        from farthing.config.importers.script_job import Script
+
+        script = Script(out, calls)
+        script.read()
+        trl.defaults(out)
+        if not script.masks_prompts:
+            out.notes.append(
+                "TRL learns every token of `messages` and `text` rows, and only completions of prompt/completion rows: set"
+                " data.train_on_prompt: true for messages to do the same"
+            )
+    else:
+        hf_scripts.read_script(calls, out)
+    return out
+
+
+def _docstrings(code: str) -> list[str]:
+    comments = "\n".join(re.findall(r"^\s*#\s?(.*)$", code, re.MULTILINE))
+    return [*re.findall(r'"""(.*?)"""', code, re.DOTALL), comments]
+
+
+def _is_parser_script(code: str) -> bool:
+    return re.search(r"\b(TrlParser|HfArgumentParser)\(", code) is not None
+
+
+def _whose_script(code: str) -> str | None:
+    for name, word in ((unsloth.NAME, "unsloth"), (trl.NAME, "trl"), (hf_scripts.NAME, "transformers")):
+        if re.search(rf"^\s*(from|import)\s+{word}\b", code, re.MULTILINE):
+            return name
+    return None
+
+
+def _commands(path: Path, commands: list[Command], source: str | None, program: str = "") -> Imported:
+    """The first of several command lines; what the others say differently is a note."""
+    if not commands:
+        raise UserMistake(
+            "no command line that starts a training (python SCRIPT.py --key value, trl sft ..., llamafactory-cli train ...)",
+            where=str(path),
+            to_do="import the configuration file that it names",
+        )
+    best = next((c for c in commands if any("lr" in k or "learning_rate" in k for k in c.values)), commands[0])
+    program = best.program
+    if source is None:
+        source = _whose(best.values) or hf_scripts.NAME
+        if program.startswith(("run_", "finetune")):
+            source = hf_scripts.NAME
+        elif "dataset_name" in best.values and not program.startswith("run_"):
+            source = trl.NAME
+    out = _read(source, best.values, path, program)
+    for key, value in flat(best.launcher):
+        out.name(f"launcher.{key}", value, "starts it on several GPUs or machines; farthing trains on one GPU")
+    if len(commands) > 1:
+        out.notes.append(f"{len(commands)} command lines are there; the one with {program} was read")
+    return out

@@ -1,0 +1,98 @@
+"""Together AI's fine-tuning jobs: the JSON of its API, or the arguments of `together fine-tuning create`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from farthing.config.importers.record import (
+    Imported,
+    Odd,
+    To,
+    Why,
+    flat,
+    names,
+    number,
+    positive,
+    read_keys,
+    scheduler,
+    text,
+    whole,
+)
+
+NAME = "together"
+
+
+def _batch(value: Any) -> int:
+    if value == "max":
+        raise Odd("max: Together chose it by the model; farthing's default of 16 examples holds", "differs")
+    return whole(value)
+
+
+def _targets(value: Any) -> list[str]:
+    found = names(value)
+    return ["all-linear"] if found == ["all-linear"] else found
+
+
+TABLE: dict[str, To] = {
+    "model": To("model.model_name_or_path", text),
+    "n_epochs": To("train.num_train_epochs", positive),
+    "batch_size": To("train.global_batch_size", _batch),
+    "learning_rate": To("train.learning_rate", positive),
+    "warmup_ratio": To("train.warmup_ratio", lambda value: float(number(value))),
+    "weight_decay": To("train.weight_decay", number),
+    "max_grad_norm": To("train.max_grad_norm", number),
+    "seed": To("train.seed", whole),
+    "max_seq_length": To("data.max_length", whole),
+    "lr_scheduler.lr_scheduler_type": To("train.lr_scheduler_type", scheduler),
+    "lr_scheduler_type": To("train.lr_scheduler_type", scheduler),
+}
+for _prefix in ("", "training_type."):
+    TABLE |= {
+        f"{_prefix}lora_r": To("method.lora_r", whole),
+        f"{_prefix}lora_alpha": To("method.lora_alpha", positive),
+        f"{_prefix}lora_dropout": To("method.lora_dropout", number),
+        f"{_prefix}lora_trainable_modules": To("method.target_modules", _targets),
+    }
+GROUPS = (
+    Why("none", "names, watches or keeps the job at Together", "suffix n_checkpoints n_evals wandb_* hf_* "
+        "from_hf_model hf_model_revision id object status created_at updated_at events* job_id output_name user_id "
+        "token_count param_count total_price model_output_* packing"),
+    Why("differs", "continues from another job; `farthing train JOB --from RUN` continues from a run of farthing's",
+        "from_checkpoint"),
+    Why("differs", "the schedule's further settings", "lr_scheduler.* num_cycles min_lr_ratio"),
+    Why("none", "farthing learns what the assistant says, and data.train_on_prompt the rest", "train_on_inputs"),
+)  # fmt: skip
+
+
+def read(values: Mapping[str, Any], out: Imported) -> None:
+    """A fine-tuning job of Together."""
+    given = values.get("training_type")
+    kind: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    is_lora = values.get("lora", str(kind.get("type", "lora")).lower() == "lora")
+    out.default("method.name", "lora" if is_lora else "full")
+    if "lora" in values:
+        out.put("lora", values["lora"], "method.name", "lora" if is_lora else "full")
+    if "type" in kind:
+        out.put("training_type.type", kind["type"], "method.name", "lora" if is_lora else "full")
+    method = values.get("training_method")
+    name = method.get("method") if isinstance(method, Mapping) else method
+    if name not in (None, "sft"):
+        key = "training_method.method" if isinstance(method, Mapping) else "training_method"
+        out.name(key, name, f"{name}, which farthing does not do", "blocks")
+    for key, value in flat({"training_method": method}) if method is not None else ():
+        out.name(key, value, "supervised: what farthing does" if value == "sft" else "settles the training method")
+    for key, to in (("training_file", "data.train"), ("validation_file", "data.eval")):
+        if values.get(key):
+            file = str(values[key])
+            out.put(key, file, to, [{"path": file if "." in file else f"{file}.jsonl"}])
+            if "." not in file:
+                out.notes.append(f"{file} is a file at Together: fetch it to {file}.jsonl beside the job")
+    if values.get("train_on_inputs") is True:
+        out.put("train_on_inputs", True, "data.train_on_prompt", True)
+    read_keys(out, flat(values), TABLE, GROUPS)
+    for key, value in {"num_train_epochs": 1, "learning_rate": 1e-5, "warmup_ratio": 0.0}.items():
+        out.default(f"train.{key}", value)
+    if is_lora:
+        out.default("method.lora_r", 8)
+        out.default("method.lora_alpha", 2 * out.job["method.lora_r"])

@@ -1,0 +1,61 @@
+"""Turns of a chat as others write them: marks of what is not to be learned, content in parts, older function calls.
+
+OpenAI marks an assistant's message with `weight: 0 | 1`, Axolotl a turn with `train` or `training`, others with `loss`.
+Refuses to know templates and tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from farthing.data.rows import RowValue
+from farthing.tasks.columns import Unusable
+
+MARKS = ("weight", "train", "training", "loss")
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+
+
+def without_marks(messages: Sequence[RowValue]) -> tuple[list[RowValue], frozenset[int]]:
+    """The messages without marks, and which (from 0) are marked as not to be learned. Raises `Unusable` for other marks.
+
+    A mark on a turn that is not the assistant's may only say that it is not learned; OpenAI's weight says nothing there.
+    """
+    unlearned: set[int] = set()
+    kept = []
+    for index, message in enumerate(messages):
+        for name in MARKS:
+            value = message.get(name)
+            if value is None:
+                continue
+            if value not in (0, 1):
+                raise Unusable(
+                    f"message {index + 1}: `{name}` is {value!r}; only 0 and 1, or false and true, are known"
+                )
+            if message["role"] == "assistant":
+                unlearned |= set() if value else {index}
+            elif value and name != "weight":
+                raise Unusable(
+                    f"message {index + 1} of `{message['role']}` is marked to be learned; only the assistant's can be"
+                )
+        kept.append({key: value for key, value in message.items() if key not in MARKS})
+    return kept, frozenset(unlearned)
+
+
+def from_openai(message: RowValue) -> RowValue:
+    """A message of the API as templates read it: text parts joined, `function_call` as a tool call, role `function` as tool."""
+    content = message.get("content")
+    if isinstance(content, list) and content and all(_is_text(part) for part in content):
+        message = {
+            **message,
+            "content": "".join([str(part.get(part["type"], part.get("text", ""))) for part in content]),
+        }
+    call = message.get("function_call")
+    if isinstance(call, dict) and not message.get("tool_calls"):
+        others = {key: value for key, value in message.items() if key != "function_call"}
+        message = {**others, "tool_calls": [{"type": "function", "function": call}]}
+    return {**message, "role": "tool"} if message.get("role") == "function" else message
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _TEXT_PARTS

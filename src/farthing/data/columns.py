@@ -1,0 +1,176 @@
+"""From the columns that a file has to the columns that formats read: renamed, joined by templates, or known by usual names.
+
+A value of `data.columns` is a column's name, a template with columns in braces ("{question}\\n{context}"), or a list of
+these of which the first counts whose columns are all filled in a row. `{choices[answer]}` takes the item of a list that
+another column points at: a whole number from 0, a letter from A, or the item's own text. Braces are doubled to stand for
+themselves. Refuses to guess between two columns, and to know what a format is.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import string
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from farthing.data.rows import RowValue
+from farthing.tasks.columns import Unusable
+
+Template = str | tuple[str, ...]
+Columns = Mapping[str, Template]
+_PICK = re.compile(r"([^\[\]]+)\[([^\[\]]+)\]")
+
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    "messages": ("conversation", "chat", "dialog", "dialogue", "turns", "message"),
+    "conversations": (),
+    "instruction": (),
+    "prompt": ("question", "query", "problem", "user", "human", "request", "source", "input_text"),
+    "completion": ("response", "answer", "reply", "solution", "assistant", "bot", "target_text", "output_text"),
+    "input": ("source", "article", "document", "dialogue", "source_text", "input_text", "question", "context"),
+    "target": ("summary", "highlights", "target_text", "output_text", "answer", "response", "output", "translation"),
+    "output": ("response", "answer", "completion"),
+    "text": ("content", "document", "sentence", "review", "body", "narrative", "tweet", "comment", "utterance"),
+    "label": ("labels", "category", "class", "sentiment", "intent", "topic", "product", "target", "emotion", "tag"),
+}
+"""Other names that the columns of formats go by. What is read so is said."""
+
+
+def templates_of(template: Template) -> tuple[str, ...]:
+    """The alternatives of a value of `data.columns`, in their order."""
+    return (template,) if isinstance(template, str) else tuple(template)
+
+
+@functools.lru_cache(maxsize=1024)
+def parts_of(template: str) -> tuple[tuple[str, str], ...]:
+    """(text, column after it) of a template; a plain name is one column without text. Raises `ValueError`."""
+    if "{" not in template and "}" not in template:
+        return (("", template),)
+    try:
+        parsed = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"not a template ({error}); a brace that is meant as one is doubled") from error
+    parts = []
+    for text, name, spec, conversion in parsed:
+        if name == "" or spec or conversion:
+            raise ValueError(
+                "a column's name stands in braces, and nothing else; a brace that is meant as one is doubled"
+            )
+        parts.append((text, name or ""))
+    if not any(name for _, name in parts):
+        raise ValueError("a template without a column in braces")
+    return tuple(parts)
+
+
+def columns_of(template: Template) -> tuple[str, ...]:
+    """The columns of the data that a value of `data.columns` reads, of all its alternatives."""
+    found: dict[str, None] = {}
+    for each in templates_of(template):
+        for _, name in parts_of(each):
+            match = _PICK.fullmatch(name)
+            found |= dict.fromkeys(match.groups() if match else (name,) if name else ())
+    return tuple(found)
+
+
+def missing(template: Template, columns: Iterable[str]) -> str:
+    """A column that no row has and every alternative needs; empty where one alternative can be filled."""
+    there = set(columns)
+    lacking = [next((name for name in columns_of(each) if name not in there), "") for each in templates_of(template)]
+    return "" if "" in lacking else lacking[0]
+
+
+def renamed(row: RowValue, columns: Columns) -> RowValue:
+    """A row as its format reads it. Raises `Unusable` where no template can be filled."""
+    read = {name for template in columns.values() for name in columns_of(template)}
+    kept = {name: value for name, value in row.items() if name not in read}
+    return kept | {standard: _value(template, row) for standard, template in columns.items()}
+
+
+def _value(template: Template, row: Mapping[str, Any]) -> Any:
+    alternatives = templates_of(template)
+    lacking = ""
+    for each in alternatives:
+        if "{" not in each and (len(alternatives) == 1 or not _is_empty(row.get(each))):
+            return row.get(each)  # as it is: the format says what is wrong with it
+        filled, why = _filled(each, row)
+        if filled is not None:
+            return filled
+        lacking = lacking or why
+    more = "" if len(alternatives) > 1 else "; give a second template without it in a list for such rows"
+    raise Unusable(f"{lacking}{more}")
+
+
+def _filled(template: str, row: Mapping[str, Any]) -> tuple[str | None, str]:
+    """The text of a template, or None and why."""
+    written = []
+    for text, name in parts_of(template):
+        written.append(text)
+        if not name:
+            continue
+        match = _PICK.fullmatch(name)
+        value = _picked(row.get(match[1]), row.get(match[2]), match[1], match[2]) if match else row.get(name)
+        if _is_empty(value):
+            return None, f"`{match[1] if match else name}` is empty, which its template in data.columns needs"
+        written.append(_as_text(value, name))
+    return "".join(written), ""
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip())
+
+
+def _as_text(value: Any, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, dict) and isinstance(value.get("text"), list):
+        value = value["text"]
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return "\n".join(
+            f"{chr(65 + index)}. {item}" if len(value) <= 26 else str(item) for index, item in enumerate(value)
+        )
+    raise Unusable(f"`{name}` is neither text nor a number nor a list of these")
+
+
+def _picked(choices: Any, which: Any, name: str, pointer: str) -> Any:
+    """The item of `choices` that `which` points at. ARC's form, {text: [...], label: [...]}, goes by its labels."""
+    labels: list[Any] = []
+    if isinstance(choices, dict):
+        labels, choices = list(choices.get("label") or []), choices.get("text")
+    if not isinstance(choices, list) or not choices:
+        raise Unusable(f"`{name}` is no list to choose from")
+    if isinstance(which, list) and len(which) == 1:
+        which = which[0]
+    if labels and which in labels:
+        return choices[labels.index(which)]
+    if isinstance(which, str) and which in choices:
+        return which
+    index = which
+    if isinstance(which, str):
+        digits = which.strip()
+        index = int(digits) if digits.isdecimal() else ord(digits.upper()) - 65 if len(digits) == 1 else None
+    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(choices):
+        raise Unusable(f"`{pointer}` is {which!r}, which is none of the {len(choices)} in `{name}`")
+    return choices[index]
+
+
+def guessed(columns: set[str], needed: tuple[str, ...]) -> dict[str, str] | None:
+    """Columns of the data that stand for those a format needs, by their usual names; None where one is not found.
+
+    A column that could be read as two, or two for one, is no guess. Capitals make no difference.
+    """
+    by_lower: dict[str, list[str]] = {}
+    for name in columns:
+        by_lower.setdefault(name.lower(), []).append(name)
+    found: dict[str, str] = {}
+    for standard in needed:
+        if standard in columns:
+            continue
+        names = [own for each in (standard, *SYNONYMS.get(standard, ())) for own in by_lower.get(each, ())]
+        if len(names) != 1 or names[0] in found.values():
+            return None
+        found[standard] = names[0]
+    return found or None

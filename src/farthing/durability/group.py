@@ -1,0 +1,235 @@
+"""The processes of an attempt that several GPUs share: which of them this one is, and how they are started and end together.
+
+A launcher (torchrun, accelerate, deepspeed, srun) says in the environment who is who; without one `Group` starts the
+processes itself. Where one is lost the others end, and `Elastic` begins again with those that are left. Refuses to import
+torch, and to follow settings of launchers that the job does not have: `not_followed` names them.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from farthing.durability.preemption import heeded
+from farthing.durability.supervisor import Child
+from farthing.errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, UserMistake
+from farthing.units import plural
+
+EXIT_RANK_LOST = 76
+"""Of a process that ends because another one of its attempt was lost; seen by nobody but `Elastic`."""
+GRACE_S, LAST_WORDS_S = 5.0, 60.0
+"""So long the others may take to end by themselves: once one was lost; once one has ended in order."""
+MOST_VAIN_STARTS = 3
+"""Attempts in a row that end as their processes lose each other, and none of them is gone."""
+STORE = "FARTHING_RANKS_STORE"
+"""Names the file through which processes that `farthing` has started find each other."""
+ATTEMPT = "FARTHING_RANKS_ATTEMPT"
+_FOREIGN = ("ACCELERATE_", "FSDP_", "DEEPSPEED_", "PARALLELISM_CONFIG_")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which of the processes of an attempt this is; alone where nobody has started others."""
+
+    index: int = 0
+    n: int = 1
+    local_index: int = 0
+    """Among those of this machine."""
+    n_local: int = 1
+    by: str = ""
+    """Who has started them, in words; empty where nobody has."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that decides, writes and speaks."""
+        return self.index == 0
+
+
+def seat_in(environ: Mapping[str, str]) -> Seat:
+    """The seat that an environment gives. Raises `UserMistake` where it contradicts itself, or says half of it.
+
+    RANK and WORLD_SIZE are those of torchrun, which accelerate and deepspeed set too; the SLURM_ ones are those of a step
+    that `srun` has begun (a batch script itself has no SLURM_STEP_NUM_TASKS). MASTER_ADDR alone means nothing.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        by = "farthing" if STORE in environ else "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "a launcher"
+        names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    elif _number(environ.get("SLURM_STEP_NUM_TASKS", "1"), "SLURM_STEP_NUM_TASKS") > 1:
+        by, names = "srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+        if "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
+            raise UserMistake(
+                f"srun has started {environ['SLURM_STEP_NUM_TASKS']} tasks, which can't find each other",
+                where="MASTER_ADDR, MASTER_PORT",
+                to_do="export the first node's name and a free port in the batch script, or start one task a node"
+                " with where.gpus: all",
+            )
+    else:
+        return Seat()
+    index, n = (_number(environ[name], name) for name in names[:2])
+    local, n_local = (_number(environ.get(name, other).split("(")[0], name) for name, other in
+                      ((names[2], str(index)), (names[3], str(n))))  # fmt: skip
+    if not (0 <= index < n and 0 <= local < n_local):
+        raise UserMistake(
+            f"process {index} of {n}, {local} of {n_local} on this machine: that can't be",
+            where=", ".join(names),
+            to_do="start it with torchrun, or leave these variables out and set where.gpus",
+        )
+    return Seat(index, n, local, n_local, by)
+
+
+def _number(text: str, name: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UserMistake(f"{text!r} is no number", where=name, to_do="unset it, or start with torchrun") from None
+
+
+def not_followed(environ: Mapping[str, str]) -> list[str]:
+    """Names of a launcher's variables that say how to train: the job says that, and they are left aside."""
+    return sorted(name for name in environ if name.startswith(_FOREIGN))
+
+
+def device_of(seat: Seat, environ: Mapping[str, str]) -> str:
+    """What CUDA_VISIBLE_DEVICES is for this process: the one GPU of its seat, of those that it may see."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(seat.local_index)
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return names[seat.local_index] if seat.local_index < len(names) else ",".join(names)
+
+
+def sit_down(seat: Seat, environ: MutableMapping[str, str]) -> None:
+    """Leave this process the one GPU of its seat, before torch is imported; `farthing` has done so where it has started it."""
+    if seat.by != "farthing":
+        environ["CUDA_VISIBLE_DEVICES"] = device_of(seat, environ)
+
+
+def environ_of(seat: Seat, slot: int, meeting: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """What the process of a seat finds in its environment, on GPU number `slot`; they meet in the file `meeting`."""
+    added = {
+        "RANK": seat.index, "WORLD_SIZE": seat.n, "LOCAL_RANK": seat.local_index, "LOCAL_WORLD_SIZE": seat.n_local,
+        STORE: meeting, ATTEMPT: 0, "CUDA_VISIBLE_DEVICES": device_of(Seat(local_index=slot, n_local=slot + 1), environ),
+    }  # fmt: skip
+    if "GLOO_SOCKET_IFNAME" not in environ and sys.platform == "linux":
+        added["GLOO_SOCKET_IFNAME"] = "lo"  # the name of a container's host need not lead anywhere
+    return {name: str(value) for name, value in added.items()}
+
+
+Start = Callable[[Seat, int, int], "subprocess.Popen[bytes]"]
+"""(seat, number of the GPU on this machine, how often it was begun) -> the process."""
+
+
+@dataclass
+class Group:
+    """The processes of one attempt on this machine, from their start until none is left."""
+
+    children: list[subprocess.Popen[bytes]]
+    codes: dict[int, int] = field(default_factory=dict)
+    """Exit codes of those that have ended, negative: the signal."""
+    killed: set[int] = field(default_factory=set)
+    """Those that did not end when the others had."""
+
+    def wait(self) -> None:
+        """Until none is left. Who has not ended some time after the first that has is killed."""
+        kills_at = float("inf")
+        while len(self.codes) < len(self.children):
+            for index, child in enumerate(self.children):
+                if index not in self.codes and (code := child.poll()) is not None:
+                    self.codes[index] = code
+                    was_lost = code < 0 or code in (EXIT_CRASH, EXIT_MISTAKE, EXIT_RANK_LOST)
+                    kills_at = min(kills_at, time.monotonic() + (GRACE_S if was_lost else LAST_WORDS_S))
+            if time.monotonic() > kills_at:
+                self._kill_the_rest()
+            time.sleep(0.02)
+
+    def send_signal(self, number: int) -> None:
+        """To all that are left."""
+        for index, child in enumerate(self.children):
+            if index not in self.codes:
+                child.send_signal(number)
+
+    def _kill_the_rest(self) -> None:
+        for index, child in enumerate(self.children):
+            if index not in self.codes and index not in self.killed:
+                self.killed.add(index)
+                child.kill()
+
+    @property
+    def lost(self) -> list[int]:
+        """Those that were killed from outside, crashed, or had to be killed as they did not answer."""
+        return [index for index, code in sorted(self.codes.items()) if code < 0 or code == EXIT_CRASH]
+
+    @property
+    def code(self) -> int:
+        """What the attempt ended with where nobody was lost: a mistake of any, else what the first says."""
+        codes = list(self.codes.values())
+        return next((wanted for wanted in (EXIT_MISTAKE, EXIT_LIMIT) if wanted in codes), self.codes[0])
+
+
+class Elastic:
+    """An attempt on several GPUs of this machine, begun again with those that are left whenever some are lost.
+
+    The steps stay the same: what a step is made of does not depend on how many share it.
+    """
+
+    def __init__(self, n: int, start: Start, say: Callable[[str], None]) -> None:
+        self._slots = list(range(n))
+        self._start, self._say = start, say
+        self._asked_to_leave = False
+        self._n_begun = 0
+        self._group = self._begin()
+
+    def _begin(self) -> Group:
+        n, self._n_begun = len(self._slots), self._n_begun + 1
+        seats = [Seat(index, n, index, n, "farthing") for index in range(n)]
+        return Group([self._start(seat, slot, self._n_begun) for seat, slot in zip(seats, self._slots, strict=True)])
+
+    def wait(self) -> int:
+        """Until the attempt has ended for good; its exit code, negative: the signal that killed the last one."""
+        n_vain = 0
+        while True:
+            group = self._group
+            group.wait()
+            lost = group.lost
+            codes, n = group.codes.values(), len(self._slots)
+            if EXIT_MISTAKE in codes or not (lost or EXIT_RANK_LOST in codes):
+                return group.code
+            n_vain = 0 if lost else n_vain + 1
+            if self._asked_to_leave or n_vain == MOST_VAIN_STARTS:
+                return EXIT_INTERRUPTED
+            if len(lost) == n:
+                return group.codes[0]
+            self._slots = [slot for index, slot in enumerate(self._slots) if index not in lost]
+            who = ", ".join(f"rank {index} of {n} ({self._how(group, index)})" for index in lost)
+            self._say(
+                f"{who or 'no rank'} was lost; going on from the last checkpoint with {plural(len(self._slots), 'rank')}"
+            )
+            self._group = self._begin()
+
+    @staticmethod
+    def _how(group: Group, index: int) -> str:
+        code = group.codes[index]
+        if index in group.killed:
+            return "it did not answer"
+        return "it crashed" if code > 0 else f"killed by {signal.Signals(-code).name}"
+
+    def send_signal(self, number: int) -> None:
+        """Hand a wish to leave to all; no attempt is begun after it."""
+        self._asked_to_leave = True
+        self._group.send_signal(number)
+
+
+def until_it_ends(attempt: Child) -> int:
+    """The exit code of an attempt that is not tried again, 1 where it was killed; signals are handed to it meanwhile."""
+    before = {number: signal.signal(number, lambda n, frame: attempt.send_signal(n)) for number in heeded()}
+    try:
+        code = attempt.wait()
+        return code if code >= 0 else EXIT_CRASH
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,180 @@
+"""The machines a run has rented: lines of `machines.jsonl`, one before and after each thing that is done to one.
+
+A line stands before each request to create a machine, so that one whose answer was lost is looked for by its name. Money
+is counted from that request to the confirmed deletion. Refuses to talk to anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farthing.durability.accounts import Account
+from farthing.durability.files import Json, fsync_path, make_private
+from farthing.durability.summed_lines import SummedLines
+
+MACHINES = "machines.jsonl"
+EVENTS = ("asked", "created", "refused", "booted", "left", "gone")
+
+
+@dataclass
+class Machine:
+    """One machine, as far as is known. Times are seconds since 1970."""
+
+    name: str
+    number: int = 0
+    target: str = ""
+    provider: str = ""
+    instance: str = ""
+    gpu: str = ""
+    is_spot: bool = False
+    usd_per_hour: float = 0.0
+    is_paid_in_queue: bool = True
+    """Whether money is counted from the request on; False for queues, where it is from the start."""
+    most_s: float = 0.0
+    """Seconds from the request after which the provider ends it by itself."""
+    committed: int = 0
+    """The newest step that was saved when it was asked for."""
+    id: str = ""
+    asked_at: float = 0.0
+    created_at: float | None = None
+    booted_at: float | None = None
+    left_at: float | None = None
+    gone_at: float | None = None
+    is_refused: bool = False
+    """Nothing was made."""
+    code: int | None = None
+    why: str = ""
+
+    @property
+    def state(self) -> str:
+        """The last thing known: asked, created, refused, booted, left or gone."""
+        if self.is_refused:
+            return "refused"
+        known = {"gone": self.gone_at, "left": self.left_at, "booted": self.booted_at, "created": self.created_at}
+        return next((name for name, at in known.items() if at is not None), "asked")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still cost money."""
+        return not self.is_refused and self.gone_at is None
+
+    def billed_s(self, now: float) -> float:
+        """Seconds that are paid for, up to `now` while it is not known to be gone."""
+        start = self.asked_at if self.is_paid_in_queue else self.booted_at
+        if self.is_refused or start is None:
+            return 0.0
+        return max(0.0, (now if self.gone_at is None else self.gone_at) - start)
+
+    def usd(self, now: float) -> float:
+        """Dollars up to `now`."""
+        return self.billed_s(now) / 3600 * self.usd_per_hour
+
+
+class MachineLedger:
+    """The machines of the run in a folder. Raises `OSError` where the file can't be written: then nothing may be rented."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lines = SummedLines(folder / MACHINES)
+        self.machines: dict[str, Machine] = {}
+        for row in self._lines.rows():
+            self._take_in(row)
+
+    def note(self, name: str, event: str, at: float, **facts: Any) -> Machine:
+        """Write a line and force it to the disk; what it is about, with it taken in."""
+        row = {"machine": name, "event": event, "at": round(at, 3), **facts}
+        make_private(self.folder)
+        is_new = not self._lines.path.exists()
+        self._lines.append(row)
+        self._lines.sync()
+        if is_new:
+            fsync_path(self.folder)
+        return self._take_in(row)
+
+    def _take_in(self, row: Json) -> Machine:
+        machine = self.machines.setdefault(str(row.get("machine")), Machine(str(row.get("machine"))))
+        event, at = row.get("event"), float(row.get("at") or 0.0)
+        for key in ("number", "target", "provider", "instance", "gpu", "is_spot", "usd_per_hour", "most_s",
+                    "is_paid_in_queue", "committed", "id", "code", "why"):  # fmt: skip
+            if key in row:
+                setattr(machine, key, row[key])
+        if event == "refused":
+            machine.is_refused = True
+        elif event in EVENTS:
+            setattr(machine, f"{event}_at", at)
+        return machine
+
+    @property
+    def next_number(self) -> int:
+        """Of the next machine, from 1."""
+        return 1 + max((machine.number for machine in self.machines.values()), default=0)
+
+    @property
+    def open(self) -> list[Machine]:
+        """Those that may still cost money, the oldest first."""
+        return [machine for machine in self.machines.values() if machine.is_open]
+
+    def usd(self, now: float) -> float:
+        """Dollars of all machines up to `now`."""
+        return sum(machine.usd(now) for machine in self.machines.values())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+def bill_by_machine(machines: Sequence[Machine], accounts: Sequence[Account], now: float) -> list[dict[str, Any]]:
+    """What each machine has cost: seconds and dollars of boot, train, idle and teardown, which add up to the machine's.
+
+    `accounts` are the attempts of the run: those that began while a machine was there are its training. The attempts of
+    two machines at once (one cut off, one that took over) belong to the younger.
+    """
+    rows = []
+    paid = [machine for machine in machines if not machine.is_refused]
+    for machine in paid:
+        end = now if machine.gone_at is None else machine.gone_at
+        later = [other.asked_at for other in paid if other.number > machine.number]
+        own = [a for a in accounts if machine.asked_at <= a.started_at < min([end, *later])]
+        total_s = machine.billed_s(now)
+        start = end - total_s
+        first = min([a.started_at for a in own], default=machine.booted_at or machine.left_at or end)
+        parts = {"boot": max(0.0, first - start)}
+        parts["teardown"] = max(0.0, end - machine.left_at) if machine.left_at is not None else 0.0
+        parts["train"] = sum(a.wall_s for a in own)
+        left_s = total_s
+        seconds = {}
+        for part in ("train", "boot", "teardown"):  # clocks of two machines differ: no part is longer than what is left
+            seconds[part] = min(parts[part], left_s)
+            left_s -= seconds[part]
+        seconds["idle"] = left_s
+        rows.append(
+            {
+                "name": machine.name,
+                "target": machine.target,
+                "provider": machine.provider,
+                "instance": machine.instance,
+                "gpu": machine.gpu,
+                "is_spot": machine.is_spot,
+                "id": machine.id,
+                "usd_per_hour": machine.usd_per_hour,
+                "state": machine.state,
+                "why": machine.why,
+                "asked_at": machine.asked_at,
+                "gone_at": machine.gone_at,
+                "wall_s": total_s,
+                "usd": machine.usd(now),
+                "seconds": seconds,
+                "usd_of": {part: s / 3600 * machine.usd_per_hour for part, s in seconds.items()},
+            }
+        )
+    return rows
+
+
+def bill_of(folder: Path, accounts: Sequence[Account], now: float) -> list[dict[str, Any]]:
+    """The same for the run in a folder; empty where no machine was rented for it."""
+    if not (folder / MACHINES).exists():
+        return []
+    return bill_by_machine(list(MachineLedger(folder).machines.values()), accounts, now)

@@ -1,0 +1,160 @@
+"""What runs on a rented machine: fetch what the run needs, train within the cap, say how it ended.
+
+The cap that training gets is what is left after the machines before, this one's boot and its teardown. At the end of the
+machine's time training is told to leave while there is time to save. Refuses to import torch: training is a child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from farthing.durability.files import Json, parse_json
+from farthing.durability.object_store import Retrying, Store, open_store
+from farthing.durability.preemption import heeded
+from farthing.durability.supervisor import begin
+from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, FarthingError, UserMistake
+from farthing.launch.ask import CREATED_AT, GRACE_S
+from farthing.launch.inputs import fetch_inputs
+from farthing.launch.words import Speaker
+
+BEAT_S, MOST_LOG_BYTES = 30.0, 65536
+STORE_S = 600.0
+
+
+class Aboard:
+    """One stay on a machine. `facts` are the ask's; `job` is the job file beside."""
+
+    def __init__(self, job: Path, facts: Json, clock: Callable[[], float] = time.time) -> None:
+        self.job, self.facts, self.clock = job, facts, clock
+        self.store: Store = open_store(facts["store"])
+        self.speaker = Speaker(self.store, facts["name"])
+        self.boot_s = self._boot_s()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._was_told = False
+
+    def _boot_s(self) -> float:
+        """Since the machine was asked for, by the clock of who asked; a clock that is off counts as the whole boot limit."""
+        try:
+            since = self.clock() - float(os.environ[CREATED_AT])
+        except (KeyError, ValueError):
+            return 0.0
+        limit = float(self.facts["boot_limit_s"])
+        return since if 0 <= since <= limit else limit
+
+    @property
+    def max_usd(self) -> float | None:
+        """What training may cost in all; None without a cap."""
+        facts = self.facts
+        if facts.get("max_usd") is None:
+            return None
+        elsewhere = facts["overhead_usd"] + facts["reserve_usd"] + self.boot_s / 3600 * facts["usd_per_hour"]
+        return max(0.0, round(facts["max_usd"] - elsewhere, 6))
+
+    @property
+    def words(self) -> list[str]:
+        """The command that trains."""
+        cap = [] if self.max_usd is None else ["--set", f"limits.max_usd={self.max_usd!r}"]
+        return ["train", str(self.job), "--retry", *cap]
+
+    def run(self) -> int:
+        """The exit code of the run here."""
+        self.speaker.booted()
+        code, why = EXIT_INTERRUPTED, "asked to leave before it began"
+        before = {number: signal.signal(number, self._hand_on) for number in heeded()}
+        try:
+            if self.facts.get("inputs"):
+                fetch_inputs(Retrying(self.store, STORE_S), self.facts["inputs"], self.job.parent)
+            if not self._was_told:
+                code, why = self._train()
+        except FarthingError as error:
+            code, why = error.exit_code, str(error).splitlines()[0]
+            sys.stderr.write(f"farthing: {error}\n")
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        self.speaker.left(code, why)
+        return code
+
+    def _train(self) -> tuple[int, str]:
+        ends_at = time.monotonic() + max(0.0, self.facts["most_s"] - self.boot_s - GRACE_S)
+        with open("log.aboard.txt", "ab") as log:
+            self._child = begin(self.words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            done = threading.Event()
+            threads = [
+                threading.Thread(target=work, args=(log, done), daemon=True) for work in (self._copy_out, self._beat)
+            ]
+            for thread in threads:
+                thread.start()
+            is_over = False
+            while (code := _exit_code(self._child)) is None:
+                if time.monotonic() > ends_at and not is_over:
+                    is_over = True
+                    self._child.send_signal(signal.SIGTERM)
+            threads[0].join(10.0)
+            done.set()
+            threads[1].join(60.0)
+        if is_over and code == EXIT_INTERRUPTED:
+            return EXIT_LIMIT, "the machine's time is over: as much as the cap buys"
+        code = code if code >= 0 else 128 - code
+        return code, f"`farthing train` ended with {code}"
+
+    def _hand_on(self, number: int, frame: Any) -> None:
+        self._was_told = True
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def _copy_out(self, log: IO[bytes], done: threading.Event) -> None:
+        """What training prints, to our own output and to the log."""
+        out = self._child.stdout if self._child is not None else None
+        assert out is not None
+        while piece := os.read(out.fileno(), 65536):
+            log.write(piece)
+            log.flush()
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.buffer.write(piece)
+                sys.stdout.buffer.flush()
+
+    def _beat(self, log: IO[bytes], done: threading.Event) -> None:
+        """The end of the log into the store, now and then and at the end."""
+        n = 0
+        while True:
+            is_last = done.wait(BEAT_S if n else 1.0)
+            n += 1
+            with contextlib.suppress(OSError):
+                with open("log.aboard.txt", "rb") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_LOG_BYTES))
+                    text = file.read().decode("utf-8", "replace")
+                self.speaker.beat(f"{text}\n[{n}]\n")
+            if is_last:
+                return
+
+
+def _exit_code(child: subprocess.Popen[bytes]) -> int | None:
+    """Of a child that has ended within a second; None while it runs."""
+    try:
+        return child.wait(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def go_aboard(job: str, told: str) -> int:
+    """Run the job on this machine as an `Ask` says; the exit code. Raises `UserMistake` for a file that is none."""
+    try:
+        facts = parse_json(Path(told).read_text(encoding="utf-8"))
+        missing = [key for key in ("name", "store", "most_s", "boot_limit_s", "usd_per_hour") if key not in facts]
+    except (OSError, ValueError, TypeError) as error:
+        raise UserMistake(
+            f"can't be read ({type(error).__name__})", where=told, to_do="`farthing launch` writes it"
+        ) from error
+    if missing:
+        raise UserMistake(f"{', '.join(missing)} is missing", where=told, to_do="`farthing launch` writes it")
+    return Aboard(Path(job), facts).run()

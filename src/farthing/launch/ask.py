@@ -1,0 +1,116 @@
+"""What is asked of a target, in plain values: all that a renderer knows, and the script that every machine runs.
+
+An `Ask` holds names of secrets, never their values. What is known only when a machine is made (the time, the secrets) stands
+in the files as ${NAME} and is filled in on the way out. Refuses to touch files, clocks and the
+network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from farthing.durability.files import Json
+from farthing.errors import UserMistake
+from farthing.prices.offers import Offer
+
+PLAIN_IMAGE = "pytorch/pytorch:2.10.0-cuda12.8-cudnn9-runtime"
+"""What is used where no image is named: hosts have it at hand, and farthing is installed on top."""
+GRACE_S = 120
+"""Between a polite end and a hard one: for the last checkpoint and its way to the store."""
+CREATED_AT, ENDS_AT = "FARTHING_CREATED_AT", "FARTHING_ENDS_AT"
+JOB, ABOARD, SCRIPT = "job.yaml", "aboard.json", "run.sh"
+_MARK = "END_OF_FARTHING_FILE"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One machine for one run."""
+
+    name: str
+    """`farthing-<launch id>-<number>`: the same on every try, so that a machine is never made twice unseen."""
+    target: str
+    at: str
+    """What stood behind the colon of --on: a host, a partition, a project; empty where nothing did."""
+    offer: Offer
+    usd_per_hour: float
+    most_s: int
+    """Seconds from the request until the provider ends it, whoever of us is still alive."""
+    job_text: str
+    aboard: Json
+    """What `farthing launch --aboard` is told there."""
+    gpu_id: str = ""
+    """The GPU or the instance as the provider calls it."""
+    machine_type: str = ""
+    image: str = ""
+    install: str = ""
+    """What pip installs where the machine has no farthing yet."""
+    disk_gb: int = 100
+    folder: str = ""
+    """A folder that all machines of the target share, where there is no store."""
+    secrets: tuple[str, ...] = ()
+    """Names of environment variables."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that are no secrets."""
+    fallbacks: tuple[tuple[Offer, str], ...] = ()
+    """The next offers of the ranking with their GPU's names, for targets that choose among several."""
+
+    @property
+    def launch_id(self) -> str:
+        """The part of the name that all machines of a launch share."""
+        return self.name.rpartition("-")[0]
+
+    def secret_values(self) -> dict[str, str]:
+        """The secrets as they are in the environment here, for a request that is sent. Raises `UserMistake`."""
+        absent = [name for name in self.secrets if not os.environ.get(name)]
+        if absent:
+            raise UserMistake(
+                f"{', '.join(absent)} is not set here, and the machine needs it",
+                where="environment",
+                to_do="export it first",
+            )
+        return {name: os.environ[name] for name in self.secrets}
+
+
+def script_of(ask: Ask) -> str:
+    """What a machine runs, as a POSIX shell script: bring farthing, train, end in time. Its exit code is the run's.
+
+    Signals are handed on and the script waits for the end of the last checkpoint. 124 of `timeout` (nothing else ended it
+    in time) becomes 3, stopped by a limit; 143 (told to leave before it could listen) becomes 75, interrupted.
+    """
+    folder = (
+        f"{shlex.quote(ask.folder)}/launch/{ask.name}"
+        if ask.folder
+        else f'"${{FARTHING_HOME:-$HOME/.farthing}}/{ask.name}"'
+    )
+    install = f"python3 -m pip install --quiet {shlex.quote(ask.install)}" if ask.install else "false"
+    return f"""#!/bin/sh
+# {ask.name}: trains, and ends after {ask.most_s} seconds at the latest.
+umask 077
+child=
+trap '[ -z "$child" ] && exit 75; kill -TERM "$child" 2>/dev/null' TERM INT HUP USR1
+mkdir -p {folder} && cd {folder} || exit 2
+{_file(JOB, ask.job_text)}{_file(ABOARD, json.dumps(ask.aboard, indent=1, sort_keys=True))}\
+command -v farthing >/dev/null 2>&1 || {install} || {{ echo "farthing can't be installed here" >&2; exit 2; }}
+timeout --signal=TERM --kill-after={GRACE_S} {ask.most_s} farthing launch {JOB} --aboard {ABOARD} &
+child=$!
+wait "$child"
+code=$?
+while kill -0 "$child" 2>/dev/null; do
+  wait "$child"
+  code=$?
+done
+[ "$code" -eq 124 ] && code=3
+[ "$code" -eq 143 ] && code=75
+exit "$code"
+"""
+
+
+def _file(name: str, text: str) -> str:
+    """A here-document that is taken literally."""
+    if _MARK in text:
+        raise UserMistake(f"it holds the word {_MARK}", where=name, to_do="take it out")
+    return f"cat > {name} <<'{_MARK}'\n{text.rstrip(chr(10))}\n{_MARK}\n"

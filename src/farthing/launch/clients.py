@@ -1,0 +1,269 @@
+"""Our own clients of RunPod, Vast.ai and Lambda: make, find, destroy. See `Driver`.
+
+Money first: what can't be given an end is destroyed at once. Refuses to stop a machine instead of destroying it: disks of
+stopped ones are paid for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from farthing.durability.files import Json
+from farthing.durability.machines import Machine
+from farthing.errors import UserMistake
+from farthing.launch.ask import CREATED_AT, ENDS_AT, Ask
+from farthing.launch.driver import Refused, Seen, Unclear, refusal
+from farthing.launch.http import Api
+from farthing.launch.target import Files
+from farthing.launch.targets import lambda_cloud, runpod, vast
+
+Render = Callable[[Ask], Files]
+_PLACE = re.compile(r"\$\{([A-Z][A-Z0-9_]*)\}")
+RUNPOD_REST, RUNPOD_GRAPHQL = "https://api.runpod.io", "https://api.runpod.io"
+VAST, LAMBDA = "https://console.vast.ai", "https://cloud.lambda.ai"
+END_WINDOW_S = 3 * 3600
+"""For how long Vast's scheduled job tries to delete."""
+
+
+def key_of(name: str) -> str:
+    """An API key from the environment. Raises `UserMistake`."""
+    key = os.environ.get(name, "").strip()
+    if not key:
+        raise UserMistake(
+            f"{name} is not set", where="environment", to_do=f"export {name}=... (the key of your account)"
+        )
+    return key
+
+
+def filled(value: Any, values: Mapping[str, Any]) -> Any:
+    """A request with what is known only now in place of each string that is ${NAME}, or has it in an address."""
+    if isinstance(value, dict):
+        return {key: filled(item, values) for key, item in value.items()}
+    if isinstance(value, list):
+        return [filled(item, values) for item in value]
+    if isinstance(value, str):
+        whole = _PLACE.fullmatch(value)
+        if whole and whole[1] in values:
+            return values[whole[1]]
+        if value.startswith("/"):
+            return _PLACE.sub(lambda found: str(values.get(found[1], found[0])), value)
+    return value
+
+
+class RunPod:
+    """Pods: made by GraphQL, which knows an end; found and deleted by REST v2."""
+
+    is_paid_in_queue, restarts, ends_by_itself, may_overlap = True, False, True, False
+    late_s = 120.0
+
+    def __init__(self, rest: Api, graphql: Api) -> None:
+        self._rest, self._graphql = rest, graphql
+
+    def create(self, ask: Ask, asked_at: float) -> str:
+        """See `Driver`."""
+        ends = datetime.fromtimestamp(asked_at + ask.most_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        request = json.loads(runpod.render(ask)[runpod.REQUEST])
+        body = filled(request, {CREATED_AT: f"{asked_at:.0f}", ENDS_AT: ends})
+        answer = self._graphql.ask("POST", "/graphql", body, n_tries=1) or {}
+        errors = answer.get("errors")
+        if errors:
+            why = "; ".join(str(error.get("message", error)) for error in errors)[:300]
+            raise refusal(why)
+        made = next(iter((answer.get("data") or {}).values()), None)
+        if not made:
+            raise Refused("no such machine is free", is_stock=True)
+        return str(made["id"])
+
+    def secure(self, machine: Machine) -> None:
+        """See `Driver`. The end is a part of the request."""
+
+    def _pods(self) -> list[Json]:
+        answer = _readable(self._rest, "/v2/pods")
+        pods = answer.get("pods") or answer.get("data") or [] if isinstance(answer, dict) else answer or []
+        return [pod for pod in pods if pod.get("status") != "TERMINATED"]
+
+    def look(self, machine: Machine) -> Seen | None:
+        """See `Driver`."""
+        pod = next((pod for pod in self._pods() if pod.get("name") == machine.name), None)
+        return (
+            None
+            if pod is None
+            else Seen(machine.name, str(pod["id"]), is_over=pod.get("status") in ("EXITED", "ERROR"))
+        )
+
+    def names(self, prefix: str) -> dict[str, str]:
+        """See `Driver`."""
+        return {
+            str(pod["name"]): str(pod["id"]) for pod in self._pods() if str(pod.get("name")).startswith(f"{prefix}-")
+        }
+
+    def destroy(self, machine: Machine) -> None:
+        """See `Driver`."""
+        number = machine.id or getattr(self.look(machine), "id", "")
+        if number:
+            _done(self._rest, "DELETE", f"/v2/pods/{number}")
+
+    def log(self, machine: Machine) -> str:
+        """See `Driver`."""
+        return json.dumps(_readable(self._rest, f"/v2/pods/{machine.id}/logs"))
+
+
+class Vast:
+    """Instances: searched, asked for, and given a scheduled deletion at once."""
+
+    is_paid_in_queue, restarts, ends_by_itself, may_overlap = True, False, True, False
+    late_s = 120.0
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    def create(self, ask: Ask, asked_at: float) -> str:
+        """See `Driver`. An instance that can't be given its end is destroyed at once, and the offer refused."""
+        files = vast.render(ask)
+        found = (_readable(self._api, "/api/v0/bundles/", json.loads(files[vast.SEARCH])) or {}).get("offers") or []
+        if not found:
+            raise Refused("no host offers it at this price now", is_stock=True)
+        body = filled(json.loads(files[vast.CREATE]), {**ask.secret_values(), CREATED_AT: f"{asked_at:.0f}"})
+        answer = self._api.ask("PUT", f"/api/v0/asks/{found[0]['id']}/", body, n_tries=1) or {}
+        if not answer.get("success") or not answer.get("new_contract"):
+            why = str(answer.get("msg") or answer.get("error") or answer)[:200]
+            raise refusal(why)
+        made = Machine(ask.name, id=str(answer["new_contract"]), asked_at=asked_at, most_s=ask.most_s)
+        try:
+            self.secure(made)
+        except (Refused, Unclear) as error:
+            self.destroy(made)
+            raise Refused(f"its end could not be scheduled ({error}), so it was destroyed at once") from error
+        return made.id
+
+    def secure(self, machine: Machine) -> None:
+        """See `Driver`. Status 422: such a job is there already."""
+        ends = machine.asked_at + machine.most_s
+        number = int(machine.id)
+        values = {ENDS_AT: ends, f"{ENDS_AT}_LATER": ends + END_WINDOW_S, vast.INSTANCE: number}
+        try:
+            self._api.ask("POST", "/api/v0/commands/schedule_job/", filled(vast.END_REQUEST, values))
+        except Refused as error:
+            if "status 422" not in str(error):
+                raise
+
+    def _instances(self) -> list[Json]:
+        found: list[Json] = []
+        path = "/api/v1/instances/?limit=100"
+        for _ in range(50):
+            answer = _readable(self._api, path) or {}
+            found += answer.get("instances") or []
+            if not answer.get("next_token"):
+                break
+            path = f"/api/v1/instances/?limit=100&after_token={answer['next_token']}"
+        return found
+
+    def look(self, machine: Machine) -> Seen | None:
+        """See `Driver`."""
+        one = next((each for each in self._instances() if each.get("label") == machine.name), None)
+        return (
+            None
+            if one is None
+            else Seen(machine.name, str(one["id"]), is_over=one.get("actual_status") in ("exited", "offline", "dead"))
+        )
+
+    def names(self, prefix: str) -> dict[str, str]:
+        """See `Driver`."""
+        ours = [each for each in self._instances() if str(each.get("label") or "").startswith(f"{prefix}-")]
+        return {each["label"]: str(each["id"]) for each in ours}
+
+    def destroy(self, machine: Machine) -> None:
+        """See `Driver`."""
+        number = machine.id or getattr(self.look(machine), "id", "")
+        if number:
+            _done(self._api, "DELETE", f"/api/v0/instances/{number}/", {})
+
+    def log(self, machine: Machine) -> str:
+        """See `Driver`."""
+        return json.dumps(_readable(self._api, f"/api/v0/instances/request_logs/{machine.id}/", {"tail": "200"}, "PUT"))
+
+
+class Lambda:
+    """Instances, which nothing ends but us."""
+
+    is_paid_in_queue, restarts, ends_by_itself, may_overlap = True, False, False, False
+    late_s = 120.0
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    def create(self, ask: Ask, asked_at: float) -> str:
+        """See `Driver`."""
+        body = json.loads(lambda_cloud.render(ask)[lambda_cloud.REQUEST])
+        values = {**ask.settings, **ask.secret_values(), CREATED_AT: f"{asked_at:.0f}"}
+        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(values.items()))
+        body["user_data"] = f"#!/bin/sh\n{exports}" + body["user_data"].partition("\n")[2]
+        answer = self._api.ask("POST", "/api/v1/instance-operations/launch", body, n_tries=1) or {}
+        made = (answer.get("data") or {}).get("instance_ids") or []
+        if not made:
+            raise Unclear("an answer without an instance")
+        return str(made[0])
+
+    def secure(self, machine: Machine) -> None:
+        """See `Driver`. There is none."""
+
+    def _instances(self) -> list[Json]:
+        found = (_readable(self._api, "/api/v1/instances") or {}).get("data") or []
+        return [each for each in found if each.get("status") not in ("terminated", "preempted")]
+
+    def look(self, machine: Machine) -> Seen | None:
+        """See `Driver`."""
+        one = next((each for each in self._instances() if each.get("name") == machine.name), None)
+        return None if one is None else Seen(machine.name, str(one["id"]), is_over=one.get("status") == "unhealthy")
+
+    def names(self, prefix: str) -> dict[str, str]:
+        """See `Driver`."""
+        ours = [each for each in self._instances() if str(each.get("name") or "").startswith(f"{prefix}-")]
+        return {each["name"]: str(each["id"]) for each in ours}
+
+    def destroy(self, machine: Machine) -> None:
+        """See `Driver`."""
+        number = machine.id or getattr(self.look(machine), "id", "")
+        if number:
+            _done(self._api, "POST", "/api/v1/instance-operations/terminate", {"instance_ids": [number]})
+
+    def log(self, machine: Machine) -> str:
+        """See `Driver`. Its words are in the store only."""
+        return ""
+
+
+def _readable(api: Api, path: str, body: Any = None, method: str = "") -> Any:
+    """Something that is only read; a refusal of that is no answer either."""
+    try:
+        return api.ask(method or ("GET" if body is None else "POST"), path, body)
+    except Refused as error:
+        raise Unclear(str(error)) from error
+
+
+def _done(api: Api, method: str, path: str, body: Any = None) -> None:
+    """A deletion; a refusal of it leaves open what there is."""
+    try:
+        api.ask(method, path, body)
+    except Refused as error:
+        raise Unclear(str(error)) from error
+
+
+def connect(target: str) -> RunPod | Vast | Lambda:
+    """The client of a target, with the key from the environment. Raises `UserMistake`.
+
+    FARTHING_LAUNCH_API names another address, for tests.
+    """
+    other = os.environ.get("FARTHING_LAUNCH_API", "")
+
+    def api(base: str, key: str) -> Api:
+        return Api(other or base, {"Authorization": f"Bearer {key_of(key)}"})
+
+    if target == "runpod":
+        return RunPod(api(RUNPOD_REST, "RUNPOD_API_KEY"), api(RUNPOD_GRAPHQL, "RUNPOD_API_KEY"))
+    return Vast(api(VAST, "VAST_API_KEY")) if target == "vast" else Lambda(api(LAMBDA, "LAMBDA_API_KEY"))

@@ -1,0 +1,100 @@
+"""Targets that have a command of their own: it is run, as the user would, and what it prints is read.
+
+The user's own login is used; nothing of it is read or kept. Refuses to guess: a command that fails may have done its work,
+so it is `Unclear`, and the job is looked for by its name.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from farthing.durability.machines import Machine
+from farthing.launch.ask import Ask
+from farthing.launch.driver import Refused, Seen, Unclear
+
+TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Argument lists, and how to read what they print."""
+
+    submit: Callable[[Ask, Path], Sequence[str]]
+    """Files of the launch lie in the folder."""
+    id_of: Callable[[str], str]
+    listing: Callable[[str], Sequence[str]]
+    parse: Callable[[str], list[Seen]]
+    destroy: Callable[[Machine], Sequence[str]]
+    log: Callable[[Machine], Sequence[str]]
+
+
+class CommandDriver:
+    """A target by its own command, see `Driver`. `files` gives the folder where an ask was written."""
+
+    is_paid_in_queue, ends_by_itself, may_overlap = False, True, False
+
+    def __init__(
+        self, commands: Commands, files: Callable[[Ask], Path], *, restarts: bool, late_s: float = 30.0
+    ) -> None:
+        self._commands, self._files = commands, files
+        self.restarts, self.late_s = restarts, late_s
+
+    def create(self, ask: Ask, asked_at: float) -> str:
+        """See `Driver`. Secrets are in this process' environment, where the command finds them."""
+        return self._commands.id_of(_run(self._commands.submit(ask, self._files(ask)))) or ask.name
+
+    def secure(self, machine: Machine) -> None:
+        """See `Driver`. The end is a part of the job."""
+
+    def look(self, machine: Machine) -> Seen | None:
+        """See `Driver`. Of jobs that were begun again under one name the last one counts."""
+        found = [seen for seen in self._list(machine.name.rpartition("-")[0]) if seen.name == machine.name]
+        return found[-1] if found else None
+
+    def names(self, prefix: str) -> dict[str, str]:
+        """See `Driver`."""
+        return {
+            seen.name: seen.id for seen in self._list(prefix) if seen.name.startswith(f"{prefix}-") and seen.is_paid
+        }
+
+    def _list(self, prefix: str) -> list[Seen]:
+        try:
+            return self._commands.parse(_run(self._commands.listing(prefix)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise Unclear(f"its list of jobs can't be read ({type(error).__name__}: {error})") from error
+
+    def destroy(self, machine: Machine) -> None:
+        """See `Driver`. What is over already needs no deletion, and may not take one."""
+        seen = self.look(machine)
+        if seen is not None and seen.is_paid:
+            _run(self._commands.destroy(machine if machine.id else _with_id(machine, seen.id)))
+
+    def log(self, machine: Machine) -> str:
+        """See `Driver`."""
+        return _run(self._commands.log(machine))
+
+
+def _with_id(machine: Machine, number: str) -> Machine:
+    machine.id = number
+    return machine
+
+
+def _run(words: Sequence[str]) -> str:
+    """What a command prints. Raises `Refused` where there is no such command, else `Unclear`."""
+    try:
+        done = subprocess.run(
+            list(words), capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env={**os.environ},
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        raise Refused(f"there is no command `{words[0]}` here: see `farthing doctor --target`") from error
+    except subprocess.TimeoutExpired as error:
+        raise Unclear(f"`{words[0]}` has not ended after {TIMEOUT_S:.0f} s") from error
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())[-300:]
+        raise Unclear(f"`{words[0]}` ended with {done.returncode}: {said}")
+    return done.stdout

@@ -1,0 +1,84 @@
+"""What every target has to be able to do with a machine, and how it says that it could not.
+
+Refuses to decide anything: `supervise` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from farthing.durability.machines import Machine
+from farthing.launch.ask import Ask
+
+
+class Refused(Exception):
+    """Nothing was made, and the provider said why. `is_stock`: it may have one later; `is_final`: it is the account."""
+
+    def __init__(self, why: str, *, is_stock: bool = False, is_final: bool = False) -> None:
+        super().__init__(why)
+        self.is_stock, self.is_final = is_stock, is_final
+
+
+def refusal(why: str) -> Refused:
+    """A refusal by what the provider says: whether there is none at the moment, or whether the account may have none."""
+    low = why.lower()
+    is_stock = any(word in low for word in _STOCK)
+    return Refused(why, is_stock=is_stock, is_final=not is_stock and any(word in low for word in _ACCOUNT))
+
+
+_STOCK = ("no longer any", "capacity", "no_such_ask", "not available", "unavailable", "no instances", "stock")
+_ACCOUNT = ("status 401", "status 402", "status 403", "insufficient", "credit", "balance", "unauthorized", "api key")
+
+
+class Unclear(Exception):
+    """No answer, or one that does not say whether it was done."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A machine as its provider shows it."""
+
+    name: str
+    id: str
+    is_over: bool = False
+    """It runs no more; it may still be paid for until it is destroyed."""
+    code: int | None = None
+    """The exit code of what ran on it, where the provider knows."""
+    is_waiting: bool = False
+    """In a queue, where nothing is paid."""
+    is_paid: bool = True
+    """Whether it costs money; what does not is gone."""
+
+
+class Driver(Protocol):
+    """A target. Every call may raise `Unclear`."""
+
+    is_paid_in_queue: bool
+    """Whether waiting for a machine to boot is paid for."""
+    restarts: bool
+    """Whether the target itself begins a job again that left with 75."""
+    ends_by_itself: bool
+    """Whether a machine ends at `Ask.most_s` when nobody of ours lives."""
+    may_overlap: bool
+    """Whether the next machine may be asked for before this one is confirmed to be gone: hosts of one's own."""
+    late_s: float
+    """For so long a new machine may be missing in its lists."""
+
+    def create(self, ask: Ask, asked_at: float) -> str:
+        """Make the machine; its id. Raises `Refused` where nothing was made."""
+
+    def secure(self, machine: Machine) -> None:
+        """Give a machine its end, where that is a request of its own that may not have been sent. Raises `Refused`."""
+
+    def look(self, machine: Machine) -> Seen | None:
+        """The machine by its name; None where there is none."""
+
+    def names(self, prefix: str) -> dict[str, str]:
+        """Every machine whose name begins so, with its id."""
+
+    def destroy(self, machine: Machine) -> None:
+        """Ask that it be deleted; returns when that was acknowledged, also where it was gone already."""
+
+    def log(self, machine: Machine) -> str:
+        """The end of what was printed there."""

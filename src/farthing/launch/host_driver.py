@@ -1,0 +1,137 @@
+"""This machine and machines by ssh, see `Driver`: a script goes to a shell there and runs in a session of its own.
+
+What it prints, its process and its exit code are files in its folder, so that any later process of ours finds it. The
+values of secrets go by the standard input of the shell: they stand in no file and no list of processes. Refuses to know
+what a host costs after the run has ended: who rents it ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from farthing.durability.machines import Machine
+from farthing.launch.ask import CREATED_AT, SCRIPT, Ask, script_of
+from farthing.launch.driver import Refused, Seen, Unclear
+
+HERE = "local"
+PATIENT_S, KILL_AFTER_S = 60.0, 60
+SSH_OPTIONS = (
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=10",
+    "-o",
+    "ServerAliveInterval=5",
+    "-o",
+    "ServerAliveCountMax=2",
+)
+_END = "END_OF_FARTHING_SCRIPT"
+_LOOK = """
+boot=$(cat /proc/sys/kernel/random/boot_id 2>/dev/null)
+one() {
+  if [ -e "$1/code" ]; then echo "over $(cat "$1/code")"
+  elif [ -e "$1/pid" ] && [ "$(cat "$1/boot")" = "$boot" ] && pgrep -s "$(cat "$1/pid")" >/dev/null 2>&1; then echo alive
+  else echo over; fi
+}
+"""
+
+
+class HostDriver:
+    """Hosts, each by its name; `local` is this one. `shared` is the run folder where there is no store."""
+
+    is_paid_in_queue, restarts, ends_by_itself, may_overlap = True, False, True, True
+    late_s = 0.0
+
+    def __init__(self, hosts: Sequence[str], shared: str = "") -> None:
+        self._hosts, self._shared = list(hosts), shared
+
+    def _home(self) -> str:
+        return f"{shlex.quote(self._shared)}/launch" if self._shared else '"${FARTHING_HOME:-$HOME/.farthing}"'
+
+    def tell(self, host: str, script: str) -> str:
+        """What a shell there prints. Raises `Unclear`."""
+        program = shlex.split(os.environ.get("FARTHING_SSH", "ssh"))
+        words = ["sh", "-s"] if host == HERE else [*program, *SSH_OPTIONS, "--", host, "sh -s"]
+        try:
+            done = subprocess.run(words, input=script, capture_output=True, text=True, timeout=PATIENT_S, check=False)
+        except FileNotFoundError as error:
+            raise Refused(f"there is no command `{words[0]}` here") from error
+        except subprocess.TimeoutExpired as error:
+            raise Unclear(f"{host} has not answered in {PATIENT_S:.0f} s") from error
+        if done.returncode:
+            raise Unclear(f"{host}: {' '.join(done.stderr.split())[-200:] or f'exit code {done.returncode}'}")
+        return done.stdout
+
+    def create(self, ask: Ask, asked_at: float) -> str:
+        """See `Driver`. A script of that name which runs already is left to run: this is the same request again."""
+        values = {**ask.settings, **ask.secret_values(), CREATED_AT: f"{asked_at:.0f}"}
+        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
+        if ask.offer.instance == HERE:  # this very farthing, also where no environment was activated
+            exports += f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"\n'
+        said = self.tell(ask.offer.instance, f"""
+umask 077
+d={self._home()}/{ask.name}
+mkdir -p "$d" || exit 1
+{_LOOK}
+[ -e "$d/pid" ] && [ "$(one "$d")" = alive ] && {{ cat "$d/pid"; exit 0; }}
+rm -f "$d/code" "$d/asked"
+cat > "$d/{SCRIPT}" <<'{_END}'
+{script_of(ask)}{_END}
+{exports}
+echo "$boot" > "$d/boot"
+setsid sh -c 'sh "$0/{SCRIPT}" > "$0/log.txt" 2>&1 < /dev/null; echo $? > "$0/code.new"; mv "$0/code.new" "$0/code"' "$d" \\
+  > /dev/null 2>&1 < /dev/null &
+echo $! > "$d/pid"
+cat "$d/pid"
+""")  # fmt: skip
+        return said.split()[-1] if said.split() else ask.name
+
+    def secure(self, machine: Machine) -> None:
+        """See `Driver`. The script has its own `timeout`."""
+
+    def look(self, machine: Machine) -> Seen | None:
+        """See `Driver`."""
+        script = (
+            f'{_LOOK}\nd={self._home()}/{machine.name}\n[ -e "$d/pid" ] && echo "$(cat "$d/pid") $(one "$d")"; true'
+        )
+        words = self.tell(machine.instance, script).split()
+        if not words:
+            return None
+        code = int(words[2]) if len(words) > 2 and words[2].isdigit() else None
+        is_over = words[1] != "alive"
+        return Seen(machine.name, words[0], is_over=is_over, code=code, is_paid=not is_over)
+
+    def names(self, prefix: str) -> dict[str, str]:
+        """See `Driver`. A host that does not answer is asked again at the next look."""
+        found = {}
+        script = f"""{_LOOK}
+for d in {self._home()}/{prefix}-*; do
+  [ -e "$d/pid" ] && [ "$(one "$d")" = alive ] && echo "$(basename "$d") $(cat "$d/pid")"
+done; true"""
+        for host in self._hosts:
+            with contextlib.suppress(Unclear):
+                for line in self.tell(host, script).splitlines():
+                    name, _, number = line.partition(" ")
+                    found[name] = f"{host} {number}"
+        return found
+
+    def destroy(self, machine: Machine) -> None:
+        """See `Driver`. First a polite signal, which saves; after a minute of asking everything of the session is killed."""
+        self.tell(machine.instance, f"""
+d={self._home()}/{machine.name}
+[ -e "$d/pid" ] || exit 0
+p=$(cat "$d/pid"); now=$(date +%s)
+[ -e "$d/asked" ] || echo "$now" > "$d/asked"
+if [ $((now - $(cat "$d/asked"))) -ge {KILL_AFTER_S} ]; then pkill -KILL -s "$p"; else pkill -TERM -P "$p"; fi
+true
+""")  # fmt: skip
+
+    def log(self, machine: Machine) -> str:
+        """See `Driver`."""
+        return self.tell(machine.instance, f"tail -n 200 {self._home()}/{machine.name}/log.txt 2>/dev/null; true")

@@ -1,0 +1,373 @@
+"""From a job to what is asked of a target: which offers in which order, for how long at most, with which files.
+
+Everything that can be refused is refused here, before anything is rented: no store, no cap, several GPUs, a GPU that the target
+does not have. Reads the job, the plan and the clock it is given; refuses to reach the network and to import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import farthing
+from farthing.addresses import is_remote, without_secrets
+from farthing.config.job import Job
+from farthing.durability.accounts import Account
+from farthing.durability.files import Json
+from farthing.durability.machines import MachineLedger, bill_by_machine
+from farthing.errors import UserMistake
+from farthing.launch.ask import GRACE_S, PLAIN_IMAGE, Ask
+from farthing.launch.inputs import Packed, inputs_key, pack
+from farthing.launch.registry import PROVIDERS, called, find_target, target_of
+from farthing.launch.supervise import Patience, Spent
+from farthing.launch.target import Target
+from farthing.planner.inputs import Asked, study_job
+from farthing.planner.types import Plan
+from farthing.prices.boot import boot_of
+from farthing.prices.offers import Billing, Offer
+from farthing.units import say_seconds, say_usd
+
+TEARDOWN_S = 120
+"""Kept back of every cap: from the end of training to the confirmed deletion."""
+NO_LIMIT_S = 366 * 86400
+LEAST_USE_S = 60.0
+"""A machine that could train for less is not rented."""
+SETTINGS = (
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_DEFAULT_REGION",
+    "AWS_REGION",
+    "HF_ENDPOINT",
+    "HF_HUB_OFFLINE",
+)
+S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+OWN_FOLDERS = ("local", "slurm")
+"""Targets whose machines see the files of this one: nothing has to travel."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line says beside the job."""
+
+    on: str | None = None
+    offer: str | None = None
+    image: str = ""
+    install: str = ""
+    disk_gb: int = 100
+    boot_s: float = Patience.boot_s
+    prices: str | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A launch that could begin."""
+
+    job: Job
+    target: Target
+    at: str
+    wishes: Wishes
+    offers: tuple[Offer, ...]
+    plans: dict[Offer, Plan]
+    packed: Packed
+    n_steps: int = 0
+    """Of the whole job, where it was planned."""
+
+    @property
+    def launch_id(self) -> str:
+        """`farthing-` and eight hex digits of where the run is kept: one run, one launch, from whatever machine."""
+        where = self.job.output_store or os.path.abspath(self.job.output_dir)
+        return f"farthing-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
+
+    @property
+    def folder(self) -> str:
+        """The run folder, where all machines of the target see it; empty where the store carries the run."""
+        is_shared = self.target.name in OWN_FOLDERS or (self.target.name == "kubernetes" and "/" in self.at)
+        return self.job.output_dir if is_shared else ""
+
+    @property
+    def travels(self) -> bool:
+        """Whether data and model go along by way of the store."""
+        return self.target.name not in OWN_FOLDERS and self.job.output_store is not None
+
+    def usd_per_hour(self, offer: Offer) -> float:
+        """Of the machine; of one's own as the job says."""
+        return offer.usd_per_hour or 0.0
+
+    def ask(self, number: int, offer: Offer, ledger: MachineLedger, accounts: Sequence[Account], now: float) -> Ask:
+        """What to ask for as the machine of this number. Raises `Spent`."""
+        rate, limits = self.usd_per_hour(offer), self.job.limits
+        rows = bill_by_machine(list(ledger.machines.values()), accounts, now)
+        overhead_usd = sum(row["usd"] - row["usd_of"]["train"] for row in rows)
+        spent_usd = overhead_usd + sum(account.usd for account in accounts)
+        reserve_usd = TEARDOWN_S / 3600 * rate
+        boot_s = boot_of(offer.provider).seconds if self.target.is_rented else 0.0
+        lasts = {"": float(NO_LIMIT_S)}
+        if limits.max_usd is not None and rate > 0:
+            lasts[f"limits.max_usd ({say_usd(limits.max_usd)})"] = (
+                (limits.max_usd - spent_usd - reserve_usd) / rate * 3600
+            )
+        hours = limits.most_hours(max(1, offer.n_gpus))
+        if hours is not None:
+            lasts["limits.max_hours"] = hours * 3600 - sum(a.wall_s for a in accounts) + boot_s + GRACE_S + TEARDOWN_S
+        if limits.deadline is not None:
+            lasts["limits.deadline"] = limits.deadline.timestamp() - now
+        which = min(lasts, key=lambda name: lasts[name])
+        if lasts[which] < boot_s + LEAST_USE_S:
+            raise Spent(
+                f"{which} leaves {say_seconds(max(0.0, lasts[which]))} of {offer.provider} {offer.gpu or offer.instance}: not "
+                f"enough to boot ({say_seconds(boot_s)}) and train; {say_usd(spent_usd)} were spent"
+            )
+        name = f"{self.launch_id}-{number}"
+        has_cap = limits.max_usd is not None
+        aboard = {
+            "name": name,
+            "store": self.job.output_store or self.job.output_dir,
+            "inputs": inputs_key(self.launch_id) if self.travels and self.packed.files else None,
+            "most_s": int(lasts[which]),
+            "boot_limit_s": self.wishes.boot_s,
+            "usd_per_hour": rate,
+            "max_usd": limits.max_usd,
+            "overhead_usd": round(overhead_usd, 6) if has_cap else 0.0,
+            "reserve_usd": round(reserve_usd, 6) if has_cap else 0.0,
+        }
+        is_here = self.target.name in (*OWN_FOLDERS, "ssh")
+        other = [each for each in self.offers if each != offer]
+        calls = called(self.target, offer)
+        assert calls is not None  # others were left out
+        return Ask(
+            name=name,
+            target=self.target.name,
+            at=self.at,
+            offer=offer,
+            usd_per_hour=rate,
+            most_s=int(lasts[which]),
+            job_text=self._job_text(offer),
+            aboard=aboard,
+            gpu_id=calls.gpu_id,
+            machine_type=calls.machine_type,
+            image="" if is_here else self.wishes.image or PLAIN_IMAGE,
+            install=self.wishes.install or f"farthing[{_extra(self.job.output_store)}]=={farthing.__version__}",
+            disk_gb=self.wishes.disk_gb,
+            folder=self.folder,
+            secrets=secrets_of(self.job, self.target),
+            settings={name: os.environ[name] for name in SETTINGS if _is_plain(os.environ.get(name))},
+            fallbacks=tuple((each, found.gpu_id) for each in other if (found := called(self.target, each)))[:9],
+        )
+
+    def _job_text(self, offer: Offer) -> str:
+        """The job as the machine reads it: its own price, and paths that are there."""
+        values: Json = self.job.model_dump(mode="json", exclude_unset=True)
+        if self.travels:
+            for section, moved in self.packed.values.items():
+                values[section] = {**values.get(section, {}), **moved}
+        if not self.folder:
+            values |= {"output_dir": "./run", "cache_dir": "./cache"}
+        if self.target.is_rented:
+            values["where"] = {
+                key: value for key, value in values.get("where", {}).items() if key in ("device", "notices")
+            } | {"usd_per_hour": self.usd_per_hour(offer), "spot": offer.is_spot}
+        if self.job.limits.deadline is not None:
+            moment = datetime.fromtimestamp(self.job.limits.deadline.timestamp(), UTC)
+            values["limits"]["deadline"] = moment.isoformat(timespec="seconds")
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _extra(store: str | None) -> str:
+    return "gcs" if (store or "").startswith(("gs://", "gcs://")) else "s3"
+
+
+def _is_plain(value: str | None) -> bool:
+    """Whether a setting is there, and is no address with a password."""
+    return bool(value) and value == without_secrets(value or "")
+
+
+def secrets_of(job: Job, target: Target) -> tuple[str, ...]:
+    """Names of the variables that a run needs there: keys of the store, and the Hub's token where there is one here.
+
+    Vertex has no place for secrets: its service account stands for them.
+    """
+    if target.name == "vertex":
+        return ()
+    names = [name for name in ("HF_TOKEN",) if os.environ.get(name)]
+    if (job.output_store or "").startswith(("s3://", "s3a://")):
+        is_strangers = target.is_rented or target.name == "kubernetes"
+        names += [name for name in S3_KEYS if is_strangers or os.environ.get(name)]
+        names += [name for name in ("AWS_SESSION_TOKEN",) if os.environ.get(name)]
+    return tuple(sorted(names))
+
+
+# ---- what may be launched ----
+
+
+def prepare(job: Job, wishes: Wishes, now: datetime) -> Prepared:
+    """Everything up to the first request. Raises `UserMistake`."""
+    named = find_target(wishes.on) if wishes.on else None
+    if named is not None:
+        _refuse_what_cannot_work(job, *named)  # before anything is planned
+    if named is not None and (named[0].name not in PROVIDERS):
+        target, at = named
+        offers = _own_offers(job, target, at, now.date())
+        plans: dict[Offer, Plan] = {}
+        n_steps = 0
+    else:
+        target, at, offers, plans, n_steps = _rented_offers(job, wishes, named, now)
+    if named is None:
+        _refuse_what_cannot_work(job, target, at)
+    prepared = Prepared(job, target, at, wishes, tuple(offers), plans, Packed(), n_steps)
+    return replace(prepared, packed=pack(job)) if prepared.travels else prepared
+
+
+def _own_offers(job: Job, target: Target, at: str, today: date) -> list[Offer]:
+    """Machines that no price table has: hosts, queues and clusters, at the price that the job names."""
+    n_gpus = 0 if job.where.device == "cpu" else 1
+    hosts = (
+        [host for host in at.split(",") if host]
+        if target.name == "ssh"
+        else ["local" if target.name == "local" else ""]
+    )
+    gpu = job.where.gpu[0] if job.where.gpu else ""
+    if target.name == "hf":
+        gpu = gpu or "L4"
+    words = "the job's own price: where.usd_per_hour and electricity"
+    offers = [
+        Offer(target.title, host, gpu, n_gpus, "", "", job.where.spot, "machine_hour", job.usd_per_hour, words, today,
+              Billing(target.title))
+        for host in hosts
+    ]  # fmt: skip
+    for host in hosts:
+        if host.startswith("-") or re.search(r"[\s'\"`$;&|<>]", host):
+            raise UserMistake(
+                f"{host!r} is no host", where="--on", to_do="name it as ssh knows it: user@host, or of its config"
+            )
+    if target.picks_gpus and called(target, offers[0]) is None:
+        raise UserMistake(f"{target.title} has no {gpu}", where="where.gpu", to_do="name another GPU")
+    return offers
+
+
+def _rented_offers(
+    job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: datetime
+) -> tuple[Target, str, list[Offer], dict[Offer, Plan], int]:
+    """The offers of the plan that the target, or any, can rent, the best first."""
+    alone = (
+        named is not None and not wishes.offer and not job.where.provider
+    )  # then no rank of the whole plan is asked for
+    asked = Asked(
+        provider=PROVIDERS[named[0].name] if alone and named is not None and len(PROVIDERS[named[0].name]) == 1 else (),
+        max_gpus=8 if wishes.offer or trains_on_several() else 1,
+        prices=wishes.prices,
+        is_local=bool(wishes.offer),
+    )
+    study = study_job(job, asked, now=now)
+    plans = [plan for plan in study.answer.plans if not plan.place.is_local]
+    if wishes.offer:
+        plans = _chosen(study, wishes.offer)
+    several = next((plan for plan in plans if plan.offer.n_gpus > 1), None) if wishes.offer else None
+    if several is not None and not trains_on_several():
+        raise UserMistake(
+            f"{several.offer.n_gpus} GPUs, which farthing cannot train on yet",
+            where="--offer",
+            to_do="take an offer of one GPU",
+        )
+    found: list[tuple[Target, Plan]] = []
+    seen = set()
+    for plan in plans:
+        offer = plan.offer
+        target = named[0] if named else target_of(offer)
+        key = (
+            offer.provider,
+            offer.gpu,
+            offer.n_gpus,
+            offer.is_spot,
+            offer.instance if target and target.name == "lambda" else "",
+        )
+        if target is None or key in seen or (offer.n_gpus > 1 and not trains_on_several()):
+            continue
+        if offer.provider in PROVIDERS[target.name] and called(target, offer) is not None:
+            seen.add(key)
+            found.append((target, plan))
+    if not found:
+        what = (
+            f"no offer of {', '.join(PROVIDERS[named[0].name])}"
+            if named
+            else "no offer of a provider that can be rented from"
+        )
+        raise UserMistake(
+            f"{what} can do this job", where="--offer" if wishes.offer else "the plan",
+            to_do="see `farthing plan`; rent by hand and launch with --on ssh:HOST, or allow more GPUs and providers",
+        )  # fmt: skip
+    target = found[0][0]
+    at = named[1] if named else ""
+    if not at and target.at and not target.at.startswith("["):
+        raise UserMistake(f"{target.title} needs to know where", where="--on", to_do=f"--on {target.name}:{target.at}")
+    ours = [plan for one, plan in found if one is target]
+    return target, at, [plan.offer for plan in ours], {plan.offer: plan for plan in ours}, study.answer.n_steps
+
+
+def _chosen(study: Any, text: str) -> list[Plan]:
+    """The plans that a rank or a name of `farthing plan` means. Raises `UserMistake`."""
+    from farthing.report.plan_compare import find_plan
+    from farthing.report.plan_view import plan_view
+
+    row = find_plan(plan_view(study), text)
+    wanted = (row["provider"], row["gpu"], row["n_gpus"], row["kind"] == "spot")
+    found = [
+        plan for plan in study.answer.plans
+        if (plan.offer.provider, plan.place.device.name, max(1, plan.offer.n_gpus), plan.offer.is_spot) == wanted
+    ]  # fmt: skip
+    if found[0].place.is_local:
+        raise UserMistake("that is this machine", where="--offer", to_do="`farthing train`, or --on local")
+    return found
+
+
+def trains_on_several() -> bool:
+    """Whether this farthing has a trainer for several GPUs."""
+    return (Path(farthing.__file__).parent / "train" / "ranks.py").exists()
+
+
+def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
+    store = job.output_store
+    if target.name not in OWN_FOLDERS and store is None and not (target.name == "kubernetes" and "/" in at):
+        also = (
+            " (or --on kubernetes:NAMESPACE/CLAIM, with the run folder on that volume)"
+            if target.name == "kubernetes"
+            else ""
+        )
+        raise UserMistake(
+            "nothing of the run would outlive the machine: the job has no store",
+            where="output_store",
+            to_do=f"set output_store: s3://bucket/prefix, or another place that both sides reach{also}",
+        )
+    if (
+        target.is_rented
+        and store is not None
+        and (not is_remote(store) or store.startswith(("file:", "local:", "memory:")))
+    ):
+        raise UserMistake(
+            "a rented machine does not see this folder", where=f"output_store: {store}",
+            to_do="name a bucket: s3://bucket/prefix, gs://bucket/prefix",
+        )  # fmt: skip
+    if target.is_rented and target.name not in ("vertex", "skypilot") and (store or "").startswith(("gs://", "gcs://")):
+        raise UserMistake(
+            f"credentials of Google Cloud are a file, which does not travel to {target.title}", where=f"output_store: {store}",
+            to_do="use s3:// (Google's buckets speak it too, by AWS_ENDPOINT_URL and HMAC keys), or --on vertex",
+        )  # fmt: skip
+    limits = job.limits
+    if target.is_rented and (limits.max_usd, limits.most_hours(), limits.deadline) == (None, None, None):
+        raise UserMistake(
+            "nothing says how much this may cost", where="limits",
+            to_do="set limits.max_usd, e.g. --set limits.max_usd=5",
+        )  # fmt: skip
+    for name in (*job.data.train, *job.data.eval):
+        if name != without_secrets(name):
+            raise UserMistake(
+                "an address with a password, key or signature does not travel", where=without_secrets(name),
+                to_do="give the address without it, and the key in the environment of the machine",
+            )  # fmt: skip

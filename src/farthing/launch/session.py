@@ -1,0 +1,430 @@
+"""Doing it: files written, inputs sent, machines asked for, watched and given back; and asking how a launch stands.
+
+Everything here is one call of the command line. Refuses to decide: `prepare` and `supervise` do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from farthing.durability.accounts import Account
+from farthing.durability.commits import list_commits, take_newest
+from farthing.durability.files import Json, make_private, only_writer, write_text
+from farthing.durability.lease import Lease, Lost
+from farthing.durability.machines import Machine, MachineLedger, bill_by_machine
+from farthing.durability.object_store import Entry, LocalStore, Retrying, Store, StoreFault, open_store
+from farthing.durability.run_folder import LEDGER, run_id_of
+from farthing.errors import FarthingError, RunBusy, StoreDown, UserMistake
+from farthing.launch.ask import Ask
+from farthing.launch.clients import connect
+from farthing.launch.commands import CommandDriver
+from farthing.launch.driver import Driver, Refused, Unclear
+from farthing.launch.host_driver import HostDriver
+from farthing.launch.inputs import inputs_key, send_inputs, with_token_sets
+from farthing.launch.prepare import TEARDOWN_S, Prepared
+from farthing.launch.supervise import Launch, Patience, refuse_unattended
+from farthing.launch.targets import hf_jobs, kubernetes, skypilot, slurm, vertex
+from farthing.launch.words import StoreWords
+from farthing.prices.boot import boot_of
+from farthing.prices.offers import Offer
+from farthing.units import say_bytes, say_seconds, say_usd
+
+FOLDER = "launch"
+STORE_S, LOOK_S, LEASE_S = 120.0, 15.0, 60.0
+VALUES_GO_ALONG = ("local", "ssh", "vast", "lambda", "skypilot", "hf")
+"""Targets that get the values of secrets from this environment; others have them already."""
+Say = Callable[[str], None]
+
+
+class Session:
+    """A launch of one run, from this machine."""
+
+    def __init__(self, prepared: Prepared, say: Say, *, clock: Callable[[], float] = time.time) -> None:
+        self.prepared, self.say, self.clock = prepared, say, clock
+        self.folder = Path(prepared.job.output_dir)
+        self.ledger = MachineLedger(self.folder)
+
+    # ---- files ----
+
+    def files_of(self, ask: Ask) -> dict[str, str]:
+        """What is written for a machine, checked. Raises `UserMistake` for files that the target would not take."""
+        files = self.prepared.target.render(ask)
+        wrong = self.prepared.target.check(files)
+        if wrong:
+            raise UserMistake(
+                "the files would be refused:\n    " + "\n    ".join(wrong), where=f"--on {self.prepared.target.name}",
+                to_do="name what is missing (--image, --on TARGET:WHERE), or take another target",
+            )  # fmt: skip
+        return files
+
+    def write(self, ask: Ask) -> Path:
+        """The files of a machine in the run folder: `launch/NAME/`, readable by their owner alone."""
+        folder = make_private(make_private(self.folder / FOLDER) / ask.name)
+        for name, text in self.files_of(ask).items():
+            write_text(folder / name, text)
+        return folder
+
+    # ---- dry ----
+
+    def next_ask(self, offer: Offer | None = None) -> Ask:
+        """What would be asked for first. Raises `Spent`."""
+        accounts = self._local_accounts()
+        first = offer or self.prepared.offers[0]
+        return self.prepared.ask(self.ledger.next_number, first, self.ledger, accounts, self.clock())
+
+    def _local_accounts(self) -> list[Account]:
+        from farthing.durability.accounts import read_ledger
+
+        return read_ledger(self.folder / LEDGER).ordered
+
+    # ---- doing ----
+
+    def run(
+        self, *, is_attended: bool, tokenize: Callable[[], list[Path]], patience: Patience | None = None,
+        is_new: bool = True,
+    ) -> int:  # fmt: skip
+        """Rent, watch and give back until the run has ended; the exit code. Raises `UserMistake`, `StoreDown`.
+
+        With `is_new` False there has to be a machine already.
+        """
+        driver = self.driver()
+        if not is_new and not self.ledger.open and not self._there(driver):
+            raise UserMistake("no machine of this launch is there", where="--attach", to_do="rent one with --yes")
+        if self.prepared.target.is_rented:
+            refuse_unattended(driver, is_attended=is_attended)
+        if self.prepared.target.name in VALUES_GO_ALONG:
+            self.next_ask().secret_values()  # what is missing is said before anything is sent
+        make_private(self.folder)
+        make_private(self.folder / FOLDER)
+        with only_writer(self.folder / FOLDER):
+            if self.prepared.travels and self.prepared.packed.files:
+                self._send(tokenize)
+            with self._only_watcher() as sleep:
+                self.words().ask_to_stop(is_wanted=False)
+                code = self._launch(driver, patience, sleep).run(self.prepared.launch_id)
+        self.bring_back()
+        return code
+
+    def _there(self, driver: Driver) -> dict[str, str]:
+        """The machines of this launch as the target shows them. Raises `UserMistake`."""
+        try:
+            return driver.names(self.prepared.launch_id)
+        except (Unclear, Refused) as error:
+            name = self.prepared.target.title
+            raise UserMistake(
+                f"{name} does not answer ({error})", where="--on", to_do="try again when it does"
+            ) from error
+
+    @contextlib.contextmanager
+    def _only_watcher(self) -> Iterator[Callable[[float], None]]:
+        """Hold the launch against processes on other machines, by a lease in the store as the run itself is held; gives a
+        `sleep` that keeps it. Raises `RunBusy`, `StoreDown`."""
+        if self.prepared.job.output_store is None:
+            yield time.sleep  # all who could watch see the run folder, and its lock
+            return
+        store = Within(self._store(), f"launch/{self.prepared.launch_id}/")
+        lease = Lease(self.folder / FOLDER, LEASE_S, list, self.say)
+
+        def busy(error: Lost) -> RunBusy:
+            return RunBusy(
+                f"another process watches this launch ({error})", where=str(self.prepared.job.output_store),
+                to_do="let it, or end it; --status and --stop work from anywhere",
+            )  # fmt: skip
+
+        def sleep(seconds: float) -> None:
+            time.sleep(seconds)
+            if time.monotonic() - lease.renewed_at > LEASE_S / 3:
+                try:
+                    lease.renew(Within(self._store(), f"launch/{self.prepared.launch_id}/"))
+                except Lost as error:
+                    raise busy(error) from error
+                except StoreFault:
+                    pass  # tried again at the next look; without a store nobody else can take it either
+
+        try:
+            lease.claim(store, lambda: False)
+        except Lost as error:
+            raise busy(error) from error
+        except StoreFault as error:
+            raise StoreDown(f"the store does not answer ({error})", to_do="try again when it does") from error
+        try:
+            yield sleep
+        finally:
+            with contextlib.suppress(StoreFault, Lost):
+                lease.release(Within(self._store(), f"launch/{self.prepared.launch_id}/"))
+
+    def stop(self, patience: Patience | None = None) -> None:
+        """Tell whoever watches, destroy every machine of the launch, and ask until each is confirmed to be gone."""
+        try:
+            self.words(LOOK_S).ask_to_stop(is_wanted=True)
+        except Unclear as error:
+            self.say(
+                f"the store does not answer ({error}): a process that watches elsewhere is not told, end it yourself"
+            )
+        self._launch(self.driver(), patience).stop(self.prepared.launch_id)
+
+    def _launch(
+        self, driver: Driver, patience: Patience | None, sleep: Callable[[float], None] = time.sleep
+    ) -> Launch:  # fmt: skip
+        def make_ask(number: int, offer: Offer, accounts: list[Account]) -> Ask:
+            ask = self.prepared.ask(number, offer, self.ledger, accounts, self.clock())
+            self.write(ask)
+            return ask
+
+        launch = Launch(
+            self.ledger, driver, self.prepared.offers, make_ask, self.words(),
+            say=self.say, clock=self.clock, sleep=sleep,
+        )  # fmt: skip
+        launch.patience = patience or Patience(boot_s=self.prepared.wishes.boot_s)
+        launch.may_take = self._is_in_time
+        return launch
+
+    def _is_in_time(self, offer: Offer) -> bool:
+        """Spot only as long as the deadline leaves room for the rest of the run on demand, with a quarter to spare."""
+        deadline = self.prepared.job.limits.deadline
+        steady = [plan for plan in self.prepared.plans.values() if not plan.offer.is_spot]
+        if deadline is None or not offer.is_spot or not steady:
+            return True
+        done = 0.0
+        with contextlib.suppress(Unclear):
+            done = min(1.0, self.words(LOOK_S).committed() / max(1, self.prepared.n_steps))
+        needed_s = min(plan.wall_s for plan in steady) * (1.0 - done) + boot_of(steady[0].offer.provider).seconds
+        return deadline.timestamp() - self.clock() > 1.25 * needed_s + 2 * boot_of(offer.provider).seconds
+
+    def _send(self, tokenize: Callable[[], list[Path]]) -> None:
+        packed = with_token_sets(self.prepared.packed, tokenize())
+        self.say(f"inputs: {len(packed.files)} files, {say_bytes(packed.n_bytes)}; the store gets what it lacks")
+        sent = send_inputs(self._store(), packed, inputs_key(self.prepared.launch_id), lambda done, total: None)
+        self.say(f"inputs: {say_bytes(sent)} sent")
+
+    def _store(self) -> Store:
+        address = self.prepared.job.output_store
+        return LocalStore(self.folder) if address is None else Retrying(open_store(address), STORE_S)
+
+    def words(self, patient_s: float = STORE_S) -> StoreWords:
+        """Where the machines' words are."""
+        shared = Path(self.prepared.folder) if self.prepared.folder and self.prepared.job.output_store is None else None
+        return StoreWords(
+            _Each(self.prepared.job.output_store, self.folder, patient_s), self.prepared.launch_id, shared
+        )
+
+    def driver(self) -> Driver:
+        """What speaks to the target. Raises `UserMistake` where its command is not there or a key is not set."""
+        target, at = self.prepared.target.name, self.prepared.at
+        program = self.prepared.target.program
+        if target == "ssh":
+            program = shlex.split(os.environ.get("FARTHING_SSH", program))[0]
+        if program and shutil.which(program) is None:
+            raise UserMistake(f"there is no command `{program}` here", where="PATH", to_do=self.prepared.target.install)
+        if target in ("local", "ssh"):
+            hosts = [offer.instance for offer in self.prepared.offers]
+            return HostDriver(hosts, self.prepared.folder)
+        if target in ("runpod", "vast", "lambda"):
+            return connect(target)
+        tables = {
+            "slurm": lambda: slurm.COMMANDS, "skypilot": lambda: skypilot.COMMANDS,
+            "kubernetes": lambda: kubernetes.commands(at), "vertex": lambda: vertex.commands(at),
+            "hf": lambda: hf_jobs.commands(at),
+        }  # fmt: skip
+        return CommandDriver(tables[target](), self.write, restarts=target != "hf")
+
+    # ---- afterwards, and meanwhile ----
+
+    def bring_back(self) -> None:
+        """The run's files and its model from the store into the run folder, where that holds none of another run."""
+        if self.prepared.folder or self.prepared.job.output_store is None:
+            return
+        store = self._store()
+        try:
+            commits = list_commits(store)
+            if commits:
+                words = [account.as_row() for account in self.words().accounts()]
+                take_newest(store, self.folder, commits, words, self.say)
+        except (StoreFault, FarthingError, Unclear) as error:
+            self.say(f"the run is in the store, and could not be brought back: {error}")
+
+    def standing(self) -> Json:
+        """How the launch stands: every machine with its seconds and dollars, and how far the run is."""
+        now, accounts, step, asked = self.clock(), self._local_accounts(), None, ""
+        try:
+            words = self.words(LOOK_S)
+            accounts, step = words.accounts() or accounts, words.committed()
+        except Unclear as error:
+            asked = f"the store does not answer ({error})"
+        rows = bill_by_machine(list(self.ledger.machines.values()), accounts, now)
+        there: dict[str, str] | None = None
+        try:
+            there = self._there(self.driver())
+        except UserMistake as error:
+            asked = asked or str(error).splitlines()[0]
+        return {
+            "kind": "farthing launch",
+            "launch": self.prepared.launch_id,
+            "target": self.prepared.target.name,
+            "run": str(self.folder),
+            "run_id": run_id_of(self.folder),
+            "machines": rows,
+            "there_now": there,
+            "not_known": asked,
+            "committed_step": step,
+            "usd": sum(row["usd"] for row in rows),
+        }
+
+    def log(self) -> str:
+        """The end of what the newest machine has printed: from the store, else from the target. Raises `UserMistake`."""
+        machines = list(self.ledger.machines.values())
+        if not machines:
+            raise UserMistake("nothing was launched yet", where=str(self.folder), to_do="launch it with --yes")
+        newest: Machine = machines[-1]
+        try:
+            return self.words().log(newest.name) or self.driver().log(newest)
+        except (Unclear, Refused) as error:
+            raise UserMistake(f"nobody gives its words ({error})", where=newest.name, to_do="try again") from error
+
+
+class Within:
+    """A store whose keys begin with a prefix, for a lease of its own. See `Store`."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self.name, self._store, self._prefix = store.name, store, prefix
+
+    def create(self, key: str, data: bytes) -> bool:
+        """See `Store`."""
+        return self._store.create(self._prefix + key, data)
+
+    def put(self, key: str, path: Path) -> None:
+        """See `Store`."""
+        self._store.put(self._prefix + key, path)
+
+    def get(self, key: str) -> bytes:
+        """See `Store`."""
+        return self._store.get(self._prefix + key)
+
+    def fetch(self, key: str, path: Path, n_bytes: int) -> None:
+        """See `Store`."""
+        self._store.fetch(self._prefix + key, path, n_bytes)
+
+    def list(self, prefix: str) -> dict[str, Entry]:
+        """See `Store`."""
+        return {key.removeprefix(self._prefix): entry for key, entry in self._store.list(self._prefix + prefix).items()}
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """See `Store`."""
+        self._store.remove([self._prefix + key for key in keys])
+
+
+class _Each:
+    """A store of which every question is asked with a deadline of its own, opened when it is first asked."""
+
+    def __init__(self, address: str | None, folder: Path, patient_s: float) -> None:
+        self.name = address or str(folder)
+        self._address, self._folder, self._patient_s = address, folder, patient_s
+        self._store: Store | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._store is None:
+            self._store = LocalStore(self._folder) if self._address is None else open_store(self._address)
+        return getattr(Retrying(self._store, self._patient_s), name)
+
+
+def dry_view(session: Session, ask: Ask, folder: Path, files: Sequence[str]) -> Json:
+    """What would be rented, for how long at most, the bill and what ends it, as plain values."""
+    prepared, offer = session.prepared, ask.offer
+    plan, boot = prepared.plans.get(offer), boot_of(offer.provider)
+    rate = ask.usd_per_hour
+    seconds = {"boot": boot.seconds if prepared.target.is_rented else 0.0}
+    if plan is not None:
+        seconds |= {"train": plan.wall_s - plan.seconds.get("setup", 0.0)}
+    seconds["teardown"] = float(TEARDOWN_S) if prepared.target.is_rented else 0.0
+    return {
+        "kind": "farthing launch",
+        "launch": prepared.launch_id,
+        "name": ask.name,
+        "target": prepared.target.name,
+        "title": prepared.target.title,
+        "provider": offer.provider,
+        "instance": offer.instance,
+        "gpu": offer.gpu,
+        "n_gpus": offer.n_gpus,
+        "region": offer.region,
+        "is_spot": offer.is_spot,
+        "usd_per_hour": rate,
+        "price_date": offer.date.isoformat(),
+        "seconds": seconds,
+        "usd_of": {name: each / 3600 * rate for name, each in seconds.items()},
+        "planned_usd": sum(seconds.values()) / 3600 * rate if plan is not None else None,
+        "boot_source": boot.source,
+        "most_s": ask.most_s,
+        "most_usd": ask.most_s / 3600 * rate,
+        "max_usd": prepared.job.limits.max_usd,
+        "ends": prepared.target.ends,
+        "store": prepared.job.output_store,
+        "inputs_bytes": prepared.packed.n_bytes,
+        "n_inputs": len(prepared.packed.files),
+        "secrets": list(ask.secrets),
+        "image": ask.image,
+        "folder": str(folder),
+        "files": list(files),
+        "next_offers": [f"{each.provider} {each.n_gpus}x {each.gpu} {each.kind}" for each in prepared.offers[1:6]],
+        "notes": notes_of(prepared, ask),
+    }
+
+
+def notes_of(prepared: Prepared, ask: Ask) -> list[str]:
+    """What somebody should know before saying yes."""
+    notes = []
+    if not prepared.target.ends:
+        notes.append(f"nothing at {prepared.target.title} ends the machine when this process dies: --attended only")
+    if not ask.usd_per_hour:
+        notes.append("it has no price (where.usd_per_hour): the cap in dollars can't hold there, and the bill is $0")
+    if prepared.target.name in ("ssh",) and prepared.job.output_store and "://" not in prepared.job.output_store:
+        notes.append(f"{prepared.job.output_store} has to be the same folder on every host")
+    if prepared.target.name == "skypilot":
+        notes.append("SkyPilot's controller is a machine of its own, billed by its cloud and not counted here")
+    if prepared.target.name == "vertex" and os.environ.get("HF_TOKEN"):
+        notes.append("HF_TOKEN does not travel to Vertex AI: a gated model has to come from a local folder")
+    if ask.image and not prepared.wishes.image:
+        notes.append(f"image: {ask.image}, on which pip installs {ask.install}; --image names your own")
+    if ask.offer.billing.prices_are == "from":
+        notes.append(f"the price is the lowest of many hosts' on {ask.offer.date}: it may not be had")
+    return notes
+
+
+def said(view: Json) -> list[str]:
+    """A dry run in lines for people."""
+    kind = "spot" if view["is_spot"] else "on demand"
+    what = f"{view['n_gpus']}x {view['gpu']}, {kind}" if view["gpu"] else view["instance"] or view["title"]
+    price = f"{say_usd(view['usd_per_hour'])} an hour" if view["usd_per_hour"] else "no price"
+    lines = [f"would rent   {what} at {view['provider']} by {view['title']}: {price} ({view['price_date']})"]
+    if view["target"] in ("local", "ssh", "slurm", "kubernetes"):
+        lines = [f"would run    on {view['title']} {view['instance']}: {price}"]
+    if view["planned_usd"] is not None:
+        parts = ", ".join(
+            f"{name} {say_usd(usd)} ({say_seconds(view['seconds'][name])})" for name, usd in view["usd_of"].items()
+        )
+        lines.append(f"planned      {say_usd(view['planned_usd'])}: {parts}")
+    most = (
+        f"{say_seconds(view['most_s'])}, {say_usd(view['most_usd'])}"
+        if view["most_s"] < 365 * 86400
+        else "no limit is set"
+    )
+    lines.append(f"at most      {most}" + (f" of {say_usd(view['max_usd'])}" if view["max_usd"] is not None else ""))
+    lines.append(f"ended by     {view['ends'] or 'nothing but this process'}")
+    if view["n_inputs"]:
+        lines.append(
+            f"goes along   {view['n_inputs']} files, {say_bytes(view['inputs_bytes'])}, by way of {view['store']}"
+        )
+    if view["secrets"]:
+        lines.append(f"secrets      {', '.join(view['secrets'])}: by name, the values are in no file")
+    if view["next_offers"]:
+        lines.append(f"then         {'; '.join(view['next_offers'])}")
+    lines += [f"note         {note}" for note in view["notes"]]
+    lines.append(f"wrote        {view['folder']}: {', '.join(view['files'])}")
+    return lines

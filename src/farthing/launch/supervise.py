@@ -1,0 +1,460 @@
+"""One launch: machines asked for, watched, given back, until the run has come to its end. One state machine for all targets.
+
+    asked -> created -> booted -> left -> gone          or: asked -> refused
+
+Each arrow is a line of the ledger, and the line `asked` stands there before the request. At most one machine is tended to
+at a time: the next is asked for when the one before is confirmed to be gone. Hosts of one's own are the exception, as one
+that does not answer may never: it is asked again and again, paid for until it is confirmed, and kept from training by the
+lease in the store. What another process of ours left behind is found by name, adopted or destroyed. Refuses to know a
+target, a clock of its own and torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from farthing.durability.accounts import Account
+from farthing.durability.machines import Machine, MachineLedger
+from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, UserMistake
+from farthing.launch.ask import Ask
+from farthing.launch.driver import Driver, Refused, Unclear
+from farthing.prices.offers import Offer
+from farthing.units import plural, say_seconds, say_usd
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long things may take, in seconds."""
+
+    poll_s: float = 10.0
+    boot_s: float = 600.0
+    """From the request to the first word of the machine; then it is destroyed and its offer left out."""
+    lost_s: float = 180.0
+    """Without any answer about a machine it is given up, and the next one asked for."""
+    silent_s: float = 600.0
+    """The same for a machine that its provider shows and that says nothing itself."""
+    stubborn_s: float = 60.0
+    """To ask for a deletion before the next machine is asked for meanwhile, where that may be."""
+    farewell_s: float = 60.0
+    """At the end, for hosts of one's own that do not answer to be confirmed gone."""
+    stock_s: float = 300.0
+    """Before offers that were out of stock are tried again ..."""
+    n_stock_rounds: int = 3
+    """... and how often."""
+    n_in_vain: int = 3
+    """Machines in a row that saved nothing new."""
+
+
+class Spent(Exception):
+    """The rest of the cap, of the hours or of the time until the deadline buys no further machine."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a machine has said of itself in the store."""
+
+    has_booted: bool = False
+    code: int | None = None
+    why: str = ""
+    beat: str = ""
+    """Changes as long as the machine lives."""
+
+
+class Words(Protocol):
+    """Where machines leave their words. Every call may raise `Unclear`."""
+
+    def of(self, name: str) -> Word:
+        """The newest of a machine."""
+
+    def is_stopped(self) -> bool:
+        """Whether somebody has asked, from anywhere, that the launch be stopped."""
+
+    def committed(self) -> int:
+        """The newest step that is saved."""
+
+    def accounts(self) -> list[Account]:
+        """What each attempt of the run has cost, as far as the store knows."""
+
+
+MakeAsk = Callable[[int, Offer, list[Account]], Ask]
+"""(number, offer, attempts so far) -> what to ask for. Raises `Spent`."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How it went with a machine."""
+
+    why: str
+    code: int | None = None
+    """None: lost, or never booted."""
+    leaves_offer_out: bool = False
+
+
+class Launch:
+    """A run taken to machine after machine until it ends."""
+
+    def __init__(
+        self,
+        ledger: MachineLedger,
+        driver: Driver,
+        offers: Sequence[Offer],
+        make_ask: MakeAsk,
+        words: Words,
+        *,
+        say: Callable[[str], None],
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._ledger, self._driver, self._make_ask, self._words = ledger, driver, make_ask, words
+        self._offers, self._say, self._clock, self._sleep = list(offers), say, clock, sleep
+        self.patience = Patience()
+        self.may_take: Callable[[Offer], bool] = lambda offer: True
+        """Whether an offer will do at this moment: spot is left out when the deadline is near."""
+        self._left_out: set[Offer] = set()
+        self._out_of_stock: set[Offer] = set()
+        self._prefix = ""
+
+    def run(self, prefix: str) -> int:
+        """Until the run has ended or cannot go on; the exit code. `prefix` begins the name of each of our machines."""
+        self._prefix, n_rounds = prefix, 0
+        self._take_in_strangers()
+        current = self._adopted()
+        while not self._is_stopped():
+            if current is None and self._is_finished():
+                self._say("the run has come to its end already: nothing is rented")
+                return self._closed(EXIT_FINISHED)
+            try:
+                current = current or self._rent()
+            except Spent as error:
+                self._say(str(error))
+                return self._closed(EXIT_LIMIT)
+            if current is None and self._out_of_stock and n_rounds < self.patience.n_stock_rounds:
+                n_rounds += 1
+                pause_s = self.patience.stock_s
+                self._say(f"nothing is to be had now; asking again in {say_seconds(pause_s)}, which costs nothing")
+                self._out_of_stock.clear()
+                self._sleep(pause_s)
+                continue
+            if current is None:
+                self._say("no offer is left that could be had: try again later, or allow more (--on, where.provider)")
+                return self._closed(EXIT_INTERRUPTED)
+            ending = self._watch(current)
+            self._leave(current, ending)
+            self._dismiss(current)
+            current = None
+            if ending.code is not None and ending.code != EXIT_INTERRUPTED:
+                return self._closed(ending.code)
+            if self._in_vain() >= self.patience.n_in_vain:
+                self._say(f"{plural(self._in_vain(), 'machine')} in a row saved nothing new: stopped")
+                return self._closed(EXIT_INTERRUPTED if ending.code is None else ending.code)
+        self._say("stopped, as somebody asked with --stop")
+        return self._closed(EXIT_INTERRUPTED)
+
+    def stop(self, prefix: str) -> None:
+        """Destroy every machine of the launch, and ask until each is confirmed to be gone."""
+        self._prefix = prefix
+        for machine in self._ledger.open:
+            if machine.created_at is None and not self._found(machine):
+                continue
+            self._leave(machine, Ending("stopped by the user"))
+        self._closed(0)
+
+    def _is_stopped(self) -> bool:
+        try:
+            return self._words.is_stopped()
+        except Unclear:
+            return False
+
+    # ---- a new machine ----
+
+    def _take_in_strangers(self) -> None:
+        """Put machines of this launch that are there and in no line of the ledger into it: another folder asked for them."""
+        while True:
+            try:
+                there = self._driver.names(self._prefix)
+                break
+            except Unclear as error:
+                self._say(f"the provider does not answer ({error}): nothing is rented until it does")
+                self._sleep(self.patience.poll_s)
+        for name, number in there.items():
+            known = self._ledger.machines.get(name)
+            if known is None and name.rpartition("-")[2].isdigit():
+                offer, now = self._offers[0], self._clock()
+                self._ledger.note(
+                    name, "asked", now, number=int(name.rpartition("-")[2]), provider=offer.provider,
+                    usd_per_hour=max(each.usd_per_hour or 0.0 for each in self._offers), committed=self._committed(),
+                    is_paid_in_queue=self._driver.is_paid_in_queue, why="asked for elsewhere; counted from now on",
+                )  # fmt: skip
+                self._ledger.note(name, "created", now, id=number)
+
+    def _adopted(self) -> Machine | None:
+        """The machine that an earlier process of ours asked for and that still works for the run; others are sent away."""
+        waiting = [machine for machine in self._ledger.open if machine.left_at is None]
+        for machine in waiting[:-1]:
+            self._leave(machine, Ending("a younger machine took the run over"))
+            self._dismiss(machine)
+        if not waiting:
+            for machine in self._ledger.open:
+                self._dismiss(machine)
+            return None
+        machine = waiting[-1]
+        if (machine.created_at is None and not self._found(machine)) or not self._is_secured(machine):
+            return None
+        self._say(f"{machine.name} is there already: going on with it")
+        return machine
+
+    def _rent(self) -> Machine | None:
+        """The next machine, made; None where no offer is left. Raises `Spent`."""
+        while offer := self._next_offer():
+            number = self._ledger.next_number
+            ask = self._make_ask(number, offer, self._accounts())
+            now = self._clock()
+            machine = self._ledger.note(
+                ask.name, "asked", now, number=number, target=ask.target, provider=offer.provider,
+                instance=offer.instance, gpu=offer.gpu, is_spot=offer.is_spot, usd_per_hour=ask.usd_per_hour,
+                most_s=ask.most_s, is_paid_in_queue=self._driver.is_paid_in_queue, committed=self._committed(),
+            )  # fmt: skip
+            try:
+                made = self._driver.create(ask, now)
+                self._ledger.note(ask.name, "created", self._clock(), id=made)
+                self._say(f"{ask.name}: made ({offer.provider} {offer.instance or offer.gpu}, id {made})")
+                return machine
+            except Refused as error:
+                self._ledger.note(ask.name, "refused", self._clock(), why=str(error))
+                self._say(f"{ask.name}: refused by {offer.provider}: {error}")
+                if error.is_final:
+                    self._closed(EXIT_MISTAKE)
+                    raise UserMistake(
+                        str(error), where=offer.provider, to_do="mend it there, then launch again"
+                    ) from error
+                (self._out_of_stock if error.is_stock else self._left_out).add(offer)
+            except Unclear as error:
+                self._say(f"{ask.name}: {offer.provider} gave no clear answer ({error}); looking for it by name")
+                if self._found(machine) and self._is_secured(machine):
+                    return machine
+                self._left_out.add(offer)
+        return None
+
+    def _next_offer(self) -> Offer | None:
+        out = self._left_out | self._out_of_stock
+        return next((offer for offer in self._offers if offer not in out and self.may_take(offer)), None)
+
+    def _found(self, machine: Machine) -> bool:
+        """Whether a machine is there whose creation was not answered; looked for until it must be in every list.
+
+        One that is looked for long after may have been there and gone: it is counted as if it was.
+        """
+        began = self._clock()
+        until = max(machine.asked_at, began) + self._driver.late_s
+        while True:
+            try:
+                seen = self._driver.look(machine)
+                if seen is not None:
+                    self._ledger.note(machine.name, "created", self._clock(), id=seen.id)
+                    return True
+                if self._clock() >= until and began - machine.asked_at > self._driver.late_s:
+                    at = min(began, machine.asked_at + machine.most_s) if machine.most_s else began
+                    why = "nobody knows whether it was there; counted as if it was"
+                    self._ledger.note(machine.name, "gone", at, why=why)
+                    return False
+                if self._clock() >= until:
+                    self._ledger.note(machine.name, "refused", self._clock(), why="no such machine came into being")
+                    return False
+            except Unclear:
+                pass  # the provider is away: what it made can't be known, so nothing else is asked for
+            self._sleep(self.patience.poll_s)
+
+    def _is_secured(self, machine: Machine) -> bool:
+        """Whether a machine that was found has its end; one that has none is destroyed."""
+        try:
+            self._driver.secure(machine)
+            return True
+        except (Refused, Unclear) as error:
+            self._leave(machine, Ending(f"it could not be given its end ({error})", leaves_offer_out=True))
+            self._dismiss(machine)
+            return False
+
+    # ---- a machine at work ----
+
+    def _watch(self, machine: Machine) -> Ending:
+        """Until it has left, is lost or has to go."""
+        n_absent, was_seen, answered_at, beat, beat_at = 0, False, self._clock(), "", self._clock()
+        while True:
+            self._sweep()
+            if self._is_stopped():
+                return Ending("stopped by the user")
+            now, word = self._clock(), Word()
+            try:
+                word = self._words.of(machine.name)
+                if word.has_booted and machine.booted_at is None:
+                    self._ledger.note(machine.name, "booted", now)
+                    self._say(f"{machine.name}: booted after {say_seconds(now - machine.asked_at)}")
+                if word.beat != beat:
+                    beat, beat_at = word.beat, now
+            except Unclear:
+                pass
+            if word.code is not None and not (self._driver.restarts and word.code == EXIT_INTERRUPTED):
+                return Ending(word.why or f"left with {word.code}", word.code)
+            try:
+                seen = self._driver.look(machine)
+                answered_at, was_seen = now, was_seen or seen is not None
+                n_absent = n_absent + 1 if seen is None else 0
+                if n_absent >= 3 and (was_seen or now - machine.asked_at > self._driver.late_s):
+                    return Ending("taken away" if machine.booted_at else "gone before it had booted")
+                if seen is not None and seen.is_over:
+                    code = seen.code if seen.code is not None else self._last_word(machine)
+                    return Ending(_how(machine, code), code, leaves_offer_out=machine.booted_at is None)
+                if seen is not None and seen.is_waiting:
+                    beat_at = now
+                elif self._is_late(machine, now):
+                    return Ending(f"not booted after {say_seconds(now - machine.asked_at)}", leaves_offer_out=True)
+            except Unclear:
+                if now - answered_at > self.patience.lost_s:
+                    return Ending(f"no answer for {say_seconds(now - answered_at)}")
+            if machine.booted_at is not None and now - max(beat_at, machine.booted_at) > self.patience.silent_s:
+                return Ending(f"it has said nothing for {say_seconds(self.patience.silent_s)}")
+            if machine.most_s and now - machine.asked_at > machine.most_s + 60 and self._driver.is_paid_in_queue:
+                return Ending("its time is over", EXIT_LIMIT)
+            self._sleep(self.patience.poll_s)
+
+    def _is_late(self, machine: Machine, now: float) -> bool:
+        is_paid = self._driver.is_paid_in_queue and machine.booted_at is None
+        return is_paid and now - machine.asked_at > self.patience.boot_s
+
+    def _last_word(self, machine: Machine) -> int | None:
+        """The exit code of a machine that runs no more, from its words, which may be a moment late."""
+        for _ in range(2):
+            try:
+                word = self._words.of(machine.name)
+                if word.code is not None:
+                    return word.code
+            except Unclear:
+                pass
+            self._sleep(self.patience.poll_s)
+        return None
+
+    # ---- giving back ----
+
+    def _leave(self, machine: Machine, ending: Ending) -> None:
+        if machine.left_at is None:
+            self._ledger.note(machine.name, "left", self._clock(), code=ending.code, why=ending.why)
+            usd = say_usd(machine.usd(self._clock()))
+            self._say(f"{machine.name}: {ending.why}; {usd} so far")
+        if ending.leaves_offer_out:
+            self._left_out |= {offer for offer in self._offers if offer.instance == machine.instance}
+        elif ending.code is None or ending.code == EXIT_INTERRUPTED:  # the next one in the ranking; this one comes last
+            same = [offer for offer in self._offers if _is_of(machine, offer)]
+            self._offers = [offer for offer in self._offers if offer not in same] + same
+
+    def _dismiss(self, machine: Machine) -> None:
+        """Ask for the deletion until it is confirmed. Where machines may overlap only a while: then the next is asked for
+        meanwhile, and this one is asked again at every look."""
+        began, pause_s = self._clock(), self.patience.poll_s / 2
+        while not self._is_gone(machine):
+            if self._driver.may_overlap and self._clock() - began > self.patience.stubborn_s:
+                self._say(f"{machine.name}: not confirmed gone; asked again until it is, and counted until then")
+                return
+            self._sleep(pause_s)
+            pause_s = min(60.0, pause_s * 2)
+
+    def _is_gone(self, machine: Machine) -> bool:
+        """Ask once for its deletion, and whether it is gone."""
+        try:
+            self._driver.destroy(machine)
+            seen = self._driver.look(machine)
+            if seen is not None and seen.is_paid:
+                return False
+            why = machine.why
+        except Unclear:
+            end = machine.asked_at + machine.most_s + 300
+            if not (self._driver.ends_by_itself and machine.most_s and self._clock() > end):
+                return False
+            why = f"{machine.why}; nobody answered, its own end is past"
+        at = self._clock()
+        if self._driver.ends_by_itself and machine.most_s:  # where it was gone long before we looked
+            at = min(at, max(machine.asked_at + machine.most_s, machine.left_at or 0.0))
+        self._ledger.note(machine.name, "gone", at, why=why)
+        self._say(f"{machine.name}: confirmed gone; {say_usd(machine.usd(self._clock()))} in all")
+        return True
+
+    def _sweep(self) -> None:
+        """Destroy what bears our name and should not be there: late to come into being, or not yet confirmed gone."""
+        for machine in self._ledger.open:
+            if machine.left_at is not None:
+                self._is_gone(machine)
+        try:
+            for name, found in self._driver.names(self._prefix).items():
+                machine = self._ledger.machines.get(name) or Machine(name)
+                if not machine.is_open or machine.asked_at == 0.0:
+                    self._say(f"{name} should not be there: destroying it")
+                    self._driver.destroy(replace(machine, id=found))
+        except Unclear:
+            pass
+
+    def _closed(self, code: int) -> int:
+        """Wait until every machine is confirmed to be gone, then the code. A host of one's own that does not answer is
+        waited for only a while, and said."""
+        began = self._clock()
+        self._sweep()
+        while self._ledger.open:
+            if self._driver.may_overlap and self._clock() - began > self.patience.farewell_s:
+                names = ", ".join(machine.name for machine in self._ledger.open)
+                self._say(f"not confirmed gone, and counted until it is: {names}; `farthing launch --stop` asks again")
+                break
+            self._sleep(self.patience.poll_s)
+            self._sweep()
+        return code
+
+    # ---- what the store knows ----
+
+    def _committed(self) -> int:
+        try:
+            return self._words.committed()
+        except Unclear:
+            return max((machine.committed for machine in self._ledger.machines.values()), default=0)
+
+    def _accounts(self) -> list[Account]:
+        """The attempts so far. A store that is away is waited for: without it the rest of the cap is not known."""
+        while True:
+            try:
+                return self._words.accounts()
+            except Unclear as error:
+                self._say(f"the store does not answer ({error}): nothing is rented until it does")
+                self._sleep(self.patience.poll_s)
+
+    def _is_finished(self) -> bool:
+        """Whether the run has finished, also where the machine that did it was lost before it could say so."""
+        accounts = self._accounts()
+        return bool(accounts) and accounts[-1].state == "finished"
+
+    def _in_vain(self) -> int:
+        """How many machines in a row, up to now, have brought the run no further."""
+        made = [machine for machine in self._ledger.machines.values() if not machine.is_refused]
+        reached, n = self._committed(), 0
+        for machine in reversed(made):
+            if reached > machine.committed:
+                break
+            n += 1
+        return n
+
+
+def _is_of(machine: Machine, offer: Offer) -> bool:
+    return (machine.provider, machine.instance, machine.is_spot) == (offer.provider, offer.instance, offer.is_spot)
+
+
+def _how(machine: Machine, code: int | None) -> str:
+    if machine.booted_at is None and code is None:
+        return "it ended before it had booted"
+    return "it ended without a word" if code is None else f"left with {code}"
+
+
+def refuse_unattended(driver: Driver, *, is_attended: bool) -> None:
+    """Refuse to rent where nothing ends a machine when we are dead, unless somebody stays with it. Raises `UserMistake`."""
+    if not (driver.ends_by_itself or is_attended):
+        raise UserMistake(
+            "nothing of this provider ends the machine if this process dies: it would be paid for until somebody looks",
+            where="--on",
+            to_do="stay with it and say so with --attended, or take another target",
+        )

@@ -1,0 +1,87 @@
+"""Hugging Face Jobs: one command with a time limit; its secrets by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from farthing.launch.ask import SCRIPT, Ask, script_of
+from farthing.launch.commands import Commands
+from farthing.launch.driver import Seen
+from farthing.launch.target import Files, Target, missing
+
+CALL = "run_job.json"
+FIELDS = {"image", "command", "env", "secrets", "flavor", "timeout", "labels", "name", "namespace"}
+_OVER = {"COMPLETED": 0, "CANCELED": None, "ERROR": None, "DELETED": None}
+
+
+def render(ask: Ask) -> Files:
+    """The arguments of its `run_job`. `ask.at` is the namespace. The default limit is 30 minutes, so one is always set."""
+    call = {
+        "image": ask.image,
+        "command": ["sh", "-c", script_of(ask)],
+        "env": dict(sorted(ask.settings.items())),
+        "secrets": list(ask.secrets),
+        "flavor": ask.gpu_id,
+        "timeout": f"{ask.most_s}s",
+        "name": ask.name,
+        "labels": {"farthing-launch": ask.launch_id},
+    }
+    call |= {"namespace": ask.at} if ask.at else {}
+    return {CALL: json.dumps(call, indent=1) + "\n", SCRIPT: script_of(ask)}
+
+
+def check(files: Mapping[str, str]) -> list[str]:
+    """What it needs."""
+    call = json.loads(files.get(CALL, "{}"))
+    found = missing(call, CALL, "image", "command.2", "flavor", "timeout", "name")
+    found += [f"{CALL}: no such field: {name}" for name in sorted(set(call) - FIELDS)]
+    return found + ([] if isinstance(call.get("secrets"), list) else [f"{CALL}: secrets are names"])
+
+
+def _submit(ask: Ask, folder: Path) -> list[str]:
+    call = json.loads((folder / CALL).read_text(encoding="utf-8"))
+    words = ["--flavor", call["flavor"], "--timeout", call["timeout"], "--name", call["name"], "--detach", "--quiet"]
+    words += [word for key, value in call["labels"].items() for word in ("--label", f"{key}={value}")]
+    words += [word for key, value in call["env"].items() for word in ("--env", f"{key}={value}")]
+    words += [word for name in call["secrets"] for word in ("--secrets", name)]
+    words += ["--namespace", call["namespace"]] if "namespace" in call else []
+    return ["hf", "jobs", "run", *words, call["image"], *call["command"]]
+
+
+def _parse(text: str) -> list[Seen]:
+    found = []
+    for job in json.loads(text or "[]"):
+        status = job.get("status") or {}
+        stage = str(status.get("stage") if isinstance(status, dict) else status)
+        name, is_over = (job.get("labels") or {}).get("name", job.get("name", "")), stage in _OVER
+        code = _OVER.get(stage) if is_over else None
+        found.append(
+            Seen(name, job["id"], is_over=is_over, code=code, is_waiting=stage == "SCHEDULING", is_paid=not is_over)
+        )
+    return found
+
+
+def commands(at: str) -> Commands:
+    """How `hf jobs` is used in a namespace."""
+    space = ["--namespace", at] if at else []
+    return Commands(
+        submit=_submit,
+        id_of=lambda text: text.split()[-1],
+        listing=lambda prefix: ["hf", "jobs", "ps", "--all", "--label", f"farthing-launch={prefix}", "--json", *space],
+        parse=_parse,
+        destroy=lambda m: ["hf", "jobs", "cancel", m.id, *space],
+        log=lambda m: ["hf", "jobs", "logs", m.id, "--tail", "200", *space],
+    )
+
+
+TARGET = Target(
+    "hf", "Hugging Face Jobs", render, check,
+    ends="Hugging Face, at the timeout of the job",
+    is_rented=True,
+    at="[NAMESPACE]",
+    program="hf",
+    install="pip install huggingface-hub, then: hf auth login",
+    picks_gpus=True,
+)  # fmt: skip

@@ -1,0 +1,35 @@
+"""This machine, and machines that ssh reaches: one script, run in a session of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from farthing.launch.ask import SCRIPT, Ask, script_of
+from farthing.launch.target import Files, Target
+
+
+def render(ask: Ask) -> Files:
+    """The script; it goes there by the standard input of a shell, with the values of the secrets before it."""
+    return {SCRIPT: script_of(ask)}
+
+
+def check(files: Mapping[str, str]) -> list[str]:
+    """What our own rules find wrong."""
+    script = files.get(SCRIPT, "")
+    found = [] if script.startswith("#!/bin/sh\n") else [f"{SCRIPT}: no shell script"]
+    return found + ([] if "\ntimeout --signal=TERM" in script else [f"{SCRIPT}: nothing ends it in time"])
+
+
+LOCAL = Target(
+    "local", "this machine", render, check,
+    ends="`timeout` around the run, a process of its own",
+    may_share_folders=True,
+)  # fmt: skip
+SSH = Target(
+    "ssh", "machines by ssh", render, check,
+    ends="`timeout` around the run ends the run; a rented host is yours to end: its provider counts on",
+    may_share_folders=True,
+    at="HOST[,HOST...], each as ssh knows it",
+    program="ssh",
+    install="apt-get install openssh-client",
+)  # fmt: skip

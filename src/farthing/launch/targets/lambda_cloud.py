@@ -1,0 +1,49 @@
+"""Lambda: an instance with its script as user data. Nothing there ends it: only with somebody who stays."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from farthing.launch.ask import SCRIPT, Ask, script_of
+from farthing.launch.target import Files, Target, missing
+
+REQUEST = "launch.json"
+MOST_USER_DATA_BYTES = 1_000_000
+
+
+def render(ask: Ask) -> Files:
+    """The request. `ask.at` is REGION/SSH_KEY; the values of secrets are put before the script when it is sent."""
+    region, _, key = ask.at.partition("/")
+    request = {
+        "region_name": region or (ask.offer.region if ask.offer.region != "any" else ""),
+        "instance_type_name": ask.gpu_id,
+        "ssh_key_names": [key],
+        "name": ask.name,
+        "user_data": script_of(ask),
+    }
+    return {REQUEST: json.dumps(request, indent=1) + "\n", SCRIPT: script_of(ask)}
+
+
+def check(files: Mapping[str, str]) -> list[str]:
+    """What it needs, and its limits."""
+    request = json.loads(files.get(REQUEST, "{}"))
+    found = missing(request, REQUEST, "region_name", "instance_type_name", "ssh_key_names.0", "name")
+    if len(request.get("ssh_key_names", [])) != 1:
+        found.append(f"{REQUEST}: exactly one ssh key")
+    if len(request.get("user_data", "").encode()) > MOST_USER_DATA_BYTES:
+        found.append(f"{REQUEST}: more than 1 MB of user data")
+    if not re.fullmatch(r"gpu_\d+x_\w+", request.get("instance_type_name") or ""):
+        found.append(f"{REQUEST}: no such instance type: {request.get('instance_type_name')}")
+    return found
+
+
+TARGET = Target(
+    "lambda", "Lambda", render, check,
+    ends="",
+    is_rented=True,
+    at="REGION/SSH_KEY",
+    keys=("LAMBDA_API_KEY",),
+    picks_gpus=True,
+)  # fmt: skip

@@ -1,0 +1,76 @@
+"""RunPod: a pod with the moment of its own end, by GraphQL, the only door that has one (and spot)."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+
+from farthing.durability.files import Json
+from farthing.launch.ask import CREATED_AT, ENDS_AT, SCRIPT, Ask, script_of
+from farthing.launch.target import Files, Target, missing
+
+REQUEST = "pod.json"
+INPUTS = {
+    "name", "imageName", "dockerArgs", "gpuTypeId", "gpuCount", "cloudType", "containerDiskInGb", "volumeInGb", "env",
+    "terminateAfter", "bidPerGpu", "dataCenterId",
+}  # fmt: skip
+"""The fields of its input types that are used here."""
+_COMMAND = (
+    "sh -c 'cd; echo $FARTHING_SCRIPT | base64 -d > run.sh && sh run.sh; "
+    'runpodctl remove pod "$RUNPOD_POD_ID"; exec sleep infinity\''
+)
+"""A pod begins again what has ended, so it waits to be removed, which it asks for itself."""
+
+
+def render(ask: Ask) -> Files:
+    """The request. Spot is a bid at the planned price, on demand is what is listed; secrets are those of the account."""
+    offer = ask.offer
+    kind = "podRentInterruptable" if offer.is_spot else "podFindAndDeployOnDemand"
+    of = "PodRentInterruptableInput" if offer.is_spot else "PodFindAndDeployOnDemandInput"
+    script = script_of(ask)
+    env = {**ask.settings, "FARTHING_SCRIPT": base64.b64encode(script.encode()).decode()}
+    env |= {name: f"{{{{ RUNPOD_SECRET_{name} }}}}" for name in ask.secrets} | {CREATED_AT: f"${{{CREATED_AT}}}"}
+    pod: Json = {
+        "name": ask.name,
+        "imageName": ask.image,
+        "dockerArgs": _COMMAND,
+        "gpuTypeId": ask.gpu_id,
+        "gpuCount": offer.n_gpus,
+        "cloudType": "COMMUNITY" if "community" in offer.instance else "SECURE",
+        "containerDiskInGb": ask.disk_gb,
+        "volumeInGb": 0,
+        "env": [{"key": name, "value": value} for name, value in sorted(env.items())],
+        "terminateAfter": f"${{{ENDS_AT}}}",
+    }
+    if offer.is_spot:
+        pod["bidPerGpu"] = round(ask.usd_per_hour / offer.n_gpus, 4)
+    request = {
+        "query": f"mutation Rent($input: {of}!) {{ {kind}(input: $input) {{ id costPerHr }} }}",
+        "variables": {"input": pod},
+    }
+    return {REQUEST: json.dumps(request, indent=1) + "\n", SCRIPT: script}
+
+
+def check(files: Mapping[str, str]) -> list[str]:
+    """Fields that it does not know, and those that it needs."""
+    request = json.loads(files.get(REQUEST, "{}"))
+    pod = request.get("variables", {}).get("input", {})
+    found = missing(pod, REQUEST, "name", "imageName", "gpuTypeId", "gpuCount", "terminateAfter", "containerDiskInGb")
+    found += [f"{REQUEST}: no such field: {name}" for name in sorted(set(pod) - INPUTS)]
+    if pod.get("cloudType") not in ("SECURE", "COMMUNITY", "ALL"):
+        found.append(f"{REQUEST}: no such cloudType: {pod.get('cloudType')}")
+    if ("Interruptable" in request.get("query", "")) != ("bidPerGpu" in pod):
+        found.append(f"{REQUEST}: spot, and nothing else, has a bidPerGpu")
+    if pod.get("volumeInGb"):
+        found.append(f"{REQUEST}: a volume is paid for after the pod is gone")
+    return found
+
+
+TARGET = Target(
+    "runpod", "RunPod", render, check,
+    ends="RunPod, at terminateAfter",
+    is_rented=True,
+    keys=("RUNPOD_API_KEY",),
+    picks_gpus=True,
+)  # fmt: skip

@@ -1,0 +1,119 @@
+"""SkyPilot: a managed job over farthing's own ranking of offers, begun again after 75 and after a lost machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from farthing.durability.files import Json
+from farthing.launch.ask import SCRIPT, Ask, script_of
+from farthing.launch.commands import Commands
+from farthing.launch.driver import Seen
+from farthing.launch.target import Files, Target, missing, not_a_name
+
+TASK, CONFIG = "task.sky.yaml", "config.sky.yaml"
+INFRA = {"AWS": "aws", "GCP": "gcp", "Azure": "azure", "Lambda": "lambda", "RunPod": "runpod", "Vast.ai": "vast",
+         "Nebius": "nebius", "Paperspace": "paperspace", "Oracle": "oci", "Cudo": "cudo", "Verda": "verda",
+         "Prime Intellect": "primeintellect"}  # fmt: skip
+"""Its names of the providers that the price table has."""
+STRANGERS = ("runpod", "vast")
+_OVER = (
+    "SUCCEEDED",
+    "CANCELLED",
+    "FAILED",
+    "FAILED_SETUP",
+    "FAILED_PRECHECKS",
+    "FAILED_NO_RESOURCE",
+    "FAILED_CONTROLLER",
+)
+
+
+def render(ask: Ask) -> Files:
+    """The task, `ordered` by farthing's ranking (`any_of` is a set, which it sorts anew), and a configuration without the
+    user's cloud credentials on hosts of strangers. The run has a `timeout` of its own: SkyPilot has none on the wall."""
+    resources = [_resource(offer, gpu) for offer, gpu in ((ask.offer, ask.gpu_id), *ask.fallbacks)]
+    unique = [resource for at, resource in enumerate(resources) if resource not in resources[:at]]
+    task: Json = {
+        "name": ask.name,
+        "resources": {
+            "ordered": unique,
+            "disk_size": max(50, ask.disk_gb),
+            "job_recovery": {"recover_on_exit_codes": [75], "max_restarts_on_errors": 0},
+        }
+        | ({"image_id": f"docker:{ask.image}"} if ask.image else {}),
+        "envs": dict(sorted(ask.settings.items())),
+        "secrets": dict.fromkeys(ask.secrets),
+        "run": script_of(ask),
+    }
+    task = {key: value for key, value in task.items() if value}
+    config = {cloud: {"remote_identity": "NO_UPLOAD"} for cloud in STRANGERS}
+    return {TASK: yaml.safe_dump(task, sort_keys=False), CONFIG: yaml.safe_dump(config), SCRIPT: script_of(ask)}
+
+
+def _resource(offer: Any, gpu: str) -> Json:
+    infra = INFRA.get(offer.provider, offer.provider.lower())
+    if offer.region and offer.region not in ("any", "global"):
+        infra = f"{infra}/{offer.region}"
+    return {"infra": infra, "accelerators": f"{gpu}:{offer.n_gpus}", "use_spot": offer.is_spot}
+
+
+def check(files: Mapping[str, str]) -> list[str]:
+    """What its schema lets pass."""
+    task = yaml.safe_load(files.get(TASK, "")) or {}
+    found = missing(task, TASK, "name", "run", "resources.ordered.0.accelerators", "resources.ordered.0.infra")
+    recovery = (task.get("resources") or {}).get("job_recovery") or {}
+    if recovery.get("recover_on_exit_codes") != [75] or recovery.get("max_restarts_on_errors") != 0:
+        found.append(f"{TASK}: 75, and nothing else, has to begin the job again")
+    if "any_of" in (task.get("resources") or {}):
+        found.append(f"{TASK}: `any_of` loses the order of the offers; use `ordered`")
+    if any((task.get("secrets") or {}).values()):
+        found.append(f"{TASK}: the value of a secret stands in it")
+    if "\ntimeout --signal=TERM" not in task.get("run", ""):
+        found.append(f"{TASK}: nothing ends it in time")
+    config = yaml.safe_load(files.get(CONFIG, "")) or {}
+    found += [f"{CONFIG}: {cloud} would get the credentials of this machine" for cloud in STRANGERS
+              if config.get(cloud, {}).get("remote_identity") != "NO_UPLOAD"]  # fmt: skip
+    return found + not_a_name(task.get("name", ""))
+
+
+def _submit(ask: Ask, folder: Path) -> list[str]:
+    secrets = [word for name in ask.secrets for word in ("--secret", name)]
+    config = ["--config", str(folder / CONFIG)]
+    return ["sky", "jobs", "launch", "--yes", "--detach-run", *config, *secrets, str(folder / TASK)]
+
+
+def _parse(text: str) -> list[Seen]:
+    jobs = json.loads(text)
+    found = []
+    for job in jobs if isinstance(jobs, list) else jobs.get("jobs", []):
+        state = str(job.get("status", "")).rpartition(".")[2]
+        name = str(job.get("job_name") or job.get("name"))
+        code = {"SUCCEEDED": 0, "FAILED_SETUP": 2, "FAILED_PRECHECKS": 2}.get(state)
+        waits = state in ("PENDING", "SUBMITTED", "STARTING", "RECOVERING")
+        is_over = state in _OVER
+        found.append(
+            Seen(name, str(job.get("job_id")), is_over=is_over, code=code, is_waiting=waits, is_paid=not is_over)
+        )
+    return found
+
+
+COMMANDS = Commands(
+    submit=_submit,
+    id_of=lambda text: "",  # known by its name
+    listing=lambda prefix: ["sky", "jobs", "queue", "--all", "--refresh", "--output", "json"],
+    parse=_parse,
+    destroy=lambda m: ["sky", "jobs", "cancel", "--yes", "--name", m.name],
+    log=lambda m: ["sky", "jobs", "logs", "--no-follow", "--name", m.name],
+)
+TARGET = Target(
+    "skypilot", "SkyPilot", render, check,
+    ends="`timeout` around the run; SkyPilot's controller, a small machine of yours, then takes the rest down",
+    is_rented=True,
+    program="sky",
+    install="pip install 'skypilot[runpod]' (or [aws], [gcp] ...) in an environment of its own, then: sky check",
+    picks_gpus=True,
+)  # fmt: skip

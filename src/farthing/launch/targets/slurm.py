@@ -1,0 +1,91 @@
+"""Slurm: a batch script that is told before it is ended, saves, and is queued again."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from farthing.durability.machines import Machine
+from farthing.launch.ask import GRACE_S, Ask, script_of
+from farthing.launch.commands import Commands
+from farthing.launch.driver import Seen
+from farthing.launch.target import Files, Target, not_a_name
+
+BATCH = "run.sbatch"
+_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+
+
+def render(ask: Ask) -> Files:
+    """The batch script. `ask.at` is the partition, `ask.folder` the run folder, which all nodes see."""
+    n_gpus = ask.offer.n_gpus
+    options = [
+        f"--job-name={ask.name}",
+        f"--output={ask.folder}/launch/{ask.name}/log.txt",
+        *([f"--partition={ask.at}"] if ask.at else []),
+        *([f"--gres=gpu:{n_gpus}"] if n_gpus else []),
+        *([f"--time={math.ceil((ask.most_s + 2 * GRACE_S) / 60)}"] if ask.most_s < 365 * 86400 else []),
+        "--nodes=1", "--ntasks=1", "--requeue", "--open-mode=append", f"--signal=B:USR1@{GRACE_S}",
+    ]  # fmt: skip
+    head = "".join(f"#SBATCH {option}\n" for option in options)
+    body = script_of(ask).removeprefix("#!/bin/sh\n").removesuffix('exit "$code"\n')
+    again = '[ "$code" -eq 75 ] && scontrol requeue "$SLURM_JOB_ID"\n'
+    return {BATCH: f'#!/bin/sh\n{head}{body}{again}exit "$code"\n'}
+
+
+def check(files: Mapping[str, str]) -> list[str]:
+    """What our own rules find wrong; `sbatch --test-only` knows more, where there is a controller."""
+    text = files.get(BATCH, "")
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE))
+    found = [f"{BATCH}: --{name} is missing" for name in ("job-name", "output", "requeue", "signal", "open-mode")
+             if name not in options]  # fmt: skip
+    if not options.get("output", "").startswith("/"):
+        found.append(f"{BATCH}: --output has to be an absolute path on the shared file system")
+    lines = text.splitlines()
+    first = next((at for at, line in enumerate(lines) if line and not line.startswith("#")), len(lines))
+    if any(line.startswith("#SBATCH") for line in lines[first:]):
+        found.append(f"{BATCH}: an #SBATCH line behind the first command is ignored")
+    if "scontrol requeue" not in text:
+        found.append(f"{BATCH}: nothing queues it again after 75")
+    return found + not_a_name(options.get("job-name", ""))
+
+
+def _rows(text: str) -> list[Seen]:
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
+    return [
+        Seen(
+            name,
+            number,
+            is_over=state in _OVER,
+            is_waiting=state in ("PENDING", "REQUEUED"),
+            is_paid=state not in _OVER,
+        )
+        for number, name, state in rows
+    ]
+
+
+def _submit(ask: Ask, folder: Path) -> list[str]:
+    return ["sbatch", "--parsable", str(folder / BATCH)]
+
+
+def _log(machine: Machine) -> list[str]:
+    return ["sh", "-c", f"scontrol show job {machine.id} | sed -n 's/ *StdOut=//p' | xargs -r tail -n 200"]
+
+
+COMMANDS = Commands(
+    submit=_submit,
+    id_of=lambda text: text.strip().partition(";")[0],
+    listing=lambda prefix: ["squeue", "--noheader", "--states=all", "--me", "--format=%i|%j|%T"],
+    parse=_rows,
+    destroy=lambda machine: ["scancel", "--full", machine.id],
+    log=_log,
+)
+TARGET = Target(
+    "slurm", "Slurm", render, check,
+    ends="the controller, at --time",
+    may_share_folders=True,
+    at="[PARTITION]",
+    program="sbatch",
+    install="log in to a node of the cluster",
+)  # fmt: skip

@@ -1,0 +1,72 @@
+"""Vast.ai: the search for an offer, the request for it, and the scheduled job that deletes the instance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from farthing.durability.files import Json
+from farthing.launch.ask import CREATED_AT, ENDS_AT, SCRIPT, Ask, script_of
+from farthing.launch.target import Files, Target, missing
+
+SEARCH, CREATE, END = "search.json", "create.json", "schedule.json"
+INSTANCE = "FARTHING_INSTANCE"
+LEAST_RELIABILITY = 0.95
+MOST_OVER = 1.1
+"""How much more than planned an offer may cost."""
+END_REQUEST: Json = {
+    "start_time": f"${{{ENDS_AT}}}", "end_time": f"${{{ENDS_AT}_LATER}}",
+    "api_endpoint": f"/api/v0/instances/${{{INSTANCE}}}/", "request_method": "DELETE", "request_body": {},
+    "day_of_the_week": None, "hour_of_the_day": None, "frequency": "HOURLY", "instance_id": f"${{{INSTANCE}}}",
+}  # fmt: skip
+KEYS = {"client_id", "image", "env", "price", "disk", "label", "onstart", "runtype", "args", "cancel_unavail", "force"}
+
+
+def render(ask: Ask) -> Files:
+    """Three requests: an offer lives for seconds, so it is searched for when it is wanted. With `price` it is a bid."""
+    offer = ask.offer
+    env = {**ask.settings, **{name: f"${{{name}}}" for name in ask.secrets}, CREATED_AT: f"${{{CREATED_AT}}}"}
+    search: Json = {
+        "verified": {"eq": True}, "external": {"eq": False}, "rentable": {"eq": True}, "rented": {"eq": False},
+        "gpu_name": {"eq": ask.gpu_id}, "num_gpus": {"eq": offer.n_gpus}, "disk_space": {"gte": ask.disk_gb},
+        "reliability2": {"gte": LEAST_RELIABILITY}, "dph_total": {"lte": round(ask.usd_per_hour * MOST_OVER, 4)},
+        "type": "bid" if offer.is_spot else "on-demand", "order": [["dph_total", "asc"]], "limit": 10,
+        "allocated_storage": ask.disk_gb,
+    }  # fmt: skip
+    create: Json = {
+        "client_id": "me",
+        "image": ask.image,
+        "env": dict(sorted(env.items())),
+        "disk": ask.disk_gb,
+        "label": ask.name,
+        "runtype": "args",
+        "args": ["sh", "-c", script_of(ask)],
+        "cancel_unavail": True,
+    }
+    if offer.is_spot:
+        create["price"] = round(ask.usd_per_hour, 4)
+    values = {SEARCH: search, CREATE: create, END: END_REQUEST}
+    return {name: json.dumps(value, indent=1) + "\n" for name, value in values.items()} | {SCRIPT: script_of(ask)}
+
+
+def check(files: Mapping[str, str]) -> list[str]:
+    """Fields that it does not know, and those that it needs."""
+    search, create, end = (json.loads(files.get(name, "{}")) for name in (SEARCH, CREATE, END))
+    found = missing(create, CREATE, "image", "label", "disk", "args")
+    found += missing(search, SEARCH, "gpu_name.eq", "num_gpus.eq", "dph_total.lte")
+    found += missing(end, END, "start_time", "api_endpoint", "request_method", "instance_id")
+    found += [f"{CREATE}: no such field: {name}" for name in sorted(set(create) - KEYS)]
+    if (search.get("type") == "bid") != ("price" in create):
+        found.append(f"{CREATE}: a bid, and nothing else, has a price")
+    if create.get("cancel_unavail") is not True:
+        found.append(f"{CREATE}: without cancel_unavail an instance that can't start is paid for")
+    return found
+
+
+TARGET = Target(
+    "vast", "Vast.ai", render, check,
+    ends="a scheduled job at Vast.ai that deletes the instance",
+    is_rented=True,
+    keys=("VAST_API_KEY",),
+    picks_gpus=True,
+)  # fmt: skip

@@ -1,0 +1,128 @@
+"""Vertex AI: a CustomJob with a time limit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from farthing.durability.files import Json
+from farthing.launch.ask import SCRIPT, Ask, script_of
+from farthing.launch.commands import Commands
+from farthing.launch.driver import Seen
+from farthing.launch.target import Files, Target, missing
+
+DOCUMENT = "custom_job.json"
+_OVER = ("JOB_STATE_SUCCEEDED", "JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_EXPIRED")
+_WAITS = ("JOB_STATE_QUEUED", "JOB_STATE_PENDING")
+FAMILIES = {"g2": "L4", "a2": "A100", "a3": "H100|H200", "n1": "T4|V100|P100|K80", "g4": "RTX_PRO", "a4": "B200"}
+"""Which accelerators a family of machine types has: the prefix of the type, and words of the accelerator's name."""
+
+
+def render(ask: Ask) -> Files:
+    """The job. `ask.at` is PROJECT/REGION, with /SERVICE_ACCOUNT where that is another than the default.
+
+    Credentials of the store are the service account's: there is no place for secrets in the document.
+    """
+    account = ask.at.split("/")[2:]
+    machine: Json = {"machineType": ask.machine_type}
+    machine |= {"acceleratorType": ask.gpu_id, "acceleratorCount": ask.offer.n_gpus} if ask.gpu_id else {}
+    job: Json = {
+        "workerPoolSpecs": [
+            {
+                "machineSpec": machine,
+                "replicaCount": "1",
+                "diskSpec": {"bootDiskType": "pd-ssd", "bootDiskSizeGb": max(100, ask.disk_gb)},
+                "containerSpec": {
+                    "imageUri": ask.image,
+                    "command": ["sh", "-c"],
+                    "args": [script_of(ask)],
+                    "env": [{"name": name, "value": value} for name, value in sorted(ask.settings.items())],
+                },
+            }
+        ],
+        "scheduling": {
+            "timeout": f"{ask.most_s}s",
+            "strategy": "SPOT" if ask.offer.is_spot else "STANDARD",
+            "restartJobOnWorkerRestart": True,
+            "disableRetries": False,
+        },
+    }
+    job |= {"serviceAccount": account[0]} if account else {}
+    document = {"displayName": ask.name, "labels": {"farthing-launch": ask.launch_id}, "jobSpec": job}
+    return {
+        DOCUMENT: json.dumps(document, indent=1) + "\n",
+        "job_spec.json": json.dumps(job, indent=1) + "\n",
+        SCRIPT: script_of(ask),
+    }
+
+
+def check(files: Mapping[str, str]) -> list[str]:
+    """What its schema lets pass: missing fields, and machine types that do not have the accelerator."""
+    document = json.loads(files.get(DOCUMENT, "{}"))
+    spec = "jobSpec.workerPoolSpecs.0"
+    found = missing(
+        document, DOCUMENT, "displayName", f"{spec}.machineSpec.machineType", f"{spec}.replicaCount",
+        f"{spec}.containerSpec.imageUri", "jobSpec.scheduling.timeout",
+    )  # fmt: skip
+    if found:
+        return found
+    if not re.fullmatch(r"[1-9]\d*s", document["jobSpec"]["scheduling"]["timeout"]):
+        found.append(f"{DOCUMENT}: timeout is seconds, as in 3600s")
+    machine = document["jobSpec"]["workerPoolSpecs"][0]["machineSpec"]
+    family, accelerator = machine["machineType"].partition("-")[0], machine.get("acceleratorType", "")
+    if accelerator and not re.search(FAMILIES.get(family, "no such"), accelerator):
+        found.append(f"{DOCUMENT}: machines {machine['machineType']} have no {accelerator}")
+    return found
+
+
+def _parse(text: str) -> list[Seen]:
+    return [
+        Seen(
+            job["displayName"], job["name"], is_over=job["state"] in _OVER, is_waiting=job["state"] in _WAITS,
+            code=0 if job["state"] == "JOB_STATE_SUCCEEDED" else None, is_paid=job["state"] not in _OVER,
+        )
+        for job in json.loads(text)
+    ]  # fmt: skip
+
+
+def commands(at: str) -> Commands:
+    """How `gcloud` is used in a project and region."""
+    project, region = [*at.split("/"), "", ""][:2]
+    place = [f"--project={project}", f"--region={region}"]
+    ai = ["gcloud", "ai", "custom-jobs"]
+
+    def submit(ask: Ask, folder: Path) -> list[str]:
+        labels = f"--labels=farthing-launch={ask.launch_id}"
+        config = f"--config={folder / 'job_spec.json'}"
+        return [*ai, "create", *place, f"--display-name={ask.name}", labels, config, "--format=value(name)"]
+
+    return Commands(
+        submit=submit,
+        id_of=lambda text: text.split()[-1],
+        listing=lambda prefix: [*ai, "list", *place, f"--filter=labels.farthing-launch={prefix}", "--format=json"],
+        parse=_parse,
+        destroy=lambda m: [*ai, "cancel", m.id, *place],
+        log=lambda m: [
+            "gcloud",
+            "logging",
+            "read",
+            f'resource.type="ml_job" AND resource.labels.job_id="{m.id.rpartition("/")[2]}"',
+            f"--project={project}",
+            "--limit=200",
+            "--order=asc",
+            "--format=value(jsonPayload.message)",
+        ],
+    )
+
+
+TARGET = Target(
+    "vertex", "Vertex AI", render, check,
+    ends="Vertex, at scheduling.timeout",
+    is_rented=True,
+    at="PROJECT/REGION[/SERVICE_ACCOUNT]",
+    program="gcloud",
+    install="https://cloud.google.com/sdk/docs/install",
+    picks_gpus=True,
+)  # fmt: skip

@@ -1,0 +1,122 @@
+"""What services that fine-tune for you would charge for a job: by the trained token, with the rules that each counts by.
+
+Prices are rows of `facts/managed.csv` with source and date. Refuses to guess a price: a service that publishes none for the
+model's size or the method is not listed. What is counted are the tokens of this job's own tokenizer, a little off where the
+service has another.
+
+Together counts rows x max length where packing is off, and the tokens of each validation
+(docs.together.ai/docs/fine-tuning/pricing); it and Fireworks have no minimum charge that is published.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from datetime import date
+from functools import cache
+
+from farthing.planner.types import JobSpec
+from farthing.prices.gpus import FACTS
+from farthing.tasks.registry import task_of
+
+
+@dataclass(frozen=True)
+class Service:
+    """A row of prices, USD for a million trained tokens."""
+
+    provider: str
+    model: str
+    """The one model it is for; empty: every model of its size."""
+    method: str
+    """lora, full, or closed: a model whose weights nobody gets."""
+    over_billion: float
+    upto_billion: float
+    usd: float
+    usd_high: float
+    counts: str
+    you_get: str
+    afterwards: str
+    ends: date | None
+    """No new jobs from this day on."""
+    source: str
+    date: date
+
+
+def say_size(service: Service) -> str:
+    """The method and the sizes of models that a row is for, such as "LoRA up to 16B"."""
+    method = "LoRA" if service.method == "lora" else service.method
+    if service.upto_billion == float("inf"):
+        return f"{method} over {service.over_billion:g}B"
+    begins = f"{service.over_billion:g}B to" if service.over_billion else "up to"
+    return f"{method} {begins} {service.upto_billion:g}B"
+
+
+@dataclass(frozen=True)
+class Bill:
+    """What a service would charge for a job."""
+
+    service: Service
+    n_tokens: float
+    usd: float
+    usd_high: float
+    usd_unpacked: float | None
+    """Where it counts rows x max length without packing."""
+
+
+@cache
+def services() -> tuple[Service, ...]:
+    """All rows."""
+
+    def number(text: str, otherwise: float) -> float:
+        return float(text) if text else otherwise
+
+    with open(FACTS / "managed.csv", encoding="utf-8", newline="") as file:
+        return tuple(
+            Service(
+                row["provider"], row["model"], row["method"],
+                number(row["over_billion"], 0.0), number(row["upto_billion"], float("inf")),
+                float(row["usd_per_million_tokens"]), number(row["usd_high"], float(row["usd_per_million_tokens"])),
+                row["counts"], row["you_get"], row["afterwards"],
+                date.fromisoformat(row["ends"]) if row["ends"] else None, row["source"], date.fromisoformat(row["date"]),
+            )
+            for row in csv.DictReader(file)
+        )  # fmt: skip
+
+
+def bills(wanted: JobSpec, task: str, model: str, max_length: int, today: date) -> list[Bill]:
+    """What the services would charge for a job, cheapest first; none for a task that they do not have.
+
+    `model` is a name on the Hub or a folder. A closed model is listed beside the others, as it is what one may have now.
+    """
+    if not task_of(task).predicts_next:
+        return []
+    method, name = "full" if wanted.method == "full" else "lora", model.rstrip("/").rpartition("/")[2].lower()
+    billion = wanted.shape.n_parameters / 1e9
+    found = []
+    for service in services():
+        fits = service.method in (method, "closed") and (service.ends is None or today < service.ends)
+        if service.model and service.method != "closed":
+            fits = fits and service.model.lower() == name
+        elif not service.model:
+            fits = fits and service.over_billion < billion <= service.upto_billion
+        if fits:
+            found.append(_bill(service, wanted, max_length))
+    return sorted(found, key=lambda bill: (bill.usd, bill.service.provider))
+
+
+def _bill(service: Service, wanted: JobSpec, max_length: int) -> Bill:
+    lengths, n_epochs = wanted.lengths, _epochs(wanted)
+    n_tokens, n_rows = lengths.n_tokens * n_epochs, lengths.n_examples * n_epochs
+    evaluated = 0.0
+    if service.counts == "with validation":
+        evaluated = wanted.eval_lengths.n_tokens * max(1.0, n_epochs) if wanted.eval_lengths else 0.0
+    million = (n_tokens + evaluated) / 1e6
+    unpacked = (n_rows * max_length + evaluated) / 1e6 * service.usd if service.counts == "with validation" else None
+    return Bill(service, n_tokens + evaluated, million * service.usd, million * service.usd_high, unpacked)
+
+
+def _epochs(wanted: JobSpec) -> float:
+    """Passes over the data, also where the job counts in steps."""
+    if wanted.max_steps is None:
+        return wanted.n_epochs
+    return wanted.max_steps * wanted.global_batch / max(1, wanted.lengths.n_examples)

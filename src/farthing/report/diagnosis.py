@@ -1,0 +1,342 @@
+"""What holds a run back, in dollars: from its receipt alone, so for a run that goes on, has ended or was killed.
+
+Each check looks at one cause, and says with figures why it thinks so, which key to set, and what that saves: in a whole run of
+this kind, and in what is left of this one. Pure: same receipt, same diagnosis. Refuses to guess a saving that nothing measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from farthing.report.receipt_types import Advice, Diagnosis, Finding, Receipt
+from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
+
+AREAS = (
+    "data", "memory", "compute", "host", "communication", "checkpoints", "evaluation", "start-up", "waiting",
+)  # fmt: skip
+"""In the order in which they are looked at."""
+WORTH = 0.03
+"""A finding is worth telling when it takes this share of the run's time."""
+EVALUATION_SHARE, SAVE_SHARE, START_SHARE = 0.05, 0.02, 0.15
+"""What evaluations, saves and the start may take of a run."""
+MFU_TARGET = 0.40
+_START = ("start_up", "load_model", "restore", "prefix", "probe", "compile")
+_START_FIXES = {
+    "compile": ("train.torch_compile=false", "layers are compiled for longer than it gains in so short a run"),
+    "probe": ("train.probe=false", "settings are probed for longer than it gains in so short a run"),
+    "load_model": ("", "keep the model on a local disk (HF_HOME, or model.model_name_or_path of a folder there)"),
+    "prefix": (
+        "",
+        "keep cache_dir on a disk that outlives the machine: frozen layers are then computed once for all runs",
+    ),
+    "restore": ("", "keep output_dir on a local disk, or the store in the region of the machine"),
+    "start_up": ("", "start from an image in which the packages are installed, and train more in one run"),
+}
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """What was found to cost too much."""
+
+    area: str
+    cause: str
+    evidence: str
+    fix: str
+    to_do: str
+    seconds: float
+    """Of the time so far."""
+    recurs: bool = True
+    """Whether the rest of the run can be spared it too: else it was spent once, at the start."""
+
+
+class _Run:
+    """A receipt with the sums that several checks need."""
+
+    def __init__(self, receipt: Receipt) -> None:
+        self.receipt, self.work = receipt, receipt.work or {}
+        self.spans = {span.name: span.seconds for span in receipt.spans}
+        self.wall_s = receipt.wall_s
+        self.usd_per_s = receipt.usd / receipt.wall_s if receipt.wall_s else 0.0
+        self.train: dict[str, Any] = (receipt.job or {}).get("train") or {}
+        self.n_steps = max(int(self.work.get("n_steps", 0)), receipt.steps)
+        self.is_over = receipt.state == "finished"
+        self.whole = self.n_steps / receipt.steps if receipt.steps else 1.0
+        """By how much a whole run is longer than what was done."""
+
+    def span(self, *names: str) -> float:
+        """Seconds under these names."""
+        return sum(self.spans.get(name, 0.0) for name in names)
+
+    def share(self, seconds: float) -> str:
+        """Seconds, and what share of the run that is."""
+        return f"{say_seconds(seconds)} of {say_seconds(self.wall_s)} ({seconds / (self.wall_s or 1):.0%})"
+
+
+def diagnose(receipt: Receipt) -> Diagnosis:
+    """The diagnosis of a run; without findings where nothing stands out or too little has happened."""
+    run = _Run(receipt)
+    costs = [cost for check in _CHECKS for cost in check(run) if cost.seconds >= WORTH * run.wall_s]
+    found = sorted((_finding(run, cost) for cost in costs), key=lambda finding: AREAS.index(finding.area))
+    largest = max(found, key=lambda finding: finding.saves_s, default=None)
+    return Diagnosis(found, largest.cause if largest else "", list(_advice(run)))
+
+
+def _finding(run: _Run, cost: _Cost) -> Finding:
+    whole = run.whole if cost.recurs else 1.0
+    rest_s = 0.0 if run.is_over or not cost.recurs else cost.seconds * max(0.0, run.whole - 1)
+    return Finding(
+        cost.area,
+        cost.cause,
+        cost.evidence,
+        cost.fix,
+        cost.to_do,
+        saves_s=cost.seconds * whole,
+        saves_usd=cost.seconds * whole * run.usd_per_s,
+        rest_s=rest_s,
+        rest_usd=rest_s * run.usd_per_s,
+    )
+
+
+# ---- the checks ----
+
+
+def _data(run: _Run) -> Iterator[_Cost]:
+    waited_s, tokenized_s = run.span("data_wait"), run.span("tokenize")
+    yield _Cost(
+        "data",
+        "slow storage",
+        f"training waited {run.share(waited_s)} for batches",
+        "cache_dir",
+        "set cache_dir to a folder on a local disk: tokens are read from there in every step",
+        waited_s,
+    )
+    n_tokens = run.work.get("n_tokens", 0)
+    pace = f", {say_count(n_tokens / tokenized_s)} tokens a second" if n_tokens and tokenized_s > 1 else ""
+    yield _Cost(
+        "data",
+        "slow tokenizer",
+        f"reading and tokenizing took {run.share(tokenized_s)}{pace}",
+        "cache_dir",
+        "keep cache_dir on a disk that outlives the machine: the next run with this data and tokenizer finds its tokens"
+        " there; model.tokenizer_name_or_path may name a fast tokenizer (one with a tokenizer.json)",
+        tokenized_s,
+        recurs=False,
+    )
+
+
+def _memory(run: _Run) -> Iterator[_Cost]:
+    work, compute_s = run.work, run.span("compute")
+    need, free = work.get("need_without_checkpointing_bytes"), work.get("free_bytes", 0)
+    if work.get("checkpoint_every") and need and need <= 0.9 * free:
+        share = work.get("recomputed_share", 0.0)
+        yield _Cost(
+            "memory",
+            "checkpointing not needed",
+            f"activations are computed twice, {share:.0%} of forward and backward; without that {say_bytes(need)} would be"
+            f" needed and {say_bytes(free)} were free",
+            "train.gradient_checkpointing=false",
+            "switch activation checkpointing off",
+            share * compute_s,
+        )
+    yield from _micro_batches(run)
+    if redone := [event for event in run.receipt.out_of_memory if "micro_batch_tokens" in event]:
+        last = redone[-1]
+        yield _Cost(
+            "memory",
+            "memory ran out",
+            f"{plural(len(redone), 'step')} ran out of memory and were taken again",
+            f"train.micro_batch_tokens={last['micro_batch_tokens']}",
+            "begin with the micro-batch that fits",
+            0.0,
+        )
+
+
+def _micro_batches(run: _Run) -> Iterator[_Cost]:
+    """Whether a micro-batch takes long whatever its size, and there is memory for larger ones."""
+    work, each_s = run.work, run.work.get("micro_batch_s", 0.0)
+    n, tokens = work.get("micro_batches_per_step", 0.0), work.get("computed_tokens_per_step", 0.0)
+    if not each_s or n <= 1.5 or not tokens:
+        return
+    now = max(work.get("micro_batch_tokens", 0), 1)
+    room = 0.8 * work.get("free_bytes", 0) / max(1, work.get("need_bytes", 0))
+    wanted = min(now * max(1.0, room), tokens)
+    better = max(1.0, math.ceil(tokens / wanted))
+    if better >= n:
+        return
+    steps = run.receipt.steps
+    yield _Cost(
+        "memory",
+        "micro-batches too small",
+        f"a step has {n:.1f} micro-batches of up to {plural(now, 'token')}, each of which takes {1000 * each_s:,.1f} ms"
+        " whatever its size",
+        f"train.micro_batch_tokens={2 ** math.ceil(math.log2(wanted))}",
+        "let more examples through at once (the result stays the same), or leave train.per_device_train_batch_size out",
+        steps * (n - better) * each_s,
+    )
+
+
+def _compute(run: _Run) -> Iterator[_Cost]:
+    work, compute_s = run.work, run.span("compute")
+    share, longest, long = (work.get(name, 0) for name in ("share_beyond_long", "longest", "long"))
+    if longest > 1.5 * long > 0 and share:
+        yield _Cost(
+            "compute",
+            "max_length too long",
+            f"the longest 5 % of the examples (over {long:,} tokens, up to {longest:,}) hold {share:.0%} of all tokens beyond"
+            f" that length",
+            f"data.max_length={long}",
+            "cut examples at a shorter length; this changes what is learned from the long ones",
+            share * compute_s,
+        )
+    receipt = run.receipt
+    useful, padded = receipt.tokens_per_s or 0.0, receipt.padded_tokens_per_s or 0.0
+    if useful and padded > 1.1 * useful:
+        yield _Cost(
+            "compute",
+            "padding",
+            f"{1 - useful / padded:.0%} of the computed tokens are padding",
+            "",
+            "leave model.attn_implementation out where it is set, so that examples are laid end to end",
+            (1 - useful / padded) * compute_s,
+        )
+    if receipt.mfu and receipt.mfu < MFU_TARGET:
+        wasted_s = (1 - receipt.mfu / MFU_TARGET) * compute_s
+        yield _Cost(
+            "compute",
+            "utilisation under target",
+            f"{receipt.mfu:.0%} of the device's peak, where {MFU_TARGET:.0%} can be had",
+            "train.probe=true",
+            "let a probe find quicker settings; `farthing profile` shows which operations take the time",
+            wasted_s,
+        )
+
+
+def _host(run: _Run) -> Iterator[_Cost]:
+    copies_s, idle_s = run.span("host_to_device"), run.span("idle")
+    to_do = "`farthing profile` shows what runs between the steps; other programs on the machine may take its cores"
+    yield _Cost("host", "copies to the device", f"copies took {run.share(copies_s)}", "", to_do, copies_s)
+    yield _Cost("host", "the host is busy", f"{run.share(idle_s)} belong to no part of the training", "", to_do, idle_s)
+
+
+def _communication(run: _Run) -> Iterator[_Cost]:
+    seconds = run.span("communication")
+    to_do = "use one larger GPU, or larger global batches: gradients are exchanged once a step"
+    yield _Cost("communication", "exchange of gradients", f"it took {run.share(seconds)}", "", to_do, seconds)
+
+
+def _checkpoints(run: _Run) -> Iterator[_Cost]:
+    saves, spent_s = run.receipt.checkpoints, run.span("checkpoint")
+    steps = run.receipt.steps
+    if saves.n < 2 or not spent_s or not steps or spent_s <= SAVE_SHARE * run.wall_s:
+        return
+    each_s, left = spent_s / saves.n, max(1, math.ceil(SAVE_SHARE / 2 * run.wall_s * saves.n / spent_s))
+    fix = f"train.save_steps={math.ceil(steps / left)}"
+    yield _Cost(
+        "checkpoints",
+        "saves too often",
+        f"{plural(saves.n, 'checkpoint')} held training up for {run.share(spent_s)}, {say_seconds(each_s)} each",
+        fix,
+        "save more seldom; without train.save_steps and train.save_minutes the planned interval is used",
+        spent_s - left * each_s,
+    )
+
+
+def _evaluation(run: _Run) -> Iterator[_Cost]:
+    spent_s, n, steps = run.span("evaluation"), len(run.receipt.curves.evaluation), run.receipt.steps
+    if n < 2 or not steps or spent_s <= EVALUATION_SHARE * run.wall_s:
+        return
+    each_s = spent_s / n
+    left = max(1, math.floor(EVALUATION_SHARE * (run.wall_s - spent_s) / each_s))
+    if left >= n:
+        return
+    yield _Cost(
+        "evaluation",
+        "evaluation too often",
+        f"{plural(n, 'evaluation')} took {run.share(spent_s)}, {say_seconds(each_s)} each",
+        f"train.eval_steps={math.ceil(steps / left)}",
+        "evaluate more seldom, or on fewer examples (data.max_eval_samples)",
+        (n - left) * each_s,
+    )
+
+
+def _start_up(run: _Run) -> Iterator[_Cost]:
+    first = run.receipt.attempts[0]["spans"] if run.receipt.attempts else {}
+    parts = {name: first.get(name, 0.0) for name in _START}
+    total_s = sum(parts.values())
+    if not total_s or total_s <= START_SHARE * run.wall_s:
+        return
+    worst = max(parts, key=lambda name: parts[name])
+    fix, to_do = _START_FIXES[worst]
+    words = ", ".join(f"{name.replace('_', ' ')} {say_seconds(s)}" for name, s in parts.items() if s > 0.1 * total_s)
+    evidence = f"the start took {run.share(total_s)}: {words}"
+    yield _Cost("start-up", "start-up", evidence, fix, to_do, parts[worst], recurs=False)
+
+
+def _waiting(run: _Run) -> Iterator[_Cost]:
+    receipt = run.receipt
+    lost_s = receipt.restart_s + receipt.redone_s
+    if not receipt.interruptions:
+        return
+    share = receipt.redone_s > receipt.restart_s
+    yield _Cost(
+        "waiting",
+        "interruptions",
+        f"{plural(receipt.interruptions, 'interruption')}: starting again and redoing work took {run.share(lost_s)}",
+        "where.spot=true" if share else "",
+        "tell farthing that the machine may go, so that it saves as often as that asks for; or rent it on demand",
+        lost_s,
+    )
+
+
+_CHECKS: tuple[Callable[[_Run], Iterator[_Cost]], ...] = (
+    _data, _memory, _compute, _host, _communication, _checkpoints, _evaluation, _start_up, _waiting,
+)  # fmt: skip
+
+
+# ---- more training, or less ----
+
+
+def _advice(run: _Run) -> Iterator[Advice]:
+    """Whether another epoch is worth its dollars, and what early stopping would have spared."""
+    receipt = run.receipt
+    name = (run.train.get("metric_for_best_model") or "loss").removeprefix("eval_")
+    rows = [(row["step"], row["loss"]) for row in receipt.curves.evaluation if "loss" in row]
+    if not run.is_over or len(rows) < 2 or not receipt.steps:
+        return
+    step_s = run.span("data_wait", "host_to_device", "compute", "optimizer", "evaluation", "checkpoint") / receipt.steps
+    best = min(rows, key=lambda row: row[1])
+    gain = (rows[-2][1] - rows[-1][1]) / max(1e-9, abs(rows[-2][1]))
+    if best == rows[-1] and gain > 0.005 and receipt.steps_per_epoch:
+        usd = receipt.steps_per_epoch * step_s * run.usd_per_s
+        words = f"evaluation loss was still falling ({rows[-2][1]:.4g} to {rows[-1][1]:.4g}): another epoch costs about"
+        yield Advice(f"{words} {_price(run, usd, receipt.steps_per_epoch * step_s)}", usd, _another_epoch(receipt))
+    patience = 3
+    after = [row for row in rows if row[0] > best[0]]
+    if len(after) > patience and not run.train.get("early_stopping_patience") and name == "loss":
+        seconds = (receipt.steps - after[patience - 1][0]) * step_s
+        usd = seconds * run.usd_per_s
+        words = (
+            f"evaluation loss was best after step {best[0]:,} of {receipt.steps:,}: early stopping would have saved"
+            f" {_price(run, usd, seconds)}"
+        )
+        yield Advice(words, usd, f"--set train.early_stopping_patience={patience}")
+
+
+def _price(run: _Run, usd: float, seconds: float) -> str:
+    return f"{say_usd(usd)} ({say_seconds(seconds)})" if run.receipt.usd_is_known else say_seconds(seconds)
+
+
+def _another_epoch(receipt: Receipt) -> str:
+    """The command that trains the result further: a finished run is never changed."""
+    run = receipt.run
+    method = ((receipt.job or {}).get("method") or {}).get("name", "full")
+    model, first = f"{run}/model", ""
+    if method != "full":
+        model, first = f"{run}-merged", f"farthing export {run} --format merged --output {run}-merged && "
+    return (
+        f"{first}farthing train {run}/job.json --set model.model_name_or_path={model} --set model.init=pretrained"
+        f" --set train.num_train_epochs=1 --set output_dir={run}-more"
+    )

@@ -1,0 +1,85 @@
+"""A run as it goes, from the files that it writes anyway: how far it is, what it will cost, and whether it is alive.
+
+Read from another terminal or machine, so a run is never slowed: nothing is asked of it. Refuses to wait, and to write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from farthing.report.receipt_types import Receipt
+
+SILENT_S = 60.0
+"""A running attempt writes every second; one in a store is told of once a minute."""
+_ENDED = ("finished", "limit", "interrupted", "failed")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is at one moment. None: not known yet."""
+
+    state: str
+    """running, silent (its last sign of life is long ago), or as its last attempt ended"""
+    silent_s: float
+    step: int
+    n_steps: int | None
+    step_s: float | None
+    """Of the present attempt, evaluations and saves counted in."""
+    left_s: tuple[float, float, float] | None
+    """(least, likely, most) seconds until the last step"""
+    left_usd: tuple[float, float, float] | None
+    total_usd: float | None
+    """What the whole run is likely to cost."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come of this attempt."""
+        return self.state in _ENDED
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values by name."""
+        return asdict(self)
+
+
+def progress_of(receipt: Receipt, now: float, *, silent_s: float = SILENT_S) -> Progress:
+    """How far the run of a receipt is at `now`, in seconds since 1970."""
+    quiet_s = max(0.0, now - receipt.seen_at) if receipt.seen_at else 0.0
+    state = receipt.state
+    if state not in _ENDED:
+        state = "running" if quiet_s <= silent_s else "silent"
+    step = max(receipt.steps, receipt.attempts[-1]["last_step"] if receipt.attempts else 0)
+    n_steps = int((receipt.work or {}).get("n_steps", 0)) or None
+    likely, spread = _step_s(receipt)
+    left_s = left_usd = total_usd = None
+    if likely is not None and n_steps is not None and state in ("running", "silent"):
+        rest = max(0, n_steps - step)
+        low, high = spread
+        left_s = (rest * low, rest * likely, rest * high)
+        price = receipt.attempts[-1]["usd_per_hour"] / 3600
+        if receipt.usd_is_known:
+            left_usd = (left_s[0] * price, left_s[1] * price, left_s[2] * price)
+            total_usd = receipt.usd + left_usd[1]
+    return Progress(state, quiet_s, step, n_steps, likely, left_s, left_usd, total_usd)
+
+
+def _step_s(receipt: Receipt) -> tuple[float | None, tuple[float, float]]:
+    """(mean seconds of a step of the newest attempt, those of its quicker and slower stretches)."""
+    if not receipt.attempts:
+        return None, (0.0, 0.0)
+    begin_s = receipt.wall_s - receipt.attempts[-1]["wall_s"]
+    before = receipt.attempts[-1]["first_step"]
+    found: list[tuple[float, int]] = []
+    for column in receipt.timeline.columns:
+        if column.end_s <= begin_s + 1e-6:
+            continue
+        if column.step > before:
+            found.append((column.end_s - column.begin_s - column.seconds.get("start-up", 0.0), column.step - before))
+            before = column.step
+    if not found:
+        return None, (0.0, 0.0)
+    mean = sum(seconds for seconds, _ in found) / sum(n for _, n in found)
+    each = sorted(seconds / n for seconds, n in found)
+    if len(each) < 4:
+        return mean, (0.8 * mean, 1.3 * mean)
+    return mean, (min(mean, each[len(each) // 10]), max(mean, each[-1 - len(each) // 10]))

@@ -1,0 +1,190 @@
+"""What a receipt consists of: frozen values with their units, as `receipt.json` holds them. Refuses to compute any."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from farthing.report.timeline import Timeline
+
+Json = dict[str, Any]
+"""An object of a JSON file."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that holds a run back, and what to do about it."""
+
+    area: str
+    """data, memory, compute, host, communication, checkpoints, evaluation, start-up or waiting"""
+    cause: str
+    evidence: str
+    """In words, with figures."""
+    fix: str
+    """The key to set, as `--set` takes it; empty where no key helps."""
+    to_do: str
+    saves_s: float
+    """In a whole run like this one."""
+    saves_usd: float
+    rest_s: float
+    """In what is left of this run; 0 where it has ended, or the fix is for another run."""
+    rest_usd: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What more, or less, training is worth."""
+
+    words: str
+    usd: float
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What holds a run back, in the order data, memory, compute, and the rest; `largest` is where most is to be saved."""
+
+    findings: list[Finding]
+    largest: str
+    """The cause of that finding; empty where nothing stands out."""
+    advice: list[Advice]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What the seconds of one name took, over all attempts, and their share of the bill's time."""
+
+    name: str
+    what: str
+    seconds: float
+    usd: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An estimate and what came of it; `ratio` happened/promised, None until the run has ended."""
+
+    promised: float
+    happened: float | None
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class Promised:
+    """What the plan had said before the first attempt, whole and by component, against what happened."""
+
+    calibration: str
+    wall_range_s: list[float]
+    wall_s: Pair
+    usd: Pair
+    peak_bytes: Pair
+    seconds: dict[str, Pair]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the first steps had said, against what happened."""
+
+    made_after_step: int
+    wall_s: Pair
+    usd: Pair
+    peak_bytes: Pair
+
+
+@dataclass(frozen=True)
+class Saves:
+    """How many checkpoints, how often, and for how long training waited for them; `share` is of all the time."""
+
+    n: int
+    interval_s: float | None
+    """None: they were asked for by steps, or there was no plan."""
+    held_up_s: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What was wrong with the ledger, and how much of the bill is known in sum only."""
+
+    n_broken_lines: int
+    lost_s: float
+    lost_usd: float
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Points [step, mean of its stretch]; evaluations: step and metrics."""
+
+    loss: list[list[float]]
+    loss_bands: list[list[float]]
+    """The same finer: [last step, steps, their sum, the lowest, the highest] of a stretch."""
+    loss_ends: list[list[float]]
+    """[step, loss] of the first and the last step; empty where there is none."""
+    utilisation_percent: list[list[float]]
+    evaluation: list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Everything that a run folder says of its run. Dictionaries are as the files of the folder have them."""
+
+    run: str
+    state: str
+    """finished, limit, interrupted, failed or killed: how the last attempt ended"""
+    written: str
+    seen_at: float | None
+    """Seconds since 1970 of the newest line of the ledger."""
+    job: Json | None
+    identity: Json | None
+    machine: Json | None
+    data_notes: list[str]
+    schedule: Json | None
+    settings: Json | None
+    steps: int
+    steps_per_epoch: int | None
+    epochs: float | None
+    tokens: int
+    target_tokens: int
+    final_loss: float | None
+    skipped_steps: int
+    out_of_memory: list[Json]
+    best_step: int | None
+    exported_step: int | None
+    metrics: Json | None
+    evaluation: Json | None
+    """What `farthing eval` has measured of the model, beside what the run began with."""
+    wall_s: float
+    usd: float
+    ancestor: Json | None
+    """The run that this one began from: run, run_id, step, wall_s, usd, usd_is_known."""
+    usd_with_ancestor: float
+    usd_is_known: bool
+    usd_per_million_tokens: float | None
+    spans: list[Span]
+    ledger: Trust | None
+    checkpoints: Saves
+    attempts: list[Json]
+    notices: list[Json]
+    interruptions: int
+    redone_s: float
+    redone_usd: float
+    restart_s: float
+    restart_usd: float
+    promised: Promised | None
+    forecast: Forecast | None
+    peak_bytes: int | None
+    machines: list[Json]  # that were rented: what each has cost, see `bill_by_machine`; training is a part of it
+    tokens_per_s: float | None
+    padded_tokens_per_s: float | None
+    mfu: float | None
+    curves: Curves
+    timeline: Timeline
+    work: Json | None
+    """What a step consists of, as the newest attempt measured it, see `train/work.py`."""
+    diagnosis: Diagnosis | None = None
+    """None only while the rest is put together."""
+
+    def to_json(self) -> Json:
+        """What `receipt.json` holds."""
+        return {"kind": "farthing receipt", "version": 1, **asdict(self)}

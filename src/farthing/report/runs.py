@@ -1,0 +1,134 @@
+"""All runs in a folder: their state, dollars, best metric and how true the estimate was, and what a month has cost in all.
+
+Every folder with a ledger is a run, wherever it lies below. What can't be read is named, not left out. Refuses to follow links
+out of the folder, and to write.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from farthing.durability.run_folder import CHECKPOINTS, LEDGER, MODEL
+from farthing.errors import FarthingError
+from farthing.report.live import progress_of
+from farthing.report.receipt import build_receipt
+from farthing.report.receipt_types import Receipt
+
+_NOT_LOOKED_INTO = {CHECKPOINTS, MODEL, "tensorboard", ".git", "node_modules", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in a line. None: not known."""
+
+    run: str
+    state: str
+    """running, silent, finished, limit, interrupted, failed; unreadable where its files can't be understood"""
+    began: str | None
+    """UTC, ISO."""
+    model: str | None
+    method: str | None
+    steps: int
+    wall_s: float
+    usd: float | None
+    metric: str | None
+    """The name of `best`."""
+    best: float | None
+    ratio: float | None
+    """Dollars, or seconds where there is no price, by what was estimated; None before the end."""
+    usd_by_month: dict[str, float]
+    """Dollars of the attempts that began in a month (2026-11), UTC."""
+    problem: str = ""
+
+
+def runs_in(folder: Path, now: float) -> list[Row]:
+    """The runs in and below a folder, the newest first; `now` in seconds since 1970."""
+    rows = [row_of(path, now, name=str(path)) for path in sorted(_run_folders(folder))]
+    return sorted(rows, key=lambda row: row.began or "", reverse=True)
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    for where, folders, files in os.walk(folder):
+        if LEDGER in files:
+            yield Path(where)
+        folders[:] = [name for name in folders if name not in _NOT_LOOKED_INTO]
+
+
+def row_of(folder: Path, now: float, *, name: str) -> Row:
+    """The line of one run folder."""
+    try:
+        receipt = build_receipt(folder)
+    except (FarthingError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Row(name, "unreadable", None, None, None, 0, 0.0, None, None, None, None, {}, f"{error}")
+    job, months = receipt.job or {}, dict[str, float]()
+    for attempt in receipt.attempts:
+        month = str(attempt["started_at"])[:7]
+        months[month] = months.get(month, 0.0) + attempt["usd"]
+    metric, best = _best(receipt)
+    pair = (
+        None
+        if receipt.promised is None
+        else (receipt.promised.usd if receipt.usd_is_known else receipt.promised.wall_s)
+    )
+    return Row(
+        name,
+        progress_of(receipt, now).state,
+        receipt.attempts[0]["started_at"] if receipt.attempts else None,
+        (job.get("model") or {}).get("model_name_or_path"),
+        (job.get("method") or {}).get("name"),
+        receipt.steps,
+        receipt.wall_s,
+        receipt.usd if receipt.usd_is_known else None,
+        metric,
+        best,
+        None if pair is None else pair.ratio,
+        months if receipt.usd_is_known else {},
+    )
+
+
+def _best(receipt: Receipt) -> tuple[str | None, float | None]:
+    """The metric that says which step is best, and its best value."""
+    name = ((receipt.job or {}).get("train") or {}).get("metric_for_best_model") or "loss"
+    name = str(name).removeprefix("eval_")
+    row = next((row for row in receipt.curves.evaluation if row["step"] == receipt.best_step and name in row), None)
+    return (name, row[name]) if row else (None, None)
+
+
+def totals(rows: Sequence[Row], now: float) -> dict[str, Any]:
+    """Sums over all runs, and of this month, UTC."""
+    month, by_month = datetime.fromtimestamp(now, UTC).strftime("%Y-%m"), dict[str, float]()
+    for row in rows:
+        for name, usd in row.usd_by_month.items():
+            by_month[name] = by_month.get(name, 0.0) + usd
+    return {
+        "n_runs": len(rows),
+        "usd": sum(by_month.values()),
+        "wall_s": sum(row.wall_s for row in rows),
+        "month": month,
+        "month_usd": by_month.get(month, 0.0),
+        "usd_by_month": dict(sorted(by_month.items())),
+        "n_without_price": sum(row.usd is None for row in rows),
+    }
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """A table for spreadsheets: a line a run, without the months."""
+    out = io.StringIO()
+    names = [name for name in Row.__dataclass_fields__ if name != "usd_by_month"]
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: _inert(value) for name, value in asdict(row).items() if name in names})
+    return out.getvalue()
+
+
+def _inert(value: Any) -> Any:
+    """A text that a spreadsheet would compute gets a quote before it."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t")) else value

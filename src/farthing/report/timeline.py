@@ -1,0 +1,139 @@
+"""A run over its paid time: what each stretch of it was spent on, and what happened when.
+
+Attempts are laid end to end, as the bill has them: the pauses between, in which nothing ran and nothing was paid for, are left
+out. Refuses to show more than a page can: stretches are joined, and of many events of a kind a share is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from farthing.durability.accounts import Account
+
+N_COLUMNS, N_EVENTS = 96, 120
+GROUPS = {
+    "start-up": ("start_up", "tokenize", "load_model", "restore", "prefix", "probe", "compile"),
+    "waiting for data": ("data_wait",),
+    "copies": ("host_to_device",),
+    "forward and backward": ("compute",),
+    "optimizer": ("optimizer",),
+    "evaluation": ("evaluation",),
+    "checkpoints": ("checkpoint", "export"),
+}
+"""What a page tells apart, and the spans that belong to each; the rest is `everything else`."""
+REST = "everything else"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A stretch of the run's paid time."""
+
+    begin_s: float
+    end_s: float
+    step: int
+    """At its end."""
+    tokens: int
+    """Useful ones of the whole run, at its end."""
+    usd: float
+    seconds: dict[str, float]
+    """By the names of `GROUPS`."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened."""
+
+    at_s: float
+    kind: str
+    """checkpoint, evaluation, interruption or out of memory"""
+    step: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A run over its paid seconds."""
+
+    columns: list[Column]
+    marks: list[Mark]
+
+
+def grouped(spans: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by the names of `GROUPS`, those that took any."""
+    named = {span: group for group, of in GROUPS.items() for span in of}
+    found: dict[str, float] = {}
+    for span, seconds in spans.items():
+        group = named.get(span, REST)
+        found[group] = found.get(group, 0.0) + seconds
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+
+def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeline:
+    """The timeline of a run's attempts, which was evaluated after these steps."""
+    columns, marks, begin_s, tokens = list[Column](), list[Mark](), 0.0, 0
+    steps_at: list[tuple[int, float]] = []
+    began = False
+    for account in accounts:
+        if account.began and began:
+            marks.append(Mark(begin_s, "interruption", account.first_step))
+        began |= account.began
+        steps_at = [point for point in steps_at if point[0] <= account.first_step] if account.began else steps_at
+        steps_at.append((account.first_step, begin_s + _start_s(account)))
+        own = account.stretches or [[account.step, account.facts.get("tokens", 0), account.n_saves, account.spans]]
+        for step, at_end, n_saves, spans in own:
+            seconds = grouped(spans)
+            end_s, tokens = begin_s + sum(seconds.values()), max(tokens, int(at_end))
+            usd = sum(seconds.values()) / 3600 * account.usd_per_hour
+            columns.append(Column(begin_s, end_s, int(step), tokens, usd, seconds))
+            steps_at.append((int(step), end_s))
+            if n_saves:
+                marks.append(Mark(end_s, "checkpoint", int(step)))
+            begin_s = end_s
+        marks += [
+            Mark(_when(steps_at, e["step"]), "out of memory", e["step"]) for e in account.out_of_memory if "step" in e
+        ]
+    marks += [Mark(_when(steps_at, step), "evaluation", step) for step in _some(list(evaluated))]
+    kinds = sorted({mark.kind for mark in marks})
+    kept = [mark for kind in kinds for mark in _some([each for each in marks if each.kind == kind])]
+    return Timeline(_thinned(columns), sorted(kept, key=lambda mark: mark.at_s))
+
+
+def _start_s(account: Account) -> float:
+    """Seconds of an attempt before its first step."""
+    return sum(account.spans.get(span, 0.0) for span in GROUPS["start-up"] if span != "compile")
+
+
+def _when(steps_at: list[tuple[int, float]], step: int) -> float:
+    """When a step was done, on the straight line between the nearest moments that are known."""
+    before = max((point for point in steps_at if point[0] <= step), default=(0, 0.0), key=lambda point: point[1])
+    after = min((point for point in steps_at if point[0] >= step), default=before, key=lambda point: point[1])
+    share = (step - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
+    return before[1] + share * (after[1] - before[1])
+
+
+def _some(items: list[Any]) -> list[Any]:
+    """All, or `N_EVENTS` of them evenly, the first and the last among them."""
+    if len(items) <= N_EVENTS:
+        return items
+    return [items[round(i * (len(items) - 1) / (N_EVENTS - 1))] for i in range(N_EVENTS)]
+
+
+def _thinned(columns: list[Column]) -> list[Column]:
+    """At most `N_COLUMNS`: of short neighbours one is made."""
+    if len(columns) <= N_COLUMNS:
+        return columns
+    least_s, found = columns[-1].end_s / N_COLUMNS * 1.02, list[Column]()
+    for column in columns:
+        if found and (column.end_s - found[-1].begin_s <= least_s or found[-1].end_s - found[-1].begin_s < least_s / 2):
+            found[-1] = _joined(found[-1], column)
+        else:
+            found.append(column)
+    return found
+
+
+def _joined(one: Column, other: Column) -> Column:
+    seconds = dict(one.seconds)
+    for name, more in other.seconds.items():
+        seconds[name] = seconds.get(name, 0.0) + more
+    return Column(one.begin_s, other.end_s, other.step, max(one.tokens, other.tokens), one.usd + other.usd, seconds)

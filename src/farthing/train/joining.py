@@ -1,0 +1,180 @@
+"""How the processes that share a run come together: what the first decides, and what the others take over from it.
+
+The first rank alone has the run folder, the ledger that counts, the limits, the store and the terminal. The others run the
+same code in a folder of their own that is thrown away, for a job without limits and copies, with the files that decide the
+result as the first has them. Refuses to know how they talk: `ranks.py` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from farthing.config.job import Job, LimitsSection
+from farthing.data.packing import PieceCost
+from farthing.durability.group import not_followed, seat_in
+from farthing.durability.run_folder import DECIDING, RUN, SCHEDULE, keep, kept
+from farthing.errors import EXIT_CRASH, FarthingError, ModelError, RunChanged, UserMistake
+from farthing.events import Emit, Warned
+from farthing.settings import Settings
+from farthing.tasks.registry import task_of
+from farthing.train.attempt import Attempt, Context
+from farthing.train.lanes import n_lanes_for
+from farthing.train.learning_rate import as_fitted
+from farthing.train.ranks import Ranks
+from farthing.train.schedule import Fit, keep_fit
+
+
+@contextlib.contextmanager
+def joined(job: Job) -> Iterator[tuple[Ranks, Job]]:
+    """The ranks of the run, and the job as this one has it. Parts from them in order, and tells them where this one fails.
+
+    An error that the first rank speaks of is marked `is_told`.
+    """
+    seat = seat_in(os.environ)
+    if not seat.by:
+        yield Ranks(), job
+        return
+    is_cuda = torch.cuda.is_available() and job.where.device != "cpu"
+    ranks = Ranks(seat, torch.device("cuda" if is_cuda else "cpu"), job.where.patience_s)
+    with contextlib.ExitStack() as stack:
+        try:
+            if not ranks.is_first:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="farthing-rank-"))
+                ranks.at_loss = lambda: shutil.rmtree(folder, ignore_errors=True)
+                job = _shadow(job, folder, asks_cloud=seat.local_index == 0)
+            yield ranks, job
+        except BaseException as error:
+            code = error.exit_code if isinstance(error, FarthingError) else EXIT_CRASH
+            error.is_told = not ranks.fail(code)  # type: ignore[attr-defined]
+            raise
+        finally:
+            ranks.close()
+
+
+def _shadow(job: Job, folder: str, *, asks_cloud: bool) -> Job:
+    """The job of a rank that computes and decides nothing."""
+    return job.model_copy(
+        update={
+            "output_dir": folder,
+            "output_store": None,
+            "limits": LimitsSection(),
+            "train": job.train.model_copy(update={"report_to": ()}),
+            "where": job.where if asks_cloud else job.where.model_copy(update={"notices": "off"}),
+        }
+    )
+
+
+def lead(context: Context, ended: tuple[str, str] | None = None) -> None:
+    """The first rank lets the others in: with the files that decide the result, or with how the run has ended already."""
+    ranks, folder = context.ranks, context.folder
+    if ranks.n > 1:
+        files = {name: kept(folder / name) for name in DECIDING} if ended is None else {}
+        ranks.tell_all({"ended": ended, "run_id": context.run_id, "files": files})
+
+
+def follow(context: Context) -> tuple[tuple[str, str] | None, dict[str, Any]]:
+    """Another rank is let in: (how the run has ended already, or None; what run.json says)."""
+    told = context.ranks.tell_all(None)
+    for name, value in told["files"].items():
+        if value is not None:
+            keep(context.folder / name, value)
+    context.run_id = told["run_id"]
+    ended = told["ended"]
+    return (None if ended is None else (str(ended[0]), str(ended[1]))), told["files"].get(RUN) or {}
+
+
+def must_be_the_same(context: Context, identity: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Refuse a rank that reads other data, or another model, than the first. Raises `RunChanged`."""
+    odd = [key for key, value in facts["identity"].items() if identity.get(key) != value]
+    if odd:
+        raise RunChanged(
+            f"rank {context.ranks.index} has another {', '.join(odd[:3])} than the first rank",
+            to_do="give every machine the same job, data and model, or put them on a disk that all share",
+        )
+
+
+def lanes_to_use(job: Job, ranks: Ranks, settings: Settings, facts: dict[str, Any], emit: Emit) -> int:
+    """How many lanes the run's steps have: as before, more where there are more ranks than that. `facts` are run.json's.
+
+    A run of one process whose job names no GPUs has one lane, and is computed as if there were no others.
+    """
+    if isinstance(job.where.gpus, int) and job.where.gpus > 1 and not ranks.seat.by:
+        emit(
+            Warned(
+                f"where.gpus is {job.where.gpus}, and this is one process: `farthing train` or torchrun starts as many"
+            )
+        )
+    if not (job.method.name != "full" if job.where.same_bits == "auto" else job.where.same_bits):
+        return ranks.n
+    before = settings.lanes or (1 if "examples_sha256" in facts else None)
+    if before is not None and ranks.n <= before:
+        return before
+    is_shared = job.where.gpus is not None or bool(ranks.seat.by) or job.where.same_bits is True
+    n_lanes = n_lanes_for(ranks.n, is_shared)
+    if before is not None:
+        text = f"the run's steps were shared out among {before}, now among {n_lanes}: equal to rounding, not to the bit"
+        emit(Warned(text))
+    return n_lanes
+
+
+def spread_frozen(job: Job, ranks: Ranks, model: nn.Module) -> None:
+    """Spread the frozen weights over the ranks, where the job says so. Raises `UserMistake` where that can't be."""
+    if job.where.sharding == "none":
+        return
+    why = {"full": "there are no frozen weights in full training, and trained ones can't be spread yet",
+           "qlora": "4-bit weights lose their quantization when they are gathered"}.get(job.method.name)  # fmt: skip
+    if task_of(job.task).is_pair and job.train.predict_with_generate:
+        why = "texts of different lengths are written by ranks that have to compute alike"
+    if why:
+        raise UserMistake(f"the weights can't be spread: {why}", where="where.sharding",
+                          to_do="leave it out, or use method: lora without train.predict_with_generate")  # fmt: skip
+    if ranks.n == 1:
+        model.to(ranks.device)
+    else:
+        ranks.spread(model)
+
+
+def refuse_running_statistics(model: nn.Module, n_lanes: int) -> None:
+    """Refuse a model whose forward pass changes it, as ranks see different examples. Raises `ModelError`."""
+    kind = next(
+        (type(each).__name__ for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)), ""
+    )
+    if kind and n_lanes > 1:
+        raise ModelError(
+            f"it keeps statistics of what it has seen ({kind}), which would differ between GPUs",
+            where="where.gpus",
+            to_do="train it on one GPU",
+        )
+
+
+def take_over(attempt: Attempt) -> None:
+    """Compute from here on as the first rank does: its state, its cut, its schedule."""
+    ranks, steps, forward = attempt.context.ranks, attempt.steps, attempt.forward
+    if ranks.n == 1:
+        return
+    fit = attempt.schedule.fit
+    settings, fit_values = ranks.tell_all([steps.settings.to_json(), None if fit is None else asdict(fit)])
+    if not ranks.is_first:
+        told = Settings.from_json(settings)
+        steps.use(told)
+        forward.shares = bool(told.shares_prefix)
+        forward.piece_cost = PieceCost(told.least_tokens, told.more_tokens)
+        if fit_values is not None:
+            attempt.schedule = as_fitted(attempt.job, keep_fit(attempt.context.folder / SCHEDULE, Fit(**fit_values)))
+            steps.n_steps = attempt.n_steps
+    ranks.bring_together(attempt.state)
+
+
+def words_for_launchers() -> str:
+    """What of a launcher's settings is left aside, in words; empty where there is none."""
+    names = not_followed(os.environ)
+    return f"not followed, the job says how to train: {', '.join(names)}" if names else ""

@@ -1,0 +1,119 @@
+"""Gradients of a step, added up in an order that does not depend on how many processes share the step.
+
+A run that several GPUs share has a fixed number of lanes. A lane is a column of the step's table of micro-batches; its
+gradients are added one after the other. Lanes are added by a fixed tree of pairs, whoever computes them: lane 0 and 1, 2
+and 3, then those two. Floating-point sums depend on their order alone, so that the result is the same to the bit on any
+number of processes. Refuses to know other processes: `ranks.py` carries sums between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LANES = 4
+"""Of a run that adds up in a fixed order: as many processes can share it, on fewer some compute several lanes."""
+Node = tuple[int, int]
+"""(first lane, end) of a subtree."""
+Gradients = list[Tensor | None]
+"""Of each trained weight; None where it had no part in the loss."""
+
+
+def n_lanes_for(n_ranks: int, fixed_order: bool) -> int:
+    """How many lanes a run has that begins on so many processes."""
+    if not fixed_order:
+        return n_ranks
+    return next((n for n in (LANES, 2 * LANES) if n_ranks <= n), n_ranks)
+
+
+def lanes_of(rank: int, n_ranks: int, n_lanes: int) -> range:
+    """The lanes that a process computes: neighbours, so that it can add up what the tree adds up anyway."""
+    return range(rank * n_lanes // n_ranks, (rank + 1) * n_lanes // n_ranks)
+
+
+def middle(node: Node) -> int:
+    """Where the tree parts a node of several lanes."""
+    return node[0] + (node[1] - node[0] + 1) // 2
+
+
+def nodes_of(lanes: range, n_lanes: int) -> list[Node]:
+    """The largest subtrees that lie within `lanes`, in order."""
+
+    def within(node: Node) -> list[Node]:
+        if lanes.start <= node[0] and node[1] <= lanes.stop:
+            return [node]
+        if node[1] <= lanes.start or lanes.stop <= node[0] or node[1] - node[0] == 1:
+            return []
+        return [*within((node[0], middle(node))), *within((middle(node), node[1]))]
+
+    return within((0, n_lanes))
+
+
+def add_up(nodes: dict[Node, Tensor], n_lanes: int) -> Tensor:
+    """The root of the tree from subtrees that make up all lanes; tensors are changed in place."""
+
+    def value(node: Node) -> Tensor:
+        found = nodes.pop(node, None)
+        if found is not None:
+            return found
+        return value((node[0], middle(node))).add_(value((middle(node), node[1])))
+
+    return value((0, n_lanes))
+
+
+@dataclass
+class LaneSums:
+    """The subtrees of the lanes that this process has computed so far."""
+
+    n_lanes: int
+    weights: Sequence[Tensor]
+    lanes: range
+
+    def __post_init__(self) -> None:
+        self.nodes: list[tuple[Node, Gradients]] = []
+        self._next = self.lanes.start
+
+    def up_to(self, lane: int) -> None:
+        """The lanes before `lane` are complete."""
+        for each in range(self._next, lane):
+            self._close(each)
+        self._next = max(self._next, lane)
+
+    def _close(self, lane: int) -> None:
+        """Take the weights' gradients as those of a lane, and add up what is complete."""
+        gradients: Gradients = [weight.grad for weight in self.weights]
+        for weight in self.weights:
+            weight.grad = None
+        self.nodes.append(((lane, lane + 1), gradients))
+        while len(self.nodes) > 1 and self._are_siblings(self.nodes[-2][0], self.nodes[-1][0]):
+            (left, mine), (right, other) = self.nodes[-2:]
+            self.nodes[-2:] = [((left[0], right[1]), _added(mine, other))]
+
+    def _are_siblings(self, left: Node, right: Node) -> bool:
+        whole = left[0], right[1]
+        return middle(whole) == left[1] and nodes_of(range(*whole), self.n_lanes) == [whole]
+
+    def has_gradient(self) -> list[int]:
+        """Of each weight, 1 where any of these lanes has a gradient of it, else 0."""
+        return [int(any(of[at] is not None for _, of in self.nodes)) for at in range(len(self.weights))]
+
+    def give_back(self) -> None:
+        """Put the gradients of the one node that is left, all lanes, to the weights."""
+        ((_, gradients),) = self.nodes
+        self.nodes = []
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            weight.grad = gradient
+
+
+def _added(mine: Gradients, other: Gradients) -> Gradients:
+    """Sums, in place of `mine`. What is missing counts as zeros, as it does where it is sent."""
+    both = [(a, b) for a, b in zip(mine, other, strict=True) if a is not None and b is not None]
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    alone = [a if a is not None else b for a, b in zip(mine, other, strict=True) if (a is None) != (b is None)]
+    if alone:
+        torch._foreach_add_(alone, 0.0)  # -0.0 becomes 0.0
+    return [a if a is not None else b for a, b in zip(mine, other, strict=True)]

@@ -1,0 +1,248 @@
+"""The verb `profile`: a few real steps under torch.profiler, by our own names, against the machine's measured peak.
+
+Operations are named after the part of the model that they belong to, forward and backward alike: what autograd computes for an
+operation has its sequence number. The job's own run folder is not touched. Refuses to profile steps that warm up.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from farthing.config.job import Job
+from farthing.events import Emit, Working
+from farthing.model.hardware import Numerics, device_name
+from farthing.train.attempt import Attempt
+from farthing.train.loop import take_step
+from farthing.train.run import opened_attempt
+from farthing.train.step_log import settle
+
+WARM_UP_STEPS, N_MEMORY_POINTS = 3, 200
+_MARK = "farthing: "
+_REST = "everything else"
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC")
+_BACKWARD = "autograd::engine::evaluate_function"
+
+
+def profile_job(job: Job, emit: Emit, folder: Path, n_steps: int) -> dict[str, Any]:
+    """Profile `n_steps` steps of a job and write their trace into `folder`; returns the table and what goes with it."""
+    short = {"max_steps": WARM_UP_STEPS + n_steps, "eval_strategy": "no", "report_to": (), "probe": False}
+    with tempfile.TemporaryDirectory(prefix="farthing-profile-") as scratch:
+        job = job.model_copy(update={"output_dir": scratch, "train": job.train.model_copy(update=short)})
+        with opened_attempt(job, emit) as attempt:
+            for _ in range(min(WARM_UP_STEPS, attempt.n_steps - 1)):
+                take_step(attempt)
+            settle(attempt)
+            emit(Working("profiling"))
+            return _profiled(attempt, folder, min(n_steps, attempt.n_steps - attempt.progress.step))
+
+
+def _profiled(attempt: Attempt, folder: Path, n_steps: int) -> dict[str, Any]:
+    device, meter, at = attempt.numerics.device, attempt.context.meter, attempt.progress
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    before_tokens, before_spans = at.n_tokens, dict(meter.spans)
+    with _named(attempt), profile(activities=activities, profile_memory=True) as profiler:
+        began = time.perf_counter()
+        for _ in range(n_steps):
+            take_step(attempt)
+        settle(attempt)
+        wall_s = time.perf_counter() - began
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = folder / "farthing.pt.trace.json"
+    profiler.export_chrome_trace(str(trace))
+    rows = seconds_by_name(profiler.events(), device.type)
+    waited_s = meter.spans.get("data_wait", 0.0) - before_spans.get("data_wait", 0.0)
+    rows["data"] = rows.get("data", 0.0) + waited_s
+    rest_s = wall_s - sum(rows.values())
+    if rest_s > 0:
+        rows["between operations"] = rest_s
+    flops_per_s = attempt.pace.flops_per_token * (at.n_tokens - before_tokens) / wall_s
+    peak = measured_peak(attempt.numerics)
+    points = memory_points(profiler.profiler.kineto_results.events(), device.type)
+    return {
+        "device": device_name(device),
+        "precision": attempt.numerics.name,
+        "n_steps": n_steps,
+        "step_s": wall_s / n_steps,
+        "parts": [
+            {"name": name, "step_s": seconds / n_steps, "share": seconds / wall_s}
+            for name, seconds in sorted(rows.items(), key=lambda item: -item[1])
+        ],
+        "flops_per_s": flops_per_s,
+        "measured_peak_flops_per_s": peak,
+        "mfu": flops_per_s / peak,
+        "memory": _memory(attempt, points),
+        "trace": str(trace),
+    }
+
+
+# ---- names ----
+
+
+@contextmanager
+def _named(attempt: Attempt) -> Iterator[None]:
+    """Within the block the parts of a step are ranges of the profiler."""
+    open_ranges: list[Any] = []
+
+    def enter(name: str) -> Callable[..., None]:
+        def begin(*_: Any) -> None:
+            open_ranges.append(record_function(_MARK + name))
+            open_ranges[-1].__enter__()
+
+        return begin
+
+    def leave(*_: Any) -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        for module, name in named_modules(attempt.model):
+            stack.callback(module.register_forward_pre_hook(enter(name)).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        for owner, method, name in (
+            (attempt.forward, "loss", "head"),
+            (attempt.forward, "to_device", "copies"),
+            (attempt.steps, "_update", "optimizer"),
+        ):
+            stack.enter_context(_ranged(owner, method, name))
+        yield
+
+
+@contextmanager
+def _ranged(owner: Any, method: str, name: str) -> Iterator[None]:
+    """Within the block a method of one object is a range of the profiler."""
+    plain = getattr(owner, method)
+
+    def ranged(*args: Any, **kwargs: Any) -> Any:
+        with record_function(_MARK + name):
+            return plain(*args, **kwargs)
+
+    setattr(owner, method, ranged)
+    try:
+        yield
+    finally:
+        delattr(owner, method)
+
+
+def named_modules(model: Any) -> list[tuple[Any, str]]:
+    """The modules that have a name of ours; what lies within one belongs to the innermost."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    body = getattr(inner, inner.base_model_prefix, None) if hasattr(inner, "base_model_prefix") else None
+    found = [] if body is None or body is inner else [(body, "other layers")]
+    for module in model.modules():
+        kind = type(module).__name__
+        if hasattr(module, "lora_A"):
+            found.append((module, "layers with LoRA"))
+        elif "Attention" in kind:
+            found.append((module, "attention"))
+        elif kind.endswith(("MLP", "DenseReluDense", "DenseGatedActDense", "Intermediate", "FFN")):
+            found.append((module, "feed-forward"))
+        elif "Norm" in kind:
+            found.append((module, "norms"))
+        elif "Embedding" in kind:
+            found.append((module, "embeddings"))
+    return found
+
+
+def seconds_by_name(events: Any, device: str) -> dict[str, float]:
+    """Seconds of the device by our names; on a GPU the launches of its kernels, which the host pays, besides."""
+    of_sequence: dict[int, str] = {}
+    for event in events:
+        name = _range_of(event)
+        if name is not None and event.sequence_nr >= 0:
+            of_sequence.setdefault(event.sequence_nr, name)
+    found: dict[str, float] = {}
+    for event in events:
+        own_us = event.self_cpu_time_total if device == "cpu" else event.self_device_time_total
+        if event.name.startswith(_MARK) or event.name == "[memory]":
+            continue
+        if device == "cuda" and event.name in _LAUNCHES:
+            found["launches"] = found.get("launches", 0.0) + event.self_cpu_time_total / 1e6
+        elif own_us:
+            name = _range_of(event) or _backward_of(event, of_sequence) or _REST
+            found[name] = found.get(name, 0.0) + own_us / 1e6
+    return found
+
+
+def _range_of(event: Any) -> str | None:
+    """The innermost of our ranges that an event lies in."""
+    while event is not None:
+        if event.name.startswith(_MARK):
+            return str(event.name.removeprefix(_MARK))
+        if event.name.startswith("Optimizer.step"):
+            return "optimizer"
+        event = event.cpu_parent
+    return None
+
+
+def _backward_of(event: Any, of_sequence: dict[int, str]) -> str | None:
+    """The name of the forward operation whose gradient is computed here."""
+    while event is not None:
+        if event.name.startswith(_BACKWARD) or event.sequence_nr in of_sequence:
+            return of_sequence.get(event.sequence_nr)
+        event = event.cpu_parent
+    return None
+
+
+# ---- the machine, and memory ----
+
+
+def measured_peak(numerics: Numerics, seconds: float = 0.5) -> float:
+    """FLOPs a second of a large product of matrices in the run's precision, measured."""
+    n = 1024 if numerics.device.type == "cpu" else 8192
+    dtype = numerics.autocast or torch.float32
+    one = torch.randn(n, n, device=numerics.device).to(dtype)
+    torch.mm(one, one)
+    _wait(numerics.device)
+    began, n_done = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        torch.mm(one, one)
+        _wait(numerics.device)
+        n_done += 1
+    return 2.0 * n**3 * n_done / (time.perf_counter() - began)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory_points(records: Any, device: str) -> list[list[float]]:
+    """[ms since the first, bytes beyond those at the beginning], at most `N_MEMORY_POINTS`, each the highest of its time.
+
+    `records` are those of every allocation and release, as the profiler itself has them.
+    """
+    total, points = 0, list[list[float]]()
+    kind = "CPU" if device == "cpu" else "CUDA"
+    found = [e for e in records if e.name() == "[memory]" and str(e.device_type()).endswith(kind)]
+    for event in sorted(found, key=lambda e: e.start_ns()):
+        total += event.nbytes()
+        points.append([event.start_ns() / 1e6, float(total)])
+    size = -(-len(points) // N_MEMORY_POINTS) or 1
+    begin = points[0][0] if points else 0.0
+    blocks = [points[i : i + size] for i in range(0, len(points), size)]
+    return [[round(block[-1][0] - begin, 3), max(n_bytes for _, n_bytes in block)] for block in blocks]
+
+
+def _memory(attempt: Attempt, points: list[list[float]]) -> dict[str, Any]:
+    """What a step takes by component, as it is and as it was expected."""
+    model, need = attempt.model, attempt.memory
+    state = [t for values in attempt.optimizer.state.values() for t in values.values() if isinstance(t, torch.Tensor)]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    low = min((n_bytes for _, n_bytes in points), default=0.0)
+    return {
+        "weights_bytes": sum(p.nbytes for p in model.parameters()),
+        "gradients_bytes": sum(p.nbytes for p in trained),
+        "optimizer_bytes": sum(t.nbytes for t in state),
+        "expected_optimizer_bytes": need.optimizer_bytes,
+        "step_bytes": max((n_bytes for _, n_bytes in points), default=0.0) - low,
+        "expected_step_bytes": max(need.moments().values()),
+        "expected_moments_bytes": {name: int(n_bytes) for name, n_bytes in need.moments().items()},
+        "timeline": points,
+    }

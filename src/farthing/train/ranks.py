@@ -1,0 +1,401 @@
+"""The processes that share a run, and all that they say to each other: the only file that imports `torch.distributed`.
+
+Words (decisions, counts, plain values) go over gloo, gradients over NCCL where there are GPUs. What depends on a clock, a
+disk or a measurement is decided by the first rank and told to all; what depends on the examples is computed by all alike.
+A beat in a thread of its own tells within `patience_s` that a rank has stopped; then this process ends too, as its thread may
+be inside a kernel that never returns. Alone (n = 1) nothing is sent, and every answer is one's own.
+
+Refuses to pickle what is sent, to average gradients, and to go on without a rank: who started the run begins it again.
+NCCL was not run on GPUs so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from farthing.device_memory import is_out_of_memory
+from farthing.durability.checkpoint import Part
+from farthing.durability.group import ATTEMPT, EXIT_RANK_LOST, STORE, Seat
+from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, FarthingError, HardwareError, Interrupted
+from farthing.train.lanes import LaneSums, add_up, lanes_of, nodes_of
+
+GO_ON, NO_ROOM, LEAVE = range(3)
+"""Words of a step, the worst last: all is well; memory ran out; someone asked us to leave."""
+BEAT_S = 0.5
+LAST_WORDS_S = 3.0
+"""What the first rank may take for its ledger and a save under way once another one is lost."""
+JOIN_S = 120.0
+"""Besides the patience: so much later may a rank come than the first, which reads libraries from a slow disk."""
+LONG = timedelta(days=30)
+"""The beat judges who is lost; everything else waits as long as it takes."""
+BUCKET = 1 << 24
+"""Numbers of a gradient that are sent at once."""
+_GONE = 1000
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+
+
+class RankLost(FarthingError):
+    """Another process of this run does not answer; what was committed is safe and the same command carries on."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+class Root(nn.Module):
+    """Holds a model whose frozen weights are spread over ranks, and are whole while it computes. The model keeps its class,
+    by which its head and its kernels are known."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives."""
+        return compute()
+
+
+class Ranks:
+    """This process among those that share the run. `waiting` is the context in which it waits for others."""
+
+    def __init__(self, seat: Seat | None = None, device: torch.device | None = None, patience_s: float = 60.0) -> None:
+        self.seat, self.device, self.patience_s = seat or Seat(), device or torch.device("cpu"), patience_s
+        self.index, self.n, self.is_first = self.seat.index, self.seat.n, self.seat.is_first
+        self.waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.at_loss: Callable[[], None] = lambda: None
+        """Called where another rank is lost, before this process ends."""
+        self.n_sums = 0
+        """Collectives on gradients so far, which must be as many on every rank."""
+        self._root: Root | None = None
+        self._is_within = False
+        self._word = 0
+        self._words = [0] * self.n
+        self.asks_to_leave: Callable[[], bool] = lambda: False
+        """Asked at every beat: whether this rank was asked to leave."""
+        self._others_ask = False
+        self._closed = threading.Event()
+        self._beats: threading.Thread | None = None
+        if self.n > 1:
+            self._join()
+
+    @property
+    def one_press_s(self) -> float:
+        """Signals within so many seconds are one: a launcher hands on the Ctrl-C that the terminal has sent to all."""
+        return 0.0 if self.seat.by in ("", "farthing") else 2.0
+
+    def listen(
+        self,
+        asks_to_leave: Callable[[], bool],
+        waiting: Callable[[], contextlib.AbstractContextManager[None]],
+        at_loss: Callable[[], None],
+    ) -> None:
+        """From now on tell the others when this one is asked to leave, wait in `waiting`, and call `at_loss` on the first
+        rank before it ends because another one is lost."""
+        self.asks_to_leave, self.waiting = asks_to_leave, waiting
+        if self.is_first:
+            self.at_loss = at_loss
+
+    # ---- joining and leaving ----
+
+    def _join(self) -> None:
+        """Meet the others. Raises `RankLost` where they do not come."""
+        environ = os.environ
+        come_by = timedelta(seconds=JOIN_S + self.patience_s)
+        attempt = environ.get(ATTEMPT) or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+        try:
+            if path := environ.get(STORE):
+                store: Any = dist.FileStore(path, self.n)
+            else:
+                is_kept_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+                address, port = environ.get("MASTER_ADDR", "127.0.0.1"), int(environ.get("MASTER_PORT", "29500"))
+                store = dist.TCPStore(
+                    address, port, self.n, self.is_first and not is_kept_by_agent, come_by, wait_for_workers=False
+                )
+            store.set_timeout(come_by)
+            # an agent's store still has the addresses of an attempt that died (pytorch/pytorch#135712)
+            store = dist.PrefixStore(f"farthing-{attempt}", store)
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=self.index, world_size=self.n, timeout=LONG)
+            self._to_all = dist.new_group(backend="gloo", timeout=LONG)
+            self._of_beats = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.patience_s))
+        except (RuntimeError, ValueError, OSError) as error:
+            raise RankLost(
+                f"rank {self.index} of {self.n} could not meet the others: {str(error).splitlines()[0][:200]}",
+                where="MASTER_ADDR, MASTER_PORT",
+                to_do="see whether all processes were started, then run the same command again",
+            ) from error
+        self._beats = threading.Thread(target=self._beat, name="farthing-ranks", daemon=True)
+        self._beats.start()
+
+    def _beat(self) -> None:
+        """Exchange words with all others until every one of them leaves. A rank that is lost ends this process."""
+        while True:
+            words = torch.zeros(self.n + 1, dtype=torch.int32)
+            words[self.index], words[-1] = self._word, int(self.asks_to_leave())
+            try:
+                dist.all_reduce(words, dist.ReduceOp.MAX, group=self._of_beats)
+            except RuntimeError as error:
+                self._leave_the_lost(str(error).splitlines()[0][:120], EXIT_INTERRUPTED)
+            *self._words, asks = words.tolist()
+            self._others_ask = bool(asks)
+            failed = [code for code in self._words if 0 < code < _GONE]
+            if failed and self._word == 0:
+                code = EXIT_MISTAKE if EXIT_MISTAKE in failed else EXIT_INTERRUPTED
+                self._leave_the_lost(f"rank {self._words.index(failed[0])} has failed", code)
+            if all(self._words):
+                return
+            self._closed.wait(BEAT_S)
+
+    def _leave_the_lost(self, why: str, code: int) -> None:
+        if self._word:  # this one has failed itself, and says so in its own words
+            self._words = [_GONE] * self.n
+            raise SystemExit
+        last = threading.Thread(target=self.at_loss, daemon=True)
+        last.start()
+        last.join(LAST_WORDS_S)
+        if code != EXIT_MISTAKE:
+            text = (
+                f"farthing: rank {self.index} of {self.n} ends, as another was lost ({why}); the last save is whole\n"
+            )
+            os.write(2, text.encode())
+        os._exit(EXIT_RANK_LOST if self.seat.by == "farthing" and code == EXIT_INTERRUPTED else code)
+
+    def fail(self, exit_code: int) -> bool:
+        """Tell the others that this one ends with an error, and that they should. Whether this rank should speak of it:
+        an error of all is told by the first alone."""
+        if self._beats is None:
+            return True
+        self._word = exit_code if exit_code in (EXIT_MISTAKE, EXIT_INTERRUPTED) else 1
+        self._wait_until(lambda: self._words[self.index] != 0, 4 * BEAT_S)
+        return self.is_first or self._words[0] in (0, _GONE)
+
+    def close(self) -> None:
+        """Wait until every rank is here, and part. A rank that is lost meanwhile ends this process as ever."""
+        if self._beats is None:
+            return
+        if not self._word:
+            self._word = _GONE
+        self._closed.set()
+        self._beats.join(None if self._word == _GONE else self.patience_s)
+        self._beats = None
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.destroy_process_group()
+
+    def _wait_until(self, is_so: Callable[[], bool], most_s: float) -> None:
+        until = time.monotonic() + most_s
+        while not is_so() and time.monotonic() < until:
+            time.sleep(BEAT_S / 10)
+
+    # ---- frozen weights that are spread ----
+
+    def spread(self, model: nn.Module) -> None:
+        """Leave each rank its rows of the frozen weights, by FSDP2; those of a layer are gathered while it computes. Trained
+        weights stay whole on every rank, and come to the device."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        trained = {weight for weight in model.parameters() if weight.requires_grad}
+        for weight in trained:
+            weight.data = weight.data.to(self.device)
+        mesh, root = init_device_mesh(self.device.type, (self.n,)), Root(model)
+        layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+        for module in (*layers, root):
+            fully_shard(module, mesh=mesh, ignored_params=trained)
+        self._root = root
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks wait for each other in every layer: all must go through the model as often."""
+        return self._root is not None
+
+    def within(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives, with the root's weights whole."""
+        if self._root is None or self._is_within:
+            return compute()
+        self._is_within = True
+        try:
+            return self._root(compute)
+        finally:
+            self._is_within = False
+
+    # ---- words ----
+
+    @property
+    def others_ask_to_leave(self) -> bool:
+        """Whether any rank was asked to leave, as of a moment ago: no two ranks need see it at the same time."""
+        return self._others_ask
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """What fails in here fails because another rank is gone: wait for the beat, which ends this process in order."""
+        with self.waiting():
+            try:
+                yield
+            except RuntimeError as error:
+                self._wait_until(lambda: False, self.patience_s + 2 * BEAT_S)
+                raise RankLost(
+                    f"another rank of {self.n} does not answer: {str(error).splitlines()[0][:200]}",
+                    to_do="run the same command again: it goes on from the last checkpoint",
+                ) from error
+
+    def agree(self, word: int, marks: Sequence[int] = ()) -> tuple[int, list[int]]:
+        """(the worst of all ranks' words, the largest of all ranks' marks); marks are as many on every rank."""
+        if self.n == 1:
+            return word, list(marks)
+        words = torch.tensor([word, *marks], dtype=torch.int32)
+        with self._together():
+            dist.all_reduce(words, dist.ReduceOp.MAX, group=self._to_all)
+        worst, *largest = words.tolist()
+        return worst, largest
+
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers."""
+        return min(self.gather(number))
+
+    @contextlib.contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Where a rank has no memory left in the block, or was asked to leave, the block has failed on every rank. Raises
+        `Interrupted`, `torch.OutOfMemoryError`."""
+        word = GO_ON
+        try:
+            yield
+        except Exception as error:
+            word = self.word_for(error)
+        refuse(self.agree(word)[0])
+
+    def word_for(self, error: Exception) -> int:
+        """What to tell the others of an error; raises it where there are none, or they can do nothing about it."""
+        if self.n == 1 or not (isinstance(error, Interrupted) or is_out_of_memory(error)):
+            raise error
+        if self.is_spread and is_out_of_memory(error):  # the others are in a layer, and wait for its weights
+            raise HardwareError(
+                f"rank {self.index} has no memory left, and with spread weights a step can't be taken again",
+                where="where.sharding",
+                to_do="set train.micro_batch_tokens to half of what it was, and run the same command: it goes on",
+            ) from error
+        return LEAVE if isinstance(error, Interrupted) else NO_ROOM
+
+    def tell_all(self, value: Any) -> Any:
+        """The first rank's plain value, through JSON, on every rank. What others give is not looked at."""
+        return value if self.n == 1 else self.gather(value if self.is_first else None)[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain values of all ranks, by rank. A stack of bytes each: nothing is pickled."""
+        if self.n == 1:
+            return [value]
+        own = json.dumps(value).encode()
+        sizes = torch.zeros(self.n, dtype=torch.int64)
+        sizes[self.index] = len(own)
+        with self._together():
+            dist.all_reduce(sizes, group=self._to_all)
+            texts = [torch.empty(int(sizes.max()), dtype=torch.uint8) for _ in range(self.n)]
+            mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+            mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+            dist.all_gather(texts, mine, group=self._to_all)
+        return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes.tolist(), strict=True)]
+
+    # ---- tensors ----
+
+    def sum_up(self, figures: Tensor) -> Tensor:
+        """Elementwise sums over all ranks, on the device; each entry must be 0 on all ranks but one to be exact."""
+        if self.n > 1:
+            with self._together():
+                dist.all_reduce(figures)
+        return figures
+
+    def bring_together(self, parts: Mapping[str, Part]) -> None:
+        """Make every rank's state that of the first rank."""
+        if self.n == 1:
+            return
+        for name in sorted(parts):
+            tensors, values = parts[name].state()
+            names, values = self.tell_all([sorted(tensors), values])
+            if names != sorted(tensors):
+                raise RankLost(f"the {name} of rank {self.index} has other tensors than that of the first rank",
+                               to_do="use the same versions and the same job everywhere")  # fmt: skip
+            told = {}
+            for each in names:
+                own = tensors[each]
+                whole = own.detach().clone().contiguous()
+                with self._together():
+                    dist.broadcast(whole.view(torch.uint8) if whole.ndim else whole, 0)
+                told[each] = whole
+            if not self.is_first:
+                parts[name].restore(told, values)
+
+    def sum_gradients(self, sums: LaneSums, has_gradient: Sequence[int]) -> None:
+        """Leave the gradients of all lanes, added up by the tree, with the weights of every rank.
+
+        `has_gradient` says of each weight whether any rank has one; the others keep none. Bucket by bucket: each rank adds
+        up a slice, then the slices go to all. A rank that has one lane sends 2 (n - 1) / n of the gradient, as in a ring.
+        """
+        if self.n == 1:
+            sums.give_back()
+            return
+        weights, n_lanes = sums.weights, sums.n_lanes
+        for bucket in _buckets([at for at, each in enumerate(has_gradient) if each], weights):
+            self._sum_bucket(bucket, sums, n_lanes)
+        sums.nodes = []
+
+    def _sum_bucket(self, bucket: list[int], sums: LaneSums, n_lanes: int) -> None:
+        weights = [sums.weights[at] for at in bucket]
+        n = sum(weight.numel() for weight in weights)
+        size = -(-n // self.n)  # of a slice
+        like = weights[0]
+        held = [nodes_of(lanes_of(rank, self.n, n_lanes), n_lanes) for rank in range(self.n)]
+        mine = like.new_zeros(len(held[self.index]), size * self.n)
+        for row, (_, gradients) in zip(mine, sums.nodes, strict=True):
+            start = 0
+            for at, weight in zip(bucket, weights, strict=True):
+                gradient = gradients[at]
+                if gradient is not None:
+                    row[start : start + weight.numel()].copy_(gradient.reshape(-1))
+                    gradients[at] = None
+                start += weight.numel()
+        sent = torch.cat([mine[:, rank * size : (rank + 1) * size].reshape(-1) for rank in range(self.n)])
+        got = like.new_empty(sum(len(nodes) for nodes in held) * size)
+        self.n_sums += 2
+        with self._together():
+            dist.all_to_all_single(
+                got, sent, [len(nodes) * size for nodes in held], [len(held[self.index]) * size] * self.n
+            )
+            slices = got.view(-1, size)
+            whole = add_up(dict(zip([node for nodes in held for node in nodes], slices, strict=True)), n_lanes)
+            flat = like.new_empty(size * self.n)
+            _all_gather(flat, whole.contiguous())
+        start = 0
+        for weight in weights:
+            weight.grad = flat[start : start + weight.numel()].view_as(weight).clone()
+            start += weight.numel()
+
+
+def refuse(word: int) -> None:
+    """Raise what the worst of all ranks' words stands for. Raises `Interrupted`, `torch.OutOfMemoryError`."""
+    if word == LEAVE:
+        raise Interrupted("a rank was asked to leave")
+    if word == NO_ROOM:
+        raise torch.OutOfMemoryError("a rank has no memory left")
+
+
+def _buckets(wanted: list[int], weights: Sequence[Tensor]) -> list[list[int]]:
+    """Places of weights, in order, of one dtype and about `BUCKET` numbers each."""
+    buckets: list[list[int]] = []
+    n, dtype = 0, None
+    for at in wanted:
+        weight = weights[at]
+        if not buckets or weight.dtype != dtype or n + weight.numel() > BUCKET:
+            buckets.append([])
+            n, dtype = 0, weight.dtype
+        buckets[-1].append(at)
+        n += weight.numel()
+    return buckets

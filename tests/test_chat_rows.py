@@ -1,0 +1,137 @@
+"""Turns as OpenAI and others write them: marks of what is not learned, content in parts, developers, older function calls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
+from farthing.data.foreign import foreign_kind
+from farthing.data.formats import converter
+from farthing.tasks.columns import Unusable
+
+PLAIN = (
+    "{%- for m in messages %}{{- '<' + m.role + '>' + (m.content or '') + '</s>' }}"
+    "{%- for call in m.tool_calls or [] %}{{- call.function.name + (call.function.arguments | tojson) }}{% endfor %}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<assistant>' }}{% endif %}"
+)
+"""A template without generation marks."""
+
+
+def read(row: dict[str, Any], template: str = PLAIN, version: int = 3) -> Any:
+    tokenizer = SimpleNamespace(
+        chat_template=template, special_tokens_map={"eos_token": "</s>"}, added_tokens=["</s>"], backend_tokenizer=None
+    )
+    name = "conversations" if "conversations" in row else "messages"
+    return converter(name, {}, {}, tokenizer, "causal-lm", version=version)(row)
+
+
+def learned(row: dict[str, Any], template: str = PLAIN) -> str:
+    return "|".join(text for text, is_target in read(row, template).segments if is_target)
+
+
+def talk(**marks: Any) -> list[dict[str, Any]]:
+    return [
+        {"role": "user", "content": "a?"},
+        {"role": "assistant", "content": "A", **marks},
+        {"role": "user", "content": "b?"},
+        {"role": "assistant", "content": "B"},
+    ]
+
+
+@pytest.mark.parametrize("template", [PLAIN, DEFAULT_CHAT_TEMPLATE], ids=["prompts", "marks"])
+@pytest.mark.parametrize("marks", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": 0}])
+def test_a_marked_turn_is_context(marks: dict[str, Any], template: str) -> None:
+    assert learned({"messages": talk()}, template) == "A</s>|B</s>"
+    text = read({"messages": talk(**marks)}, template)
+    assert [part for part, is_target in text.segments if is_target] == ["B</s>"]
+    whole = "".join(part for part, _ in text.segments)
+    assert whole == "".join(part for part, _ in read({"messages": talk()}, template).segments)
+    assert text.n_unlearned == 0  # asked for, not a shortcoming of the template
+
+
+def test_turns_of_sharegpt_are_marked_too() -> None:
+    turns = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "A", "train": False}]
+    turns += [{"from": "human", "value": "b?"}, {"from": "gpt", "value": "B"}]
+    assert learned({"conversations": turns}) == "B</s>"
+
+
+def test_an_answer_whose_template_opens_it_differently_is_not_learned_where_it_is_marked() -> None:
+    thinking = PLAIN.replace("'<assistant>'", "'<assistant><think>'")
+    row = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "<think>x</think>A", "weight": 0},
+        ]
+    }
+    with pytest.raises(Unusable, match="every assistant turn is marked"):
+        read(row, thinking)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "assistant", "content": "A", "weight": 0.5}, "only 0 and 1"),
+        ({"role": "user", "content": "A", "train": True}, "only the assistant's can be"),
+    ],
+)
+def test_other_marks_make_the_row_unusable(message: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unusable, match=words):
+        read({"messages": [*talk(), message]})
+
+
+def test_marks_of_users_that_say_nothing_are_nothing() -> None:
+    row = {
+        "messages": [{"role": "user", "content": "a?", "weight": 1}, {"role": "assistant", "content": "A", "weight": 1}]
+    }
+    assert learned(row) == "A</s>"
+
+
+def test_text_in_parts_is_text_and_pictures_are_not() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b?"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A"}]}
+    assert read(row).segments[0][0] == "<user>ab?</s><assistant>"
+    with pytest.raises(Unusable, match="not text"):
+        read(row, version=2)  # as runs of then went on reading it
+    row["messages"][0]["content"] = [*parts, {"type": "image_url", "image_url": {"url": "x"}}]
+    kind = foreign_kind(row, "causal-lm")
+    assert kind is not None
+    assert "image_url" in kind.what
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none() -> None:
+    row = {"messages": [{"role": "developer", "content": "Be brief."}, *talk()]}
+    assert read(row).segments[0][0].startswith("<system>Be brief.")
+    assert read(row, PLAIN + "{# developer #}").segments[0][0].startswith("<developer>")
+
+
+def test_older_function_calls_are_tool_calls() -> None:
+    row = {
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"in": "Rome"}'}},
+            {"role": "function", "name": "weather", "content": "sunny"},
+            {"role": "assistant", "content": "Sunny."},
+        ],
+        "functions": [{"name": "weather", "parameters": {}}],
+    }
+    whole = "".join(part for part, _ in read(row).segments)
+    assert 'weather{"in": "Rome"}' in whole
+    assert "<tool>sunny</s>" in whole
+    assert any('"parameters"' in each for each in read(row).given)
+
+
+def test_a_template_whose_marks_are_not_one_a_turn_can_leave_none_out() -> None:
+    twice = DEFAULT_CHAT_TEMPLATE.replace("{{- eos_token }}", "{% endgeneration %}{% generation %}{{- eos_token }}")
+    assert learned({"messages": talk()}, twice)
+    with pytest.raises(Unusable, match="marks more or fewer turns"):
+        read({"messages": talk(weight=0)}, twice)
+
+
+def test_preferences_of_openai_are_named() -> None:
+    row = {"input": {"messages": talk()[:1]}, "preferred_output": [talk()[1]], "non_preferred_output": [talk()[1]]}
+    kind = foreign_kind(row, "causal-lm")
+    assert kind is not None
+    assert "preference data (DPO" in kind.what

@@ -1,0 +1,172 @@
+"""Columns by templates, by a list of them, by choices and by usual names; several sources, each with its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from farthing.config.load import load_job
+from farthing.data.batches import Batches
+from farthing.data.columns import columns_of, guessed, renamed
+from farthing.data.formats import converter, recognise
+from farthing.errors import DataError, JobError
+from farthing.tasks.columns import Unusable
+
+GSM = {"question": "2 + 2?", "chain_of_thought": "Count.", "answer": "4"}
+
+
+def segments(row: dict[str, Any], columns: dict[str, Any], task: str = "causal-lm") -> list[tuple[str, bool]]:
+    found = recognise(set(row), task, columns, "rows.jsonl")
+    return list(converter(found.format, found.columns, {}, None, task)(row).segments)
+
+
+def test_a_template_joins_columns() -> None:
+    columns = {"prompt": "Q: {question}\n", "completion": "{chain_of_thought}\n#### {answer}"}
+    assert segments(GSM, columns) == [("Q: 2 + 2?\n", False), ("Count.\n#### 4", True)]
+
+
+def test_the_first_of_several_templates_whose_columns_are_filled_is_taken() -> None:
+    columns = {"prompt": ["{instruction}\n{input}\n", "{instruction}\n"], "completion": "{output}"}
+    row = {"instruction": "Say", "input": "x", "output": "y"}
+    assert segments(row, columns)[0] == ("Say\nx\n", False)
+    assert segments(row | {"input": " "}, columns)[0] == ("Say\n", False)
+    with pytest.raises(Unusable, match=r"`input` is empty.*second template"):
+        segments(row | {"input": ""}, columns | {"prompt": "{instruction}{input}"})
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [(1, "cold"), ("1", "cold"), ("B", "cold"), ("b", "cold"), ("cold", "cold")]
+)
+def test_an_index_picks_among_choices(answer: Any, text: str) -> None:
+    row = {"question": "Ice is", "choices": ["hot", "cold"], "answer": answer}
+    columns = {"prompt": "{question}\n{choices}\n", "completion": "{choices[answer]}"}
+    assert segments(row, columns) == [("Ice is\nA. hot\nB. cold\n", False), (text, True)]
+
+
+def test_an_index_beyond_the_choices_is_a_bad_row_and_labels_of_choices_count() -> None:
+    row = {"question": "Ice is", "choices": {"text": ["hot", "cold"], "label": ["1", "2"]}, "answer": "1"}
+    columns = {"prompt": "{question}", "completion": "{choices[answer]}"}
+    assert segments(row, columns)[1] == ("hot", True)
+    with pytest.raises(Unusable, match="none of the 2"):
+        segments(row | {"answer": "7"}, columns)
+
+
+def test_numbers_and_truths_become_text_and_objects_do_not() -> None:
+    assert renamed({"a": 3, "b": True}, {"text": "{a} {b}"})["text"] == "3 true"
+    with pytest.raises(Unusable, match="`a` is neither text nor a number"):
+        renamed({"a": {"x": 1}}, {"text": "{a}"})
+
+
+def test_a_brace_that_is_doubled_is_a_brace() -> None:
+    assert renamed({"a": "x"}, {"text": "{{{a}}}"})["text"] == "{x}"
+    assert columns_of("{{{a}}}") == ("a",)
+
+
+def test_a_template_with_an_unknown_column_says_which() -> None:
+    with pytest.raises(DataError, match="no column `anser`") as caught:
+        recognise(set(GSM), "causal-lm", {"prompt": "question", "completion": "{anser}"}, "rows.jsonl")
+    assert "did you mean `answer`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "task", "found"),
+    [
+        ({"question", "answer"}, "causal-lm", {"prompt": "question", "completion": "answer"}),
+        ({"Question", "Response", "id"}, "causal-lm", {"prompt": "Question", "completion": "Response"}),
+        ({"review", "sentiment"}, "classification", {"text": "review", "label": "sentiment"}),
+        ({"article", "summary"}, "seq2seq", {"input": "article", "target": "summary"}),
+        ({"dialogue", "summary"}, "seq2seq", {"input": "dialogue", "target": "summary"}),
+        ({"prompt", "response"}, "causal-lm", {"completion": "response"}),
+    ],
+)
+def test_usual_names_are_read_and_said(columns: set[str], task: str, found: dict[str, str]) -> None:
+    understood = recognise(columns, task, {}, "rows.jsonl")
+    assert understood.columns == found
+    assert all(f"`{own}` as `{standard}`" in understood.notes[0] for standard, own in found.items())
+
+
+def test_two_columns_that_could_be_meant_are_no_guess() -> None:
+    assert guessed({"question", "query", "answer"}, ("prompt", "completion")) is None
+    assert guessed({"question", "answer", "response"}, ("prompt", "completion")) is None
+    with pytest.raises(DataError, match="match no format"):
+        recognise({"question", "answer", "response"}, "causal-lm", {}, "rows.jsonl")
+
+
+# ---- in a job ----
+
+JOB = "task: causal-lm\nmodel: a/b\noutput_dir: out\n"
+
+
+def job_of(folder: Path, text: str) -> Any:
+    (folder / "job.yaml").write_text(JOB + text)
+    for name in ("a.jsonl", "b1.jsonl", "b2.jsonl"):
+        (folder / name).write_text(json.dumps({"text": name}) + "\n")
+    return load_job(folder / "job.yaml")
+
+
+def test_each_source_has_its_own_keys_and_globs_keep_them(tmp_path: Path) -> None:
+    job = job_of(
+        tmp_path,
+        "data:\n  columns: {text: body}\n  train:\n"
+        '  - {path: "b*.jsonl", weight: 2, columns: {text: "{text}!"}}\n  - a.jsonl\n',
+    )
+    assert [Path(name).name for name in job.data.train] == ["b1.jsonl", "b2.jsonl", "a.jsonl"]
+    assert [said.weight for said in job.data.of_train] == [2, 2, 1]
+    assert [said.columns for said in job.data.of_train] == [{"text": "{text}!"}, {"text": "{text}!"}, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("data: {train: [{path: a.jsonl, wieght: 2}]}", "`wieght` is no key of a source"),
+        ("data: {train: [{path: a.jsonl, weight: 0}]}", "weight 0"),
+        ("data: {train: [{weight: 1}]}", "without a path"),
+        ("data: {train: a.jsonl, eval: [{path: a.jsonl, weight: 2}]}", "evaluation takes each example once"),
+        ("data: {train: a.jsonl, columns: {text: '{a'}}", "not a template"),
+        ("data: {train: a.jsonl, columns: {text: '{a!r}'}}", "column's name stands in braces"),
+        ("data: {train: a.jsonl, columns: {text: no}}", "put the word in quotes"),
+        ("data: {train: a.jsonl, label_map: {no: refused, yes: granted}}", "put the word in quotes"),
+        ("data: {train: a.jsonl, label_map: {a: no}}", "put the word in quotes"),
+        ("data: {train: [{path: a.jsonl, columns: {txt: a}}]}", "no standard column"),
+    ],
+)
+def test_a_wrong_key_of_data_is_explained(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        job_of(tmp_path, text + "\n")
+
+
+def test_the_schema_for_editors_knows_sources_with_keys_of_their_own() -> None:
+    from farthing.config.load import job_schema
+
+    items = job_schema()["$defs"]["DataSection"]["properties"]["train"]["anyOf"][1]["items"]["anyOf"]
+    assert {"type": "string"} in items
+    assert set(items[1]["properties"]) == {"path", "weight", "columns", "split", "name"}
+
+
+def test_whole_numbers_are_labels_by_their_digits(tmp_path: Path) -> None:
+    assert job_of(tmp_path, "data: {train: a.jsonl, label_map: {0: neg, 1: pos}}\n").data.label_map == {
+        "0": "neg",
+        "1": "pos",
+    }
+
+
+def test_weights_repeat_examples_and_the_order_follows_from_seed_and_step() -> None:
+    examples, weights = np.arange(30), np.array([2.5] * 10 + [0.5] * 10 + [1.0] * 10)
+    one = Batches(examples, 7, seed=3, weights=weights)
+    assert one.n_per_epoch == 25 + 5 + 10
+    assert one.steps_per_epoch == 6
+    epochs = [np.concatenate([one.examples_of(e * 6 + step) for step in range(6)]) for e in range(2)]
+    for learned in epochs:
+        counts = np.bincount(learned, minlength=30)
+        assert set(counts[:10].tolist()) == {2, 3}
+        assert counts[10:20].sum() == 5
+        assert counts[10:20].max() == 1
+        assert counts[20:].tolist() == [1] * 10
+    assert sorted(epochs[0]) != sorted(epochs[1])  # another half in the next epoch
+    for step in (11, 0, 5, 7):
+        fresh = Batches(examples, 7, seed=3, weights=weights)
+        assert fresh.examples_of(step).tolist() == one.examples_of(step).tolist()

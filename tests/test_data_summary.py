@@ -1,0 +1,97 @@
+"""`farthing doctor --data`: what a file is, what of it is odd, and what of three examples is learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from farthing.cli import main
+
+
+def look(folder: Path, rows: list[Any], capsys: Any, *more: str) -> tuple[int, dict[str, Any], str]:
+    file = folder / "rows.jsonl"
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    code = main(["doctor", "--data", str(file), "--json", *more])
+    found = json.loads(capsys.readouterr().out)
+    main(["doctor", "--data", str(file), *more])
+    return code, found, capsys.readouterr().out
+
+
+def chat(*roles: str, **marks: Any) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": role, "content": f"{role} {i}", **(marks if role == "assistant" else {})}
+            for i, role in enumerate(roles)
+        ]
+    }
+
+
+def test_chats_with_their_turns_repeats_and_oddities(tmp_path: Path, capsys: Any) -> None:
+    rows = [
+        chat("user", "assistant"),
+        chat("user", "assistant"),
+        chat("user", "user", "assistant"),
+        chat("user", "assistant", "user"),
+    ]
+    rows += [
+        {**chat("user", "narrator", "assistant"), "id": 7},
+        chat("user", "assistant", weight=0),
+        {"messages": []},
+        "{broken",
+    ]
+    code, found, said = look(tmp_path, rows, capsys)
+    assert (code, found["format"], found["task"], found["n_rows"], found["n_bad"]) == (0, "messages", "causal-lm", 8, 3)
+    assert found["n_equal_rows"] == 1
+    assert found["odd_roles"]["role `narrator`"] == 1
+    assert found["odd_roles"]["ends without an answer"] == 1
+    assert found["odd_roles"]["two turns of the same role in a row"] == 1
+    assert (found["turns"]["most"], found["roles"]["assistant"]) == (3, 6)
+    assert found["ignored"] == "`id` (in 1 of 7 rows)"
+    assert [part["text"].strip() for part in found["examples"][0] if part["is_learned"]] == ["assistant 1"]
+    assert 0 < found["tokens"]["learned_share"] < 1
+    assert not found["is_exact"]
+    for words in ("every assistant turn is marked", "invalid JSON", "guessed at 4 characters", "green is learned"):
+        assert words in said
+
+
+def test_preferences_are_named_and_the_file_fails(tmp_path: Path, capsys: Any) -> None:
+    rows = [
+        {
+            "input": {"messages": []},
+            "preferred_output": [{"role": "assistant", "content": "a"}],
+            "non_preferred_output": [],
+        }
+    ]
+    code, found, said = look(tmp_path, rows, capsys)
+    assert code == 2
+    assert next(iter(found["foreign"].values()))[:2] == [1, 1]
+    assert "preference data" in said
+
+
+def test_labels_are_counted_and_the_task_is_seen(tmp_path: Path, capsys: Any) -> None:
+    rows = [{"review": f"text {i}", "sentiment": i % 3 == 0} for i in range(9)]
+    code, found, said = look(tmp_path, rows, capsys)
+    assert (code, found["task"], found["labels"]) == (0, "classification", {"False": 6, "True": 3})
+    assert "`review` as `text`" in said
+    assert "67%" in said
+
+
+def test_a_job_gives_its_tokenizer_its_columns_and_its_limit(
+    tmp_path: Path, capsys: Any, tiny_folders: dict[str, Path]
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        f"task: causal-lm\nmodel: {{model_name_or_path: {tiny_folders['llama']}, init: random}}\noutput_dir: run\n"
+        "data: {train: [{path: rows.jsonl, columns: {text: '{a}: {b}'}}], max_length: 4}\n"
+    )
+    code, found, said = look(tmp_path, [{"a": "one two three four five", "b": "six"}], capsys, str(job))
+    assert (code, found["format"], found["is_exact"], found["n_too_long"]) == (0, "text", True, 1)
+    assert found["examples"][0] == [{"text": "one two three four five: six", "is_learned": True}]
+    assert "over 4 tokens" in said
+
+
+def test_control_characters_of_a_file_do_not_steer_the_terminal(tmp_path: Path, capsys: Any) -> None:
+    said = look(tmp_path, [{"text": "red \u001b[31m [bold]not[/]"}], capsys)[2]
+    assert "\u001b[31m" not in said
+    assert "[bold]not[/]" in said

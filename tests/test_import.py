@@ -1,0 +1,326 @@
+"""Settings of other tools as jobs: every key mapped or named, nothing executed, and what can't be trained refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farthing.cli import main
+from farthing.config.importers.job_text import job_text
+from farthing.config.importers.recognise import import_file
+from farthing.config.importers.record import UNKNOWN, Imported
+from farthing.config.job import Job
+from farthing.config.load import load_job
+from farthing.errors import UserMistake
+
+AXOLOTL = """\
+base_model: org/base-1b
+load_in_8bit: false
+load_in_4bit: true
+datasets:
+  - path: org/instructions
+    type: alpaca
+    split: train[:90%]
+  - path: org/talks
+    type: chat_template
+    field_messages: conversation
+    message_property_mappings: {role: role, content: content}
+chat_template: chatml
+val_set_size: 0.05
+output_dir: ./out
+adapter: qlora
+lora_r: 8
+lora_alpha: 16
+lora_target_linear: true
+sequence_len: 2048
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 2
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+warmup_steps: 10
+bf16: auto
+deepspeed: zero2.json
+wandb_project: tries
+evals_per_epoch: 4
+surely_unknown: 3
+"""
+
+
+def imported(folder: Path, text: str, name: str = "other.yaml", source: str | None = None) -> Imported:
+    (folder / name).write_text(text)
+    return import_file(folder / name, source)
+
+
+def job_of(folder: Path, found: Imported) -> Job:
+    """The job that is written, read back."""
+    assert not found.blockers, found.blockers
+    for name, text in found.files.items():
+        (folder / name).write_text(text)
+    (folder / "job.yaml").write_text(job_text(found, "other"))
+    return load_job(folder / "job.yaml")
+
+
+def test_axolotl(tmp_path: Path) -> None:
+    found = imported(tmp_path, AXOLOTL)
+    job = job_of(tmp_path, found)
+    assert (found.source, job.method.name, job.global_batch_size, job.data.max_length) == ("axolotl", "qlora", 8, 2048)
+    assert job.method.target_modules == ("all-linear",)
+    assert (job.train.num_train_epochs, job.train.learning_rate, job.train.warmup_steps) == (2, 2e-4, 10)
+    assert (job.train.lr_scheduler_type, job.train.optim, job.data.eval_fraction) == ("cosine", "adamw_bnb_8bit", 0.05)
+    assert job.data.too_long == "skip"  # as Axolotl drops what is too long
+    instructions, talks = job.data.of_train
+    assert instructions.split == "train[:90%]"
+    assert instructions.columns["prompt"][0].endswith("### Input:\n{input}\n\n### Response:\n")
+    assert talks.columns == {"messages": "conversation"}
+    assert Path(str(job.data.chat_template)).read_text().startswith("{%- for message")
+    assert found.lines["surely_unknown"].why == UNKNOWN
+    assert found.lines["sample_packing"].effect == "differs"
+    assert "one GPU" in found.lines["deepspeed"].why
+
+
+def test_axolotl_says_its_own_defaults(tmp_path: Path) -> None:
+    job = job_of(tmp_path, imported(tmp_path, "base_model: a/b\ndatasets: [{path: c/d, type: completion}]\n"))
+    assert (job.train.num_train_epochs, job.train.lr_scheduler_type, job.global_batch_size) == (1, "cosine", 1)
+    assert (job.method.name, job.data.max_length) == ("full", 512)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("rl: dpo", "preference"),
+        ("reward_model: true", "reward model"),
+        ("adapter: ia3", "ia3"),
+        ("processor_type: AutoProcessor", "images or sound"),
+        ("unfrozen_parameters: [lm_head]", "some layers in full"),
+    ],
+)
+def test_another_kind_of_training_is_refused_by_name(tmp_path: Path, key: str, words: str, capsys: Any) -> None:
+    text = f"base_model: a/b\ndatasets: [{{path: c/d, type: alpaca}}]\n{key}\n"
+    assert any(words in line.why for line in imported(tmp_path, text).blockers)
+    assert main(["import", str(tmp_path / "other.yaml"), "-o", str(tmp_path / "job.yaml")]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "job.yaml").exists()
+
+
+def test_llama_factory_and_the_registry_of_its_data(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    registry = {
+        "mine": {"file_name": "mine.json", "columns": {"prompt": "ask", "query": "more", "response": "say"}},
+        "talks": {"hf_hub_url": "org/talks", "formatting": "sharegpt", "subset": "small"},
+    }
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(registry))
+    (tmp_path / "data" / "mine.json").write_text('[{"ask": "a", "more": "b", "say": "c"}]')
+    found = imported(
+        tmp_path,
+        "model_name_or_path: a/b\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank: 4\nlora_target: all\n"
+        "dataset: mine,talks\ntemplate: qwen\ncutoff_len: 512\nlearning_rate: 1.0e-4\nper_device_train_batch_size: 1\n"
+        "gradient_accumulation_steps: 8\nquantization_bit: 4\nwarmup_ratio: 0.1\nval_size: 0.1\n",
+    )
+    job = job_of(tmp_path, found)
+    assert (found.source, job.method.name, job.method.lora_alpha, job.data.max_length) == (
+        "llama-factory",
+        "qlora",
+        8,
+        512,
+    )
+    assert job.method.target_modules == ("all-linear",)
+    assert job.data.train == (str(tmp_path / "data" / "mine.json"), "org/talks")
+    assert job.data.of_train[0].columns == {"instruction": ("{ask}\n{more}", "{ask}"), "output": "{say}"}
+    assert job.data.of_train[1].name == "small"
+    assert (job.data.eval_fraction, job.train.num_train_epochs) == (0.1, 3)
+
+
+def test_a_trl_configuration_and_a_command_line_say_the_same(tmp_path: Path) -> None:
+    by_yaml = imported(
+        tmp_path,
+        "model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\nlora_r: 32\nlora_target_modules: q_proj v_proj\n"
+        "learning_rate: 2.0e-4\npacking: false\nmax_length: 2048\n",
+    )
+    by_command = imported(
+        tmp_path,
+        "accelerate launch --num_processes 2 sft.py \\\n  --model_name_or_path a/b --dataset_name c/d --use_peft \\\n"
+        "  --lora_r 32 "
+        "  --lora_target_modules q_proj v_proj --learning_rate 2.0e-4 --packing False --max_length 2048\n",
+        "run.sh",
+    )
+    jobs = [job_of(tmp_path, found) for found in (by_yaml, by_command)]
+    assert jobs[0] == jobs[1]
+    assert (jobs[0].method.name, jobs[0].method.target_modules) == ("lora", ("q_proj", "v_proj"))
+    assert (jobs[0].method.lora_dropout, jobs[0].train.per_device_train_batch_size) == (0.05, 8)
+    assert "launcher.num_processes" in by_command.lines
+
+
+UNSLOTH = """\
+import os
+from unsloth import FastLanguageModel
+from trl import SFTTrainer, SFTConfig
+from datasets import load_dataset
+open("was_executed", "w").write("!")
+max_seq_length = 1024 * 2
+RANK = 16
+model, tokenizer = FastLanguageModel.from_pretrained(
+    model_name="unsloth/some-3b-bnb-4bit", max_seq_length=max_seq_length, load_in_4bit=True)
+model = FastLanguageModel.get_peft_model(model, r=RANK, lora_alpha=RANK * 2, target_modules=["q_proj", "v_proj"],
+    use_rslora=False, random_state=3407)
+dataset = load_dataset("org/rows", split="train")
+trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=dataset, args=SFTConfig(
+    per_device_train_batch_size=2, gradient_accumulation_steps=4, warmup_steps=5, max_steps=60, learning_rate=2e-4,
+    fp16=not torch.cuda.is_bf16_supported(), optim="adamw_8bit", weight_decay=0.01, seed=3407, logging_steps=int(input())))
+trainer.train()
+model2, _ = FastLanguageModel.from_pretrained(model_name="lora_model", load_in_4bit=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["py", "ipynb"])
+def test_an_unsloth_script_is_read_and_never_run(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = UNSLOTH
+    if kind == "ipynb":
+        lines = [f"{line}\n" for line in ("%pip install unsloth\n" + UNSLOTH).split("\n")]
+        text = json.dumps(
+            {"cells": [{"cell_type": "code", "source": lines}, {"cell_type": "markdown", "source": ["# x"]}]}
+        )
+    found = imported(tmp_path, text, f"script.{kind}")
+    job = job_of(tmp_path, found)
+    assert not (tmp_path / "was_executed").exists()
+    assert (found.source, job.model.model_name_or_path, job.method.name) == ("unsloth", "unsloth/some-3b", "qlora")
+    assert (job.method.lora_r, job.method.lora_alpha, job.data.max_length, job.train.max_steps) == (16, 32, 2048, 60)
+    assert job.method.target_modules == ("q_proj", "v_proj")
+    assert (job.global_batch_size, job.train.seed, job.data.train) == (8, 3407, ("org/rows",))
+    assert job.data.train_on_prompt  # no train_on_responses_only: every token is learned
+    assert "only running the script" in found.lines["SFTConfig.logging_steps"].why
+    assert found.lines["FastLanguageModel.from_pretrained#2.model_name"].why.startswith("a later call")
+
+
+def test_a_trainer_script_with_arguments_of_its_own(tmp_path: Path) -> None:
+    found = imported(
+        tmp_path,
+        "import argparse\nfrom transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments\n"
+        "parser = argparse.ArgumentParser()\nparser.add_argument('--rate', type=float, default=3e-5)\n"
+        "args = parser.parse_args()\n"
+        "model = AutoModelForSequenceClassification.from_pretrained('org/encoder', num_labels=3)\n"
+        "settings = TrainingArguments('out', learning_rate=args.rate, num_train_epochs=2, eval_strategy='steps')\n"
+        "trainer = Trainer(model=model, args=settings)\n",
+        "train.py",
+    )
+    job = job_of(tmp_path, found)
+    assert (found.source, job.task, job.method.name) == ("hf-trainer", "classification", "full")
+    assert (job.train.learning_rate, job.global_batch_size, job.train.num_train_epochs) == (3e-5, 8, 2)
+    assert job.train.eval_steps == 500
+
+
+def test_a_run_script_of_transformers_by_its_command_line(tmp_path: Path) -> None:
+    found = imported(
+        tmp_path,
+        "python examples/run_summarization.py --model_name_or_path org/t5 --dataset_name org/news --do_train \\\n"
+        ' --source_prefix "summarize: " --text_column article --summary_column highlights --max_source_length 256\n',
+        "run.sh",
+    )
+    job = job_of(tmp_path, found)
+    assert (job.task, job.data.max_length, job.method.name) == ("seq2seq", 256, "full")
+    assert job.data.columns == {"input": "summarize: {article}", "target": "highlights"}
+
+
+def test_openai_together_and_fireworks(tmp_path: Path) -> None:
+    openai = imported(
+        tmp_path,
+        json.dumps(
+            {
+                "training_file": "file-abc", "model": "gpt-4o-mini-2024-07-18", "seed": 7,
+                "method": {"type": "supervised", "supervised": {"hyperparameters": {
+                    "n_epochs": 2, "batch_size": "auto", "learning_rate_multiplier": 2,
+                }}},
+            }
+        ),
+        "job.json",
+    )  # fmt: skip
+    job = job_of(tmp_path, openai)
+    assert (openai.source, job.train.num_train_epochs, job.train.seed, job.learning_rate) == ("openai", 2, 7, 4e-4)
+    assert "weights that OpenAI keeps" in openai.lines["model"].why
+    assert any("never published" in note for note in openai.notes)
+    together = imported(
+        tmp_path,
+        json.dumps(
+            {
+                "training_file": "rows.jsonl",
+                "model": "org/b",
+                "n_epochs": 2,
+                "batch_size": "max",
+                "lora": True,
+                "lora_r": 4,
+            }
+        ),
+        "job2.json",
+    )
+    assert (together.source, job_of(tmp_path, together).method.lora_r) == ("together", 4)
+    fireworks = imported(
+        tmp_path,
+        json.dumps(
+            {
+                "baseModel": "accounts/fireworks/models/llama-x",
+                "dataset": "accounts/me/datasets/rows",
+                "loraRank": 8,
+                "learningRate": 1e-4,
+            }
+        ),
+        "job3.json",
+    )
+    job = job_of(tmp_path, fireworks)
+    assert (fireworks.source, job.method.lora_r, job.model.model_name_or_path) == ("fireworks", 8, "llama-x")
+    dpo = imported(tmp_path, '{"training_file": "file-a", "model": "gpt-4o", "method": {"type": "dpo"}}', "job4.json")
+    assert "DPO" in dpo.blockers[0].why
+
+
+def test_what_says_where_a_training_runs_is_no_training(tmp_path: Path) -> None:
+    found = imported(tmp_path, "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n")
+    assert "import the other one" in found.blockers[0].why
+    with pytest.raises(UserMistake, match="whose settings"):
+        imported(tmp_path, "hello: world\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("x.yaml", "a: [1\n"),
+        ("x.yaml", "- 1\n"),
+        ("x.json", "{"),
+        ("x.py", "def f(:\n"),
+        ("x.py", "print('hello')\n"),
+        ("x.ipynb", "{}"),
+        ("x.sh", "echo hello\n"),
+        ("x.yaml", "a: &a [*a]\n" if False else "a: &a {b: 1}\nc: *a\n"),
+        ("x.yaml", "{" * 200),
+    ],
+)
+def test_what_is_no_configuration_is_said(tmp_path: Path, name: str, text: str, capsys: Any) -> None:
+    (tmp_path / name).write_text(text)
+    assert main(["import", str(tmp_path / name)]) == 2
+    assert name in capsys.readouterr().err
+
+
+def test_the_verb_writes_the_job_and_its_files_and_overwrites_nothing(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "ax.yaml").write_text(AXOLOTL)
+    assert main(["import", str(tmp_path / "ax.yaml"), "-o", str(tmp_path / "job.yaml")]) == 0
+    words = capsys.readouterr().out
+    assert "surely_unknown" in words
+    assert (tmp_path / "chatml.jinja").exists()
+    load_job(tmp_path / "job.yaml")
+    assert main(["import", str(tmp_path / "ax.yaml"), "-o", str(tmp_path / "job.yaml")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["import", str(tmp_path / "ax.yaml"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    keys = {line["key"] for line in (*found["mapped"], *found["named"])}
+    assert {"base_model", "datasets[0].type", "datasets[1].message_property_mappings.role", "wandb_project"} <= keys
+
+
+def test_code_of_a_hub_model_is_not_run_unpinned(tmp_path: Path) -> None:
+    text = "base_model: a/b\ntrust_remote_code: true\ndatasets: [{path: c/d, type: completion}]\n"
+    found = imported(tmp_path, text)
+    assert not job_of(tmp_path, found).model.trust_remote_code
+    assert "pinned" in found.lines["trust_remote_code"].why

@@ -1,0 +1,768 @@
+"""`farthing launch`: what is refused, what is written, that no secret is in it, and launches that go wrong in every way."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fake_clouds import FAULTS, World
+from farthing.cli import main
+from farthing.config.job import Job
+from farthing.durability.accounts import Account
+from farthing.durability.machines import MACHINES, Machine, MachineLedger, bill_by_machine
+from farthing.durability.object_store import LocalStore
+from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, RunBusy, UserMistake
+from farthing.launch import aboard as aboard_module
+from farthing.launch.aboard import Aboard
+from farthing.launch.ask import CREATED_AT
+from farthing.launch.clients import RunPod
+from farthing.launch.driver import Refused, Unclear
+from farthing.launch.http import Api
+from farthing.launch.inputs import fetch_inputs, pack, send_inputs, with_token_sets
+from farthing.launch.prepare import S3_KEYS, Wishes, prepare
+from farthing.launch.registry import TARGETS
+from farthing.launch.session import Session
+from farthing.launch.supervise import Spent
+from farthing.launch.words import Speaker, StoreWords
+from farthing.prices.offers import Billing, Offer
+from launch_faults import Fate, Killed, is_good, prepared_for, run_case, supervise
+from launch_matrix import AT, FILES_OF_CASE, cases, outcome_of
+
+NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
+
+
+@pytest.fixture(autouse=True)
+def _keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in S3_KEYS:
+        monkeypatch.setenv(name, "no key")
+
+
+@pytest.fixture
+def demo(tiny_folders: dict[str, Path], tmp_path: Path) -> Path:
+    """A job file with a small model and data, both here."""
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
+    values = {
+        "task": "causal-lm", "model": {"model_name_or_path": str(tiny_folders["llama"]), "init": "random"},
+        "data": "./data.jsonl", "method": "full", "limits": {"max_usd": 2}, "output_dir": "./run",
+        "output_store": "s3://bucket/run", "cache_dir": "./cache",
+    }  # fmt: skip
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path / "job.yaml"
+
+
+def launch(job: Path, *words: str) -> int:
+    """`farthing launch`, as the command line runs it."""
+    return main(["launch", str(job), *words])
+
+
+# ---- dry ----
+
+
+def test_dry_run_writes_files_shows_the_bill_and_rents_nothing(demo: Path, capsys: Any) -> None:
+    assert launch(demo, "--on", "runpod", "--json") == EXIT_FINISHED
+    view = json.loads(capsys.readouterr().out)
+    folder = Path(view["folder"])
+    assert sorted(path.name for path in folder.iterdir()) == view["files"] == ["pod.json", "run.sh"]
+    assert not (demo.parent / "run" / MACHINES).exists(), "nothing was asked for"
+    assert view["target"] == "runpod"
+    assert view["ends"]
+    assert set(view["usd_of"]) == {"boot", "train", "teardown"}
+    assert view["planned_usd"] == pytest.approx(sum(view["usd_of"].values()))
+    assert view["most_usd"] < view["max_usd"] == 2
+    pod = json.loads((folder / "pod.json").read_text())["variables"]["input"]
+    assert pod["name"] == view["name"]
+    assert pod["terminateAfter"] == "${FARTHING_ENDS_AT}", (
+        "filled in when it is sent: the files are the same on every day"
+    )
+
+
+def test_dry_run_takes_no_torch_and_no_library_of_a_vendor(demo: Path) -> None:
+    code = (
+        "import sys; from farthing.cli import main\n"
+        f"assert main(['launch', {str(demo)!r}, '--on', 'skypilot']) == 0\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'peft', 'sky', 'kubernetes', 'google.cloud', 'runpod', 'vastai'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_done_with_yes_is_what_was_shown(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare(_job(demo), Wishes(on="runpod"), NOW)
+    session = Session(prepared, lambda text: None, clock=lambda: NOW.timestamp())
+    shown = session.files_of(session.next_ask())
+    later = Session(prepared, lambda text: None, clock=lambda: NOW.timestamp() + 3600)
+    assert later.files_of(later.next_ask()) == shown
+
+
+def _job(path: Path, *overrides: str) -> Job:
+    from farthing.config.load import load_job
+
+    return load_job(path, list(overrides))
+
+
+@pytest.mark.parametrize(
+    ("on", "overrides", "words"),
+    [
+        ("runpod", ["output_store="], "no store"),
+        ("ssh:host", ["output_store="], "no store"),
+        ("kubernetes", ["output_store="], "NAMESPACE/CLAIM"),
+        ("runpod", ["output_store=/mnt/share"], "does not see this folder"),
+        ("skypilot", ["output_store=file:///mnt/share"], "does not see this folder"),
+        ("vast", ["limits.max_usd="], "how much this may cost"),
+        ("vast", ["output_store=gs://bucket/run"], "does not travel to Vast.ai"),
+        ("runpod", ["data=https://user:pw@host/data.jsonl"], "does not travel"),
+        ("mars", [], "no target is called"),
+        ("lambda", [], "needs to know where"),
+        ("ssh", [], "needs to know where"),
+        ("ssh:-oProxyCommand=x", [], "is no host"),
+        ("hf", ["where.gpu=K80"], "has no K80"),
+    ],
+)
+def test_what_can_not_run_there_is_refused(demo: Path, on: str, overrides: list[str], words: str) -> None:
+    with pytest.raises(UserMistake) as refused:
+        prepare(_job(demo, *overrides), Wishes(on=on), NOW)
+    assert words in str(refused.value)
+
+
+def test_several_gpus_are_refused_until_there_is_a_trainer_for_them(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserMistake, match="cannot train on yet"):
+        prepare(_job(demo), Wishes(offer="2x RTX 4090"), NOW)
+    monkeypatch.setattr("farthing.launch.prepare.trains_on_several", lambda: True)
+    assert prepare(_job(demo), Wishes(offer="2x RTX 4090"), NOW).offers[0].n_gpus == 2
+
+
+def test_an_offer_is_taken_by_its_rank_and_by_its_name(demo: Path) -> None:
+    named = prepare(_job(demo), Wishes(offer="RunPod/L40S"), NOW)
+    assert {(offer.provider, offer.gpu) for offer in named.offers} == {("RunPod", "L40S")}
+    with pytest.raises(UserMistake, match="there is no plan 9999"):
+        prepare(_job(demo), Wishes(offer="9999"), NOW)
+    with pytest.raises(UserMistake, match="can do this job"):
+        prepare(_job(demo), Wishes(on="vast", offer="RunPod/L40S"), NOW)
+
+
+def test_where_nothing_ends_a_machine_somebody_has_to_stay(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMBDA_API_KEY", "no key")
+    prepared = prepare(_job(demo), Wishes(on="lambda:us-east-1/key"), NOW)
+    with pytest.raises(UserMistake, match="--attended"):
+        Session(prepared, lambda text: None).run(is_attended=False, tokenize=list)
+
+
+def test_a_secret_that_is_not_set_is_said_before_anything_is_sent(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VAST_API_KEY", "no key")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(UserMistake, match="AWS_SECRET_ACCESS_KEY is not set"):
+        Session(prepare(_job(demo), Wishes(on="vast"), NOW), lambda text: None).run(is_attended=False, tokenize=list)
+
+
+# ---- files ----
+
+
+def test_every_target_renders_and_its_own_rules_pass() -> None:
+    found = [outcome_of(target, offer) for target, offer in cases(every=11)]
+    assert {row["target"] for row in found if row["state"] == "ok"} == set(TARGETS)
+    assert [row for row in found if row["state"] == "wrong"] == []
+    assert all(row["why"] for row in found if row["state"] == "refused")
+
+
+BREAKS: dict[str, tuple[str, str, str]] = {
+    "hosts": ("ssh", "timeout --signal=TERM", "nice"),
+    "slurm": ("slurm", "#SBATCH --requeue\n", ""),
+    "slurm order": ("slurm", "umask 077\n", "umask 077\n#SBATCH --exclusive\n"),
+    "kubernetes enum": ("kubernetes", "action: FailJob", "action: Ignored"),
+    "kubernetes across fields": ("kubernetes", "restartPolicy: Never", "restartPolicy: OnFailure"),
+    "vertex required": ("vertex", '"machineType": ', '"machineTyp": '),
+    "vertex accelerator": ("vertex", '"a3-highgpu-1g"', '"g2-standard-8"'),
+    "skypilot order": ("skypilot", "ordered:", "any_of:"),
+    "skypilot retry": ("skypilot", "  - 75\n", "  - 1\n"),
+    "skypilot credentials": ("skypilot", "NO_UPLOAD", "LOCAL_CREDENTIALS"),
+    "runpod field": ("runpod", '"gpuCount"', '"gpuCnt"'),
+    "runpod end": ("runpod", '"terminateAfter": "${FARTHING_ENDS_AT}"', '"terminateAfter": ""'),
+    "vast field": ("vast", '"cancel_unavail": true', '"cancel_unavail": false'),
+    "lambda": ("lambda", '"ssh_key_names": [\n  "key"\n ]', '"ssh_key_names": []'),
+    "hf": ("hf", '"timeout": ', '"time_out": '),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_own_rules_find_what_schemas_let_pass(name: str) -> None:
+    target, old, new = BREAKS[name]
+    files = FILES_OF_CASE(target)
+    assert TARGETS[target].check(files) == []
+    broken = {key: text.replace(old, new) for key, text in files.items()}
+    assert broken != files
+    assert TARGETS[target].check(broken)
+
+
+def test_scripts_are_scripts(tmp_path: Path) -> None:
+    for target in TARGETS:
+        for name, text in FILES_OF_CASE(target).items():
+            if text.startswith("#!/bin/sh"):
+                done = subprocess.run(["sh", "-n"], input=text, capture_output=True, text=True, check=False)
+                assert done.returncode == 0, f"{target} {name}: {done.stderr}"
+
+
+def test_the_job_that_travels_is_a_job_and_names_what_is_there(demo: Path) -> None:
+    ask = _ask(demo, "runpod")
+    travelling = demo.parent / "there" / "job.yaml"
+    travelling.parent.mkdir()
+    travelling.write_text(ask.job_text)
+    job = _job(travelling)
+    assert job.data.train == (str(travelling.parent / "inputs/train-0/data.jsonl"),)
+    assert job.model.model_name_or_path == str(travelling.parent / "inputs/model")
+    assert job.where.usd_per_hour == ask.usd_per_hour > 0
+    assert job.output_store == "s3://bucket/run"
+    assert Path(job.output_dir) == travelling.parent / "run"
+
+
+def test_several_sources_travel_with_what_is_said_of_each(demo: Path) -> None:
+    (demo.parent / "more.jsonl").write_text((demo.parent / "data.jsonl").read_text())
+    values = yaml.safe_load(demo.read_text())
+    values["data"] = {"train": [{"path": "./data.jsonl", "weight": 2}, {"path": "./more.jsonl", "weight": 1}]}
+    demo.write_text(yaml.safe_dump(values))
+    here, there = _job(demo), demo.parent / "there" / "job.yaml"
+    there.parent.mkdir()
+    there.write_text(_ask(demo, "runpod").job_text)
+    assert _job(there).data.of_train == here.data.of_train
+    assert [Path(name).name for name in _job(there).data.train] == ["data.jsonl", "more.jsonl"]
+
+
+def _ask(demo: Path, on: str) -> Any:
+    session = Session(prepare(_job(demo), Wishes(on=on), NOW), lambda text: None, clock=lambda: NOW.timestamp())
+    return session.next_ask()
+
+
+CANARIES = {
+    name: f"canary-{number}-{name.lower()}"
+    for number, name in enumerate(
+        (
+            "HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "RUNPOD_API_KEY", "VAST_API_KEY",
+            "LAMBDA_API_KEY", "WANDB_API_KEY", "OPENAI_API_KEY", "GOOGLE_API_KEY",
+        )
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "on", ["runpod", "vast", "skypilot", "kubernetes", "slurm", "hf", AT["ssh"], AT["vertex"], AT["lambda"]]
+)
+def test_no_secret_is_in_any_file_or_word(demo: Path, on: str, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://user:canary-url@store.example")
+    launch(demo, "--on", on)
+    launch(demo, "--on", on, "--json")
+    text = "".join(capfd.readouterr())
+    assert "farthing-" in text
+    found = [path for path in (demo.parent / "run").rglob("*") if path.is_file() and b"canary-" in path.read_bytes()]
+    assert found == []
+    assert "canary-" not in text
+    if not on.startswith("vertex"):
+        assert "HF_TOKEN" in "".join(_all_files(demo.parent / "run")) + text, "by name it goes along"
+
+
+def _all_files(folder: Path) -> list[str]:
+    return [path.read_text() for path in folder.rglob("*") if path.is_file()]
+
+
+def test_values_of_secrets_are_in_the_request_and_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+    said: list[str] = []
+    world, prepared = World("vast", n_steps=24), prepared_for("vast", tmp_path / "run", 2.0, 0.4)
+    assert supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False), returns=True, say=said.append) == 0
+    creation = next(body for method, path, body in world.requests if path.startswith("/api/v0/asks/"))
+    assert CANARIES["AWS_SECRET_ACCESS_KEY"] in creation
+    assert not any("canary-" in path for _, path, _ in world.requests), "keys are in no address"
+    assert "canary-" not in "".join(_all_files(tmp_path)) + "".join(said)
+
+
+# ---- launches that go wrong ----
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_faulty_launches_leave_nothing_behind_and_keep_the_cap(seed: int) -> None:
+    case = run_case(seed)
+    assert is_good(case), case
+
+
+@pytest.mark.parametrize("provider", ["runpod", "vast"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_alone_is_survived(provider: str, fault: str, tmp_path: Path) -> None:
+    world = World(provider, n_steps=120, script=[fault])
+    run = tmp_path / "run"
+    if fault == "refused for good":
+        with pytest.raises(UserMistake, match="mend it there"):
+            supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False), returns=True)
+        assert world.machines == []
+        return
+    code = supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False), returns=True)
+    assert (code, world.n_alive, world.n_double, world.saved) == (EXIT_FINISHED, 0, 0, 120)
+    ledger = MachineLedger(run)
+    assert ledger.open == []
+    assert ledger.usd(world.now) == pytest.approx(world.usd, abs=0.03)
+
+
+@pytest.mark.parametrize("provider", ["runpod", "vast"])
+def test_the_cap_holds_when_nobody_of_ours_lives(provider: str, tmp_path: Path) -> None:
+    world = World(provider, n_steps=10**9)
+    prepared = prepared_for(provider, tmp_path / "run", 0.9, 0.4)
+
+    class Dead(BaseException):
+        pass
+
+    def die(seconds: float) -> None:
+        raise Dead
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "sleep", lambda self, seconds: die(seconds) if seconds > 5 else None)
+        with pytest.raises(Dead):
+            supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False), returns=True)
+    assert world.n_alive == 1
+    world.machines[0].most_train_usd = 1e9  # not even training knows its cap
+    world.sleep(100 * 3600)
+    assert world.n_alive == 0
+    assert world.machines[0].why_gone == "its own end"
+    assert world.usd <= 0.9
+
+
+def test_a_lost_machine_is_followed_by_the_next_offer_and_boot_failures_leave_theirs_out(tmp_path: Path) -> None:
+    world = World("runpod", n_steps=240, script=["never boots", "taken away", ""])
+    run = tmp_path / "run"
+    prepared = prepared_for("runpod", run, 4.0, 0.4)
+    assert supervise(world, prepared, run, Fate(None, is_before=False), returns=True) == EXIT_FINISHED
+    machines = list(MachineLedger(run).machines.values())
+    assert [machine.gpu for machine in machines] == [offer.gpu for offer in prepared.offers[:3]]
+    assert [machine.number for machine in machines] == [1, 2, 3]
+    assert "not booted" in machines[0].why
+    rows = bill_by_machine(machines, world.accounts(), world.now)
+    assert all(sum(row["seconds"].values()) == pytest.approx(row["wall_s"]) for row in rows)
+    assert [row["seconds"]["train"] > 0 for row in rows] == [False, True, True]
+
+
+def test_a_line_stands_in_the_ledger_before_each_creation(tmp_path: Path) -> None:
+    world = World("runpod", n_steps=12)
+    run = tmp_path / "run"
+    seen = []
+    make = world._create
+
+    def watched(name: str, *rest: Any) -> Any:
+        seen.append([machine.state for machine in MachineLedger(run).machines.values() if machine.name == name])
+        return make(name, *rest)
+
+    world._create = watched  # type: ignore[method-assign]
+    supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, Fate(None, is_before=False), returns=True)
+    assert seen == [["asked"]]
+
+
+def test_stop_asks_until_the_provider_confirms(tmp_path: Path) -> None:
+    world = World("runpod", n_steps=10**6, script=["terminate fails three times"])
+    run = tmp_path / "run"
+    prepared = prepared_for("runpod", run, 4.0, 0.4)
+    with pytest.raises(Killed):
+        supervise(world, prepared, run, Fate(40, is_before=False), returns=True)
+    assert world.n_alive == 1
+    supervise(world, prepared, run, Fate(None, is_before=False), returns=True, stop=True)
+    assert world.n_alive == 0
+    assert world.machines[0].n_terminations > 3
+    assert MachineLedger(run).open == []
+
+
+def test_after_the_cap_nothing_is_asked_for(demo: Path) -> None:
+    prepared = prepare(_job(demo), Wishes(on="runpod"), NOW)
+    ledger = MachineLedger(demo.parent / "run")
+    account = Account(1, state="killed", started_at=1.0, spans={"compute": 3600.0}, usd_per_hour=1.999)
+    with pytest.raises(Spent, match=r"limits.max_usd \(\$2.00\)"):
+        prepared.ask(1, prepared.offers[0], ledger, [account], NOW.timestamp())
+
+
+# ---- HTTP ----
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    answers: list[tuple[int, str]] = []  # noqa: RUF012
+    seen: list[tuple[str, str, str]] = []  # noqa: RUF012
+
+    def _answer(self) -> None:
+        self.seen.append((self.command, self.path, self.headers.get("Authorization", "")))
+        status, text = self.answers.pop(0)
+        self.send_response(status)
+        if status == 302:
+            self.send_header("Location", text)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    do_GET = do_POST = do_DELETE = do_PUT = _answer
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, type[_Handler]]]:
+    handler = type("Handler", (_Handler,), {"answers": [], "seen": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as httpd:
+        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{httpd.server_port}", handler
+        httpd.shutdown()
+
+
+def test_a_request_that_makes_something_is_never_sent_twice(server: Any) -> None:
+    base, handler = server
+    api = Api(base, {"Authorization": "Bearer key"}, sleep=lambda seconds: None)
+    handler.answers += [(500, "oops"), (200, "{}")]
+    with pytest.raises(Unclear, match="status 500"):
+        api.ask("POST", "/make", {}, n_tries=1)
+    assert len(handler.seen) == 1
+    assert api.ask("GET", "/list") == {}
+
+
+def test_answers_of_a_provider_are_told_apart(server: Any) -> None:
+    base, handler = server
+    api = Api(base, {"Authorization": "Bearer key"}, sleep=lambda seconds: None)
+    handler.answers += [(302, f"{base}/elsewhere"), (401, '{"detail": "who are you"}'), (404, ""), *[(200, "<html>")] * 3,
+                        (400, '{"msg": "no_such_ask"}')]  # fmt: skip
+    with pytest.raises(Refused, match="status 302"):
+        api.ask("GET", "/list")
+    with pytest.raises(Refused, match="who are you") as refused:
+        api.ask("GET", "/list")
+    assert refused.value.is_final
+    assert api.ask("DELETE", "/one") is None, "gone already"
+    with pytest.raises(Unclear, match="not JSON"):
+        api.ask("GET", "/list")
+    with pytest.raises(Refused) as refused:
+        api.ask("PUT", "/asks/1/", {}, n_tries=1)
+    assert refused.value.is_stock
+    assert not refused.value.is_final
+    assert all(path != "/elsewhere" for _, path, _ in handler.seen), "a key is not carried elsewhere"
+
+
+def test_nobody_listening_is_unclear() -> None:
+    with pytest.raises(Unclear, match="no answer"):
+        Api("http://127.0.0.1:9", {}, sleep=lambda seconds: None).ask("GET", "/")
+
+
+def test_a_real_server_is_asked_as_the_scripted_one(server: Any) -> None:
+    base, handler = server
+    api = Api(base, {"Authorization": "Bearer key"}, sleep=lambda seconds: None)
+    cloud = RunPod(api, api)
+    handler.answers += [(200, json.dumps({"pods": [{"id": "p1", "name": "farthing-1-1", "status": "EXITED"}]}))]
+    seen = cloud.look(Machine("farthing-1-1"))
+    assert seen is not None
+    assert (seen.id, seen.is_over, seen.is_paid) == ("p1", True, True)
+    handler.answers += [(204, "")]
+    cloud.destroy(Machine("farthing-1-1", id="p1"))
+    assert handler.seen == [("GET", "/v2/pods", "Bearer key"), ("DELETE", "/v2/pods/p1", "Bearer key")]
+
+
+# ---- inputs ----
+
+
+def test_inputs_travel_by_content_and_only_once(demo: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens-of-it"
+    tokens.mkdir()
+    (tokens / "ids.bin").write_bytes(b"123")
+    packed = with_token_sets(pack(_job(demo)), [tokens])
+    store = LocalStore(tmp_path / "store")
+    first = send_inputs(store, packed, "launch/x/inputs.json", lambda done, total: None)
+    assert first == packed.n_bytes
+    assert send_inputs(store, packed, "launch/x/inputs.json", lambda done, total: None) == 0
+    there = tmp_path / "there"
+    there.mkdir()
+    fetch_inputs(store, "launch/x/inputs.json", there)
+    assert (there / "inputs/train-0/data.jsonl").read_bytes() == (demo.parent / "data.jsonl").read_bytes()
+    assert (there / "cache/tokens/tokens-of-it/ids.bin").read_bytes() == b"123"
+    assert (there / "inputs/model/config.json").exists()
+
+
+def test_damaged_and_malicious_inputs_are_refused(demo: Path, tmp_path: Path) -> None:
+    from farthing.durability.files import seal
+
+    store, there = LocalStore(tmp_path / "store"), tmp_path / "there"
+    there.mkdir()
+    send_inputs(store, pack(_job(demo)), "launch/x/inputs.json", lambda done, total: None)
+    data = next(
+        path
+        for path in (tmp_path / "store/inputs").iterdir()
+        if path.stat().st_size == (demo.parent / "data.jsonl").stat().st_size
+    )
+    data.write_bytes(data.read_bytes().replace(b"a", b"c"))
+    with pytest.raises(UserMistake, match="differs from what was sent"):
+        fetch_inputs(store, "launch/x/inputs.json", there)
+    for path in ("../evil", "/etc/evil", "run/ledger.jsonl", "inputs/../../evil"):
+        entry = {"path": path, "object": "inputs/x", "size": 1, "sha256": "0" * 64}
+        store.remove(["launch/y/inputs.json"])
+        store.create("launch/y/inputs.json", seal({"files": [entry]}).encode())
+        with pytest.raises(UserMistake, match="outside the inputs"):
+            fetch_inputs(store, "launch/y/inputs.json", there)
+    with pytest.raises(UserMistake, match="not whole"):
+        fetch_inputs(store, "launch/none/inputs.json", there)
+
+
+# ---- aboard ----
+
+FACTS: dict[str, Any] = {
+    "name": "farthing-1-1", "inputs": None, "most_s": 1000, "boot_limit_s": 600.0, "usd_per_hour": 3.6, "max_usd": 5.0,
+    "overhead_usd": 1.0, "reserve_usd": 0.1,
+}  # fmt: skip
+
+
+class Child:
+    """Stands for `farthing train`: runs until it is told to leave, or for a while."""
+
+    def __init__(self, words: list[str], code: int = 0, **pipes: Any) -> None:
+        self.words, self.code, self.signals = words, code, []
+        read, write = os.pipe()
+        os.write(write, b"step 1\n")
+        os.close(write)
+        self.stdout = os.fdopen(read, "rb")
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; until it was told to leave none, where it goes on."""
+        if self.code == 75 and not self.signals:
+            raise subprocess.TimeoutExpired("train", timeout or 0.0)
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        """Hear one."""
+        self.signals.append(number)
+
+
+def _aboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0, **facts: Any) -> tuple[Aboard, list[Child]]:
+    monkeypatch.chdir(tmp_path)
+    children: list[Child] = []
+
+    def begin(words: list[str], **pipes: Any) -> Child:
+        children.append(Child(words, code))
+        return children[-1]
+
+    monkeypatch.setattr(aboard_module, "begin", begin)
+    return Aboard(Path("job.yaml"), {**FACTS, "store": str(tmp_path / "store"), **facts}, lambda: 10_000.0), children
+
+
+def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv(CREATED_AT, "9900")
+    stay, children = _aboard(tmp_path, monkeypatch)
+    assert stay.run() == EXIT_FINISHED
+    assert children[0].words == ["train", "job.yaml", "--retry", "--set", "limits.max_usd=3.8"]  # 5 - 1 - 0.1 - 100 s
+    words = StoreWords(LocalStore(tmp_path / "store"))
+    assert words.of("farthing-1-1").code == 0
+    assert words.of("farthing-1-1").has_booted
+    assert "step 1" in words.log("farthing-1-1")
+    monkeypatch.setenv(CREATED_AT, "0")  # a clock that is off counts as the whole boot limit
+    assert _aboard(tmp_path, monkeypatch)[0].max_usd == pytest.approx(5 - 1 - 0.1 - 0.6)
+
+
+def test_training_is_told_to_leave_before_the_machine_ends(tmp_path: Path, monkeypatch: Any) -> None:
+    stay, children = _aboard(tmp_path, monkeypatch, code=75, most_s=100)
+    assert stay.run() == EXIT_LIMIT, "another machine would find no money left"
+    assert children[0].signals == [15]
+    assert StoreWords(LocalStore(tmp_path / "store")).of("farthing-1-1").code == EXIT_LIMIT
+
+
+def test_inputs_that_do_not_come_are_said_to_whoever_watches(tmp_path: Path, monkeypatch: Any) -> None:
+    stay, children = _aboard(tmp_path, monkeypatch, inputs="launch/none/inputs.json")
+    assert stay.run() == 2
+    assert children == []
+    assert "not whole" in StoreWords(LocalStore(tmp_path / "store")).of("farthing-1-1").why
+
+
+def test_a_machine_begun_again_forgets_how_it_left(tmp_path: Path) -> None:
+    speaker, words = Speaker(LocalStore(tmp_path), "farthing-1-1"), StoreWords(LocalStore(tmp_path))
+    speaker.booted()
+    speaker.left(75, "asked to leave")
+    assert words.of("farthing-1-1").code == EXIT_INTERRUPTED
+    speaker.booted()
+    assert words.of("farthing-1-1").code is None
+
+
+# ---- the bill ----
+
+
+def test_attempts_belong_to_the_machine_that_was_there() -> None:
+    first = Machine("a-1", 1, usd_per_hour=3.6, asked_at=100.0, booted_at=160.0, left_at=500.0, gone_at=560.0)
+    cut_off = Machine("a-2", 2, usd_per_hour=3.6, asked_at=600.0, booted_at=620.0, left_at=900.0, gone_at=2000.0)
+    last = Machine("a-3", 3, usd_per_hour=7.2, asked_at=1000.0, booted_at=1040.0, left_at=1500.0, gone_at=1520.0)
+    accounts = [
+        Account(n, started_at=at, spans={"compute": s}, usd_per_hour=3.6)
+        for n, at, s in ((1, 170.0, 300.0), (2, 630.0, 200.0), (3, 1050.0, 440.0))
+    ]
+    rows = bill_by_machine([first, cut_off, last, Machine("a-4", 4, is_refused=True, asked_at=50.0)], accounts, 3000.0)
+    assert [row["seconds"]["train"] for row in rows] == [300.0, 200.0, 440.0]
+    assert [row["seconds"]["boot"] for row in rows] == [70.0, 30.0, 50.0]
+    assert [row["seconds"]["teardown"] for row in rows] == [60.0, 1100.0, 20.0]
+    assert [row["usd"] for row in rows] == pytest.approx([0.46, 1.4, 1.04])
+
+
+def test_the_ledger_of_machines_survives_a_torn_line(tmp_path: Path) -> None:
+    ledger = MachineLedger(tmp_path)
+    ledger.note("farthing-1-1", "asked", 1.0, number=1, usd_per_hour=2.0)
+    ledger.note("farthing-1-1", "created", 2.0, id="x")
+    ledger.close()
+    with open(tmp_path / MACHINES, "a") as file:
+        file.write('{"machine": "farthing-1-1", "event": "go')
+    again = MachineLedger(tmp_path)
+    assert [(m.state, m.id, m.number) for m in again.machines.values()] == [("created", "x", 1)]
+    again.note("farthing-1-1", "gone", 3.0)
+    assert MachineLedger(tmp_path).open == []
+
+
+# ---- docs ----
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "launch"
+
+
+def _commands() -> list[str]:
+    """Every command of the pages that stands in a block of its own."""
+    found = []
+    for page in sorted(DOCS.glob("*.md")):
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
+            found += [line.partition("#")[0].strip() for line in block.splitlines() if line.strip()]
+    return found
+
+
+def test_every_target_has_a_page_and_every_page_is_about_one() -> None:
+    pages = {page.stem for page in DOCS.glob("*.md")} - {"README"}
+    assert pages == {"hosts" if name in ("local", "ssh") else name for name in TARGETS}
+
+
+@pytest.mark.parametrize("command", _commands())
+def test_commands_of_the_pages_work(command: str, demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    program, *words = shlex.split(command)
+    assert program == "farthing"
+    monkeypatch.chdir(demo.parent)
+    monkeypatch.setattr(
+        "farthing.launch.check.subprocess.run", lambda words, **more: subprocess.CompletedProcess(words, 1, "", "")
+    )
+    for name in ("RUNPOD_API_KEY", "VAST_API_KEY", "LAMBDA_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    code = main(words)
+    said = capsys.readouterr()
+    assert code == EXIT_FINISHED or (words[0] == "doctor" and "to do" in said.out), said.err
+
+
+def test_doctor_says_what_a_target_lacks(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.delenv("RUNPOD_API_KEY", raising=False)
+    assert main(["doctor", "--target", "runpod", "--json"]) == 2
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["key"]["state"] == "failed"
+    assert "export RUNPOD_API_KEY" in checks["key"]["to_do"]
+    assert main(["doctor", "--target", "nowhere"]) == 2
+
+
+def test_boot_times_are_facts_with_a_source_and_the_plan_counts_with_them() -> None:
+    from farthing.planner.pricing import setup_s
+    from farthing.planner.types import Assumptions
+    from farthing.prices.boot import INSTALL_S, boot_of
+
+    def of(provider: str) -> float:
+        offer = Offer(
+            provider, "", "L4", 1, "", "", False, "machine_hour", 1.0, "", date(2026, 11, 22), Billing(provider)
+        )
+        return setup_s(offer, Assumptions(setup_s=77.0))
+
+    assert of("AWS") == 101 + INSTALL_S == boot_of("AWS").seconds
+    assert of("nobody") == 77.0
+    assert boot_of("AWS").source.startswith("github.com/")
+    assert boot_of("nobody").seconds == Assumptions().setup_s
+
+
+# ---- more than one of us ----
+
+
+def test_a_launch_that_is_stopped_from_elsewhere_rents_no_other_machine(tmp_path: Path) -> None:
+    world = World("runpod", n_steps=10**6)
+    run = tmp_path / "run"
+
+    def stop_soon(text: str) -> None:
+        world.stopped |= "booted" in text
+
+    prepared = prepared_for("runpod", run, 4.0, 0.4)
+    code = supervise(world, prepared, run, Fate(None, is_before=False), returns=True, say=stop_soon)
+    assert (code, world.n_alive, len(world.machines)) == (EXIT_INTERRUPTED, 0, 1)
+
+
+def test_a_machine_that_another_folder_asked_for_is_taken_over_not_doubled(tmp_path: Path) -> None:
+    world = World("runpod", n_steps=120)
+    prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
+    with pytest.raises(Killed):
+        supervise(world, prepared, tmp_path / "laptop", Fate(25, is_before=False), returns=True)
+    assert world.n_alive == 1
+    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False), returns=True) == EXIT_FINISHED
+    assert (len(world.machines), world.n_alive, world.n_double) == (1, 0, 0)
+    assert list(MachineLedger(tmp_path / "desktop").machines) == [world.machines[0].name]
+
+
+def test_one_process_watches_a_launch(demo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("farthing.launch.session.LEASE_S", 0.6)
+    job = _job(demo, f"output_store={tmp_path}/store")
+    sessions = [
+        Session(
+            prepare(job.model_copy(update={"output_dir": str(tmp_path / name)}), Wishes(on="ssh:a"), NOW),
+            lambda text: None,
+        )
+        for name in ("laptop", "desktop")
+    ]
+    assert sessions[0].prepared.launch_id == sessions[1].prepared.launch_id
+    with sessions[0]._only_watcher() as sleep:
+        other = threading.Thread(target=lambda: [sleep(0.1) for _ in range(15)])
+        other.start()
+        with pytest.raises(RunBusy, match="another process watches"), sessions[1]._only_watcher():
+            pass
+        other.join()
+    with sessions[1]._only_watcher():
+        sessions[1].words().ask_to_stop(is_wanted=True)
+        assert sessions[0].words().is_stopped()
+        sessions[1].words().ask_to_stop(is_wanted=False)
+        assert not sessions[0].words().is_stopped()
+
+
+def test_a_finished_run_rents_nothing_more(tmp_path: Path) -> None:
+    world = World("runpod", n_steps=24)
+    run = tmp_path / "run"
+    prepared = prepared_for("runpod", run, 4.0, 0.4)
+    for _ in range(2):
+        assert supervise(world, prepared, run, Fate(None, is_before=False), returns=True) == EXIT_FINISHED
+    assert len(world.machines) == 1
+
+
+def test_there_has_to_be_something_to_attach_to(demo: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("FARTHING_SSH", "false")
+    assert launch(demo, "--on", "ssh:nowhere", "--attach") == 2
+    assert "no machine of this launch is there" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(demo.parent))
+    monkeypatch.delenv("FARTHING_SSH")
+    assert launch(demo, "--on", "ssh:nowhere", "--attach") == 2
+    assert "there is no command `ssh` here" in capsys.readouterr().err
+
+
+def test_spot_is_left_out_when_the_rest_would_only_just_fit_on_demand(demo: Path) -> None:
+    prepared = prepare(_job(demo, "limits.deadline=2026-11-22T23:00:00+00:00"), Wishes(on="runpod"), NOW)
+    spot = next(offer for offer in prepared.offers if offer.is_spot)
+    steady = next(offer for offer in prepared.offers if not offer.is_spot)
+    wall_s = min(plan.wall_s for plan in prepared.plans.values() if not plan.offer.is_spot)
+    prepared = replace(prepared, job=prepared.job.model_copy(update={"output_store": str(demo.parent / "store")}))
+
+    def may_take(left_s: float) -> tuple[bool, bool]:
+        at = datetime(2026, 11, 22, 23, tzinfo=UTC).timestamp() - left_s
+        session = Session(prepared, lambda text: None, clock=lambda: at)
+        return session._is_in_time(spot), session._is_in_time(steady)
+
+    assert may_take(20 * wall_s + 3600) == (True, True)
+    assert may_take(wall_s + 60) == (False, True)

@@ -1,0 +1,160 @@
+"""The whole way on a cloud that is none: RunPod's HTTP on this machine, whose pods are processes, and a bucket of moto.
+
+`farthing launch --yes` as a user types it: planned, inputs sent and tokenized here, a spot pod rented and taken away, the
+next one rented, the run gone on from the bucket to the same bits, everything deleted, one bill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ssh_machines
+from farthing.durability.object_store import open_store
+from launch_chains import left_alone, result_of, saved_step, write_job
+
+KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "canary-of-a-secret"}
+NO_TOKENIZING = """
+import farthing.data.tokens as tokens
+def refuse(*args, **more):
+    raise RuntimeError("data was tokenized on a rented machine")
+assert tokens._write
+tokens._write = refuse
+"""
+
+
+class Pods(http.server.BaseHTTPRequestHandler):
+    """The requests that `farthing.launch.clients.RunPod` makes. A pod is a process group of its own with an empty home."""
+
+    home: Path
+    pods: dict[str, Any]
+    bodies: list[str]
+    environment: dict[str, str]
+
+    def do_POST(self) -> None:
+        """A pod is made."""
+        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.bodies.append(text)
+        pod = json.loads(text)["variables"]["input"]
+        number = f"pod{len(self.pods)}"
+        home = self.home / number
+        home.mkdir(parents=True)
+        env = {each["key"]: each["value"] for each in pod["env"]}
+        env |= {name: KEYS[name] for name in env if env[name] == f"{{{{ RUNPOD_SECRET_{name} }}}}"}
+        process = subprocess.Popen(
+            shlex.split(pod["dockerArgs"]), cwd=home, env={**self.environment, **env, "HOME": str(home)},
+            start_new_session=True, stdout=open(home / "out.txt", "wb"), stderr=subprocess.STDOUT,  # noqa: SIM115
+        )  # fmt: skip
+        self.pods[number] = {"id": number, "name": pod["name"], "process": process, "pod": pod}
+        self._answer({"data": {"made": {"id": number}}})
+
+    def do_GET(self) -> None:
+        """The pods that are there."""
+        self._answer(
+            {
+                "pods": [
+                    {"id": n, "name": pod["name"], "status": "RUNNING"}
+                    for n, pod in self.pods.items()
+                    if pod["process"]
+                ]
+            }
+        )
+
+    def do_DELETE(self) -> None:
+        """A pod is destroyed."""
+        take_away(self.pods, self.path.rsplit("/", 1)[1])
+        self._answer(None)
+
+    def _answer(self, value: Any) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"" if value is None else json.dumps(value).encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+def take_away(pods: dict[str, Any], number: str) -> None:
+    """Kill everything of a pod."""
+    process = pods[number]["process"]
+    if process is not None:
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError, ValueError):
+                if int(path.read_text().rpartition(")")[2].split()[3]) == process.pid:  # its session
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+        process.wait()
+        pods[number]["process"] = None
+
+
+@pytest.fixture
+def cloud(tmp_path: Path) -> Iterator[tuple[str, type[Pods]]]:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(ssh_machines.PACE + NO_TOKENIZING)
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "AWS_EC2_METADATA_DISABLED": "true",
+    }  # fmt: skip
+    handler = type(
+        "Handler", (Pods,), {"home": tmp_path / "pods", "pods": {}, "bodies": [], "environment": environment}
+    )
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", handler
+        for number in handler.pods:
+            take_away(handler.pods, number)
+        server.shutdown()
+
+
+@pytest.mark.slow
+def test_from_the_plan_to_the_bill_over_two_pods(cloud: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moto = pytest.importorskip("moto.server", reason="moto[s3] is not installed: there is no bucket here")
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: there is no bucket here")
+    base, handler = cloud
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    endpoint = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": endpoint, "AWS_DEFAULT_REGION": "us-east-1",
+                        "AWS_EC2_METADATA_DISABLED": "true"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem(endpoint_url=endpoint).mkdir("bucket")
+    reference = left_alone(tmp_path / "alone")
+    job = write_job(tmp_path / "job", None)
+    job.write_text(job.read_text() + "output_store: s3://bucket/run\n")
+    words = [sys.executable, "-m", "farthing", "launch", str(job), "--on", "runpod", "--yes", "--json"]
+    environment = {**os.environ, "FARTHING_LAUNCH_API": base, "RUNPOD_API_KEY": "canary-of-a-key"}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        store: Any = open_store("s3://bucket/run")
+        until = time.monotonic() + 200
+        while saved_step(store) < 36 and time.monotonic() < until and process.poll() is None:
+            time.sleep(0.05)
+        take_away(handler.pods, "pod0")
+        out, said = process.communicate(timeout=250)
+    finally:
+        process.kill()
+        server.stop()
+    assert process.returncode == 0, said
+    assert all(pod["process"] is None for pod in handler.pods.values()), "everything was given back"
+    standing = json.loads(out)
+    assert [row["state"] for row in standing["machines"]] == ["gone", "gone"]
+    assert result_of(tmp_path / "job" / "run") == reference
+    receipt = json.loads((tmp_path / "job" / "run" / "receipt.json").read_text())
+    assert len(receipt["machines"]) == 2
+    everything = said + out + "".join(handler.bodies)
+    files = [path for path in (tmp_path / "job").rglob("*") if path.is_file()]
+    assert "canary-" not in everything
+    assert not [path for path in files if b"canary-" in path.read_bytes()]

@@ -1,0 +1,60 @@
+"""What is written for a target, judged by that target's own validator, in an environment of its own.
+
+`make launch-tools` makes the environments (kubernetes-validate and Vertex's protos; 500 MB for SkyPilot). Without them
+these tests skip and say so. FARTHING_LAUNCH_TOOLS and FARTHING_SKY name other places.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launch_matrix import cases, outcome_of, validated
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def python_of(variable: str, folder: str) -> Path:
+    """The interpreter of an environment; skips where there is none."""
+    python = Path(os.environ.get(variable) or ROOT / ".venv" / folder) / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{python} is not there: `make launch-tools` makes it, or name an environment in {variable}")
+    return python
+
+
+def rows_of(*targets: str) -> list[dict[str, object]]:
+    """Outcomes of some offers on targets, of each at least one that is right."""
+    rows = [outcome_of(target, offer) for target, offer in cases(every=40) if target in targets]
+    assert {row["target"] for row in rows if row["state"] == "ok"} == set(targets)
+    return rows
+
+
+def test_kubernetes_and_vertex_take_the_files() -> None:
+    python, rows = python_of("FARTHING_LAUNCH_TOOLS", "launch"), rows_of("kubernetes", "vertex")
+    assert validated(rows, python, ("kubernetes", "vertex")) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "old", "new"),
+    [
+        ("kubernetes", "backoffLimit", "backofLimit"),
+        ("kubernetes", "activeDeadlineSeconds: ", "activeDeadlineSeconds: x"),
+        ("vertex", '"containerSpec"', '"containerspec"'),
+        ("vertex", '"STANDARD"', '"CHEAP"'),
+    ],
+)
+def test_and_would_have_found_a_mistake(target: str, old: str, new: str) -> None:
+    python, rows = python_of("FARTHING_LAUNCH_TOOLS", "launch"), rows_of(target)
+    good = next(row for row in rows if row["state"] == "ok" and any(old in text for text in row["files"].values()))  # type: ignore[attr-defined]
+    good["files"] = {name: text.replace(old, new) for name, text in good["files"].items()}  # type: ignore[attr-defined]
+    assert len(validated([good], python, (target,))) == 1
+
+
+def test_skypilot_takes_the_files_and_would_have_found_a_mistake() -> None:
+    python, rows = python_of("FARTHING_SKY", "sky"), rows_of("skypilot")
+    assert validated(rows, python, ("skypilot",)) == []
+    good = next(row for row in rows if row["state"] == "ok")
+    good["files"] = {name: text.replace("job_recovery", "job_recovry") for name, text in good["files"].items()}  # type: ignore[attr-defined]
+    assert len(validated([good], python, ("skypilot",))) == 1

@@ -1,0 +1,64 @@
+"""What services that fine-tune for you would charge, beside renting and owning."""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workshop
+from farthing.cli import main
+from farthing.planner.managed import Service, _bill, services
+
+
+def spec(n_examples: int = 1000, mean: float = 100, n_epochs: float = 3, max_steps: int | None = None) -> Any:
+    from types import SimpleNamespace
+
+    lengths = SimpleNamespace(n_tokens=n_examples * mean, n_examples=n_examples)
+    return SimpleNamespace(
+        lengths=lengths, n_epochs=n_epochs, max_steps=max_steps, global_batch=10, eval_lengths=lengths
+    )
+
+
+def a_service(counts: str) -> Service:
+    return Service("N", "", "lora", 0, 16, 0.5, 1.0, counts, "the adapter", "", None, "made", date(2026, 1, 1))
+
+
+def test_tokens_are_counted_by_the_rules_of_each() -> None:
+    plain = _bill(a_service("tokens"), spec(), 512)
+    assert (plain.n_tokens, plain.usd, plain.usd_high, plain.usd_unpacked) == (300_000, 0.15, 0.3, None)
+    with_validation = _bill(a_service("with validation"), spec(), 512)
+    assert with_validation.n_tokens == 600_000  # the validation data once an epoch
+    assert with_validation.usd_unpacked == pytest.approx((3 * 1000 * 512 + 300_000) / 1e6 * 0.5)
+    assert _bill(a_service("tokens"), spec(max_steps=50), 512).n_tokens == 50 * 10 * 100
+
+
+def test_every_row_has_its_source_its_day_and_its_unit() -> None:
+    for service in services():
+        assert service.source
+        assert date(2025, 1, 1) <= service.date <= date(2026, 11, 22)
+        assert 0 < service.usd <= service.usd_high <= 100
+        assert service.counts in ("tokens", "with validation")
+        assert service.you_get in ("the adapter", "the weights", "no weights")
+        assert (service.method == "closed") == (service.you_get == "no weights")
+        assert service.model or service.upto_billion > service.over_billion
+
+
+def test_a_plan_answers_what_was_paid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workshop.job_file(tmp_path)
+    words = ["plan", str(tmp_path / "job.yaml"), "--examples", "20000", "--mean-tokens", "500", "--paid", "$90"]
+    assert main([*words, "--json"]) == 0
+    view = json.loads(capsys.readouterr().out)
+    assert view["paid"]["usd"] == 90
+    assert view["paid"]["here_usd"] == pytest.approx(view["best"]["total_usd"])
+    assert {"Fireworks", "Together", "OpenAI"} <= {each["provider"] for each in view["managed"]}
+    assert all(each["price_source"] and each["price_date"] for each in view["managed"])
+    assert main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "you paid $90.00: here it is" in said
+    assert "no new jobs from 2027-01-06" in said
+    assert main([*words[:-1], "much"]) == 2
+    assert "--paid" in capsys.readouterr().err

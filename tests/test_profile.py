@@ -1,0 +1,61 @@
+"""A few real steps under the profiler: parts by our own names that add up to the step, a trace, memory and the peak."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farthing.cli import main
+from workshop import job_file
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a profile of a small LoRA job says."""
+    from farthing.config.load import load_job
+    from farthing.events import ignore
+    from farthing.train.profiling import profile_job
+
+    folder = tmp_path_factory.mktemp("profile")
+    path = job_file(folder, "llama", method="lora", pretrained=True, micro_batch_tokens=64, gradient_checkpointing=True)
+    profiled = profile_job(load_job(path), ignore, folder / "out", 2)
+    assert not (folder / "run").exists(), "the job's own folder is not touched"
+    return profiled
+
+
+def test_a_step_is_named_forward_and_backward(found: dict[str, Any]) -> None:
+    parts = {part["name"]: part["step_s"] for part in found["parts"]}
+    assert {"attention", "layers with LoRA", "feed-forward", "head", "optimizer", "norms", "copies", "data"} <= set(
+        parts
+    )
+    assert sum(parts.values()) == pytest.approx(found["step_s"], rel=0.05)
+    assert parts.get("everything else", 0.0) < 0.15 * found["step_s"]
+    assert parts["attention"] > 0
+
+
+def test_the_trace_can_be_opened_and_has_our_names(found: dict[str, Any]) -> None:
+    trace = json.loads(Path(found["trace"]).read_text())
+    assert Path(found["trace"]).name.endswith(".pt.trace.json"), "the name that TensorBoard looks for"
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"farthing: attention", "farthing: head", "farthing: optimizer"} <= names
+
+
+def test_memory_and_peak_are_measured(found: dict[str, Any]) -> None:
+    memory = found["memory"]
+    assert memory["optimizer_bytes"] == pytest.approx(memory["expected_optimizer_bytes"], rel=0.05)
+    assert 0.1 < memory["step_bytes"] / memory["expected_step_bytes"] < 10
+    times = [at for at, _ in memory["timeline"]]
+    assert times == sorted(times)
+    assert len(times) <= 200
+    assert 0 < found["mfu"] < 1.2
+    assert found["flops_per_s"] == pytest.approx(found["mfu"] * found["measured_peak_flops_per_s"])
+
+
+def test_what_can_not_be_profiled_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(job_file(tmp_path, "llama"))
+    assert main(["profile", path, "--steps", "0"]) == 2
+    assert "1 to 100" in capsys.readouterr().err
+    assert main(["profile", path, "--output", path]) == 2

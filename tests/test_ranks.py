@@ -1,0 +1,355 @@
+"""Several processes share a run: the same bits on any number of them, one word for all, and an end when one is lost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import farthing.train.run
+from farthing.config.job import Job
+from farthing.data.packing import cut_by_tokens, cut_padded
+from farthing.data.row_table import rows_of as table_of
+from farthing.durability.group import Elastic, Seat, device_of, not_followed, seat_in
+from farthing.durability.run_folder import SETTINGS, kept
+from farthing.errors import Interrupted, UserMistake
+from farthing.model.forward import Forward
+from farthing.settings import Settings
+from farthing.train.joining import lanes_to_use, spread_frozen
+from farthing.train.lanes import LaneSums, add_up, lanes_of, n_lanes_for, nodes_of
+from farthing.train.ranks import GO_ON, LEAVE, Ranks
+from farthing.train.step import Steps
+from together import on_ranks
+from workshop import Heard, log_of, losses_of, make_job, rows_of
+
+# ---- the table of a step: no process needed ----
+
+
+@pytest.mark.parametrize("n_lanes", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("n", [1, 2, 5, 16, 61])
+@pytest.mark.parametrize("cut", [cut_by_tokens, cut_padded])
+def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n: int, n_lanes: int, cut: Any) -> None:
+    lengths = np.random.default_rng(n).integers(3, 120, 200)
+    examples = np.random.default_rng(n_lanes).permutation(200)[:n]
+
+    def pieces(some: Any, most: int) -> Any:
+        return cut(some, lengths, most)
+
+    table = table_of(examples, lengths, 300, n_lanes, cut=pieces, squares_at=12 * 64)
+    assert sorted(i for cell in table.cells for i in cell.examples.tolist()) == sorted(examples.tolist())
+    assert [cell.number for cell in table.cells] == sorted({cell.number for cell in table.cells})
+    assert all(cell.lane < n_lanes and cell.number // n_lanes < table.n_rows for cell in table.cells)
+    if n_lanes == 1:
+        assert [cell.examples.tolist() for cell in table.cells] == [each.tolist() for each in pieces(examples, 300)]
+    elif n >= 16:
+        sums = [
+            sum(int(lengths[cell.examples].sum()) for cell in table.of_lanes(range(i, i + 1))) for i in range(n_lanes)
+        ]
+        assert len(table.cells) % n_lanes == 0
+        assert max(sums) <= (1.35 if cut is cut_by_tokens else 1.7) * sum(sums) / n_lanes, (
+            "the slowest lane is what a step takes"
+        )
+    assert max(int(lengths[cell.examples].sum()) for cell in table.cells) <= 300
+
+
+# ---- the order of sums: no process needed ----
+
+
+def gradients_of(lane: int, n: int = 5) -> list[torch.Tensor | None]:
+    made = torch.Generator().manual_seed(lane)
+    drawn = [torch.randn(4, 3, generator=made) * 10.0 ** (lane - 2) for _ in range(n)]
+    return [None if (lane + at) % 3 == 0 or at == n - 1 else each for at, each in enumerate(drawn)]
+
+
+def summed_on(n_ranks: int, n_lanes: int) -> list[torch.Tensor | None]:
+    """The gradients of all lanes as ranks add them up: each its lanes, then the subtrees of all."""
+    weights = [torch.zeros(4, 3) for _ in range(5)]
+    nodes: list[dict[Any, torch.Tensor]] = [{} for _ in weights]
+    has = [0] * len(weights)
+    for rank in range(n_ranks):
+        sums = LaneSums(n_lanes, weights, lanes_of(rank, n_ranks, n_lanes))
+        for lane in sums.lanes:
+            sums.up_to(lane)
+            for weight, gradient in zip(weights, gradients_of(lane), strict=True):
+                weight.grad = gradient
+        sums.up_to(sums.lanes.stop)
+        assert [node for node, _ in sums.nodes] == nodes_of(sums.lanes, n_lanes)
+        has = [max(a, b) for a, b in zip(has, sums.has_gradient(), strict=True)]
+        for node, of_node in sums.nodes:
+            for at, gradient in enumerate(of_node):
+                nodes[at][node] = torch.zeros(4, 3) if gradient is None else gradient
+    return [add_up(of, n_lanes) if has[at] else None for at, of in enumerate(nodes)]
+
+
+def test_sums_are_the_same_bits_on_any_number_of_ranks() -> None:
+    for n_lanes in (2, 3, 4, 5, 8):
+        alone = summed_on(1, n_lanes)
+        assert alone[-1] is None, "nobody has a gradient of the last"
+        for n_ranks in range(2, n_lanes + 1):
+            for mine, other in zip(alone, summed_on(n_ranks, n_lanes), strict=True):
+                assert (mine is None) == (other is None)
+                assert mine is None or mine.numpy().tobytes() == other.numpy().tobytes()  # type: ignore[union-attr]
+
+
+def test_lanes_are_as_many_as_ranks_or_as_many_as_share_bits() -> None:
+    assert [n_lanes_for(n, True) for n in (1, 2, 3, 4, 5, 8, 9)] == [4, 4, 4, 4, 8, 8, 9]
+    assert [n_lanes_for(n, False) for n in (1, 2, 8)] == [1, 2, 8]
+
+
+# ---- words between processes ----
+
+
+def words(rank: int) -> dict[str, Any]:
+    ranks = Ranks(seat_in(os.environ), patience_s=20.0)
+    found: dict[str, Any] = {
+        "gather": ranks.gather({"rank": rank, "text": "ü" * rank}),
+        "told": ranks.tell_all(["of", rank]),
+        "agreed": ranks.agree(LEAVE if rank == 1 else GO_ON, [rank, -rank]),
+        "sum": ranks.sum_up(torch.tensor([1.5, 0.0, float(rank)], dtype=torch.float64)).tolist(),
+    }
+    for kind in (Interrupted, torch.OutOfMemoryError):
+        try:
+            with ranks.all_or_none():
+                if rank == 2:
+                    raise kind("for one rank")
+        except (Interrupted, torch.OutOfMemoryError) as error:
+            found[kind.__name__] = type(error).__name__
+    ranks.close()
+    return found
+
+
+def test_every_rank_hears_the_same(tmp_path: Path) -> None:
+    found = on_ranks(3, tmp_path, words)
+    assert found[0] == found[1] == found[2]
+    assert found[0] == {
+        "gather": [{"rank": rank, "text": "ü" * rank} for rank in range(3)],
+        "told": ["of", 0],
+        "agreed": [LEAVE, [2, 0]],
+        "sum": [4.5, 0.0, 3.0],
+        "Interrupted": "Interrupted",
+        "OutOfMemoryError": "OutOfMemoryError",
+    }
+
+
+# ---- whole runs ----
+
+
+def lora_job(folder: Path, **keys: Any) -> Job:
+    method = {"name": "lora", "lora_r": 2, "lora_dropout": 0.1}
+    where = {"gpus": 1, "patience_s": 20, **keys.pop("where", {})}
+    settings = {
+        "n_rows": 29, "eval_rows": rows_of("llama", 9, 5), "max_steps": 6, "global_batch_size": 11, "save_steps": 2,
+        "eval_strategy": "steps", "eval_steps": 3, "micro_batch_tokens": 90,
+        "size": {"hidden": 32, "layers": 1}, "save_total_limit": 20, "pretrained": True,
+    }  # fmt: skip
+    return make_job(folder, method=method, where=where, **(settings | keys))
+
+
+def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None) -> dict[str, Any]:
+    """Train the job on this rank; `mishap` is (rank, step, what): kill, leave, no room."""
+    heard, take = Heard(), Steps._take
+    if mishap is not None and mishap[0] == rank:
+        happened: list[int] = []
+
+        def mishap_in(steps: Steps, step: int) -> Any:
+            if step == mishap[1] and not happened:
+                happened.append(step)
+                if mishap[2] == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif mishap[2] == "leave":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                else:
+                    loss = Forward.loss
+
+                    def no_room(forward: Forward, *arguments: Any) -> Any:
+                        Forward.loss = loss if len(happened) == 2 else no_room  # type: ignore[method-assign]
+                        happened.append(step)
+                        raise torch.OutOfMemoryError("made up")
+
+                    Forward.loss = no_room  # type: ignore[method-assign,assignment]
+            return take(steps, step)
+
+        Steps._take = mishap_in  # type: ignore[method-assign]
+    loop, held = farthing.train.run.loop, [0, 0]
+
+    def looked_at(attempt: Any) -> Any:
+        of_layers = [weight for name, weight in attempt.model.named_parameters() if ".layers." in name]
+        frozen = [weight for weight in of_layers if not weight.requires_grad]
+        held[:] = [sum(getattr(w, "_local_tensor", w).numel() for w in frozen), sum(w.numel() for w in frozen)]
+        return loop(attempt)
+
+    farthing.train.run.loop = looked_at
+    outcome = farthing.train.run.train(Job.model_validate(job), heard)
+    return {
+        "held": held,
+        "code": outcome.exit_code,
+        "receipt": outcome.receipt and outcome.receipt.to_json(),
+        "warnings": heard.warnings,
+    }
+
+
+def train_on(n: int, folder: Path, job: Job, mishap: list[Any] | None = None) -> list[Any]:
+    return on_ranks(n, folder / "meetings", run, job.model_dump(mode="json"), mishap)
+
+
+def sha256_at(job: Job, step: int) -> str:
+    """Of weights, moments and progress as they were saved at a step."""
+    folders = sorted((Path(job.output_dir) / "checkpoints").glob(f"step-{step:08d}-*"))
+    files = [
+        path for path in sorted(folders[-1].iterdir()) if path.suffix == ".safetensors" or path.name == "state.json"
+    ]
+    assert len(files) == 3
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_that_spread_weights(
+    tmp_path: Path,
+) -> None:
+    alone, four, others = (lora_job(tmp_path / name) for name in ("alone", "four", "others"))
+    assert [each["code"] for each in train_on(1, tmp_path, alone)] == [0]
+    found = train_on(4, tmp_path, four)
+    assert [each["code"] for each in found] == [0] * 4
+    assert "ranks" in json.dumps(found[0]["receipt"]), "waiting for others is on the bill"
+    killed = train_on(2, tmp_path, others, [1, 4, "kill"])
+    assert killed == [76, -signal.SIGKILL], "the other one ends, and says why"
+    others = others.model_copy(update={"where": others.where.model_copy(update={"sharding": "frozen"})})
+    found = train_on(3, tmp_path, others)
+    assert [each["code"] for each in found] == [0] * 3
+    held, whole = [each["held"][0] for each in found], found[0]["held"][1]
+    assert sum(held) == whole, "each rank holds its rows of the layers' frozen weights"
+    assert max(held) < 0.5 * whole
+    assert (kept(Path(alone.output_dir) / SETTINGS) or {})["lanes"] == 4
+    for step in (2, 6):
+        assert sha256_at(alone, step) == sha256_at(four, step) == sha256_at(others, step)
+    assert log_of(alone) == log_of(four) == log_of(others)
+
+
+def test_full_training_on_two_is_that_of_one_to_rounding_with_fewer_examples_than_ranks(tmp_path: Path) -> None:
+    keys = {
+        "n_rows": 7,
+        "max_steps": 4,
+        "global_batch_size": 3,
+        "size": {"hidden": 32, "layers": 1},
+        "pretrained": True,
+    }
+    one, two = (make_job(tmp_path / name, micro_batch_tokens=60, **keys) for name in ("one", "two"))
+    farthing.train.run.train(one, Heard())
+    assert [each["code"] for each in train_on(2, tmp_path, two)] == [0, 0]
+    assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-5)
+    assert [row["grad_norm"] for row in log_of(two) if "examples" in row] == pytest.approx(
+        [row["grad_norm"] for row in log_of(one) if "examples" in row], rel=1e-4
+    )
+
+
+def test_what_one_rank_meets_is_met_by_all(tmp_path: Path) -> None:
+    """Memory that runs out on the second makes both halve; who is asked to leave takes the first along, after a save."""
+    job = lora_job(tmp_path / "a", save_steps=100)
+    found = train_on(2, tmp_path, job, [1, 1, "no room"])
+    assert [each["code"] for each in found] == [0, 0]
+    assert "goes on with 45 tokens" in found[0]["warnings"] or "out of memory" in found[0]["warnings"]
+    job = lora_job(tmp_path / "b", save_steps=100)
+    found = train_on(2, tmp_path, job, [1, 3, "leave"])
+    assert [each["code"] for each in found] == [75, 75]
+    assert sha256_at(job, 3), "the steps that were taken are saved"
+
+
+@pytest.mark.parametrize(("method", "task"), [("full", "llama"), ("qlora", "llama"), ("lora", "t5")])
+def test_weights_that_cannot_be_spread_are_refused_in_words(method: str, task: str, tmp_path: Path) -> None:
+    job = make_job(tmp_path, task, method=method, where={"gpus": 2, "sharding": "frozen"})
+    with pytest.raises(UserMistake, match="can't be spread: ") as refused:
+        spread_frozen(job, Ranks(), torch.nn.Linear(1, 1))
+    assert refused.value.to_do
+
+
+def test_a_run_of_one_lane_goes_on_with_more_to_rounding_and_says_so(tmp_path: Path) -> None:
+    job, heard, two = lora_job(tmp_path), Heard(), Ranks()
+    two.n = 2
+    before = {"examples_sha256": "of a run that has begun"}
+    assert lanes_to_use(job, Ranks(), Settings(), before, heard) == 1
+    assert not heard
+    assert lanes_to_use(job, two, Settings(), before, heard) == 4
+    assert "equal to rounding" in heard.warnings
+    assert lanes_to_use(job, Ranks(), Settings(lanes=4), before, heard) == 4, "on fewer it stays as it was cut"
+    assert lanes_to_use(make_job(tmp_path / "plain"), Ranks(), Settings(), {}, heard) == 1
+
+
+# ---- who sits where, and how processes end together ----
+
+
+def test_seats_are_those_that_launchers_give() -> None:
+    torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    assert seat_in(torchrun) == Seat(3, 4, 1, 2, "a launcher")
+    assert seat_in({"MASTER_ADDR": "a", "MASTER_PORT": "1"}) == Seat(), "an address alone means nothing"
+    batch_script = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
+    assert seat_in(batch_script) == Seat(), "a batch script is no task of a step"
+    step = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    }
+    assert seat_in({**step, "MASTER_ADDR": "a", "MASTER_PORT": "1"}) == Seat(1, 2, 0, 1, "srun")
+    for wrong in (step, {**torchrun, "RANK": "4"}, {**torchrun, "WORLD_SIZE": "two"}, {**torchrun, "LOCAL_RANK": "2"}):
+        with pytest.raises(UserMistake):
+            seat_in(wrong)
+    assert device_of(Seat(3, 4, 1, 2, "x"), {"CUDA_VISIBLE_DEVICES": "5, 7"}) == "7"
+    assert device_of(Seat(3, 4, 1, 2, "x"), {}) == "1"
+    assert not_followed({"FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "fp8", "PATH": ""}) == [
+        "ACCELERATE_MIXED_PRECISION",
+        "FSDP_VERSION",
+    ]
+
+
+def child(code: str) -> Popen[bytes]:
+    return Popen([sys.executable, "-S", "-c", f"import os,sys,time,signal\n{code}"])
+
+
+KILLED, STOPPED = "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 19)"
+ENDS: list[tuple[list[list[str]], int, int]] = [
+    ([["sys.exit(0)", "sys.exit(0)"]], 0, 0),
+    ([["sys.exit(3)", "sys.exit(3)"]], 3, 0),
+    ([["sys.exit(75)", "sys.exit(75)"]], 75, 0),
+    ([["sys.exit(2)", "sys.exit(76)"]], 2, 0),
+    ([["sys.exit(76)", KILLED, "sys.exit(76)"], ["sys.exit(0)", "sys.exit(0)"]], 0, 1),
+    ([[KILLED, "sys.exit(76)"], ["sys.exit(0)"]], 0, 1),
+    ([["sys.exit(76)", "sys.exit(1)"], ["sys.exit(0)"]], 0, 1),
+    ([["sys.exit(76)", STOPPED], ["sys.exit(3)"]], 3, 1),
+    ([["sys.exit(1)", "sys.exit(1)"]], 1, 0),
+    ([[KILLED, KILLED]], -9, 0),
+    ([["sys.exit(76)", "sys.exit(76)"]] * 3, 75, 2),
+]
+
+
+def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farthing.durability.group.GRACE_S", 0.5)
+    for attempts, code, n_said in ENDS:
+        said: list[str] = []
+        started: list[tuple[int, int]] = []
+
+        def start(seat: Seat, slot: int, number: int, attempts: Any = attempts, started: Any = started) -> Popen[bytes]:
+            started.append((number, slot))
+            return child(attempts[number - 1][seat.index])
+
+        attempt = Elastic(len(attempts[0]), start, said.append)
+        assert attempt.wait() == code, attempts
+        assert (len(said), len(started)) == (n_said, sum(len(each) for each in attempts)), (attempts, said)
+        assert all(each.poll() is not None for each in attempt._group.children), "no process is left"
+
+
+def test_a_wish_to_leave_reaches_all_and_nothing_is_begun_again() -> None:
+    polite = "signal.signal(15, lambda *_: sys.exit(75))\nprint(flush=True)\ntime.sleep(20)"
+    attempt = Elastic(2, lambda seat, slot, n: child(polite if seat.index else f"{polite}"), lambda text: None)
+    time.sleep(1.0)
+    attempt.send_signal(signal.SIGTERM)
+    assert attempt.wait() == 75
+    assert attempt._n_begun == 1

@@ -1,0 +1,144 @@
+"""What other tools' recipes use, held against torch and peft: LoRA+, ways to begin, optimizers, warm-up by epochs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import workshop
+from farthing.config.load import load_job
+from farthing.errors import JobError
+from farthing.events import Event, StepTaken
+from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.load import ModelChoice, load_config, load_model
+from farthing.train.optim import make_optimizer
+from workshop import Heard, log_of, losses_of, make_job
+
+
+def tiny(folder: Path, **adapter: Any) -> Any:
+    choice = ModelChoice(str(folder), init="random")
+    model = load_model(choice, load_config(choice), "causal-lm", dtype=torch.float32, seed=0, label_names=(), pad_id=0)
+    return add_adapter(model, Adapter(**adapter), "causal-lm", 7) if adapter else model
+
+
+def steps_of(model: Any, optimizer: torch.optim.Optimizer, n: int = 5) -> torch.Tensor:
+    ids = torch.arange(24).reshape(2, 12) + 5
+    for _ in range(n):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+
+
+def test_lora_plus_moves_as_in_peft(tiny_folders: dict[str, Path]) -> None:
+    from peft.optimizers import create_loraplus_optimizer
+
+    settings = {"r": 4, "alpha": 8.0, "use_dora": True}
+    ours, theirs = (tiny(tiny_folders["llama"], **settings) for _ in range(2))
+    optimizer = make_optimizer(
+        ours, "adamw_torch", learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.999), epsilon=1e-8, loraplus=16.0
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 * group["lr_ratio"]  # as a step sets it
+    other = create_loraplus_optimizer(
+        theirs, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0, loraplus_weight_decay=0.0
+    )
+    assert (steps_of(ours, optimizer) - steps_of(theirs, other)).abs().max() < 1e-6
+
+
+def stopped_and_resumed(folder: Path, **keys: Any) -> Any:
+    """A job that left after step 3 of 6, as if a notice had come, and was started again."""
+    job = make_job(folder, "llama", max_steps=6, n_rows=24, **keys)
+
+    class Stopper(Heard):
+        def __call__(self, event: Event) -> None:
+            super().__call__(event)
+            if isinstance(event, StepTaken) and event.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    assert workshop.train(job, Stopper()).state == "interrupted"
+    assert workshop.train(job).state == "finished"
+    return job
+
+
+def test_lora_plus_moves_b_faster_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    method = {"name": "lora", "lora_r": 4, "loraplus_lr_ratio": 8}
+    whole = make_job(tmp_path / "a", "llama", method=method, max_steps=6, n_rows=24)
+    workshop.train(whole)
+    plain = make_job(tmp_path / "b", "llama", method={"name": "lora", "lora_r": 4}, max_steps=6, n_rows=24)
+    workshop.train(plain)
+    assert losses_of(whole)[0] == losses_of(plain)[0]
+    assert losses_of(whole)[1] != losses_of(plain)[1]
+    assert losses_of(stopped_and_resumed(tmp_path / "c", method=method)) == losses_of(whole)
+
+
+@pytest.mark.parametrize("init", ["true", "false", "gaussian", "orthogonal"])
+def test_an_adapter_begins_as_in_peft(init: str, tiny_folders: dict[str, Path]) -> None:
+    import peft
+
+    ours = tiny(tiny_folders["llama"], r=4, alpha=8.0, init=init)
+    theirs = tiny(tiny_folders["llama"])
+    torch.manual_seed(7)
+    value: Any = {"true": True, "false": False}.get(init, init)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=value
+    )
+    theirs = peft.get_peft_model(theirs, config)
+    for (name, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(mine, other), name
+    changes = any(bool(p.any()) for n, p in ours.named_parameters() if "lora_B" in n)
+    assert changes == (init in ("false", "orthogonal"))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adagrad", torch.optim.Adagrad), ("rmsprop", torch.optim.RMSprop)])
+def test_an_optimizer_moves_as_torchs_own_and_resumes(
+    name: str, kind: Any, tmp_path: Path, tiny_folders: dict[str, Path]
+) -> None:
+    ours, theirs = tiny(tiny_folders["llama"]), tiny(tiny_folders["llama"])
+    optimizer = make_optimizer(ours, name, learning_rate=1e-3, weight_decay=0.0, betas=(0.9, 0.999), epsilon=1e-8)
+    assert torch.equal(steps_of(ours, optimizer), steps_of(theirs, kind(theirs.parameters(), lr=1e-3, foreach=False)))
+    whole = make_job(tmp_path / "a", "llama", method="full", max_steps=6, n_rows=24, optim=name)
+    workshop.train(whole)
+    assert losses_of(stopped_and_resumed(tmp_path / "b", method="full", optim=name)) == losses_of(whole)
+
+
+def test_warm_up_by_epochs(tmp_path: Path) -> None:
+    job = make_job(
+        tmp_path,
+        "llama",
+        method="lora",
+        max_steps=10,
+        n_rows=24,
+        lr_scheduler_type="linear",
+        global_batch_size=8,
+        warmup_epochs=2,
+    )
+    workshop.train(job)
+    rates = [row["lr"] for row in log_of(job) if "lr" in row]
+    assert rates.index(max(rates)) == 6  # three steps an epoch
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("method: {name: lora, init_lora_weights: pissa}", "init_lora_weights"),
+        ("train: {warmup_steps: 3, warmup_epochs: 1}", "exclude each other"),
+        ("method: {name: lora, loraplus_lr_ratio: 0}", "loraplus_lr_ratio"),
+    ],
+)
+def test_what_can_not_be_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "job.yaml").write_text(f"task: causal-lm\nmodel: a/b\ndata: rows.jsonl\noutput_dir: out\n{text}\n")
+    with pytest.raises(JobError, match=words):
+        load_job(tmp_path / "job.yaml")
+
+
+def test_true_and_false_are_words_too(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        "task: causal-lm\nmodel: a/b\ndata: rows.jsonl\noutput_dir: out\nmethod: {name: lora, init_lora_weights: false}\n"
+    )
+    assert load_job(tmp_path / "job.yaml").method.init_lora_weights == "false"

@@ -1,0 +1,169 @@
+"""The page of a run, and of several: whole HTML, nothing from elsewhere, escaped, small, and laid out by a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import browser
+from farthing.cli import main
+from farthing.durability.run_folder import PAGE
+from farthing.report.receipt import build_receipt, compare
+from farthing.report.receipt_types import Receipt
+from farthing.report.run_page import compared_page, run_page
+from farthing.report.timeline import timeline_of
+from long_run import make_run
+from test_plan_page import NASTY, Read
+from workshop import make_job, train
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two runs of one job: the second saves and evaluates more often."""
+    folder = tmp_path_factory.mktemp("runs")
+    found = []
+    for name, every in (("calm", 8), ("busy", 2)):
+        keys: dict[str, Any] = {"max_steps": 16, "eval_steps": every, "save_steps": every, "output_dir": f"./{name}"}
+        job = make_job(folder, "llama", n_rows=60, data={"eval_fraction": 0.2}, **keys)
+        assert train(job).state == "finished"
+        found.append(Path(job.output_dir))
+    return found
+
+
+def test_a_run_leaves_its_page_and_it_is_whole(runs: list[Path]) -> None:
+    text = (runs[0] / PAGE).read_text(encoding="utf-8")
+    read, receipt = Read(text), build_receipt(runs[0])
+    assert ("html", {"lang": "en"}) in read.tags
+    assert read.count("h1") == 1
+    assert all(attributes.get("scope") in ("col", "row") for tag, attributes in read.tags if tag == "th")
+    ids = [attributes["id"] for _, attributes in read.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in read.tags:
+        if tag == "svg":
+            assert attributes["role"] == "img"
+            assert all(name in ids for name in str(attributes["aria-labelledby"]).split())
+    loading = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "image", "use", "a"}
+    assert not {tag for tag, _ in read.tags} & loading
+    assert "url(" not in text
+    assert "default-src 'none'" in text
+    for words in ("Where the time went", "Loss", "Where each second went", "The same again", "evaluation loss"):
+        assert words in read.text
+    for span in receipt.spans:
+        if span.seconds >= 0.005:
+            assert span.what in read.text
+    assert f"best: {receipt.metrics['loss']:.4g}, step {receipt.best_step}" in read.text  # type: ignore[index]
+
+
+def test_the_timeline_adds_up_to_the_bill_and_marks_what_happened(runs: list[Path]) -> None:
+    receipt = build_receipt(runs[1])
+    columns = receipt.timeline.columns
+    assert columns[-1].end_s == pytest.approx(receipt.wall_s, abs=0.1)
+    assert sum(column.usd for column in columns) == pytest.approx(receipt.usd, rel=0.01)
+    assert columns[-1].step == receipt.steps
+    assert columns[-1].tokens == receipt.tokens
+    kinds = [mark.kind for mark in receipt.timeline.marks]
+    assert kinds.count("evaluation") == 8
+    assert kinds.count("checkpoint") >= 1
+    steps = [mark.step for mark in receipt.timeline.marks if mark.kind == "evaluation"]
+    assert steps == sorted(steps), "in the order of their time"
+
+
+def test_runs_are_compared_on_one_page(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "both.html"
+    assert main(["report", *map(str, runs), str(runs[0]), "--html", str(out)]) == 0
+    read, (calm, busy) = Read(out.read_text(encoding="utf-8")), map(build_receipt, runs)
+    assert "Side by side" in read.text
+    assert f"{calm.final_loss:,.4g}" in read.text
+    assert f"{busy.final_loss:,.4g}" in read.text
+    assert "than busy" in read.text
+    capsys.readouterr()
+    assert main(["report", *map(str, runs), str(runs[0])]) == 2, "three don't fit a terminal"
+    assert "--html" in capsys.readouterr().err
+    assert main(["report", str(runs[0]), "--html", str(tmp_path / "no" / "where.html")]) == 2
+
+
+def nasty(value: Any) -> Any:
+    """With markup at the end of every text of others."""
+    if isinstance(value, dict):
+        return {f"{key}{NASTY}" if key == "device" else key: nasty(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [nasty(one) for one in value]
+    return value + NASTY if isinstance(value, str) else value
+
+
+def test_what_comes_from_outside_is_only_text(runs: list[Path]) -> None:
+    receipt = build_receipt(runs[0])
+    job = receipt.job or {}
+    changed: Receipt = replace(
+        receipt,
+        run=receipt.run + NASTY,
+        job=nasty(job),
+        machine=nasty(receipt.machine),
+        settings=nasty(receipt.settings),
+    )
+    for page in (run_page(changed), compared_page([changed, changed], [compare(changed, changed)])):
+        read = Read(page)
+        assert "script" not in {tag for tag, _ in read.tags}
+        assert NASTY in read.text
+
+
+def test_a_run_that_has_done_nothing_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "ledger.jsonl").write_text("")
+    read = Read(run_page(build_receipt(tmp_path)))
+    assert "Not finished" in read.text
+
+
+def test_the_page_of_a_million_steps_is_small_and_exact_at_its_ends(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", n_steps=20_000, n_evaluations=1_000, n_attempts=200)
+    receipt = build_receipt(tmp_path / "run")
+    page = run_page(receipt)
+    assert len(page.encode()) < 350_000, "curves have as many points after a million steps"
+    rows = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    first, last = json.loads(rows[0]), next(row for line in reversed(rows) if "examples" in (row := json.loads(line)))
+    assert (
+        f"Training loss from {first['loss']:.4g} after step 1 to {last['loss']:.4g} after step 20,000"
+        in Read(page).text
+    )
+    assert receipt.curves.loss_ends == [[1, first["loss"]], [20_000, last["loss"]]]
+    assert len(receipt.timeline.columns) <= 120
+    assert sum(column.usd for column in receipt.timeline.columns) == pytest.approx(receipt.usd, rel=0.01)
+
+
+def test_no_attempts_no_timeline() -> None:
+    assert timeline_of([], []).columns == []
+
+
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_a_browser_lays_the_page_out_without_a_sideways_scroll(runs: list[Path], tmp_path: Path, width: int) -> None:
+    for name, text in (
+        ("one", run_page(build_receipt(runs[0]))),
+        (
+            "two",
+            compared_page([r := build_receipt(runs[0]), build_receipt(runs[1])], [compare(r, build_receipt(runs[1]))]),
+        ),
+    ):
+        path = tmp_path / f"{name}.html"
+        path.write_text(text, encoding="utf-8")
+        there, needed = browser.overflow_of(path, width)
+        assert there == width
+        assert needed <= width, f"{name}: {needed} pixels are needed"
+
+
+def test_a_browser_draws_light_and_dark_and_prints_on_a4(runs: list[Path], tmp_path: Path) -> None:
+    page = runs[0] / PAGE
+    shots = []
+    for scheme in (browser.LIGHT, browser.DARK):
+        shot = tmp_path / f"{scheme}.png"
+        browser.run(page, f"--screenshot={shot}", scheme=scheme)
+        shots.append(shot.read_bytes())
+    assert shots[0] != shots[1], "the page has colours of its own for a dark screen"
+    printed = tmp_path / "page.pdf"
+    browser.run(page, f"--print-to-pdf={printed}", "--no-pdf-header-footer")
+    box = re.search(rb"/MediaBox\s*\[\s*0 0 ([\d.]+) ([\d.]+)", printed.read_bytes())
+    assert box is not None
+    assert [round(float(side)) for side in box.groups()] == [595, 842], "A4 in points"

@@ -1,0 +1,176 @@
+"""Trackers by their own libraries: a run that goes on goes on in the same run of theirs, and no step is in it twice."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from farthing.config.job import Job
+from farthing.events import Evaluated, Warned
+from farthing.train import trackers as track
+from farthing.train.trackers import TRACKERS, figures_of, tracked
+from test_mishaps import fail_at
+from workshop import Heard, make_job, step_taken, train
+
+
+def crashed_and_continued(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Job:
+    """A run of 10 steps that crashes in its seventh, goes on from the fourth, and ends."""
+    job = make_job(
+        folder, "llama", max_steps=10, save_steps=4, eval_steps=5, data={"eval_fraction": 0.2}, report_to=[name]
+    )
+    monkeypatch.setattr(track, "PATIENCE_S", 120.0)
+    with monkeypatch.context() as patch:
+        fail_at(7, ZeroDivisionError("of our own"), patch)
+        with pytest.raises(ZeroDivisionError):
+            train(job)
+    heard = Heard()
+    assert train(job, heard).state == "finished"
+    assert heard.warnings == ""
+    return job
+
+
+def losses_in_log(job: Job) -> dict[int, float]:
+    lines = (Path(job.output_dir) / "log.jsonl").read_text().splitlines()
+    return {row["step"]: row["loss"] for row in map(json.loads, lines) if "examples" in row}
+
+
+def records_of(content: bytes) -> Iterator[bytes]:
+    """The records of a file of wandb: a header of 7 bytes, then LevelDB's log format, blocks of 32 KiB with fragments."""
+    at, whole = 7, b""
+    while at + 7 <= len(content):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", content[at + 4 : at + 7])
+        whole = (b"" if kind in (1, 2) else whole) + content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield whole
+
+
+def test_wandb_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    job = crashed_and_continued(tmp_path, monkeypatch, "wandb")
+    steps, evaluated, ids = list[int](), list[int](), set[str]()
+    for path in sorted(Path(job.output_dir).glob("wandb/offline-run-*/*.wandb")):
+        for data in records_of(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            ids |= {record.run.run_id} - {""}
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            if "train/loss" in items:
+                steps.append(items["step"])
+                assert items["train/loss"] == pytest.approx(losses_in_log(job)[items["step"]])
+                assert {"train/usd", "train/run_tokens"} <= set(items)
+            if "eval/loss" in items:
+                evaluated.append(items["step"])
+    assert steps == list(range(1, 11))
+    assert evaluated == [5, 10]
+    assert len(ids) == 1, "one run, in two parts"
+
+
+def test_mlflow_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    job = crashed_and_continued(tmp_path, monkeypatch, "mlflow")
+    client = MlflowClient(f"sqlite:///{job.output_dir}/mlflow.db")
+    experiment = client.get_experiment_by_name("farthing")
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [point.step for point in history] == list(range(1, 11))
+    assert {p.step: p.value for p in history} == pytest.approx(losses_in_log(job))
+    assert [point.step for point in client.get_metric_history(run.info.run_id, "eval/loss")] == [5, 10]
+    assert {"train/usd", "train/run_tokens"} <= set(run.data.metrics)
+    assert run.data.params["method.name"] == "full"
+    assert run.info.status == "FINISHED"
+
+
+def test_trackio_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    job = crashed_and_continued(tmp_path, monkeypatch, "trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (name,) = SQLiteStorage.get_runs("farthing")
+    rows = [row for row in SQLiteStorage.get_logs("farthing", name) if "train/loss" in row]
+    assert sorted(row["step"] for row in rows) == list(range(1, 11))
+    assert {row["step"]: row["train/loss"] for row in rows} == pytest.approx(losses_in_log(job))
+
+
+class Told(track._Remembering):
+    """A tracker that remembers what it was told in a list of all processes."""
+
+    name = "told"
+    everything: ClassVar[list[tuple[int, dict[str, float]]]] = []
+
+    def open(self, *, is_first: bool) -> None:
+        """Nothing to open."""
+
+    def log(self, step: int, figures: dict[str, float]) -> None:
+        """Note it."""
+        self.everything.append((step, figures))
+
+
+def test_steps_that_are_taken_again_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(track._MAKE, "tensorboard", Told)
+    Told.everything = []
+    job = crashed_and_continued(tmp_path, monkeypatch, "tensorboard")
+    assert [step for step, figures in Told.everything if "train/loss" in figures] == list(range(1, 11))
+    assert [step for step, figures in Told.everything if "eval/loss" in figures] == [5, 10]
+    (mark,) = (Path(job.output_dir) / TRACKERS).glob("told-*")
+    assert mark.read_text().split() == ["000000000010", "000000000010"]
+    mark.write_text("damaged")
+    again = Told(Path(job.output_dir))
+    again(replace(step_taken(), step=11))
+    again.close()
+    assert Told.everything[-1][0] == 11, "what can't be read is no reason to say nothing"
+
+
+def test_one_that_hangs_does_not_keep_another_from_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over, heard = threading.Event(), Heard()
+
+    class Hangs(Told):
+        def open(self, *, is_first: bool) -> None:
+            is_over.wait(600)
+
+    class Fails(Told):
+        def open(self, *, is_first: bool) -> None:
+            raise ConnectionError("no server")
+
+    monkeypatch.setitem(track._MAKE, "tensorboard", Told)
+    monkeypatch.setitem(track._MAKE, "wandb", Hangs)
+    monkeypatch.setitem(track._MAKE, "mlflow", Fails)
+    monkeypatch.setattr(track.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(track, "PATIENCE_S", 0.5)
+    Told.everything = []
+    with tracked(heard, ("tensorboard", "wandb", "mlflow"), tmp_path) as emit:
+        for step in range(1, 6):
+            emit(replace(step_taken(), step=step))
+    assert [step for step, _ in Told.everything] == [1, 2, 3, 4, 5]
+    said = {warned.text.split()[1]: warned.text for warned in heard.of(Warned)}
+    assert set(said) == {"wandb", "mlflow"}
+    assert "within 0.5 s" in said["wandb"]
+    assert "no server" in said["mlflow"]
+    is_over.set()
+
+
+def test_figures_are_numbers_with_dollars_and_useful_tokens() -> None:
+    found = figures_of(replace(step_taken(), loss=None, usd=1.5, run_tokens=70))
+    assert found is not None
+    prefix, _, figures = found
+    assert prefix == "train"
+    assert (figures["usd"], figures["run_tokens"]) == (1.5, 70)
+    assert "loss" not in figures, "what is not a number is not drawn"
+    metrics: dict[str, Any] = {"loss": 1.0, "n_examples": 3, "per_class": {"a": {}}}
+    assert figures_of(Evaluated(4, metrics, True)) == ("eval", 4, {"loss": 1.0, "n_examples": 3})

@@ -1,0 +1,166 @@
+"""A run that is looked at from outside: as it goes, in its folder and in its store, and all runs in a list."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from farthing.cli import main
+from farthing.durability.commits import take_small
+from farthing.durability.lease import newest_words
+from farthing.durability.object_store import LocalStore
+from farthing.report.live import progress_of
+from farthing.report.receipt import build_receipt
+from farthing.report.receipt_types import Receipt
+from farthing.report.watch_view import Watcher, line_of, lines_of
+from workshop import job_file, make_job, train
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of twelve steps, with a copy in a store beside it."""
+    folder = tmp_path_factory.mktemp("watched")
+    job = make_job(folder, "llama", max_steps=12, eval_steps=4, data={"eval_fraction": 0.2}, save_steps=4)
+    job = job.model_copy(update={"output_store": str(folder / "store")})
+    assert train(job).state == "finished"
+    return Path(job.output_dir)
+
+
+def running(receipt: Receipt, n_steps: int = 48) -> Receipt:
+    """The same, as if it went on: killed is what a running run looks like from its files."""
+    return replace(receipt, state="killed", work={**(receipt.work or {}), "n_steps": n_steps})
+
+
+def test_progress_has_a_forecast_with_a_range_and_knows_silence(finished: Path) -> None:
+    receipt = build_receipt(finished)
+    assert receipt.seen_at is not None
+    over = progress_of(receipt, receipt.seen_at)
+    assert (over.state, over.is_over, over.left_s) == ("finished", True, None)
+    going = progress_of(running(receipt), receipt.seen_at + 1)
+    assert (going.state, going.step, going.n_steps) == ("running", 12, 48)
+    assert going.left_s is not None
+    assert going.left_usd is not None
+    low, likely, high = going.left_s
+    assert 0 < low <= likely <= high
+    assert going.step_s is not None
+    assert likely == pytest.approx(36 * going.step_s)
+    assert going.total_usd == pytest.approx(receipt.usd + likely * 3.6 / 3600)
+    silent = progress_of(running(receipt), receipt.seen_at + 600)
+    assert (silent.state, silent.silent_s) == ("silent", pytest.approx(600))
+    assert "no sign of life for 10 min 00 s" in line_of(receipt, silent)
+
+
+def test_a_log_has_a_line_now_and_then_and_a_terminal_a_picture(finished: Path) -> None:
+    receipt = running(build_receipt(finished))
+    progress = progress_of(receipt, receipt.seen_at or 0.0)
+    now, text = [0.0], io.StringIO()
+    watcher = Watcher(Console(file=text, width=100), clock=lambda: now[0])
+    for _ in range(1800):
+        watcher.show(receipt, progress)
+        now[0] += 2
+    lines = text.getvalue().splitlines()
+    assert 10 < len(lines) < 30, "an hour in a log: ever more seldom"
+    assert lines[0].startswith("running · step 12/48 · loss ")
+    picture = "\n".join(lines_of(receipt, progress))
+    for words in ("12/48 (25%)", "to go (", "loss ", "eval ", "bill ", "in all", "device "):
+        assert words in picture
+    shown = io.StringIO()
+    live = Watcher(Console(file=shown, width=100, force_terminal=True))
+    live.show(receipt, progress)
+    live.close()
+    assert "12/48" in shown.getvalue()
+
+
+def test_a_running_run_is_watched_from_another_process_until_it_ends(tmp_path: Path) -> None:
+    path = job_file(tmp_path, "llama", max_steps=30, save_steps=10)
+    command = [sys.executable, "-m", "farthing", "train", str(path), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until = time.monotonic() + 60
+        while not (tmp_path / "run" / "ledger.jsonl").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        command = [sys.executable, "-m", "farthing", "watch", str(tmp_path / "run"), "--json", "--every", "0.2"]
+        seen = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        assert process.wait(60) == 0
+    looks = [json.loads(line) for line in seen.stdout.splitlines()]
+    assert looks[-1]["state"] == "finished"
+    assert looks[-1]["step"] == 30
+    assert {look["state"] for look in looks[:-1]} <= {"running"}
+    assert [look["usd"] for look in looks] == sorted(look["usd"] for look in looks)
+
+
+def test_a_run_in_a_store_is_looked_at_without_its_checkpoints(finished: Path, tmp_path: Path) -> None:
+    store, fetched = LocalStore(finished.parent / "store"), list[str]()
+    fetch = store.fetch
+
+    def counted(key: str, path: Path, n_bytes: int) -> None:
+        fetched.append(key)
+        fetch(key, path, n_bytes)
+
+    store.fetch = counted  # type: ignore[method-assign]
+    assert take_small(store, tmp_path, newest_words(store))
+    assert not (tmp_path / "checkpoints").exists()
+    assert not (tmp_path / "model").exists()
+    there, here = build_receipt(tmp_path), build_receipt(finished)
+    assert (there.steps, there.final_loss, there.state) == (here.steps, here.final_loss, here.state)
+    assert there.usd == pytest.approx(here.usd, rel=0.2), "the last second is not in the store"
+    n_first = len(fetched)
+    assert take_small(store, tmp_path, [])
+    assert len(fetched) - n_first < n_first, "pieces of the log are fetched once"
+    before = sorted((finished.parent / "store").rglob("*"))
+    assert main(["watch", str(finished.parent / "store"), "--once"]) == 0
+    assert sorted((finished.parent / "store").rglob("*")) == before, "looking leaves no trace"
+    assert not take_small(LocalStore(tmp_path / "empty"), tmp_path, [])
+
+
+def test_what_can_not_be_watched_is_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", str(tmp_path), "--once"]) == 2
+    assert "not a run folder" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path), "--every", "0"]) == 2
+    assert main(["runs", str(tmp_path / "none")]) == 2
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    capsys.readouterr()
+    assert main(["runs", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_all_runs_are_listed_with_what_the_month_has_cost(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "deep/b"):
+        shutil.copytree(finished, tmp_path / name)
+    (tmp_path / "broken").mkdir()
+    shutil.copy(finished / "ledger.jsonl", tmp_path / "broken")
+    (tmp_path / "broken" / "job.json").write_text("[1]")
+    found = json.loads(listed(capsys, str(tmp_path), "--json"))
+    rows, total = found["runs"], found["totals"]
+    assert {Path(row["run"]).name: row["state"] for row in rows} == {
+        "a": "finished",
+        "b": "finished",
+        "broken": "unreadable",
+    }
+    receipt = build_receipt(finished)
+    assert rows[0]["best"] == min(row["loss"] for row in receipt.curves.evaluation)
+    assert rows[0]["metric"] == "loss"
+    assert total["usd"] == pytest.approx(2 * receipt.usd)
+    assert sum(total["usd_by_month"].values()) == pytest.approx(total["usd"])
+    assert next(iter(total["usd_by_month"])) == rows[0]["began"][:7]
+    table = list(csv.DictReader(io.StringIO(listed(capsys, str(tmp_path), "--csv"))))
+    assert [row["state"] for row in table] == [row["state"] for row in rows]
+    text = listed(capsys, str(tmp_path))
+    assert "3 runs, $" in text
+    assert "broken" in text
+    assert "no runs here" in listed(capsys, str(finished / "checkpoints"))
+    assert "finished" in listed(capsys, str(finished.parent / "store"))
