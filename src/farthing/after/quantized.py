@@ -76,12 +76,7 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
     if wish.form == "gguf":
         gguf = plan_gguf(config, tokenizer, job["task"], wish.bits, name, is_chat=trained_on_chats(job))
     group = 0 if gguf else plan_compressed(config, wish.form)
-    held_out = None
-    try:
-        held_out = held_out_of(run, wish.data, MOST_EXAMPLES, trust_remote_code=wish.trust_remote_code)
-    except UserMistake:
-        if not wish.is_forced:
-            raise
+    held_out = _held_out(run, wish)
     said: dict[str, Any] = {"folder": str(folder), "format": wish.form, "bits": wish.bits if gguf else None}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
@@ -121,6 +116,16 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
         install_folder(folder, fill)
     said["bytes"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return said
+
+
+def _held_out(run: Path, wish: Wish) -> Any:
+    """What the model is judged on; None where there is none and the person insists. Raises `UserMistake`."""
+    try:
+        return held_out_of(run, wish.data, MOST_EXAMPLES, trust_remote_code=wish.trust_remote_code)
+    except UserMistake:
+        if not wish.is_forced:
+            raise
+        return None
 
 
 def _refuse_far(verdict: Verdict | None, wish: Wish) -> None:
