@@ -18,7 +18,7 @@ from farthing.export.folders import trusted_job
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, choose_numerics
 from farthing.planner.software import fp16_risk
-from farthing.train.evaluate import evaluate
+from farthing.train.evaluate import Writing, evaluate
 from farthing.train.setup import Inputs, open_examples, open_inputs
 
 
@@ -63,9 +63,8 @@ class HeldOut:
             forward,
             self.tokens,
             self.indices,
-            tokenizer=self.inputs.tokenizer,
             most_tokens=self.job.train.per_device_eval_batch_size * longest,
-            max_new_tokens=self.job.data.max_target_length if generates else 0,
+            writing=Writing(self.inputs.tokenizer, self.job.data.max_target_length) if generates else None,
             progress=emit,
         )
 
