@@ -24,7 +24,7 @@ from typing import Any
 from farthing.config.job import Job
 from farthing.durability.machines import MachineLedger
 from farthing.launch.inputs import Packed
-from farthing.launch.prepare import Prepared, Wishes, trains_on_several
+from farthing.launch.prepare import Prepared, Wishes
 from farthing.launch.registry import PROVIDERS, TARGETS, called
 from farthing.launch.supervise import Spent
 from farthing.prices.catalog import read_catalog
@@ -49,8 +49,6 @@ def cases(every: int = 1) -> Iterator[tuple[str, Offer]]:
 
 def why_not(target: str, offer: Offer) -> str:
     """Why a target can't rent an offer; empty where it can."""
-    if offer.n_gpus > 1 and not trains_on_several():
-        return "several GPUs"
     if target in PROVIDERS and offer.provider not in PROVIDERS[target]:
         return "another provider's"
     if called(TARGETS[target], offer) is None:

@@ -314,7 +314,11 @@ def plan_picture() -> str:
 
 def receipt_picture() -> str:
     """The receipt of a run that was killed once, from the small files that it left: docs/pictures/run."""
-    receipt = replace(build_receipt(FOLDER.parent / "pictures/run"), run="runs/demo")
+    folder = FOLDER.parent / "pictures/run"
+    receipt = replace(build_receipt(folder), run="runs/demo")
+    if found := receipt.diagnosis:
+        shown = [replace(one, command=one.command.replace(str(folder), "runs/demo")) for one in found.advice]
+        receipt = replace(receipt, diagnosis=replace(found, advice=shown))
     return _picture("farthing report runs/demo", lambda console: draw_receipt(console, receipt), 60)
 
 

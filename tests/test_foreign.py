@@ -182,7 +182,7 @@ def test_columns_that_nobody_reads_are_named_by_every_verb(desk: Desk, run: Call
     for verb in ("train", "plan", "doctor"):
         said = run(verb=verb)
         assert said.code == 0, said.err
-        named = [line for line in said.out.splitlines() if "not used" in line]
+        named = [line for line in said.out.splitlines() if "not used: `" in line]
         assert len(named) == 1, said.out
         assert "`\\x1b[31mreward` (in 1 of 24 rows), `source`" in said.out.replace("\n", " ").replace("  ", " "), verb
         assert "\x1b" not in said.out + said.err

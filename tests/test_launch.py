@@ -139,13 +139,12 @@ def test_what_can_not_run_there_is_refused(demo: Path, on: str, overrides: list[
     assert words in str(refused.value)
 
 
-def test_several_gpus_are_refused_until_there_is_a_trainer_for_them(
-    demo: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(UserMistake, match="cannot train on yet"):
+def test_no_gpu_is_rented_that_the_job_would_not_use(demo: Path) -> None:
+    with pytest.raises(UserMistake, match="2 GPUs, of which the job would use 1"):
         prepare(_job(demo), Wishes(offer="2x RTX 4090"), NOW)
-    monkeypatch.setattr("farthing.launch.prepare.trains_on_several", lambda: True)
-    assert prepare(_job(demo), Wishes(offer="2x RTX 4090"), NOW).offers[0].n_gpus == 2
+    for asked in ("all", "2"):
+        job = _job(demo, f"where.gpus={asked}")
+        assert prepare(job, Wishes(offer="2x RTX 4090"), NOW).offers[0].n_gpus == 2
 
 
 def test_an_offer_is_taken_by_its_rank_and_by_its_name(demo: Path) -> None:

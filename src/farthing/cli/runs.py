@@ -51,7 +51,6 @@ def _rows_of(where: str, now: float) -> list[Any]:
 
 
 def _draw(rows: list[Any], total: dict[str, Any]) -> None:
-    from rich.table import Table
 
     from farthing.report.safe import escape
     from farthing.units import plural, say_seconds, say_usd
@@ -60,17 +59,14 @@ def _draw(rows: list[Any], total: dict[str, Any]) -> None:
     if not rows:
         console.print("no runs here")
         return
-    table = Table(box=None, padding=(0, 2), show_edge=False)
-    for name, justify in (("run", "left"), ("state", "left"), ("began (UTC)", "left"), ("steps", "right"), ("time", "right"),
-                          ("dollars", "right"), ("best", "right"), ("of estimate", "right")):  # fmt: skip
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
-        best = "" if row.best is None else f"{row.metric} {row.best:.4g}"
-        ratio = "" if row.ratio is None else f"{row.ratio:.0%}"
         usd = "no price" if row.usd is None and not row.problem else "" if row.usd is None else say_usd(row.usd)
-        began = "" if row.began is None else row.began.replace("T", " ")[:16]
-        table.add_row(escape(row.run), row.state, began, f"{row.steps:,}", say_seconds(row.wall_s), usd, best, ratio)
-    console.print(table)
+        began = "" if row.began is None else f"began {row.began.replace('T', ' ')[:16]}"
+        best = "" if row.best is None else f"{row.metric} {row.best:.4g}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.0%} of the estimate"
+        facts = (row.state, began, plural(row.steps, "step"), say_seconds(row.wall_s), usd, best, ratio)
+        console.print(f"[bold]{escape(row.run)}[/]", highlight=False, soft_wrap=True)
+        console.print(f"  {escape(' · '.join(fact for fact in facts if fact))}", highlight=False)
     for row in rows:
         if row.problem:
             console.print(f"[yellow]{escape(row.run)}[/]: {escape(row.problem)}", soft_wrap=True)

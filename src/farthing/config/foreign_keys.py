@@ -109,7 +109,7 @@ ANSWERS: dict[str, str] = {
     "load_in_8bit": "there is no 8-bit base; method: qlora has one of 4 bits, lora one of 16",
     "do_train": "`farthing train` trains, and evaluates where there is data for it",
     "do_eval": "`farthing train` trains, and evaluates where there is data for it",
-    "num_gpus": "farthing trains on one GPU; `farthing plan` chooses which",
+    "num_gpus": "`where.gpus` says how many of a machine's GPUs share a run",
     "remove_unused_columns": "columns that nothing reads are ignored, and named",
     "save_strategy": "checkpoints go by time (train.save_minutes) or steps (train.save_steps)",
 }

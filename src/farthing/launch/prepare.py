@@ -12,7 +12,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -261,7 +260,7 @@ def _rented_offers(
     )  # then no rank of the whole plan is asked for
     asked = Asked(
         provider=PROVIDERS[named[0].name] if alone and named is not None and len(PROVIDERS[named[0].name]) == 1 else (),
-        max_gpus=8 if wishes.offer or trains_on_several() else 1,
+        max_gpus=8 if wishes.offer else most_gpus(job),
         prices=wishes.prices,
         is_local=bool(wishes.offer),
     )
@@ -269,12 +268,12 @@ def _rented_offers(
     plans = [plan for plan in study.answer.plans if not plan.place.is_local]
     if wishes.offer:
         plans = _chosen(study, wishes.offer)
-    several = next((plan for plan in plans if plan.offer.n_gpus > 1), None) if wishes.offer else None
-    if several is not None and not trains_on_several():
+    several = next((plan for plan in plans if plan.offer.n_gpus > most_gpus(job)), None) if wishes.offer else None
+    if several is not None:
         raise UserMistake(
-            f"{several.offer.n_gpus} GPUs, which farthing cannot train on yet",
+            f"{several.offer.n_gpus} GPUs, of which the job would use {most_gpus(job)}",
             where="--offer",
-            to_do="take an offer of one GPU",
+            to_do="take an offer of one GPU, or set where.gpus: all (several GPUs were never tried on real ones)",
         )
     found: list[tuple[Target, Plan]] = []
     seen = set()
@@ -288,7 +287,7 @@ def _rented_offers(
             offer.is_spot,
             offer.instance if target and target.name == "lambda" else "",
         )
-        if target is None or key in seen or (offer.n_gpus > 1 and not trains_on_several()):
+        if target is None or key in seen or offer.n_gpus > most_gpus(job):
             continue
         if offer.provider in PROVIDERS[target.name] and called(target, offer) is not None:
             seen.add(key)
@@ -327,9 +326,9 @@ def _chosen(study: Any, text: str) -> list[Plan]:
     return found
 
 
-def trains_on_several() -> bool:
-    """Whether this farthing has a trainer for several GPUs."""
-    return (Path(farthing.__file__).parent / "train" / "ranks.py").exists()
+def most_gpus(job: Job) -> int:
+    """How many GPUs of a machine the job would use: no other is paid for."""
+    return {"all": 8, None: 1}.get(job.where.gpus, job.where.gpus)  # type: ignore[arg-type, return-value]
 
 
 def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
