@@ -102,7 +102,15 @@ def pages() -> ModuleType:
 
 @pytest.mark.parametrize(
     "name",
-    ["keys.md", "verbs.md", "models.md", "gpus.md", "providers.md", "../pictures/plan.svg", "../pictures/receipt.svg"],
+    [
+        "keys.md",
+        "verbs.md",
+        "models.md",
+        pytest.param("gpus.md", marks=pytest.mark.slow),
+        "providers.md",
+        "../pictures/plan.svg",
+        "../pictures/receipt.svg",
+    ],
 )
 def test_written_pages_are_current(name: str, pages: Any) -> None:
     assert {name for name in pages.PAGES if name.endswith(".md")} == {

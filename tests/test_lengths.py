@@ -551,8 +551,15 @@ CASES = [
     ("complaints_narratives", "classification", "bert-base-uncased", 512, {"columns": {"label": "product"}}),
     ("complaints_narratives", "classification", "roberta-base", 8192, {"columns": {"label": "product"}}),
     ("e2e_nlg_dev_test", "seq2seq", "t5", 512, {}),
-    ("p3_open_license_sample", "causal-lm", "gpt-neox-mpt", 8192, {}),
-    ("p3_open_license_sample", "seq2seq", "t5", 1024, {"columns": {"input": "prompt", "target": "completion"}}),
+    pytest.param("p3_open_license_sample", "causal-lm", "gpt-neox-mpt", 8192, {}, marks=pytest.mark.slow),
+    pytest.param(
+        "p3_open_license_sample",
+        "seq2seq",
+        "t5",
+        1024,
+        {"columns": {"input": "prompt", "target": "completion"}},
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

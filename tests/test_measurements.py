@@ -118,7 +118,7 @@ def _append(path: Path, name: str) -> None:
 
 def test_runs_that_end_together_tear_nothing(tmp_path: Path) -> None:
     path = tmp_path / MEASUREMENTS
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     writers = [context.Process(target=_append, args=(path, str(number))) for number in range(3)]
     for writer in writers:
         writer.start()

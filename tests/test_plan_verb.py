@@ -92,7 +92,7 @@ def test_the_table_reads_at_80_columns(job: str, capsys: pytest.CaptureFixture[s
         assert part in words, part
 
 
-@pytest.mark.parametrize("columns", ["60", "80", "100", "160"])
+@pytest.mark.parametrize("columns", ["80", *(pytest.param(n, marks=pytest.mark.slow) for n in ("60", "100", "160"))])
 def test_no_line_is_wider_than_the_terminal(
     job: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -272,7 +272,9 @@ def test_query_and_value_are_pefts_own_default(name: str) -> None:
     assert shape.with_lora(3, shape.query_and_value).n_adapter == n_adapter
 
 
-@pytest.mark.parametrize("targets", [(), ("all-linear",)], ids=["default", "all-linear"])
+@pytest.mark.parametrize(
+    "targets", [(), pytest.param(("all-linear",), marks=pytest.mark.slow)], ids=["default", "all-linear"]
+)
 @pytest.mark.parametrize("name", TOTALS)
 def test_adapters_of_real_models_are_pefts_own(name: str, targets: tuple[str, ...]) -> None:
     config = real_config(name)

@@ -90,7 +90,7 @@ def chains(*arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("first_seed", [0, 5])
+@pytest.mark.parametrize("first_seed", [0, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_chain_of_kills_changes_nothing_for_ten_seeds(first_seed: int) -> None:
     result = chains("--seeds", "5", "--first-seed", str(first_seed))
     assert [chain["differences"] for chain in result["chains"]] == [[]] * 5
