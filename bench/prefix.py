@@ -73,7 +73,9 @@ def main() -> None:
     tokens, examples = two_documents(args), np.arange(2)
     numerics = Numerics(torch.device("cpu"), torch.bfloat16 if args.bf16 else None)
     with tempfile.TemporaryDirectory() as folder:
-        cache = open_frozen_cache(frozen, tokens, examples, Path(folder), numerics=numerics, most_tokens=args.tokens)
+        cache = open_frozen_cache(
+            frozen, tokens, examples, Path(folder), numerics=numerics, micro_batch_tokens=args.tokens
+        )
     assert not isinstance(cache, str), cache
     batch = packed_batch(collate_packed(tokens, examples, "causal-lm"))
     labelled = find_labelled(batch["labels"], predicts_next=True, position_ids=batch["position_ids"])

@@ -33,7 +33,7 @@ from farthing.data.batches import Batches, collate, permutation
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.encode import Encoder
 from farthing.data.formats import Text, converter, recognise
-from farthing.data.packing import collate_packed, cut_by_tokens, cut_padded
+from farthing.data.packing import collate_packed, split_by_tokens, split_padded
 from farthing.data.read import Row, Source, open_sources
 from farthing.data.token_set import Recipe, TokenSet, open_token_set
 from farthing.data.tokens import tokenize
@@ -185,10 +185,10 @@ def batching(tokens: TokenSet, task: str, batch: int, repeats: int) -> dict[str,
         found[name] = n_tokens / seconds / 1e6
         return made
 
-    padded = rate("cut_padded", lambda step: cut_padded(step, lengths, PIECE_TOKENS), steps)
+    padded = rate("split_padded", lambda step: split_padded(step, lengths, PIECE_TOKENS), steps)
     rate("collate", lambda pieces: [collate(tokens, piece, task, 0) for piece in pieces], padded)
     if task != "seq2seq":
-        flat = rate("cut_by_tokens", lambda step: cut_by_tokens(step, lengths, PIECE_TOKENS), steps)
+        flat = rate("split_by_tokens", lambda step: split_by_tokens(step, lengths, PIECE_TOKENS), steps)
         made = rate("collate_packed", lambda pieces: [collate_packed(tokens, piece, task) for piece in pieces], flat)
         if task == "causal-lm":
             labels = [[torch.from_numpy(arrays["labels"]) for arrays in batch] for batch in made]

@@ -25,7 +25,7 @@ from farthing.model.loss import decoder_inputs
 from farthing.model.one_way import refuse_looking_ahead
 from farthing.planner.families import DECODERS, ENCODERS, PADS_SAFELY
 from farthing.tasks.task import IGNORED
-from test_pieces import token_set
+from test_packing import token_set
 
 CPU = Numerics(torch.device("cpu"), None)
 PAD = 1
@@ -83,11 +83,13 @@ def examples_of(lengths: list[int], n_labels: int = 0) -> TokenSet:
     return tokens
 
 
-def scores_together_and_alone(model: Any, most_tokens: int = 200) -> tuple[torch.Tensor, torch.Tensor, Forward, int]:
+def scores_together_and_alone(
+    model: Any, micro_batch_tokens: int = 200
+) -> tuple[torch.Tensor, torch.Tensor, Forward, int]:
     """Logits of nine examples [9, C], in farthing's micro-batches and one by one; how they were cut."""
     tokens = examples_of([5, 17, 9, 17, 12, 5, 6, 30, 9], n_labels=3)
     forward = Forward(model, "classification", PAD, CPU)
-    pieces = forward.cut(tokens, np.arange(9), most_tokens)
+    pieces = forward.split(tokens, np.arange(9), micro_batch_tokens)
     together = torch.zeros(9, 3)
     for piece in pieces:
         together[torch.from_numpy(piece)] = forward.loss_and_scores(forward.to_device(forward.collate(tokens, piece)))[
@@ -147,7 +149,7 @@ def test_the_decoder_begins_as_the_model_itself_would_have_it(kind: str) -> None
     forward = Forward(model, "seq2seq", model.config.pad_token_id, CPU)
     summed, alone = 0.0, 0.0
     with torch.no_grad():
-        for piece in forward.cut(tokens, np.arange(5), 400):
+        for piece in forward.split(tokens, np.arange(5), 400):
             summed += float(forward.loss(forward.to_device(forward.collate(tokens, piece))))
         for index, length in enumerate(lengths):
             ids, is_target = (torch.from_numpy(part.astype(np.int64))[None] for part in tokens.example(index))
@@ -245,7 +247,7 @@ def test_short_documents_keep_their_factors_beside_long_ones(how: str) -> None:
     forward = Forward(model, "causal-lm", PAD, CPU, may_go_packed=how != "padded")
     assert forward.is_packed == (how != "padded")
     forward.shares = how == "sharing"
-    pieces = forward.cut(tokens, np.arange(7), 400)
+    pieces = forward.split(tokens, np.arange(7), 400)
     assert sorted(sorted(piece.tolist()) for piece in pieces)[0] == [0, 2, 4, 6]
     model.zero_grad()
     summed = sum(_backward(forward.loss(forward.to_device(forward.collate(tokens, piece)))) for piece in pieces)

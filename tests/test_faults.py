@@ -163,11 +163,11 @@ def test_memory_that_runs_out_in_an_evaluation_halves_it(
 ) -> None:
     honest, asked = farthing.train.evaluation.evaluate, []
 
-    def evaluate(*arguments: Any, most_tokens: int, **more: Any) -> Any:
-        asked.append(most_tokens)
+    def evaluate(*arguments: Any, micro_batch_tokens: int, **more: Any) -> Any:
+        asked.append(micro_batch_tokens)
         if len(asked) in (1, 2, 3):
             raise error
-        return honest(*arguments, most_tokens=most_tokens, **more)
+        return honest(*arguments, micro_batch_tokens=micro_batch_tokens, **more)
 
     monkeypatch.setattr(farthing.train.evaluation, "evaluate", evaluate)
     heard = Heard()

@@ -42,7 +42,7 @@ from farthing.model.lora_kernels import use_low_rank
 from farthing.planner.frozen_cache_cost import DISK_SHARE, FrozenCacheCost, frozen_cache_bytes
 from farthing.train.step import Steps
 from test_attention import MAIN, OWN, assert_same, gradients, model_of
-from test_pieces import token_set
+from test_packing import token_set
 
 CLOSE = 1e-5
 N_LAYERS = 3
@@ -114,11 +114,11 @@ def loss_of(model: Any, batch: dict[str, Any], task: str = CAUSAL) -> Tensor:
 
 
 def cache_of(
-    frozen: FrozenLayers, tokens: TokenSet, folder: Path, most_tokens: int = BIG, **options: Any
+    frozen: FrozenLayers, tokens: TokenSet, folder: Path, micro_batch_tokens: int = BIG, **options: Any
 ) -> FrozenCache:
     """The cache of all examples; there must be one."""
     options = {"numerics": FP32, "examples": np.arange(len(tokens)), **options}
-    found = open_frozen_cache(frozen, tokens, cache_dir=folder, most_tokens=most_tokens, **options)
+    found = open_frozen_cache(frozen, tokens, cache_dir=folder, micro_batch_tokens=micro_batch_tokens, **options)
     assert isinstance(found, FrozenCache), found
     return found
 
@@ -641,7 +641,7 @@ def changed(name: str) -> dict[str, Any]:
         elif name == "precision":
             options["numerics"] = BF16
         elif name == "the budget":
-            options["most_tokens"] = 77
+            options["micro_batch_tokens"] = 77
         elif name == "layers":
             frozen = FrozenLayers(frozen.inner, CAUSAL, frozen.below, frozen.layers, 1)
         elif name == "a setting":
@@ -772,7 +772,9 @@ def test_a_fill_stops_when_asked_and_keeps_what_it_has(tmp_path: Path, computed:
 def why_none(folder: Path, frozen: FrozenLayers | None = None, tokens: TokenSet | None = None) -> str:
     tokens = tokens or some_tokens(n=20)
     examples = np.arange(len(tokens))
-    found = open_frozen_cache(frozen or some_frozen_layers(), tokens, examples, folder, numerics=FP32, most_tokens=30)
+    found = open_frozen_cache(
+        frozen or some_frozen_layers(), tokens, examples, folder, numerics=FP32, micro_batch_tokens=30
+    )
     assert isinstance(found, str)
     return found
 

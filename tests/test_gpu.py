@@ -556,7 +556,7 @@ def test_steps_never_wait_for_the_device(kind: str, tmp_path: Path) -> None:
                 torch.cuda.set_sync_debug_mode("default")
         for one in taken:
             losses, norm = one.read()
-            assert len(losses) == len(one.sums.pieces)
+            assert len(losses) == len(one.sums.micro_batches)
             assert all(math.isfinite(number) for number in (*losses, norm))
 
 

@@ -19,7 +19,7 @@ from farthing.config.job import Job
 from farthing.data import sample
 from farthing.data.batches import Batches
 from farthing.data.encode import Encoder
-from farthing.data.packing import cut_by_tokens, cut_padded
+from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.read import open_sources
 from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
@@ -84,7 +84,7 @@ def steps_of(n: int, batch: int) -> list[NDArray[np.int64]]:
 def test_flat_pieces_are_as_many_and_as_large_as_the_trainer_makes(n: int, batch: int, most: int) -> None:
     tokens = drawn(n)
     found = from_arrays(tokens, source="drawn").cut(most, batch, is_packed=True)
-    pieces = [cut_by_tokens(step, tokens, most) for step in steps_of(n, batch)]
+    pieces = [split_by_tokens(step, tokens, most) for step in steps_of(n, batch)]
     assert found.n_micro_batches == pytest.approx(np.mean([len(step) for step in pieces]), rel=0.02)
     largest = max((piece for step in pieces for piece in step), key=lambda piece: tokens[piece].sum())
     assert tokens[largest].sum() <= found.largest.tokens * 1.02
@@ -102,7 +102,7 @@ def test_padded_pieces_are_those_of_the_trainer(n: int, batch: int, most: int, h
     tokens, targets = drawn(n), drawn(n, mean=3.0, spread=0.5, seed=1) if has_targets else None
     found = from_arrays(tokens, targets, source="drawn").cut(most, batch, is_packed=False)
     steps = steps_of(n, batch)[:80]
-    pieces = [cut_padded(step, tokens, most, target_lengths=targets) for step in steps]
+    pieces = [split_padded(step, tokens, most, target_lengths=targets) for step in steps]
     assert found.n_micro_batches == pytest.approx(np.mean([len(step) for step in pieces]), rel=0.05)
     of_targets = np.zeros(n, np.int64) if targets is None else targets
     sides = [(len(p), int(tokens[p].max()), int(of_targets[p].max())) for step in pieces for p in step]
@@ -168,7 +168,7 @@ def test_cutting_looks_at_a_bounded_number_of_examples_and_at_none_twice(monkeyp
     from farthing.planner import lengths as module
 
     n_cut, n_tables = [], []
-    for name in ("cut_by_tokens", "cut_padded"):
+    for name in ("split_by_tokens", "split_padded"):
         real = getattr(module, name)
         counted = lambda step, *rest, real=real, **named: n_cut.append(len(step)) or real(step, *rest, **named)  # noqa: E731
         monkeypatch.setattr(module, name, counted)

@@ -80,7 +80,7 @@ def test_a_machine_that_goes_on_sends_only_what_is_new(tmp_path: Path) -> None:
     assert (tmp_path / "third" / "log.jsonl").read_bytes() == (other / "log.jsonl").read_bytes()
 
 
-def test_a_lost_piece_costs_its_lines_and_is_said(tmp_path: Path) -> None:
+def test_a_lost_micro_batch_costs_its_lines_and_is_said(tmp_path: Path) -> None:
     store, _, run = commits_of(tmp_path, 3)
     (lost,) = [key for key in store.objects if key.endswith(f"/{LOG_PARTS}/000004")]
     n_lost = store.objects.pop(lost).count(b"\n")

@@ -15,7 +15,7 @@ import torch
 
 import farthing.train.run
 from farthing.config.job import Job
-from farthing.data.packing import PieceCost
+from farthing.data.packing import MicroBatchCost
 from farthing.durability.ledger import SPANS
 from farthing.events import Decided, Evaluated, Event, Saved, StepTaken
 from farthing.model.forward import Forward
@@ -295,15 +295,15 @@ def test_what_was_promised_is_kept(tmp_path: Path) -> None:
 
 def test_the_run_is_cut_by_the_cost_that_its_plan_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    real = farthing.model.forward.cut_padded
+    real = farthing.model.forward.split_padded
     monkeypatch.setattr(
-        "farthing.model.forward.cut_padded",
+        "farthing.model.forward.split_padded",
         lambda *given, **named: asked.append(named["cost"]) or real(*given, **named),
     )
-    monkeypatch.setattr("farthing.planner.search.ON_CPU", PieceCost(4096, 64))
+    monkeypatch.setattr("farthing.planner.search.ON_CPU", MicroBatchCost(4096, 64))
     job = make_job(tmp_path, "t5", max_steps=2)
     train(job)
-    assert set(asked) == {PieceCost(4096, 64)}
+    assert set(asked) == {MicroBatchCost(4096, 64)}
     kept = json.loads((Path(job.output_dir) / "settings.json").read_text())
     assert (kept["least_tokens"], kept["more_tokens"]) == (4096, 64)
 

@@ -323,7 +323,7 @@ def test_a_model_that_computes_no_numbers_is_measured_as_none(tmp_path: Path, mo
         Forward(watched.model, "classification", inputs.pad_id, choose_numerics("cpu", None, None)),
         examples.tokens,
         examples.indices,
-        most_tokens=100,
+        micro_batch_tokens=100,
     )
     assert found["loss"] is None
     assert "accuracy" not in found  # the class that argmax names for such scores means nothing

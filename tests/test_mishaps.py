@@ -75,7 +75,7 @@ def fail_at(step: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(farthing.train.step, "seed_everything", seed)
 
 
-def room_for(most_tokens: int, monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[int]:
+def room_for(micro_batch_tokens: int, monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[int]:
     """A device with room for so many tokens at once; returns what it was asked to compute."""
     honest, asked = farthing.model.forward.Forward.loss, []
 
@@ -83,7 +83,7 @@ def room_for(most_tokens: int, monkeypatch: pytest.MonkeyPatch, error: Exception
         n_tokens = batch["input_ids"].numel() + (batch["labels"].numel() if forward.task == "seq2seq" else 0)
         if torch.is_grad_enabled():
             asked.append(n_tokens)
-            if n_tokens > most_tokens:
+            if n_tokens > micro_batch_tokens:
                 raise error
         return honest(forward, batch, *scale)
 

@@ -30,7 +30,7 @@ from farthing.model.hardware import Numerics
 from farthing.model.head import language_model_loss
 from farthing.model.load import FourBits, ModelChoice, load_config, load_model
 from farthing.train.optim import load_state, make_optimizer, state_tensors
-from test_pieces import token_set
+from test_packing import token_set
 from workshop import Heard, Watched, losses_of, make_folder, make_job
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -204,7 +204,7 @@ def test_frozen_layers_in_four_bits_are_computed_once_and_told_apart_by_their_sc
     frozen = find_frozen_layers(model, "causal-lm")
     assert not isinstance(frozen, str), frozen
     tokens, examples = token_set(np.array([5, 9, 1, 20])), np.arange(4)
-    cache = open_frozen_cache(frozen, tokens, examples, tmp_path, numerics=Numerics(cpu, None), most_tokens=100)
+    cache = open_frozen_cache(frozen, tokens, examples, tmp_path, numerics=Numerics(cpu, None), micro_batch_tokens=100)
     assert not isinstance(cache, str), cache
     batch = packed_batch(collate_packed(tokens, examples, "causal-lm"))
     theirs = language_model_loss(model, batch, "causal-lm")

@@ -18,7 +18,7 @@ import torch
 
 import farthing.train.run
 from farthing.config.job import Job
-from farthing.data.packing import cut_by_tokens, cut_padded
+from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.row_table import rows_of as table_of
 from farthing.durability.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.durability.run_folder import SETTINGS, kept
@@ -37,7 +37,7 @@ from workshop import Heard, log_of, losses_of, make_job, rows_of
 
 @pytest.mark.parametrize("n_lanes", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("n", [1, 2, 5, 16, 61])
-@pytest.mark.parametrize("cut", [cut_by_tokens, cut_padded])
+@pytest.mark.parametrize("cut", [split_by_tokens, split_padded])
 def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n: int, n_lanes: int, cut: Any) -> None:
     lengths = np.random.default_rng(n).integers(3, 120, 200)
     examples = np.random.default_rng(n_lanes).permutation(200)[:n]
@@ -45,7 +45,7 @@ def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n: int, n_lanes: 
     def pieces(some: Any, most: int) -> Any:
         return cut(some, lengths, most)
 
-    table = table_of(examples, lengths, 300, n_lanes, cut=pieces, squares_at=12 * 64)
+    table = table_of(examples, lengths, 300, n_lanes, split=pieces, squares_at=12 * 64)
     assert sorted(i for cell in table.cells for i in cell.examples.tolist()) == sorted(examples.tolist())
     assert [cell.number for cell in table.cells] == sorted({cell.number for cell in table.cells})
     assert all(cell.lane < n_lanes and cell.number // n_lanes < table.n_rows for cell in table.cells)
@@ -56,7 +56,7 @@ def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n: int, n_lanes: 
             sum(int(lengths[cell.examples].sum()) for cell in table.of_lanes(range(i, i + 1))) for i in range(n_lanes)
         ]
         assert len(table.cells) % n_lanes == 0
-        assert max(sums) <= (1.35 if cut is cut_by_tokens else 1.7) * sum(sums) / n_lanes, (
+        assert max(sums) <= (1.35 if cut is split_by_tokens else 1.7) * sum(sums) / n_lanes, (
             "the slowest lane is what a step takes"
         )
     assert max(int(lengths[cell.examples].sum()) for cell in table.cells) <= 300

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from farthing.data.packing import ON_CPU, PieceCost
+from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.durability.run_folder import PLAN, SETTINGS
 from farthing.events import Decided, Event
 from farthing.model.forward import Forward
@@ -25,7 +25,7 @@ EVERYTHING = Settings(512, 2, 64, True, False, True, "liger", "bf16", probed=Tru
 def test_what_was_written_is_read_and_so_is_what_earlier_versions_wrote() -> None:
     assert Settings.from_json(json.loads(json.dumps(EVERYTHING.to_json()))) == EVERYTHING
     assert Settings.from_json({"most_tokens": 77, "every_n_layers": 1, "of_another": 3}) == Settings(77, 1)
-    assert PieceCost(Settings().least_tokens, Settings().more_tokens) == ON_CPU, "as runs of before were cut"
+    assert MicroBatchCost(Settings().least_tokens, Settings().more_tokens) == ON_CPU, "as runs of before were cut"
     assert Settings(100).with_probed(EVERYTHING) == Settings(512, 2, 64, probed=True)
 
 

@@ -17,15 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from farthing.data import prefix_sharing as shared
 from farthing.data.batches import Batches, collate, permutation
-from farthing.data.packing import collate_packed, cut_by_tokens
+from farthing.data.packing import collate_packed, split_by_tokens
 from farthing.data.prefix_sharing import (
     COPY_SHARE,
     LEAST_TOKENS,
     WORTH,
     collate_shared,
-    cut_shared,
     in_common,
     saved_by_sharing,
+    split_shared,
 )
 from farthing.data.token_set import Recipe, TokenSet
 from farthing.data.tokens import tokenize
@@ -172,13 +172,13 @@ def cost_of(tokens: TokenSet, piece: NDArray[np.int64]) -> int:
 def test_pieces_hold_every_example_once_within_the_budget(seed: int) -> None:
     tokens, draw = some_tree(seed, n=60, longest=20), np.random.default_rng(seed)
     examples, budget = permutation(60, seed, 0)[:50], int(draw.integers(20, 200))
-    pieces = cut_shared(tokens, examples, budget)
+    pieces = split_shared(tokens, examples, budget)
     assert sorted(np.concatenate(pieces).tolist()) == sorted(examples.tolist())
     costs = [cost_of(tokens, piece) for piece in pieces]
     assert all(cost <= budget or len(piece) == 1 for cost, piece in zip(costs, pieces, strict=True))
     assert costs == sorted(costs, reverse=True)
-    assert max(len(piece) for piece in cut_shared(tokens, examples, budget, most_examples=3)) <= 3
-    assert [piece.tolist() for piece in cut_shared(tokens, examples, budget)] == [piece.tolist() for piece in pieces]
+    assert max(len(piece) for piece in split_shared(tokens, examples, budget, most_examples=3)) <= 3
+    assert [piece.tolist() for piece in split_shared(tokens, examples, budget)] == [piece.tolist() for piece in pieces]
 
 
 @pytest.mark.usefixtures("_takes_little")
@@ -193,7 +193,7 @@ def test_pieces_are_as_few_as_can_be_and_the_largest_as_small(seed: int) -> None
         costs = [cost_of(tokens, stretch) for stretch in stretches]
         if all(cost <= budget or len(stretch) == 1 for cost, stretch in zip(costs, stretches, strict=True)):
             best = min(best, (len(costs), max(costs)))
-    pieces = cut_shared(tokens, np.arange(8), budget)
+    pieces = split_shared(tokens, np.arange(8), budget)
     assert (len(pieces), max(cost_of(tokens, piece) for piece in pieces)) == best
 
 
@@ -201,16 +201,16 @@ def test_what_begins_alike_is_kept_together() -> None:
     systems = [[group] * 100 for group in range(4)]
     texts = [[*systems[index % 4], index, 1, 2, 3] for index in range(40)]
     tokens = token_set(texts, [102] * 40)
-    pieces = cut_shared(tokens, permutation(40, 0, 0), 450)
+    pieces = split_shared(tokens, permutation(40, 0, 0), 450)
     assert [sorted({int(index) % 4 for index in piece}) for piece in pieces] == [[0, 1], [2, 3]]
     assert all(collate_shared(tokens, piece, "causal-lm")["input_ids"].size == 2 * 100 + 20 * 4 for piece in pieces)
-    assert len(cut_by_tokens(np.arange(40), tokens.lengths, 450)) == 10
-    assert cut_shared(tokens, np.arange(0), 450) == []
+    assert len(split_by_tokens(np.arange(40), tokens.lengths, 450)) == 10
+    assert split_shared(tokens, np.arange(0), 450) == []
 
 
 def test_the_example_with_most_of_its_own_comes_first_in_a_piece() -> None:
     tokens = token_set([[5] * 40 + [index] * n for index, n in ((6, 3), (7, 9), (8, 9), (9, 2))], [41] * 4)
-    assert [piece.tolist() for piece in cut_shared(tokens, np.arange(4), 1000)] == [[0, 1, 2, 3]]
+    assert [piece.tolist() for piece in split_shared(tokens, np.arange(4), 1000)] == [[0, 1, 2, 3]]
     assert collate_shared(tokens, np.arange(4), "causal-lm")["lengths"].tolist() == [43, 9, 9, 2]
 
 
@@ -223,7 +223,7 @@ def test_what_is_saved_is_what_the_steps_leave_out() -> None:
     texts = [system + draw.integers(3, 99, n).tolist() for n in draw.integers(20, 400, 200)]
     tokens = token_set(texts, [1010] * 200)
     batches = Batches(np.arange(200), 20, seed=0)
-    pieces = [piece for step in range(10) for piece in cut_shared(tokens, batches.examples_of(step), 4096)]
+    pieces = [piece for step in range(10) for piece in split_shared(tokens, batches.examples_of(step), 4096)]
     computed = sum(collate_shared(tokens, piece, "causal-lm")["input_ids"].size for piece in pieces)
     saved = saved_by_sharing(tokens, batches, 4096)
     assert saved == pytest.approx(1 - computed / tokens.lengths.sum())
@@ -360,7 +360,7 @@ def test_gradients_over_pieces_add_up_to_those_of_one_padded_batch(budget: int) 
     padded = padded_loss(model, tokens)
     theirs = gradients(model, padded)
     go_packed(model)
-    pieces = cut_shared(tokens, np.arange(20), budget)
+    pieces = split_shared(tokens, np.arange(20), budget)
     assert len(pieces) == 20 if budget == 1 else len(pieces) == 1 if budget == 10_000 else 2 < len(pieces) < 20
     total = torch.stack(
         [

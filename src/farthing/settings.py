@@ -40,7 +40,7 @@ class Settings:
     probed: bool = False
     """Whether tokens, checkpointing and tile are what a probe has found quickest."""
     least_tokens: int = 0
-    """Padded work is cut as if a micro-batch of fewer computed tokens took no less: see `data.packing.PieceCost`."""
+    """Padded work is cut as if a micro-batch of fewer computed tokens took no less: see `data.packing.MicroBatchCost`."""
     more_tokens: int = 32
     """And each as if it had so many more. Runs of before were cut by these two, as on a processor."""
 

@@ -63,7 +63,7 @@ class HeldOut:
             forward,
             self.tokens,
             self.indices,
-            most_tokens=self.job.train.per_device_eval_batch_size * longest,
+            micro_batch_tokens=self.job.train.per_device_eval_batch_size * longest,
             writing=Writing(self.inputs.tokenizer, self.job.data.max_target_length) if generates else None,
             progress=emit,
         )

@@ -1,8 +1,8 @@
-"""How the examples of a step are cut by tokens, and laid end to end without padding: pure functions of lengths.
+"""Splits the examples of a step by tokens into micro-batches, end to end without padding: pure functions of lengths.
 
-The global batch stays what `batches` says it is. Here it is cut into pieces of a token budget, so that a piece takes
-about the same memory and time whatever the lengths are: flat pieces for models that can take documents end to end,
-and padded pieces of similar lengths for the others. Refuses to know the model, and to import torch.
+The global batch stays what `batches` says it is. Here it is split by a token budget, so that a micro-batch takes about
+the same memory and time whatever the lengths are: packed micro-batches for models that can take documents end to end,
+and padded ones of similar lengths for the others. Refuses to know the model, and to import torch.
 """
 
 from __future__ import annotations
@@ -19,86 +19,97 @@ from farthing.data.encode import sums_of
 from farthing.data.token_set import TokenSet
 from farthing.tasks.registry import task_of
 
-LEAST_SHARE = 0.97  # of the computed tokens are useful, where they are padded and more pieces cost less than padding
+LEAST_SHARE = (
+    0.97  # of the computed tokens are useful, where they are padded and more micro-batches cost less than padding
+)
 
 
-class PieceCost(NamedTuple):
-    """What a micro-batch takes on a device, in computed tokens; `planner.speed.piece_cost` reckons it for a GPU."""
+class MicroBatchCost(NamedTuple):
+    """What a micro-batch takes on a device, in computed tokens; `planner.speed.micro_batch_cost` reckons it for a GPU."""
 
     least_tokens: int = 0
-    """A smaller piece takes no less: the host is still launching kernels, or weights are still read."""
+    """A smaller micro-batch takes no less: the host is still launching kernels, or weights are still read."""
     more_tokens: int = 32
     """Beside its own: gradients of all weights added up. 32 to 128 were the quickest for T5 on a CPU (docs/log.md)."""
 
     def of(self, n_computed: Any) -> Any:
-        """The cost of pieces of so many computed tokens."""
+        """The cost of micro-batches of so many computed tokens."""
         return np.maximum(self.least_tokens, n_computed + self.more_tokens)
 
 
-ON_CPU = PieceCost()
+ON_CPU = MicroBatchCost()
 
 
-def cut_by_tokens(
-    examples: NDArray[np.int64], lengths: NDArray[np.int64], most_tokens: int, most_examples: int | None = None
+def split_by_tokens(
+    examples: NDArray[np.int64], lengths: NDArray[np.int64], micro_batch_tokens: int, most_examples: int | None = None
 ) -> list[NDArray[np.int64]]:
-    """The step's examples in few flat pieces of nearly equal tokens, each at most `most_tokens`.
+    """The step's examples in few packed micro-batches of nearly equal tokens, each at most `micro_batch_tokens`.
 
-    `lengths` [n_examples of the set] are tokens of each example. An example that is longer than the budget is a piece
-    of its own. Longest first onto the lightest piece (Graham 1969), one piece more until all fit: the same examples in
-    the same order give the same pieces everywhere. The largest piece comes first, and within a piece the longest
-    example, so that memory that is short is missed at once and equal lengths stand side by side.
+    `lengths` [n_examples of the set] are tokens of each example. An example that is longer than the budget is a micro-batch
+    of its own. Longest first onto the lightest (Graham 1969), one more until all fit: the same examples in the same order
+    give the same micro-batches everywhere. The largest comes first, and in it the longest example, so that memory that is
+    short is missed at once and equal lengths stand side by side.
     """
     sizes = lengths[examples]
     order = np.argsort(-sizes, kind="stable")
-    n_alone = int((sizes >= most_tokens).sum())
+    n_alone = int((sizes >= micro_batch_tokens).sum())
     alone = [[int(place)] for place in order[:n_alone]]
     rest, n_tokens = order[n_alone:], int(sizes[order[n_alone:]].sum())
-    n_pieces = max(-(-n_tokens // most_tokens), -(-len(rest) // (most_examples or max(1, len(rest)))))
-    while (spread := _spread(rest, sizes, n_pieces, most_tokens, most_examples or len(rest))) is None:
-        n_pieces += 1
-    pieces = sorted([*alone, *spread], key=lambda places: -int(sizes[places].sum()))
-    return [examples[places] for places in pieces]
+    n_micro_batches = max(-(-n_tokens // micro_batch_tokens), -(-len(rest) // (most_examples or max(1, len(rest)))))
+    while (spread := _spread(rest, sizes, n_micro_batches, micro_batch_tokens, most_examples or len(rest))) is None:
+        n_micro_batches += 1
+    micro_batches = sorted([*alone, *spread], key=lambda places: -int(sizes[places].sum()))
+    return [examples[places] for places in micro_batches]
 
 
 def _spread(
-    order: NDArray[np.int64], sizes: NDArray[np.int64], n_pieces: int, most_tokens: int, most_examples: int
+    order: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    n_micro_batches: int,
+    micro_batch_tokens: int,
+    most_examples: int,
 ) -> list[list[int]] | None:
-    """`order` over `n_pieces`, each example onto the lightest; None where one does not fit."""
-    lightest = [(0, number) for number in range(n_pieces)]
-    pieces: list[list[int]] = [[] for _ in range(n_pieces)]
+    """`order` over `n_micro_batches`, each example onto the lightest; None where one does not fit."""
+    lightest = [(0, number) for number in range(n_micro_batches)]
+    micro_batches: list[list[int]] = [[] for _ in range(n_micro_batches)]
     for place in order:
-        if not lightest or lightest[0][0] + sizes[place] > most_tokens:
+        if not lightest or lightest[0][0] + sizes[place] > micro_batch_tokens:
             return None
         n_tokens, number = heapq.heappop(lightest)
-        pieces[number].append(int(place))
-        if len(pieces[number]) < most_examples:
+        micro_batches[number].append(int(place))
+        if len(micro_batches[number]) < most_examples:
             heapq.heappush(lightest, (n_tokens + int(sizes[place]), number))
-    return [piece for piece in pieces if piece]
+    return [micro_batch for micro_batch in micro_batches if micro_batch]
 
 
-def cut_padded(
+def split_padded(
     examples: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    most_tokens: int,
+    micro_batch_tokens: int,
     *,
     target_lengths: NDArray[np.int64] | None = None,
     most_examples: int | None = None,
     least_share: float = LEAST_SHARE,
-    cost: PieceCost = ON_CPU,
+    cost: MicroBatchCost = ON_CPU,
 ) -> list[NDArray[np.int64]]:
-    """The step's examples in padded pieces of similar lengths, each at most `most_tokens` with its padding.
+    """The step's examples in padded micro-batches of similar lengths, each at most `micro_batch_tokens` with its padding.
 
     `lengths` [n_examples of the set] are tokens of each input and `target_lengths`, for seq2seq, of each target, which
-    is padded apart. An example that is longer than the budget is a piece of its own. Sorted and filled to the budget;
-    then the piece whose best split saves most is split, by input or by target, until `least_share` of all computed
-    tokens is useful, or a split would save nothing, by what pieces `cost`. The largest piece comes first.
+    is padded apart. An example that is longer than the budget is a micro-batch of its own. Sorted and filled to the budget;
+    then the micro-batch whose best split saves most is split, by input or by target, until `least_share` of all computed
+    tokens is useful, or a split would save nothing, by what micro-batches `cost`. The largest micro-batch comes first.
     """
     sides = [lengths[examples]] if target_lengths is None else [lengths[examples], target_lengths[examples]]
     sizes = np.stack(sides, axis=1)  # [n, sides]
     useful = int(sizes.sum())
-    pieces = _filled(np.lexsort((-sizes[:, -1], -sizes.sum(1))), sizes, most_tokens, most_examples or len(examples))
-    computed = [padded_tokens(sizes[piece]) for piece in pieces]
-    splits = [_best_split(piece, sizes, number, cost, computed[number]) for number, piece in enumerate(pieces)]
+    micro_batches = _filled(
+        np.lexsort((-sizes[:, -1], -sizes.sum(1))), sizes, micro_batch_tokens, most_examples or len(examples)
+    )
+    computed = [padded_tokens(sizes[micro_batch]) for micro_batch in micro_batches]
+    splits = [
+        _best_split(micro_batch, sizes, number, cost, computed[number])
+        for number, micro_batch in enumerate(micro_batches)
+    ]
     heapq.heapify(splits)
     n_computed = sum(computed)
     while splits and useful < least_share * n_computed:
@@ -107,50 +118,50 @@ def cut_padded(
             break
         both = [padded_tokens(sizes[part]) for part in parts]
         n_computed += sum(both) - computed[number]
-        pieces[number], computed[number] = parts[0], both[0]
-        pieces.append(parts[1])
+        micro_batches[number], computed[number] = parts[0], both[0]
+        micro_batches.append(parts[1])
         computed.append(both[1])
-        for at in (number, len(pieces) - 1):
-            heapq.heappush(splits, _best_split(pieces[at], sizes, at, cost, computed[at]))
-    order = sorted(range(len(pieces)), key=lambda at: (-computed[at], int(pieces[at][0])))
-    return [examples[pieces[at]] for at in order]
+        for at in (number, len(micro_batches) - 1):
+            heapq.heappush(splits, _best_split(micro_batches[at], sizes, at, cost, computed[at]))
+    order = sorted(range(len(micro_batches)), key=lambda at: (-computed[at], int(micro_batches[at][0])))
+    return [examples[micro_batches[at]] for at in order]
 
 
 def padded_tokens(sizes: NDArray[np.int64]) -> int:
-    """Computed tokens of a padded piece, its lengths [n, sides]: as many rows as the longest of each side is wide."""
+    """Computed tokens of a padded micro-batch, its lengths [n, sides]: as many rows as the longest of each side is wide."""
     return int(len(sizes) * sizes.max(axis=0).sum())
 
 
 def _filled(
-    order: NDArray[np.int64], sizes: NDArray[np.int64], most_tokens: int, most_examples: int
+    order: NDArray[np.int64], sizes: NDArray[np.int64], micro_batch_tokens: int, most_examples: int
 ) -> list[NDArray[np.int64]]:
     """Neighbours in `order` as long as the budget holds."""
-    pieces: list[NDArray[np.int64]] = []
+    micro_batches: list[NDArray[np.int64]] = []
     start = 0
     width: list[int] = [0] * sizes.shape[1]
     for at, sides in enumerate(sizes[order].tolist()):
         wider = [max(pair) for pair in zip(width, sides, strict=True)]
         n = at - start + 1
-        if n > 1 and (n > most_examples or n * sum(wider) > most_tokens):
-            pieces.append(order[start:at])
+        if n > 1 and (n > most_examples or n * sum(wider) > micro_batch_tokens):
+            micro_batches.append(order[start:at])
             start, wider = at, sides
         width = wider
-    return [*pieces, order[start:]] if len(order) else []
+    return [*micro_batches, order[start:]] if len(order) else []
 
 
 def _best_split(
-    piece: NDArray[np.int64], sizes: NDArray[np.int64], number: int, cost: PieceCost, n_computed: int
+    micro_batch: NDArray[np.int64], sizes: NDArray[np.int64], number: int, cost: MicroBatchCost, n_computed: int
 ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
     """(change in cost, `number`, one part, the other) of the split in two that costs least; 0 where none saves anything.
 
-    `n_computed` are the computed tokens of the whole piece.
+    `n_computed` are the computed tokens of the whole micro-batch.
     """
-    best = 0, number, piece, piece[:0]
-    n = len(piece)
+    best = 0, number, micro_batch, micro_batch[:0]
+    n = len(micro_batch)
     whole = max(cost.least_tokens, n_computed + cost.more_tokens)
     if n < 2 or whole <= cost.least_tokens + cost.more_tokens:
         return best
-    own, counts = sizes[piece], np.arange(1, n)
+    own, counts = sizes[micro_batch], np.arange(1, n)
     for side in range(sizes.shape[1]):
         order = np.argsort(-own[:, side], kind="stable")
         ordered = own[order]
@@ -159,7 +170,7 @@ def _best_split(
         both = cost.of(left) + cost.of(right)
         at = int(both.argmin())
         if int(both[at]) - whole < best[0]:
-            best = int(both[at]) - whole, number, piece[order[: at + 1]], piece[order[at + 1 :]]
+            best = int(both[at]) - whole, number, micro_batch[order[: at + 1]], micro_batch[order[at + 1 :]]
     return best
 
 

@@ -67,38 +67,38 @@ def _n_unscored(is_target: NDArray[np.uint8]) -> int:
     return (first if is_target[first] else len(is_target)) - 1
 
 
-def cut_shared(
-    tokens: TokenSet, examples: NDArray[np.int64], most_tokens: int, most_examples: int | None = None
+def split_shared(
+    tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int, most_examples: int | None = None
 ) -> list[NDArray[np.int64]]:
-    """The step's examples in few flat pieces of nearly equal tokens, each at most `most_tokens`, shared ones count once.
+    """The step's examples in few packed micro-batches of nearly equal tokens, each at most `micro_batch_tokens`.
 
-    Copies count too, `COPY_SHARE` of a token each. An example that is longer than the budget is a piece of its own.
-    The pieces are stretches of the examples in the order of their texts, which keeps together what has most in common:
-    as few as possible, and the largest as small as it can be with so many. The largest comes first, and within a piece
+    Tokens in common count once. Copies count too, `COPY_SHARE` of a token each. An example longer than the budget is alone.
+    The micro-batches are stretches of the examples in the order of their texts, which keeps together what has most in common:
+    as few as possible, and the largest as small as it can be with so many. The largest comes first, and within a micro-batch
     the example with most tokens of its own.
     """
     order, taken = in_common(tokens, examples)
     sizes = _lengths(tokens, examples)[order]
-    saved = taken - np.ceil(COPY_SHARE * taken).astype(np.int64)  # unless it is the first of its piece
+    saved = taken - np.ceil(COPY_SHARE * taken).astype(np.int64)  # unless it is the first of its micro-batch
     total = np.concatenate([[0], np.cumsum(sizes - saved)])
 
     def cut_at(limit: int) -> list[int]:
-        """Where the pieces end; as full as they get, which makes as few as possible."""
+        """Where the micro-batches end; as full as they get, which makes as few as possible."""
         ends = [0]
         while (start := ends[-1]) < len(order):
             fitting = int(np.searchsorted(total, limit + total[start] - saved[start], side="right")) - 1
             ends.append(min(max(fitting, start + 1), start + (most_examples or len(order))))
         return ends
 
-    fewest = len(cut_at(most_tokens))
-    ends = cut_at(bisect.bisect_left(range(most_tokens), True, key=lambda limit: len(cut_at(limit)) <= fewest))
-    pieces = []
+    fewest = len(cut_at(micro_batch_tokens))
+    ends = cut_at(bisect.bisect_left(range(micro_batch_tokens), True, key=lambda limit: len(cut_at(limit)) <= fewest))
+    micro_batches = []
     for start, stop in itertools.pairwise(ends):
         own = (sizes - taken)[start:stop]
         own[0] = sizes[start]
         cost = int(total[stop] - total[start] + saved[start])
-        pieces.append((cost, examples[order[start:stop][np.argsort(-own, kind="stable")]]))
-    return [piece for _, piece in sorted(pieces, key=lambda piece: -piece[0])]
+        micro_batches.append((cost, examples[order[start:stop][np.argsort(-own, kind="stable")]]))
+    return [micro_batch for _, micro_batch in sorted(micro_batches, key=lambda micro_batch: -micro_batch[0])]
 
 
 def collate_shared(
@@ -122,7 +122,9 @@ def collate_shared(
     return {**batch, "key_lengths": batch["lengths"] + skipped, "key_rows": np.concatenate(seen)}
 
 
-def saved_by_sharing(tokens: TokenSet, batches: Batches, most_tokens: int, most_examples: int | None = None) -> float:
+def saved_by_sharing(
+    tokens: TokenSet, batches: Batches, micro_batch_tokens: int, most_examples: int | None = None
+) -> float:
     """The share of all tokens that need not be computed, in sampled steps of the first epoch; from `WORTH` on it pays.
 
     It follows from its arguments alone, so that a run that is taken up again decides alike.
@@ -133,8 +135,8 @@ def saved_by_sharing(tokens: TokenSet, batches: Batches, most_tokens: int, most_
     for number in range(n_sampled):
         step = batches.examples_of(number * n_steps // n_sampled)[: 2 * SAMPLED]
         n_all += int(_lengths(tokens, step).sum())
-        for piece in cut_shared(tokens, step, most_tokens, most_examples):
-            n_saved += int(in_common(tokens, piece)[1].sum())
+        for micro_batch in split_shared(tokens, step, micro_batch_tokens, most_examples):
+            n_saved += int(in_common(tokens, micro_batch)[1].sum())
     return n_saved / max(1, n_all)
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Piece = NDArray[np.int64]
+Examples = NDArray[np.int64]
 """Examples of a micro-batch."""
-Cut = Callable[[NDArray[np.int64], int], list[Piece]]
+Split = Callable[[NDArray[np.int64], int], list[Examples]]
 """(examples, tokens of a micro-batch at most) -> micro-batches, see `packing`."""
 TIGHTER = (1.0, 1.02, 1.05, 1.1, 1.2, 1.3, 1.45, 1.6, 1.8, 2.1, 2.5)
 """Budgets that are tried for even micro-batches, in shares of the tokens of an average one."""
@@ -27,7 +27,7 @@ class Cell:
     number: int
     """Row by row, empty cells counted."""
     lane: int
-    examples: Piece
+    examples: Examples
 
 
 @dataclass(frozen=True)
@@ -49,34 +49,36 @@ def rows_of(
     micro_batch_tokens: int,
     n_lanes: int,
     *,
-    cut: Cut,
+    split: Split,
     squares_at: int = 0,
 ) -> Table:
     """The step's examples in rows of `n_lanes` micro-batches of about the same cost, dearest row first.
 
     `lengths` [n_examples of the set] are tokens of each. The cost of an example is its tokens x (1 + tokens /
     `squares_at`): a causal layer of the usual shape attends as long as it multiplies at 12 x hidden tokens; 0 counts tokens
-    alone. One lane has the micro-batches of `cut` as they are. Else the number of micro-batches is a multiple of the lanes,
+    alone. One lane has the micro-batches of `split` as they are. Else the number of micro-batches is a multiple of the lanes,
     and rows are dealt there and back, so that columns cost alike too.
     """
-    pieces = cut(examples, micro_batch_tokens)
+    micro_batches = split(examples, micro_batch_tokens)
     if n_lanes == 1:
-        return Table(len(pieces), 1, in_one_lane(pieces))
+        return Table(len(micro_batches), 1, in_one_lane(micro_batches))
     cost = _costs(lengths, squares_at)
-    n_wanted = -(-len(pieces) // n_lanes) * n_lanes
-    pieces = _split_dearest(_even(examples, lengths, micro_batch_tokens, n_wanted, cut), n_lanes, cost)
-    order = sorted(range(len(pieces)), key=lambda at: (-_sum(cost, pieces[at]), int(pieces[at].min())))
+    n_wanted = -(-len(micro_batches) // n_lanes) * n_lanes
+    micro_batches = _split_dearest(_even(examples, lengths, micro_batch_tokens, n_wanted, split), n_lanes, cost)
+    order = sorted(
+        range(len(micro_batches)), key=lambda at: (-_sum(cost, micro_batches[at]), int(micro_batches[at].min()))
+    )
     cells = []
     for place, at in enumerate(order):
         row, lane = divmod(place, n_lanes)
         lane = n_lanes - 1 - lane if row % 2 else lane
-        cells.append(Cell(row * n_lanes + lane, lane, pieces[at]))
-    return Table(-(-len(pieces) // n_lanes), n_lanes, tuple(sorted(cells, key=lambda cell: cell.number)))
+        cells.append(Cell(row * n_lanes + lane, lane, micro_batches[at]))
+    return Table(-(-len(micro_batches) // n_lanes), n_lanes, tuple(sorted(cells, key=lambda cell: cell.number)))
 
 
-def in_one_lane(pieces: list[Piece]) -> tuple[Cell, ...]:
+def in_one_lane(micro_batches: list[Examples]) -> tuple[Cell, ...]:
     """Micro-batches one after the other."""
-    return tuple(Cell(number, 0, piece) for number, piece in enumerate(pieces))
+    return tuple(Cell(number, 0, micro_batch) for number, micro_batch in enumerate(micro_batches))
 
 
 def _costs(lengths: NDArray[np.int64], squares_at: int) -> NDArray[np.int64]:
@@ -85,32 +87,32 @@ def _costs(lengths: NDArray[np.int64], squares_at: int) -> NDArray[np.int64]:
     return tokens * squares_at + tokens * tokens if squares_at else tokens
 
 
-def _sum(cost: NDArray[np.int64], piece: Piece) -> int:
-    return int(cost[piece].sum())
+def _sum(cost: NDArray[np.int64], micro_batch: Examples) -> int:
+    return int(cost[micro_batch].sum())
 
 
 def _even(
-    examples: NDArray[np.int64], lengths: NDArray[np.int64], most_tokens: int, n_wanted: int, cut: Cut
-) -> list[Piece]:
-    """Cut by the tightest budget that makes at most `n_wanted` pieces."""
+    examples: NDArray[np.int64], lengths: NDArray[np.int64], micro_batch_tokens: int, n_wanted: int, split: Split
+) -> list[Examples]:
+    """Split by the tightest budget that makes at most `n_wanted` micro-batches."""
     mean = int(lengths[examples].sum()) / n_wanted
     for share in TIGHTER:
-        pieces = cut(examples, max(1, min(most_tokens, int(mean * share) + 1)))
-        if len(pieces) <= n_wanted:
-            return pieces
-    return cut(examples, most_tokens)
+        micro_batches = split(examples, max(1, min(micro_batch_tokens, int(mean * share) + 1)))
+        if len(micro_batches) <= n_wanted:
+            return micro_batches
+    return split(examples, micro_batch_tokens)
 
 
-def _split_dearest(pieces: list[Piece], n_lanes: int, cost: NDArray[np.int64]) -> list[Piece]:
+def _split_dearest(micro_batches: list[Examples], n_lanes: int, cost: NDArray[np.int64]) -> list[Examples]:
     """Part the dearest micro-batches in two until their number is a multiple of the lanes, or none has two examples."""
-    pieces = list(pieces)
-    while len(pieces) % n_lanes:
-        dear = [at for at, piece in enumerate(pieces) if len(piece) > 1]
+    micro_batches = list(micro_batches)
+    while len(micro_batches) % n_lanes:
+        dear = [at for at, micro_batch in enumerate(micro_batches) if len(micro_batch) > 1]
         if not dear:
             break
-        at = max(dear, key=lambda at: (_sum(cost, pieces[at]), -at))
-        piece = pieces[at]
-        upto = np.cumsum(cost[piece])
+        at = max(dear, key=lambda at: (_sum(cost, micro_batches[at]), -at))
+        micro_batch = micro_batches[at]
+        upto = np.cumsum(cost[micro_batch])
         first = 1 + int(np.abs(2 * upto[:-1] - upto[-1]).argmin())
-        pieces[at : at + 1] = [piece[:first], piece[first:]]
-    return pieces
+        micro_batches[at : at + 1] = [micro_batch[:first], micro_batch[first:]]
+    return micro_batches

@@ -181,8 +181,8 @@ def _best_cuts(sizes: NDArray[np.int64], n_of: NDArray[np.int64], width: int) ->
     cost, begins = np.zeros(m + 1), np.zeros(m + 1, np.int64)
     for stop in range(1, m + 1):
         n = (n_before[stop] - n_before[:stop]).astype(np.float64)
-        most_tokens = np.maximum.accumulate(sizes[stop - 1 :: -1, 1])[::-1]
-        of_group = CALL_FLOPS + FLOPS_PER_SCORE * width * n * float(sizes[stop - 1, 0]) * most_tokens
+        micro_batch_tokens = np.maximum.accumulate(sizes[stop - 1 :: -1, 1])[::-1]
+        of_group = CALL_FLOPS + FLOPS_PER_SCORE * width * n * float(sizes[stop - 1, 0]) * micro_batch_tokens
         total = cost[:stop] + of_group
         begins[stop] = int(total.argmin())
         cost[stop] = total[begins[stop]]

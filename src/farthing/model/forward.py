@@ -1,7 +1,7 @@
 """How a micro-batch goes through the model: documents end to end or padded, and the loss only where there is a label.
 
 One object that training, evaluation, the memory check and the probe share, so that they compute the same thing. It
-says which examples go together (`cut`), makes them ready on the host (`collate`, which any thread may call), brings
+says which examples go together (`split`), makes them ready on the host (`collate`, which any thread may call), brings
 them to the device (`to_device`) and takes the summed loss (`loss`).
 
 Refuses to step an optimizer and to know what a run is. Shapes: T tokens of N documents, or B x T padded ones; h hidden
@@ -21,8 +21,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from farthing.data.batches import Batches, collate
-from farthing.data.packing import ON_CPU, PieceCost, collate_packed, cut_by_tokens, cut_padded, target_lengths_of
-from farthing.data.prefix_sharing import WORTH, collate_shared, cut_shared, saved_by_sharing
+from farthing.data.packing import (
+    ON_CPU,
+    MicroBatchCost,
+    collate_packed,
+    split_by_tokens,
+    split_padded,
+    target_lengths_of,
+)
+from farthing.data.prefix_sharing import WORTH, collate_shared, saved_by_sharing, split_shared
 from farthing.data.token_set import TokenSet
 from farthing.model.apart import kept_apart, lift_capacity
 from farthing.model.attention import can_go_packed, can_share, first_position, go_packed, packed_logits
@@ -76,10 +83,10 @@ class Forward:
         label_smoothing: float = 0.0,
         may_go_packed: bool = True,
         tile_tokens: int | None = None,
-        piece_cost: PieceCost = ON_CPU,
+        micro_batch_cost: MicroBatchCost = ON_CPU,
     ) -> None:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
-        self.label_smoothing, self.tile_tokens, self.piece_cost = label_smoothing, tile_tokens, piece_cost
+        self.label_smoothing, self.tile_tokens, self.micro_batch_cost = label_smoothing, tile_tokens, micro_batch_cost
         self.why_padded = can_go_packed(model, task) if may_go_packed else "the job names another attention"
         if self.why_padded is None:
             go_packed(model)
@@ -133,14 +140,14 @@ class Forward:
 
     # ---- on the host ----
 
-    def cut(self, tokens: TokenSet, examples: NDArray[np.int64], most_tokens: int) -> list[NDArray[np.int64]]:
-        """`examples` in micro-batches of at most `most_tokens` computed tokens; a longer example goes alone."""
+    def split(self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int) -> list[NDArray[np.int64]]:
+        """`examples` in micro-batches of at most `micro_batch_tokens` computed tokens; a longer example goes alone."""
         if self.apart is None:
-            return self._cut(tokens, examples, most_tokens)
+            return self._split(tokens, examples, micro_batch_tokens)
         classes = self._classes(tokens, examples)
         parts = [examples[classes == each] for each in np.unique(classes)]
-        pieces = [piece for part in parts for piece in self._cut(tokens, part, most_tokens)]
-        return sorted(pieces, key=lambda piece: -int(tokens.lengths[piece].sum()))
+        micro_batches = [micro_batch for part in parts for micro_batch in self._split(tokens, part, micro_batch_tokens)]
+        return sorted(micro_batches, key=lambda micro_batch: -int(tokens.lengths[micro_batch].sum()))
 
     def mixes(self, tokens: TokenSet, examples: NDArray[np.int64]) -> bool:
         """Whether some of these examples must not be computed together."""
@@ -155,17 +162,19 @@ class Forward:
             lengths = lengths - targets
         return self.apart.classes(lengths, targets)
 
-    def _cut(self, tokens: TokenSet, examples: NDArray[np.int64], most_tokens: int) -> list[NDArray[np.int64]]:
+    def _split(self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int) -> list[NDArray[np.int64]]:
         if self.shares:
-            return cut_shared(tokens, examples, most_tokens)
+            return split_shared(tokens, examples, micro_batch_tokens)
         if self.is_packed:
-            return cut_by_tokens(examples, tokens.lengths, most_tokens)
+            return split_by_tokens(examples, tokens.lengths, micro_batch_tokens)
         lengths, targets, places = tokens.lengths[examples], None, np.arange(len(examples))
         if self.of.is_pair:
             targets = target_lengths_of(tokens, examples)
             lengths = lengths - targets
-        pieces = cut_padded(places, lengths, most_tokens, target_lengths=targets, cost=self.piece_cost)
-        return [examples[piece] for piece in pieces]
+        micro_batches = split_padded(
+            places, lengths, micro_batch_tokens, target_lengths=targets, cost=self.micro_batch_cost
+        )
+        return [examples[micro_batch] for micro_batch in micro_batches]
 
     def collate(self, tokens: TokenSet, examples: NDArray[np.int64]) -> Host:
         """Arrays of one micro-batch, the labelled positions among them; pinned for a GPU."""

@@ -5,7 +5,7 @@
 The key is a hash of everything the rows follow from, and each part is a folder committed by the protocol of `files`, with
 the same facts in its manifest: a cache of other weights, data or numbers is never found, a part that differs from what was
 written is made again, and a fill that was killed goes on with the first part that is missing. Examples are computed in an
-order and in pieces that follow from their lengths alone, so a part made twice on one machine is the same to the bit.
+order and in micro-batches that follow from their lengths alone, so a part made twice on one machine is the same to the bit.
 
 A cache that can't be had is a reason in words, and the run computes instead; folders that are not in use may be deleted,
 the time of a folder says when it was last used. Refuses to choose whether a cache pays: `planner.frozen_cache_cost` does.
@@ -101,19 +101,19 @@ def open_frozen_cache(
     cache_dir: Path,
     *,
     numerics: Numerics,
-    most_tokens: int,
+    micro_batch_tokens: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> FrozenCache | str:
     """The cache of these examples (indices into `tokens`): what is there and whole is used, the rest is computed.
 
-    At most `most_tokens` are computed at once. `progress(done, total)` counts tokens. A string says why there is no cache,
-    and then none is left on the disk. Raises `Interrupted`; what was computed is kept.
+    At most `micro_batch_tokens` are computed at once. `progress(done, total)` counts tokens. A string says why there is no
+    cache, and then none is left on the disk. Raises `Interrupted`; what was computed is kept.
     """
-    plan = _Plan.of(tokens, examples, frozen.width, most_tokens)
+    plan = _Plan.of(tokens, examples, frozen.width, micro_batch_tokens)
     if not plan.parts:
         return "no example has a token"
-    facts = _facts(frozen, tokens, plan, numerics, most_tokens)
+    facts = _facts(frozen, tokens, plan, numerics, micro_batch_tokens)
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir / "prefix" / key
     try:
@@ -152,13 +152,13 @@ class _Plan:
     starts: NDArray[np.int64]
     """[n + 1]: the row where each begins."""
     parts: list[list[slice]]
-    """Of each part, its pieces: places in `order`."""
+    """Of each part, its micro-batches: places in `order`."""
     example_starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
     @classmethod
-    def of(cls, tokens: TokenSet, examples: NDArray[np.int64], width: int, most_tokens: int) -> _Plan:
-        """Each piece takes as many examples as fit in the budget, each part as many pieces as fit in its bytes."""
+    def of(cls, tokens: TokenSet, examples: NDArray[np.int64], width: int, micro_batch_tokens: int) -> _Plan:
+        """Each micro-batch takes as many examples as fit in the budget, each part as many micro-batches as fit in its bytes."""
         lengths = tokens.lengths
         wanted = np.unique(np.asarray(examples, np.int64))
         wanted = wanted[lengths[wanted] > 0]
@@ -168,7 +168,7 @@ class _Plan:
         parts: list[list[slice]] = []
         at = 0
         while at < len(order):
-            stop = max(at + 1, int(np.searchsorted(starts, starts[at] + most_tokens, side="right")) - 1)
+            stop = max(at + 1, int(np.searchsorted(starts, starts[at] + micro_batch_tokens, side="right")) - 1)
             if parts and starts[stop] - starts[parts[-1][0].start] <= most_rows:
                 parts[-1].append(slice(at, stop))
             else:
@@ -189,7 +189,7 @@ class _Plan:
 
 
 def _facts(
-    frozen: FrozenLayers, tokens: TokenSet, plan: _Plan, numerics: Numerics, most_tokens: int
+    frozen: FrozenLayers, tokens: TokenSet, plan: _Plan, numerics: Numerics, micro_batch_tokens: int
 ) -> dict[str, object]:
     """Everything the rows follow from."""
     data = hashlib.sha256(plan.lengths[plan.order].tobytes())
@@ -202,7 +202,7 @@ def _facts(
         "n_layers": frozen.n_layers,
         "precision": numerics.name,
         "tf32": numerics.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,
-        "most_tokens": most_tokens,
+        "most_tokens": micro_batch_tokens,
         "device": device_name(numerics.device),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -1,7 +1,7 @@
 """How long the examples are, in tokens: what a plan's memory and seconds depend on most.
 
 `Lengths` is a distribution, and what becomes of it: `cut` says how the trainer cuts steps by a budget of tokens
-(`data/packing`), `padded` how others do by a number of examples, sorted by length and each piece as long as its longest.
+(`data/packing`), `padded` how others do by a number of examples, sorted by length and each micro-batch as long as its longest.
 Refuses to read files: `job_lengths` does. Refuses to import torch.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.packing import ON_CPU, PieceCost, cut_by_tokens, cut_padded
+from farthing.data.packing import ON_CPU, MicroBatchCost, split_by_tokens, split_padded
 from farthing.data.token_set import TokenSet
 from farthing.errors import UserMistake
 from farthing.tasks.registry import task_of
@@ -109,17 +109,19 @@ class Lengths:
 
     # ---- cut by tokens ----
 
-    def cut(self, most_tokens: int, global_batch: int, *, is_packed: bool, cost: PieceCost = ON_CPU) -> Cut:
-        """Steps of `global_batch` random examples in micro-batches of at most `most_tokens` computed tokens.
+    def cut(self, micro_batch_tokens: int, global_batch: int, *, is_packed: bool, cost: MicroBatchCost = ON_CPU) -> Cut:
+        """Steps of `global_batch` random examples in micro-batches of at most `micro_batch_tokens` computed tokens.
 
         `is_packed`: end to end, without padding, so that all but the number of micro-batches is exact; else padded by
-        `cut_padded`, by what pieces `cost` on the device. What is not exact is counted in steps drawn from a
-        fixed seed and cut by the trainer's own functions: within 2 % for flat pieces and 5 % for padded ones (tests).
+        `split_padded`, by what micro-batches `cost` on the device. What is not exact is counted in steps drawn from a
+        fixed seed and cut by the trainer's own functions: within 2 % for packed micro-batches and 5 % for padded ones (tests).
         """
         batch = max(1, min(global_batch, self.n_examples))
         widest = batch * (self.longest + self.longest_target)  # more is never needed
-        most = max(1, most_tokens if is_packed else min(most_tokens, widest))
-        cost = cost._replace(least_tokens=min(cost.least_tokens, max(most, self.longest_example)))  # no piece is larger
+        most = max(1, micro_batch_tokens if is_packed else min(micro_batch_tokens, widest))
+        cost = cost._replace(
+            least_tokens=min(cost.least_tokens, max(most, self.longest_example))
+        )  # no micro-batch is larger
         key = ("cut", most, batch, is_packed or cost)
         if key not in self._known:
             self._known[key] = self._cut(most, batch, is_packed, cost)
@@ -170,48 +172,53 @@ class Lengths:
     def _both(self) -> NDArray[np.int64]:
         return self.tokens if self.targets is None else self.tokens + self.targets
 
-    def _cut(self, most_tokens: int, batch: int, is_packed: bool, cost: PieceCost) -> Cut:
-        top = min(max(most_tokens, self.longest_example), self.largest_step(batch))
+    def _cut(self, micro_batch_tokens: int, batch: int, is_packed: bool, cost: MicroBatchCost) -> Cut:
+        top = min(max(micro_batch_tokens, self.longest_example), self.largest_step(batch))
         if is_packed:
             flat = Padded(self.mean, 0.0, self.mean_of_squares, 0.0, 0.0)
-            return Cut(flat, self._n_flat(most_tokens, batch), Largest(1, top, 0, self._pairs_of_flat(top, batch)))
-        return self._cut_padded(most_tokens, batch, top, cost)
+            return Cut(
+                flat, self._n_flat(micro_batch_tokens, batch), Largest(1, top, 0, self._pairs_of_flat(top, batch))
+            )
+        return self._cut_padded(micro_batch_tokens, batch, top, cost)
 
-    def _n_flat(self, most_tokens: int, batch: int) -> float:
-        """Mean number of flat pieces of a step."""
-        if self.largest_step(batch) <= most_tokens:
+    def _n_flat(self, micro_batch_tokens: int, batch: int) -> float:
+        """Mean number of packed micro-batches of a step."""
+        if self.largest_step(batch) <= micro_batch_tokens:
             return 1.0
-        if batch > _N_CUT:  # so many examples fill their pieces
-            return max(1.0, batch * self.mean / most_tokens)
+        if batch > _N_CUT:  # so many examples fill their micro-batches
+            return max(1.0, batch * self.mean / micro_batch_tokens)
         steps = self._steps(batch, min(4 * _N_CUT, max(_N_CUT, 32 * batch)))
         sizes = self.tokens[steps]
         of_step, longest = sizes.sum(axis=1), sizes.max(axis=1)
-        least = np.ceil(of_step / most_tokens)
+        least = np.ceil(of_step / micro_batch_tokens)
         # longest first onto the lightest is never above the mean by more than this (Graham 1969)
-        is_sure = (of_step / least + (1 - 1 / least) * longest <= most_tokens) & (longest < most_tokens)
-        rest = sum(len(cut_by_tokens(step, self.tokens, most_tokens)) for step in steps[~is_sure])
+        is_sure = (of_step / least + (1 - 1 / least) * longest <= micro_batch_tokens) & (longest < micro_batch_tokens)
+        rest = sum(len(split_by_tokens(step, self.tokens, micro_batch_tokens)) for step in steps[~is_sure])
         return (float(least[is_sure].sum()) + rest) / len(steps)
 
     def _pairs_of_flat(self, top: int, batch: int) -> int:
-        """Squares of the lengths in a piece of `top` tokens: a whole step, or the longest example with mean ones beside it."""
+        """Squares of the lengths in a micro-batch of `top` tokens: a step, or the longest example and mean ones."""
         of_step, squares = self._largest_step(batch)
         if top < of_step:
             beside = max(0, top - self.longest) * self.mean_of_squares / max(1.0, self.mean)
             return round(min(squares, self.longest**2 + beside))
         return squares
 
-    def _cut_padded(self, most_tokens: int, batch: int, top: int, cost: PieceCost) -> Cut:
+    def _cut_padded(self, micro_batch_tokens: int, batch: int, top: int, cost: MicroBatchCost) -> Cut:
         n = min(
             batch, _N_CUT_PADDED
         )  # of a larger set a part stands for the whole: no better sorted, so padded a little more
         steps = self._steps(n, _N_CUT_PADDED)
         targets = np.zeros_like(self.tokens) if self.targets is None else self.targets
-        of_pieces = []
+        of_micro_batches = []
         for step in steps:
             of_targets = None if self.targets is None else targets
-            pieces = cut_padded(step, self.tokens, most_tokens, target_lengths=of_targets, cost=cost)
-            of_pieces += [(len(piece), self.tokens[piece].max(), targets[piece].max()) for piece in pieces]
-        rows, source, target = (np.array(column, dtype=np.float64) for column in zip(*of_pieces, strict=True))
+            micro_batches = split_padded(step, self.tokens, micro_batch_tokens, target_lengths=of_targets, cost=cost)
+            of_micro_batches += [
+                (len(micro_batch), self.tokens[micro_batch].max(), targets[micro_batch].max())
+                for micro_batch in micro_batches
+            ]
+        rows, source, target = (np.array(column, dtype=np.float64) for column in zip(*of_micro_batches, strict=True))
         drawn = self.tokens[steps].astype(np.float64), targets[steps].astype(np.float64)
 
         def scaled(padded: NDArray[np.float64], useful: NDArray[np.float64], mean: float) -> float:
@@ -229,8 +236,8 @@ class Lengths:
         )
         n_passes = len(rows) / len(steps)
         if batch > n:
-            n_passes = max(n_passes, batch * (example.tokens + example.targets) / most_tokens)
-        # pieces are split before they fill a large budget; others may be larger than those that were drawn
+            n_passes = max(n_passes, batch * (example.tokens + example.targets) / micro_batch_tokens)
+        # micro-batches are split before they fill a large budget; others may be larger than those that were drawn
         drawn_top = MORE_THAN_DRAWN * float((rows * (source + target)).max())
         top = max(min(top, self.longest_example), min(top, math.ceil(drawn_top)))
         widest = self.longest + self.longest_target
@@ -259,9 +266,9 @@ class Lengths:
     # ---- padded, as others do ----
 
     def padded(self, micro: int, global_batch: int) -> Padded:
-        """What a mean example becomes when steps of `global_batch` random examples are cut into pieces of `micro`.
+        """What a mean example becomes when steps of `global_batch` random examples are cut into micro-batches of `micro`.
 
-        Exact for the distribution: the longest of a piece is an order statistic of the step. Targets of seq2seq are left
+        Exact for the distribution: the longest of a micro-batch is an order statistic of the step. Targets of seq2seq are left
         out: no published run that it is for has any.
         """
         global_batch = max(1, min(global_batch, self.n_examples))

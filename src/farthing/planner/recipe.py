@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from farthing.data.packing import PieceCost
+from farthing.data.packing import MicroBatchCost
 from farthing.planner.families import KNOWN_HEADS, PACKED
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
@@ -146,9 +146,9 @@ class Recipe:
         return 4 if self.method == "qlora" and self.stack.upcasts_frozen else self.compute_bytes
 
     @property
-    def cost(self) -> PieceCost:
+    def cost(self) -> MicroBatchCost:
         """What padded work is cut by."""
-        return PieceCost(self.settings.least_tokens, self.settings.more_tokens)
+        return MicroBatchCost(self.settings.least_tokens, self.settings.more_tokens)
 
     @property
     def edge_bytes(self) -> int:

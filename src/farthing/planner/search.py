@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from farthing.data.packing import ON_CPU, PieceCost
+from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.errors import UserMistake
 from farthing.planner.confidence import memory_error, speed_error
 from farthing.planner.lengths import Padded
@@ -20,7 +20,7 @@ from farthing.planner.memory import Memory, estimate_memory, evaluation_memory
 from farthing.planner.pricing import Chosen, Pricing
 from farthing.planner.ranking import ranked
 from farthing.planner.recipe import Recipe
-from farthing.planner.speed import StepTime, Work, piece_cost, step_time, work_of
+from farthing.planner.speed import StepTime, Work, micro_batch_cost, step_time, work_of
 from farthing.planner.spot import Interruptions, prior
 from farthing.planner.types import UNCALIBRATED, Answer, Assumptions, JobSpec, Place, Plan, Rejected
 from farthing.prices.offers import Offer, bill
@@ -77,7 +77,7 @@ class _Search:
         self.wanted, self.explains = wanted, explains
         self.assumptions = assumptions
         self.hazard = hazard
-        self._candidates: dict[tuple[str, int, bool, PieceCost], list[tuple[Recipe, Memory, Work]]] = {}
+        self._candidates: dict[tuple[str, int, bool, MicroBatchCost], list[tuple[Recipe, Memory, Work]]] = {}
         self._chosen: dict[Any, Chosen | Rejected] = {}
         self._pricing = Pricing(wanted, assumptions, hazard)
         self._changes: dict[Any, list[tuple[str, int]]] = {}
@@ -105,7 +105,7 @@ class _Search:
     # ---- recipes ----
 
     def candidates(
-        self, precision: str, n_gpus: int, is_cuda: bool, cost: PieceCost = ON_CPU
+        self, precision: str, n_gpus: int, is_cuda: bool, cost: MicroBatchCost = ON_CPU
     ) -> list[tuple[Recipe, Memory, Work]]:
         """Every recipe that is worth a look where micro-batches `cost` that, with its memory and its work."""
         key = precision, n_gpus, is_cuda, cost
@@ -114,7 +114,7 @@ class _Search:
         return self._candidates[key]
 
     def _make_candidates(
-        self, precision: str, n_gpus: int, is_cuda: bool, cost: PieceCost
+        self, precision: str, n_gpus: int, is_cuda: bool, cost: MicroBatchCost
     ) -> Iterable[tuple[Recipe, Memory, Work]]:
         wanted = self.wanted
         if n_gpus > wanted.global_batch:
@@ -128,14 +128,14 @@ class _Search:
                     recipe = recipe_of(wanted, precision, most, every, n_gpus, sharding, cost)
                     yield recipe, self.memory_of(wanted, recipe, is_cuda), self.work_of(recipe, example)
 
-    def cost_on(self, place: Place) -> PieceCost:
+    def cost_on(self, place: Place) -> MicroBatchCost:
         """What a micro-batch costs on a device. Where nothing is padded it does not matter."""
         wanted, lengths = self.wanted, self.wanted.lengths
         if wanted.is_packed or not place.is_cuda:
             return ON_CPU
         targets = lengths.mean_target if lengths.targets is not None else 0.0
         one = Padded(lengths.mean, targets, lengths.mean**2, targets**2, lengths.mean * targets)
-        return piece_cost(self.work_of(_one_pass(wanted, place.precision), one), place.device)
+        return micro_batch_cost(self.work_of(_one_pass(wanted, place.precision), one), place.device)
 
     def memory_of(self, wanted: JobSpec, recipe: Recipe, is_cuda: bool) -> Memory:
         """Peak memory of a recipe, in training or evaluation."""
@@ -299,18 +299,18 @@ def _in_words(changed: dict[str, Any]) -> str:
 def recipe_of(
     wanted: JobSpec,
     precision: str,
-    most_tokens: int,
+    micro_batch_tokens: int,
     every: int,
     n_gpus: int = 1,
     sharding: str = "none",
-    cost: PieceCost = ON_CPU,
+    cost: MicroBatchCost = ON_CPU,
 ) -> Recipe:
     """The recipe that the trainer would run with these choices."""
     return replace(
-        _one_pass(wanted, precision, Settings(most_tokens, every, **cost._asdict())),
+        _one_pass(wanted, precision, Settings(micro_batch_tokens, every, **cost._asdict())),
         n_gpus=n_gpus,
         sharding=sharding,
-        mean_passes=wanted.cut(most_tokens, n_gpus, cost).n_micro_batches,
+        mean_passes=wanted.cut(micro_batch_tokens, n_gpus, cost).n_micro_batches,
     )
 
 

@@ -24,7 +24,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from farthing.data.packing import ON_CPU, PieceCost
+from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.planner.lengths import Padded
 from farthing.planner.memory import NF4_BYTES, block_of
 from farthing.planner.recipe import CHUNKED, FUSED, POSITIONS, TILED, Recipe
@@ -246,7 +246,7 @@ def _busy(work: Work, device: Device, reached: float) -> _Busy:
     )
 
 
-def piece_cost(work: Work, device: Device) -> PieceCost:
+def micro_batch_cost(work: Work, device: Device) -> MicroBatchCost:
     """What a micro-batch costs on a device beside its tokens: what trainer and plan cut padded work by.
 
     `work` is that of a step of one micro-batch. The host launches its kernels, and the weights are read, however few tokens
@@ -259,7 +259,7 @@ def piece_cost(work: Work, device: Device) -> PieceCost:
     token_s = (busy.matmul + busy.attention + busy.traffic) / max(1.0, work.n_padded_tokens)
     least_s = max(work.host_s, work.read_bytes / device.bandwidth_bytes_per_s + busy.dequantization)
     more_s = busy.dequantization + token_s * HALF_TOKENS
-    return PieceCost(*(round(2 ** (round(2 * math.log2(max(1.0, s / token_s))) / 2)) for s in (least_s, more_s)))
+    return MicroBatchCost(*(round(2 ** (round(2 * math.log2(max(1.0, s / token_s))) / 2)) for s in (least_s, more_s)))
 
 
 def step_time(work: Work, device: Device, calibration: Calibration | None = None) -> StepTime:

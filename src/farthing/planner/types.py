@@ -12,7 +12,7 @@ from datetime import date
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from farthing.data.packing import ON_CPU, PieceCost
+from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.planner.frozen_cache_cost import frozen_cache_bytes
 from farthing.planner.lengths import Cut, Lengths
 from farthing.planner.memory import Memory
@@ -149,14 +149,16 @@ class JobSpec:
             has_plain_adapters=self.lora_dropout == 0 and not self.use_dora,
         )
 
-    def cut(self, most_tokens: int, n_gpus: int = 1, cost: PieceCost = ON_CPU) -> Cut:
+    def cut(self, micro_batch_tokens: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Cut:
         """The part of a step that one GPU takes, in micro-batches of at most so many tokens."""
-        return self.lengths.cut(most_tokens, -(-self.global_batch // n_gpus), is_packed=self.is_packed, cost=cost)
+        return self.lengths.cut(
+            micro_batch_tokens, -(-self.global_batch // n_gpus), is_packed=self.is_packed, cost=cost
+        )
 
-    def eval_cut(self, most_tokens: int, cost: PieceCost = ON_CPU) -> Cut:
+    def eval_cut(self, micro_batch_tokens: int, cost: MicroBatchCost = ON_CPU) -> Cut:
         """The evaluation examples as they are cut where training takes so many tokens at once."""
         assert self.eval_lengths is not None
-        most = min(most_tokens, self.eval_batch * self.eval_lengths.longest_example)
+        most = min(micro_batch_tokens, self.eval_batch * self.eval_lengths.longest_example)
         return self.eval_lengths.cut(most, self.eval_lengths.n_examples, is_packed=self.is_packed, cost=cost)
 
     @property

@@ -13,7 +13,7 @@ import torch
 import farthing
 from farthing.config.job import Job
 from farthing.data.batches import Batches
-from farthing.data.packing import PieceCost
+from farthing.data.packing import MicroBatchCost
 from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.files import Json
 from farthing.durability.run_folder import CHECKPOINTS, COPIES, LOG, copies_of, rules_of
@@ -76,7 +76,7 @@ def assemble(
         label_smoothing=train.label_smoothing_factor,
         may_go_packed=job.model.attn_implementation is None,
         tile_tokens=settings.tile_tokens,
-        piece_cost=PieceCost(settings.least_tokens, settings.more_tokens),
+        micro_batch_cost=MicroBatchCost(settings.least_tokens, settings.more_tokens),
     )
     forward.within = context.ranks.within
     before_bytes, free = taken_bytes(numerics.device), context.ranks.least(free_bytes(numerics.device))

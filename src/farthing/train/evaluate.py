@@ -47,7 +47,7 @@ def evaluate(
     tokens: TokenSet,
     examples: NDArray[np.int64],
     *,
-    most_tokens: int,
+    micro_batch_tokens: int,
     writing: Writing | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -55,7 +55,7 @@ def evaluate(
 ) -> Metrics:
     """Metrics over `examples` (indices [n] into `tokens`); the loss is None, and alone, when it is not a number.
 
-    A batch has at most `most_tokens` computed tokens, or one example. Where input and target are apart, a
+    A batch has at most `micro_batch_tokens` computed tokens, or one example. Where input and target are apart, a
     text is written for each with `writing`. `ranks` share the batches, and all know all metrics. Raises
     `Interrupted` when asked to stop in between.
     """
@@ -66,16 +66,16 @@ def evaluate(
     done = 0
     try:
         with ranks.all_or_none():
-            pieces = forward.cut(tokens, examples, most_tokens)
-            for number, piece in list(enumerate(pieces))[ranks.index :: ranks.n]:
+            micro_batches = forward.split(tokens, examples, micro_batch_tokens)
+            for number, micro_batch in list(enumerate(micro_batches))[ranks.index :: ranks.n]:
                 if should_stop() and not ranks.is_spread:
                     raise Interrupted("stopped while evaluating")
-                found.append(_measure(forward, tokens, piece, number, writing))
-                done += len(piece)
+                found.append(_measure(forward, tokens, micro_batch, number, writing))
+                done += len(micro_batch)
                 progress(done, len(examples))
             if ranks.is_spread:  # all go through the model as often
-                if len(found) < -(-len(pieces) // ranks.n):
-                    _measure(forward, tokens, pieces[-1], len(pieces), writing)
+                if len(found) < -(-len(micro_batches) // ranks.n):
+                    _measure(forward, tokens, micro_batches[-1], len(micro_batches), writing)
                 if should_stop():
                     raise Interrupted("stopped while evaluating")
     finally:
@@ -96,17 +96,17 @@ def evaluate(
 
 
 def _measure(
-    forward: Forward, tokens: TokenSet, piece: NDArray[np.int64], number: int, writing: Writing | None
+    forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64], number: int, writing: Writing | None
 ) -> Found:
     """One batch through the model."""
     task = forward.of
-    arrays = forward.collate(tokens, piece)
+    arrays = forward.collate(tokens, micro_batch)
     batch = forward.to_device(arrays)
     if task.labels is not None:
         loss, scores = forward.loss_and_scores(batch)
         return Found(number, loss.double(), labels=batch["labels"], answers=task.labels.answers(scores))
     loss, log_probs = forward.loss_and_log_probs(batch)
-    n_each = torch.from_numpy(target_lengths_of(tokens, piece)).to(log_probs.device, non_blocking=True)
+    n_each = torch.from_numpy(target_lengths_of(tokens, micro_batch)).to(log_probs.device, non_blocking=True)
     found = Found(number, loss.double(), -(log_probs / n_each).double().sum())
     if not task.is_pair or writing is None:
         return found

@@ -60,24 +60,29 @@ def _measured(attempt: Attempt) -> Metrics:
     writing = Writing(attempt.inputs.tokenizer, attempt.job.data.max_target_length)
     longest = int(held_out.tokens.lengths[held_out.indices].max())
     # as much at once as training was seen to have room for
-    most_tokens, has_freed = min(attempt.settings.micro_batch_tokens, train.per_device_eval_batch_size * longest), False
+    micro_batch_tokens, has_freed = (
+        min(attempt.settings.micro_batch_tokens, train.per_device_eval_batch_size * longest),
+        False,
+    )
     while True:
         try:
             return evaluate(
                 attempt.forward,
                 held_out.tokens,
                 held_out.indices,
-                most_tokens=most_tokens,
+                micro_batch_tokens=micro_batch_tokens,
                 writing=writing if train.predict_with_generate else None,
                 should_stop=lambda: bool(attempt.context.notice) or ranks.others_ask_to_leave,
                 ranks=ranks,
                 progress=lambda done, total: attempt.context.emit(Evaluating(done, total)),
             )
         except Exception as error:
-            if not is_out_of_memory(error) or (has_freed and most_tokens <= longest):
+            if not is_out_of_memory(error) or (has_freed and micro_batch_tokens <= longest):
                 raise
         if has_freed:
-            most_tokens = max(longest, most_tokens // 2)
-            attempt.warn(f"out of memory in the evaluation; it begins again with {most_tokens:,} tokens at a time")
+            micro_batch_tokens = max(longest, micro_batch_tokens // 2)
+            attempt.warn(
+                f"out of memory in the evaluation; it begins again with {micro_batch_tokens:,} tokens at a time"
+            )
         free_cached(attempt.numerics.device)
         has_freed = True

@@ -57,7 +57,7 @@ def begin_behind_frozen_layers(attempt: Attempt) -> bool:
             indices,
             Path(attempt.job.cache_dir or "."),
             numerics=attempt.numerics,
-            most_tokens=FROZEN_TOKENS,
+            micro_batch_tokens=FROZEN_TOKENS,
             progress=lambda done, total: attempt.context.emit(KeepingFrozen(done, total)),
             should_stop=lambda: bool(attempt.context.notice),
         )

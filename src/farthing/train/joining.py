@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from farthing.config.job import Job, LimitsSection
-from farthing.data.packing import PieceCost
+from farthing.data.packing import MicroBatchCost
 from farthing.durability.group import not_followed, seat_in
 from farthing.durability.run_folder import DECIDING, RUN, SCHEDULE, keep, kept
 from farthing.errors import EXIT_CRASH, FarthingError, ModelError, RunChanged, UserMistake
@@ -167,7 +167,7 @@ def take_over(attempt: Attempt) -> None:
         told = Settings.from_json(settings)
         steps.use(told)
         forward.shares = bool(told.shares_prefix)
-        forward.piece_cost = PieceCost(told.least_tokens, told.more_tokens)
+        forward.micro_batch_cost = MicroBatchCost(told.least_tokens, told.more_tokens)
         if fit_values is not None:
             attempt.schedule = as_fitted(attempt.job, keep_fit(attempt.context.folder / SCHEDULE, Fit(**fit_values)))
             steps.n_steps = attempt.n_steps

@@ -50,7 +50,7 @@ class Sums:
     """Computed tokens."""
     largest: tuple[int, int] = (0, 0)
     """(examples, computed tokens) of the largest micro-batch."""
-    pieces: list[NDArray[np.int64]] = field(default_factory=list)
+    micro_batches: list[NDArray[np.int64]] = field(default_factory=list)
     """The same examples as they were cut into micro-batches."""
     numbers: list[int] = field(default_factory=list)
     """Of the micro-batches of this process, in the step's table."""
@@ -65,7 +65,7 @@ class Sums:
 
     def add(self, micro_batch: MicroBatch, loss: Tensor, n_computed: int) -> None:
         """Count a micro-batch."""
-        self.pieces.append(micro_batch.examples)
+        self.micro_batches.append(micro_batch.examples)
         self.numbers.append(micro_batch.number)
         self.losses.append(loss)
         self.hosts.append(micro_batch.arrays)
@@ -225,7 +225,7 @@ class Steps:
         losses = torch.zeros(len(places), device=self.forward.numerics.device)
         for number, loss in zip(sums.numbers, sums.losses, strict=True):
             losses[places[number]] = loss
-        sums.pieces, sums.losses = [cell.examples for cell in table.cells], list(losses)
+        sums.micro_batches, sums.losses = [cell.examples for cell in table.cells], list(losses)
         sums.n_computed = sum(marks[: self.ranks.n])
         return sums
 
@@ -252,7 +252,7 @@ class Steps:
         """
         sums = Sums()
         for micro_batch in micro_batches:
-            if not sums.pieces:
+            if not sums.micro_batches:
                 sums.examples, sums.n_targets = (
                     micro_batch.step_examples,
                     self.tokens.n_targets(micro_batch.step_examples),
@@ -329,14 +329,14 @@ class Steps:
             lambda examples: self.forward.collate(self.tokens, examples),
         )
 
-    def table_of(self, examples: NDArray[np.int64], most_tokens: int) -> Table:
+    def table_of(self, examples: NDArray[np.int64], micro_batch_tokens: int) -> Table:
         """The micro-batches of a step's examples, whichever rank computes them."""
         return rows_of(
             examples,
             self.tokens.lengths,
-            most_tokens,
+            micro_batch_tokens,
             self.n_lanes,
-            cut=lambda some, most: self.forward.cut(self.tokens, some, most),
+            split=lambda some, most: self.forward.split(self.tokens, some, most),
             squares_at=self.forward.squares_at,
         )
 
@@ -344,8 +344,8 @@ class Steps:
 
     def _largest_of(self, step: int) -> tuple[int, int]:
         """(examples, computed tokens) of the step's largest micro-batch, which comes first."""
-        piece = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens).cells[0].examples
-        return len(piece), self.forward.n_computed(self.forward.collate(self.tokens, piece))
+        micro_batch = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens).cells[0].examples
+        return len(micro_batch), self.forward.n_computed(self.forward.collate(self.tokens, micro_batch))
 
     def _can_make_room(self, step: int) -> bool:
         return self._largest_of(step)[0] > 1 or self.settings.checkpoint_every != 1

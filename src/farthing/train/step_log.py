@@ -48,8 +48,8 @@ def note(attempt: Attempt, taken: StepResult) -> tuple[list[float], float]:
     seconds, peak = meter.wall_s - max(taken.started_s, clocks.settled_s), peak_bytes(attempt.numerics.device)
     clocks.settled_s = meter.wall_s
     attempt.pace.step_done(n_tokens, sums.n_computed, seconds)
-    n_pieces = len(sums.pieces)
-    attempt.record.step_done(n_pieces, n_tokens, sums.n_computed, sums.n_targets, seconds, meter.spans, peak)
+    n_micro_batches = len(sums.micro_batches)
+    attempt.record.step_done(n_micro_batches, n_tokens, sums.n_computed, sums.n_targets, seconds, meter.spans, peak)
     attempt.work.step_done(sums.computed, sums.seconds, seconds - taken.update_s())
     event = _step_event(attempt, taken, loss, norm, n_tokens)
     attempt.log.append(event.log_row())
@@ -82,9 +82,11 @@ def judge_finite(attempt: Attempt, taken: StepResult, losses: list[float], norm:
         attempt.warn(f"step {step}: gradients overflowed fp16, scale now {scaler.get_scale():g}; step skipped")
         return
     at.skipped_in_a_row += 1
-    pieces = taken.sums.pieces
-    guilty = [piece for piece, value in zip(pieces, losses, strict=True) if not math.isfinite(value)] or pieces
-    places = [attempt.train_examples.tokens.place(int(index)) for piece in guilty for index in piece]
+    micro_batches = taken.sums.micro_batches
+    guilty = [
+        micro_batch for micro_batch, value in zip(micro_batches, losses, strict=True) if not math.isfinite(value)
+    ] or micro_batches
+    places = [attempt.train_examples.tokens.place(int(index)) for micro_batch in guilty for index in micro_batch]
     named = ", ".join(places[:5]) + (f" and {len(places) - 5} more" if len(places) > 5 else "")
     what = "the gradient is" if math.isfinite(loss) else "the loss is"
     _skipped(attempt, StepSkipped(step, what, tuple(places)))

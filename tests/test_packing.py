@@ -17,11 +17,11 @@ from farthing.data.batches import collate, permutation
 from farthing.data.packing import (
     LEAST_SHARE,
     ON_CPU,
-    PieceCost,
+    MicroBatchCost,
     collate_packed,
-    cut_by_tokens,
-    cut_padded,
     padded_tokens,
+    split_by_tokens,
+    split_padded,
     target_lengths_of,
 )
 from farthing.data.token_set import TokenSet
@@ -74,7 +74,7 @@ def test_flat_pieces_hold_every_example_once_within_the_budget(seed: int) -> Non
     lengths = some_lengths(seed)
     examples = permutation(len(lengths), seed, 0)
     budget = int(np.random.default_rng(seed).integers(64, 4096))
-    pieces = cut_by_tokens(examples, lengths, budget)
+    pieces = split_by_tokens(examples, lengths, budget)
     assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
     loads = [int(lengths[piece].sum()) for piece in pieces]
     assert all(load <= budget or len(piece) == 1 for load, piece in zip(loads, pieces, strict=True))
@@ -92,23 +92,23 @@ def test_flat_pieces_hold_every_example_once_within_the_budget(seed: int) -> Non
 @pytest.mark.parametrize("seed", range(8))
 def test_a_limit_of_examples_is_kept_too(seed: int) -> None:
     lengths = some_lengths(seed)
-    pieces = cut_by_tokens(np.arange(len(lengths)), lengths, 1024, most_examples=5)
+    pieces = split_by_tokens(np.arange(len(lengths)), lengths, 1024, most_examples=5)
     assert max(len(piece) for piece in pieces) <= 5
     assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
 
 
 def test_flat_cuts_are_few_balanced_and_the_same_everywhere() -> None:
     lengths = np.array([900, 30, 30, 500, 400, 30, 100, 700, 5000, 300])
-    pieces = cut_by_tokens(np.arange(10), lengths, 1600)
+    pieces = split_by_tokens(np.arange(10), lengths, 1600)
     assert [piece.tolist() for piece in pieces] == [[8], [7, 3, 9], [0, 4, 6, 1, 2, 5]]
     assert [int(lengths[piece].sum()) for piece in pieces] == [5000, 1500, 1490]
 
 
 def test_a_step_that_fits_is_one_piece() -> None:
-    assert len(cut_by_tokens(np.arange(4), np.array([3, 4, 5, 6]), 18)) == 1
-    assert len(cut_by_tokens(np.arange(4), np.array([3, 4, 5, 6]), 17)) == 2
-    assert len(cut_by_tokens(np.arange(1), np.array([9]), 4)) == 1
-    assert cut_by_tokens(np.arange(0), np.array([3]), 4) == []
+    assert len(split_by_tokens(np.arange(4), np.array([3, 4, 5, 6]), 18)) == 1
+    assert len(split_by_tokens(np.arange(4), np.array([3, 4, 5, 6]), 17)) == 2
+    assert len(split_by_tokens(np.arange(1), np.array([9]), 4)) == 1
+    assert split_by_tokens(np.arange(0), np.array([3]), 4) == []
 
 
 # ---- padded cuts ----
@@ -120,7 +120,7 @@ def test_padded_pieces_hold_every_example_once_within_budget_and_share(seed: int
     lengths = some_lengths(seed)
     targets = np.random.default_rng(seed).integers(1, 50, len(lengths)) if two_sides else None
     examples = permutation(len(lengths), seed, 0)
-    pieces = cut_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, cost=PieceCost(0, 0))
+    pieces = split_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, cost=MicroBatchCost(0, 0))
     assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
     sizes = lengths[:, None] if targets is None else np.stack([lengths, targets], 1)
     computed = [padded_tokens(sizes[piece]) for piece in pieces]
@@ -128,20 +128,20 @@ def test_padded_pieces_hold_every_example_once_within_budget_and_share(seed: int
     assert max(len(piece) for piece in pieces) <= 64
     assert computed == sorted(computed, reverse=True)
     assert sizes.sum() >= LEAST_SHARE * sum(computed)
-    again = cut_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, cost=PieceCost(0, 0))
+    again = split_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, cost=MicroBatchCost(0, 0))
     assert [piece.tolist() for piece in again] == [piece.tolist() for piece in pieces]
 
 
 def test_equal_lengths_are_not_split_further_than_the_budget_asks() -> None:
-    pieces = cut_padded(np.arange(64), np.full(64, 32), 1024)
+    pieces = split_padded(np.arange(64), np.full(64, 32), 1024)
     assert [len(piece) for piece in pieces] == [32, 32]
 
 
-def test_no_piece_is_split_for_less_than_a_piece_costs() -> None:
+def test_no_piece_is_split_for_less_than_a_micro_batch_costs() -> None:
     lengths = np.array([100, 100, 60, 60, 20, 19])
-    assert [piece.tolist() for piece in cut_padded(np.arange(6), lengths, 1000)] == [[0, 1], [2, 3], [4, 5]]
-    assert [len(piece) for piece in cut_padded(np.arange(6), lengths, 1000, cost=PieceCost(0, 100))] == [4, 2]
-    assert len(cut_padded(np.arange(6), lengths, 1000, cost=PieceCost(0, 300))) == 1
+    assert [piece.tolist() for piece in split_padded(np.arange(6), lengths, 1000)] == [[0, 1], [2, 3], [4, 5]]
+    assert [len(piece) for piece in split_padded(np.arange(6), lengths, 1000, cost=MicroBatchCost(0, 100))] == [4, 2]
+    assert len(split_padded(np.arange(6), lengths, 1000, cost=MicroBatchCost(0, 300))) == 1
 
 
 def test_padded_tokens_are_those_of_the_collation() -> None:
@@ -242,7 +242,7 @@ def test_gradients_over_flat_pieces_add_up_to_those_of_one_padded_batch(task: st
     ours = [torch.zeros_like(gradient) for gradient in theirs]
     go_packed(model)
     begin = first_position(model.config)
-    pieces = cut_by_tokens(examples, tokens.lengths, budget)
+    pieces = split_by_tokens(examples, tokens.lengths, budget)
     assert len(pieces) == {1: 10, 40: 3, 10_000: 1}[budget]
     for piece in pieces:
         part = flat_loss(model, packed_batch(collate_packed(tokens, piece, task, begin)), task)
@@ -294,7 +294,7 @@ def test_almost_all_computed_tokens_of_real_sets_are_useful(
         order = permutation(len(lengths), 0, 0)
         for start in range(0, len(order) - batch, batch):
             step = order[start : start + batch]
-            pieces = cut_padded(step, lengths, 8192, target_lengths=targets, cost=PieceCost(0, costs))
+            pieces = split_padded(step, lengths, 8192, target_lengths=targets, cost=MicroBatchCost(0, costs))
             useful += int(sum(sizes[piece].sum() for piece in pieces))
             computed += sum(padded_tokens(sizes[piece]) for piece in pieces)
         assert useful >= least * computed
@@ -304,13 +304,13 @@ def test_almost_all_computed_tokens_of_real_sets_are_useful(
 def test_splitting_with_a_floor_of_costs_is_never_more_expensive(seed: int) -> None:
     """On a GPU a small piece takes as long as its launches: neither one batch nor a processor's cut is cheaper."""
     lengths = some_lengths(seed)
-    on_gpu = PieceCost(2048, 256)
+    on_gpu = MicroBatchCost(2048, 256)
 
     def cost(**how: Any) -> int:
-        pieces = cut_padded(np.arange(len(lengths)), lengths, 16_384, **how)
+        pieces = split_padded(np.arange(len(lengths)), lengths, 16_384, **how)
         return sum(int(on_gpu.of(padded_tokens(lengths[piece][:, None]))) for piece in pieces)
 
     assert cost(cost=on_gpu) <= cost()
     assert cost(cost=on_gpu) <= cost(least_share=0.0)
-    few = cut_padded(np.arange(len(lengths)), lengths, 16_384, cost=PieceCost(10**6, 0))
-    assert len(few) == len(cut_padded(np.arange(len(lengths)), lengths, 16_384, least_share=0.0)), "nothing to gain"
+    few = split_padded(np.arange(len(lengths)), lengths, 16_384, cost=MicroBatchCost(10**6, 0))
+    assert len(few) == len(split_padded(np.arange(len(lengths)), lengths, 16_384, least_share=0.0)), "nothing to gain"
