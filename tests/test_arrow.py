@@ -106,7 +106,7 @@ def test_a_bomb_is_refused_by_every_verb(verb: str, desk: Desk, run: Callable[..
 def test_a_folder_is_looked_over_before_datasets_unfolds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("it was unfolded"))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: pytest.fail("it was unfolded"))
     for name, make in {
         "a.parquet": lambda path: written(path, {"text": repeated("x" * 11_000_000, 50)}, store_schema=False),
         "b.jsonl": lambda path: path.write_text('{"text": "' + "x" * 11_000_000 + '"}\n'),

@@ -165,7 +165,8 @@ def _open_dataset(
     """A Hub data set or a folder in a layout that `datasets` knows. No loading script is ever run."""
     if Path(name).is_dir():
         _refuse_leading_out(Path(name))
-        _refuse_unfolding_files(Path(name))
+        for path in sorted(Path(name).rglob("*")):
+            _refuse_unfolding(path, short_name(str(path)))
     import datasets
 
     datasets.disable_progress_bars()
@@ -176,7 +177,11 @@ def _open_dataset(
     if cache.exists() and any(belongs_to_another(path) for path in (cache, *cache.rglob("*"))):
         discard(cache)
     try:
-        data = datasets.load_dataset(name, config_name, split=split, cache_dir=str(cache))
+        builder = datasets.load_dataset_builder(name, config_name, cache_dir=str(cache))
+        if not content and not Path(builder.cache_dir).exists():
+            _refuse_unfolding_on_hub(name, builder)
+        builder.download_and_prepare()
+        data = builder.as_dataset(split=split)
     except (ValueError, OSError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         said = str(reason or error).strip().splitlines()
@@ -214,27 +219,32 @@ def _refuse_leading_out(folder: Path) -> None:
             )
 
 
-def _refuse_unfolding_files(folder: Path) -> None:
-    """Refuse files in a data set's folder of which a row would fill the memory of `datasets`. Raises `DataError`."""
-    for path in sorted(folder.rglob("*")):
-        kind = KINDS.get(path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix.lower())
-        if kind is None or not path.is_file() or path.stat().st_size == 0:
-            continue
-        name = short_name(str(path))
-        large: list[int] = []
-        if kind == "parquet":
-            for batch in open_parquet(path, name).iter_batches(batch_size=256):
-                large = large or [int(n) for n in bytes_of_rows(batch) if n > MAX_ROW_BYTES][:1]
-        elif kind in ("jsonl", "csv"):
-            with _Bytes(path, name, Reading()) as file:
-                while raw := file.readline(MAX_ROW_BYTES + 1):
-                    if len(raw) > MAX_ROW_BYTES:
-                        large = large or [file.skip_line(raw)]
-                    file.check()
-        if large:
-            raise DataError(
-                too_large(large[0]), where=name, to_do="take it out, or cut it into rows that can be learned"
-            )
+def _refuse_unfolding_on_hub(name: str, builder: Any) -> None:
+    """As in a folder. The files are then in the Hub's cache, where the builder of `datasets` finds them."""
+    from datasets.utils.file_utils import cached_path
+
+    for urls in (builder.config.data_files or {}).values():
+        for url in urls:
+            _refuse_unfolding(Path(cached_path(url)), f"{name}/{url.partition('@')[2].partition('/')[2] or url}")
+
+
+def _refuse_unfolding(path: Path, name: str) -> None:
+    """Refuse a file of a data set of which a row would fill the memory of `datasets`. Raises `DataError`."""
+    kind = KINDS.get((path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix).lower())
+    if kind is None or not path.is_file() or path.stat().st_size == 0:
+        return
+    large: list[int] = []
+    if kind == "parquet":
+        for batch in open_parquet(path, name).iter_batches(batch_size=256):
+            large = large or [int(n) for n in bytes_of_rows(batch) if n > MAX_ROW_BYTES][:1]
+    elif kind in ("jsonl", "csv"):
+        with _Bytes(path, name, Reading()) as file:
+            while raw := file.readline(MAX_ROW_BYTES + 1):
+                if len(raw) > MAX_ROW_BYTES:
+                    large = large or [file.skip_line(raw)]
+                file.check()
+    if large:
+        raise DataError(too_large(large[0]), where=name, to_do="take it out, or cut it into rows that can be learned")
 
 
 def folder_sha256(folder: Path, split: str) -> str:
