@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 
 from farthing.tiny import demo_rows, make_model_folder
+
+
+def pytest_configure() -> None:
+    """Under nohup SIGHUP is ignored, and processes that tests begin would ignore it too."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_runtest_teardown() -> None:

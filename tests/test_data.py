@@ -284,6 +284,12 @@ def test_csv_rows_that_do_not_fit_are_named(tmp_path: Path) -> None:
     [
         ("a.csv", b"text,text\nx,y\n", "`text` appears twice in the header"),
         ("a.csv", b"\nx,y\n", "no header line"),
+        ("a.csv", b"text;label\nx;y\n", "a.csv:1: its columns seem to be separated by `;`"),
+        ("a.csv", b"text\tlabel\nx\ty\n", "separated by `<tab>`"),
+        ("a.csv", "text,label\nx,y\n".encode("utf-16"), "is written in UTF-16"),
+        ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "is written in UTF-16"),
+        ("a.jsonl.gz", gzip.compress('{"text": "x"}\n'.encode("utf-16"), mtime=0), "is written in UTF-16"),
+        ("a.json", b'[{"text": "a", "text": "b"}]', "`text` appears twice in one object"),
         ("a.csv", b'"te"xt,label\n', "header line is invalid"),
         ("a.json", b'{"text": 1}', "not an array of objects"),
         ("a.json", b'[{"text": 1},]', "a.json:1:"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,21 @@ SOURCE = Path(farthing.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """What a file of Python says."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """Every node of a file of Python."""
+    return tuple(ast.walk(tree_of(path)))
+
+
 def imports(path: Path, *, top_only: bool = False) -> set[str]:
     """Names of the modules a file imports."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = tree.body if top_only else list(ast.walk(tree))
+    nodes = tree_of(path).body if top_only else nodes_of(path)
     found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -137,11 +149,11 @@ def test_wings_that_take_plain_values(name: str) -> None:
         assert not {module for module in farthing_imports(path) if wing(module) in ("config", "train")}, path
 
 
+@cache
 def literals(path: Path) -> list[str]:
     """The strings of a file, but for those that stand by themselves: docstrings, and the docs of fields."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in alone]
+    alone = {id(node.value) for node in nodes_of(path) if isinstance(node, ast.Expr)}
+    nodes = [node for node in nodes_of(path) if isinstance(node, ast.Constant) and id(node) not in alone]
     return [node.value for node in nodes if isinstance(node.value, str)]
 
 
@@ -202,7 +214,7 @@ def test_every_public_function_says_what_it_is() -> None:
     kinds = (ast.FunctionDef, ast.ClassDef)
     missing = []
     for path in FILES:
-        top = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, kinds)]
+        top = [node for node in tree_of(path).body if isinstance(node, kinds)]
         inner = [
             node for outer in top if isinstance(outer, ast.ClassDef) for node in outer.body if isinstance(node, kinds)
         ]
@@ -277,7 +289,7 @@ def test_files_can_be_read_in_one_sitting() -> None:
 def test_functions_are_short_and_take_few_things() -> None:
     found = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
                 n_parameters = len([name for name in names if name not in ("self", "cls")])
@@ -295,20 +307,20 @@ WAITING_FOR_A_CALLER = {
 
 def test_nothing_in_src_is_for_tests_alone() -> None:
     """Names in code count, in docstrings and comments they don't; overrides of a library's methods are not public."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+    trees = {path: tree_of(path) for path in FILES}
     root = SOURCE.parent.parent
     used = sum((named(tree) for tree in trees.values()), Counter())
     for path in (root / "bench").rglob("*.py"):
-        used += named(ast.parse(path.read_text(encoding="utf-8")))
+        used += named(tree_of(path))
     used += Counter(re.findall(r"\w+", (root / "pyproject.toml").read_text(encoding="utf-8")))
     # of rich.console.Console, of argparse.ArgumentParser, of urllib.request.HTTPRedirectHandler
     overrides = {"on_broken_pipe", "parse_known_args", "redirect_request"}
     unused = {
         f"{module_of(path)}.{node.name}"
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
+        for path in FILES
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
-        if node.name not in overrides and used[node.name] <= named(node)[node.name]
+        if node.name not in overrides and (not used[node.name] or used[node.name] <= named(node)[node.name])
     }
     assert unused <= set(WAITING_FOR_A_CALLER), "remove it, or move it to the tests"
 
@@ -337,7 +349,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 def _imported_modules(path: Path) -> set[str]:
     """Modules of farthing that a file imports anywhere, `from farthing.train import loop` as `train.loop`."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name.removeprefix("farthing.") for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("farthing."):

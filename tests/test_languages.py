@@ -15,6 +15,7 @@ from farthing.durability.exported import seal_export
 from farthing.errors import ModelError
 from farthing.export.folders import GENERATION_CONFIG, export_run
 from test_alone import CODES, small, speaking
+from thinned import thinned
 from workshop import make_folder, make_job, train
 
 ROWS = [{"input": "the bread", "target": "das Brot"}, {"input": "bread", "target": "Brot"}] * 4
@@ -37,7 +38,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "lora of an older farthing"])
-@pytest.mark.parametrize("family", CODES)
+@pytest.mark.parametrize("family", thinned(CODES, 2))
 def test_a_model_of_every_form_answers_in_the_language_it_was_taught(tmp_path: Path, family: str, method: str) -> None:
     base_of(tmp_path / "base", family, num_beams=2)
     source, target = CODES[family]

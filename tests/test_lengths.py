@@ -29,6 +29,7 @@ from farthing.planner.job_lengths import INDEX, read_lengths
 from farthing.planner.lengths import Lengths, from_arrays, from_mean, from_token_set
 from farthing.planner.measurements import MEASUREMENTS, read_measurements
 from farthing.tiny import demo_rows, write_jsonl
+from thinned import thinned
 from workshop import Heard, cut, job_file, make_job, rows_of, train
 
 # ---- padding ----
@@ -563,7 +564,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), CASES)
+@pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), thinned(CASES, 2))
 def test_samples_of_real_sets(
     file: str, task: str, tokenizer: str, limit: int, data: dict[str, Any], data_dir: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

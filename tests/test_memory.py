@@ -37,6 +37,7 @@ from farthing.planner.recipe import (
 from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.tiles import CUDA_BLOCK_BYTES
 from farthing.settings import Settings
+from thinned import thinned
 from traced import labelled_loss, own_loss, traced_peak
 
 GIB = 2**30
@@ -231,13 +232,13 @@ def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads())
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=named)
+@pytest.mark.parametrize("case", thinned(OTHERS, 3), ids=named)
 def test_the_peak_of_others_is_that_of_the_modelling_code(case: Traced) -> None:
     agree(case, is_ours=False)
 
 
 @pytest.mark.usefixtures("_large_blocks")
-@pytest.mark.parametrize("case", OURS, ids=named)
+@pytest.mark.parametrize("case", thinned(OURS, 3), ids=named)
 def test_the_peak_is_that_of_the_loop(case: Traced) -> None:
     agree(case, is_ours=True)
 

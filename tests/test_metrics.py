@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,8 @@ from safetensors.torch import load_file
 
 import farthing.train.run
 import workshop
-from farthing.errors import Interrupted
-from farthing.events import Event, Exported, Saved
+from farthing.errors import DataError, Interrupted
+from farthing.events import Event, Exported, Saved, Warned
 from farthing.metrics import classification_metrics, perplexity, text_metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import choose_numerics
@@ -302,6 +303,23 @@ def test_more_or_less_is_better_as_the_metric_has_it(
 def test_the_job_may_turn_the_direction_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_metrics(monkeypatch, 1.0, 3.0, 2.0)
     assert workshop.train(judged_job(tmp_path, max_steps=3, greater_is_better=True)).receipt.best_step == 2
+
+
+def test_labels_that_seem_to_be_one_class_are_named_and_a_single_class_is_refused(tmp_path: Path) -> None:
+    def examples_of(*labels: str) -> list[str]:
+        folder = tmp_path / str(len(labels))
+        job = make_job(folder, "bert", max_steps=1)
+        rows = [{"text": f"{number} apples", "label": labels[number % len(labels)]} for number in range(20)]
+        Path(job.data.train[0]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        heard: list[Event] = []
+        open_examples(job, open_inputs(job), heard.append, lambda: False)
+        return [event.text for event in heard if isinstance(event, Warned)]
+
+    assert examples_of("spam", "ham", "eggs") == []
+    (said,) = examples_of("spam", "ham", "Spam ", "HAM")
+    assert "'HAM' and 'ham', 'Spam ' and 'spam'; make them one with data.label_map" in said
+    with pytest.raises(DataError, match="every training example has the same label, 'spam'"):
+        examples_of("spam")
 
 
 def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from farthing.model.documents import packed_batch
 from farthing.model.head import language_model_loss
 from farthing.model.loss import summed_loss
 from farthing.tasks.task import IGNORED
+from thinned import thinned
 
 CLOSE = 1e-5
 
@@ -281,7 +282,7 @@ def real_lengths(data_dir: Path, file: str, tokenizer: str, *columns: str) -> li
     return [np.array([len(ids) for ids in encode([row[column] for row in rows])["input_ids"]]) for column in columns]
 
 
-@pytest.mark.parametrize("batch", [32, 128])
+@pytest.mark.parametrize("batch", thinned([32, 128], 2))
 @pytest.mark.parametrize(("costs", "least"), [(0, LEAST_SHARE), (ON_CPU.more_tokens, 0.92)])
 def test_almost_all_computed_tokens_of_real_sets_are_useful(
     costs: int, least: float, batch: int, data_dir: Path

@@ -19,6 +19,7 @@ from farthing.report.run_page import compared_page, run_page
 from farthing.report.timeline import timeline_of
 from long_run import make_run
 from test_plan_page import NASTY, Read
+from thinned import thinned
 from workshop import make_job, train
 
 
@@ -138,7 +139,7 @@ def test_no_attempts_no_timeline() -> None:
     assert timeline_of([], []).columns == []
 
 
-@pytest.mark.parametrize("width", [390, 768, 1280])
+@pytest.mark.parametrize("width", thinned([390, 768, 1280], 2))
 def test_a_browser_lays_the_page_out_without_a_sideways_scroll(runs: list[Path], tmp_path: Path, width: int) -> None:
     for name, text in (
         ("one", run_page(build_receipt(runs[0]))),

@@ -23,6 +23,7 @@ from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.load import auto_class, max_positions
 from farthing.planner.families import FAMILIES
 from farthing.planner.shapes import Shape, read_shape
+from thinned import thinned
 
 SMALL = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LAYERS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -239,7 +240,7 @@ def must_count_the_same(shape: Shape, model: Any, adapter: Adapter) -> None:
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize(("name", "task"), [(name, task) for name, task in CASES if task != "body"])
+@pytest.mark.parametrize(("name", "task"), thinned(((name, task) for name, task in CASES if task != "body"), 4))
 def test_adapters_are_pefts_own(name: str, task: str, use_dora: bool) -> None:
     """Every choice of targets and of saved modules that the model has."""
     config = CONFIGS[name]
@@ -275,7 +276,7 @@ def test_query_and_value_are_pefts_own_default(name: str) -> None:
 @pytest.mark.parametrize(
     "targets", [(), pytest.param(("all-linear",), marks=pytest.mark.slow)], ids=["default", "all-linear"]
 )
-@pytest.mark.parametrize("name", TOTALS)
+@pytest.mark.parametrize("name", thinned(TOTALS, 3))
 def test_adapters_of_real_models_are_pefts_own(name: str, targets: tuple[str, ...]) -> None:
     config = real_config(name)
     task = "classification" if name.startswith("xlm") else None

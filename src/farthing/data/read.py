@@ -267,6 +267,9 @@ class _Bytes:
         self.file: IO[bytes] = gzip.GzipFile(fileobj=self._raw) if self.is_zipped else self._raw  # type: ignore[assignment]
         self._n_bytes = max(1, path.stat().st_size)
         reading.share = self._share
+        if self.file.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):  # type: ignore[attr-defined]
+            self.__exit__()
+            raise DataError("is written in UTF-16", where=name, to_do="save it as UTF-8 (in Excel: CSV UTF-8)")
 
     def __enter__(self) -> _Bytes:
         return self
@@ -356,7 +359,7 @@ def _json(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
     if n_bytes > MAX_JSON_BYTES:
         raise DataError("too large for one JSON document", where=name, to_do="write it as .jsonl, one object a line")
     try:
-        values = json.loads(raw.decode("utf-8-sig"))
+        values = _DECODER.decode(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"invalid UTF-8 at byte {error.start}", where=name, to_do="write it as UTF-8") from error
     except json.JSONDecodeError as error:
@@ -448,6 +451,10 @@ def _csv(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
         if len(set(header)) < len(header):
             twice = next(column for column in header if header.count(column) > 1)
             raise DataError(f"column `{twice}` appears twice in the header", where=f"{name}:1", to_do=to_do)
+        if len(header) == 1 and (others := [mark for mark in ";\t|" if mark in header[0]]):
+            what = f"its columns seem to be separated by `{others[0]}`".replace("\t", "<tab>")
+            to_do = "write it with commas; one with tabs is called .tsv"
+            raise DataError(what, where=f"{name}:1", to_do=to_do)
         while True:
             line = lines.n_lines + 1
             lines.begin_row()

@@ -229,6 +229,7 @@ def open_examples(
         held_out = Examples(train_tokens, chosen)
     weights = tuple(source.weight for source in inputs.train_sources)
     train_examples = Examples(train_tokens, train[: job.data.max_train_samples], n_chunks == 0, weights)
+    _judge_labels(train_examples, emit)
     if held_out is not None:
         held_out = Examples(held_out.tokens, held_out.indices[: job.data.max_eval_samples])
         _say_unseen_labels(train_examples, held_out, emit)
@@ -266,6 +267,25 @@ def examples_sha256(train: Examples, held_out: Examples | None) -> str:
             digest.update(examples.tokens.content_sha256.encode())
             digest.update(np.ascontiguousarray(examples.indices, dtype=np.int64).tobytes())
     return digest.hexdigest()
+
+
+def _judge_labels(train: Examples, emit: Emit) -> None:
+    """Refuse data of one class, of which nothing can be learned; name classes that may be one. Raises `DataError`."""
+    names = train.tokens.label_names
+    if train.tokens.labels is None or not names:
+        return
+    if len(seen := np.unique(train.tokens.labels[train.indices])) == 1:
+        raise DataError(
+            f"every training example has the same label, {names[seen[0]]!r}: there is nothing to learn",
+            where=", ".join(source["name"] for source in train.tokens.facts["sources"]),
+            to_do="check the label column, and data.max_train_samples where rows are sorted by label",
+        )
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(" ".join(name.lower().split()), []).append(name)
+    if doubts := [" and ".join(map(repr, each)) for each in alike.values() if len(each) > 1]:
+        text = f"labels that differ in capitals or spaces alone are different classes: {', '.join(doubts[:5])}"
+        emit(Warned(f"{text}; make them one with data.label_map, or in the data"))
 
 
 def _say_unseen_labels(train: Examples, held_out: Examples, emit: Emit) -> None:
