@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
+from farthing.data.chat import DEFAULT_CHAT_TEMPLATE, Renderer
 from farthing.data.foreign import foreign_kind
 from farthing.data.formats import converter
+from farthing.data.shown import Shown
 from farthing.tasks.columns import Unusable
 
 PLAIN = (
@@ -135,3 +136,63 @@ def test_preferences_of_openai_are_named() -> None:
     kind = foreign_kind(row, "causal-lm")
     assert kind is not None
     assert "preference data (DPO" in kind.what
+
+
+# ---- what a template leaves out ----
+
+NO_TOOLS = (
+    "{%- for m in messages %}{%- if m.role in ('user', 'assistant') %}"
+    "{{- '<' + m.role + '>' + (m.content or '') + '</s>' }}{% endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<assistant>' }}{% endif %}"
+)
+"""A template that knows neither tools nor systems."""
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}, "id": "1"}
+WITH_TOOLS: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "1+1?", "name": "eve"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+        {"role": "assistant", "content": "2", "reasoning_content": "easy"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "add"}}],
+}
+
+
+def test_a_call_that_the_template_leaves_out_is_no_empty_answer() -> None:
+    with pytest.raises(Unusable, match="leaves out `tool_calls`: an empty answer would be learned"):
+        read(WITH_TOOLS, NO_TOOLS, version=4)
+    assert "<assistant></s>" in "".join(text for text, _ in read(WITH_TOOLS, NO_TOOLS, version=3).segments)
+    assert "add" in learned(WITH_TOOLS, PLAIN)
+
+
+def test_what_no_chat_showed_is_said_once_and_what_one_showed_is_not() -> None:
+    def said(template: str, *chats: dict[str, Any]) -> list[str]:
+        shown = Shown()
+        render = Renderer(template, (("eos_token", "</s>"),), "")
+        for chat in chats:
+            shown.left_out(chat["messages"], chat.get("tools"), render)
+        return [text.removeprefix("the chat template leaves out ").partition(" (in ")[0] for text in shown.said()]
+
+    others = ["`name` of messages", "`reasoning_content` of messages"]
+    assert said(PLAIN, WITH_TOOLS) == [*others, "`tools`"]
+    roles = ["messages of `system`", "messages of `tool`"]
+    assert said(NO_TOOLS, WITH_TOOLS) == [*others, *roles, "`tool_calls` of messages", "`tools`"]
+    assert said(DEFAULT_CHAT_TEMPLATE, WITH_TOOLS) == others
+    thinks = PLAIN.replace("(m.content or '')", "(m.reasoning_content or m.content or '')")
+    same = {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "b"}]
+    }
+    assert said(thinks, same) == ["`reasoning_content` of messages"], "it says what is there anyway"
+    assert said(thinks, same, WITH_TOOLS) == ["`name` of messages", "`tools`"]
+
+
+def test_a_template_that_can_not_do_without_a_thing_reads_it() -> None:
+    needs = PLAIN.replace(
+        "{%- for m in messages %}",
+        "{%- for m in messages %}{% if not m.name %}{{ raise_exception('no name') }}{% endif %}",
+        1,
+    )
+    shown = Shown()
+    chat = [{"role": "user", "content": "a", "name": "eve"}, {"role": "assistant", "content": "b", "name": "it"}]
+    assert shown.left_out(chat, None, Renderer(needs, (), "")) == frozenset()

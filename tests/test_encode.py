@@ -350,7 +350,9 @@ def test_sets_of_real_data_are_what_they_were(
     columns = [getattr(tokens, each) for each in ("ids", "targets", "offsets", "lines", "groups", "labels")]
     digest = hashlib.sha256(b"".join(column.tobytes() for column in columns if column is not None))
     assert digest.hexdigest()[:32] == expected
-    now = tokenize(sources, tokenizer, replace(recipe, max_bad_rows=0.5), tmp_path)
+    # a template that leaves out calls of tools: such rows are no examples since version 4
+    version = 3 if template else recipe.version
+    now = tokenize(sources, tokenizer, replace(recipe, max_bad_rows=0.5, version=version), tmp_path)
     for column in ("ids", "targets", "offsets", "lines", "labels"):  # only the hashes of inputs are others
         assert np.array_equal(getattr(now, column), getattr(tokens, column)), column
 

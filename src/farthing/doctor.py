@@ -255,7 +255,14 @@ def _first_rows(job: Any, source: Any, inputs: Any) -> str:
     name, columns, notes = recognise(watch.columns, job.task, wanted, source.name)
     recipe = inputs.recipe
     convert = converter(
-        name, columns, recipe.label_map, inputs.tokenizer, job.task, on=recipe.date, version=recipe.version
+        name,
+        columns,
+        recipe.label_map,
+        inputs.tokenizer,
+        job.task,
+        on=recipe.date,
+        version=recipe.version,
+        shown=watch.shown,
     )
     for row in good:
         try:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from farthing.data.rows import BadRow, Row, RowValue
+from farthing.data.shown import Shown
 from farthing.durability.files import parse_json
 from farthing.errors import DataError
 from farthing.tasks.registry import task_of
@@ -205,7 +206,7 @@ class Watch:
 
     def __init__(self, task: str, renamed: Mapping[str, Any], where: str) -> None:
         self.task, self.renamed, self.where = task, dict(renamed), where
-        self.n_rows = 0
+        self.n_rows, self.shown = 0, Shown()
         self._shapes: Counter[tuple[str, ...]] = Counter()
         self._chosen: dict[str, str] = {}
 
@@ -231,8 +232,8 @@ class Watch:
         return {name for columns in self._shapes for name in columns}
 
     def chosen(self) -> list[str]:
-        """What was found and is trained on all the same, since the job says so: a sentence for each."""
-        return list(self._chosen.values())
+        """What was found and is trained on all the same, and what a chat template leaves out: a sentence for each."""
+        return [*self._chosen.values(), *self.shown.said()]
 
     def ignored(self, used: set[str]) -> dict[str, int]:
         """Columns that nobody reads, with the rows that have them; `used` are names in the data."""

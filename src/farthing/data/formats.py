@@ -18,6 +18,7 @@ from farthing.data.chat import TEXT_VERSION, ChatReader
 from farthing.data.chat_rows import MARKS, from_openai, without_marks
 from farthing.data.columns import Columns, Template, columns_of, guessed, missing, renamed
 from farthing.data.rows import RowValue
+from farthing.data.shown import Shown
 from farthing.durability.files import parse_json
 from farthing.errors import DataError
 from farthing.tasks.columns import Unusable, kind_of, text_of
@@ -109,18 +110,20 @@ def converter(
     *,
     on: str = "",
     version: int = TEXT_VERSION,
+    shown: Shown | None = None,
 ) -> Callable[[RowValue], Text]:
     """A function from a row to its `Text`. It raises `Unusable` with the reason.
 
-    `on` is the ISO date that a chat template sees which asks for it.
+    `on` is the ISO date that a chat template sees which asks for it; `shown` notes what the template leaves out of chats.
     """
+    shown = shown or Shown()
     labels = task_of(task).labels
     is_chat = format_name in RENDERED and task_of(task).predicts_next
     read = ChatReader.of(tokenizer, on, version) if is_chat else None
     of_tokens: dict[str, Callable[[RowValue], Text]] = {
-        "messages": lambda row: _chat(_messages(row, version), _tools_of(row), read),
-        "conversations": lambda row: _chat(_conversations(row), row.get("tools"), read),
-        "instruction": lambda row: _instruction(row, read),
+        "messages": lambda row: _chat(_messages(row, version), _tools_of(row), read, shown),
+        "conversations": lambda row: _chat(_conversations(row), row.get("tools"), read, shown),
+        "instruction": lambda row: _instruction(row, read, shown),
         "prompt/completion": lambda row: _pair(row, "prompt", "completion"),
         "input/target": lambda row: _pair(row, "input", "target"),
         "text": lambda row: Text(((text_of(row, "text"), True),), given=(text_of(row, "text"),)),
@@ -156,7 +159,7 @@ def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Text:
     return Text(((text, False),), label=label, given=(text,))
 
 
-def _instruction(row: RowValue, read: ChatReader | None) -> Text:
+def _instruction(row: RowValue, read: ChatReader | None, shown: Shown) -> Text:
     """Alpaca rows are a chat of one turn, so that the tokenizer's template frames them; seq2seq needs no frame."""
     instruction, more = text_of(row, "instruction"), text_of(row, "input", may_be_empty=True)
     asked, answer = f"{instruction}\n\n{more}" if more.strip() else instruction, text_of(row, "output")
@@ -165,10 +168,10 @@ def _instruction(row: RowValue, read: ChatReader | None) -> Text:
         asked = f"{system}\n\n{asked}" if system else asked
         return Text(((asked, False), (answer, True)), given=(asked,))
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-    return _chat(([{"role": "system", "content": system}] if system else []) + messages, None, read)
+    return _chat(([{"role": "system", "content": system}] if system else []) + messages, None, read, shown)
 
 
-def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None) -> Text:
+def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None, shown: Shown) -> Text:
     """A chat as text. What its owner gave: all that the assistant does not say, or all where only it speaks."""
     assert read is not None
     tools = (_as_list(tools, "tools") if tools and tools != "[]" else None) or None
@@ -180,6 +183,8 @@ def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None) -> Text
     if read.version > 2 and "developer" not in read.render.template:
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     try:
+        if "tool_calls" in shown.left_out(messages, tools, read.render) and read.version > 3:
+            raise Unusable("the chat template leaves out `tool_calls`: an empty answer would be learned")
         chat = read(messages, tools, unlearned)
     except Unusable as error:
         error.given = tuple(given)

@@ -387,6 +387,7 @@ def _chunks(
                         recipe.task,
                         on=recipe.date,
                         version=recipe.version,
+                        shown=watch.shown,
                     )
             share = (sum(sizes[:number]) + sizes[number] * reading.share()) / max(1, sum(sizes))
             chunk = _Chunk(source.name, number, share=share)
