@@ -7,6 +7,7 @@ faulty launches take a minute. What a machine has really cost is kept here, apar
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -33,6 +34,8 @@ class Machine:
     made_at: float
     usd_per_hour: float
     ends_at: float | None
+    own_end: float | None
+    """When what runs on it deletes it, where it does: not before it has booted."""
     most_train_usd: float
     gone_at: float | None = None
     why_gone: str = ""
@@ -87,7 +90,12 @@ class World:
             if machine.fault == "dies in boot" and age > BOOT_S / 2:
                 machine.gone_at, machine.why_gone = self.now, "died in boot"
                 continue
-            if machine.fault == "never boots" or age < BOOT_S or machine.left is not None:
+            if machine.fault == "never boots" or age < BOOT_S:
+                continue
+            if machine.own_end is not None and (machine.left is not None or self.now >= machine.own_end):
+                machine.gone_at, machine.why_gone = self.now, "it deleted itself"
+                continue
+            if machine.left is not None:
                 continue
             if machine.fault == "taken away" and machine.trained_s > 400:
                 machine.gone_at, machine.why_gone = self.now, "taken away"
@@ -177,18 +185,20 @@ class World:
         status, value = getattr(self, f"_{self.provider}")(method, path, json.loads(body) if body else None)
         return status, b"" if value is None else json.dumps(value).encode()
 
-    def _make(self, name: str, ends_at: float | None) -> Machine:
+    def _make(self, name: str, ends_at: float | None, own_end: float | None) -> Machine:
         fault = self.script[self.n_created] if self.n_created < len(self.script) else ""
         ask = self.asks[name]
         boot_usd = BOOT_S / 3600 * self.usd_per_hour
         aboard = ask.aboard
         cap = aboard["max_usd"] - aboard["overhead_usd"] - aboard["reserve_usd"] - boot_usd
         number = str(1000 + len(self.machines))
-        return Machine(number, name, fault, self.now, self.usd_per_hour, ends_at, cap)
+        return Machine(number, name, fault, self.now, self.usd_per_hour, ends_at, own_end, cap)
 
-    def _create(self, name: str, ends_at: float | None, refusal: Any, made: Any) -> tuple[int, Any]:
+    def _create(
+        self, name: str, ends_at: float | None, own_end: float | None, refusal: Any, made: Any
+    ) -> tuple[int, Any]:
         """A creation, as the script has it. `refusal(is_stock)` and `made(id)` are the provider's answers."""
-        machine = self._make(name, ends_at)
+        machine = self._make(name, ends_at, own_end)
         self.n_created += 1
         fault = machine.fault
         if fault in ("no stock", "refused for good"):
@@ -236,7 +246,9 @@ class World:
                 why = "There are no longer any instances available" if is_stock else "insufficient funds"
                 return 200, {"errors": [{"message": why}], "data": {kind: None}}
 
-            return self._create(pod["name"], ends, refusal, lambda number: (200, {"data": {kind: {"id": number}}}))
+            return self._create(
+                pod["name"], ends, None, refusal, lambda number: (200, {"data": {kind: {"id": number}}})
+            )
         if method == "DELETE":
             return self._end(path.rsplit("/", 1)[1])
         return 200, {"pods": [{"id": m.id, "name": m.name, "status": "RUNNING"} for m in self._listed()]}
@@ -249,8 +261,11 @@ class World:
             def refusal(is_stock: bool) -> tuple[int, Any]:
                 return (404, {"error": "no_such_ask"}) if is_stock else (403, {"msg": "insufficient credit"})
 
+            script, asked_at = body["args"][-1], float(body["env"]["FARTHING_CREATED_AT"])
+            most = re.search(r"^left=\$\(\(FARTHING_CREATED_AT \+ (\d+) - ", script, re.MULTILINE)
+            own_end = asked_at + float(most[1]) if most else None
             return self._create(
-                body["label"], None, refusal, lambda n: (200, {"success": True, "new_contract": int(n)})
+                body["label"], None, own_end, refusal, lambda n: (200, {"success": True, "new_contract": int(n)})
             )
         if path == "/api/v0/commands/schedule_job/":
             machine = next(each for each in self.machines if each.id == str(body["instance_id"]))

@@ -98,16 +98,13 @@ def prepared_for(provider: str, folder: Path, max_usd: float, usd_per_hour: floa
 
 
 def supervise(
-    world: World, prepared: Prepared, folder: Path, fate: Fate, *, returns: bool, stop: bool = False,
+    world: World, prepared: Prepared, folder: Path, fate: Fate, *, stop: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> int:  # fmt: skip
-    """One life of our process, or one `--stop`; its exit code. Raises `Killed`.
-
-    It dies between two requests of one creation too, unless it never comes back: Vast's end is a request of its own, so a
-    process that dies exactly there for ever leaves a machine without one (docs/launch/vast.md says so).
-    """
+    """One life of our process, or one `--stop`; its exit code. It dies between two requests of one creation too. Raises
+    `Killed`."""
     ledger = MachineLedger(folder)
-    send = Mortal(world, fate).send if returns else world.send
+    send = Mortal(world, fate).send
     api = Api("https://api.example", {"Authorization": "Bearer key"}, send=send, sleep=world.sleep)
     driver = RunPod(api, api) if world.provider == "runpod" else Vast(api)
 
@@ -146,7 +143,7 @@ def run_case(seed: int) -> dict[str, Any]:
             is_last = life == n_deaths
             fate = Fate(None if is_last and returns else dice.randrange(1, 60), is_before=dice.random() < 0.5)
             try:
-                code = supervise(world, prepared, folder, fate, returns=returns)
+                code = supervise(world, prepared, folder, fate)
                 break
             except UserMistake:
                 code = EXIT_MISTAKE

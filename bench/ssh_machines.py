@@ -66,7 +66,8 @@ class Machine:
         for name in ("lo", "eth0"):
             _run(*inside, "link", "set", name, "up")
         _run(*inside, "route", "add", "default", "via", self.gateway)
-        settings = {**self.fleet.environment, "FARTHING_HOME": str(self.home / "farthing")}
+        # with SHLVL bash reads no ~/.bashrc, which all machines share: a machine that is lost in it could leave a lock behind
+        settings = {**self.fleet.environment, "FARTHING_HOME": str(self.home / "farthing"), "SHLVL": "2"}
         config = self.fleet.folder / f"sshd_{self.name}"
         config.write_text(
             f"ListenAddress {self.address}:22\nHostKey {self.fleet.folder}/host_key\nPidFile none\nUsePAM no\n"
@@ -116,8 +117,9 @@ class Fleet:
         self.folder, self.n = folder, n
         site = folder / "site"
         path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
+        modules = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
         self.environment = {
-            "PATH": path, "PYTHONPATH": os.pathsep.join([str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+            "PATH": path, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
             **(environment or {}),
         }  # fmt: skip
         self.config = folder / "ssh_config"

@@ -285,7 +285,7 @@ def test_values_of_secrets_are_in_the_request_and_nowhere_else(tmp_path: Path, m
         monkeypatch.setenv(name, value)
     said: list[str] = []
     world, prepared = World("vast", n_steps=24), prepared_for("vast", tmp_path / "run", 2.0, 0.4)
-    assert supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False), returns=True, say=said.append) == 0
+    assert supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False), say=said.append) == 0
     creation = next(body for method, path, body in world.requests if path.startswith("/api/v0/asks/"))
     assert CANARIES["AWS_SECRET_ACCESS_KEY"] in creation
     assert not any("canary-" in path for _, path, _ in world.requests), "keys are in no address"
@@ -308,10 +308,10 @@ def test_each_fault_alone_is_survived(provider: str, fault: str, tmp_path: Path)
     run = tmp_path / "run"
     if fault == "refused for good":
         with pytest.raises(UserMistake, match="mend it there"):
-            supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False), returns=True)
+            supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False))
         assert world.machines == []
         return
-    code = supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False), returns=True)
+    code = supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False))
     assert (code, world.n_alive, world.n_double, world.saved) == (EXIT_FINISHED, 0, 0, 120)
     ledger = MachineLedger(run)
     assert ledger.open == []
@@ -332,7 +332,7 @@ def test_the_cap_holds_when_nobody_of_ours_lives(provider: str, tmp_path: Path) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "sleep", lambda self, seconds: die(seconds) if seconds > 5 else None)
         with pytest.raises(Dead):
-            supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False), returns=True)
+            supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False))
     assert world.n_alive == 1
     world.machines[0].most_train_usd = 1e9  # not even training knows its cap
     world.sleep(100 * 3600)
@@ -345,7 +345,7 @@ def test_a_lost_machine_is_followed_by_the_next_offer_and_boot_failures_leave_th
     world = World("runpod", n_steps=240, script=["never boots", "taken away", ""])
     run = tmp_path / "run"
     prepared = prepared_for("runpod", run, 4.0, 0.4)
-    assert supervise(world, prepared, run, Fate(None, is_before=False), returns=True) == EXIT_FINISHED
+    assert supervise(world, prepared, run, Fate(None, is_before=False)) == EXIT_FINISHED
     machines = list(MachineLedger(run).machines.values())
     assert [machine.gpu for machine in machines] == [offer.gpu for offer in prepared.offers[:3]]
     assert [machine.number for machine in machines] == [1, 2, 3]
@@ -366,7 +366,7 @@ def test_a_line_stands_in_the_ledger_before_each_creation(tmp_path: Path) -> Non
         return make(name, *rest)
 
     world._create = watched  # type: ignore[method-assign]
-    supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, Fate(None, is_before=False), returns=True)
+    supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, Fate(None, is_before=False))
     assert seen == [["asked"]]
 
 
@@ -375,9 +375,9 @@ def test_stop_asks_until_the_provider_confirms(tmp_path: Path) -> None:
     run = tmp_path / "run"
     prepared = prepared_for("runpod", run, 4.0, 0.4)
     with pytest.raises(Killed):
-        supervise(world, prepared, run, Fate(40, is_before=False), returns=True)
+        supervise(world, prepared, run, Fate(40, is_before=False))
     assert world.n_alive == 1
-    supervise(world, prepared, run, Fate(None, is_before=False), returns=True, stop=True)
+    supervise(world, prepared, run, Fate(None, is_before=False), stop=True)
     assert world.n_alive == 0
     assert world.machines[0].n_terminations > 3
     assert MachineLedger(run).open == []
@@ -693,7 +693,7 @@ def test_a_launch_that_is_stopped_from_elsewhere_rents_no_other_machine(tmp_path
         world.stopped |= "booted" in text
 
     prepared = prepared_for("runpod", run, 4.0, 0.4)
-    code = supervise(world, prepared, run, Fate(None, is_before=False), returns=True, say=stop_soon)
+    code = supervise(world, prepared, run, Fate(None, is_before=False), say=stop_soon)
     assert (code, world.n_alive, len(world.machines)) == (EXIT_INTERRUPTED, 0, 1)
 
 
@@ -701,9 +701,9 @@ def test_a_machine_that_another_folder_asked_for_is_taken_over_not_doubled(tmp_p
     world = World("runpod", n_steps=120)
     prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
     with pytest.raises(Killed):
-        supervise(world, prepared, tmp_path / "laptop", Fate(25, is_before=False), returns=True)
+        supervise(world, prepared, tmp_path / "laptop", Fate(25, is_before=False))
     assert world.n_alive == 1
-    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False), returns=True) == EXIT_FINISHED
+    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False)) == EXIT_FINISHED
     assert (len(world.machines), world.n_alive, world.n_double) == (1, 0, 0)
     assert list(MachineLedger(tmp_path / "desktop").machines) == [world.machines[0].name]
 
@@ -737,7 +737,7 @@ def test_a_finished_run_rents_nothing_more(tmp_path: Path) -> None:
     run = tmp_path / "run"
     prepared = prepared_for("runpod", run, 4.0, 0.4)
     for _ in range(2):
-        assert supervise(world, prepared, run, Fate(None, is_before=False), returns=True) == EXIT_FINISHED
+        assert supervise(world, prepared, run, Fate(None, is_before=False)) == EXIT_FINISHED
     assert len(world.machines) == 1
 
 
