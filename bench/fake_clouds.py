@@ -61,6 +61,8 @@ class World:
     away_until: float = 0.0
     n_created: int = 0
     stopped: bool = False
+    lines: dict[str, list[Any]] = field(default_factory=dict)
+    """What the store has of each machine."""
     asks: dict[str, Any] = field(default_factory=dict)
     requests: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -128,12 +130,19 @@ class World:
         return sum(machine.gone_at is None for machine in self.machines)
 
     @property
+    def loading(self) -> list[Machine]:
+        """Machines of Vast.ai that never booted and are still there: as long as one is loading its disk is charged, its GPU
+        is not (docs.vast.ai/guides/reference/billing)."""
+        return [m for m in self.machines if self.provider == "vast" and m.gone_at is None and m.fault == "never boots"]
+
+    def usd_of(self, machine: Machine) -> float:
+        """What a machine has cost up to now, counted from its making."""
+        return ((self.now if machine.gone_at is None else machine.gone_at) - machine.made_at) / 3600 * self.usd_per_hour
+
+    @property
     def usd(self) -> float:
         """What all machines have really cost."""
-        ends = [
-            (self.now if machine.gone_at is None else machine.gone_at) - machine.made_at for machine in self.machines
-        ]
-        return sum(ends) / 3600 * self.usd_per_hour
+        return sum(map(self.usd_of, self.machines))
 
     # ---- the store (Words) ----
 
@@ -169,6 +178,14 @@ class World:
             )
             for n, machine in trained
         ]
+
+    def keep(self, name: str, rows: list[Any]) -> None:
+        """See `Words`."""
+        self.lines[name] = list(rows)
+
+    def kept(self) -> dict[str, list[Any]]:
+        """See `Words`."""
+        return {name: list(rows) for name, rows in self.lines.items()}
 
     # ---- HTTP ----
 

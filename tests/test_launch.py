@@ -708,6 +708,59 @@ def test_a_machine_that_another_folder_asked_for_is_taken_over_not_doubled(tmp_p
     assert list(MachineLedger(tmp_path / "desktop").machines) == [world.machines[0].name]
 
 
+def test_a_second_folder_counts_on_from_what_the_first_has_paid(tmp_path: Path) -> None:
+    world = World("runpod", n_steps=10**9, script=["never boots", "never boots"])
+    prepared = prepared_for("runpod", tmp_path / "run", 0.3, 0.4)
+
+    def die(text: str) -> None:
+        if "confirmed gone" in text and len(world.machines) == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        supervise(world, prepared, tmp_path / "laptop", Fate(None, is_before=False), say=die)
+    assert [machine.why_gone for machine in world.machines] == ["destroyed", "destroyed"], "boots that led to nothing"
+    paid = world.usd
+    assert paid > 0.1
+    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False)) == EXIT_LIMIT
+    assert world.usd <= 0.3 + prepared.wishes.boot_s / 3600 * 0.4
+    names = [machine.name for machine in world.machines]
+    assert len(set(names)) == len(names) == 3, "no machine is taken for another one"
+    for folder in ("desktop", "laptop"):
+        if folder == "laptop":
+            assert supervise(world, prepared, tmp_path / folder, Fate(None, is_before=False)) == EXIT_LIMIT
+        ledger = MachineLedger(tmp_path / folder)
+        assert sorted(ledger.machines) == sorted(names)
+        assert ledger.usd(world.now) == pytest.approx(world.usd, abs=0.03)
+
+
+def test_lines_of_machines_are_kept_in_the_store_and_damage_is_refused(tmp_path: Path) -> None:
+    words = StoreWords(LocalStore(tmp_path / "store"), "farthing-1")
+    ledger = MachineLedger(tmp_path / "a")
+    ledger.note("farthing-1-1", "asked", 1.0, number=1, usd_per_hour=2.0)
+    ledger.note("farthing-1-1", "gone", 3601.0)
+    words.keep("farthing-1-1", ledger.rows["farthing-1-1"])
+    other = MachineLedger(tmp_path / "b")
+    other.take_over(words.kept())
+    other.take_over(words.kept())
+    assert (other.next_number, other.usd(9e9), len(other.rows["farthing-1-1"])) == (2, 2.0, 2)
+    from_before = MachineLedger(tmp_path / "c")
+    from_before.note("farthing-1-1", "asked", 5.0, number=1, usd_per_hour=1.0)
+    from_before.note("farthing-1-1", "gone", 3605.0)
+    from_before.take_over(words.kept())
+    assert (MachineLedger(tmp_path / "c").usd(9e9), len(from_before.machines)) == (3.0, 2)
+    path = tmp_path / "store" / "launch" / "farthing-1" / "machines" / "farthing-1-1.json"
+    path.write_text(path.read_text().replace("2.0", "0.0"))
+    with pytest.raises(UserMistake, match="damaged"):
+        words.kept()
+
+
+@pytest.mark.parametrize("spelling", ["s3://bucket/run/", "s3://bucket//run"])
+def test_one_store_is_one_launch_however_it_is_written(demo: Path, spelling: str) -> None:
+    named = [prepare(_job(demo, f"output_store={store}"), Wishes(on="runpod"), NOW).launch_id
+             for store in ("s3://bucket/run", spelling, "s3://bucket/other")]  # fmt: skip
+    assert named[0] == named[1] != named[2]
+
+
 def test_one_process_watches_a_launch(demo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("farthing.launch.session.LEASE_S", 0.6)
     job = _job(demo, f"output_store={tmp_path}/store")

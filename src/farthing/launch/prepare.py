@@ -82,7 +82,7 @@ class Prepared:
     @property
     def launch_id(self) -> str:
         """`farthing-` and eight hex digits of where the run is kept: one run, one launch, from whatever machine."""
-        where = self.job.output_store or os.path.abspath(self.job.output_dir)
+        where = _one_spelling(self.job.output_store or os.path.abspath(self.job.output_dir))
         return f"farthing-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
 
     @property
@@ -177,6 +177,14 @@ class Prepared:
             moment = datetime.fromtimestamp(self.job.limits.deadline.timestamp(), UTC)
             values["limits"]["deadline"] = moment.isoformat(timespec="seconds")
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _one_spelling(place: str) -> str:
+    """The same text for every way to write a store: s3://b/run/ is s3://b/run, file:///mnt/run is /mnt/run."""
+    scheme, is_url, path = place.rpartition("://")
+    if is_url and scheme not in ("file", "local"):
+        return f"{'gs' if scheme == 'gcs' else scheme}://{'/'.join(filter(None, path.split('/')))}"
+    return os.path.realpath(path)
 
 
 def _extra(store: str | None) -> str:

@@ -255,6 +255,7 @@ class Session:
         now, accounts, step, asked = self.clock(), self._local_accounts(), None, ""
         try:
             words = self.words(LOOK_S)
+            self.ledger.take_over(words.kept(), to_disk=False)
             accounts, step = words.accounts() or accounts, words.committed()
         except Unclear as error:
             asked = f"the store does not answer ({error})"

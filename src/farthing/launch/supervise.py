@@ -11,17 +11,21 @@ target, a clock of its own and torch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from farthing.durability.accounts import Account
+from farthing.durability.files import Json
 from farthing.durability.machines import Machine, MachineLedger
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, UserMistake
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Driver, Refused, Unclear
 from farthing.prices.offers import Offer
 from farthing.units import plural, say_seconds, say_usd
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,12 @@ class Words(Protocol):
     def accounts(self) -> list[Account]:
         """What each attempt of the run has cost, as far as the store knows."""
 
+    def keep(self, name: str, rows: list[Json]) -> None:
+        """Leave the lines of a machine where other folders of this run find them."""
+
+    def kept(self) -> dict[str, list[Json]]:
+        """The lines of every machine of this run, whichever folder it was asked for from."""
+
 
 MakeAsk = Callable[[int, Offer, list[Account]], Ask]
 """(number, offer, attempts so far) -> what to ask for. Raises `Spent`."""
@@ -114,12 +124,15 @@ class Launch:
         """Whether an offer will do at this moment: spot is left out when the deadline is near."""
         self._left_out: set[Offer] = set()
         self._out_of_stock: set[Offer] = set()
+        self._n_shared: dict[str, int] = {}
+        """How many lines of each machine the store has."""
         self._prefix = ""
 
     def run(self, prefix: str) -> int:
         """Until the run has ended or cannot go on; the exit code. `prefix` begins the name of each of our machines."""
         self._prefix, n_rounds = prefix, 0
-        self._take_in_strangers()
+        self._until_clear(self._take_over, "the store")
+        self._until_clear(self._take_in_strangers, "the provider")
         current = self._adopted()
         while not self._is_stopped():
             if current is None and self._is_finished():
@@ -155,6 +168,8 @@ class Launch:
     def stop(self, prefix: str) -> None:
         """Destroy every machine of the launch, and ask until each is confirmed to be gone."""
         self._prefix = prefix
+        with contextlib.suppress(Unclear):
+            self._take_over()
         for machine in self._ledger.open:
             if machine.created_at is None and not self._found(machine):
                 continue
@@ -169,15 +184,31 @@ class Launch:
 
     # ---- a new machine ----
 
-    def _take_in_strangers(self) -> None:
-        """Put machines of this launch that are there and in no line of the ledger into it: another folder asked for them."""
+    def _until_clear(self, work: Callable[[], T], who: str) -> T:
+        """What `work` gives, tried until it is answered: without that it is not known what is there and what is left."""
         while True:
             try:
-                there = self._driver.names(self._prefix)
-                break
+                return work()
             except Unclear as error:
-                self._say(f"the provider does not answer ({error}): nothing is rented until it does")
+                self._say(f"{who} does not answer ({error}): nothing is rented until it does")
                 self._sleep(self.patience.poll_s)
+
+    def _take_over(self) -> None:
+        """What other folders of this run have asked for and paid is ours to count, to number on from and to give back."""
+        kept = self._words.kept()
+        self._ledger.take_over(kept)
+        self._n_shared = {name: len(rows) for name, rows in kept.items() if rows == self._ledger.rows.get(name)}
+        self._share()
+
+    def _share(self) -> None:
+        for name, rows in self._ledger.rows.items():
+            if self._n_shared.get(name) != len(rows):
+                self._words.keep(name, rows)
+                self._n_shared[name] = len(rows)
+
+    def _take_in_strangers(self) -> None:
+        """Put machines of this launch that are there and in no line of the ledger into it: another folder asked for them."""
+        there = self._driver.names(self._prefix)
         for name, number in there.items():
             known = self._ledger.machines.get(name)
             if known is None and name.rpartition("-")[2].isdigit():
@@ -216,6 +247,7 @@ class Launch:
                 instance=offer.instance, gpu=offer.gpu, is_spot=offer.is_spot, usd_per_hour=ask.usd_per_hour,
                 most_s=ask.most_s, is_paid_in_queue=self._driver.is_paid_in_queue, committed=self._committed(),
             )  # fmt: skip
+            self._until_clear(self._share, "the store")
             try:
                 made = self._driver.create(ask, now)
                 self._ledger.note(ask.name, "created", self._clock(), id=made)
@@ -384,6 +416,8 @@ class Launch:
         for machine in self._ledger.open:
             if machine.left_at is not None:
                 self._is_gone(machine)
+        with contextlib.suppress(Unclear):
+            self._share()
         try:
             for name, found in self._driver.names(self._prefix).items():
                 machine = self._ledger.machines.get(name) or Machine(name)
@@ -405,6 +439,8 @@ class Launch:
                 break
             self._sleep(self.patience.poll_s)
             self._sweep()
+        with contextlib.suppress(Unclear):
+            self._share()
         return code
 
     # ---- what the store knows ----
@@ -417,12 +453,7 @@ class Launch:
 
     def _accounts(self) -> list[Account]:
         """The attempts so far. A store that is away is waited for: without it the rest of the cap is not known."""
-        while True:
-            try:
-                return self._words.accounts()
-            except Unclear as error:
-                self._say(f"the store does not answer ({error}): nothing is rented until it does")
-                self._sleep(self.patience.poll_s)
+        return self._until_clear(self._words.accounts, "the store")
 
     def _is_finished(self) -> bool:
         """Whether the run has finished, also where the machine that did it was lost before it could say so."""

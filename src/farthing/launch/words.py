@@ -3,6 +3,7 @@
     launch/NAME/booted.json   once, when farthing runs there
     launch/NAME/log.txt       the end of what was printed, anew every half minute: it is the beat too
     launch/NAME/left.json     the exit code, and why
+    launch/LAUNCH/machines/NAME.json   the lines of a machine: other folders of the run count on from there
     launch/LAUNCH/stop.json   somebody wants the launch stopped, and whoever watches it heeds that
 
 Where there is no store the shared run folder is one. Refuses to take such a word for a reason to train: the lease decides that.
@@ -14,17 +15,18 @@ import contextlib
 import json
 import tempfile
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from farthing.durability.accounts import Account, read_ledger, take_in
 from farthing.durability.commits import list_commits
-from farthing.durability.files import Json, parse_json
+from farthing.durability.files import Damaged, Json, parse_json, seal, unseal
 from farthing.durability.object_store import NoSuchObject, Store, StoreFault
 from farthing.durability.run_folder import LEDGER
+from farthing.errors import UserMistake
 from farthing.launch.driver import Unclear
 from farthing.launch.supervise import Word
 
-BOOTED, LOG, LEFT, STOP = "booted.json", "log.txt", "left.json", "stop.json"
+BOOTED, LOG, LEFT, STOP, MACHINES = "booted.json", "log.txt", "left.json", "stop.json", "machines"
 
 
 class StoreWords:
@@ -100,6 +102,28 @@ class StoreWords:
                 take_in(told, row)
         return [told[number] for number in sorted(told)]
 
+    def keep(self, name: str, rows: list[Json]) -> None:
+        """See `Words`. Where machines share a folder there is one ledger anyway."""
+        if self._folder is None:
+            text = seal({"kind": "farthing machine", "rows": rows})
+            if not put_text(self._store, f"{self._launch}/{MACHINES}/{name}.json", text):
+                raise Unclear("it does not take what is known of a machine")
+
+    def kept(self) -> dict[str, list[Json]]:
+        """See `Words`. Raises `UserMistake` for lines that are damaged: without them the cap can't be held."""
+        found: dict[str, list[Json]] = {}
+        try:
+            for key in self._store.list(f"{self._launch}/{MACHINES}/") if self._folder is None else ():
+                found[PurePosixPath(key).stem] = unseal(self._store.get(key).decode(), key)["rows"]
+        except StoreFault as error:
+            raise Unclear(str(error)) from error
+        except (Damaged, KeyError, TypeError, UnicodeDecodeError) as error:
+            raise UserMistake(
+                f"what is known of a machine is damaged ({error})", where=f"{self._store.name}: {key}",
+                to_do="look at the provider's bill for that machine, then remove the object",
+            ) from error  # fmt: skip
+        return found
+
     def _get(self, key: str) -> Json:
         with contextlib.suppress(NoSuchObject, ValueError):
             value = parse_json(self._store.get(key))
@@ -132,11 +156,16 @@ class Speaker:
             time.sleep(3.0)
 
     def _put(self, name: str, text: str) -> bool:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            try:
-                self._store.put(f"{self._place}/{name}", Path(file.name))
-                return True
-            except (StoreFault, OSError):
-                return False
+        return put_text(self._store, f"{self._place}/{name}", text)
+
+
+def put_text(store: Store, key: str, text: str) -> bool:
+    """Write a small object over what was there; whether the store took it."""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        try:
+            store.put(key, Path(file.name))
+            return True
+        except (StoreFault, OSError):
+            return False
