@@ -26,6 +26,8 @@ class Machine:
     name: str
     number: int = 0
     target: str = ""
+    on: str = ""
+    """The target with what stands behind its colon, as in ssh:host; empty in ledgers from before it was noted."""
     provider: str = ""
     instance: str = ""
     gpu: str = ""
@@ -115,7 +117,7 @@ class MachineLedger:
         machine = self.machines.setdefault(str(row.get("machine")), Machine(str(row.get("machine"))))
         self.rows.setdefault(machine.name, []).append(row)
         event, at = row.get("event"), float(row.get("at") or 0.0)
-        for key in ("number", "target", "provider", "instance", "gpu", "is_spot", "usd_per_hour", "most_s",
+        for key in ("number", "target", "on", "provider", "instance", "gpu", "is_spot", "usd_per_hour", "most_s",
                     "is_paid_in_queue", "committed", "id", "code", "why"):  # fmt: skip
             if key in row:
                 setattr(machine, key, row[key])

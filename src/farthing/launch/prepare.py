@@ -81,9 +81,8 @@ class Prepared:
 
     @property
     def launch_id(self) -> str:
-        """`farthing-` and eight hex digits of where the run is kept: one run, one launch, from whatever machine."""
-        where = _one_spelling(self.job.output_store or os.path.abspath(self.job.output_dir))
-        return f"farthing-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
+        """See `launch_id_of`."""
+        return launch_id_of(self.job)
 
     @property
     def folder(self) -> str:
@@ -177,6 +176,12 @@ class Prepared:
             moment = datetime.fromtimestamp(self.job.limits.deadline.timestamp(), UTC)
             values["limits"]["deadline"] = moment.isoformat(timespec="seconds")
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def launch_id_of(job: Job) -> str:
+    """`farthing-` and eight hex digits of where the run is kept: one run, one launch, from whatever machine."""
+    where = _one_spelling(job.output_store or os.path.abspath(job.output_dir))
+    return f"farthing-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
 
 
 def _one_spelling(place: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from farthing.config.job import Job
 from farthing.durability.accounts import Account
 from farthing.durability.commits import list_commits, take_newest
 from farthing.durability.files import Json, make_private, only_writer, write_text
@@ -22,13 +23,13 @@ from farthing.durability.machines import Machine, MachineLedger, bill_by_machine
 from farthing.durability.object_store import Entry, LocalStore, Retrying, Store, StoreFault, open_store
 from farthing.durability.run_folder import LEDGER, run_id_of
 from farthing.errors import FarthingError, RunBusy, StoreDown, UserMistake
-from farthing.launch.ask import Ask
+from farthing.launch.ask import Ask, values_of
 from farthing.launch.clients import connect
 from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import Driver, Refused, Unclear
 from farthing.launch.host_driver import HostDriver
 from farthing.launch.inputs import inputs_key, send_inputs, with_token_sets
-from farthing.launch.prepare import TEARDOWN_S, Prepared
+from farthing.launch.prepare import TEARDOWN_S, Prepared, launch_id_of, secrets_of
 from farthing.launch.supervise import Launch, Patience, refuse_unattended
 from farthing.launch.targets import hf_jobs, kubernetes, skypilot, slurm, vertex
 from farthing.launch.words import StoreWords
@@ -100,7 +101,9 @@ class Session:
         if self.prepared.target.is_rented:
             refuse_unattended(driver, is_attended=is_attended)
         if self.prepared.target.name in VALUES_GO_ALONG:
-            self.next_ask().secret_values()  # what is missing is said before anything is sent
+            values_of(
+                secrets_of(self.prepared.job, self.prepared.target)
+            )  # what is missing is said before anything is sent
         make_private(self.folder)
         make_private(self.folder / FOLDER)
         with only_writer(self.folder / FOLDER):
@@ -183,8 +186,15 @@ class Session:
             say=self.say, clock=self.clock, sleep=sleep,
         )  # fmt: skip
         launch.patience = patience or Patience(boot_s=self.prepared.wishes.boot_s)
-        launch.may_take = self._is_in_time
+        launch.may_take, launch.reaches = self._is_in_time, self._reaches
         return launch
+
+    def _reaches(self, machine: Machine) -> bool:
+        """Whether a machine is where our driver looks; of most targets the account or the cluster is all there is to say."""
+        target, at = self.prepared.target.name, self.prepared.at
+        if target in ("kubernetes", "vertex", "hf") and machine.on:
+            return machine.on == (f"{target}:{at}" if at else target)
+        return machine.target in ("", target)
 
     def _is_in_time(self, offer: Offer) -> bool:
         """Spot only as long as the deadline leaves room for the rest of the run on demand, with a quarter to spare."""
@@ -288,6 +298,20 @@ class Session:
             return self.words().log(newest.name) or self.driver().log(newest)
         except (Unclear, Refused) as error:
             raise UserMistake(f"nobody gives its words ({error})", where=newest.name, to_do="try again") from error
+
+
+def where_it_is(job: Job, *, only_open: bool) -> str | None:
+    """The target of the newest machine of a job's launch, as --on names it: of those that may still cost money, else of all.
+
+    None where none is known. Without a machine in this folder the store is asked, unless only open ones are wanted.
+    """
+    ledger = MachineLedger(Path(job.output_dir))
+    if not (only_open or ledger.machines) and job.output_store:
+        with contextlib.suppress(Unclear):
+            kept = StoreWords(_Each(job.output_store, ledger.folder, LOOK_S), launch_id_of(job)).kept()
+            ledger.take_over(kept, to_disk=False)
+    known = ledger.open or ([] if only_open else list(ledger.machines.values()))
+    return (known[-1].on or known[-1].target or None) if known else None
 
 
 class Within:
@@ -402,21 +426,22 @@ def said(view: Json) -> list[str]:
     """A dry run in lines for people."""
     kind = "spot" if view["is_spot"] else "on demand"
     what = f"{view['n_gpus']}x {view['gpu']}, {kind}" if view["gpu"] else view["instance"] or view["title"]
+    at = view["provider"] if view["provider"] == view["title"] else f"{view['provider']} by {view['title']}"
     price = f"{say_usd(view['usd_per_hour'])} an hour" if view["usd_per_hour"] else "no price"
-    lines = [f"would rent   {what} at {view['provider']} by {view['title']}: {price} ({view['price_date']})"]
+    lines = [f"would rent   {what} at {at}: {price} ({view['price_date']})"]
     if view["target"] in ("local", "ssh", "slurm", "kubernetes"):
-        lines = [f"would run    on {view['title']} {view['instance']}: {price}"]
+        lines = [f"would run    on {' '.join(filter(None, (view['title'], view['instance'])))}: {price}"]
     if view["planned_usd"] is not None:
         parts = ", ".join(
             f"{name} {say_usd(usd)} ({say_seconds(view['seconds'][name])})" for name, usd in view["usd_of"].items()
         )
         lines.append(f"planned      {say_usd(view['planned_usd'])}: {parts}")
+    cap = f" of {say_usd(view['max_usd'])}" if view["max_usd"] is not None else ""
+    is_limited = view["most_s"] < 365 * 86400
     most = (
-        f"{say_seconds(view['most_s'])}, {say_usd(view['most_usd'])}"
-        if view["most_s"] < 365 * 86400
-        else "no limit is set"
+        f"{say_seconds(view['most_s'])}, {say_usd(view['most_usd'])}{cap}" if is_limited else "nothing limits it there"
     )
-    lines.append(f"at most      {most}" + (f" of {say_usd(view['max_usd'])}" if view["max_usd"] is not None else ""))
+    lines.append(f"at most      {most}")
     lines.append(f"ended by     {view['ends'] or 'nothing but this process'}")
     if view["n_inputs"]:
         lines.append(

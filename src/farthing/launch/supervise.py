@@ -122,6 +122,8 @@ class Launch:
         self.patience = Patience()
         self.may_take: Callable[[Offer], bool] = lambda offer: True
         """Whether an offer will do at this moment: spot is left out when the deadline is near."""
+        self.reaches: Callable[[Machine], bool] = lambda machine: True
+        """Whether a machine is where the driver looks: one of another target would be taken for gone."""
         self._left_out: set[Offer] = set()
         self._out_of_stock: set[Offer] = set()
         self._n_shared: dict[str, int] = {}
@@ -132,6 +134,7 @@ class Launch:
         """Until the run has ended or cannot go on; the exit code. `prefix` begins the name of each of our machines."""
         self._prefix, n_rounds = prefix, 0
         self._until_clear(self._take_over, "the store")
+        self._refuse_what_is_elsewhere()
         self._until_clear(self._take_in_strangers, "the provider")
         current = self._adopted()
         while not self._is_stopped():
@@ -170,6 +173,7 @@ class Launch:
         self._prefix = prefix
         with contextlib.suppress(Unclear):
             self._take_over()
+        self._refuse_what_is_elsewhere()
         for machine in self._ledger.open:
             if machine.created_at is None and not self._found(machine):
                 continue
@@ -199,6 +203,16 @@ class Launch:
         self._ledger.take_over(kept)
         self._n_shared = {name: len(rows) for name, rows in kept.items() if rows == self._ledger.rows.get(name)}
         self._share()
+
+    def _refuse_what_is_elsewhere(self) -> None:
+        for machine in self._ledger.open:
+            if not self.reaches(machine):
+                on = machine.on or machine.target
+                raise UserMistake(
+                    f"{machine.name} of this launch is at {on}",
+                    where="--on",
+                    to_do=f"go on with --on {on}, or end it: --on {on} --stop",
+                )
 
     def _share(self) -> None:
         for name, rows in self._ledger.rows.items():
@@ -243,7 +257,7 @@ class Launch:
             ask = self._make_ask(number, offer, self._accounts())
             now = self._clock()
             machine = self._ledger.note(
-                ask.name, "asked", now, number=number, target=ask.target, provider=offer.provider,
+                ask.name, "asked", now, number=number, target=ask.target, on=ask.on, provider=offer.provider,
                 instance=offer.instance, gpu=offer.gpu, is_spot=offer.is_spot, usd_per_hour=ask.usd_per_hour,
                 most_s=ask.most_s, is_paid_in_queue=self._driver.is_paid_in_queue, committed=self._committed(),
             )  # fmt: skip
@@ -278,7 +292,7 @@ class Launch:
 
         One that is looked for long after may have been there and gone: it is counted as if it was.
         """
-        began = self._clock()
+        began, is_said = self._clock(), False
         until = max(machine.asked_at, began) + self._driver.late_s
         while True:
             try:
@@ -294,8 +308,12 @@ class Launch:
                 if self._clock() >= until:
                     self._ledger.note(machine.name, "refused", self._clock(), why="no such machine came into being")
                     return False
-            except Unclear:
-                pass  # the provider is away: what it made can't be known, so nothing else is asked for
+            except Unclear as error:
+                if not is_said:
+                    self._say(
+                        f"{machine.name}: {error}; nothing else is asked for until it is known whether that is there"
+                    )
+                is_said = True
             self._sleep(self.patience.poll_s)
 
     def _is_secured(self, machine: Machine) -> bool:
