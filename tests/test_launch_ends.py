@@ -1,4 +1,4 @@
-"""What a machine of Vast.ai runs ends the machine itself, with a real shell and a console that is none."""
+"""What machines of Vast.ai and Vertex AI run before and after farthing, with a real shell and providers that are none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from farthing.launch.ask import CREATED_AT, Ask
-from farthing.launch.targets import runpod, vast
+from farthing.launch.targets import runpod, vast, vertex
 from farthing.prices.offers import Billing, Offer
 
 REDIRECT = """
@@ -136,3 +136,40 @@ def test_an_image_with_an_entrypoint_runs_our_command_and_not_its_own() -> None:
     start = json.loads(pod["dockerArgs"])
     assert start["entrypoint"] == ["sh", "-c"]
     assert len(start["cmd"]) == 1
+
+
+GOOGLE = """
+import base64, io, json, urllib.request as web
+def answer(request, timeout):
+    headers = {name.lower(): value for name, value in request.header_items()}
+    if request.full_url.startswith("http://metadata.google.internal/"):
+        assert headers["metadata-flavor"] == "Google"
+        return io.BytesIO(json.dumps({"access_token": "t"}).encode())
+    assert headers["authorization"] == "Bearer t"
+    place = "https://secretmanager.googleapis.com/v1/projects/project/secrets/HF_TOKEN/versions/latest:access"
+    if request.full_url != place:
+        raise OSError(404)
+    return io.BytesIO(json.dumps({"payload": {"data": base64.b64encode(b"canary").decode()}}).encode())
+web.urlopen = answer
+"""
+
+
+@pytest.mark.parametrize(("secrets", "code"), [(("HF_TOKEN",), 0), (("AWS_SECRET_ACCESS_KEY", "HF_TOKEN"), 2)])
+def test_secrets_of_vertex_are_read_by_name_when_the_machine_starts(
+    tmp_path: Path, secrets: tuple[str, ...], code: int
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(GOOGLE)
+    program = tmp_path / "bin" / "farthing"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$HF_TOKEN has come"\n')
+    program.chmod(0o755)
+    ask = replace(ask_for(60), target="vertex", at="project/us-central1", secrets=secrets, machine_type="g2-standard-8")
+    files = vertex.render(ask)
+    container = json.loads(files[vertex.DOCUMENT])["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]
+    values = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path / "site")}
+    words = [*container["command"], *container["args"]]
+    done = subprocess.run(words, env=values, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("canary has come" in done.stdout) == (code == 0)
+    assert code == 0 or "the secret AWS_SECRET_ACCESS_KEY of project project can not be read" in done.stderr

@@ -49,6 +49,7 @@ def test_what_was_never_launched_is_not_looked_for_at_a_provider(job: Path, verb
 
 
 def test_a_launch_is_looked_for_where_its_machine_is(job: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farthing.launch.session.LOOK_S", 0.1)
     ledger = MachineLedger(job.parent / "run")
     ledger.note("farthing-1-1", "asked", time.time(), number=1, target="runpod", on="runpod", usd_per_hour=1.0)
     ledger.note("farthing-1-1", "created", time.time(), id="pod")

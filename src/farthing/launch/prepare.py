@@ -202,12 +202,7 @@ def _is_plain(value: str | None) -> bool:
 
 
 def secrets_of(job: Job, target: Target) -> tuple[str, ...]:
-    """Names of the variables that a run needs there: keys of the store, and the Hub's token where there is one here.
-
-    Vertex has no place for secrets: its service account stands for them.
-    """
-    if target.name == "vertex":
-        return ()
+    """Names of the variables that a run needs there: keys of the store, and the Hub's token where there is one here."""
     names = [name for name in ("HF_TOKEN",) if os.environ.get(name)]
     if (job.output_store or "").startswith(("s3://", "s3a://")):
         is_strangers = target.is_rented or target.name == "kubernetes"

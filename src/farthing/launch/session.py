@@ -413,8 +413,8 @@ def notes_of(prepared: Prepared, ask: Ask) -> list[str]:
         notes.append(f"{prepared.job.output_store} has to be the same folder on every host")
     if prepared.target.name == "skypilot":
         notes.append("SkyPilot's controller is a machine of its own, billed by its cloud and not counted here")
-    if prepared.target.name == "vertex" and os.environ.get("HF_TOKEN"):
-        notes.append("HF_TOKEN does not travel to Vertex AI: a gated model has to come from a local folder")
+    if prepared.target.name == "vertex" and ask.secrets:
+        notes.append("the secrets have to be in Secret Manager of the project, each by the name of its variable")
     if ask.image and not prepared.wishes.image:
         notes.append(f"image: {ask.image}, on which pip installs {ask.install}; --image names your own")
     if ask.offer.billing.prices_are == "from":
