@@ -1,7 +1,7 @@
 """What is written for a target, judged by that target's own validator, in an environment of its own.
 
 `make launch-tools` makes the environments (kubernetes-validate and Vertex's protos; 500 MB for SkyPilot). Without them
-these tests skip and say so. FARTHING_LAUNCH_TOOLS and FARTHING_SKY name other places. FARTHING_RUNPOD_OPENAPI names RunPod's own
+these tests skip and say so. FARTHING_LAUNCH_TOOLS and FARTHING_SKY name other places; FARTHING_RUNPOD_OPENAPI RunPod's own
 description of its REST API (github.com/runpod/docs, api-reference-v2/openapi.json).
 """
 

@@ -5,7 +5,7 @@ Refuses to decide anything: `supervise` does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from farthing.durability.machines import Machine
@@ -82,3 +82,44 @@ class Driver(Protocol):
 
     def log(self, machine: Machine) -> str:
         """The end of what was printed there."""
+
+
+class Listing:
+    """What all targets share that list their machines: one is found by its name, and its end is a part of its request."""
+
+    late_s = 120.0
+    is_paid_in_queue, restarts, ends_by_itself, may_overlap = True, False, True, False
+
+    def listed(self, prefix: str) -> list[Seen]:
+        """The machines of a launch, and maybe others."""
+        raise NotImplementedError
+
+    def look(self, machine: Machine) -> Seen | None:
+        """See `Driver`. Of jobs that were begun again under one name the last one counts."""
+        found = [seen for seen in self.listed(machine.name.rpartition("-")[0]) if seen.name == machine.name]
+        return found[-1] if found else None
+
+    def names(self, prefix: str) -> dict[str, str]:
+        """See `Driver`."""
+        ours = (seen for seen in self.listed(prefix) if seen.name.startswith(f"{prefix}-"))
+        return {seen.name: seen.id for seen in ours if seen.is_paid}
+
+    def secure(self, machine: Machine) -> None:
+        """See `Driver`. There is nothing left to do."""
+
+    def destroy(self, machine: Machine) -> None:
+        """See `Driver`. What is over already needs no deletion, and may not take one."""
+        if not machine.id:
+            seen = self.look(machine)
+            if seen is None or not seen.is_paid:
+                return
+            machine = replace(machine, id=seen.id)
+        self.delete(machine)
+
+    def delete(self, machine: Machine) -> None:
+        """Ask for the deletion of a machine whose id is known; one that is gone is no fault."""
+        raise NotImplementedError
+
+    def log(self, machine: Machine) -> str:
+        """See `Driver`. Its words are in the store only."""
+        return ""

@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from farthing.durability.commits import list_commits, take_newest
 from farthing.durability.files import Json, make_private, only_writer, write_text
 from farthing.durability.lease import Lease, Lost
 from farthing.durability.machines import Machine, MachineLedger, bill_by_machine
-from farthing.durability.object_store import Entry, LocalStore, Retrying, Store, StoreFault, open_store
+from farthing.durability.object_store import LocalStore, Retrying, Store, StoreFault, open_store
 from farthing.durability.run_folder import LEDGER, run_id_of
 from farthing.errors import FarthingError, RunBusy, StoreDown, UserMistake
 from farthing.launch.ask import Ask, values_of
@@ -132,7 +132,11 @@ class Session:
         if self.prepared.job.output_store is None:
             yield time.sleep  # all who could watch see the run folder, and its lock
             return
-        store = Within(self._store(), f"launch/{self.prepared.launch_id}/")
+        place = f"{self.prepared.job.output_store.rstrip('/')}/launch/{self.prepared.launch_id}"
+
+        def store() -> Store:
+            return Retrying(open_store(place), STORE_S)
+
         lease = Lease(self.folder / FOLDER, LEASE_S, list, self.say)
 
         def busy(error: Lost) -> RunBusy:
@@ -145,14 +149,14 @@ class Session:
             time.sleep(seconds)
             if time.monotonic() - lease.renewed_at > LEASE_S / 3:
                 try:
-                    lease.renew(Within(self._store(), f"launch/{self.prepared.launch_id}/"))
+                    lease.renew(store())
                 except Lost as error:
                     raise busy(error) from error
                 except StoreFault:
                     pass  # tried again at the next look; without a store nobody else can take it either
 
         try:
-            lease.claim(store, lambda: False)
+            lease.claim(store(), lambda: False)
         except Lost as error:
             raise busy(error) from error
         except StoreFault as error:
@@ -161,7 +165,7 @@ class Session:
             yield sleep
         finally:
             with contextlib.suppress(StoreFault, Lost):
-                lease.release(Within(self._store(), f"launch/{self.prepared.launch_id}/"))
+                lease.release(store())
 
     def stop(self, patience: Patience | None = None) -> None:
         """Tell whoever watches, destroy every machine of the launch, and ask until each is confirmed to be gone."""
@@ -312,37 +316,6 @@ def where_it_is(job: Job, *, only_open: bool) -> str | None:
             ledger.take_over(kept, to_disk=False)
     known = ledger.open or ([] if only_open else list(ledger.machines.values()))
     return (known[-1].on or known[-1].target or None) if known else None
-
-
-class Within:
-    """A store whose keys begin with a prefix, for a lease of its own. See `Store`."""
-
-    def __init__(self, store: Store, prefix: str) -> None:
-        self.name, self._store, self._prefix = store.name, store, prefix
-
-    def create(self, key: str, data: bytes) -> bool:
-        """See `Store`."""
-        return self._store.create(self._prefix + key, data)
-
-    def put(self, key: str, path: Path) -> None:
-        """See `Store`."""
-        self._store.put(self._prefix + key, path)
-
-    def get(self, key: str) -> bytes:
-        """See `Store`."""
-        return self._store.get(self._prefix + key)
-
-    def fetch(self, key: str, path: Path, n_bytes: int) -> None:
-        """See `Store`."""
-        self._store.fetch(self._prefix + key, path, n_bytes)
-
-    def list(self, prefix: str) -> dict[str, Entry]:
-        """See `Store`."""
-        return {key.removeprefix(self._prefix): entry for key, entry in self._store.list(self._prefix + prefix).items()}
-
-    def remove(self, keys: Iterable[str]) -> None:
-        """See `Store`."""
-        self._store.remove([self._prefix + key for key in keys])
 
 
 class _Each:
