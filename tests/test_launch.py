@@ -646,7 +646,7 @@ def test_commands_of_the_pages_work(command: str, demo: Path, monkeypatch: pytes
     assert program == "farthing"
     monkeypatch.chdir(demo.parent)
     monkeypatch.setattr(
-        "farthing.launch.check.subprocess.run", lambda words, **more: subprocess.CompletedProcess(words, 1, "", "")
+        "farthing.launch.commands.subprocess.run", lambda words, **more: subprocess.CompletedProcess(words, 1, "", "")
     )
     for name in ("RUNPOD_API_KEY", "VAST_API_KEY", "LAMBDA_API_KEY"):
         monkeypatch.delenv(name, raising=False)

@@ -18,7 +18,7 @@ from farthing.durability.files import Json
 from farthing.durability.machines import Machine
 from farthing.errors import UserMistake
 from farthing.launch.ask import CREATED_AT, ENDS_AT, Ask
-from farthing.launch.driver import Listing, Refused, Seen, Unclear, refusal
+from farthing.launch.driver import Driver, Refused, Seen, Unclear, refusal
 from farthing.launch.http import Api
 from farthing.launch.target import Files
 from farthing.launch.targets import lambda_cloud, runpod, vast
@@ -56,7 +56,7 @@ def filled(value: Any, values: Mapping[str, Any]) -> Any:
     return value
 
 
-class RunPod(Listing):
+class RunPod(Driver):
     """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of words but a stream."""
 
     def __init__(self, rest: Api, graphql: Api) -> None:
@@ -78,8 +78,8 @@ class RunPod(Listing):
         return str(made["id"])
 
     def listed(self, prefix: str) -> list[Seen]:
-        """See `Listing`."""
-        answer = _readable(self._rest, "/v2/pods")
+        """See `Driver`."""
+        answer = _sure(self._rest, "GET", "/v2/pods")
         pods = answer.get("pods") or answer.get("data") or [] if isinstance(answer, dict) else answer or []
         return [
             Seen(str(pod.get("name")), str(pod["id"]), is_over=pod.get("status") in ("EXITED", "ERROR"))
@@ -87,11 +87,11 @@ class RunPod(Listing):
         ]  # fmt: skip
 
     def delete(self, machine: Machine) -> None:
-        """See `Listing`."""
-        _done(self._rest, "DELETE", f"/v2/pods/{machine.id}")
+        """See `Driver`."""
+        _sure(self._rest, "DELETE", f"/v2/pods/{machine.id}")
 
 
-class Vast(Listing):
+class Vast(Driver):
     """Instances: searched, asked for, and given a scheduled deletion at once."""
 
     def __init__(self, api: Api) -> None:
@@ -100,7 +100,7 @@ class Vast(Listing):
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`. An instance that can't be given its end is destroyed at once, and the offer refused."""
         files = vast.render(ask)
-        found = (_readable(self._api, "/api/v0/bundles/", json.loads(files[vast.SEARCH])) or {}).get("offers") or []
+        found = (_sure(self._api, "POST", "/api/v0/bundles/", json.loads(files[vast.SEARCH])) or {}).get("offers") or []
         if not found:
             raise Refused("no host offers it at this price now", is_stock=True)
         body = filled(json.loads(files[vast.CREATE]), {**ask.secret_values(), CREATED_AT: f"{asked_at:.0f}"})
@@ -128,11 +128,11 @@ class Vast(Listing):
                 raise
 
     def listed(self, prefix: str) -> list[Seen]:
-        """See `Listing`. Page by page."""
+        """See `Driver`. Page by page."""
         found: list[Json] = []
         path = "/api/v1/instances/?limit=25"
         for _ in range(200):
-            answer = _readable(self._api, path) or {}
+            answer = _sure(self._api, "GET", path) or {}
             found += answer.get("instances") or []
             if not answer.get("next_token"):
                 break
@@ -147,15 +147,15 @@ class Vast(Listing):
         ]
 
     def delete(self, machine: Machine) -> None:
-        """See `Listing`."""
-        _done(self._api, "DELETE", f"/api/v0/instances/{machine.id}/", {})
+        """See `Driver`."""
+        _sure(self._api, "DELETE", f"/api/v0/instances/{machine.id}/", {})
 
     def log(self, machine: Machine) -> str:
         """See `Driver`."""
-        return json.dumps(_readable(self._api, f"/api/v0/instances/request_logs/{machine.id}/", {"tail": "200"}, "PUT"))
+        return json.dumps(_sure(self._api, "PUT", f"/api/v0/instances/request_logs/{machine.id}/", {"tail": "200"}))
 
 
-class Lambda(Listing):
+class Lambda(Driver):
     """Instances, which nothing ends but us."""
 
     ends_by_itself = False
@@ -176,35 +176,27 @@ class Lambda(Listing):
         return str(made[0])
 
     def listed(self, prefix: str) -> list[Seen]:
-        """See `Listing`."""
-        found = (_readable(self._api, "/api/v1/instances") or {}).get("data") or []
+        """See `Driver`."""
+        found = (_sure(self._api, "GET", "/api/v1/instances") or {}).get("data") or []
         return [
             Seen(str(each.get("name")), str(each["id"]), is_over=each.get("status") == "unhealthy")
             for each in found if each.get("status") not in ("terminated", "preempted")
         ]  # fmt: skip
 
     def delete(self, machine: Machine) -> None:
-        """See `Listing`."""
-        _done(self._api, "POST", "/api/v1/instance-operations/terminate", {"instance_ids": [machine.id]})
+        """See `Driver`."""
+        _sure(self._api, "POST", "/api/v1/instance-operations/terminate", {"instance_ids": [machine.id]})
 
 
-def _readable(api: Api, path: str, body: Any = None, method: str = "") -> Any:
-    """Something that is only read; a refusal of that is no answer either."""
+def _sure(api: Api, method: str, path: str, body: Any = None) -> Any:
+    """The answer to a question or a deletion: a refusal of those leaves open what there is. Raises `Unclear`."""
     try:
-        return api.ask(method or ("GET" if body is None else "POST"), path, body)
+        return api.ask(method, path, body)
     except Refused as error:
         raise Unclear(str(error)) from error
 
 
-def _done(api: Api, method: str, path: str, body: Any = None) -> None:
-    """A deletion; a refusal of it leaves open what there is."""
-    try:
-        api.ask(method, path, body)
-    except Refused as error:
-        raise Unclear(str(error)) from error
-
-
-def connect(target: str) -> RunPod | Vast | Lambda:
+def connect(target: str) -> Driver:
     """The client of a target, with the key from the environment. Raises `UserMistake`.
 
     FARTHING_LAUNCH_API names another address, for tests.

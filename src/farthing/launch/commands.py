@@ -14,7 +14,7 @@ from pathlib import Path
 
 from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
-from farthing.launch.driver import Listing, Refused, Seen, Unclear
+from farthing.launch.driver import Driver, Refused, Seen, Unclear
 
 TIMEOUT_S = 180.0
 
@@ -32,7 +32,7 @@ class Commands:
     log: Callable[[Machine], Sequence[str]]
 
 
-class CommandDriver(Listing):
+class CommandDriver(Driver):
     """A target by its own command, see `Driver`. `files` gives the folder where an ask was written."""
 
     is_paid_in_queue = False
@@ -45,12 +45,12 @@ class CommandDriver(Listing):
 
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`. Secrets are in this process' environment, where the command finds them."""
-        return self._commands.id_of(_run(self._commands.submit(ask, self._files(ask)))) or ask.name
+        return self._commands.id_of(run_command(self._commands.submit(ask, self._files(ask)))) or ask.name
 
     def listed(self, prefix: str) -> list[Seen]:
-        """See `Listing`."""
+        """See `Driver`."""
         try:
-            return self._commands.parse(_run(self._commands.listing(prefix)))
+            return self._commands.parse(run_command(self._commands.listing(prefix)))
         except (ValueError, KeyError, TypeError) as error:
             raise Unclear(f"its list of jobs can't be read ({type(error).__name__}: {error})") from error
 
@@ -61,16 +61,16 @@ class CommandDriver(Listing):
             self.delete(machine if machine.id else replace(machine, id=seen.id))
 
     def delete(self, machine: Machine) -> None:
-        """See `Listing`."""
-        _run(self._commands.destroy(machine))
+        """See `Driver`."""
+        run_command(self._commands.destroy(machine))
 
     def log(self, machine: Machine) -> str:
         """See `Driver`."""
-        return _run(self._commands.log(machine))
+        return run_command(self._commands.log(machine))
 
 
-def _run(words: Sequence[str]) -> str:
-    """What a command prints. Raises `Refused` where there is no such command, else `Unclear`."""
+def run_command(words: Sequence[str]) -> str:
+    """What a command of the user's prints. Raises `Refused` where there is no such command, else `Unclear`."""
     try:
         done = subprocess.run(
             list(words), capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env={**os.environ},

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from farthing.durability.machines import Machine
 from farthing.launch.ask import CREATED_AT, SCRIPT, Ask, script_of
-from farthing.launch.driver import Refused, Seen, Unclear
+from farthing.launch.driver import Driver, Refused, Seen, Unclear
 
 HERE = "local"
 PATIENT_S, KILL_AFTER_S = 60.0, 60
-SSH_OPTIONS = (
+SSH_OPTIONS = [
     "-o",
     "BatchMode=yes",
     "-o",
@@ -31,7 +31,7 @@ SSH_OPTIONS = (
     "ServerAliveInterval=5",
     "-o",
     "ServerAliveCountMax=2",
-)
+]
 _NEVER_THERE = re.compile(
     r"[^\n]*(Could not resolve hostname|Connection refused|No route to host|Permission denied|Host key verification failed"
     r"|connect to host .* timed out)[^\n]*"
@@ -52,11 +52,10 @@ class Unreached(Unclear):
     """Nothing came as far as the host: whether a machine is at work there is not known, but a new one was not made."""
 
 
-class HostDriver:
+class HostDriver(Driver):
     """Hosts, each by its name; `local` is this one. `shared` is the run folder where there is no store."""
 
-    is_paid_in_queue, restarts, ends_by_itself, may_overlap = True, False, True, True
-    late_s = 0.0
+    may_overlap, late_s = True, 0.0
 
     def __init__(self, hosts: Sequence[str], shared: str = "") -> None:
         self._hosts, self._shared = list(hosts), shared
@@ -107,9 +106,6 @@ cat "$d/pid"
         except Unreached as error:
             raise Refused(str(error)) from error
         return said.split()[-1] if said.split() else ask.name
-
-    def secure(self, machine: Machine) -> None:
-        """See `Driver`. The script has its own `timeout`."""
 
     def look(self, machine: Machine) -> Seen | None:
         """See `Driver`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from farthing.durability.files import Json
 from farthing.launch.ask import SCRIPT, Ask, script_of
 from farthing.launch.commands import Commands
-from farthing.launch.driver import Seen
+from farthing.launch.driver import Seen, job_seen
 from farthing.launch.target import Files, Target, missing
 
 DOCUMENT = "custom_job.json"
@@ -105,9 +105,9 @@ def check(files: Mapping[str, str]) -> list[str]:
 
 def _parse(text: str) -> list[Seen]:
     return [
-        Seen(
-            job["displayName"], job["name"], is_over=job["state"] in _OVER, is_waiting=job["state"] in _WAITS,
-            code=0 if job["state"] == "JOB_STATE_SUCCEEDED" else None, is_paid=job["state"] not in _OVER,
+        job_seen(
+            job["displayName"], job["name"], job["state"] in _OVER, waits=job["state"] in _WAITS,
+            code=0 if job["state"] == "JOB_STATE_SUCCEEDED" else None,
         )
         for job in json.loads(text)
     ]  # fmt: skip
