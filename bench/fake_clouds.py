@@ -14,7 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from farthing.durability.accounts import Account
-from farthing.launch.supervise import Word
+from farthing.launch.words import Word
 
 FAULTS = (
     "", "create answers 500 after creating", "create never answers after creating", "create never answers", "no stock",
@@ -144,10 +144,10 @@ class World:
         """What all machines have really cost."""
         return sum(map(self.usd_of, self.machines))
 
-    # ---- the store (Words) ----
+    # ---- the store (StoreWords) ----
 
     def of(self, name: str) -> Word:
-        """See `farthing.launch.supervise.Words`."""
+        """See `farthing.launch.words.StoreWords`."""
         machine = next((each for each in reversed(self.machines) if each.name == name), None)
         if machine is None or self.now - machine.made_at < BOOT_S or machine.fault in ("never boots", "dies in boot"):
             return Word()
@@ -158,15 +158,15 @@ class World:
         return Word(has_booted=True, code=code, why=why, beat=beat)
 
     def is_stopped(self) -> bool:
-        """See `Words`."""
+        """See `StoreWords`."""
         return self.stopped
 
     def committed(self) -> int:
-        """See `Words`."""
+        """See `StoreWords`."""
         return self.saved
 
     def accounts(self) -> list[Account]:
-        """See `Words`."""
+        """See `StoreWords`."""
         trained = [(n, machine) for n, machine in enumerate(self.machines, 1) if machine.trained_from is not None]
         return [
             Account(
@@ -180,11 +180,11 @@ class World:
         ]
 
     def keep(self, name: str, rows: list[Any]) -> None:
-        """See `Words`."""
+        """See `StoreWords`."""
         self.lines[name] = list(rows)
 
     def kept(self) -> dict[str, list[Any]]:
-        """See `Words`."""
+        """See `StoreWords`."""
         return {name: list(rows) for name, rows in self.lines.items()}
 
     # ---- HTTP ----

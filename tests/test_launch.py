@@ -559,7 +559,7 @@ def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(tm
     stay, children = _aboard(tmp_path, monkeypatch)
     assert stay.run() == EXIT_FINISHED
     assert children[0].words == ["train", "job.yaml", "--retry", "--set", "limits.max_usd=3.8"]  # 5 - 1 - 0.1 - 100 s
-    words = StoreWords(LocalStore(tmp_path / "store"))
+    words = StoreWords(lambda: LocalStore(tmp_path / "store"))
     assert words.of("farthing-1-1").code == 0
     assert words.of("farthing-1-1").has_booted
     assert "step 1" in words.log("farthing-1-1")
@@ -571,18 +571,18 @@ def test_training_is_told_to_leave_before_the_machine_ends(tmp_path: Path, monke
     stay, children = _aboard(tmp_path, monkeypatch, code=75, most_s=100)
     assert stay.run() == EXIT_LIMIT, "another machine would find no money left"
     assert children[0].signals == [15]
-    assert StoreWords(LocalStore(tmp_path / "store")).of("farthing-1-1").code == EXIT_LIMIT
+    assert StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1").code == EXIT_LIMIT
 
 
 def test_inputs_that_do_not_come_are_said_to_whoever_watches(tmp_path: Path, monkeypatch: Any) -> None:
     stay, children = _aboard(tmp_path, monkeypatch, inputs="launch/none/inputs.json")
     assert stay.run() == 2
     assert children == []
-    assert "not whole" in StoreWords(LocalStore(tmp_path / "store")).of("farthing-1-1").why
+    assert "not whole" in StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1").why
 
 
 def test_a_machine_begun_again_forgets_how_it_left(tmp_path: Path) -> None:
-    speaker, words = Speaker(LocalStore(tmp_path), "farthing-1-1"), StoreWords(LocalStore(tmp_path))
+    speaker, words = Speaker(LocalStore(tmp_path), "farthing-1-1"), StoreWords(lambda: LocalStore(tmp_path))
     speaker.booted()
     speaker.left(75, "asked to leave")
     assert words.of("farthing-1-1").code == EXIT_INTERRUPTED
@@ -733,7 +733,7 @@ def test_a_second_folder_counts_on_from_what_the_first_has_paid(tmp_path: Path) 
 
 
 def test_lines_of_machines_are_kept_in_the_store_and_damage_is_refused(tmp_path: Path) -> None:
-    words = StoreWords(LocalStore(tmp_path / "store"), "farthing-1")
+    words = StoreWords(lambda: LocalStore(tmp_path / "store"), "farthing-1")
     ledger = MachineLedger(tmp_path / "a")
     ledger.note("farthing-1-1", "asked", 1.0, number=1, usd_per_hour=2.0)
     ledger.note("farthing-1-1", "gone", 3601.0)

@@ -328,8 +328,8 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
     is_google = (store or "").startswith(("gs://", "gcs://")) and target.name not in ("vertex", "skypilot")
     told = next((name for name in (*job.data.train, *job.data.eval) if name != without_secrets(name)), None)
     refusals = (
-        (store is None and not _shares(target, at), "nothing of the run would outlive the machine: the job has no store", "output_store",
-         f"set output_store: s3://bucket/prefix, or another place that both sides reach{also}"),
+        (store is None and not _shares(target, at), "nothing of the run would outlive the machine: the job has no store",
+         "output_store", f"set output_store: s3://bucket/prefix, or another place that both sides reach{also}"),
         (target.is_rented and is_folder, "a rented machine does not see this folder", f"output_store: {store}",
          "name a bucket: s3://bucket/prefix, gs://bucket/prefix"),
         (target.is_rented and is_google, f"credentials of Google Cloud are a file, which does not travel to {title}",

@@ -14,14 +14,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from farthing.durability.accounts import Account
-from farthing.durability.files import Json
 from farthing.durability.machines import Machine, MachineLedger
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, UserMistake
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Driver, Refused, Unclear
+from farthing.launch.words import StoreWords, Word
 from farthing.prices.offers import Offer
 from farthing.units import plural, say_seconds, say_usd
 
@@ -55,39 +55,6 @@ class Spent(Exception):
     """The rest of the cap, of the hours or of the time until the deadline buys no further machine."""
 
 
-@dataclass(frozen=True)
-class Word:
-    """What a machine has said of itself in the store."""
-
-    has_booted: bool = False
-    code: int | None = None
-    why: str = ""
-    beat: str = ""
-    """Changes as long as the machine lives."""
-
-
-class Words(Protocol):
-    """Where machines leave their words. Every call may raise `Unclear`."""
-
-    def of(self, name: str) -> Word:
-        """The newest of a machine."""
-
-    def is_stopped(self) -> bool:
-        """Whether somebody has asked, from anywhere, that the launch be stopped."""
-
-    def committed(self) -> int:
-        """The newest step that is saved."""
-
-    def accounts(self) -> list[Account]:
-        """What each attempt of the run has cost, as far as the store knows."""
-
-    def keep(self, name: str, rows: list[Json]) -> None:
-        """Leave the lines of a machine where other folders of this run find them."""
-
-    def kept(self) -> dict[str, list[Json]]:
-        """The lines of every machine of this run, whichever folder it was asked for from."""
-
-
 MakeAsk = Callable[[int, Offer, list[Account]], Ask]
 """(number, offer, attempts so far) -> what to ask for. Raises `Spent`."""
 
@@ -111,7 +78,7 @@ class Launch:
         driver: Driver,
         offers: Sequence[Offer],
         make_ask: MakeAsk,
-        words: Words,
+        words: StoreWords,
         *,
         say: Callable[[str], None],
         clock: Callable[[], float],
@@ -497,13 +464,3 @@ def _how(machine: Machine, code: int | None) -> str:
     if machine.booted_at is None and code is None:
         return "it ended before it had booted"
     return "it ended without a word" if code is None else f"left with {code}"
-
-
-def refuse_unattended(driver: Driver, *, is_attended: bool) -> None:
-    """Refuse to rent where nothing ends a machine when we are dead, unless somebody stays with it. Raises `UserMistake`."""
-    if not (driver.ends_by_itself or is_attended):
-        raise UserMistake(
-            "nothing of this provider ends the machine if this process dies: it would be paid for until somebody looks",
-            where="--on",
-            to_do="stay with it and say so with --attended, or take another target",
-        )
