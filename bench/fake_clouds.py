@@ -7,13 +7,14 @@ faulty launches take a minute. What a machine has really cost is kept here, apar
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from farthing.durability.accounts import Account
-from farthing.launch.supervise import Word
+from farthing.launch.words import Word
 
 FAULTS = (
     "", "create answers 500 after creating", "create never answers after creating", "create never answers", "no stock",
@@ -33,6 +34,8 @@ class Machine:
     made_at: float
     usd_per_hour: float
     ends_at: float | None
+    own_end: float | None
+    """When what runs on it deletes it, where it does: not before it has booted."""
     most_train_usd: float
     gone_at: float | None = None
     why_gone: str = ""
@@ -58,6 +61,8 @@ class World:
     away_until: float = 0.0
     n_created: int = 0
     stopped: bool = False
+    lines: dict[str, list[Any]] = field(default_factory=dict)
+    """What the store has of each machine."""
     asks: dict[str, Any] = field(default_factory=dict)
     requests: list[tuple[str, str, str]] = field(default_factory=list)
 
@@ -87,7 +92,12 @@ class World:
             if machine.fault == "dies in boot" and age > BOOT_S / 2:
                 machine.gone_at, machine.why_gone = self.now, "died in boot"
                 continue
-            if machine.fault == "never boots" or age < BOOT_S or machine.left is not None:
+            if machine.fault == "never boots" or age < BOOT_S:
+                continue
+            if machine.own_end is not None and (machine.left is not None or self.now >= machine.own_end):
+                machine.gone_at, machine.why_gone = self.now, "it deleted itself"
+                continue
+            if machine.left is not None:
                 continue
             if machine.fault == "taken away" and machine.trained_s > 400:
                 machine.gone_at, machine.why_gone = self.now, "taken away"
@@ -120,17 +130,24 @@ class World:
         return sum(machine.gone_at is None for machine in self.machines)
 
     @property
+    def loading(self) -> list[Machine]:
+        """Machines of Vast.ai that never booted and are still there: as long as one is loading its disk is charged, its GPU
+        is not (docs.vast.ai/guides/reference/billing)."""
+        return [m for m in self.machines if self.provider == "vast" and m.gone_at is None and m.fault == "never boots"]
+
+    def usd_of(self, machine: Machine) -> float:
+        """What a machine has cost up to now, counted from its making."""
+        return ((self.now if machine.gone_at is None else machine.gone_at) - machine.made_at) / 3600 * self.usd_per_hour
+
+    @property
     def usd(self) -> float:
         """What all machines have really cost."""
-        ends = [
-            (self.now if machine.gone_at is None else machine.gone_at) - machine.made_at for machine in self.machines
-        ]
-        return sum(ends) / 3600 * self.usd_per_hour
+        return sum(map(self.usd_of, self.machines))
 
-    # ---- the store (Words) ----
+    # ---- the store (StoreWords) ----
 
     def of(self, name: str) -> Word:
-        """See `farthing.launch.supervise.Words`."""
+        """See `farthing.launch.words.StoreWords`."""
         machine = next((each for each in reversed(self.machines) if each.name == name), None)
         if machine is None or self.now - machine.made_at < BOOT_S or machine.fault in ("never boots", "dies in boot"):
             return Word()
@@ -141,15 +158,15 @@ class World:
         return Word(has_booted=True, code=code, why=why, beat=beat)
 
     def is_stopped(self) -> bool:
-        """See `Words`."""
+        """See `StoreWords`."""
         return self.stopped
 
     def committed(self) -> int:
-        """See `Words`."""
+        """See `StoreWords`."""
         return self.saved
 
     def accounts(self) -> list[Account]:
-        """See `Words`."""
+        """See `StoreWords`."""
         trained = [(n, machine) for n, machine in enumerate(self.machines, 1) if machine.trained_from is not None]
         return [
             Account(
@@ -161,6 +178,14 @@ class World:
             )
             for n, machine in trained
         ]
+
+    def keep(self, name: str, rows: list[Any]) -> None:
+        """See `StoreWords`."""
+        self.lines[name] = list(rows)
+
+    def kept(self) -> dict[str, list[Any]]:
+        """See `StoreWords`."""
+        return {name: list(rows) for name, rows in self.lines.items()}
 
     # ---- HTTP ----
 
@@ -177,18 +202,20 @@ class World:
         status, value = getattr(self, f"_{self.provider}")(method, path, json.loads(body) if body else None)
         return status, b"" if value is None else json.dumps(value).encode()
 
-    def _make(self, name: str, ends_at: float | None) -> Machine:
+    def _make(self, name: str, ends_at: float | None, own_end: float | None) -> Machine:
         fault = self.script[self.n_created] if self.n_created < len(self.script) else ""
         ask = self.asks[name]
         boot_usd = BOOT_S / 3600 * self.usd_per_hour
         aboard = ask.aboard
         cap = aboard["max_usd"] - aboard["overhead_usd"] - aboard["reserve_usd"] - boot_usd
         number = str(1000 + len(self.machines))
-        return Machine(number, name, fault, self.now, self.usd_per_hour, ends_at, cap)
+        return Machine(number, name, fault, self.now, self.usd_per_hour, ends_at, own_end, cap)
 
-    def _create(self, name: str, ends_at: float | None, refusal: Any, made: Any) -> tuple[int, Any]:
+    def _create(
+        self, name: str, ends_at: float | None, own_end: float | None, refusal: Any, made: Any
+    ) -> tuple[int, Any]:
         """A creation, as the script has it. `refusal(is_stock)` and `made(id)` are the provider's answers."""
-        machine = self._make(name, ends_at)
+        machine = self._make(name, ends_at, own_end)
         self.n_created += 1
         fault = machine.fault
         if fault in ("no stock", "refused for good"):
@@ -236,7 +263,9 @@ class World:
                 why = "There are no longer any instances available" if is_stock else "insufficient funds"
                 return 200, {"errors": [{"message": why}], "data": {kind: None}}
 
-            return self._create(pod["name"], ends, refusal, lambda number: (200, {"data": {kind: {"id": number}}}))
+            return self._create(
+                pod["name"], ends, None, refusal, lambda number: (200, {"data": {kind: {"id": number}}})
+            )
         if method == "DELETE":
             return self._end(path.rsplit("/", 1)[1])
         return 200, {"pods": [{"id": m.id, "name": m.name, "status": "RUNNING"} for m in self._listed()]}
@@ -249,8 +278,11 @@ class World:
             def refusal(is_stock: bool) -> tuple[int, Any]:
                 return (404, {"error": "no_such_ask"}) if is_stock else (403, {"msg": "insufficient credit"})
 
+            script, asked_at = body["args"][-1], float(body["env"]["FARTHING_CREATED_AT"])
+            most = re.search(r"^left=\$\(\(FARTHING_CREATED_AT \+ (\d+) - ", script, re.MULTILINE)
+            own_end = asked_at + float(most[1]) if most else None
             return self._create(
-                body["label"], None, refusal, lambda n: (200, {"success": True, "new_contract": int(n)})
+                body["label"], None, own_end, refusal, lambda n: (200, {"success": True, "new_contract": int(n)})
             )
         if path == "/api/v0/commands/schedule_job/":
             machine = next(each for each in self.machines if each.id == str(body["instance_id"]))

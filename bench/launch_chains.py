@@ -1,11 +1,12 @@
 """Machines lost under a launch, again and again: the run goes on elsewhere, to the same bits, with one bill.
 
-    python bench/launch_chains.py --chains 20 --first-seed 0 --json [--kind ssh|slurm|both]
+    python bench/launch_chains.py --chains 100 --first-seed 0 --json [--kind ssh|slurm|both] [--lanes 3] [--minutes M]
 
-A chain over ssh: three machines (namespaces, see ssh_machines.py), one or two of which are lost at a moment that the seed
-draws, disk and all. A chain over Slurm: a controller and two nodes (see slurm_cluster.py), where a job of a better partition
-preempts the run, or its node is lost. Each is held against one run of the same job that was left alone: every logged step
-and the exported model, to the bit. What all machines have cost must be the sum of their seconds, each confirmed gone.
+Several chains go side by side, each in a lane with machines of its own. A chain over ssh: three machines (namespaces, see
+ssh_machines.py), one or two of which are lost at a moment that the seed draws, disk and all. A chain over Slurm: a controller
+and two nodes (see slurm_cluster.py), where a job of a better partition preempts the run, or its node is lost. Each is held
+against one run of the same job that was left alone: every logged step and the exported model, to the bit. What all machines
+have cost must be the sum of their seconds, each confirmed gone.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import os
+import queue
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,14 +45,16 @@ from farthing.report.receipt import leave_receipt
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 
 N_STEPS, SAVE_STEPS = 120, 12
-QUICK = Patience(poll_s=0.5, boot_s=120.0, lost_s=3.0, silent_s=120.0, stubborn_s=1.0)
+QUICK = Patience(poll_s=1.0, boot_s=120.0, lost_s=3.0, silent_s=120.0, stubborn_s=1.0)
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def write_job(folder: Path, store: Path | None, n_steps: int = N_STEPS) -> Path:
     """A small model, data and job in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = demo_rows(120)
-    make_model_folder(folder / "base", [row["prompt"] + row["completion"] for row in rows], "llama", dropout=0.1)
+    with _ONE_AT_A_TIME:  # it seeds the random numbers of the whole process
+        make_model_folder(folder / "base", [row["prompt"] + row["completion"] for row in rows], "llama", dropout=0.1)
     write_jsonl(folder / "data.jsonl", rows)
     values = {
         "task": "causal-lm", "model": {"model_name_or_path": "./base", "init": "random"}, "data": "data.jsonl",
@@ -106,22 +113,24 @@ def judged(session: Session, code: int, reference: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def ssh_chain(seed: int, folder: Path, fleet: ssh_machines.Fleet, reference: dict[str, Any]) -> dict[str, Any]:
-    """One chain over the machines of a fleet; they are all up again afterwards."""
+def ssh_chain(
+    seed: int, folder: Path, machines: Sequence[ssh_machines.Machine], reference: dict[str, Any]
+) -> dict[str, Any]:
+    """One chain over some machines of a fleet; they are all up again afterwards."""
     dice = random.Random(seed)
     store = LocalStore(folder / "store")
     job = write_job(folder / "job", store.root)
     moments = sorted(dice.sample(range(1, N_STEPS // SAVE_STEPS), dice.choice((1, 1, 2))))
-    wishes = Wishes(on="ssh:" + ",".join(machine.name for machine in fleet.machines))
+    wishes = Wishes(on="ssh:" + ",".join(machine.name for machine in machines))
     said: list[str] = []
     session = Session(prepare(load_job(job), wishes, datetime.now(UTC)), said.append)
     lost: list[str] = []
     stop = threading.Event()
 
     def take_away() -> None:
-        for moment, machine in zip(moments, fleet.machines, strict=False):
+        for moment, machine in zip(moments, machines, strict=False):
             while saved_step(store) < moment * SAVE_STEPS and not stop.is_set():
-                time.sleep(0.02)
+                time.sleep(0.1)
             time.sleep(dice.random() * 0.3)
             if not stop.is_set():
                 lost.append(f"{machine.name} after step {saved_step(store)}")
@@ -141,13 +150,49 @@ def ssh_chain(seed: int, folder: Path, fleet: ssh_machines.Fleet, reference: dic
             "said": said if wrong else []}  # fmt: skip
 
 
-def run_ssh(seeds: range, folder: Path, reference: dict[str, Any]) -> list[dict[str, Any]]:
-    """Chains over one fleet."""
-    found = []
-    with ssh_machines.Fleet(folder / "fleet", 3) as fleet, environment(FARTHING_SSH=" ".join(fleet.ssh)):
-        for seed in seeds:
-            found.append(ssh_chain(seed, folder / f"ssh{seed}", fleet, reference))
-    return found
+MACHINES_OF_A_LANE = 3
+
+
+def run_ssh(
+    seeds: range, folder: Path, reference: dict[str, Any], n_lanes: int = 1, until: float = math.inf
+) -> list[dict[str, Any]]:
+    """Chains over one fleet, three machines for each lane."""
+    n = MACHINES_OF_A_LANE
+    with (
+        ssh_machines.Fleet(folder / "fleet", n * n_lanes) as fleet,
+        environment(FARTHING_SSH=" ".join(fleet.ssh)),
+    ):
+
+        def chain(seed: int, lane: int) -> dict[str, Any]:
+            return ssh_chain(seed, folder / f"ssh{seed}", fleet.machines[lane * n : (lane + 1) * n], reference)
+
+        return side_by_side(chain, seeds, folder, n_lanes, until)
+
+
+def side_by_side(
+    chain: Callable[[int, int], dict[str, Any]], seeds: range, folder: Path, n_lanes: int, until: float
+) -> list[dict[str, Any]]:
+    """`chain(seed, lane)` of every seed, as many at a time as there are lanes; what one finds goes to stderr at once. The
+    folder of a chain that is as it should be is removed. None is begun after `until`, by the monotonic clock."""
+    lanes: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for lane in range(n_lanes):
+        lanes.put(lane)
+
+    def one(seed: int) -> list[dict[str, Any]]:
+        if time.monotonic() > until:
+            return []
+        lane = lanes.get()
+        try:
+            found = chain(seed, lane)
+        finally:
+            lanes.put(lane)
+        if not found["wrong"]:
+            shutil.rmtree(folder / f"{found['kind']}{seed}")
+        print(f"{found['kind']} {seed}: {found['wrong'] or 'equal'}; lost {found['lost']}", file=sys.stderr, flush=True)
+        return [found]
+
+    with ThreadPoolExecutor(n_lanes) as pool:
+        return [chain for found in pool.map(one, seeds) for chain in found]
 
 
 @contextlib.contextmanager
@@ -171,6 +216,8 @@ def main() -> int:
     parser.add_argument("--chains", type=int, default=4, metavar="N", help="of each kind")
     parser.add_argument("--first-seed", type=int, default=0, metavar="K")
     parser.add_argument("--kind", choices=("ssh", "slurm", "both"), default="both")
+    parser.add_argument("--lanes", type=int, default=3, metavar="L", help="chains side by side (default: 3)")
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="M", help="of each kind: then none is begun")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # machines and daemons are taken down then too
@@ -191,11 +238,15 @@ def main() -> int:
                 skipped[kind] = why
                 print(f"no chains over {kind}: {why}", file=sys.stderr)
             else:
-                chains += run(seeds, folder, reference)
+                until = time.monotonic() + 60 * arguments.minutes
+                chains += run(seeds, folder, reference, arguments.lanes, until)
     bad = [chain for chain in chains if chain["wrong"]]
     result = {
         "kind": "farthing launch chains", "chains": len(chains), "equal": len(chains) - len(bad), "bad": bad,
-        "skipped": skipped, "lost": sum(len(chain["lost"]) for chain in chains), "wall_s": time.perf_counter() - began,
+        "skipped": skipped, "lost": sum(len(chain["lost"]) for chain in chains),
+        "undisturbed": [chain["seed"] for chain in chains if not chain["lost"]], "first_seed": arguments.first_seed,
+        "kinds": {kind: sum(chain["kind"] == kind for chain in chains) for kind in chosen}, "lanes": arguments.lanes,
+        "wall_s": time.perf_counter() - began,
     }  # fmt: skip
     print(json.dumps(result, indent=1) if arguments.json else result)
     return 1 if bad or not chains else 0

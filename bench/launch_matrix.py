@@ -128,7 +128,7 @@ def validated(rows: list[dict[str, Any]], python: Path, kinds: tuple[str, ...]) 
         check=False,
     )
     if done.returncode:
-        return [f"the validators could not be run: {done.stderr[-500:]}"]
+        raise RuntimeError(f"the validators could not be run: {done.stderr[-500:]}")
     return list(json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -1,4 +1,4 @@
-"""A Slurm cluster on one machine: a controller, two nodes with GPUs that are plain files, and everything that happens to jobs.
+"""A Slurm cluster on one machine: a controller, nodes with GPUs that are plain files, and everything that happens to jobs.
 
 Needs root and Debian's packages: apt-get install slurmctld slurmd slurm-client munge. All state is in one folder, no service
 of the system is touched. As a target of `farthing launch` it is a real one: sbatch, squeue and scancel talk to it.
@@ -7,6 +7,7 @@ of the system is touched. As a target of `farthing launch` it is a real one: sba
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import shutil
@@ -39,10 +40,12 @@ def _port() -> int:
 
 
 class Cluster:
-    """A controller and nodes n1 and n2, up within the block. `environment` is what its jobs have beside their own."""
+    """A controller and pairs of nodes, up within the block: n1 and n2 in the partitions low1 and high1, n3 and n4 in low2 and
+    high2. `environment` is what its jobs have beside their own."""
 
-    def __init__(self, folder: Path, environment: dict[str, str] | None = None) -> None:
-        self.folder, self.environment = folder, environment or {}
+    def __init__(self, folder: Path, environment: dict[str, str] | None = None, n_pairs: int = 1) -> None:
+        self.folder, self.environment, self.n_pairs = folder, environment or {}, n_pairs
+        self.nodes = [f"n{n}" for n in range(1, 2 * n_pairs + 1)]
         self.config = folder / "slurm.conf"
         self._munged: subprocess.Popen[bytes] | None = None
         self._nodes: dict[str, subprocess.Popen[bytes]] = {}
@@ -52,19 +55,27 @@ class Cluster:
         folder = self.folder
         folder.mkdir(parents=True)
         folder.chmod(0o755)
-        for name in ("state", "spool-n1", "spool-n2", "munge"):
+        for name in ("state", "munge", *(f"spool-{node}" for node in self.nodes)):
             (folder / name).mkdir()
         (folder / "munge" / "key").write_bytes(os.urandom(1024))
         (folder / "munge" / "key").chmod(0o400)
-        for n in (1, 2):
-            (folder / f"gpu-n{n}").write_text("")
-        ports = _port(), _port(), _port()
+        for node in self.nodes:
+            (folder / f"gpu-{node}").write_text("")
         host = socket.gethostname().split(".")[0]
-        (folder / "gres.conf").write_text("".join(f"NodeName=n{n} Name=gpu File={folder}/gpu-n{n}\n" for n in (1, 2)))
+        (folder / "gres.conf").write_text("".join(f"NodeName={n} Name=gpu File={folder}/gpu-{n}\n" for n in self.nodes))
+        nodes = "".join(
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={_port()} CPUs=1 RealMemory=1000 Gres=gpu:1 "
+            "State=UNKNOWN\n" for node in self.nodes
+        )  # fmt: skip
+        partitions = "".join(
+            f"PartitionName=low{n} Nodes=n{2 * n - 1},n{2 * n} PriorityTier=1 GraceTime=5 State=UP MaxTime=INFINITE\n"
+            f"PartitionName=high{n} Nodes=n{2 * n - 1},n{2 * n} PriorityTier=10 PreemptMode=OFF State=UP MaxTime=INFINITE\n"
+            for n in range(1, self.n_pairs + 1)
+        )
         self.config.write_text(f"""\
 ClusterName=farthing
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldPort={_port()}
 SlurmctldParameters=preempt_send_user_signal
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/sock
@@ -94,11 +105,7 @@ KillWait=10
 MinJobAge=300
 ReturnToService=2
 SchedulerParameters=sched_interval=2,batch_sched_delay=0
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 RealMemory=1000 Gres=gpu:1 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 RealMemory=1000 Gres=gpu:1 State=UNKNOWN
-PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=5 State=UP MaxTime=INFINITE
-PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF State=UP MaxTime=INFINITE
-""")
+{nodes}{partitions}""")
         self.variables = {"SLURM_CONF": str(self.config), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
         try:
             self._start()
@@ -115,10 +122,11 @@ PartitionName=high Nodes=n1,n2 PriorityTier=10 PreemptMode=OFF State=UP MaxTime=
         )  # fmt: skip
         self._wait(lambda: (munge / "sock").exists(), "munged")
         self._controller = self._spawn("slurmctld", "-D", "-c")
-        for name in ("n1", "n2"):
+        for name in self.nodes:
             self.start_node(name)
         states = ("sinfo", "--Node", "--noheader", "--format=%T")
-        self._wait(lambda: self.ask(*states).split() == ["idle"] * 4, "the nodes")  # two, in two partitions
+        n = 2 * len(self.nodes)  # each is in two partitions
+        self._wait(lambda: self.ask(*states).split() == ["idle"] * n, "the nodes")
 
     def _spawn(self, *words: str) -> subprocess.Popen[bytes]:
         path = shutil.which(words[0], path=self.variables["PATH"]) or words[0]
@@ -199,20 +207,24 @@ class Hurry(threading.Thread):
                     self.cluster.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
 
 
-def run_slurm(seeds: range, folder: Path, reference: dict[str, Any]) -> list[dict[str, Any]]:
-    """Chains over one cluster."""
-    from launch_chains import environment
+def run_slurm(
+    seeds: range, folder: Path, reference: dict[str, Any], n_lanes: int = 1, until: float = math.inf
+) -> list[dict[str, Any]]:
+    """Chains over one cluster, a pair of nodes for each lane."""
+    from launch_chains import environment, side_by_side
 
-    found = []
     variables = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
                  "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"}  # fmt: skip
-    with Cluster(folder / "cluster") as cluster, environment(**{**cluster.variables, **variables}):
-        found += [slurm_chain(seed, folder / f"slurm{seed}", cluster, reference) for seed in seeds]
-    return found
+    with Cluster(folder / "cluster", n_pairs=n_lanes) as cluster, environment(**{**cluster.variables, **variables}):
+
+        def chain(seed: int, lane: int) -> dict[str, Any]:
+            return slurm_chain(seed, folder / f"slurm{seed}", cluster, lane + 1, reference)
+
+        return side_by_side(chain, seeds, folder, n_lanes, until)
 
 
-def slurm_chain(seed: int, folder: Path, cluster: Cluster, reference: dict[str, Any]) -> dict[str, Any]:
-    """One chain: the run is preempted, or its node is lost, once or twice."""
+def slurm_chain(seed: int, folder: Path, cluster: Cluster, pair: int, reference: dict[str, Any]) -> dict[str, Any]:
+    """One chain on a pair of nodes: the run is preempted, or its node is lost, once or twice."""
     from farthing.config.load import load_job
     from farthing.durability.accounts import read_ledger
     from farthing.launch.prepare import Wishes, prepare
@@ -222,7 +234,7 @@ def slurm_chain(seed: int, folder: Path, cluster: Cluster, reference: dict[str, 
     dice = random.Random(seed)
     job = write_job(folder, None)
     said: list[str] = []
-    session = Session(prepare(load_job(job), Wishes(on="slurm:low"), datetime.now(UTC)), said.append)
+    session = Session(prepare(load_job(job), Wishes(on=f"slurm:low{pair}"), datetime.now(UTC)), said.append)
     moments = sorted(dice.sample(range(1, N_STEPS // SAVE_STEPS), dice.choice((1, 1, 2))))
     lost: list[str] = []
     stop = threading.Event()
@@ -240,7 +252,7 @@ def slurm_chain(seed: int, folder: Path, cluster: Cluster, reference: dict[str, 
             if dice.random() < 0.5:
                 lost.append(f"preempted on {node} after step {step()}")
                 words = [
-                    "--partition=high",
+                    f"--partition=high{pair}",
                     f"--nodelist={node}",
                     "--gres=gpu:1",
                     "--output=/dev/null",

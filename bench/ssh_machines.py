@@ -50,8 +50,7 @@ class Machine:
         self.fleet, self.number, self.name = fleet, number, f"m{number}"
         self.space = f"ft{os.getpid() % 10000}m{number}"
         self.cable = f"ft{os.getpid() % 10000}h{number}"
-        self.net = fleet.net(number)
-        self.address = f"{self.net}.2"
+        self.gateway, self.address = fleet.addresses(number)
         self.home = fleet.folder / self.name
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -60,14 +59,15 @@ class Machine:
         self.home.mkdir(parents=True, exist_ok=True)
         _run("ip", "netns", "add", self.space)
         _run("ip", "link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", self.space)
-        _run("ip", "addr", "add", f"{self.net}.1/30", "dev", self.cable)
+        _run("ip", "addr", "add", f"{self.gateway}/30", "dev", self.cable)
         _run("ip", "link", "set", self.cable, "up")
         inside = ("ip", "-n", self.space)
         _run(*inside, "addr", "add", f"{self.address}/30", "dev", "eth0")
         for name in ("lo", "eth0"):
             _run(*inside, "link", "set", name, "up")
-        _run(*inside, "route", "add", "default", "via", f"{self.net}.1")
-        settings = {**self.fleet.environment, "FARTHING_HOME": str(self.home / "farthing")}
+        _run(*inside, "route", "add", "default", "via", self.gateway)
+        # with SHLVL bash reads no ~/.bashrc, which all machines share: a machine that is lost in it could leave a lock behind
+        settings = {**self.fleet.environment, "FARTHING_HOME": str(self.home / "farthing"), "SHLVL": "2"}
         config = self.fleet.folder / f"sshd_{self.name}"
         config.write_text(
             f"ListenAddress {self.address}:22\nHostKey {self.fleet.folder}/host_key\nPidFile none\nUsePAM no\n"
@@ -117,17 +117,19 @@ class Fleet:
         self.folder, self.n = folder, n
         site = folder / "site"
         path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
+        modules = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
         self.environment = {
-            "PATH": path, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+            "PATH": path, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
             **(environment or {}),
         }  # fmt: skip
         self.config = folder / "ssh_config"
         self.ssh = ["ssh", "-F", str(self.config)]
         self.machines: list[Machine] = []
 
-    def net(self, number: int) -> str:
-        """The network of a machine: not that of another process' fleet."""
-        return f"{NET}.{os.getpid() % 60 * 4 + number}"
+    def addresses(self, number: int) -> tuple[str, str]:
+        """Ours and its own in the network of a machine, of which a fleet has 60: not those of another process' fleet."""
+        net = f"{NET}.{os.getpid() % 250}"
+        return f"{net}.{number * 4 + 1}", f"{net}.{number * 4 + 2}"
 
     def __enter__(self) -> Fleet:
         (self.folder / "site").mkdir(parents=True)
@@ -136,7 +138,7 @@ class Fleet:
         for name in ("host_key", "key"):
             _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
         self.config.write_text(
-            "".join(f"Host m{n}\n  HostName {self.net(n)}.2\n" for n in range(1, self.n + 1))
+            "".join(f"Host m{n}\n  HostName {self.addresses(n)[1]}\n" for n in range(1, self.n + 1))
             + f"Host *\n  User root\n  IdentityFile {self.folder}/key\n  IdentitiesOnly yes\n"
             "  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
         )

@@ -272,8 +272,7 @@ def test_no_secret_is_in_any_file_or_word(demo: Path, on: str, monkeypatch: pyte
     found = [path for path in (demo.parent / "run").rglob("*") if path.is_file() and b"canary-" in path.read_bytes()]
     assert found == []
     assert "canary-" not in text
-    if not on.startswith("vertex"):
-        assert "HF_TOKEN" in "".join(_all_files(demo.parent / "run")) + text, "by name it goes along"
+    assert "HF_TOKEN" in "".join(_all_files(demo.parent / "run")) + text, "by name it goes along"
 
 
 def _all_files(folder: Path) -> list[str]:
@@ -285,7 +284,7 @@ def test_values_of_secrets_are_in_the_request_and_nowhere_else(tmp_path: Path, m
         monkeypatch.setenv(name, value)
     said: list[str] = []
     world, prepared = World("vast", n_steps=24), prepared_for("vast", tmp_path / "run", 2.0, 0.4)
-    assert supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False), returns=True, say=said.append) == 0
+    assert supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False), say=said.append) == 0
     creation = next(body for method, path, body in world.requests if path.startswith("/api/v0/asks/"))
     assert CANARIES["AWS_SECRET_ACCESS_KEY"] in creation
     assert not any("canary-" in path for _, path, _ in world.requests), "keys are in no address"
@@ -308,10 +307,10 @@ def test_each_fault_alone_is_survived(provider: str, fault: str, tmp_path: Path)
     run = tmp_path / "run"
     if fault == "refused for good":
         with pytest.raises(UserMistake, match="mend it there"):
-            supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False), returns=True)
+            supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False))
         assert world.machines == []
         return
-    code = supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False), returns=True)
+    code = supervise(world, prepared_for(provider, run, 4.0, 0.4), run, Fate(None, is_before=False))
     assert (code, world.n_alive, world.n_double, world.saved) == (EXIT_FINISHED, 0, 0, 120)
     ledger = MachineLedger(run)
     assert ledger.open == []
@@ -332,7 +331,7 @@ def test_the_cap_holds_when_nobody_of_ours_lives(provider: str, tmp_path: Path) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(World, "sleep", lambda self, seconds: die(seconds) if seconds > 5 else None)
         with pytest.raises(Dead):
-            supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False), returns=True)
+            supervise(world, prepared, tmp_path / "run", Fate(None, is_before=False))
     assert world.n_alive == 1
     world.machines[0].most_train_usd = 1e9  # not even training knows its cap
     world.sleep(100 * 3600)
@@ -345,7 +344,7 @@ def test_a_lost_machine_is_followed_by_the_next_offer_and_boot_failures_leave_th
     world = World("runpod", n_steps=240, script=["never boots", "taken away", ""])
     run = tmp_path / "run"
     prepared = prepared_for("runpod", run, 4.0, 0.4)
-    assert supervise(world, prepared, run, Fate(None, is_before=False), returns=True) == EXIT_FINISHED
+    assert supervise(world, prepared, run, Fate(None, is_before=False)) == EXIT_FINISHED
     machines = list(MachineLedger(run).machines.values())
     assert [machine.gpu for machine in machines] == [offer.gpu for offer in prepared.offers[:3]]
     assert [machine.number for machine in machines] == [1, 2, 3]
@@ -366,7 +365,7 @@ def test_a_line_stands_in_the_ledger_before_each_creation(tmp_path: Path) -> Non
         return make(name, *rest)
 
     world._create = watched  # type: ignore[method-assign]
-    supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, Fate(None, is_before=False), returns=True)
+    supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, Fate(None, is_before=False))
     assert seen == [["asked"]]
 
 
@@ -375,9 +374,9 @@ def test_stop_asks_until_the_provider_confirms(tmp_path: Path) -> None:
     run = tmp_path / "run"
     prepared = prepared_for("runpod", run, 4.0, 0.4)
     with pytest.raises(Killed):
-        supervise(world, prepared, run, Fate(40, is_before=False), returns=True)
+        supervise(world, prepared, run, Fate(40, is_before=False))
     assert world.n_alive == 1
-    supervise(world, prepared, run, Fate(None, is_before=False), returns=True, stop=True)
+    supervise(world, prepared, run, Fate(None, is_before=False), stop=True)
     assert world.n_alive == 0
     assert world.machines[0].n_terminations > 3
     assert MachineLedger(run).open == []
@@ -560,7 +559,7 @@ def test_training_gets_what_the_cap_leaves_after_boot_and_the_machines_before(tm
     stay, children = _aboard(tmp_path, monkeypatch)
     assert stay.run() == EXIT_FINISHED
     assert children[0].words == ["train", "job.yaml", "--retry", "--set", "limits.max_usd=3.8"]  # 5 - 1 - 0.1 - 100 s
-    words = StoreWords(LocalStore(tmp_path / "store"))
+    words = StoreWords(lambda: LocalStore(tmp_path / "store"))
     assert words.of("farthing-1-1").code == 0
     assert words.of("farthing-1-1").has_booted
     assert "step 1" in words.log("farthing-1-1")
@@ -572,18 +571,18 @@ def test_training_is_told_to_leave_before_the_machine_ends(tmp_path: Path, monke
     stay, children = _aboard(tmp_path, monkeypatch, code=75, most_s=100)
     assert stay.run() == EXIT_LIMIT, "another machine would find no money left"
     assert children[0].signals == [15]
-    assert StoreWords(LocalStore(tmp_path / "store")).of("farthing-1-1").code == EXIT_LIMIT
+    assert StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1").code == EXIT_LIMIT
 
 
 def test_inputs_that_do_not_come_are_said_to_whoever_watches(tmp_path: Path, monkeypatch: Any) -> None:
     stay, children = _aboard(tmp_path, monkeypatch, inputs="launch/none/inputs.json")
     assert stay.run() == 2
     assert children == []
-    assert "not whole" in StoreWords(LocalStore(tmp_path / "store")).of("farthing-1-1").why
+    assert "not whole" in StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1").why
 
 
 def test_a_machine_begun_again_forgets_how_it_left(tmp_path: Path) -> None:
-    speaker, words = Speaker(LocalStore(tmp_path), "farthing-1-1"), StoreWords(LocalStore(tmp_path))
+    speaker, words = Speaker(LocalStore(tmp_path), "farthing-1-1"), StoreWords(lambda: LocalStore(tmp_path))
     speaker.booted()
     speaker.left(75, "asked to leave")
     assert words.of("farthing-1-1").code == EXIT_INTERRUPTED
@@ -647,7 +646,7 @@ def test_commands_of_the_pages_work(command: str, demo: Path, monkeypatch: pytes
     assert program == "farthing"
     monkeypatch.chdir(demo.parent)
     monkeypatch.setattr(
-        "farthing.launch.check.subprocess.run", lambda words, **more: subprocess.CompletedProcess(words, 1, "", "")
+        "farthing.launch.commands.subprocess.run", lambda words, **more: subprocess.CompletedProcess(words, 1, "", "")
     )
     for name in ("RUNPOD_API_KEY", "VAST_API_KEY", "LAMBDA_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -693,7 +692,7 @@ def test_a_launch_that_is_stopped_from_elsewhere_rents_no_other_machine(tmp_path
         world.stopped |= "booted" in text
 
     prepared = prepared_for("runpod", run, 4.0, 0.4)
-    code = supervise(world, prepared, run, Fate(None, is_before=False), returns=True, say=stop_soon)
+    code = supervise(world, prepared, run, Fate(None, is_before=False), say=stop_soon)
     assert (code, world.n_alive, len(world.machines)) == (EXIT_INTERRUPTED, 0, 1)
 
 
@@ -701,11 +700,64 @@ def test_a_machine_that_another_folder_asked_for_is_taken_over_not_doubled(tmp_p
     world = World("runpod", n_steps=120)
     prepared = prepared_for("runpod", tmp_path / "run", 4.0, 0.4)
     with pytest.raises(Killed):
-        supervise(world, prepared, tmp_path / "laptop", Fate(25, is_before=False), returns=True)
+        supervise(world, prepared, tmp_path / "laptop", Fate(25, is_before=False))
     assert world.n_alive == 1
-    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False), returns=True) == EXIT_FINISHED
+    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False)) == EXIT_FINISHED
     assert (len(world.machines), world.n_alive, world.n_double) == (1, 0, 0)
     assert list(MachineLedger(tmp_path / "desktop").machines) == [world.machines[0].name]
+
+
+def test_a_second_folder_counts_on_from_what_the_first_has_paid(tmp_path: Path) -> None:
+    world = World("runpod", n_steps=10**9, script=["never boots", "never boots"])
+    prepared = prepared_for("runpod", tmp_path / "run", 0.3, 0.4)
+
+    def die(text: str) -> None:
+        if "confirmed gone" in text and len(world.machines) == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        supervise(world, prepared, tmp_path / "laptop", Fate(None, is_before=False), say=die)
+    assert [machine.why_gone for machine in world.machines] == ["destroyed", "destroyed"], "boots that led to nothing"
+    paid = world.usd
+    assert paid > 0.1
+    assert supervise(world, prepared, tmp_path / "desktop", Fate(None, is_before=False)) == EXIT_LIMIT
+    assert world.usd <= 0.3 + prepared.wishes.boot_s / 3600 * 0.4
+    names = [machine.name for machine in world.machines]
+    assert len(set(names)) == len(names) == 3, "no machine is taken for another one"
+    for folder in ("desktop", "laptop"):
+        if folder == "laptop":
+            assert supervise(world, prepared, tmp_path / folder, Fate(None, is_before=False)) == EXIT_LIMIT
+        ledger = MachineLedger(tmp_path / folder)
+        assert sorted(ledger.machines) == sorted(names)
+        assert ledger.usd(world.now) == pytest.approx(world.usd, abs=0.03)
+
+
+def test_lines_of_machines_are_kept_in_the_store_and_damage_is_refused(tmp_path: Path) -> None:
+    words = StoreWords(lambda: LocalStore(tmp_path / "store"), "farthing-1")
+    ledger = MachineLedger(tmp_path / "a")
+    ledger.note("farthing-1-1", "asked", 1.0, number=1, usd_per_hour=2.0)
+    ledger.note("farthing-1-1", "gone", 3601.0)
+    words.keep("farthing-1-1", ledger.rows["farthing-1-1"])
+    other = MachineLedger(tmp_path / "b")
+    other.take_over(words.kept())
+    other.take_over(words.kept())
+    assert (other.next_number, other.usd(9e9), len(other.rows["farthing-1-1"])) == (2, 2.0, 2)
+    from_before = MachineLedger(tmp_path / "c")
+    from_before.note("farthing-1-1", "asked", 5.0, number=1, usd_per_hour=1.0)
+    from_before.note("farthing-1-1", "gone", 3605.0)
+    from_before.take_over(words.kept())
+    assert (MachineLedger(tmp_path / "c").usd(9e9), len(from_before.machines)) == (3.0, 2)
+    path = tmp_path / "store" / "launch" / "farthing-1" / "machines" / "farthing-1-1.json"
+    path.write_text(path.read_text().replace("2.0", "0.0"))
+    with pytest.raises(UserMistake, match="damaged"):
+        words.kept()
+
+
+@pytest.mark.parametrize("spelling", ["s3://bucket/run/", "s3://bucket//run"])
+def test_one_store_is_one_launch_however_it_is_written(demo: Path, spelling: str) -> None:
+    named = [prepare(_job(demo, f"output_store={store}"), Wishes(on="runpod"), NOW).launch_id
+             for store in ("s3://bucket/run", spelling, "s3://bucket/other")]  # fmt: skip
+    assert named[0] == named[1] != named[2]
 
 
 def test_one_process_watches_a_launch(demo: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -737,7 +789,7 @@ def test_a_finished_run_rents_nothing_more(tmp_path: Path) -> None:
     run = tmp_path / "run"
     prepared = prepared_for("runpod", run, 4.0, 0.4)
     for _ in range(2):
-        assert supervise(world, prepared, run, Fate(None, is_before=False), returns=True) == EXIT_FINISHED
+        assert supervise(world, prepared, run, Fate(None, is_before=False)) == EXIT_FINISHED
     assert len(world.machines) == 1
 
 

@@ -10,7 +10,6 @@ import contextlib
 import http.server
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -54,8 +53,9 @@ class Pods(http.server.BaseHTTPRequestHandler):
         home.mkdir(parents=True)
         env = {each["key"]: each["value"] for each in pod["env"]}
         env |= {name: KEYS[name] for name in env if env[name] == f"{{{{ RUNPOD_SECRET_{name} }}}}"}
+        start = json.loads(pod["dockerArgs"])
         process = subprocess.Popen(
-            shlex.split(pod["dockerArgs"]), cwd=home, env={**self.environment, **env, "HOME": str(home)},
+            [*start["entrypoint"], *start["cmd"]], cwd=home, env={**self.environment, **env, "HOME": str(home)},
             start_new_session=True, stdout=open(home / "out.txt", "wb"), stderr=subprocess.STDOUT,  # noqa: SIM115
         )  # fmt: skip
         self.pods[number] = {"id": number, "name": pod["name"], "process": process, "pod": pod}

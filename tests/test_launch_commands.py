@@ -17,6 +17,10 @@ from farthing.launch.targets import hf_jobs, kubernetes, skypilot, slurm, vertex
 from launch_matrix import FILES_OF_CASE
 
 NAME = "farthing-12345678-1"
+CANARIES = (
+    "HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "RUNPOD_API_KEY", "VAST_API_KEY",
+    "LAMBDA_API_KEY", "WANDB_API_KEY", "OPENAI_API_KEY", "GOOGLE_API_KEY",
+)  # fmt: skip
 JOB = {"metadata": {"name": NAME}, "status": {"active": 1, "ready": 1}}
 FAILED = {"metadata": {"name": NAME}, "status": {"conditions": [{"type": "Failed", "status": "True"}]}}
 PATH = "projects/p/locations/us-central1/customJobs/7"
@@ -93,7 +97,9 @@ def files_of(target: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_job_is_made_found_and_ended(case: str, programs: Path) -> None:
+def test_a_job_is_made_found_and_ended(case: str, programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CANARIES:
+        monkeypatch.setenv(name, f"canary-{name}")
     commands, submitted, number, listed, expected, ended = CASES[case]
     (programs / "submitted").write_text(submitted)
     (programs / "listed").write_text(listed)
@@ -106,9 +112,11 @@ def test_a_job_is_made_found_and_ended(case: str, programs: Path) -> None:
     assert driver.look(Machine("farthing-12345678-2")) is None
     assert driver.names("farthing-12345678") == ({NAME: expected.id} if expected.is_paid else {})
     assert "step 1" in driver.log(machine)
+    assert "canary-" not in (programs / "called").read_text(), "nor in any argument"
     (programs / "called").write_text("")
     driver.destroy(machine)
     called = (programs / "called").read_text().splitlines()
+    assert not any(b"canary-" in path.read_bytes() for path in programs.rglob("*") if path.is_file())
     assert [line for line in called if line.split()[0] == "scancel" or "cancel" in line or "delete" in line] == ended
 
 

@@ -216,7 +216,7 @@ def test_a_machine_that_is_cut_off_stops_at_its_lease_and_is_counted_until_it_is
         with ssh_machines.Fleet(tmp_path / "fleet", 2, {"AWS_EC2_METADATA_DISABLED": "true"}) as fleet:
             # a machine reaches the store by its own cable alone; here it is on the loopback
             for machine in fleet.machines:
-                fleet.environment["AWS_ENDPOINT_URL"] = f"http://{machine.net}.1:{port}"
+                fleet.environment["AWS_ENDPOINT_URL"] = f"http://{machine.gateway}:{port}"
                 machine.lose()
                 machine.boot()
             with environment(FARTHING_SSH=" ".join(fleet.ssh), AWS_EC2_METADATA_DISABLED="true", **keys):

@@ -1,16 +1,19 @@
 """What is written for a target, judged by that target's own validator, in an environment of its own.
 
 `make launch-tools` makes the environments (kubernetes-validate and Vertex's protos; 500 MB for SkyPilot). Without them
-these tests skip and say so. FARTHING_LAUNCH_TOOLS and FARTHING_SKY name other places.
+these tests skip and say so. FARTHING_LAUNCH_TOOLS and FARTHING_SKY name other places; FARTHING_RUNPOD_OPENAPI RunPod's own
+description of its REST API (github.com/runpod/docs, api-reference-v2/openapi.json).
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from farthing.launch.clients import RUNPOD_REST
 from launch_matrix import cases, outcome_of, validated
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,3 +61,22 @@ def test_skypilot_takes_the_files_and_would_have_found_a_mistake() -> None:
     good = next(row for row in rows if row["state"] == "ok")
     good["files"] = {name: text.replace("job_recovery", "job_recovry") for name, text in good["files"].items()}  # type: ignore[attr-defined]
     assert len(validated([good], python, ("skypilot",))) == 1
+
+
+def test_runpod_s_rest_api_is_used_as_it_is_described() -> None:
+    name = os.environ.get("FARTHING_RUNPOD_OPENAPI")
+    if not name:
+        pytest.skip(
+            "FARTHING_RUNPOD_OPENAPI names no file: it is api-reference-v2/openapi.json of github.com/runpod/docs"
+        )
+    described = json.loads(Path(name).read_text())
+    paths, schemas = described["paths"], described["components"]["schemas"]
+    assert described["servers"][0]["url"] == RUNPOD_REST
+    assert "get" in paths["/v2/pods"]
+    assert "delete" in paths["/v2/pods/{id}"]
+    assert schemas["ListPodsResponse"]["required"] == ["pods"]
+    assert {"id", "name", "status"} <= set(schemas["Pod"]["allOf"][1]["required"])
+    assert {"EXITED", "ERROR", "TERMINATED"} < set(schemas["PodStatus"]["enum"])
+    request = json.dumps(schemas["CreatePodRequest"]).lower()
+    assert "terminate" not in request, "it has an end now: pods need not be made by GraphQL any more"
+    assert "interrupt" not in request, "it has spot now"

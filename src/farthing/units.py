@@ -13,8 +13,8 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600
 
 
 def _split(text: str, what: str) -> tuple[float, str]:
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None:
+    match = isinstance(text, str) and re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not match:
         raise ValueError(f"{text!r} is not {what}")
     return float(match[1]), match[2].lower()
 
@@ -23,7 +23,9 @@ def parse_usd(value: str | float) -> float:
     """Dollars from `5`, `"5"`, `"$5"` or `"5 usd"`."""
     if isinstance(value, int | float):
         return float(value)
-    number, unit = _split(value.strip().removeprefix("$"), 'an amount of dollars such as "$5"')
+    number, unit = _split(
+        value.strip().removeprefix("$") if isinstance(value, str) else value, 'an amount of dollars such as "$5"'
+    )
     if unit not in ("", "usd", "dollars"):
         raise ValueError(f"{value!r}: only US dollars are understood")
     return number

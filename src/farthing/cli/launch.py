@@ -15,6 +15,8 @@ from farthing.printable import printable, printable_lines
 
 GOES_ON_UNREAD = True
 """A machine is watched and given back, whether what is printed is read or not."""
+NOTHING_YET = "nothing was launched yet"
+NOTHING = {"kind": "farthing launch", "machines": [], "usd": 0.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     gc.disable()
     try:
         session = _session(arguments)
+        if session is None:
+            print_json(NOTHING) if arguments.json else print(NOTHING_YET)
+            return EXIT_FINISHED
         if arguments.status:
             return _show_standing(session, as_json=arguments.json)
         if arguments.logs:
@@ -67,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _session(arguments: argparse.Namespace) -> Any:
+    """The launch of a job; None where its standing is asked for and nothing was launched."""
     from farthing.config.load import load_job
     from farthing.launch.prepare import Wishes, prepare
     from farthing.launch.session import Session
@@ -82,12 +88,28 @@ def _session(arguments: argparse.Namespace) -> Any:
             raise UserMistake(f"{value:g}", where=name, to_do=f"give {low} to {high}")
     job = load_job(arguments.job, arguments.set)
     look_over(job, only_plans=True)
+    on, boot_s = arguments.on or _where_it_is(job, arguments), arguments.boot_limit * 60
+    if on is None and arguments.status:
+        return None
     wishes = Wishes(
-        arguments.on, arguments.offer, arguments.image, arguments.install, arguments.disk, arguments.boot_limit * 60,
-        arguments.prices,
+        on, arguments.offer, arguments.image, arguments.install, arguments.disk, boot_s, arguments.prices
     )  # fmt: skip
     prepared = prepare(job, wishes, datetime.now().astimezone().replace(microsecond=0))
     return Session(prepared, lambda text: write(f"farthing: {printable_lines(text)}"))
+
+
+def _where_it_is(job: Any, arguments: argparse.Namespace) -> str | None:
+    """Where the machines of the launch are: nobody has to name the target twice. Raises `UserMistake`."""
+    from farthing.launch.session import where_it_is
+
+    about_it = [f"--{name}" for name in ("status", "logs", "stop", "attach") if getattr(arguments, name)]
+    on = None if arguments.offer else where_it_is(job, only_open=not about_it)
+    if on is None and about_it and about_it != ["--status"]:
+        raise UserMistake(
+            "nothing was launched from this folder, nor by way of this store", where=about_it[0],
+            to_do="launch with --yes, or name where to look: --on TARGET",
+        )  # fmt: skip
+    return on
 
 
 def _show_dry(session: Any, arguments: argparse.Namespace) -> int:
@@ -140,7 +162,12 @@ def _do(session: Any, arguments: argparse.Namespace) -> int:
                 f"{row['name']}  {row['provider']} {row['instance']}  {say_usd(row['usd'])}  ({parts})  {row['why']}"
             )
         )
-    print(f"{say_usd(standing['usd'])} in all; `farthing report {printable(standing['run'])}` has the receipt")
+    where = (
+        f"; `farthing report {printable(standing['run'])}` has the receipt"
+        if (session.folder / LEDGER).exists()
+        else ""
+    )
+    print(f"{say_usd(standing['usd'])} in all{where}")
     if code == EXIT_LIMIT:
         write("farthing: stopped by a limit; raise it and launch again to go on")
     return code
@@ -161,7 +188,7 @@ def _show_standing(session: Any, *, as_json: bool) -> int:
             )
         )
     if not standing["machines"]:
-        print("nothing was launched yet")
+        print(NOTHING_YET)
     strays = sorted(set(standing["there_now"] or {}) - {row["name"] for row in standing["machines"]})
     for name in strays:
         print(printable(f"{name}  there, and in no line of this folder: --stop destroys it"))

@@ -6,7 +6,7 @@ is counted from that request to the confirmed deletion. Refuses to talk to anybo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ class Machine:
     name: str
     number: int = 0
     target: str = ""
+    on: str = ""
+    """The target with what stands behind its colon, as in ssh:host; empty in ledgers from before it was noted."""
     provider: str = ""
     instance: str = ""
     gpu: str = ""
@@ -80,12 +82,29 @@ class MachineLedger:
         self.folder = folder
         self._lines = SummedLines(folder / MACHINES)
         self.machines: dict[str, Machine] = {}
+        self.rows: dict[str, list[Json]] = {}
+        """The lines of each machine."""
         for row in self._lines.rows():
             self._take_in(row)
 
     def note(self, name: str, event: str, at: float, **facts: Any) -> Machine:
         """Write a line and force it to the disk; what it is about, with it taken in."""
-        row = {"machine": name, "event": event, "at": round(at, 3), **facts}
+        return self._write({"machine": name, "event": event, "at": round(at, 3), **facts})
+
+    def take_over(self, elsewhere: Mapping[str, list[Json]], *, to_disk: bool = True) -> None:
+        """Take in lines of the same run that another folder has written, by machine; those that are known are passed over.
+
+        A machine that bears the name of another one here, from before names were shared, gets one that tells them apart.
+        """
+        for name, rows in elsewhere.items():
+            own = self.rows.get(name, rows)
+            to = name if own[:1] == rows[:1] else f"{name}-elsewhere"
+            for row in rows:
+                row = {**row, "machine": to}
+                if row not in self.rows.get(to, []):
+                    self._write(row) if to_disk else self._take_in(row)
+
+    def _write(self, row: Json) -> Machine:
         make_private(self.folder)
         is_new = not self._lines.path.exists()
         self._lines.append(row)
@@ -96,8 +115,9 @@ class MachineLedger:
 
     def _take_in(self, row: Json) -> Machine:
         machine = self.machines.setdefault(str(row.get("machine")), Machine(str(row.get("machine"))))
+        self.rows.setdefault(machine.name, []).append(row)
         event, at = row.get("event"), float(row.get("at") or 0.0)
-        for key in ("number", "target", "provider", "instance", "gpu", "is_spot", "usd_per_hour", "most_s",
+        for key in ("number", "target", "on", "provider", "instance", "gpu", "is_spot", "usd_per_hour", "most_s",
                     "is_paid_in_queue", "committed", "id", "code", "why"):  # fmt: skip
             if key in row:
                 setattr(machine, key, row[key])

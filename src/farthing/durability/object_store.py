@@ -23,8 +23,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import fsspec
-
 from farthing.addresses import is_remote, without_secrets
 from farthing.durability.files import DRAFT, Json, draft_of, fsync_path
 from farthing.errors import UserMistake
@@ -212,6 +210,8 @@ class BucketStore:
         options = _OPTIONS.get(_SAME.get(protocol, protocol), {})
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        import fsspec  # a third of a second, which a folder does not take
+
         kind = fsspec.get_filesystem_class(protocol)
         self.name = without_secrets(address.rstrip("/"))
         self._fs = kind(skip_instance_cache=True, use_listings_cache=False, **options)

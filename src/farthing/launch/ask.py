@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from farthing.durability.files import Json
@@ -59,20 +59,30 @@ class Ask:
     """The next offers of the ranking with their GPU's names, for targets that choose among several."""
 
     @property
+    def on(self) -> str:
+        """The target as --on names it."""
+        return f"{self.target}:{self.at}" if self.at else self.target
+
+    @property
     def launch_id(self) -> str:
         """The part of the name that all machines of a launch share."""
         return self.name.rpartition("-")[0]
 
     def secret_values(self) -> dict[str, str]:
         """The secrets as they are in the environment here, for a request that is sent. Raises `UserMistake`."""
-        absent = [name for name in self.secrets if not os.environ.get(name)]
-        if absent:
-            raise UserMistake(
-                f"{', '.join(absent)} is not set here, and the machine needs it",
-                where="environment",
-                to_do="export it first",
-            )
-        return {name: os.environ[name] for name in self.secrets}
+        return values_of(self.secrets)
+
+
+def values_of(secrets: Sequence[str]) -> dict[str, str]:
+    """Variables of the environment here. Raises `UserMistake` where one is not set."""
+    absent = [name for name in secrets if not os.environ.get(name)]
+    if absent:
+        raise UserMistake(
+            f"{', '.join(absent)} is not set here, and the machine needs it",
+            where="environment",
+            to_do="export it first",
+        )
+    return {name: os.environ[name] for name in secrets}
 
 
 def script_of(ask: Ask) -> str:

@@ -18,7 +18,7 @@ from farthing.durability.files import Json
 from farthing.durability.machines import Machine
 from farthing.errors import UserMistake
 from farthing.launch.ask import CREATED_AT, ENDS_AT, Ask
-from farthing.launch.driver import Refused, Seen, Unclear, refusal
+from farthing.launch.driver import Driver, Refused, Seen, Unclear, refusal
 from farthing.launch.http import Api
 from farthing.launch.target import Files
 from farthing.launch.targets import lambda_cloud, runpod, vast
@@ -56,11 +56,8 @@ def filled(value: Any, values: Mapping[str, Any]) -> Any:
     return value
 
 
-class RunPod:
-    """Pods: made by GraphQL, which knows an end; found and deleted by REST v2."""
-
-    is_paid_in_queue, restarts, ends_by_itself, may_overlap = True, False, True, False
-    late_s = 120.0
+class RunPod(Driver):
+    """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of words but a stream."""
 
     def __init__(self, rest: Api, graphql: Api) -> None:
         self._rest, self._graphql = rest, graphql
@@ -80,45 +77,22 @@ class RunPod:
             raise Refused("no such machine is free", is_stock=True)
         return str(made["id"])
 
-    def secure(self, machine: Machine) -> None:
-        """See `Driver`. The end is a part of the request."""
-
-    def _pods(self) -> list[Json]:
-        answer = _readable(self._rest, "/v2/pods")
+    def listed(self, prefix: str) -> list[Seen]:
+        """See `Driver`."""
+        answer = _sure(self._rest, "GET", "/v2/pods")
         pods = answer.get("pods") or answer.get("data") or [] if isinstance(answer, dict) else answer or []
-        return [pod for pod in pods if pod.get("status") != "TERMINATED"]
+        return [
+            Seen(str(pod.get("name")), str(pod["id"]), is_over=pod.get("status") in ("EXITED", "ERROR"))
+            for pod in pods if pod.get("status") != "TERMINATED"
+        ]  # fmt: skip
 
-    def look(self, machine: Machine) -> Seen | None:
+    def delete(self, machine: Machine) -> None:
         """See `Driver`."""
-        pod = next((pod for pod in self._pods() if pod.get("name") == machine.name), None)
-        return (
-            None
-            if pod is None
-            else Seen(machine.name, str(pod["id"]), is_over=pod.get("status") in ("EXITED", "ERROR"))
-        )
-
-    def names(self, prefix: str) -> dict[str, str]:
-        """See `Driver`."""
-        return {
-            str(pod["name"]): str(pod["id"]) for pod in self._pods() if str(pod.get("name")).startswith(f"{prefix}-")
-        }
-
-    def destroy(self, machine: Machine) -> None:
-        """See `Driver`."""
-        number = machine.id or getattr(self.look(machine), "id", "")
-        if number:
-            _done(self._rest, "DELETE", f"/v2/pods/{number}")
-
-    def log(self, machine: Machine) -> str:
-        """See `Driver`."""
-        return json.dumps(_readable(self._rest, f"/v2/pods/{machine.id}/logs"))
+        _sure(self._rest, "DELETE", f"/v2/pods/{machine.id}")
 
 
-class Vast:
+class Vast(Driver):
     """Instances: searched, asked for, and given a scheduled deletion at once."""
-
-    is_paid_in_queue, restarts, ends_by_itself, may_overlap = True, False, True, False
-    late_s = 120.0
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -126,7 +100,7 @@ class Vast:
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`. An instance that can't be given its end is destroyed at once, and the offer refused."""
         files = vast.render(ask)
-        found = (_readable(self._api, "/api/v0/bundles/", json.loads(files[vast.SEARCH])) or {}).get("offers") or []
+        found = (_sure(self._api, "POST", "/api/v0/bundles/", json.loads(files[vast.SEARCH])) or {}).get("offers") or []
         if not found:
             raise Refused("no host offers it at this price now", is_stock=True)
         body = filled(json.loads(files[vast.CREATE]), {**ask.secret_values(), CREATED_AT: f"{asked_at:.0f}"})
@@ -153,47 +127,38 @@ class Vast:
             if "status 422" not in str(error):
                 raise
 
-    def _instances(self) -> list[Json]:
+    def listed(self, prefix: str) -> list[Seen]:
+        """See `Driver`. Page by page."""
         found: list[Json] = []
-        path = "/api/v1/instances/?limit=100"
-        for _ in range(50):
-            answer = _readable(self._api, path) or {}
+        path = "/api/v1/instances/?limit=25"
+        for _ in range(200):
+            answer = _sure(self._api, "GET", path) or {}
             found += answer.get("instances") or []
             if not answer.get("next_token"):
                 break
-            path = f"/api/v1/instances/?limit=100&after_token={answer['next_token']}"
-        return found
+            path = f"/api/v1/instances/?limit=25&after_token={answer['next_token']}"
+        return [
+            Seen(
+                str(each.get("label")),
+                str(each["id"]),
+                is_over=each.get("actual_status") in ("exited", "offline", "dead"),
+            )
+            for each in found
+        ]
 
-    def look(self, machine: Machine) -> Seen | None:
+    def delete(self, machine: Machine) -> None:
         """See `Driver`."""
-        one = next((each for each in self._instances() if each.get("label") == machine.name), None)
-        return (
-            None
-            if one is None
-            else Seen(machine.name, str(one["id"]), is_over=one.get("actual_status") in ("exited", "offline", "dead"))
-        )
-
-    def names(self, prefix: str) -> dict[str, str]:
-        """See `Driver`."""
-        ours = [each for each in self._instances() if str(each.get("label") or "").startswith(f"{prefix}-")]
-        return {each["label"]: str(each["id"]) for each in ours}
-
-    def destroy(self, machine: Machine) -> None:
-        """See `Driver`."""
-        number = machine.id or getattr(self.look(machine), "id", "")
-        if number:
-            _done(self._api, "DELETE", f"/api/v0/instances/{number}/", {})
+        _sure(self._api, "DELETE", f"/api/v0/instances/{machine.id}/", {})
 
     def log(self, machine: Machine) -> str:
         """See `Driver`."""
-        return json.dumps(_readable(self._api, f"/api/v0/instances/request_logs/{machine.id}/", {"tail": "200"}, "PUT"))
+        return json.dumps(_sure(self._api, "PUT", f"/api/v0/instances/request_logs/{machine.id}/", {"tail": "200"}))
 
 
-class Lambda:
+class Lambda(Driver):
     """Instances, which nothing ends but us."""
 
-    is_paid_in_queue, restarts, ends_by_itself, may_overlap = True, False, False, False
-    late_s = 120.0
+    ends_by_itself = False
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -210,51 +175,28 @@ class Lambda:
             raise Unclear("an answer without an instance")
         return str(made[0])
 
-    def secure(self, machine: Machine) -> None:
-        """See `Driver`. There is none."""
-
-    def _instances(self) -> list[Json]:
-        found = (_readable(self._api, "/api/v1/instances") or {}).get("data") or []
-        return [each for each in found if each.get("status") not in ("terminated", "preempted")]
-
-    def look(self, machine: Machine) -> Seen | None:
+    def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`."""
-        one = next((each for each in self._instances() if each.get("name") == machine.name), None)
-        return None if one is None else Seen(machine.name, str(one["id"]), is_over=one.get("status") == "unhealthy")
+        found = (_sure(self._api, "GET", "/api/v1/instances") or {}).get("data") or []
+        return [
+            Seen(str(each.get("name")), str(each["id"]), is_over=each.get("status") == "unhealthy")
+            for each in found if each.get("status") not in ("terminated", "preempted")
+        ]  # fmt: skip
 
-    def names(self, prefix: str) -> dict[str, str]:
+    def delete(self, machine: Machine) -> None:
         """See `Driver`."""
-        ours = [each for each in self._instances() if str(each.get("name") or "").startswith(f"{prefix}-")]
-        return {each["name"]: str(each["id"]) for each in ours}
-
-    def destroy(self, machine: Machine) -> None:
-        """See `Driver`."""
-        number = machine.id or getattr(self.look(machine), "id", "")
-        if number:
-            _done(self._api, "POST", "/api/v1/instance-operations/terminate", {"instance_ids": [number]})
-
-    def log(self, machine: Machine) -> str:
-        """See `Driver`. Its words are in the store only."""
-        return ""
+        _sure(self._api, "POST", "/api/v1/instance-operations/terminate", {"instance_ids": [machine.id]})
 
 
-def _readable(api: Api, path: str, body: Any = None, method: str = "") -> Any:
-    """Something that is only read; a refusal of that is no answer either."""
+def _sure(api: Api, method: str, path: str, body: Any = None) -> Any:
+    """The answer to a question or a deletion: a refusal of those leaves open what there is. Raises `Unclear`."""
     try:
-        return api.ask(method or ("GET" if body is None else "POST"), path, body)
+        return api.ask(method, path, body)
     except Refused as error:
         raise Unclear(str(error)) from error
 
 
-def _done(api: Api, method: str, path: str, body: Any = None) -> None:
-    """A deletion; a refusal of it leaves open what there is."""
-    try:
-        api.ask(method, path, body)
-    except Refused as error:
-        raise Unclear(str(error)) from error
-
-
-def connect(target: str) -> RunPod | Vast | Lambda:
+def connect(target: str) -> Driver:
     """The client of a target, with the key from the environment. Raises `UserMistake`.
 
     FARTHING_LAUNCH_API names another address, for tests.

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
-from farthing.launch.driver import Refused, Seen, Unclear
+from farthing.launch.driver import Driver, Refused, Seen, Unclear
 
 TIMEOUT_S = 180.0
 
@@ -32,10 +32,10 @@ class Commands:
     log: Callable[[Machine], Sequence[str]]
 
 
-class CommandDriver:
+class CommandDriver(Driver):
     """A target by its own command, see `Driver`. `files` gives the folder where an ask was written."""
 
-    is_paid_in_queue, ends_by_itself, may_overlap = False, True, False
+    is_paid_in_queue = False
 
     def __init__(
         self, commands: Commands, files: Callable[[Ask], Path], *, restarts: bool, late_s: float = 30.0
@@ -45,46 +45,32 @@ class CommandDriver:
 
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`. Secrets are in this process' environment, where the command finds them."""
-        return self._commands.id_of(_run(self._commands.submit(ask, self._files(ask)))) or ask.name
+        return self._commands.id_of(run_command(self._commands.submit(ask, self._files(ask)))) or ask.name
 
-    def secure(self, machine: Machine) -> None:
-        """See `Driver`. The end is a part of the job."""
-
-    def look(self, machine: Machine) -> Seen | None:
-        """See `Driver`. Of jobs that were begun again under one name the last one counts."""
-        found = [seen for seen in self._list(machine.name.rpartition("-")[0]) if seen.name == machine.name]
-        return found[-1] if found else None
-
-    def names(self, prefix: str) -> dict[str, str]:
+    def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`."""
-        return {
-            seen.name: seen.id for seen in self._list(prefix) if seen.name.startswith(f"{prefix}-") and seen.is_paid
-        }
-
-    def _list(self, prefix: str) -> list[Seen]:
         try:
-            return self._commands.parse(_run(self._commands.listing(prefix)))
+            return self._commands.parse(run_command(self._commands.listing(prefix)))
         except (ValueError, KeyError, TypeError) as error:
             raise Unclear(f"its list of jobs can't be read ({type(error).__name__}: {error})") from error
 
     def destroy(self, machine: Machine) -> None:
-        """See `Driver`. What is over already needs no deletion, and may not take one."""
+        """See `Driver`. A command may fail for a job that is over, so it is looked for first."""
         seen = self.look(machine)
         if seen is not None and seen.is_paid:
-            _run(self._commands.destroy(machine if machine.id else _with_id(machine, seen.id)))
+            self.delete(machine if machine.id else replace(machine, id=seen.id))
+
+    def delete(self, machine: Machine) -> None:
+        """See `Driver`."""
+        run_command(self._commands.destroy(machine))
 
     def log(self, machine: Machine) -> str:
         """See `Driver`."""
-        return _run(self._commands.log(machine))
+        return run_command(self._commands.log(machine))
 
 
-def _with_id(machine: Machine, number: str) -> Machine:
-    machine.id = number
-    return machine
-
-
-def _run(words: Sequence[str]) -> str:
-    """What a command prints. Raises `Refused` where there is no such command, else `Unclear`."""
+def run_command(words: Sequence[str]) -> str:
+    """What a command of the user's prints. Raises `Refused` where there is no such command, else `Unclear`."""
     try:
         done = subprocess.run(
             list(words), capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env={**os.environ},

@@ -5,8 +5,7 @@ Refuses to decide anything: `supervise` does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
@@ -51,34 +50,59 @@ class Seen:
     """Whether it costs money; what does not is gone."""
 
 
-class Driver(Protocol):
-    """A target. Every call may raise `Unclear`."""
+def job_seen(name: str, number: str, is_over: bool, *, waits: bool = False, code: int | None = None) -> Seen:
+    """A job of a queue: what is over is not paid for any more."""
+    return Seen(name, number, is_over=is_over, code=code, is_waiting=waits, is_paid=not is_over)
 
-    is_paid_in_queue: bool
+
+class Driver:
+    """A target. Every call may raise `Unclear`. What is written out here is shared by those that list their machines."""
+
+    is_paid_in_queue = True
     """Whether waiting for a machine to boot is paid for."""
-    restarts: bool
+    restarts = False
     """Whether the target itself begins a job again that left with 75."""
-    ends_by_itself: bool
+    ends_by_itself = True
     """Whether a machine ends at `Ask.most_s` when nobody of ours lives."""
-    may_overlap: bool
+    may_overlap = False
     """Whether the next machine may be asked for before this one is confirmed to be gone: hosts of one's own."""
-    late_s: float
+    late_s = 120.0
     """For so long a new machine may be missing in its lists."""
 
     def create(self, ask: Ask, asked_at: float) -> str:
         """Make the machine; its id. Raises `Refused` where nothing was made."""
+        raise NotImplementedError
 
     def secure(self, machine: Machine) -> None:
         """Give a machine its end, where that is a request of its own that may not have been sent. Raises `Refused`."""
 
+    def listed(self, prefix: str) -> list[Seen]:
+        """The machines of a launch, and maybe others."""
+        raise NotImplementedError
+
     def look(self, machine: Machine) -> Seen | None:
-        """The machine by its name; None where there is none."""
+        """The machine by its name, None where there is none. Of jobs begun again under one name the last one counts."""
+        found = [seen for seen in self.listed(machine.name.rpartition("-")[0]) if seen.name == machine.name]
+        return found[-1] if found else None
 
     def names(self, prefix: str) -> dict[str, str]:
-        """Every machine whose name begins so, with its id."""
+        """Every machine whose name begins so and that is paid for, with its id."""
+        ours = (seen for seen in self.listed(prefix) if seen.name.startswith(f"{prefix}-"))
+        return {seen.name: seen.id for seen in ours if seen.is_paid}
 
     def destroy(self, machine: Machine) -> None:
         """Ask that it be deleted; returns when that was acknowledged, also where it was gone already."""
+        if not machine.id:
+            seen = self.look(machine)
+            if seen is None or not seen.is_paid:
+                return
+            machine = replace(machine, id=seen.id)
+        self.delete(machine)
+
+    def delete(self, machine: Machine) -> None:
+        """The same for a machine whose id is known."""
+        raise NotImplementedError
 
     def log(self, machine: Machine) -> str:
-        """The end of what was printed there."""
+        """The end of what was printed there; empty where only the store has it."""
+        return ""

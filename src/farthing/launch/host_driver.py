@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -17,11 +18,11 @@ from pathlib import Path
 
 from farthing.durability.machines import Machine
 from farthing.launch.ask import CREATED_AT, SCRIPT, Ask, script_of
-from farthing.launch.driver import Refused, Seen, Unclear
+from farthing.launch.driver import Driver, Refused, Seen, Unclear
 
 HERE = "local"
 PATIENT_S, KILL_AFTER_S = 60.0, 60
-SSH_OPTIONS = (
+SSH_OPTIONS = [
     "-o",
     "BatchMode=yes",
     "-o",
@@ -30,7 +31,12 @@ SSH_OPTIONS = (
     "ServerAliveInterval=5",
     "-o",
     "ServerAliveCountMax=2",
+]
+_NEVER_THERE = re.compile(
+    r"[^\n]*(Could not resolve hostname|Connection refused|No route to host|Permission denied|Host key verification failed"
+    r"|connect to host .* timed out)[^\n]*"
 )
+"""What ssh says where it has not come as far as the other side's shell."""
 _END = "END_OF_FARTHING_SCRIPT"
 _LOOK = """
 boot=$(cat /proc/sys/kernel/random/boot_id 2>/dev/null)
@@ -42,11 +48,14 @@ one() {
 """
 
 
-class HostDriver:
+class Unreached(Unclear):
+    """Nothing came as far as the host: whether a machine is at work there is not known, but a new one was not made."""
+
+
+class HostDriver(Driver):
     """Hosts, each by its name; `local` is this one. `shared` is the run folder where there is no store."""
 
-    is_paid_in_queue, restarts, ends_by_itself, may_overlap = True, False, True, True
-    late_s = 0.0
+    may_overlap, late_s = True, 0.0
 
     def __init__(self, hosts: Sequence[str], shared: str = "") -> None:
         self._hosts, self._shared = list(hosts), shared
@@ -64,6 +73,8 @@ class HostDriver:
             raise Refused(f"there is no command `{words[0]}` here") from error
         except subprocess.TimeoutExpired as error:
             raise Unclear(f"{host} has not answered in {PATIENT_S:.0f} s") from error
+        if done.returncode == 255 and (found := _NEVER_THERE.search(done.stderr)):
+            raise Unreached(f"{host}: {found[0].strip()}")
         if done.returncode:
             raise Unclear(f"{host}: {' '.join(done.stderr.split())[-200:] or f'exit code {done.returncode}'}")
         return done.stdout
@@ -74,7 +85,7 @@ class HostDriver:
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
         if ask.offer.instance == HERE:  # this very farthing, also where no environment was activated
             exports += f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"\n'
-        said = self.tell(ask.offer.instance, f"""
+        script = f"""
 umask 077
 d={self._home()}/{ask.name}
 mkdir -p "$d" || exit 1
@@ -89,11 +100,12 @@ setsid sh -c 'sh "$0/{SCRIPT}" > "$0/log.txt" 2>&1 < /dev/null; echo $? > "$0/co
   > /dev/null 2>&1 < /dev/null &
 echo $! > "$d/pid"
 cat "$d/pid"
-""")  # fmt: skip
+"""
+        try:
+            said = self.tell(ask.offer.instance, script)
+        except Unreached as error:
+            raise Refused(str(error)) from error
         return said.split()[-1] if said.split() else ask.name
-
-    def secure(self, machine: Machine) -> None:
-        """See `Driver`. The script has its own `timeout`."""
 
     def look(self, machine: Machine) -> Seen | None:
         """See `Driver`."""

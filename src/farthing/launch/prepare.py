@@ -25,7 +25,7 @@ from farthing.durability.machines import MachineLedger, bill_by_machine
 from farthing.errors import UserMistake
 from farthing.launch.ask import GRACE_S, PLAIN_IMAGE, Ask
 from farthing.launch.inputs import Packed, inputs_key, pack
-from farthing.launch.registry import PROVIDERS, called, find_target, target_of
+from farthing.launch.registry import HERE, PROVIDERS, called, find_target, refuse_nowhere, target_of
 from farthing.launch.supervise import Patience, Spent
 from farthing.launch.target import Target
 from farthing.planner.inputs import Asked, study_job
@@ -81,28 +81,22 @@ class Prepared:
 
     @property
     def launch_id(self) -> str:
-        """`farthing-` and eight hex digits of where the run is kept: one run, one launch, from whatever machine."""
-        where = self.job.output_store or os.path.abspath(self.job.output_dir)
-        return f"farthing-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
+        """See `launch_id_of`."""
+        return launch_id_of(self.job)
 
     @property
     def folder(self) -> str:
         """The run folder, where all machines of the target see it; empty where the store carries the run."""
-        is_shared = self.target.name in OWN_FOLDERS or (self.target.name == "kubernetes" and "/" in self.at)
-        return self.job.output_dir if is_shared else ""
+        return self.job.output_dir if _shares(self.target, self.at) else ""
 
     @property
     def travels(self) -> bool:
         """Whether data and model go along by way of the store."""
         return self.target.name not in OWN_FOLDERS and self.job.output_store is not None
 
-    def usd_per_hour(self, offer: Offer) -> float:
-        """Of the machine; of one's own as the job says."""
-        return offer.usd_per_hour or 0.0
-
     def ask(self, number: int, offer: Offer, ledger: MachineLedger, accounts: Sequence[Account], now: float) -> Ask:
         """What to ask for as the machine of this number. Raises `Spent`."""
-        rate, limits = self.usd_per_hour(offer), self.job.limits
+        rate, limits = offer.usd_per_hour or 0.0, self.job.limits
         rows = bill_by_machine(list(ledger.machines.values()), accounts, now)
         overhead_usd = sum(row["usd"] - row["usd_of"]["train"] for row in rows)
         spent_usd = overhead_usd + sum(account.usd for account in accounts)
@@ -172,11 +166,30 @@ class Prepared:
         if self.target.is_rented:
             values["where"] = {
                 key: value for key, value in values.get("where", {}).items() if key in ("device", "notices")
-            } | {"usd_per_hour": self.usd_per_hour(offer), "spot": offer.is_spot}
+            } | {"usd_per_hour": offer.usd_per_hour or 0.0, "spot": offer.is_spot}
         if self.job.limits.deadline is not None:
             moment = datetime.fromtimestamp(self.job.limits.deadline.timestamp(), UTC)
             values["limits"]["deadline"] = moment.isoformat(timespec="seconds")
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _shares(target: Target, at: str) -> bool:
+    """Whether all machines of a target see the run folder of this one."""
+    return target.name in OWN_FOLDERS or (target.name == "kubernetes" and "/" in at)
+
+
+def launch_id_of(job: Job) -> str:
+    """`farthing-` and eight hex digits of where the run is kept: one run, one launch, from whatever machine."""
+    where = _one_spelling(job.output_store or os.path.abspath(job.output_dir))
+    return f"farthing-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
+
+
+def _one_spelling(place: str) -> str:
+    """The same text for every way to write a store: s3://b/run/ is s3://b/run, file:///mnt/run is /mnt/run."""
+    scheme, is_url, path = place.rpartition("://")
+    if is_url and scheme not in ("file", "local"):
+        return f"{'gs' if scheme == 'gcs' else scheme}://{'/'.join(filter(None, path.split('/')))}"
+    return os.path.realpath(path)
 
 
 def _extra(store: str | None) -> str:
@@ -189,12 +202,7 @@ def _is_plain(value: str | None) -> bool:
 
 
 def secrets_of(job: Job, target: Target) -> tuple[str, ...]:
-    """Names of the variables that a run needs there: keys of the store, and the Hub's token where there is one here.
-
-    Vertex has no place for secrets: its service account stands for them.
-    """
-    if target.name == "vertex":
-        return ()
+    """Names of the variables that a run needs there: keys of the store, and the Hub's token where there is one here."""
     names = [name for name in ("HF_TOKEN",) if os.environ.get(name)]
     if (job.output_store or "").startswith(("s3://", "s3a://")):
         is_strangers = target.is_rented or target.name == "kubernetes"
@@ -226,26 +234,20 @@ def prepare(job: Job, wishes: Wishes, now: datetime) -> Prepared:
 
 def _own_offers(job: Job, target: Target, at: str, today: date) -> list[Offer]:
     """Machines that no price table has: hosts, queues and clusters, at the price that the job names."""
-    n_gpus = 0 if job.where.device == "cpu" else 1
-    hosts = (
-        [host for host in at.split(",") if host]
-        if target.name == "ssh"
-        else ["local" if target.name == "local" else ""]
-    )
-    gpu = job.where.gpu[0] if job.where.gpu else ""
-    if target.name == "hf":
-        gpu = gpu or "L4"
-    words = "the job's own price: where.usd_per_hour and electricity"
-    offers = [
-        Offer(target.title, host, gpu, n_gpus, "", "", job.where.spot, "machine_hour", job.usd_per_hour, words, today,
-              Billing(target.title))
-        for host in hosts
-    ]  # fmt: skip
+    hosts = [HERE if target.name == HERE else ""]
+    if target.name == "ssh":
+        hosts = [host for host in at.split(",") if host]
     for host in hosts:
         if host.startswith("-") or re.search(r"[\s'\"`$;&|<>]", host):
-            raise UserMistake(
-                f"{host!r} is no host", where="--on", to_do="name it as ssh knows it: user@host, or of its config"
-            )
+            to_do = "name it as ssh knows it: user@host, or of its config"
+            raise UserMistake(f"{host!r} is no host", where="--on", to_do=to_do)
+    gpu = job.where.gpu[0] if job.where.gpu else "L4" if target.name == "hf" else ""
+    words = "the job's own price: where.usd_per_hour and electricity"
+    offers = [
+        Offer(target.title, host, gpu, int(job.where.device != "cpu"), "", "", job.where.spot, "machine_hour", job.usd_per_hour,
+              words, today, Billing(target.title))
+        for host in hosts
+    ]  # fmt: skip
     if target.picks_gpus and called(target, offers[0]) is None:
         raise UserMistake(f"{target.title} has no {gpu}", where="where.gpu", to_do="name another GPU")
     return offers
@@ -255,63 +257,41 @@ def _rented_offers(
     job: Job, wishes: Wishes, named: tuple[Target, str] | None, now: datetime
 ) -> tuple[Target, str, list[Offer], dict[Offer, Plan], int]:
     """The offers of the plan that the target, or any, can rent, the best first."""
-    alone = (
-        named is not None and not wishes.offer and not job.where.provider
+    providers = PROVIDERS[named[0].name] if named else ()
+    is_one = (
+        len(providers) == 1 and not wishes.offer and not job.where.provider
     )  # then no rank of the whole plan is asked for
+    most = most_gpus(job)
     asked = Asked(
-        provider=PROVIDERS[named[0].name] if alone and named is not None and len(PROVIDERS[named[0].name]) == 1 else (),
-        max_gpus=8 if wishes.offer else most_gpus(job),
-        prices=wishes.prices,
+        provider=providers if is_one else (), max_gpus=8 if wishes.offer else most, prices=wishes.prices,
         is_local=bool(wishes.offer),
-    )
+    )  # fmt: skip
     study = study_job(job, asked, now=now)
-    plans = [plan for plan in study.answer.plans if not plan.place.is_local]
-    if wishes.offer:
-        plans = _chosen(study, wishes.offer)
-    several = next((plan for plan in plans if plan.offer.n_gpus > most_gpus(job)), None) if wishes.offer else None
-    if several is not None:
-        raise UserMistake(
-            f"{several.offer.n_gpus} GPUs, of which the job would use {most_gpus(job)}",
-            where="--offer",
-            to_do="take an offer of one GPU, or set where.gpus: all (several GPUs were never tried on real ones)",
-        )
-    found: list[tuple[Target, Plan]] = []
-    seen = set()
+    plans = _chosen(study, wishes.offer, most) if wishes.offer else study.answer.plans
+    found: dict[tuple[object, ...], tuple[Target, Plan]] = {}
     for plan in plans:
         offer = plan.offer
         target = named[0] if named else target_of(offer)
-        key = (
-            offer.provider,
-            offer.gpu,
-            offer.n_gpus,
-            offer.is_spot,
-            offer.instance if target and target.name == "lambda" else "",
-        )
-        if target is None or key in seen or offer.n_gpus > most_gpus(job):
+        if target is None or plan.place.is_local or offer.n_gpus > most or offer.provider not in PROVIDERS[target.name]:
             continue
-        if offer.provider in PROVIDERS[target.name] and called(target, offer) is not None:
-            seen.add(key)
-            found.append((target, plan))
+        if called(target, offer) is not None:
+            instance = offer.instance if target.name == "lambda" else ""
+            found.setdefault((offer.provider, offer.gpu, offer.n_gpus, offer.is_spot, instance), (target, plan))
     if not found:
-        what = (
-            f"no offer of {', '.join(PROVIDERS[named[0].name])}"
-            if named
-            else "no offer of a provider that can be rented from"
-        )
         raise UserMistake(
-            f"{what} can do this job", where="--offer" if wishes.offer else "the plan",
+            f"no offer of {', '.join(providers) or 'a provider that can be rented from'} can do this job",
+            where="--offer" if wishes.offer else "the plan",
             to_do="see `farthing plan`; rent by hand and launch with --on ssh:HOST, or allow more GPUs and providers",
         )  # fmt: skip
-    target = found[0][0]
+    target = next(iter(found.values()))[0]
     at = named[1] if named else ""
-    if not at and target.at and not target.at.startswith("["):
-        raise UserMistake(f"{target.title} needs to know where", where="--on", to_do=f"--on {target.name}:{target.at}")
-    ours = [plan for one, plan in found if one is target]
+    refuse_nowhere(target, at)
+    ours = [plan for one, plan in found.values() if one is target]
     return target, at, [plan.offer for plan in ours], {plan.offer: plan for plan in ours}, study.answer.n_steps
 
 
-def _chosen(study: Any, text: str) -> list[Plan]:
-    """The plans that a rank or a name of `farthing plan` means. Raises `UserMistake`."""
+def _chosen(study: Any, text: str, most: int) -> list[Plan]:
+    """The plans that a rank or a name of `farthing plan` means. Raises `UserMistake`, for more than `most` GPUs too."""
     from farthing.report.plan_compare import find_plan
     from farthing.report.plan_view import plan_view
 
@@ -323,6 +303,11 @@ def _chosen(study: Any, text: str) -> list[Plan]:
     ]  # fmt: skip
     if found[0].place.is_local:
         raise UserMistake("that is this machine", where="--offer", to_do="`farthing train`, or --on local")
+    if wanted[2] > most:
+        raise UserMistake(
+            f"{wanted[2]} GPUs, of which the job would use {most}", where="--offer",
+            to_do="take an offer of one GPU, or set where.gpus: all (several GPUs were never tried on real ones)",
+        )  # fmt: skip
     return found
 
 
@@ -332,41 +317,29 @@ def most_gpus(job: Job) -> int:
 
 
 def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
-    store = job.output_store
-    if target.name not in OWN_FOLDERS and store is None and not (target.name == "kubernetes" and "/" in at):
-        also = (
-            " (or --on kubernetes:NAMESPACE/CLAIM, with the run folder on that volume)"
-            if target.name == "kubernetes"
-            else ""
-        )
-        raise UserMistake(
-            "nothing of the run would outlive the machine: the job has no store",
-            where="output_store",
-            to_do=f"set output_store: s3://bucket/prefix, or another place that both sides reach{also}",
-        )
-    if (
-        target.is_rented
-        and store is not None
-        and (not is_remote(store) or store.startswith(("file:", "local:", "memory:")))
-    ):
-        raise UserMistake(
-            "a rented machine does not see this folder", where=f"output_store: {store}",
-            to_do="name a bucket: s3://bucket/prefix, gs://bucket/prefix",
-        )  # fmt: skip
-    if target.is_rented and target.name not in ("vertex", "skypilot") and (store or "").startswith(("gs://", "gcs://")):
-        raise UserMistake(
-            f"credentials of Google Cloud are a file, which does not travel to {target.title}", where=f"output_store: {store}",
-            to_do="use s3:// (Google's buckets speak it too, by AWS_ENDPOINT_URL and HMAC keys), or --on vertex",
-        )  # fmt: skip
-    limits = job.limits
-    if target.is_rented and (limits.max_usd, limits.most_hours(), limits.deadline) == (None, None, None):
-        raise UserMistake(
-            "nothing says how much this may cost", where="limits",
-            to_do="set limits.max_usd, e.g. --set limits.max_usd=5",
-        )  # fmt: skip
-    for name in (*job.data.train, *job.data.eval):
-        if name != without_secrets(name):
-            raise UserMistake(
-                "an address with a password, key or signature does not travel", where=without_secrets(name),
-                to_do="give the address without it, and the key in the environment of the machine",
-            )  # fmt: skip
+    """Raise `UserMistake` for what can be told without a plan."""
+    store, title, limits = job.output_store, target.title, job.limits
+    is_folder = store is not None and (not is_remote(store) or store.startswith(("file:", "local:", "memory:")))
+    also = (
+        " (or --on kubernetes:NAMESPACE/CLAIM, with the run folder on that volume)"
+        if target.name == "kubernetes"
+        else ""
+    )
+    is_google = (store or "").startswith(("gs://", "gcs://")) and target.name not in ("vertex", "skypilot")
+    told = next((name for name in (*job.data.train, *job.data.eval) if name != without_secrets(name)), None)
+    refusals = (
+        (store is None and not _shares(target, at), "nothing of the run would outlive the machine: the job has no store",
+         "output_store", f"set output_store: s3://bucket/prefix, or another place that both sides reach{also}"),
+        (target.is_rented and is_folder, "a rented machine does not see this folder", f"output_store: {store}",
+         "name a bucket: s3://bucket/prefix, gs://bucket/prefix"),
+        (target.is_rented and is_google, f"credentials of Google Cloud are a file, which does not travel to {title}",
+         f"output_store: {store}",
+         "use s3:// (Google's buckets speak it too, by AWS_ENDPOINT_URL and HMAC keys), or --on vertex"),
+        (target.is_rented and (limits.max_usd, limits.most_hours(), limits.deadline) == (None, None, None),
+         "nothing says how much this may cost", "limits", "set limits.max_usd, e.g. --set limits.max_usd=5"),
+        (told is not None, "an address with a password, key or signature does not travel", without_secrets(told or ""),
+         "give the address without it, and the key in the environment of the machine"),
+    )  # fmt: skip
+    for is_so, what, where, to_do in refusals:
+        if is_so:
+            raise UserMistake(what, where=where, to_do=to_do)

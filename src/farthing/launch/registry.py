@@ -19,6 +19,7 @@ TARGETS: dict[str, Target] = {
         lambda_cloud.TARGET, hf_jobs.TARGET,
     )
 }  # fmt: skip
+HERE = hosts.LOCAL.name
 OF_PROVIDER = {"RunPod": "runpod", "Vast.ai": "vast", "Lambda": "lambda"}
 PROVIDERS = {
     "runpod": ("RunPod",), "vast": ("Vast.ai",), "lambda": ("Lambda",), "vertex": ("GCP",),
@@ -60,9 +61,14 @@ def find_target(text: str) -> tuple[Target, str]:
     target = TARGETS.get(name.strip().lower())
     if target is None:
         raise UserMistake(f"no target is called `{name}`", where="--on", to_do=f"use one of {', '.join(TARGETS)}")
+    refuse_nowhere(target, at)
+    return target, at
+
+
+def refuse_nowhere(target: Target, at: str) -> None:
+    """Raise `UserMistake` for a target that has to be told where, and is not."""
     if not at and target.at and not target.at.startswith("["):
         raise UserMistake(f"{target.title} needs to know where", where="--on", to_do=f"--on {target.name}:{target.at}")
-    return target, at
 
 
 def target_of(offer: Offer) -> Target | None:

@@ -10,26 +10,27 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
+from farthing.config.job import Job
 from farthing.durability.accounts import Account
 from farthing.durability.commits import list_commits, take_newest
 from farthing.durability.files import Json, make_private, only_writer, write_text
 from farthing.durability.lease import Lease, Lost
 from farthing.durability.machines import Machine, MachineLedger, bill_by_machine
-from farthing.durability.object_store import Entry, LocalStore, Retrying, Store, StoreFault, open_store
+from farthing.durability.object_store import LocalStore, Retrying, Store, StoreFault, open_store
 from farthing.durability.run_folder import LEDGER, run_id_of
 from farthing.errors import FarthingError, RunBusy, StoreDown, UserMistake
-from farthing.launch.ask import Ask
+from farthing.launch.ask import Ask, values_of
 from farthing.launch.clients import connect
 from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import Driver, Refused, Unclear
 from farthing.launch.host_driver import HostDriver
 from farthing.launch.inputs import inputs_key, send_inputs, with_token_sets
-from farthing.launch.prepare import TEARDOWN_S, Prepared
-from farthing.launch.supervise import Launch, Patience, refuse_unattended
+from farthing.launch.prepare import TEARDOWN_S, Prepared, launch_id_of, secrets_of
+from farthing.launch.supervise import Launch, Patience
 from farthing.launch.targets import hf_jobs, kubernetes, skypilot, slurm, vertex
 from farthing.launch.words import StoreWords
 from farthing.prices.boot import boot_of
@@ -97,10 +98,15 @@ class Session:
         driver = self.driver()
         if not is_new and not self.ledger.open and not self._there(driver):
             raise UserMistake("no machine of this launch is there", where="--attach", to_do="rent one with --yes")
-        if self.prepared.target.is_rented:
-            refuse_unattended(driver, is_attended=is_attended)
+        if self.prepared.target.is_rented and not (driver.ends_by_itself or is_attended):
+            raise UserMistake(
+                "nothing of this provider ends the machine if this process dies: it would be paid for until somebody looks",
+                where="--on", to_do="stay with it and say so with --attended, or take another target",
+            )  # fmt: skip
         if self.prepared.target.name in VALUES_GO_ALONG:
-            self.next_ask().secret_values()  # what is missing is said before anything is sent
+            values_of(
+                secrets_of(self.prepared.job, self.prepared.target)
+            )  # what is missing is said before anything is sent
         make_private(self.folder)
         make_private(self.folder / FOLDER)
         with only_writer(self.folder / FOLDER):
@@ -129,7 +135,11 @@ class Session:
         if self.prepared.job.output_store is None:
             yield time.sleep  # all who could watch see the run folder, and its lock
             return
-        store = Within(self._store(), f"launch/{self.prepared.launch_id}/")
+        place = f"{self.prepared.job.output_store.rstrip('/')}/launch/{self.prepared.launch_id}"
+
+        def store() -> Store:
+            return Retrying(open_store(place), STORE_S)
+
         lease = Lease(self.folder / FOLDER, LEASE_S, list, self.say)
 
         def busy(error: Lost) -> RunBusy:
@@ -142,14 +152,14 @@ class Session:
             time.sleep(seconds)
             if time.monotonic() - lease.renewed_at > LEASE_S / 3:
                 try:
-                    lease.renew(Within(self._store(), f"launch/{self.prepared.launch_id}/"))
+                    lease.renew(store())
                 except Lost as error:
                     raise busy(error) from error
                 except StoreFault:
                     pass  # tried again at the next look; without a store nobody else can take it either
 
         try:
-            lease.claim(store, lambda: False)
+            lease.claim(store(), lambda: False)
         except Lost as error:
             raise busy(error) from error
         except StoreFault as error:
@@ -158,7 +168,7 @@ class Session:
             yield sleep
         finally:
             with contextlib.suppress(StoreFault, Lost):
-                lease.release(Within(self._store(), f"launch/{self.prepared.launch_id}/"))
+                lease.release(store())
 
     def stop(self, patience: Patience | None = None) -> None:
         """Tell whoever watches, destroy every machine of the launch, and ask until each is confirmed to be gone."""
@@ -183,8 +193,15 @@ class Session:
             say=self.say, clock=self.clock, sleep=sleep,
         )  # fmt: skip
         launch.patience = patience or Patience(boot_s=self.prepared.wishes.boot_s)
-        launch.may_take = self._is_in_time
+        launch.may_take, launch.reaches = self._is_in_time, self._reaches
         return launch
+
+    def _reaches(self, machine: Machine) -> bool:
+        """Whether a machine is where our driver looks; of most targets the account or the cluster is all there is to say."""
+        target, at = self.prepared.target.name, self.prepared.at
+        if target in ("kubernetes", "vertex", "hf") and machine.on:
+            return machine.on == (f"{target}:{at}" if at else target)
+        return machine.target in ("", target)
 
     def _is_in_time(self, offer: Offer) -> bool:
         """Spot only as long as the deadline leaves room for the rest of the run on demand, with a quarter to spare."""
@@ -204,16 +221,18 @@ class Session:
         sent = send_inputs(self._store(), packed, inputs_key(self.prepared.launch_id), lambda done, total: None)
         self.say(f"inputs: {say_bytes(sent)} sent")
 
-    def _store(self) -> Store:
+    @cached_property
+    def _opened(self) -> Store:
         address = self.prepared.job.output_store
-        return LocalStore(self.folder) if address is None else Retrying(open_store(address), STORE_S)
+        return LocalStore(self.folder) if address is None else open_store(address)
+
+    def _store(self, patient_s: float = STORE_S) -> Store:
+        return Retrying(self._opened, patient_s)
 
     def words(self, patient_s: float = STORE_S) -> StoreWords:
         """Where the machines' words are."""
         shared = Path(self.prepared.folder) if self.prepared.folder and self.prepared.job.output_store is None else None
-        return StoreWords(
-            _Each(self.prepared.job.output_store, self.folder, patient_s), self.prepared.launch_id, shared
-        )
+        return StoreWords(lambda: self._store(patient_s), self.prepared.launch_id, shared)
 
     def driver(self) -> Driver:
         """What speaks to the target. Raises `UserMistake` where its command is not there or a key is not set."""
@@ -255,6 +274,7 @@ class Session:
         now, accounts, step, asked = self.clock(), self._local_accounts(), None, ""
         try:
             words = self.words(LOOK_S)
+            self.ledger.take_over(words.kept(), to_disk=False)
             accounts, step = words.accounts() or accounts, words.committed()
         except Unclear as error:
             asked = f"the store does not answer ({error})"
@@ -289,72 +309,37 @@ class Session:
             raise UserMistake(f"nobody gives its words ({error})", where=newest.name, to_do="try again") from error
 
 
-class Within:
-    """A store whose keys begin with a prefix, for a lease of its own. See `Store`."""
+def where_it_is(job: Job, *, only_open: bool) -> str | None:
+    """The target of the newest machine of a job's launch, as --on names it: of those that may still cost money, else of all.
 
-    def __init__(self, store: Store, prefix: str) -> None:
-        self.name, self._store, self._prefix = store.name, store, prefix
-
-    def create(self, key: str, data: bytes) -> bool:
-        """See `Store`."""
-        return self._store.create(self._prefix + key, data)
-
-    def put(self, key: str, path: Path) -> None:
-        """See `Store`."""
-        self._store.put(self._prefix + key, path)
-
-    def get(self, key: str) -> bytes:
-        """See `Store`."""
-        return self._store.get(self._prefix + key)
-
-    def fetch(self, key: str, path: Path, n_bytes: int) -> None:
-        """See `Store`."""
-        self._store.fetch(self._prefix + key, path, n_bytes)
-
-    def list(self, prefix: str) -> dict[str, Entry]:
-        """See `Store`."""
-        return {key.removeprefix(self._prefix): entry for key, entry in self._store.list(self._prefix + prefix).items()}
-
-    def remove(self, keys: Iterable[str]) -> None:
-        """See `Store`."""
-        self._store.remove([self._prefix + key for key in keys])
-
-
-class _Each:
-    """A store of which every question is asked with a deadline of its own, opened when it is first asked."""
-
-    def __init__(self, address: str | None, folder: Path, patient_s: float) -> None:
-        self.name = address or str(folder)
-        self._address, self._folder, self._patient_s = address, folder, patient_s
-        self._store: Store | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        if self._store is None:
-            self._store = LocalStore(self._folder) if self._address is None else open_store(self._address)
-        return getattr(Retrying(self._store, self._patient_s), name)
+    None where none is known. Without a machine in this folder the store is asked, unless only open ones are wanted.
+    """
+    ledger = MachineLedger(Path(job.output_dir))
+    if not (only_open or ledger.machines) and job.output_store:
+        with contextlib.suppress(Unclear):
+            store = Retrying(open_store(job.output_store), LOOK_S)
+            ledger.take_over(StoreWords(lambda: store, launch_id_of(job)).kept(), to_disk=False)
+    known = ledger.open or ([] if only_open else list(ledger.machines.values()))
+    return (known[-1].on or known[-1].target or None) if known else None
 
 
 def dry_view(session: Session, ask: Ask, folder: Path, files: Sequence[str]) -> Json:
     """What would be rented, for how long at most, the bill and what ends it, as plain values."""
-    prepared, offer = session.prepared, ask.offer
-    plan, boot = prepared.plans.get(offer), boot_of(offer.provider)
-    rate = ask.usd_per_hour
-    seconds = {"boot": boot.seconds if prepared.target.is_rented else 0.0}
-    if plan is not None:
-        seconds |= {"train": plan.wall_s - plan.seconds.get("setup", 0.0)}
-    seconds["teardown"] = float(TEARDOWN_S) if prepared.target.is_rented else 0.0
+    prepared, offer, rate = session.prepared, ask.offer, ask.usd_per_hour
+    target, plan, boot = prepared.target, prepared.plans.get(offer), boot_of(offer.provider)
+    seconds = {
+        "boot": boot.seconds if target.is_rented else 0.0,
+        **({} if plan is None else {"train": plan.wall_s - plan.seconds.get("setup", 0.0)}),
+        "teardown": float(TEARDOWN_S) if target.is_rented else 0.0,
+    }
+    of_offer = ("provider", "instance", "gpu", "n_gpus", "region", "is_spot")
     return {
         "kind": "farthing launch",
         "launch": prepared.launch_id,
         "name": ask.name,
-        "target": prepared.target.name,
-        "title": prepared.target.title,
-        "provider": offer.provider,
-        "instance": offer.instance,
-        "gpu": offer.gpu,
-        "n_gpus": offer.n_gpus,
-        "region": offer.region,
-        "is_spot": offer.is_spot,
+        "target": target.name,
+        "title": target.title,
+        **{name: getattr(offer, name) for name in of_offer},
         "usd_per_hour": rate,
         "price_date": offer.date.isoformat(),
         "seconds": seconds,
@@ -364,7 +349,7 @@ def dry_view(session: Session, ask: Ask, folder: Path, files: Sequence[str]) -> 
         "most_s": ask.most_s,
         "most_usd": ask.most_s / 3600 * rate,
         "max_usd": prepared.job.limits.max_usd,
-        "ends": prepared.target.ends,
+        "ends": target.ends,
         "store": prepared.job.output_store,
         "inputs_bytes": prepared.packed.n_bytes,
         "n_inputs": len(prepared.packed.files),
@@ -379,52 +364,47 @@ def dry_view(session: Session, ask: Ask, folder: Path, files: Sequence[str]) -> 
 
 def notes_of(prepared: Prepared, ask: Ask) -> list[str]:
     """What somebody should know before saying yes."""
-    notes = []
-    if not prepared.target.ends:
-        notes.append(f"nothing at {prepared.target.title} ends the machine when this process dies: --attended only")
-    if not ask.usd_per_hour:
-        notes.append("it has no price (where.usd_per_hour): the cap in dollars can't hold there, and the bill is $0")
-    if prepared.target.name in ("ssh",) and prepared.job.output_store and "://" not in prepared.job.output_store:
-        notes.append(f"{prepared.job.output_store} has to be the same folder on every host")
-    if prepared.target.name == "skypilot":
-        notes.append("SkyPilot's controller is a machine of its own, billed by its cloud and not counted here")
-    if prepared.target.name == "vertex" and os.environ.get("HF_TOKEN"):
-        notes.append("HF_TOKEN does not travel to Vertex AI: a gated model has to come from a local folder")
-    if ask.image and not prepared.wishes.image:
-        notes.append(f"image: {ask.image}, on which pip installs {ask.install}; --image names your own")
-    if ask.offer.billing.prices_are == "from":
-        notes.append(f"the price is the lowest of many hosts' on {ask.offer.date}: it may not be had")
-    return notes
+    target, store = prepared.target, prepared.job.output_store
+    notes = {
+        f"nothing at {target.title} ends the machine when this process dies: --attended only": not target.ends,
+        "it has no price (where.usd_per_hour): the cap in dollars can't hold there, and the bill is $0": not ask.usd_per_hour,
+        f"{store} has to be the same folder on every host": target.name == "ssh" and store and "://" not in store,
+        "SkyPilot's controller is a machine of its own, billed by its cloud and not counted here": target.name == "skypilot",
+        "the secrets have to be in Secret Manager of the project, each by the name of its variable":
+            target.name == "vertex" and ask.secrets,
+        f"image: {ask.image}, on which pip installs {ask.install}; --image names your own":
+            ask.image and not prepared.wishes.image,
+        f"the price is the lowest of many hosts' on {ask.offer.date}: it may not be had":
+            ask.offer.billing.prices_are == "from",
+    }  # fmt: skip
+    return [note for note, is_so in notes.items() if is_so]
 
 
 def said(view: Json) -> list[str]:
     """A dry run in lines for people."""
     kind = "spot" if view["is_spot"] else "on demand"
     what = f"{view['n_gpus']}x {view['gpu']}, {kind}" if view["gpu"] else view["instance"] or view["title"]
+    at = view["provider"] if view["provider"] == view["title"] else f"{view['provider']} by {view['title']}"
     price = f"{say_usd(view['usd_per_hour'])} an hour" if view["usd_per_hour"] else "no price"
-    lines = [f"would rent   {what} at {view['provider']} by {view['title']}: {price} ({view['price_date']})"]
+    rows = [("would rent", f"{what} at {at}: {price} ({view['price_date']})")]
     if view["target"] in ("local", "ssh", "slurm", "kubernetes"):
-        lines = [f"would run    on {view['title']} {view['instance']}: {price}"]
+        rows = [("would run", f"on {' '.join(filter(None, (view['title'], view['instance'])))}: {price}")]
     if view["planned_usd"] is not None:
-        parts = ", ".join(
+        parts = (
             f"{name} {say_usd(usd)} ({say_seconds(view['seconds'][name])})" for name, usd in view["usd_of"].items()
         )
-        lines.append(f"planned      {say_usd(view['planned_usd'])}: {parts}")
-    most = (
-        f"{say_seconds(view['most_s'])}, {say_usd(view['most_usd'])}"
-        if view["most_s"] < 365 * 86400
-        else "no limit is set"
-    )
-    lines.append(f"at most      {most}" + (f" of {say_usd(view['max_usd'])}" if view["max_usd"] is not None else ""))
-    lines.append(f"ended by     {view['ends'] or 'nothing but this process'}")
+        rows.append(("planned", f"{say_usd(view['planned_usd'])}: {', '.join(parts)}"))
+    cap = f" of {say_usd(view['max_usd'])}" if view["max_usd"] is not None else ""
+    most = f"{say_seconds(view['most_s'])}, {say_usd(view['most_usd'])}{cap}"
+    rows.append(("at most", most if view["most_s"] < 365 * 86400 else "nothing limits it there"))
+    rows.append(("ended by", view["ends"] or "nothing but this process"))
     if view["n_inputs"]:
-        lines.append(
-            f"goes along   {view['n_inputs']} files, {say_bytes(view['inputs_bytes'])}, by way of {view['store']}"
-        )
+        size = say_bytes(view["inputs_bytes"])
+        rows.append(("goes along", f"{view['n_inputs']} files, {size}, by way of {view['store']}"))
     if view["secrets"]:
-        lines.append(f"secrets      {', '.join(view['secrets'])}: by name, the values are in no file")
+        rows.append(("secrets", f"{', '.join(view['secrets'])}: by name, the values are in no file"))
     if view["next_offers"]:
-        lines.append(f"then         {'; '.join(view['next_offers'])}")
-    lines += [f"note         {note}" for note in view["notes"]]
-    lines.append(f"wrote        {view['folder']}: {', '.join(view['files'])}")
-    return lines
+        rows.append(("then", "; ".join(view["next_offers"])))
+    rows += [("note", note) for note in view["notes"]]
+    rows.append(("wrote", f"{view['folder']}: {', '.join(view['files'])}"))
+    return [f"{name:<12} {text}" for name, text in rows]

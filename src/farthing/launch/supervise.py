@@ -11,17 +11,21 @@ target, a clock of its own and torch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeVar
 
 from farthing.durability.accounts import Account
 from farthing.durability.machines import Machine, MachineLedger
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, UserMistake
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Driver, Refused, Unclear
+from farthing.launch.words import StoreWords, Word
 from farthing.prices.offers import Offer
 from farthing.units import plural, say_seconds, say_usd
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,33 +55,6 @@ class Spent(Exception):
     """The rest of the cap, of the hours or of the time until the deadline buys no further machine."""
 
 
-@dataclass(frozen=True)
-class Word:
-    """What a machine has said of itself in the store."""
-
-    has_booted: bool = False
-    code: int | None = None
-    why: str = ""
-    beat: str = ""
-    """Changes as long as the machine lives."""
-
-
-class Words(Protocol):
-    """Where machines leave their words. Every call may raise `Unclear`."""
-
-    def of(self, name: str) -> Word:
-        """The newest of a machine."""
-
-    def is_stopped(self) -> bool:
-        """Whether somebody has asked, from anywhere, that the launch be stopped."""
-
-    def committed(self) -> int:
-        """The newest step that is saved."""
-
-    def accounts(self) -> list[Account]:
-        """What each attempt of the run has cost, as far as the store knows."""
-
-
 MakeAsk = Callable[[int, Offer, list[Account]], Ask]
 """(number, offer, attempts so far) -> what to ask for. Raises `Spent`."""
 
@@ -101,7 +78,7 @@ class Launch:
         driver: Driver,
         offers: Sequence[Offer],
         make_ask: MakeAsk,
-        words: Words,
+        words: StoreWords,
         *,
         say: Callable[[str], None],
         clock: Callable[[], float],
@@ -112,14 +89,20 @@ class Launch:
         self.patience = Patience()
         self.may_take: Callable[[Offer], bool] = lambda offer: True
         """Whether an offer will do at this moment: spot is left out when the deadline is near."""
+        self.reaches: Callable[[Machine], bool] = lambda machine: True
+        """Whether a machine is where the driver looks: one of another target would be taken for gone."""
         self._left_out: set[Offer] = set()
         self._out_of_stock: set[Offer] = set()
+        self._n_shared: dict[str, int] = {}
+        """How many lines of each machine the store has."""
         self._prefix = ""
 
     def run(self, prefix: str) -> int:
         """Until the run has ended or cannot go on; the exit code. `prefix` begins the name of each of our machines."""
         self._prefix, n_rounds = prefix, 0
-        self._take_in_strangers()
+        self._until_clear(self._take_over, "the store")
+        self._refuse_what_is_elsewhere()
+        self._until_clear(self._take_in_strangers, "the provider")
         current = self._adopted()
         while not self._is_stopped():
             if current is None and self._is_finished():
@@ -155,6 +138,9 @@ class Launch:
     def stop(self, prefix: str) -> None:
         """Destroy every machine of the launch, and ask until each is confirmed to be gone."""
         self._prefix = prefix
+        with contextlib.suppress(Unclear):
+            self._take_over()
+        self._refuse_what_is_elsewhere()
         for machine in self._ledger.open:
             if machine.created_at is None and not self._found(machine):
                 continue
@@ -169,15 +155,41 @@ class Launch:
 
     # ---- a new machine ----
 
-    def _take_in_strangers(self) -> None:
-        """Put machines of this launch that are there and in no line of the ledger into it: another folder asked for them."""
+    def _until_clear(self, work: Callable[[], T], who: str) -> T:
+        """What `work` gives, tried until it is answered: without that it is not known what is there and what is left."""
         while True:
             try:
-                there = self._driver.names(self._prefix)
-                break
+                return work()
             except Unclear as error:
-                self._say(f"the provider does not answer ({error}): nothing is rented until it does")
+                self._say(f"{who} does not answer ({error}): nothing is rented until it does")
                 self._sleep(self.patience.poll_s)
+
+    def _take_over(self) -> None:
+        """What other folders of this run have asked for and paid is ours to count, to number on from and to give back."""
+        kept = self._words.kept()
+        self._ledger.take_over(kept)
+        self._n_shared = {name: len(rows) for name, rows in kept.items() if rows == self._ledger.rows.get(name)}
+        self._share()
+
+    def _refuse_what_is_elsewhere(self) -> None:
+        for machine in self._ledger.open:
+            if not self.reaches(machine):
+                on = machine.on or machine.target
+                raise UserMistake(
+                    f"{machine.name} of this launch is at {on}",
+                    where="--on",
+                    to_do=f"go on with --on {on}, or end it: --on {on} --stop",
+                )
+
+    def _share(self) -> None:
+        for name, rows in self._ledger.rows.items():
+            if self._n_shared.get(name) != len(rows):
+                self._words.keep(name, rows)
+                self._n_shared[name] = len(rows)
+
+    def _take_in_strangers(self) -> None:
+        """Put machines of this launch that are there and in no line of the ledger into it: another folder asked for them."""
+        there = self._driver.names(self._prefix)
         for name, number in there.items():
             known = self._ledger.machines.get(name)
             if known is None and name.rpartition("-")[2].isdigit():
@@ -212,10 +224,11 @@ class Launch:
             ask = self._make_ask(number, offer, self._accounts())
             now = self._clock()
             machine = self._ledger.note(
-                ask.name, "asked", now, number=number, target=ask.target, provider=offer.provider,
+                ask.name, "asked", now, number=number, target=ask.target, on=ask.on, provider=offer.provider,
                 instance=offer.instance, gpu=offer.gpu, is_spot=offer.is_spot, usd_per_hour=ask.usd_per_hour,
                 most_s=ask.most_s, is_paid_in_queue=self._driver.is_paid_in_queue, committed=self._committed(),
             )  # fmt: skip
+            self._until_clear(self._share, "the store")
             try:
                 made = self._driver.create(ask, now)
                 self._ledger.note(ask.name, "created", self._clock(), id=made)
@@ -246,7 +259,7 @@ class Launch:
 
         One that is looked for long after may have been there and gone: it is counted as if it was.
         """
-        began = self._clock()
+        began, is_said = self._clock(), False
         until = max(machine.asked_at, began) + self._driver.late_s
         while True:
             try:
@@ -262,8 +275,12 @@ class Launch:
                 if self._clock() >= until:
                     self._ledger.note(machine.name, "refused", self._clock(), why="no such machine came into being")
                     return False
-            except Unclear:
-                pass  # the provider is away: what it made can't be known, so nothing else is asked for
+            except Unclear as error:
+                if not is_said:
+                    self._say(
+                        f"{machine.name}: {error}; nothing else is asked for until it is known whether that is there"
+                    )
+                is_said = True
             self._sleep(self.patience.poll_s)
 
     def _is_secured(self, machine: Machine) -> bool:
@@ -384,6 +401,8 @@ class Launch:
         for machine in self._ledger.open:
             if machine.left_at is not None:
                 self._is_gone(machine)
+        with contextlib.suppress(Unclear):
+            self._share()
         try:
             for name, found in self._driver.names(self._prefix).items():
                 machine = self._ledger.machines.get(name) or Machine(name)
@@ -405,6 +424,8 @@ class Launch:
                 break
             self._sleep(self.patience.poll_s)
             self._sweep()
+        with contextlib.suppress(Unclear):
+            self._share()
         return code
 
     # ---- what the store knows ----
@@ -417,12 +438,7 @@ class Launch:
 
     def _accounts(self) -> list[Account]:
         """The attempts so far. A store that is away is waited for: without it the rest of the cap is not known."""
-        while True:
-            try:
-                return self._words.accounts()
-            except Unclear as error:
-                self._say(f"the store does not answer ({error}): nothing is rented until it does")
-                self._sleep(self.patience.poll_s)
+        return self._until_clear(self._words.accounts, "the store")
 
     def _is_finished(self) -> bool:
         """Whether the run has finished, also where the machine that did it was lost before it could say so."""
@@ -448,13 +464,3 @@ def _how(machine: Machine, code: int | None) -> str:
     if machine.booted_at is None and code is None:
         return "it ended before it had booted"
     return "it ended without a word" if code is None else f"left with {code}"
-
-
-def refuse_unattended(driver: Driver, *, is_attended: bool) -> None:
-    """Refuse to rent where nothing ends a machine when we are dead, unless somebody stays with it. Raises `UserMistake`."""
-    if not (driver.ends_by_itself or is_attended):
-        raise UserMistake(
-            "nothing of this provider ends the machine if this process dies: it would be paid for until somebody looks",
-            where="--on",
-            to_do="stay with it and say so with --attended, or take another target",
-        )

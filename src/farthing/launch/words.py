@@ -3,6 +3,7 @@
     launch/NAME/booted.json   once, when farthing runs there
     launch/NAME/log.txt       the end of what was printed, anew every half minute: it is the beat too
     launch/NAME/left.json     the exit code, and why
+    launch/LAUNCH/machines/NAME.json   the lines of a machine: other folders of the run count on from there
     launch/LAUNCH/stop.json   somebody wants the launch stopped, and whoever watches it heeds that
 
 Where there is no store the shared run folder is one. Refuses to take such a word for a reason to train: the lease decides that.
@@ -14,35 +15,55 @@ import contextlib
 import json
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 from farthing.durability.accounts import Account, read_ledger, take_in
 from farthing.durability.commits import list_commits
-from farthing.durability.files import Json, parse_json
+from farthing.durability.files import Damaged, Json, parse_json, seal, unseal
 from farthing.durability.object_store import NoSuchObject, Store, StoreFault
 from farthing.durability.run_folder import LEDGER
+from farthing.errors import UserMistake
 from farthing.launch.driver import Unclear
-from farthing.launch.supervise import Word
 
-BOOTED, LOG, LEFT, STOP = "booted.json", "log.txt", "left.json", "stop.json"
+BOOTED, LOG, LEFT, STOP, MACHINES = "booted.json", "log.txt", "left.json", "stop.json", "machines"
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a machine has said of itself in the store."""
+
+    has_booted: bool = False
+    code: int | None = None
+    why: str = ""
+    beat: str = ""
+    """Changes as long as the machine lives."""
 
 
 class StoreWords:
-    """The words of machines in a store. `folder`: the run folder that all share, where the store is only that."""
+    """The words of machines in a store. `folder`: the run folder that all share, where the store is only that.
 
-    def __init__(self, store: Store, launch_id: str = "", folder: Path | None = None) -> None:
-        self._store, self._launch, self._folder = store, f"launch/{launch_id}", folder
+    `opened` gives the store anew for each question, which so has a deadline of its own. Every call may raise `Unclear`.
+    """
 
-    def of(self, name: str) -> Word:
-        """See `Words`."""
-        place = f"launch/{name}"
+    def __init__(self, opened: Callable[[], Store], launch_id: str = "", folder: Path | None = None) -> None:
+        self._opened, self._launch, self._folder = opened, f"launch/{launch_id}", folder
+
+    @contextlib.contextmanager
+    def _store(self) -> Iterator[Store]:
         try:
-            there = self._store.list(f"{place}/")
-            left = self._get(f"{place}/{LEFT}") if f"{place}/{LEFT}" in there else {}
+            yield self._opened()
         except StoreFault as error:
             raise Unclear(str(error)) from error
-        log = there.get(f"{place}/{LOG}")
-        code = left.get("code")
+
+    def of(self, name: str) -> Word:
+        """The newest of a machine."""
+        place = f"launch/{name}"
+        with self._store() as store:
+            there = store.list(f"{place}/")
+            left = _get(store, f"{place}/{LEFT}") if f"{place}/{LEFT}" in there else {}
+        log, code = there.get(f"{place}/{LOG}"), left.get("code")
         return Word(
             has_booted=f"{place}/{BOOTED}" in there,
             code=code if isinstance(code, int) else None,
@@ -52,60 +73,78 @@ class StoreWords:
 
     def log(self, name: str) -> str:
         """The end of what a machine has printed; empty where it has not yet."""
-        try:
-            return self._store.get(f"launch/{name}/{LOG}").decode("utf-8", "replace")
-        except NoSuchObject:
-            return ""
-        except StoreFault as error:
-            raise Unclear(str(error)) from error
+        with self._store() as store, contextlib.suppress(NoSuchObject):
+            return store.get(f"launch/{name}/{LOG}").decode("utf-8", "replace")
+        return ""
 
     def is_stopped(self) -> bool:
-        """See `Words`."""
-        try:
-            return f"{self._launch}/{STOP}" in self._store.list(f"{self._launch}/")
-        except StoreFault as error:
-            raise Unclear(str(error)) from error
+        """Whether somebody has asked, from anywhere, that the launch be stopped."""
+        with self._store() as store:
+            return f"{self._launch}/{STOP}" in store.list(f"{self._launch}/")
 
     def ask_to_stop(self, *, is_wanted: bool) -> None:
         """Leave word that the launch be stopped, or take it back. Raises `Unclear`."""
-        try:
+        with self._store() as store:
             if is_wanted:
-                self._store.create(f"{self._launch}/{STOP}", json.dumps({"at": time.time()}).encode())
+                store.create(f"{self._launch}/{STOP}", json.dumps({"at": time.time()}).encode())
             else:
-                self._store.remove([f"{self._launch}/{STOP}"])
-        except StoreFault as error:
-            raise Unclear(str(error)) from error
+                store.remove([f"{self._launch}/{STOP}"])
 
     def committed(self) -> int:
-        """See `Words`."""
+        """The newest step that is saved."""
         if self._folder is not None:
             return max([0, *(account.committed for account in self.accounts())])
-        try:
-            return max((commit.step for commit in list_commits(self._store)), default=0)
-        except StoreFault as error:
-            raise Unclear(str(error)) from error
+        with self._store() as store:
+            return max((commit.step for commit in list_commits(store)), default=0)
 
     def accounts(self) -> list[Account]:
-        """See `Words`. The newest link of the lease has the account of every attempt."""
+        """What each attempt of the run has cost: the newest link of the lease has the account of every one."""
         if self._folder is not None:
             return read_ledger(self._folder / LEDGER).ordered
-        try:
-            links = sorted(key for key in self._store.list("writers/") if key.endswith(".json"))
-            rows = self._get(links[-1]).get("ledger") if links else []
-        except StoreFault as error:
-            raise Unclear(str(error)) from error
+        with self._store() as store:
+            links = sorted(key for key in store.list("writers/") if key.endswith(".json"))
+            rows = _get(store, links[-1]).get("ledger") if links else []
         told: dict[int, Account] = {}
         for row in rows if isinstance(rows, list) else []:
             if isinstance(row, dict):
                 take_in(told, row)
         return [told[number] for number in sorted(told)]
 
-    def _get(self, key: str) -> Json:
-        with contextlib.suppress(NoSuchObject, ValueError):
-            value = parse_json(self._store.get(key))
-            if isinstance(value, dict):
-                return value
-        return {}
+    def keep(self, name: str, rows: list[Json]) -> None:
+        """Leave the lines of a machine where other folders of this run find them; one that is shared has them already."""
+        if self._folder is None:
+            with self._store() as store:
+                put_text(
+                    store, f"{self._launch}/{MACHINES}/{name}.json", seal({"kind": "farthing machine", "rows": rows})
+                )
+
+    def kept(self) -> dict[str, list[Json]]:
+        """The lines of every machine of this run, whichever folder it was asked for from.
+
+        Raises `UserMistake` for lines that are damaged: without them the cap can't be held.
+        """
+        found: dict[str, list[Json]] = {}
+        if self._folder is not None:
+            return found
+        with self._store() as store:
+            for key in store.list(f"{self._launch}/{MACHINES}/"):
+                try:
+                    found[PurePosixPath(key).stem] = unseal(store.get(key).decode(), key)["rows"]
+                except (Damaged, KeyError, TypeError, UnicodeDecodeError) as error:
+                    raise UserMistake(
+                        f"what is known of a machine is damaged ({error})", where=f"{store.name}: {key}",
+                        to_do="look at the provider's bill for that machine, then remove the object",
+                    ) from error  # fmt: skip
+        return found
+
+
+def _get(store: Store, key: str) -> Json:
+    """A small object; empty where there is none, or none that is understood."""
+    with contextlib.suppress(NoSuchObject, ValueError):
+        value = parse_json(store.get(key))
+        if isinstance(value, dict):
+            return value
+    return {}
 
 
 class Speaker:
@@ -132,11 +171,15 @@ class Speaker:
             time.sleep(3.0)
 
     def _put(self, name: str, text: str) -> bool:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            try:
-                self._store.put(f"{self._place}/{name}", Path(file.name))
-                return True
-            except (StoreFault, OSError):
-                return False
+        with contextlib.suppress(StoreFault, OSError):
+            put_text(self._store, f"{self._place}/{name}", text)
+            return True
+        return False
+
+
+def put_text(store: Store, key: str, text: str) -> None:
+    """Write a small object over what was there. Raises `StoreFault`."""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        store.put(key, Path(file.name))

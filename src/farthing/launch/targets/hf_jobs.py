@@ -8,7 +8,7 @@ from pathlib import Path
 
 from farthing.launch.ask import SCRIPT, Ask, script_of
 from farthing.launch.commands import Commands
-from farthing.launch.driver import Seen
+from farthing.launch.driver import Seen, job_seen
 from farthing.launch.target import Files, Target, missing
 
 CALL = "run_job.json"
@@ -57,9 +57,7 @@ def _parse(text: str) -> list[Seen]:
         stage = str(status.get("stage") if isinstance(status, dict) else status)
         name, is_over = (job.get("labels") or {}).get("name", job.get("name", "")), stage in _OVER
         code = _OVER.get(stage) if is_over else None
-        found.append(
-            Seen(name, job["id"], is_over=is_over, code=code, is_waiting=stage == "SCHEDULING", is_paid=not is_over)
-        )
+        found.append(job_seen(name, job["id"], is_over, waits=stage == "SCHEDULING", code=code))
     return found
 
 

@@ -12,7 +12,7 @@ import yaml
 from farthing.durability.files import Json
 from farthing.launch.ask import GRACE_S, SCRIPT, Ask, script_of
 from farthing.launch.commands import Commands
-from farthing.launch.driver import Seen
+from farthing.launch.driver import Seen, job_seen
 from farthing.launch.target import Files, Target, missing, not_a_name
 
 MANIFEST = "job.k8s.yaml"
@@ -101,11 +101,9 @@ def _parse(text: str) -> list[Seen]:
     for item in json.loads(text)["items"]:
         status = item.get("status", {})
         kinds = {c["type"] for c in status.get("conditions", []) if c.get("status") == "True"}
-        code = 0 if "Complete" in kinds else None
-        is_over = bool(kinds & {"Complete", "Failed"})
-        name = item["metadata"]["name"]
+        name, is_over = item["metadata"]["name"], bool(kinds & {"Complete", "Failed"})
         waits = not status.get("ready") and not is_over
-        found.append(Seen(name, name, is_over=is_over, code=code, is_waiting=waits, is_paid=not is_over))
+        found.append(job_seen(name, name, is_over, waits=waits, code=0 if "Complete" in kinds else None))
     return found
 
 
@@ -120,14 +118,9 @@ def commands(at: str) -> Commands:
         submit=_submit,
         id_of=lambda text: text.split()[-1].rpartition("/")[2],
         listing=lambda prefix: [
-            "kubectl",
-            "get",
-            "jobs",
-            *space,
-            "--selector",
+            *["kubectl", "get", "jobs", "-o", "json", "--selector"],
             f"farthing-launch={prefix}",
-            "-o",
-            "json",
+            *space,
         ],
         parse=_parse,
         destroy=lambda m: ["kubectl", "delete", "job,configmap", m.name, *space, "--ignore-not-found", "--wait=false"],

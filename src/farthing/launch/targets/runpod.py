@@ -17,10 +17,12 @@ INPUTS = {
 }  # fmt: skip
 """The fields of its input types that are used here."""
 _COMMAND = (
-    "sh -c 'cd; echo $FARTHING_SCRIPT | base64 -d > run.sh && sh run.sh; "
-    'runpodctl remove pod "$RUNPOD_POD_ID"; exec sleep infinity\''
+    "cd; echo $FARTHING_SCRIPT | base64 -d > run.sh && sh run.sh; "
+    'runpodctl remove pod "$RUNPOD_POD_ID"; exec sleep infinity'
 )
 """A pod begins again what has ended, so it waits to be removed, which it asks for itself."""
+START = json.dumps({"entrypoint": ["sh", "-c"], "cmd": [_COMMAND]})
+"""In place of the image's ENTRYPOINT and CMD; a plain string would be arguments to the former."""
 
 
 def render(ask: Ask) -> Files:
@@ -34,7 +36,7 @@ def render(ask: Ask) -> Files:
     pod: Json = {
         "name": ask.name,
         "imageName": ask.image,
-        "dockerArgs": _COMMAND,
+        "dockerArgs": START,
         "gpuTypeId": ask.gpu_id,
         "gpuCount": offer.n_gpus,
         "cloudType": "COMMUNITY" if "community" in offer.instance else "SECURE",
@@ -62,6 +64,8 @@ def check(files: Mapping[str, str]) -> list[str]:
         found.append(f"{REQUEST}: no such cloudType: {pod.get('cloudType')}")
     if ("Interruptable" in request.get("query", "")) != ("bidPerGpu" in pod):
         found.append(f"{REQUEST}: spot, and nothing else, has a bidPerGpu")
+    if "entrypoint" not in str(pod.get("dockerArgs")):
+        found.append(f"{REQUEST}: the ENTRYPOINT of an image would get the command as its arguments")
     if pod.get("volumeInGb"):
         found.append(f"{REQUEST}: a volume is paid for after the pod is gone")
     return found

@@ -12,7 +12,7 @@ import yaml
 from farthing.durability.files import Json
 from farthing.launch.ask import SCRIPT, Ask, script_of
 from farthing.launch.commands import Commands
-from farthing.launch.driver import Seen
+from farthing.launch.driver import Seen, job_seen
 from farthing.launch.target import Files, Target, missing, not_a_name
 
 TASK, CONFIG = "task.sky.yaml", "config.sky.yaml"
@@ -21,7 +21,7 @@ INFRA = {"AWS": "aws", "GCP": "gcp", "Azure": "azure", "Lambda": "lambda", "RunP
          "Prime Intellect": "primeintellect"}  # fmt: skip
 """Its names of the providers that the price table has."""
 STRANGERS = ("runpod", "vast")
-_OVER = (
+_OVER = [
     "SUCCEEDED",
     "CANCELLED",
     "FAILED",
@@ -29,7 +29,7 @@ _OVER = (
     "FAILED_PRECHECKS",
     "FAILED_NO_RESOURCE",
     "FAILED_CONTROLLER",
-)
+]
 
 
 def render(ask: Ask) -> Files:
@@ -94,10 +94,7 @@ def _parse(text: str) -> list[Seen]:
         name = str(job.get("job_name") or job.get("name"))
         code = {"SUCCEEDED": 0, "FAILED_SETUP": 2, "FAILED_PRECHECKS": 2}.get(state)
         waits = state in ("PENDING", "SUBMITTED", "STARTING", "RECOVERING")
-        is_over = state in _OVER
-        found.append(
-            Seen(name, str(job.get("job_id")), is_over=is_over, code=code, is_waiting=waits, is_paid=not is_over)
-        )
+        found.append(job_seen(name, str(job.get("job_id")), state in _OVER, waits=waits, code=code))
     return found
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from farthing.durability.machines import Machine
 from farthing.launch.ask import GRACE_S, Ask, script_of
 from farthing.launch.commands import Commands
-from farthing.launch.driver import Seen
+from farthing.launch.driver import Seen, job_seen
 from farthing.launch.target import Files, Target, not_a_name
 
 BATCH = "run.sbatch"
-_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+_OVER = ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"]
 
 
 def render(ask: Ask) -> Files:
@@ -54,14 +54,7 @@ def check(files: Mapping[str, str]) -> list[str]:
 def _rows(text: str) -> list[Seen]:
     rows = [line.split("|") for line in text.splitlines() if line.count("|") == 2]
     return [
-        Seen(
-            name,
-            number,
-            is_over=state in _OVER,
-            is_waiting=state in ("PENDING", "REQUEUED"),
-            is_paid=state not in _OVER,
-        )
-        for number, name, state in rows
+        job_seen(name, number, state in _OVER, waits=state in ("PENDING", "REQUEUED")) for number, name, state in rows
     ]
 
 

@@ -1,8 +1,13 @@
-"""Vast.ai: the search for an offer, the request for it, and the scheduled job that deletes the instance."""
+"""Vast.ai: the search for an offer, the request for it, the instance's own end, and the scheduled job that deletes it too.
+
+A request that was never answered leaves an instance for which nobody has scheduled anything. It ends itself: Vast.ai puts a
+key into every instance (CONTAINER_API_KEY, CONTAINER_ID) that can destroy this one and nothing else.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 from farthing.durability.files import Json
@@ -19,11 +24,36 @@ END_REQUEST: Json = {
     "api_endpoint": f"/api/v0/instances/${{{INSTANCE}}}/", "request_method": "DELETE", "request_body": {},
     "day_of_the_week": None, "hour_of_the_day": None, "frequency": "HOURLY", "instance_id": f"${{{INSTANCE}}}",
 }  # fmt: skip
+_END_IT = (
+    "import os, urllib.request as web; "
+    'url = "https://console.vast.ai/api/v0/instances/" + os.environ["CONTAINER_ID"] + "/"; '
+    'key = {"Authorization": "Bearer " + os.environ["CONTAINER_API_KEY"], "Content-Type": "application/json"}; '
+    'web.urlopen(web.Request(url, b"{}", key, method="DELETE"), timeout=30)'
+)
+AGAIN_S = 20
 KEYS = {"client_id", "image", "env", "price", "disk", "label", "onstart", "runtype", "args", "cancel_unavail", "force"}
 
 
+def own_end(script: str, most_s: int) -> str:
+    """A script that deletes its instance when it ends, at the latest `most_s` after it was asked for, whatever it hangs in;
+    asked again until nothing is left to ask. A clock that is off counts as just asked for."""
+    return f"""#!/bin/sh
+end_it() {{
+  until python3 -c '{_END_IT}' 2>/dev/null; do sleep {AGAIN_S}; done
+}}
+left=$(({CREATED_AT} + {most_s} - $(date +%s)))
+[ "$left" -gt 0 ] && [ "$left" -le {most_s} ] || left={most_s}
+(sleep "$left"; end_it) &
+trap end_it EXIT
+{script.removeprefix("#!/bin/sh" + chr(10))}"""
+
+
 def render(ask: Ask) -> Files:
-    """Three requests: an offer lives for seconds, so it is searched for when it is wanted. With `price` it is a bid."""
+    """Three requests: an offer lives for seconds, so it is searched for when it is wanted. With `price` it is a bid.
+
+    The command goes with what is to be in place of the image's ENTRYPOINT (`onstart`, as `vastai create instance
+    --entrypoint` sends it): `nice`, which runs it, and does no harm where it were taken for a command of its own.
+    """
     offer = ask.offer
     env = {**ask.settings, **{name: f"${{{name}}}" for name in ask.secrets}, CREATED_AT: f"${{{CREATED_AT}}}"}
     search: Json = {
@@ -40,7 +70,8 @@ def render(ask: Ask) -> Files:
         "disk": ask.disk_gb,
         "label": ask.name,
         "runtype": "args",
-        "args": ["sh", "-c", script_of(ask)],
+        "onstart": "nice",
+        "args": ["sh", "-c", own_end(script_of(ask), ask.most_s)],
         "cancel_unavail": True,
     }
     if offer.is_spot:
@@ -52,7 +83,7 @@ def render(ask: Ask) -> Files:
 def check(files: Mapping[str, str]) -> list[str]:
     """Fields that it does not know, and those that it needs."""
     search, create, end = (json.loads(files.get(name, "{}")) for name in (SEARCH, CREATE, END))
-    found = missing(create, CREATE, "image", "label", "disk", "args")
+    found = missing(create, CREATE, "image", "label", "disk", "args.2", "onstart")
     found += missing(search, SEARCH, "gpu_name.eq", "num_gpus.eq", "dph_total.lte")
     found += missing(end, END, "start_time", "api_endpoint", "request_method", "instance_id")
     found += [f"{CREATE}: no such field: {name}" for name in sorted(set(create) - KEYS)]
@@ -60,12 +91,14 @@ def check(files: Mapping[str, str]) -> list[str]:
         found.append(f"{CREATE}: a bid, and nothing else, has a price")
     if create.get("cancel_unavail") is not True:
         found.append(f"{CREATE}: without cancel_unavail an instance that can't start is paid for")
+    if not re.search(r'^\(sleep "\$left"; end_it\) &$', "".join(create.get("args", [])), re.MULTILINE):
+        found.append(f"{CREATE}: nothing in the instance ends it")
     return found
 
 
 TARGET = Target(
     "vast", "Vast.ai", render, check,
-    ends="a scheduled job at Vast.ai that deletes the instance",
+    ends="the instance, by a key of its own, and a scheduled job at Vast.ai: either deletes it",
     is_rented=True,
     keys=("VAST_API_KEY",),
     picks_gpus=True,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 from farthing.durability.files import Json
 from farthing.launch.ask import SCRIPT, Ask, script_of
 from farthing.launch.commands import Commands
-from farthing.launch.driver import Seen
+from farthing.launch.driver import Seen, job_seen
 from farthing.launch.target import Files, Target, missing
 
 DOCUMENT = "custom_job.json"
@@ -20,12 +21,37 @@ FAMILIES = {"g2": "L4", "a2": "A100", "a3": "H100|H200", "n1": "T4|V100|P100|K80
 """Which accelerators a family of machine types has: the prefix of the type, and words of the accelerator's name."""
 
 
+_SECRET = (
+    "import base64, json, sys, urllib.request as web\n"
+    "def get(url, **headers):\n"
+    "    return json.load(web.urlopen(web.Request(url, headers=headers), timeout=30))\n"
+    "own = 'http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token'\n"
+    "key = get(own, **{'Metadata-Flavor': 'Google'})['access_token']\n"
+    "url = 'https://secretmanager.googleapis.com/v1/projects/%s/secrets/%s/versions/latest:access' % tuple(sys.argv[1:])\n"
+    "found = get(url, Authorization='Bearer ' + key)\n"
+    "sys.stdout.write(base64.b64decode(found['payload']['data']).decode())\n"
+)
+"""Prints a secret of Secret Manager, read as the job's service account."""
+
+
+def with_secrets(ask: Ask) -> str:
+    """The script of the machine, which first fetches its secrets by their names: the document has no place for them."""
+    script, project = script_of(ask), ask.at.partition("/")[0]
+    lines = "".join(
+        f'{name}=$(python3 -c "$read" {shlex.quote(project)} {name}) && export {name} || {{ '
+        f'echo "the secret {name} of project {project} can not be read" >&2; exit 2; }}\n'
+        for name in ask.secrets
+    )
+    head, _, rest = script.partition("\n")
+    return f"{head}\nread={shlex.quote(_SECRET)}\n{lines}{rest}" if lines else script
+
+
 def render(ask: Ask) -> Files:
     """The job. `ask.at` is PROJECT/REGION, with /SERVICE_ACCOUNT where that is another than the default.
 
-    Credentials of the store are the service account's: there is no place for secrets in the document.
+    Credentials of a gs:// store are the service account's; other secrets are those of the project's Secret Manager.
     """
-    account = ask.at.split("/")[2:]
+    account, script = ask.at.split("/")[2:], with_secrets(ask)
     machine: Json = {"machineType": ask.machine_type}
     machine |= {"acceleratorType": ask.gpu_id, "acceleratorCount": ask.offer.n_gpus} if ask.gpu_id else {}
     job: Json = {
@@ -37,7 +63,7 @@ def render(ask: Ask) -> Files:
                 "containerSpec": {
                     "imageUri": ask.image,
                     "command": ["sh", "-c"],
-                    "args": [script_of(ask)],
+                    "args": [script],
                     "env": [{"name": name, "value": value} for name, value in sorted(ask.settings.items())],
                 },
             }
@@ -54,7 +80,7 @@ def render(ask: Ask) -> Files:
     return {
         DOCUMENT: json.dumps(document, indent=1) + "\n",
         "job_spec.json": json.dumps(job, indent=1) + "\n",
-        SCRIPT: script_of(ask),
+        SCRIPT: script,
     }
 
 
@@ -79,9 +105,9 @@ def check(files: Mapping[str, str]) -> list[str]:
 
 def _parse(text: str) -> list[Seen]:
     return [
-        Seen(
-            job["displayName"], job["name"], is_over=job["state"] in _OVER, is_waiting=job["state"] in _WAITS,
-            code=0 if job["state"] == "JOB_STATE_SUCCEEDED" else None, is_paid=job["state"] not in _OVER,
+        job_seen(
+            job["displayName"], job["name"], job["state"] in _OVER, waits=job["state"] in _WAITS,
+            code=0 if job["state"] == "JOB_STATE_SUCCEEDED" else None,
         )
         for job in json.loads(text)
     ]  # fmt: skip
@@ -92,6 +118,8 @@ def commands(at: str) -> Commands:
     project, region = [*at.split("/"), "", ""][:2]
     place = [f"--project={project}", f"--region={region}"]
     ai = ["gcloud", "ai", "custom-jobs"]
+    read = ["gcloud", "logging", "read", "--limit=200", "--order=asc", "--format=value(jsonPayload.message)"]
+    of = 'resource.type="ml_job" AND resource.labels.job_id='
 
     def submit(ask: Ask, folder: Path) -> list[str]:
         labels = f"--labels=farthing-launch={ask.launch_id}"
@@ -104,16 +132,7 @@ def commands(at: str) -> Commands:
         listing=lambda prefix: [*ai, "list", *place, f"--filter=labels.farthing-launch={prefix}", "--format=json"],
         parse=_parse,
         destroy=lambda m: [*ai, "cancel", m.id, *place],
-        log=lambda m: [
-            "gcloud",
-            "logging",
-            "read",
-            f'resource.type="ml_job" AND resource.labels.job_id="{m.id.rpartition("/")[2]}"',
-            f"--project={project}",
-            "--limit=200",
-            "--order=asc",
-            "--format=value(jsonPayload.message)",
-        ],
+        log=lambda m: [*read, f'{of}"{m.id.rpartition("/")[2]}"', f"--project={project}"],
     )
 
 

@@ -1,0 +1,175 @@
+"""What machines of Vast.ai and Vertex AI run before and after farthing, with a real shell and providers that are none."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from farthing.launch.ask import CREATED_AT, Ask
+from farthing.launch.targets import runpod, vast, vertex
+from farthing.prices.offers import Billing, Offer
+
+REDIRECT = """
+import os, urllib.request as web
+send = web.urlopen
+def to_the_test(request, *args, **more):
+    request.full_url = request.full_url.replace("https://console.vast.ai", os.environ["CONSOLE"])
+    return send(request, *args, **more)
+web.urlopen = to_the_test
+"""
+KEY = "canary-of-the-instance"
+
+
+class Console(http.server.BaseHTTPRequestHandler):
+    """Takes deletions, the second time it is asked."""
+
+    asked: list[tuple[str, str | None, bool]]
+    done: Path
+
+    def do_DELETE(self) -> None:
+        """A deletion: its path, its key, and whether farthing has ended."""
+        self.asked.append((self.path, self.headers["Authorization"], self.done.exists()))
+        self.send_response(500 if len(self.asked) == 1 else 200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def console(tmp_path: Path) -> Iterator[type[Console]]:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(REDIRECT)
+    handler = type("Handler", (Console,), {"asked": [], "done": tmp_path / "done"})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        handler.address = f"http://127.0.0.1:{server.server_port}"  # type: ignore[attr-defined]
+        yield handler
+        server.shutdown()
+
+
+def ask_for(most_s: int) -> Ask:
+    """A machine for a job."""
+    offer = Offer(
+        "Vast.ai", "", "L40S", 1, "any", "", False, "machine_hour", 0.4, "", date(2026, 11, 22), Billing("Vast.ai")
+    )
+    return Ask("farthing-12345678-1", "vast", "", offer, 0.4, most_s, "task: x", {"name": "x"}, image="an/image")
+
+
+def begun(tmp_path: Path, console: Any, farthing: str, most_s: int, created_at: float) -> subprocess.Popen[bytes]:
+    """The container's command, with something else in the place of farthing."""
+    program = tmp_path / "bin" / "farthing"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n{farthing}\n")
+    program.chmod(0o755)
+    words = json.loads(vast.render(ask_for(most_s))[vast.CREATE])["args"]
+    values = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path / "site"),
+              "CONSOLE": console.address, "CONTAINER_ID": "77", "CONTAINER_API_KEY": KEY, "DONE": str(console.done),
+              CREATED_AT: f"{created_at:.0f}"}  # fmt: skip
+    return subprocess.Popen(words, env=values, start_new_session=True)
+
+
+def until(is_so: Any) -> None:
+    """Wait for it."""
+    end = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("created_at", [0.0, 4e9], ids=["clock behind", "clock ahead"])
+def test_an_instance_deletes_itself_when_its_run_has_ended_and_asks_again(
+    tmp_path: Path, console: Any, created_at: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vast, "AGAIN_S", 0)
+    process = begun(tmp_path, console, 'sleep 0.2; touch "$DONE"', 3600, created_at)
+    assert process.wait(20) == 0
+    assert console.asked == [("/api/v0/instances/77/", f"Bearer {KEY}", True)] * 2, "not before its run had ended"
+    os.killpg(process.pid, signal.SIGKILL)  # the watch for its end, which the end of a container ends too
+
+
+def test_an_instance_deletes_itself_at_its_end_though_its_run_hangs(
+    tmp_path: Path, console: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vast, "AGAIN_S", 0)
+    process = begun(tmp_path, console, "trap '' TERM; while :; do sleep 0.1; done", 2, time.time())
+    try:
+        until(lambda: len(console.asked) == 2)
+        assert process.poll() is None
+        titles = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+        assert not any(KEY.encode() in title for title in titles)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_an_instance_that_is_taken_away_saves_first(
+    tmp_path: Path, console: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vast, "AGAIN_S", 0)
+    farthing = """trap 'touch "$DONE"; exit 75' TERM; touch "$DONE.up"; while :; do sleep 0.05; done"""
+    process = begun(tmp_path, console, farthing, 3600, time.time())
+    until((tmp_path / "done.up").exists)
+    process.terminate()
+    assert process.wait(20) == 75
+    assert [is_done for _, _, is_done in console.asked] == [True, True]
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_an_image_with_an_entrypoint_runs_our_command_and_not_its_own() -> None:
+    create = json.loads(vast.render(ask_for(60))[vast.CREATE])
+    done = subprocess.run([create["onstart"], "sh", "-c", "echo it ran"], capture_output=True, text=True, check=True)
+    assert (create["args"][:2], done.stdout) == (["sh", "-c"], "it ran\n")
+    pod = json.loads(runpod.render(replace(ask_for(60), target="runpod"))[runpod.REQUEST])["variables"]["input"]
+    start = json.loads(pod["dockerArgs"])
+    assert start["entrypoint"] == ["sh", "-c"]
+    assert len(start["cmd"]) == 1
+
+
+GOOGLE = """
+import base64, io, json, urllib.request as web
+def answer(request, timeout):
+    headers = {name.lower(): value for name, value in request.header_items()}
+    if request.full_url.startswith("http://metadata.google.internal/"):
+        assert headers["metadata-flavor"] == "Google"
+        return io.BytesIO(json.dumps({"access_token": "t"}).encode())
+    assert headers["authorization"] == "Bearer t"
+    place = "https://secretmanager.googleapis.com/v1/projects/project/secrets/HF_TOKEN/versions/latest:access"
+    if request.full_url != place:
+        raise OSError(404)
+    return io.BytesIO(json.dumps({"payload": {"data": base64.b64encode(b"canary").decode()}}).encode())
+web.urlopen = answer
+"""
+
+
+@pytest.mark.parametrize(("secrets", "code"), [(("HF_TOKEN",), 0), (("AWS_SECRET_ACCESS_KEY", "HF_TOKEN"), 2)])
+def test_secrets_of_vertex_are_read_by_name_when_the_machine_starts(
+    tmp_path: Path, secrets: tuple[str, ...], code: int
+) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(GOOGLE)
+    program = tmp_path / "bin" / "farthing"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$HF_TOKEN has come"\n')
+    program.chmod(0o755)
+    ask = replace(ask_for(60), target="vertex", at="project/us-central1", secrets=secrets, machine_type="g2-standard-8")
+    files = vertex.render(ask)
+    container = json.loads(files[vertex.DOCUMENT])["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]
+    values = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(tmp_path / "site")}
+    words = [*container["command"], *container["args"]]
+    done = subprocess.run(words, env=values, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert ("canary has come" in done.stdout) == (code == 0)
+    assert code == 0 or "the secret AWS_SECRET_ACCESS_KEY of project project can not be read" in done.stderr

@@ -1,0 +1,108 @@
+"""`farthing launch` as somebody uses it who has not read the manual: what is answered, and by which exit code."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from farthing.cli import main
+from farthing.durability.machines import MachineLedger
+from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE
+from farthing.launch.prepare import S3_KEYS
+from farthing.launch.supervise import Launch
+
+KEYS = ("RUNPOD_API_KEY", "VAST_API_KEY", "LAMBDA_API_KEY", *S3_KEYS)
+
+
+@pytest.fixture
+def job(tiny_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job with a store that is a folder, and an environment without any key."""
+    for name in KEYS:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
+    values = {
+        "task": "causal-lm", "model": {"model_name_or_path": str(tiny_folders["llama"]), "init": "random"},
+        "data": "./data.jsonl", "method": "full", "limits": {"max_usd": 2}, "output_dir": "./run",
+        "output_store": str(tmp_path / "store"), "cache_dir": "./cache", "where": {"device": "cpu", "usd_per_hour": 1},
+    }  # fmt: skip
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path / "job.yaml"
+
+
+def answer(capsys: Any, job: Path, *words: str) -> tuple[int, str]:
+    """The exit code, and what was said on both."""
+    code = main(["launch", str(job), *words])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+@pytest.mark.parametrize("verb", ["--logs", "--stop", "--attach"])
+def test_what_was_never_launched_is_not_looked_for_at_a_provider(job: Path, verb: str, capsys: Any) -> None:
+    code, said = answer(capsys, job, verb)
+    assert (code, len(said.splitlines())) == (EXIT_MISTAKE, 2)
+    assert "nothing was launched from this folder, nor by way of this store" in said
+    assert answer(capsys, job, "--status") == (EXIT_FINISHED, "nothing was launched yet\n")
+
+
+def test_a_launch_is_looked_for_where_its_machine_is(job: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farthing.launch.session.LOOK_S", 0.1)
+    ledger = MachineLedger(job.parent / "run")
+    ledger.note("farthing-1-1", "asked", time.time(), number=1, target="runpod", on="runpod", usd_per_hour=1.0)
+    ledger.note("farthing-1-1", "created", time.time(), id="pod")
+    code, said = answer(capsys, job, "--stop", "--set", "output_store=s3://bucket/run")
+    assert (code, "RUNPOD_API_KEY is not set" in said) == (EXIT_MISTAKE, True)
+    code, said = answer(capsys, job, "--stop", "--on", "ssh:nowhere")
+    assert (code, "farthing-1-1 of this launch is at runpod" in said) == (EXIT_MISTAKE, True)
+    code, said = answer(capsys, job, "--yes", "--on", "ssh:nowhere")
+    assert (code, "go on with --on runpod" in said) == (EXIT_MISTAKE, True), said
+    assert [machine.state for machine in MachineLedger(job.parent / "run").open] == ["created"], "not taken for gone"
+
+
+def test_another_folder_finds_the_launch_by_the_store(job: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssh = job.parent / "ssh"
+    ssh.write_text("#!/bin/sh\necho 'Connection reset by peer' >&2; exit 255\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("FARTHING_SSH", str(ssh))
+    monkeypatch.setattr(Launch, "_found", lambda self, machine: (_ for _ in ()).throw(KeyboardInterrupt))
+    code, said = answer(capsys, job, "--yes", "--on", "ssh:a", "--set", "output_dir=./first")
+    assert (code, "no longer watched: farthing-" in said, "--stop destroys" in said) == (EXIT_INTERRUPTED, True, True)
+    code, said = answer(capsys, job, "--status", "--set", "output_dir=./second")
+    assert code == EXIT_FINISHED
+    assert "asked    machines by ssh a" in said, "known by the store, and asked for over ssh without --on"
+
+
+def test_a_host_that_was_never_reached_is_refused_at_once(
+    job: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = job.parent / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\necho 'ssh: Could not resolve hostname nowhere: Name or service not known' >&2; exit 255\n"
+    )
+    ssh.chmod(0o755)
+    monkeypatch.setenv("FARTHING_SSH", str(ssh))
+    code, said = answer(capsys, job, "--yes", "--on", "ssh:nowhere")
+    assert code == EXIT_INTERRUPTED
+    assert "refused by machines by ssh: nowhere: ssh: Could not resolve hostname nowhere" in said
+    assert MachineLedger(job.parent / "run").open == []
+
+
+def test_a_cap_that_is_spent_is_a_limit_and_no_crash(job: Path, capsys: Any) -> None:
+    ledger = MachineLedger(job.parent / "run")
+    ledger.note("farthing-1-1", "asked", 1e9, number=1, target="local", on="local", usd_per_hour=1.0)
+    ledger.note("farthing-1-1", "gone", 1e9 + 8000)
+    for words in (["--on", "local"], ["--yes", "--on", "local"]):
+        code, said = answer(capsys, job, *words)
+        assert (code, "limits.max_usd ($2.00) leaves 0.0 s" in said) == (
+            EXIT_LIMIT if "--yes" in words else EXIT_MISTAKE,
+            True,
+        )
+
+
+@pytest.mark.parametrize("value", ["where.usd_per_hour=null", "limits.max_hours={}", "where.usd_per_hour=[1]"])
+def test_an_amount_that_is_none_is_a_mistake(job: Path, value: str, capsys: Any) -> None:
+    code, said = answer(capsys, job, "--on", "local", "--set", value)
+    assert (code, value.partition("=")[0] in said, "Traceback" in said) == (EXIT_MISTAKE, True, False)
