@@ -33,6 +33,12 @@ def auto_class(task: str) -> Any:
     return getattr(transformers, task_of(task).auto_class)
 
 
+def skeleton(config: Any, task: str, *, trust_remote_code: bool = False) -> Any:
+    """A model without weights: its layers and their shapes."""
+    with torch.device("meta"):
+        return auto_class(task).from_config(config, trust_remote_code=trust_remote_code)
+
+
 @dataclass(frozen=True)
 class ModelChoice:
     """Which model, in plain values."""
@@ -233,7 +239,7 @@ def load_model(
         else:
             four_bit = {}
             if in_four_bits is not None:
-                skip = [*_head_of(auto, config, choice, task), *in_four_bits.but]
+                skip = [*_head_of(config, choice, task), *in_four_bits.but]
                 four_bit = _four_bit(dtype, in_four_bits.device, skip)
             model, loaded = auto.from_pretrained(
                 choice.name,
@@ -359,14 +365,13 @@ def _without_places(value: Any) -> Any:
     return [_without_places(item) for item in value] if isinstance(value, list) else value
 
 
-def _head_of(auto: Any, config: Any, choice: ModelChoice, task: str) -> list[str]:
+def _head_of(config: Any, choice: ModelChoice, task: str) -> list[str]:
     """The names of a model's classification head or output layer."""
-    with torch.device("meta"):
-        skeleton = auto.from_config(config, trust_remote_code=choice.trust_remote_code)
+    model = skeleton(config, task, trust_remote_code=choice.trust_remote_code)
     if not task_of(task).scores_tokens:
-        return new_heads(skeleton)
-    output = skeleton.get_output_embeddings()
-    return [name for name, module in skeleton.named_modules() if module is output]
+        return new_heads(model)
+    output = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if module is output]
 
 
 def _four_bit(dtype: torch.dtype, device: torch.device, skip: list[str]) -> dict[str, Any]:
