@@ -107,7 +107,8 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
             said["judged"] = None if verdict is None else verdict.to_json()
             said["judged_in_words"] = "not judged: its data is gone" if verdict is None else verdict.in_words()
             _refuse_far(verdict, wish)
-            (draft / "export.json").write_text(json.dumps(said, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            public = {key: value for key, value in said.items() if key != "folder"}  # no path of this machine
+            (draft / "export.json").write_text(json.dumps(public, indent=1, allow_nan=False) + "\n", encoding="utf-8")
             receipt = build_receipt(run)
             card = model_card(receipt, step_of(receipt), is_merged=True, in_form=_on_card(said, verdict))
             (draft / CARD).write_text(card, encoding="utf-8")

@@ -102,8 +102,6 @@ ANSWERS: dict[str, str] = {
     "auto_resume": "the same command goes on from the last whole checkpoint in output_dir by itself",
     "resume": "the same command goes on from the last whole checkpoint in output_dir by itself",
     "overwrite_output_dir": "a finished run is never written over: name another output_dir",
-    "push_to_hub": "nothing is published; `farthing export RUN --output DIR` writes the model, `hf upload` publishes it",
-    "hub_model_id": "nothing is published; `farthing export RUN --output DIR` writes the model, `hf upload` publishes it",
     "logging_dir": "logs are in output_dir",
     "run_name": "a run is named by its output_dir",
     "load_in_8bit": "there is no 8-bit base; method: qlora has one of 4 bits, lora one of 16",
@@ -120,16 +118,20 @@ class Foreign(Exception):
     """A key of others that can't be taken as one of ours; the message says why."""
 
 
-def answer(name: str) -> str:
-    """What farthing does instead of a key of another tool; empty for a key that nobody has."""
+def answer(name: str, *, is_exact: bool = False) -> str:
+    """What farthing does instead of a key of another tool; empty for a key that nobody has.
+
+    `is_exact`: only of keys that are known by their whole name, not by how they begin or end.
+    """
     if name in ANSWERS:
         return ANSWERS[name]
     from farthing.config.importers.shared import COMMON
 
-    why = next(
-        (group for group in COMMON if any(fnmatchcase(name, pattern) for pattern in group.patterns.split())), None
-    )
-    return f"another tool's key: {why.reason}" if why else ""
+    for group in COMMON:
+        patterns = group.patterns.split()
+        if name in patterns or (not is_exact and any(fnmatchcase(name, pattern) for pattern in patterns)):
+            return f"another tool's key: {group.reason}"
+    return ""
 
 
 def adopt(values: dict[Any, Any], known: dict[str, list[str]]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:

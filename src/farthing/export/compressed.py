@@ -108,9 +108,9 @@ def _rehearse(model: Any, plan: Compression) -> None:
 def _settings(plan: Compression) -> Any:
     """The `QuantizationConfig` of a plan. Raises `UserMistake` that says how to get the package."""
     try:
+        from compressed_tensors.logger import logger
         from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
         from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
-        from loguru import logger
     except ImportError as error:
         raise UserMistake(
             f"such folders are written with compressed-tensors, which is not installed ({error.name})",

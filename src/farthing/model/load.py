@@ -24,6 +24,7 @@ from farthing.durability.files import parse_json, sha256_of
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
 from farthing.model.loss import decoder_inputs
+from farthing.model.positions import scale_positions, stretch
 from farthing.model.weights import ends_of_weights, weights_sha256
 from farthing.tasks.registry import task_of
 
@@ -49,6 +50,8 @@ class ModelChoice:
     init: str = "pretrained"
     attn_implementation: str | None = None
     trust_remote_code: bool = False
+    rope_scaling: dict[str, Any] | None = None
+    """Instead of that of the configuration."""
 
     @property
     def is_local(self) -> bool:
@@ -82,6 +85,8 @@ def load_config(choice: ModelChoice) -> Any:
             where=choice.name,
             to_do="model.attn_implementation: sdpa, or if you trust that code: model.trust_remote_code: true",
         )
+    if choice.rope_scaling:
+        scale_positions(config.get_text_config(), choice.rope_scaling)
     return config
 
 
@@ -287,8 +292,9 @@ def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:
         )
 
 
-def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], name: str) -> None:
+def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], choice: ModelChoice) -> None:
     """Refuse a tokenizer, or lengths by their keys in the job, that the model has no embeddings for. Raises `ModelError`."""
+    name = choice.name
     text_config = config.get_text_config()
     if len(tokenizer) > text_config.vocab_size:
         raise ModelError(
@@ -297,6 +303,8 @@ def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], name: str) 
             to_do="use the model's own tokenizer",
         )
     limit = max_positions(config)
+    if limit is not None and choice.rope_scaling:
+        limit = int(limit * stretch(choice.rope_scaling))
     for key, length in lengths.items():
         if limit is not None and length > limit:
             raise ModelError(

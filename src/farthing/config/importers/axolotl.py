@@ -58,7 +58,6 @@ TABLE: dict[str, To] = {
     "base_model": To("model.model_name_or_path", text),
     "revision_of_model": To("model.revision", text),
     "trust_remote_code": To("model.trust_remote_code", truth),
-    "rope_scaling": To("model.rope_scaling"),
     "sequence_len": To("data.max_length", whole),
     "excess_length_strategy": To("data.too_long", _too_long),
     "train_on_inputs": To("data.train_on_prompt", truth),
@@ -148,6 +147,10 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     for key in ("warmup_steps", "warmup_ratio"):
         hf.warmup(out, key, values.get(key))
     _evaluation(values, out)
+    hf.positions(out, values)
+    hf.positions(out, values.get("overrides_of_model_config") or {}, "overrides_of_model_config.")
+    if values.get("hub_model_id"):  # there a name alone publishes
+        out.job["train.push_to_hub"] = True
     read_keys(out, flat(values), TABLE, GROUPS)
     _defaults(values, out)
 

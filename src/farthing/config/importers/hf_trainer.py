@@ -5,6 +5,7 @@ Defaults are those of transformers 5 (`TrainingArguments`) and peft (`LoraConfig
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from farthing.config.importers.record import (
@@ -124,6 +125,10 @@ ARGUMENTS: dict[str, To] = {
     "predict_with_generate": To("train.predict_with_generate", truth),
     "generation_max_length": To("data.max_target_length", whole),
     "report_to": To("train.report_to", reports),
+    "push_to_hub": To("train.push_to_hub", truth),
+    "hub_model_id": To("train.hub_model_id", text),
+    "push_to_hub_model_id": To("train.hub_model_id", text),
+    "hub_private_repo": To("train.hub_private_repo", truth),
     "output_dir": To("output_dir", text),
 }
 """`TrainingArguments` and `Seq2SeqTrainingArguments`."""
@@ -137,7 +142,8 @@ LORA: dict[str, To] = {
     "use_dora": To("method.use_dora", truth),
     "use_rslora": To("method.use_rslora", truth),
     "init_lora_weights": To("method.init_lora_weights", scratch),
-    "bias": To("method.lora_bias", no_bias),
+    "lora_bias": To("method.lora_bias", truth),
+    "bias": To("method.bias", no_bias),
 }
 """`peft.LoraConfig`."""
 
@@ -150,7 +156,6 @@ MODEL: dict[str, To] = {
     "tokenizer_name": To("model.tokenizer_name_or_path", text),
     "tokenizer_name_or_path": To("model.tokenizer_name_or_path", text),
     "trust_remote_code": To("model.trust_remote_code", truth),
-    "rope_scaling": To("model.rope_scaling"),
 }
 """What says which model."""
 
@@ -192,6 +197,15 @@ def warmup(out: Imported, key: str, value: Any) -> None:
         out.name(key, value, "0: what warmup_ratio says holds")
     else:
         out.put(key, value, "train.warmup_ratio", float(found))
+
+
+def positions(out: Imported, values: Mapping[str, Any], before: str = "") -> None:
+    """`rope_scaling` as transformers has it: one key of the job for all that stands below it."""
+    found = values.get("rope_scaling")
+    if isinstance(found, dict) and found:
+        for name, value in found.items():
+            out.keep(f"{before}rope_scaling.{name}", value, "model.rope_scaling")
+        out.job["model.rope_scaling"] = found
 
 
 def quantized(out: Imported, values: Json, keys: dict[str, str]) -> bool:

@@ -85,7 +85,7 @@ GROUPS = (
         "preserve_thinking tool_format"),
     Why("differs", "changes the vocabulary; save a tokenizer with these tokens and name it in model.tokenizer_name_or_path",
         "add_tokens add_special_tokens new_special_tokens_config resize_vocab init_special_tokens split_special_tokens"),
-    Why("differs", "the length of positions; set model.rope_scaling", "rope_scaling"),
+    Why("differs", "stretches positions by a factor that is worked out there; set model.rope_scaling", "rope_scaling"),
     Why("none", "which 4-bit code; farthing's is bitsandbytes", "quantization_method quantization_device_map quant_config*"),
     Why("none", "settles layers that are frozen or OFT", "freeze_* oft_* num_expand* "
         "peft_config.freeze_* peft_config.export* peft_config.infer*"),
