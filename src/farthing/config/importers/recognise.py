@@ -37,6 +37,10 @@ FILL_IN = "FILL-IN/the-model"
 SOURCES = ("openai", "together", "fireworks", "axolotl", "llama-factory", "trl", "unsloth", "hf-trainer")
 KIN = {trl.NAME, unsloth.NAME, hf_scripts.NAME}
 """Tools whose settings have the same names."""
+_READERS = {
+    axolotl.NAME: axolotl.read, trl.NAME: trl.read, unsloth.NAME: trl.read, openai.NAME: openai.read,
+    together.NAME: together.read, fireworks.NAME: fireworks.read,
+}  # fmt: skip
 MAX_DEPTH, MAX_SETTINGS_BYTES = 50, 1 << 20
 _MACHINES = (
     "compute_environment",
@@ -89,22 +93,14 @@ def _refuse_strangers(out: Imported, seen: str | None, path: Path) -> Imported:
 def _read(source: str, values: Mapping[str, Any], path: Path, program: str = "") -> Imported:
     out = Imported(source)
     out.job["task"] = CAUSAL_LM.name
-    if source == axolotl.NAME:
-        axolotl.read(values, out)
-    elif source == llama_factory.NAME:
+    if source == llama_factory.NAME:
         llama_factory.read(values, out, path.parent)
-    elif source in (trl.NAME, unsloth.NAME):
-        if program and program not in ("sft", "sft.py"):
-            _other_verb(out, program)
-        trl.read(values, out)
     elif source == hf_scripts.NAME:
         hf_scripts.read(values, out, program)
-    elif source == openai.NAME:
-        openai.read(values, out)
-    elif source == together.NAME:
-        together.read(values, out)
     else:
-        fireworks.read(values, out)
+        if source in (trl.NAME, unsloth.NAME) and program and program not in ("sft", "sft.py"):
+            _other_verb(out, program)
+        _READERS[source](values, out)
     return out
 
 
