@@ -26,6 +26,8 @@ GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 16, "sliding_window": 16, "tie
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "gpt2", {}),
     "llama-3.1": ("llama", "llama-3", {"rope_parameters": LLAMA_3}),
+    "llama-linear": ("llama", "gpt2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama-bias": ("llama", "gpt2", {"attention_bias": True, "mlp_bias": True}),
     "llama-2": ("llama", "mistral-7b-v0.1", {"attention_bias": True, "tie_word_embeddings": True}),
     "mistral": ("mistral", "mistral-7b-v0.1", {"sliding_window": 256}),
     "qwen2": ("qwen2", "qwen2", {"tie_word_embeddings": True}),

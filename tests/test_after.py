@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+import yaml
 
 import workshop
 from farthing.after import evaluation
@@ -118,6 +119,54 @@ def test_standard_tasks_need_lm_eval(
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     assert main(["eval", str(tmp_path), "--tasks", "arc_easy"]) == 2
     assert "farthing[eval]" in capsys.readouterr().err
+
+
+LM_EVAL_TASKS = {
+    "choice": {
+        "output_type": "multiple_choice", "doc_to_text": "{{prompt}}", "doc_to_target": 0,
+        "doc_to_choice": "{{[completion, completion[::-1]]}}",
+        "metric_list": [{"metric": each, "aggregation": "mean", "higher_is_better": True} for each in ("acc", "acc_norm")],
+    },
+    "writing": {
+        "output_type": "generate_until", "doc_to_text": "{{prompt}}", "doc_to_target": "{{completion}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    },
+    "surprise": {
+        "output_type": "loglikelihood", "doc_to_text": "{{prompt}}", "doc_to_target": "{{completion}}",
+        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_tasks_of_lm_eval_have_its_own_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lm_eval = pytest.importorskip("lm_eval", reason="pip install 'farthing[eval]'")
+    from lm_eval.models.huggingface import HFLM
+
+    run, folder = run_of(tmp_path, "llama"), tmp_path / "tasks"
+    folder.mkdir()
+    rows = workshop.write_jsonl(folder / "rows.jsonl", workshop.rows_of("llama", 12, 3))
+    for name, values in LM_EVAL_TASKS.items():
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}}, "test_split": "test"}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **data, **values}))
+    assert main(["eval", str(run), "--tasks", str(folder), "--base", "--json"]) == 0
+    said = capsys.readouterr().out
+    found = json.loads(said[said.index("{") :])
+    manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
+    for side, more in (("base", {}), ("tuned", {"peft": str(run / "model")})):
+        asked = HFLM(pretrained=str(tmp_path / "base"), dtype="float32", device="cpu", **more)
+        own = lm_eval.simple_evaluate(model=asked, tasks=list(LM_EVAL_TASKS), task_manager=manager)["results"]
+        for name, metric in (
+            ("choice", "acc"),
+            ("choice", "acc_norm"),
+            ("writing", "exact_match"),
+            ("surprise", "perplexity"),
+        ):
+            assert found[side][f"{name} {metric}"] == own[name][f"{metric},none"], (side, name, metric)
+    assert found["tuned"]["surprise perplexity"] < found["base"]["surprise perplexity"]
+    assert main(["eval", str(run), "--tasks", "no_such_task"]) == 2
+    assert "no task 'no_such_task'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("family", ["llama", "bert", "t5"])

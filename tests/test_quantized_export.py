@@ -16,6 +16,7 @@ import workshop
 from exported_families import FAMILIES, make_family
 from farthing.cli import main
 from farthing.config.load import load_job
+from farthing.errors import UserMistake
 from farthing.export.gguf_families import family_of, lay_out, taken_back
 from farthing.export.modelfile import modelfile
 from llama_cpp import LlamaCpp
@@ -62,6 +63,8 @@ def test_what_is_laid_out_for_llama_cpp_is_taken_back() -> None:
         ("gemma2", {"query_pre_attn_scalar": 77}, "query_pre_attn_scalar"),
         ("gemma2", {"layer_types": ["full_attention"] * 26}, "layer_types"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_weights"),
+        ("qwen3", {"attention_bias": True}, "attention_bias"),
+        ("gemma2", {"attention_bias": True}, "attention_bias"),
         ("qwen3_moe", {}, "qwen3_moe"),
     ],
 )
@@ -107,10 +110,30 @@ def test_a_template_is_said_in_the_language_of_ollama_or_not_at_all(tmp_path: Pa
     assert "the Modelfile has none" in notes[0]
 
 
+def test_positions_that_are_stretched_by_a_factor_are_said_to_llama_cpp(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
+    from farthing.export.gguf_file import plan_gguf, write_gguf
+
+    folder = workshop.make_folder(tmp_path / "base", "llama", pretrained=True)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    try:
+        plan = plan_gguf(model.config, tokenizer, "causal-lm", "f32", "small", is_chat=False)
+    except UserMistake:  # its tokenizer is none of llama.cpp's
+        tokenizer = transformers.AutoTokenizer.from_pretrained(DATA / "tokenizers/gpt2")
+        model.config.vocab_size = len(tokenizer)
+        plan = plan_gguf(model.config, tokenizer, "causal-lm", "f32", "small", is_chat=False)
+    write_gguf(plan, folder, tmp_path / "model.gguf", "f32")
+    fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
+    assert fields["llama.rope.scaling.type"].contents() == "linear"
+    assert fields["llama.rope.scaling.factor"].contents() == 4.0
+
+
 def test_without_the_package_it_is_said_how_to_get_it(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for package, form in (("gguf", "gguf"), ("llmcompressor", "fp8")):
+    for package, form in (("gguf", "gguf"), ("compressed_tensors.quantization", "fp8")):
         monkeypatch.setitem(__import__("sys").modules, package, None)
         assert export(trained, tmp_path / "out", "--format", form) == 2
         assert "pip install 'farthing[" in capsys.readouterr().err
@@ -153,22 +176,93 @@ def test_bits_of_llama_quantize_need_it(
     assert sorted(os.listdir(tmp_path / "out")) == ["Modelfile", "README.md", "export.json", "model.gguf"]
 
 
-@pytest.mark.slow
+TINY: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("form", ["fp8", "w8a16", "w4a16"])
-@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
-def test_a_compressed_folder_loads_in_plain_transformers(family: str, form: str, tmp_path: Path) -> None:
-    pytest.importorskip("llmcompressor", reason="pip install 'farthing[export]'")
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "mixtral", "qwen3_moe", "falcon"])
+def test_a_compressed_folder_has_all_weights_in_plain_transformers(family: str, form: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="pip install 'farthing[export]'")
+    from farthing.export.compressed import plan_compressed, write_compressed
+
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = transformers.AutoConfig.for_model(family, **TINY, **(experts if "mo" in family or "mix" in family else {}))
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path / "whole")
+    if (family, form) in {("falcon", "w8a16"), ("falcon", "w4a16")}:
+        with pytest.raises(UserMistake, match="does not load a falcon"):
+            plan_compressed(config, "causal-lm", form)
+        return
+    (tmp_path / "few").mkdir()
+    write_compressed(plan_compressed(config, "causal-lm", form), tmp_path / "whole", tmp_path / "few")
+    few, found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "few", output_loading_info=True)
+    assert not any(found.values()), "weights are missing, or nobody reads them"
+    ids = torch.arange(3, 19)[None]
+    with torch.no_grad():
+        wanted, got = model(ids).logits, few.eval()(ids).logits.float()
+    off = float((got - wanted).norm() / wanted.norm())
+    assert off < {"fp8": 0.3, "w8a16": 0.06, "w4a16": 0.5}[form]
+    sizes = [sum(path.stat().st_size for path in (tmp_path / name).glob("*.safetensors")) for name in ("few", "whole")]
+    assert sizes[0] < 0.45 * sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("task", "family", "form", "words"),
+    [
+        ("seq2seq", "t5", "w4a16", "does not load a t5"),
+        ("causal-lm", "gpt2", "fp8", "none of the layers of a gpt2"),
+        ("causal-lm", "llama", "w4a16", "width 72 is no multiple"),
+    ],
+)
+def test_what_transformers_does_not_load_compressed_is_refused_by_its_family(
+    task: str, family: str, form: str, words: str
+) -> None:
+    pytest.importorskip("compressed_tensors", reason="pip install 'farthing[export]'")
+    from farthing.export.compressed import plan_compressed
+
+    config = transformers.AutoConfig.for_model(family)
+    if family == "llama":
+        config = transformers.AutoConfig.for_model(family, **TINY | {"hidden_size": 72, "intermediate_size": 72})
+    with pytest.raises(UserMistake, match=words):
+        plan_compressed(config, task, form)
+
+
+def test_a_folder_that_lacks_weights_is_not_kept(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("compressed_tensors", reason="pip install 'farthing[export]'")
+    from farthing.export import compressed
+
+    real = compressed._compressed
+    monkeypatch.setattr(
+        compressed, "_compressed", lambda name, *rest: {} if "layers.0.mlp.up" in name else real(name, *rest)
+    )
+    assert export(trained, tmp_path / "out", "--format", "w8a16") != 0
+    assert "it finds no model.layers.0.mlp.up_proj.weight_packed" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+    monkeypatch.undo()
+    assert export(trained, tmp_path / "out", "--format", "fp8") == 0
+    assert json.loads((tmp_path / "out/export.json").read_text())["judged"]["mean_kl"] < 0.1
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("name")["input_ids"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "form"), [("bert", "fp8"), ("bert", "w8a16"), ("bert", "w4a16"), ("t5", "fp8"), ("llama", "w4a16")]
+)
+def test_a_compressed_run_is_judged(family: str, form: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="pip install 'farthing[export]'")
     body_of(tmp_path / "base", family)
     job = workshop.make_job(tmp_path, family, n_rows=60, pretrained=True, method="lora", max_steps=30)
     workshop.train(job)
     assert export(Path(job.output_dir), tmp_path / "out", "--format", form) == 0
     kept = json.loads((tmp_path / "out/export.json").read_text())
     assert kept["judged"]["mean_kl"] < 0.1
-    auto = {"llama": transformers.AutoModelForCausalLM, "t5": transformers.AutoModelForSeq2SeqLM,
-            "bert": transformers.AutoModelForSequenceClassification}[family]  # fmt: skip
-    loaded: Any = auto.from_pretrained(tmp_path / "out")
-    assert loaded.config.quantization_config
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("name")["input_ids"]
 
 
 def job_of_family(folder: Path, family: str, texts: list[str]) -> Path:

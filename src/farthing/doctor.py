@@ -183,17 +183,27 @@ def look_at_data(path: Path, job_file: Path | None, overrides: list[str]) -> Any
     shown = short_name(str(path))
     if path.is_dir():
         raise DataError("a folder", where=shown, to_do="name one file of it")
+    if path.is_symlink() and not path.exists():
+        raise DataError("a link to a file that is not there", where=shown, to_do="name the file itself")
+    if path.exists() and not path.is_file():
+        raise DataError("no ordinary file", where=shown, to_do="write it to a file first")
     source = Source(shown, "", kind_of_file(path, shown), path)
     if job_file is None:
-        tokenizer = light_tokenizer(None, None)
-        return summarize(source, tokenizer, Recipe(CAUSAL_LM.name, CAUSAL_LM.max_length), None)
-    from farthing.clock import today
-    from farthing.planner.job_lengths import reading_of
+        tokenizer, task = light_tokenizer(None, None), None
+        recipe = Recipe(CAUSAL_LM.name, CAUSAL_LM.max_length)
+    else:
+        from farthing.clock import today
+        from farthing.planner.job_lengths import reading_of
 
-    job = load_job(job_file, overrides)
-    tokenizer, recipe = reading_of(job, today().isoformat(), TEXT_VERSION)
-    own = dict(zip(job.data.train, job.data.of_train, strict=False)).get(str(path.resolve()))
-    return summarize(replace(source, columns=own.columns if own else None), tokenizer, recipe, job.task)
+        job = load_job(job_file, overrides)
+        task = job.task
+        tokenizer, recipe = reading_of(job, today().isoformat(), TEXT_VERSION)
+        own = dict(zip(job.data.train, job.data.of_train, strict=False)).get(str(path.resolve()))
+        source = replace(source, columns=own.columns if own else None)
+    found = summarize(source, tokenizer, recipe, task)
+    if not found.n_rows:
+        raise DataError("there are no rows in it", where=shown, to_do="check how it was written")
+    return found
 
 
 def check_choices(job: Job) -> Iterator[Check]:

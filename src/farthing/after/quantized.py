@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig
 
 from farthing.after.chat import trained_on_chats
@@ -72,10 +71,12 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
     beside = source / MODEL_CONFIG
     config = AutoConfig.from_pretrained(beside if beside.exists() else source, trust_remote_code=wish.trust_remote_code)
     name = run.resolve().name
-    gguf = None
+    gguf, compression = None, None
     if wish.form == "gguf":
         gguf = plan_gguf(config, tokenizer, job["task"], wish.bits, name, is_chat=trained_on_chats(job))
-    group = 0 if gguf else plan_compressed(config, wish.form)
+    else:
+        trust = {"trust_remote_code": wish.trust_remote_code}
+        compression = plan_compressed(config, job["task"], wish.form, **trust)
     held_out = _held_out(run, wish)
     said: dict[str, Any] = {"folder": str(folder), "format": wish.form, "bits": wish.bits if gguf else None}
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -83,9 +84,8 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
         merged_folder = Path(work) / "merged"
         export_run(run, merged_folder, "merged", trust_remote_code=wish.trust_remote_code)
 
-        def load(place: Path, dtype: Any = "auto") -> Any:
-            auto, trust = auto_class(job["task"]), {"trust_remote_code": wish.trust_remote_code}
-            return auto.from_pretrained(place, use_safetensors=True, dtype=dtype, **trust).eval()
+        def load(place: Path) -> Any:
+            return _load_whole(place, job["task"], wish)
 
         def fill(draft: Path) -> None:
             if gguf:
@@ -98,17 +98,17 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
                 text, notes = modelfile(tokenizer, stops or None, is_chat=trained_on_chats(job))
                 (draft / "Modelfile").write_text(text, encoding="utf-8")
                 said["notes"] += notes
-            else:
-                said.update(
-                    method=write_compressed(load(merged_folder, torch.bfloat16), draft, wish.form, group), notes=[]
-                )
+            elif compression:
+                write_compressed(compression, merged_folder, draft)
+                said.update(method=compression.in_words(), notes=[])
                 save_tokenizer(tokenizer, draft)
                 compressed = load(draft)
             verdict = None if held_out is None else judge(load(merged_folder), compressed, held_out)
             said["judged"] = None if verdict is None else verdict.to_json()
             said["judged_in_words"] = "not judged: its data is gone" if verdict is None else verdict.in_words()
             _refuse_far(verdict, wish)
-            (draft / "export.json").write_text(json.dumps(said, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            public = {key: value for key, value in said.items() if key != "folder"}  # no path of this machine
+            (draft / "export.json").write_text(json.dumps(public, indent=1, allow_nan=False) + "\n", encoding="utf-8")
             receipt = build_receipt(run)
             card = model_card(receipt, step_of(receipt), is_merged=True, in_form=_on_card(said, verdict))
             (draft / CARD).write_text(card, encoding="utf-8")
@@ -116,6 +116,26 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
         install_folder(folder, fill)
     said["bytes"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return said
+
+
+def _load_whole(folder: Path, task: str, wish: Wish) -> Any:
+    """The model in a folder, all of whose weights were found there. Raises `ModelError`."""
+    trust = {"trust_remote_code": wish.trust_remote_code}
+    try:
+        model, loading = auto_class(task).from_pretrained(
+            folder, use_safetensors=True, dtype="auto", output_loading_info=True, **trust
+        )
+        lacks = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
+        why = f"it finds no {lacks[0]}" if lacks else ""
+    except Exception as error:  # of a library, in the middle of a family that it does not know in this form
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        raise ModelError(
+            f"transformers can't load the model in this form, nothing was kept: {why}",
+            where=f"--format {wish.form}",
+            to_do="use --format merged, or gguf where llama.cpp has the family",
+        )
+    return model.eval()
 
 
 def _held_out(run: Path, wish: Wish) -> Any:

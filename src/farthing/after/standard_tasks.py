@@ -34,10 +34,16 @@ def standard_tasks(
         raise UserMistake(
             f"standard tasks are for models that continue a text, not for {task}", where="--tasks", to_do="leave it out"
         )
-    manager = TaskManager()
+    folders = [name for name in names if Path(name).is_dir()]
+    own = TaskManager(include_path=folders, include_defaults=False).all_tasks if folders else []
+    names = [name for name in names if name not in folders]
+    manager = TaskManager(include_path=folders or None, include_defaults=bool(names))
+    names += [name for name in own if name not in names]
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
         raise UserMistake(f"lm-eval has no task {unknown[0]!r}", where="--tasks", to_do="see `lm-eval ls tasks`")
+    if not names:
+        raise UserMistake("there is no task in it", where=", ".join(folders), to_do="put YAML files of lm-eval there")
     tokenizer = load_tokenizer(ModelChoice(str(run / MODEL)), None)
     found: dict[str, Any] = {"run": str(run), "examples": f"standard tasks: {', '.join(names)}"}
     for side in sides:

@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", help="run folder (output_dir)")
     parser.add_argument("--data", metavar="FILE", help="examples of your own, instead of the run's held-out ones")
     parser.add_argument("--base", action="store_true", help="measure what the run began with too, and the gain")
-    parser.add_argument("--tasks", metavar="A,B", help="standard tasks of lm-eval (pip install 'farthing[eval]')")
+    parser.add_argument(
+        "--tasks", metavar="A,B", help="tasks of lm-eval, or a folder with tasks for it (pip install 'farthing[eval]')"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="at most so many examples")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the code that comes with the base model, as the job does"

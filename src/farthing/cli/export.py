@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the code that comes with the base model, as the job does"
     )
+    parser.add_argument("--push", metavar="hub:NAME", help="publish it on the Hugging Face Hub (token: HF_TOKEN)")
+    parser.add_argument("--public", action="store_true", help="with --push: everyone may read it (default: private)")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
 
 
@@ -39,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not run.is_dir():
         raise UserMistake("no such run folder", where=str(run), to_do="name the output_dir of a job")
     _refuse_options(arguments)
-    written = _write(run, arguments)
+    written = _publish(run, arguments) if arguments.push else _write(run, arguments)
     if arguments.json:
         print_json(written)
         return EXIT_FINISHED
@@ -49,12 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
     for line in (written.get("method"), written.get("judged_in_words"), *written.get("notes", ())):
         if line:
             print(f"  {printable(line)}")
+    if one := written.get("published"):
+        print(f"published as hub:{printable(one['to'])}, commit {printable(one['commit'])}")
     return EXIT_FINISHED
 
 
 def _refuse_options(arguments: argparse.Namespace) -> None:
     """Raises `UserMistake` for options that the format has not."""
     given = {
+        "--public without --push": arguments.public and not arguments.push,
         "--bits": arguments.bits is not None and arguments.format != "gguf",
         "--dtype": arguments.dtype is not None and arguments.format != "merged",
         "--max-kl": arguments.max_kl is not None and arguments.format in WHOLE,
@@ -66,6 +71,30 @@ def _refuse_options(arguments: argparse.Namespace) -> None:
             raise UserMistake(f"--format {arguments.format} has no {name}", where=name, to_do="leave it out")
     if arguments.max_kl is not None and not arguments.max_kl >= 0:
         raise UserMistake("a limit is 0 or more", where="--max-kl", to_do="e.g. --max-kl 0.1")
+
+
+def _publish(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Write the model, or take the one that the same command has written, and send it."""
+    from farthing.durability.files import parse_json
+    from farthing.export.folders import refuse_used
+    from farthing.export.publish import announce, noted, publish, wanted_at
+    from farthing.report.receipt import leave_receipt
+
+    wanted = wanted_at(arguments.push, is_private=not arguments.public, where="--push")
+    output, form = Path(arguments.output), " ".join(filter(None, (arguments.format, arguments.bits, arguments.dtype)))
+    if noted(run, output, form):
+        n_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+        written = {"folder": str(output), "format": arguments.format, "bytes": n_bytes}
+        if (said := output / "export.json").exists():
+            written |= parse_json(said.read_text(encoding="utf-8"))
+    else:
+        refuse_used(output)
+        announce(run, output, form, wanted)
+        written = _write(run, arguments)
+    try:
+        return written | {"published": publish(run, output, form, wanted).to_json()}
+    finally:
+        leave_receipt(run)
 
 
 def _write(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:

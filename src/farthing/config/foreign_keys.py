@@ -9,127 +9,92 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-ALIASES: dict[str, str] = {
-    "model_name": "model.model_name_or_path",
-    "base_model": "model.model_name_or_path",
-    "pretrained_model_name_or_path": "model.model_name_or_path",
-    "tokenizer": "model.tokenizer_name_or_path",
-    "tokenizer_name": "model.tokenizer_name_or_path",
-    "model_revision": "model.revision",
-    "dataset": "data.train",
-    "dataset_name": "data.train",
-    "train_file": "data.train",
-    "train_data": "data.train",
-    "training_file": "data.train",
-    "eval_dataset": "data.eval",
-    "eval_file": "data.eval",
-    "validation_file": "data.eval",
-    "dataset_config": "data.dataset_config_name",
-    "max_seq_length": "data.max_length",
-    "max_seq_len": "data.max_length",
-    "sequence_len": "data.max_length",
-    "seq_length": "data.max_length",
-    "cutoff_len": "data.max_length",
-    "block_size": "data.max_length",
-    "max_source_length": "data.max_length",
-    "val_set_size": "data.eval_fraction",
-    "train_on_inputs": "data.train_on_prompt",
-    "r": "method.lora_r",
-    "rank": "method.lora_r",
-    "lora_rank": "method.lora_r",
-    "alpha": "method.lora_alpha",
-    "dropout": "method.lora_dropout",
-    "lora_target_modules": "method.target_modules",
-    "lora_target": "method.target_modules",
-    "lora_modules_to_save": "method.modules_to_save",
-    "finetuning_type": "method.name",
-    "adapter": "method.name",
-    "epochs": "train.num_train_epochs",
-    "num_epochs": "train.num_train_epochs",
-    "n_epochs": "train.num_train_epochs",
-    "optimizer": "train.optim",
-    "lr": "train.learning_rate",
-    "batch_size": "train.per_device_train_batch_size",
-    "train_batch_size": "train.per_device_train_batch_size",
-    "micro_batch_size": "train.per_device_train_batch_size",
-    "per_gpu_train_batch_size": "train.per_device_train_batch_size",
-    "eval_batch_size": "train.per_device_eval_batch_size",
-    "gradient_accumulation": "train.gradient_accumulation_steps",
-    "grad_accum": "train.gradient_accumulation_steps",
-    "grad_accumulation_steps": "train.gradient_accumulation_steps",
-    "accumulation_steps": "train.gradient_accumulation_steps",
-    "scheduler": "train.lr_scheduler_type",
-    "lr_scheduler": "train.lr_scheduler_type",
-    "warmup": "train.warmup_steps",
-    "num_warmup_steps": "train.warmup_steps",
-    "grad_clip": "train.max_grad_norm",
-    "gradient_clipping": "train.max_grad_norm",
-    "clip_grad_norm": "train.max_grad_norm",
-    "label_smoothing": "train.label_smoothing_factor",
-    "random_seed": "train.seed",
-    "activation_checkpointing": "train.gradient_checkpointing",
-    "compile": "train.torch_compile",
-    "evaluation_strategy": "train.eval_strategy",
-    "patience": "train.early_stopping_patience",
-    "max_train_steps": "train.max_steps",
-    "checkpoint_dir": "output_dir",
-    "output_path": "output_dir",
-    "out_dir": "output_dir",
-    "save_dir": "output_dir",
-    "max_cost": "limits.max_usd",
-    "budget": "limits.max_usd",
+_OTHER_NAMES: dict[str, str] = {
+    "model.model_name_or_path": "model_name base_model pretrained_model_name_or_path",
+    "model.tokenizer_name_or_path": "tokenizer tokenizer_name",
+    "model.revision": "model_revision",
+    "data.train": "dataset dataset_name train_file train_data training_file",
+    "data.eval": "eval_dataset eval_file validation_file",
+    "data.dataset_config_name": "dataset_config",
+    "data.max_length": "max_seq_length max_seq_len sequence_len seq_length cutoff_len block_size max_source_length",
+    "data.eval_fraction": "val_set_size",
+    "data.train_on_prompt": "train_on_inputs",
+    "method.lora_r": "r rank lora_rank",
+    "method.lora_alpha": "alpha",
+    "method.lora_dropout": "dropout",
+    "method.target_modules": "lora_target_modules lora_target",
+    "method.modules_to_save": "lora_modules_to_save",
+    "method.name": "finetuning_type adapter",
+    "train.num_train_epochs": "epochs num_epochs n_epochs",
+    "train.optim": "optimizer",
+    "train.learning_rate": "lr",
+    "train.per_device_train_batch_size": "batch_size train_batch_size micro_batch_size per_gpu_train_batch_size",
+    "train.per_device_eval_batch_size": "eval_batch_size",
+    "train.gradient_accumulation_steps": "gradient_accumulation grad_accum grad_accumulation_steps accumulation_steps",
+    "train.lr_scheduler_type": "scheduler lr_scheduler",
+    "train.warmup_steps": "warmup num_warmup_steps",
+    "train.max_grad_norm": "grad_clip gradient_clipping clip_grad_norm",
+    "train.label_smoothing_factor": "label_smoothing",
+    "train.seed": "random_seed",
+    "train.gradient_checkpointing": "activation_checkpointing",
+    "train.torch_compile": "compile",
+    "train.eval_strategy": "evaluation_strategy",
+    "train.early_stopping_patience": "patience",
+    "train.max_steps": "max_train_steps",
+    "output_dir": "checkpoint_dir output_path out_dir save_dir",
+    "limits.max_usd": "max_cost budget",
 }
+"""A key of a job -> what others call it, where both mean the same."""
+ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 """Another name -> the key of a job that means the same."""
 
 _OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_hf": "adamw_torch", "adam": "", "adamw_fused": "adamw_torch_fused"}
 _SWITCHES = {"use_lora": "lora", "use_peft": "lora", "use_qlora": "qlora"}
 
-ANSWERS: dict[str, str] = {
+_ANSWERS: dict[str, str] = {
     "deepspeed": "farthing trains on one GPU and off-loads by itself what does not fit (train.optim: adamw_torch_offload)",
-    "fsdp": "farthing trains on one GPU: nothing is sharded",
-    "fsdp_config": "farthing trains on one GPU: nothing is sharded",
-    "dataloader_num_workers": "tokens are read ahead by a thread from a memory-mapped cache: there are no workers",
-    "num_workers": "tokens are read ahead by a thread from a memory-mapped cache: there are no workers",
-    "pin_memory": "batches are copied ahead of the step anyway",
-    "dataloader_pin_memory": "batches are copied ahead of the step anyway",
-    "drop_last": "the last step of an epoch takes the examples that are left, weighted as all others",
-    "dataloader_drop_last": "the last step of an epoch takes the examples that are left, weighted as all others",
+    "fsdp fsdp_config": "farthing trains on one GPU: nothing is sharded",
+    "dataloader_num_workers num_workers":
+        "tokens are read ahead by a thread from a memory-mapped cache: there are no workers",
+    "pin_memory dataloader_pin_memory": "batches are copied ahead of the step anyway",
+    "drop_last dataloader_drop_last": "the last step of an epoch takes the examples that are left, weighted as all others",
     "shuffle": "the order is always a shuffle that follows from train.seed, the same on every machine and after every resume",
-    "packing": "examples always lie end to end, each attending to itself alone; a batch is counted in examples",
-    "sample_packing": "examples always lie end to end, each attending to itself alone; a batch is counted in examples",
+    "packing sample_packing":
+        "examples always lie end to end, each attending to itself alone; a batch is counted in examples",
     "group_by_length": "examples lie end to end without padding, so that their order need not depend on their length",
-    "resume_from_checkpoint": "the same command goes on from the last whole checkpoint in output_dir by itself",
-    "auto_resume": "the same command goes on from the last whole checkpoint in output_dir by itself",
-    "resume": "the same command goes on from the last whole checkpoint in output_dir by itself",
+    "resume_from_checkpoint auto_resume resume":
+        "the same command goes on from the last whole checkpoint in output_dir by itself",
     "overwrite_output_dir": "a finished run is never written over: name another output_dir",
-    "push_to_hub": "nothing is published; `farthing export RUN --output DIR` writes the model, `hf upload` publishes it",
-    "hub_model_id": "nothing is published; `farthing export RUN --output DIR` writes the model, `hf upload` publishes it",
     "logging_dir": "logs are in output_dir",
     "run_name": "a run is named by its output_dir",
     "load_in_8bit": "there is no 8-bit base; method: qlora has one of 4 bits, lora one of 16",
-    "do_train": "`farthing train` trains, and evaluates where there is data for it",
-    "do_eval": "`farthing train` trains, and evaluates where there is data for it",
+    "do_train do_eval": "`farthing train` trains, and evaluates where there is data for it",
     "num_gpus": "`where.gpus` says how many of a machine's GPUs share a run",
     "remove_unused_columns": "columns that nothing reads are ignored, and named",
     "save_strategy": "checkpoints go by time (train.save_minutes) or steps (train.save_steps)",
-}
+}  # fmt: skip
 """Keys that farthing has no use for: what it does instead."""
+ANSWERS = {name: words for names, words in _ANSWERS.items() for name in names.split()}
 
 
 class Foreign(Exception):
     """A key of others that can't be taken as one of ours; the message says why."""
 
 
-def answer(name: str) -> str:
-    """What farthing does instead of a key of another tool; empty for a key that nobody has."""
+def answer(name: str, *, is_exact: bool = False) -> str:
+    """What farthing does instead of a key of another tool; empty for a key that nobody has.
+
+    `is_exact`: only of keys that are known by their whole name, not by how they begin or end.
+    """
     if name in ANSWERS:
         return ANSWERS[name]
     from farthing.config.importers.shared import COMMON
 
-    why = next(
-        (group for group in COMMON if any(fnmatchcase(name, pattern) for pattern in group.patterns.split())), None
-    )
-    return f"another tool's key: {why.reason}" if why else ""
+    for group in COMMON:
+        patterns = group.patterns.split()
+        if name in patterns or (not is_exact and any(fnmatchcase(name, pattern) for pattern in patterns)):
+            return f"another tool's key: {group.reason}"
+    return ""
 
 
 def adopt(values: dict[Any, Any], known: dict[str, list[str]]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:

@@ -79,6 +79,9 @@ class ModelSection(Section):
     checkpoints. The receipt names it and adds what it has cost. `farthing train JOB --from FOLDER` sets it."""
     attn_implementation: str | None = None
     """Attention of transformers: sdpa (its default), eager, flash_attention_2 ..."""
+    rope_scaling: dict[str, Any] | None = None
+    """Other rotary positions than the model's, as transformers has them: {rope_type: linear, factor: 4.0}. They go into the
+    exported configuration."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Needs a Hub `revision` of 40 hex digits, or a local folder."""
 
@@ -164,6 +167,8 @@ class MethodSection(Section):
     init_lora_weights: Annotated[Literal["true", "false", "gaussian", "orthogonal"], AsWord] = "true"
     """How an adapter begins, as in peft. true: A as Kaiming draws it, B zero; false: both drawn, so that it begins as noise.
     What changes the base on the way (pissa, olora, corda, loftq) can't be resumed or exported exactly, and is refused."""
+    lora_bias: bool = False
+    """A bias beside each B matrix, as in peft; for layers that have a bias of their own, else it could not be merged."""
     loraplus_lr_ratio: Annotated[Number, Field(gt=0)] | None = None
     """LoRA+ (Hayou et al. 2024): the learning rate of the B matrices, and of vectors, as a multiple of the others'."""
 
@@ -222,6 +227,9 @@ class TrainSection(Section):
     adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.999
     adam_epsilon: Annotated[Number, Field(gt=0)] = 1e-8
+    neftune_noise_alpha: Annotated[Number, Field(gt=0)] | None = None
+    """NEFTune (Jain et al. 2023): noise on the input embeddings in training, within alpha / sqrt(tokens x width) for each
+    document."""
     label_smoothing_factor: Annotated[Number, Field(ge=0, lt=1)] = 0.0
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 42
     bf16: bool | None = None
@@ -261,6 +269,13 @@ class TrainSection(Section):
     logging_steps: Positive = 10
     max_skipped_steps: Positive = 5
     """Stop after this many steps in a row whose loss or gradient is not a number."""
+    push_to_hub: bool = False
+    """Publish the exported model on the Hugging Face Hub when the run is finished; the token is HF_TOKEN of the environment.
+    Checkpoints do not go there: they stay in `output_store`."""
+    hub_model_id: str | None = None
+    """Its repository, `owner/name`. Default: the name of the run folder, of the token's owner."""
+    hub_private_repo: bool = True
+    """false: everyone may read it."""
     report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], OneOrMany] = ()
     """Trackers that are told of every step and evaluation, by their own libraries (extras of the same names; `track` for
     TensorBoard). A run that goes on goes on in the same run of theirs."""
@@ -449,14 +464,17 @@ class Job(Section):
                 "learning_rate_batch_size", "per_device_eval_batch_size", "gradient_checkpointing", "bf16", "fp16",
                 "torch_compile", "use_liger_kernel",
                 "eval_strategy", "load_best_model_at_end", "save_steps", "save_minutes", "save_total_limit",
-                "logging_steps", "max_skipped_steps", "report_to",
+                "logging_steps", "max_skipped_steps", "report_to", "push_to_hub", "hub_model_id", "hub_private_repo",
             }
         )  # fmt: skip
         train |= {"global_batch_size": self.global_batch_size, "learning_rate": self.learning_rate}
-        if not train["fit_schedule_to_budget"]:  # as runs have it that began before there was such a key
-            del train["fit_schedule_to_budget"]
+        method = self.method.model_dump()
+        for section, key in ((train, "fit_schedule_to_budget"), (train, "neftune_noise_alpha"), (method, "lora_bias")):
+            if not section[key]:  # as runs have it that began before there was such a key
+                del section[key]
         data = self.data.model_dump(include={"eval_fraction", "max_train_samples", "max_eval_samples"})
-        parts = {"train": train, "data": data, "method": self.method.model_dump()}
+        parts = {"train": train, "data": data, "method": method}
         flat = {f"{section}.{key}": value for section, keys in parts.items() for key, value in keys.items()}
         flat |= {"task": self.task, "model.init": self.model.init}
+        flat |= {"model.rope_scaling": self.model.rope_scaling} if self.model.rope_scaling else {}
         return dict(json.loads(json.dumps(flat)))

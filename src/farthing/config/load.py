@@ -289,9 +289,10 @@ def _explain(
 def _meant(loc: tuple[str, ...]) -> str:
     """What to do about an unknown key: the nearest one here, the section it belongs in, or all there are."""
     *section, name = loc
-    if words := answer(name):
-        return f"{words}; take the key out"
     known, everywhere = _keys_of(tuple(section)), _all_keys()
+    is_slip = bool(difflib.get_close_matches(name, known, n=1, cutoff=0.9))
+    if words := answer(name, is_exact=is_slip):
+        return f"{words}; take the key out"
     elsewhere = [full for full in everywhere if full.split(".")[-1] == name]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     near.sort(key=lambda key: sorted(key) != sorted(name))  # letters that changed places are the likelier slip

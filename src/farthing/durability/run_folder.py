@@ -45,6 +45,8 @@ DECIDING = (RUN, PLAN, SETTINGS, SCHEDULE)
 """The files that decide the result."""
 EVALUATION = "evaluation.json"
 """What `farthing eval` has measured of the run's model."""
+PUBLISHED = "published.json"
+"""What of the run was sent to the Hub, and what is still to be."""
 COPIES = "run_files"
 """Under this name a checkpoint's manifest has a copy of each, None where there is no such file."""
 CHECKPOINT_NAME = re.compile(r"step-\d{8,}-\d{4,}")

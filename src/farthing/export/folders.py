@@ -202,6 +202,7 @@ def _base_of(job: dict[str, Any], tuned: dict[str, Any], dtype: torch.dtype, tru
         section["init"],
         None,  # the attention of the job may need a GPU, and is none of the weights
         trust_remote_code,
+        section.get("rope_scaling"),
     )
     return load_model(
         choice,

@@ -78,6 +78,8 @@ def family_of(config: Any, task: str) -> Family:
         refuse(f"its activation is {activation}, that of llama.cpp {family.activations[0]}", "activation", config)
     if getattr(config, "use_bidirectional_attention", None):
         refuse("its attention looks ahead", "use_bidirectional_attention", config)
+    if getattr(config, "attention_bias", False) and family.architecture != "llama":
+        refuse("llama.cpp reads no biases of its attention", "attention_bias", config)
     if config.model_type == "gpt2":
         _refuse_gpt2(config)
     else:

@@ -66,6 +66,8 @@ def plan_gguf(config: Any, tokenizer: Any, task: str, bits: str, name: str, *, i
     values, tensors, notes = settings_of(config, family)
     tokens, more = tokenizer_settings(tokenizer, config.vocab_size, is_chat=is_chat)
     values |= {"vocab_size": config.vocab_size, "name": _name(name, tokenizer, family), **tokens}
+    if "rope_scaling_type" in values:
+        values["rope_scaling_type"] = gguf.RopeScalingType(values["rope_scaling_type"])
     values |= {"quantization_version": gguf.GGML_QUANT_VERSION, "file_type": _file_type(gguf, bits)}
     return Plan(config, family, values, tensors, (*notes, *more))
 

@@ -28,6 +28,8 @@ class Adapter:
     use_rslora: bool = False
     init: str = "true"
     """peft's `init_lora_weights`, true and false as words."""
+    bias: bool = False
+    """peft's `lora_bias`."""
 
 
 def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
@@ -55,6 +57,7 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
         use_dora=adapter.use_dora,
         use_rslora=adapter.use_rslora,
         init_lora_weights={"true": True, "false": False}.get(adapter.init, adapter.init),
+        lora_bias=adapter.bias,
         task_type=task_of(task).peft_type,
     )
     torch.manual_seed(seed)
@@ -69,10 +72,23 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
             where="method.target_modules",
             to_do=f"use all-linear, or names among {', '.join(linear)}",
         ) from error
+    if adapter.bias:
+        _refuse_without_bias(wrapped)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # masters in fp32 whatever the base is in
     return wrapped
+
+
+def _refuse_without_bias(wrapped: Any) -> None:
+    """A bias of an adapter is merged into that of its layer. Raises `ModelError` where there is none."""
+    for name, module in wrapped.named_modules():
+        if hasattr(module, "lora_bias") and getattr(module.get_base_layer(), "bias", None) is None:
+            raise ModelError(
+                f"layers such as {name.split('.')[-1]} have no bias, into which that of an adapter could be merged",
+                where="method.lora_bias",
+                to_do="leave it out, or name layers with a bias in method.target_modules",
+            )
 
 
 def _must_know(model: Any, modules_to_save: tuple[str, ...]) -> None:

@@ -34,6 +34,7 @@ from farthing.data.token_set import TokenSet
 from farthing.model.apart import kept_apart, lift_capacity
 from farthing.model.attention import can_go_packed, can_share, first_position, go_packed, packed_logits
 from farthing.model.documents import Batch, packed_batch
+from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.frozen_cache import FrozenCache
 from farthing.model.frozen_layers import FrozenLayers
 from farthing.model.hardware import Numerics
@@ -107,6 +108,7 @@ class Forward:
         """Computes where the weights are whole: several processes may have a part of them each."""
         self.apart = kept_apart(inner, task, is_packed=self.is_packed)
         self.shares = False
+        self.noise: EmbeddingNoise | None = None
         self.n_sent_tokens = 0  # computed tokens of everything that was brought to the device
         self.frozen_layers: FrozenLayers | None = None
         self._caches: list[tuple[TokenSet, FrozenCache]] = []
@@ -123,7 +125,7 @@ class Forward:
         nearly as much as the largest; 0 where sharing does not pay).
         """
         self.shares = False
-        if not self.is_packed or self.frozen_layers is not None or can_share(self.model, self.task):
+        if not self.is_packed or self.noise or self.frozen_layers is not None or can_share(self.model, self.task):
             return 0.0, 0
         most = saved_by_sharing(tokens, batches, budgets[-1])
         if most < WORTH:
@@ -253,6 +255,8 @@ class Forward:
     @contextlib.contextmanager
     def _resumed(self, batch: Batch) -> Iterator[Batch]:
         """The batch without the hidden states of the frozen layers, behind which the forward pass then begins."""
+        if self.noise is not None:
+            self.noise.hear(batch)
         if self.frozen_layers is None or FROZEN_STATES not in batch:
             yield batch
             return
@@ -269,8 +273,8 @@ class Forward:
         """
         if self.head is None:
             return self.loss(batch)
-        with self.numerics.autocasting():
-            return self.head.hidden_states(batch).float().sum()
+        with self._resumed(batch) as rest, self.numerics.autocasting():
+            return self.head.hidden_states(rest).float().sum()
 
     def head_bytes(self, n_tokens: int) -> int:
         """What the head takes besides, when it is known: a tile of logits, and gradients of the hidden states [T, h]."""

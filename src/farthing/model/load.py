@@ -24,6 +24,7 @@ from farthing.durability.files import parse_json, sha256_of
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
 from farthing.model.loss import decoder_inputs
+from farthing.model.positions import scale_positions, stretch
 from farthing.model.weights import ends_of_weights, weights_sha256
 from farthing.tasks.registry import task_of
 
@@ -31,6 +32,12 @@ from farthing.tasks.registry import task_of
 def auto_class(task: str) -> Any:
     """The class of transformers that loads models for a task."""
     return getattr(transformers, task_of(task).auto_class)
+
+
+def skeleton(config: Any, task: str, *, trust_remote_code: bool = False) -> Any:
+    """A model without weights: its layers and their shapes."""
+    with torch.device("meta"):
+        return auto_class(task).from_config(config, trust_remote_code=trust_remote_code)
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class ModelChoice:
     init: str = "pretrained"
     attn_implementation: str | None = None
     trust_remote_code: bool = False
+    rope_scaling: dict[str, Any] | None = None
+    """Instead of that of the configuration."""
 
     @property
     def is_local(self) -> bool:
@@ -76,6 +85,8 @@ def load_config(choice: ModelChoice) -> Any:
             where=choice.name,
             to_do="model.attn_implementation: sdpa, or if you trust that code: model.trust_remote_code: true",
         )
+    if choice.rope_scaling:
+        scale_positions(config.get_text_config(), choice.rope_scaling)
     return config
 
 
@@ -233,7 +244,7 @@ def load_model(
         else:
             four_bit = {}
             if in_four_bits is not None:
-                skip = [*_head_of(auto, config, choice, task), *in_four_bits.but]
+                skip = [*_head_of(config, choice, task), *in_four_bits.but]
                 four_bit = _four_bit(dtype, in_four_bits.device, skip)
             model, loaded = auto.from_pretrained(
                 choice.name,
@@ -281,8 +292,9 @@ def _body_must_be_whole(model: Any, loaded: Any, task: str, name: str) -> None:
         )
 
 
-def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], name: str) -> None:
+def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], choice: ModelChoice) -> None:
     """Refuse a tokenizer, or lengths by their keys in the job, that the model has no embeddings for. Raises `ModelError`."""
+    name = choice.name
     text_config = config.get_text_config()
     if len(tokenizer) > text_config.vocab_size:
         raise ModelError(
@@ -291,6 +303,8 @@ def check_fits(config: Any, tokenizer: Any, lengths: dict[str, int], name: str) 
             to_do="use the model's own tokenizer",
         )
     limit = max_positions(config)
+    if limit is not None and choice.rope_scaling:
+        limit = int(limit * stretch(choice.rope_scaling))
     for key, length in lengths.items():
         if limit is not None and length > limit:
             raise ModelError(
@@ -359,14 +373,13 @@ def _without_places(value: Any) -> Any:
     return [_without_places(item) for item in value] if isinstance(value, list) else value
 
 
-def _head_of(auto: Any, config: Any, choice: ModelChoice, task: str) -> list[str]:
+def _head_of(config: Any, choice: ModelChoice, task: str) -> list[str]:
     """The names of a model's classification head or output layer."""
-    with torch.device("meta"):
-        skeleton = auto.from_config(config, trust_remote_code=choice.trust_remote_code)
+    model = skeleton(config, task, trust_remote_code=choice.trust_remote_code)
     if not task_of(task).scores_tokens:
-        return new_heads(skeleton)
-    output = skeleton.get_output_embeddings()
-    return [name for name, module in skeleton.named_modules() if module is output]
+        return new_heads(model)
+    output = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if module is output]
 
 
 def _four_bit(dtype: torch.dtype, device: torch.device, skip: list[str]) -> dict[str, Any]:

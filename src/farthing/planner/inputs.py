@@ -231,7 +231,9 @@ def wanted_of(
         max_steps=train.max_steps,
         micro_batch_tokens=micro_batch_tokens,
         may_go_packed=job.model.attn_implementation is None,
-        caches_frozen=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
+        caches_frozen=train.num_train_epochs > 1
+        and train.max_steps is None
+        and not (_drops(config) or train.neftune_noise_alpha),
         checkpoint_every=None if checkpointing == "auto" else int(checkpointing),
         precision=precision,
         fp16_risk=fp16_risk(config),

@@ -110,12 +110,15 @@ def _how_to_load(receipt: Receipt, base: str) -> list[str]:
     task = task_of(job.get("task", _BEFORE_TASKS))
     name = task.auto_class
     lines = ["", "## Use", "", "In this folder, with `peft` installed:", "", "```python"]
-    if task.labels is not None:
+    has_classes, is_scaled = task.labels is not None, bool((job.get("model") or {}).get("rope_scaling"))
+    if has_classes or is_scaled:
+        what = "the names of the classes" if has_classes else "its positions, which are not those of the base"
+        more = ", ignore_mismatched_sizes=True" if has_classes else ""
         lines += [
             f"from transformers import AutoConfig, {name}",
             "",
-            'config = AutoConfig.from_pretrained("model_config.json")  # the names of the classes',
-            f'model = {name}.from_pretrained(".", config=config, ignore_mismatched_sizes=True)',
+            f'config = AutoConfig.from_pretrained("model_config.json")  # {what}',
+            f'model = {name}.from_pretrained(".", config=config{more})',
         ]
     else:
         lines += [f"from transformers import {name}", "", f'model = {name}.from_pretrained(".")']

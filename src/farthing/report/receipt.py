@@ -23,6 +23,7 @@ from farthing.durability.run_folder import (
     LEDGER,
     LOG,
     PLAN,
+    PUBLISHED,
     RECEIPT,
     RUN,
     SCHEDULE,
@@ -33,6 +34,7 @@ from farthing.durability.run_folder import (
 from farthing.errors import UserMistake
 from farthing.planner.estimate import Estimate
 from farthing.report.diagnosis import diagnose
+from farthing.report.receipt_serving import serving_of
 from farthing.report.receipt_types import Curves, Forecast, Json, Pair, Promised, Receipt, Saves, Span, Trust
 from farthing.report.timeline import timeline_of
 from farthing.report.training_log import TrainingLog, read_log
@@ -77,7 +79,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         best_step=best["step"] if best else None,
         exported_step=exported_step,
         metrics=of_model["metrics"] if of_model else None,
-        evaluation=evaluation_of(folder, exported_step),
+        **_of_afterwards(folder, exported_step, job if bill.state == "finished" else None, log),
         wall_s=bill.wall_s,
         usd=bill.usd,
         ancestor=facts.get("ancestor"),
@@ -128,6 +130,14 @@ def _of_log(log: TrainingLog, steps_per_epoch: int | None) -> Json:
         "final_loss": log.loss,
         "skipped_steps": log.n_skipped,
     }
+
+
+def _of_afterwards(folder: Path, exported_step: int | None, job: Json | None, log: TrainingLog) -> Json:
+    """The fields on what becomes of the model."""
+    published = _read_json(folder / PUBLISHED)
+    sent = published.get("publications", []) if isinstance(published, dict) else []
+    evaluation = evaluation_of(folder, exported_step)
+    return {"evaluation": evaluation, "published": sent, "serving": serving_of(folder, job, log)}
 
 
 def _spans(bill: _Bill) -> list[Span]:

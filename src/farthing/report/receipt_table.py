@@ -72,6 +72,13 @@ def draw_receipt(console: Console, receipt: Receipt) -> None:
     if receipt.evaluation is not None:
         console.print(evaluation_table(receipt.evaluation))
     draw_diagnosis(console, receipt)
+    for one in receipt.published:
+        state = f"commit {one['commit']}" if one["commit"] else "not sent yet: run the same command again"
+        console.print(
+            f"[dim]published[/] {escape(one['form'])} at hub:{escape(one['to'])}, {escape(state)}", soft_wrap=True
+        )
+    if receipt.serving is not None:
+        console.print(f"[dim]serving[/] {escape(receipt.serving.in_words())}", soft_wrap=True)
 
 
 def draw_diagnosis(console: Console, receipt: Receipt) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from farthing.report.receipt_serving import Serving
 from farthing.report.timeline import Timeline
 
 Json = dict[str, Any]
@@ -182,6 +183,10 @@ class Receipt:
     timeline: Timeline
     work: Json | None
     """What a step consists of, as the newest attempt measured it, see `train/work.py`."""
+    published: list[Json]
+    """What of the run is on the Hub, with its commit; without one, what is still to be sent."""
+    serving: Serving | None
+    """What answering with the model would cost, of a finished run."""
     diagnosis: Diagnosis | None = None
     """None only while the rest is put together."""
 

@@ -22,6 +22,7 @@ from farthing.events import Warned
 from farthing.model.activation_checkpointing import MemoryNeed, checkpointed_layers
 from farthing.model.adapters import count_parameters
 from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
+from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.flops import flops_per_token, recomputed_share
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, free_bytes, taken_bytes
@@ -79,6 +80,8 @@ def assemble(
         micro_batch_cost=MicroBatchCost(settings.least_tokens, settings.more_tokens),
     )
     forward.within = context.ranks.within
+    if train.neftune_noise_alpha:
+        forward.noise = EmbeddingNoise(model, train.neftune_noise_alpha)
     before_bytes, free = taken_bytes(numerics.device), context.ranks.least(free_bytes(numerics.device))
     with out_of_memory_said(OPTIMIZER_TO_DO):
         allocate_state(optimizer)

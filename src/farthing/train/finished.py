@@ -15,6 +15,7 @@ from farthing.durability.files import Damaged
 from farthing.durability.run_folder import MODEL, RECEIPT, RUN, is_damaged, is_finished, kept, kept_job
 from farthing.errors import FarthingError
 from farthing.report.receipt import Receipt, build_receipt, leave_receipt
+from farthing.train.published import is_to_publish
 
 MOST_FILES = 10_000
 STAMPS = "files"
@@ -43,7 +44,7 @@ def stamps_of(job: Job) -> Stamps | None:
 def receipt_of_finished(job: Job) -> Receipt | None:
     """The receipt of the job's run if it is finished, and nothing that it follows from has changed since; else None."""
     folder = Path(job.output_dir)
-    if not is_finished(folder):
+    if not is_finished(folder) or is_to_publish(job):
         return None
     try:
         if is_damaged(folder):

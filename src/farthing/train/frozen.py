@@ -33,7 +33,7 @@ def begin_behind_frozen_layers(attempt: Attempt) -> bool:
     decided = attempt.settings.caches_frozen
     frozen = (
         find_frozen_layers(attempt.model, attempt.job.task)
-        if attempt.forward.is_packed and decided is not False
+        if attempt.forward.is_packed and decided is not False and attempt.forward.noise is None
         else "not asked"
     )
     if isinstance(frozen, str):

@@ -92,6 +92,7 @@ from farthing.train.joining import (
 from farthing.train.loop import loop, note_news
 from farthing.train.measure import leave_measured
 from farthing.train.prefix_budget import share_prefix
+from farthing.train.published import publish_finished
 from farthing.train.saver import restore
 from farthing.train.settled import first_settings, keep_settings
 from farthing.train.setup import (
@@ -169,6 +170,8 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
         if not ranks.is_first:
             return Outcome(state, reason, leave_receipt(folder))
         outcome, begun.at_close = _told_at_the_end(context, state, reason)
+        if state == "finished":
+            publish_finished(job, emit)
         return outcome
 
 

@@ -50,6 +50,7 @@ from farthing.tasks.registry import task_of
 from farthing.train.ancestor import ancestor_identity
 from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
+from farthing.train.published import published_as
 from farthing.train.update_guard import update_bytes
 from farthing.units import plural
 
@@ -66,6 +67,7 @@ def model_choice(job: Job) -> ModelChoice:
         section.init,
         section.attn_implementation,
         section.trust_remote_code,
+        section.rope_scaling,
     )
 
 
@@ -132,6 +134,7 @@ def check_extras(job: Job, device: str) -> None:
                 where="train.full_determinism",
                 to_do="leave one of the two out",
             )
+    published_as(job)  # raises without a token
     if job.method.name == "qlora":
         need_bitsandbytes("method: qlora")
     if "8bit" in job.train.optim or "paged" in job.train.optim:
@@ -153,7 +156,7 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
     task = task_of(job.task)
     if task.is_pair:
         lengths["data.max_target_length"] = data.max_target_length
-    check_fits(config, tokenizer, lengths, choice.name)
+    check_fits(config, tokenizer, lengths, choice)
     source_lang, target_lang = set_languages(tokenizer, job.task, data.source_lang, data.target_lang, text_version)
     recipe = Recipe(
         task=job.task,
@@ -374,6 +377,7 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
             method.use_dora,
             method.use_rslora,
             method.init_lora_weights,
+            method.lora_bias,
         )
         model = add_adapter(model, adapter, job.task, job.train.seed)
     if not quantize and job.where.sharding == "none":  # what is spread comes to the device layer by layer

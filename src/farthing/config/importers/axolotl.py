@@ -14,11 +14,12 @@ from farthing.config.importers.record import (
     Why,
     flat,
     names,
-    number,
     optimizer,
     positive,
     read_keys,
+    rows,
     scheduler,
+    share,
     text,
     truth,
     whole,
@@ -29,15 +30,6 @@ from farthing.durability.files import Json
 NAME = "axolotl"
 
 
-def _share(value: Any) -> float:
-    found = float(number(value))
-    if found == 0:
-        raise Odd("0: nothing is held out", "none")
-    if found >= 1:
-        raise Odd(f"holds out {found:g} rows; farthing holds out a share: set data.eval_fraction", "none")
-    return found
-
-
 def _too_long(value: Any) -> str:
     if value not in ("drop", "truncate", "raise"):
         raise Odd("farthing truncates, skips or refuses what is too long (data.too_long)")
@@ -45,8 +37,6 @@ def _too_long(value: Any) -> str:
 
 
 def _targets(value: Any) -> list[str]:
-    if isinstance(value, str) and any(sign in value for sign in "()|\\*"):
-        raise Odd("a pattern of layer names; farthing takes names: all-linear is used, which adapts more layers")
     found = names(value)
     if any(sign in name for name in found for sign in "()|\\*"):
         raise Odd("a pattern of layer names; farthing takes names: all-linear is used, which adapts more layers")
@@ -55,29 +45,20 @@ def _targets(value: Any) -> list[str]:
 
 TABLE: dict[str, To] = {
     **{key: rule for key, rule in hf.ARGUMENTS.items() if key not in ("report_to",)},
-    "base_model": To("model.model_name_or_path", text),
-    "revision_of_model": To("model.revision", text),
-    "trust_remote_code": To("model.trust_remote_code", truth),
-    "rope_scaling": To("model.rope_scaling"),
+    **hf.ADAPTER,
+    **rows("model", text, "base_model=model_name_or_path revision_of_model=revision"),
+    **rows("model", truth, "trust_remote_code"),
+    **rows("data", truth, "train_on_inputs=train_on_prompt"),
+    **rows("method", truth, "peft_use_dora=use_dora peft_use_rslora=use_rslora"),
+    **rows("train", whole, "micro_batch_size=per_device_train_batch_size eval_batch_size=per_device_eval_batch_size"),
+    **rows("train", positive, "num_epochs=num_train_epochs adam_eps=adam_epsilon"),
     "sequence_len": To("data.max_length", whole),
     "excess_length_strategy": To("data.too_long", _too_long),
-    "train_on_inputs": To("data.train_on_prompt", truth),
-    "val_set_size": To("data.eval_fraction", _share),
-    "micro_batch_size": To("train.per_device_train_batch_size", whole),
-    "eval_batch_size": To("train.per_device_eval_batch_size", whole),
-    "num_epochs": To("train.num_train_epochs", positive),
+    "val_set_size": To("data.eval_fraction", share),
     "optimizer": To("train.optim", optimizer),
     "lr_scheduler": To("train.lr_scheduler_type", scheduler),
-    "adam_eps": To("train.adam_epsilon", positive),
-    "lora_r": To("method.lora_r", whole),
-    "lora_alpha": To("method.lora_alpha", positive),
-    "lora_dropout": To("method.lora_dropout", number),
     "lora_target_modules": To("method.target_modules", _targets),
-    "lora_modules_to_save": To("method.modules_to_save", names),
-    "peft_use_dora": To("method.use_dora", truth),
-    "peft_use_rslora": To("method.use_rslora", truth),
     "peft_init_lora_weights": To("method.init_lora_weights", hf.scratch),
-    "loraplus_lr_ratio": To("method.loraplus_lr_ratio", positive),
 }
 GROUPS = (
     *hf.MODEL_GROUPS,
@@ -145,9 +126,12 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
                 out.name(part, value, why, "blocks" if index == 0 else "none")
     _method(values, out)
     _data(values, out)
-    for key in ("warmup_steps", "warmup_ratio"):
-        hf.warmup(out, key, values.get(key))
+    hf.warmups(out, values)
     _evaluation(values, out)
+    hf.positions(out, values)
+    hf.positions(out, values.get("overrides_of_model_config") or {}, "overrides_of_model_config.")
+    if values.get("hub_model_id"):  # there a name alone publishes
+        out.job["train.push_to_hub"] = True
     read_keys(out, flat(values), TABLE, GROUPS)
     _defaults(values, out)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from farthing.config.importers import hf_trainer as hf
 from farthing.config.importers import trl
-from farthing.config.importers.record import Imported, To, Why, flat, read_keys, scheduler, text, whole
+from farthing.config.importers.record import Imported, To, Why, flat, read_keys, rows, scheduler, text, whole
 from farthing.config.importers.script_job import Script
 from farthing.config.importers.scripts import Call
 from farthing.durability.files import Json
@@ -19,18 +19,16 @@ NAME = "hf-trainer"
 TABLE: dict[str, To] = {
     **hf.ARGUMENTS,
     **hf.MODEL,
-    "max_seq_length": To("data.max_length", whole),
+    **rows(
+        "data",
+        whole,
+        "max_seq_length=max_length max_length max_source_length=max_length max_target_length "
+        "max_train_samples max_eval_samples max_val_samples=max_eval_samples",
+    ),
+    **rows("data", text, "source_lang target_lang"),
     "block_size": To(
         "data.max_length", whole, "documents stay apart here instead of being cut into blocks of this length"
     ),
-    "max_length": To("data.max_length", whole),
-    "max_source_length": To("data.max_length", whole),
-    "max_target_length": To("data.max_target_length", whole),
-    "source_lang": To("data.source_lang", text),
-    "target_lang": To("data.target_lang", text),
-    "max_train_samples": To("data.max_train_samples", whole),
-    "max_eval_samples": To("data.max_eval_samples", whole),
-    "max_val_samples": To("data.max_eval_samples", whole),
     "num_warmup_steps": To("train.warmup_steps", whole),
     "max_train_steps": To("train.max_steps", whole),
     "lr_scheduler": To("train.lr_scheduler_type", scheduler),
@@ -75,8 +73,7 @@ def read(values: Mapping[str, Any], out: Imported, program: str = "") -> None:
         out.put("task_name", task_name, "data.train", [{"path": "nyu-mll/glue", "name": task_name, **_glue(task_name)}])
     trl.data(values, out)
     _columns(values, out)
-    for key in ("warmup_steps", "warmup_ratio"):
-        hf.warmup(out, key, values.get(key))
+    hf.warmups(out, values)
     read_keys(out, flat(values), TABLE, GROUPS)
     out.default("method.name", "full")
     hf.trainer_defaults(out)

@@ -5,6 +5,7 @@ Defaults are those of transformers 5 (`TrainingArguments`) and peft (`LoraConfig
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from farthing.config.importers.record import (
@@ -16,6 +17,7 @@ from farthing.config.importers.record import (
     number,
     optimizer,
     positive,
+    rows,
     scheduler,
     text,
     truth,
@@ -86,72 +88,53 @@ def no_bias(value: Any) -> str:
 CHECKPOINTING = "farthing checkpoints as many layers as memory asks for; the result is the same"
 
 ARGUMENTS: dict[str, To] = {
-    "num_train_epochs": To("train.num_train_epochs", positive),
-    "max_steps": To("train.max_steps", whole),
-    "per_device_train_batch_size": To("train.per_device_train_batch_size", whole),
-    "per_gpu_train_batch_size": To("train.per_device_train_batch_size", whole),
-    "per_device_eval_batch_size": To("train.per_device_eval_batch_size", whole),
-    "per_gpu_eval_batch_size": To("train.per_device_eval_batch_size", whole),
-    "gradient_accumulation_steps": To("train.gradient_accumulation_steps", whole),
-    "learning_rate": To("train.learning_rate", positive),
+    **rows("train", whole, "max_steps per_device_train_batch_size per_gpu_train_batch_size=per_device_train_batch_size "
+           "per_device_eval_batch_size per_gpu_eval_batch_size=per_device_eval_batch_size gradient_accumulation_steps "
+           "early_stopping_patience early_stopping_steps=early_stopping_patience"),
+    **rows("train", positive, "num_train_epochs learning_rate adam_epsilon neftune_noise_alpha"),
+    **rows("train", number, "weight_decay max_grad_norm adam_beta1 adam_beta2 label_smoothing_factor early_stopping_threshold"),
+    **rows("train", truth, "tf32 full_determinism greater_is_better load_best_model_at_end predict_with_generate push_to_hub "
+           "hub_private_repo"),
+    **rows("train", text, "metric_for_best_model hub_model_id push_to_hub_model_id=hub_model_id"),
+    **rows("train", steps, "eval_steps save_steps logging_steps"),
+    **rows("train", strategy, "eval_strategy evaluation_strategy=eval_strategy"),
+    **rows("train", bf16, "bf16 fp16"),
     "lr_scheduler_type": To("train.lr_scheduler_type", scheduler),
-    "weight_decay": To("train.weight_decay", number),
-    "max_grad_norm": To("train.max_grad_norm", number),
     "optim": To("train.optim", optimizer),
-    "adam_beta1": To("train.adam_beta1", number),
-    "adam_beta2": To("train.adam_beta2", number),
-    "adam_epsilon": To("train.adam_epsilon", positive),
-    "label_smoothing_factor": To("train.label_smoothing_factor", number),
-    "neftune_noise_alpha": To("train.neftune_noise_alpha", positive),
     "seed": To("train.seed", lambda value: int(number(value))),
-    "bf16": To("train.bf16", bf16),
-    "fp16": To("train.fp16", bf16),
-    "tf32": To("train.tf32", truth),
     "torch_compile": To("train.torch_compile", compiled),
-    "full_determinism": To("train.full_determinism", truth),
-    "eval_strategy": To("train.eval_strategy", strategy),
-    "evaluation_strategy": To("train.eval_strategy", strategy),
-    "eval_steps": To("train.eval_steps", steps),
-    "metric_for_best_model": To("train.metric_for_best_model", text),
-    "greater_is_better": To("train.greater_is_better", truth),
-    "load_best_model_at_end": To("train.load_best_model_at_end", truth),
-    "early_stopping_patience": To("train.early_stopping_patience", whole),
-    "early_stopping_steps": To("train.early_stopping_patience", whole),
-    "early_stopping_threshold": To("train.early_stopping_threshold", number),
-    "save_steps": To("train.save_steps", steps),
     "save_total_limit": To("train.save_total_limit", kept),
-    "logging_steps": To("train.logging_steps", steps),
-    "predict_with_generate": To("train.predict_with_generate", truth),
     "generation_max_length": To("data.max_target_length", whole),
     "report_to": To("train.report_to", reports),
     "output_dir": To("output_dir", text),
-}
+}  # fmt: skip
 """`TrainingArguments` and `Seq2SeqTrainingArguments`."""
 
 LORA: dict[str, To] = {
-    "r": To("method.lora_r", whole),
-    "lora_alpha": To("method.lora_alpha", positive),
-    "lora_dropout": To("method.lora_dropout", number),
-    "target_modules": To("method.target_modules", names),
-    "modules_to_save": To("method.modules_to_save", names),
-    "use_dora": To("method.use_dora", truth),
-    "use_rslora": To("method.use_rslora", truth),
+    **rows("method", whole, "r=lora_r"),
+    **rows("method", positive, "lora_alpha"),
+    **rows("method", number, "lora_dropout"),
+    **rows("method", names, "target_modules modules_to_save"),
+    **rows("method", truth, "use_dora use_rslora lora_bias"),
     "init_lora_weights": To("method.init_lora_weights", scratch),
-    "bias": To("method.lora_bias", no_bias),
+    "bias": To("method.bias", no_bias),
 }
 """`peft.LoraConfig`."""
 
-MODEL: dict[str, To] = {
-    "model_name_or_path": To("model.model_name_or_path", text),
-    "pretrained_model_name_or_path": To("model.model_name_or_path", text),
-    "model_name": To("model.model_name_or_path", text),
-    "model_revision": To("model.revision", text),
-    "revision": To("model.revision", text),
-    "tokenizer_name": To("model.tokenizer_name_or_path", text),
-    "tokenizer_name_or_path": To("model.tokenizer_name_or_path", text),
-    "trust_remote_code": To("model.trust_remote_code", truth),
-    "rope_scaling": To("model.rope_scaling"),
+ADAPTER: dict[str, To] = {
+    **rows("method", whole, "lora_r lora_rank=lora_r"),
+    **rows("method", positive, "lora_alpha loraplus_lr_ratio"),
+    **rows("method", number, "lora_dropout"),
+    **rows("method", names, "lora_modules_to_save=modules_to_save"),
+    **rows("method", truth, "use_dora use_rslora"),
 }
+"""The same as tools have it that write everything into one file."""
+
+MODEL: dict[str, To] = {
+    **rows("model", text, "model_name_or_path pretrained_model_name_or_path=model_name_or_path model_name=model_name_or_path "
+           "model_revision=revision revision tokenizer_name=tokenizer_name_or_path tokenizer_name_or_path"),
+    **rows("model", truth, "trust_remote_code"),
+}  # fmt: skip
 """What says which model."""
 
 MODEL_GROUPS = (
@@ -176,6 +159,12 @@ MODEL_GROUPS = (
 )
 
 
+def warmups(out: Imported, values: Mapping[str, Any]) -> None:
+    """Both keys of a warm-up; the number of steps goes before the share."""
+    for key in ("warmup_steps", "warmup_ratio"):
+        warmup(out, key, values.get(key))
+
+
 def warmup(out: Imported, key: str, value: Any) -> None:
     """`warmup_steps` and `warmup_ratio`; a number of steps below 1 is a share, as transformers 5 has it."""
     if value is None or key in out.lines:
@@ -192,6 +181,15 @@ def warmup(out: Imported, key: str, value: Any) -> None:
         out.name(key, value, "0: what warmup_ratio says holds")
     else:
         out.put(key, value, "train.warmup_ratio", float(found))
+
+
+def positions(out: Imported, values: Mapping[str, Any], before: str = "") -> None:
+    """`rope_scaling` as transformers has it: one key of the job for all that stands below it."""
+    found = values.get("rope_scaling")
+    if isinstance(found, dict) and found:
+        for name, value in found.items():
+            out.keep(f"{before}rope_scaling.{name}", value, "model.rope_scaling")
+        out.job["model.rope_scaling"] = found
 
 
 def quantized(out: Imported, values: Json, keys: dict[str, str]) -> bool:

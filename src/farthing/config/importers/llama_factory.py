@@ -19,6 +19,7 @@ from farthing.config.importers.record import (
     number,
     positive,
     read_keys,
+    share,
     text,
     truth,
     whole,
@@ -36,31 +37,15 @@ def _targets(value: Any) -> list[str]:
     return ["all-linear"] if found == ["all"] else found
 
 
-def _share(value: Any) -> float:
-    found = float(number(value))
-    if found == 0:
-        raise Odd("0: nothing is held out", "none")
-    if found >= 1:
-        raise Odd(f"holds out {found:g} rows; farthing holds out a share: set data.eval_fraction", "none")
-    return found
-
-
 TABLE: dict[str, To] = {
     **hf.ARGUMENTS,
-    "model_name_or_path": hf.MODEL["model_name_or_path"],
-    "model_revision": hf.MODEL["model_revision"],
-    "trust_remote_code": hf.MODEL["trust_remote_code"],
+    **hf.ADAPTER,
+    **{key: hf.MODEL[key] for key in ("model_name_or_path", "model_revision", "trust_remote_code")},
     "cutoff_len": To("data.max_length", whole),
     "train_on_prompt": To("data.train_on_prompt", truth),
-    "val_size": To("data.eval_fraction", _share),
-    "lora_rank": To("method.lora_r", whole),
-    "lora_alpha": To("method.lora_alpha", positive),
-    "lora_dropout": To("method.lora_dropout", number),
+    "val_size": To("data.eval_fraction", share),
     "lora_target": To("method.target_modules", _targets),
     "additional_target": To("method.modules_to_save", names),
-    "use_dora": To("method.use_dora", truth),
-    "use_rslora": To("method.use_rslora", truth),
-    "loraplus_lr_ratio": To("method.loraplus_lr_ratio", positive),
     "train_from_scratch": To("model.init", lambda value: "random" if truth(value) else "pretrained"),
     "neftune_alpha": To("train.neftune_noise_alpha", positive),
 }
@@ -85,7 +70,7 @@ GROUPS = (
         "preserve_thinking tool_format"),
     Why("differs", "changes the vocabulary; save a tokenizer with these tokens and name it in model.tokenizer_name_or_path",
         "add_tokens add_special_tokens new_special_tokens_config resize_vocab init_special_tokens split_special_tokens"),
-    Why("differs", "the length of positions; set model.rope_scaling", "rope_scaling"),
+    Why("differs", "stretches positions by a factor that is worked out there; set model.rope_scaling", "rope_scaling"),
     Why("none", "which 4-bit code; farthing's is bitsandbytes", "quantization_method quantization_device_map quant_config*"),
     Why("none", "settles layers that are frozen or OFT", "freeze_* oft_* num_expand* "
         "peft_config.freeze_* peft_config.export* peft_config.infer*"),
@@ -107,8 +92,7 @@ def read(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
     else:
         _method(values, out)
     _data(values, out, folder)
-    for key in ("warmup_steps", "warmup_ratio"):
-        hf.warmup(out, key, values.get(key))
+    hf.warmups(out, values)
     read_keys(out, flat(values), V1_TABLE if is_v1 else TABLE, GROUPS)
     _defaults(values, out, is_v1)
 

@@ -35,7 +35,13 @@ from farthing.tasks.registry import task_of
 
 FILL_IN = "FILL-IN/the-model"
 SOURCES = ("openai", "together", "fireworks", "axolotl", "llama-factory", "trl", "unsloth", "hf-trainer")
-MAX_DEPTH = 50
+KIN = {trl.NAME, unsloth.NAME, hf_scripts.NAME}
+"""Tools whose settings have the same names."""
+_READERS = {
+    axolotl.NAME: axolotl.read, trl.NAME: trl.read, unsloth.NAME: trl.read, openai.NAME: openai.read,
+    together.NAME: together.read, fireworks.NAME: fireworks.read,
+}  # fmt: skip
+MAX_DEPTH, MAX_SETTINGS_BYTES = 50, 1 << 20
 _MACHINES = (
     "compute_environment",
     "distributed_type",
@@ -60,35 +66,41 @@ def _import(path: Path, source: str | None) -> Imported:
     values = _mapping(path, text)
     if source is None and _is_of_machines(values):
         return _machines(values)
-    source = source or _whose(values)
+    seen = _whose(values)
+    source = source or seen
     if source is None:
         raise UserMistake(
             f"whose settings these are is not seen from its keys ({', '.join(map(str, list(values)[:6]))})",
             where=str(path),
             to_do=f"say it: --from {' | '.join(SOURCES)}",
         )
-    return _read(source, values, path)
+    return _refuse_strangers(_read(source, values, path), seen, path)
+
+
+def _refuse_strangers(out: Imported, seen: str | None, path: Path) -> Imported:
+    """Raises `UserMistake` for settings that are not those of the tool that was named."""
+    is_other = seen is not None and seen != out.source and not {seen, out.source} <= KIN
+    if not out.blockers and (not out.mapped or (is_other and 2 * len(out.mapped) < len(out.lines))):
+        looks = f"; they look like those of {seen}" if is_other else ""
+        raise UserMistake(
+            f"these are no settings of {out.source}: of {len(out.lines)} keys it has {len(out.mapped)}{looks}",
+            where=str(path),
+            to_do=f"say --from {seen}, or leave it out" if is_other else "name the tool's own configuration file",
+        )
+    return out
 
 
 def _read(source: str, values: Mapping[str, Any], path: Path, program: str = "") -> Imported:
     out = Imported(source)
     out.job["task"] = CAUSAL_LM.name
-    if source == axolotl.NAME:
-        axolotl.read(values, out)
-    elif source == llama_factory.NAME:
+    if source == llama_factory.NAME:
         llama_factory.read(values, out, path.parent)
-    elif source in (trl.NAME, unsloth.NAME):
-        if program and program not in ("sft", "sft.py"):
-            _other_verb(out, program)
-        trl.read(values, out)
     elif source == hf_scripts.NAME:
         hf_scripts.read(values, out, program)
-    elif source == openai.NAME:
-        openai.read(values, out)
-    elif source == together.NAME:
-        together.read(values, out)
     else:
-        fireworks.read(values, out)
+        if source in (trl.NAME, unsloth.NAME) and program and program not in ("sft", "sft.py"):
+            _other_verb(out, program)
+        _READERS[source](values, out)
     return out
 
 
@@ -197,15 +209,22 @@ def _other_verb(out: Imported, program: str) -> None:
 
 def _text(path: Path) -> str:
     try:
-        if path.stat().st_size > MAX_SCRIPT_BYTES:
-            raise UserMistake("larger than 16 MiB: no settings", where=str(path))
-        return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise UserMistake("no such file", where=str(path), to_do="check the name") from error
+        if not path.is_file():
+            what = "a folder" if path.is_dir() else "no such file" if not path.exists() else "no ordinary file"
+            raise UserMistake(what, where=str(path), to_do="name a file with settings" + " of it" * path.is_dir())
+        most = MAX_SCRIPT_BYTES if path.suffix.lower() in (".py", ".ipynb", ".md", ".sh") else MAX_SETTINGS_BYTES
+        if path.stat().st_size > most:
+            what = f"larger than {most >> 20} MiB: these are no settings"
+            raise UserMistake(what, where=str(path), to_do="name the configuration, not the data")
+        text = path.read_text(encoding="utf-8-sig")
+        if not text.strip():
+            raise UserMistake("the file is empty", where=str(path), to_do="check how it was written")
+        return text
     except UnicodeDecodeError as error:
-        raise UserMistake(f"not UTF-8 text (byte {error.start})", where=str(path)) from error
+        what = f"not UTF-8 text (byte {error.start})"
+        raise UserMistake(what, where=str(path), to_do="name a text: .yaml, .json, .py, .ipynb, .sh") from error
     except OSError as error:
-        raise UserMistake(f"can't be read: {error.strerror}", where=str(path)) from error
+        raise UserMistake(f"can't be read: {error.strerror}", where=str(path), to_do="check its permissions") from error
 
 
 def _mapping(path: Path, text: str) -> Json:
@@ -219,6 +238,7 @@ def _mapping(path: Path, text: str) -> Json:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         what = str(getattr(error, "problem", None) or error).splitlines()[0][:200]
+        what = "nested too deep" if isinstance(error, RecursionError) else what
         raise UserMistake(f"not valid YAML or JSON: {what}", where=f"{path}{line}", to_do="mend the file") from error
     if not isinstance(values, dict) or not values:
         raise UserMistake("not a mapping of settings", where=str(path), to_do="name a configuration or a script")

@@ -39,6 +39,12 @@ class To(NamedTuple):
     note: str = ""
 
 
+def rows(section: str, convert: Callable[[Any], Any], keys: str) -> dict[str, To]:
+    """Rows of a table: keys that a section of the job has by the same name, or `key=ours` by another one."""
+    pairs = (word.partition("=") for word in keys.split())
+    return {name: To(f"{section}.{own or name}", convert) for name, _, own in pairs}
+
+
 class Why(NamedTuple):
     """Why the keys that match these patterns have no counterpart, and what that changes."""
 
@@ -228,6 +234,16 @@ def text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise Odd(f"no text that can be read here ({say(value)})")
     return value
+
+
+def share(value: Any) -> float:
+    """The share of rows that is held out. Raises `Odd` for a number of rows."""
+    found = float(number(value))
+    if found == 0:
+        raise Odd("0: nothing is held out", "none")
+    if found >= 1:
+        raise Odd(f"holds out {found:g} rows; farthing holds out a share: set data.eval_fraction", "none")
+    return found
 
 
 def names(value: Any) -> list[str]:

@@ -98,14 +98,8 @@ class Script:
         elif last in ("train_on_responses_only", "get_chat_template", "standardize_sharegpt", "apply_chat_template"):
             self._chat(call)
         elif last == "map" and not call.name.startswith("()") and len(call.positional) == 1:
-            key = self._keys(call, {"function": call.positional[0]})
-            for name, value in key:
-                self.out.name(
-                    name,
-                    value,
-                    "rows are made by code of the script; say the same with templates in data.columns",
-                    "differs",
-                )
+            for name, value in self._keys(call, {"function": call.positional[0]}):
+                self.out.name(name, value, _ROWS.reason, _ROWS.effect)
 
     def _other(self, last: str) -> bool:
         return any(last.startswith(each) for each in OTHER_TRAINERS)
@@ -119,6 +113,11 @@ class Script:
             (positions[i] if i < len(positions) else f"({i + 1})"): value for i, value in enumerate(call.positional)
         }
         return [(f"{label}.{key}", value) for key, value in {**given, **values}.items()]
+
+    def _name_all(self, call: Call, why: str, positions: Sequence[str] = ()) -> None:
+        """Every argument of a call that settles nothing of the training."""
+        for key, value in self._keys(call, call.named, positions):
+            self.out.name(key, _plain(value), why)
 
     def _table(self, keys: list[tuple[str, Any]], table: Mapping[str, To], *, is_first: bool = True) -> None:
         """By a table; computed values are named, and so is all of a call that is not the first of its kind."""
@@ -153,21 +152,12 @@ class Script:
             or "Tokenizer" in owner
             or "Processor" in owner
         ):
-            for key, value in self._keys(call, call.named, ("name",)):
-                self.out.name(
-                    key,
-                    _plain(value),
-                    "the tokenizer comes with the model (model.tokenizer_name_or_path names another)",
-                )
-            return
-        if owner in ("PeftModel", "AutoPeftModelForCausalLM", "AutoPeftModel") or "Peft" in owner:
-            for key, value in self._keys(call, call.named):
-                self.out.name(key, _plain(value), "loads a trained adapter, to ask the model afterwards")
-            return
+            why = "the tokenizer comes with the model (model.tokenizer_name_or_path names another)"
+            return self._name_all(call, why, ("name",))
+        if "Peft" in owner:
+            return self._name_all(call, "loads a trained adapter, to ask the model afterwards")
         if not ("Model" in owner or "For" in owner or owner.startswith("Fast")):
-            for key, value in self._keys(call, call.named):
-                self.out.name(key, _plain(value), "not the model that is trained")
-            return
+            return self._name_all(call, "not the model that is trained")
         is_first, self.has_model = not self.has_model, True
         keys = self._keys(call, call.named, ("model_name",))
         if is_first:
@@ -180,13 +170,7 @@ class Script:
         for key, value in keys:
             name = key.rpartition(".")[2]
             if is_first and name in ("load_in_4bit", "load_in_8bit", "full_finetuning"):
-                differs = name == "load_in_8bit" and value is True
-                why = (
-                    "farthing has no 8-bit base: the base stays in 16 bits"
-                    if differs
-                    else "method: qlora is the 4-bit base, lora and full are without"
-                )
-                self.out.name(key, _plain(value), why, "differs" if differs else "none")
+                self._name_bits(key, name, value)
         self._table(keys, _LOAD, is_first=is_first)
 
     def _task(self, owner: str, keys: list[tuple[str, Any]]) -> None:
@@ -209,14 +193,18 @@ class Script:
         )
         self.is_4bit = self.is_4bit or four is True
 
+    def _name_bits(self, key: str, name: str, value: Any) -> None:
+        if name == "load_in_8bit" and value is True:
+            self.out.name(key, True, "farthing has no 8-bit base: the base stays in 16 bits", "differs")
+        else:
+            self.out.name(key, _plain(value), "method: qlora is the 4-bit base, lora and full are without")
+
     def _quantized(self, call: Call) -> None:
         self.is_4bit = self.is_4bit or call.named.get("load_in_4bit") is True
         for key, value in self._keys(call, call.named):
             name = key.rpartition(".")[2]
             if name in ("load_in_4bit", "load_in_8bit"):
-                eight = name == "load_in_8bit" and value is True
-                why = "farthing has no 8-bit base: it stays in 16 bits" if eight else "method: qlora is the 4-bit base"
-                self.out.name(key, _plain(value), why, "differs" if eight else "none")
+                self._name_bits(key, name, value)
             else:
                 self.out.name(key, _plain(value), "farthing's 4-bit base is always nf4 with double quantization")
 
@@ -242,17 +230,13 @@ class Script:
         what = next(
             (words for name, words in OTHER_TRAINERS.items() if call.last.startswith(name)), "a trainer of its own"
         )
-        keys = self._keys(call, call.named)
         if call.last.endswith("Trainer"):
             self.out.name(f"{call.last}", None, f"{what}, which farthing does not do", "blocks")
-        for key, value in keys:
-            self.out.name(key, _plain(value), f"settles {what}")
+        self._name_all(call, f"settles {what}")
 
     def _adapter(self, call: Call) -> None:
         if call.last == "get_peft_model" and "r" not in call.named and "lora_alpha" not in call.named:
-            for key, value in self._keys(call, call.named):
-                self.out.name(key, _plain(value), "puts the adapter on; its settings are in LoraConfig")
-            return
+            return self._name_all(call, "puts the adapter on; its settings are in LoraConfig")
         is_first, self.has_adapter = not self.has_adapter, True
         self._table(self._keys(call, call.named), _LORA, is_first=is_first)
         if is_first:

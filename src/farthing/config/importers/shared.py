@@ -51,7 +51,8 @@ SAVING = Why(
 PUBLISHING = Why(
     "none",
     "publishes, merges or serves the result; `farthing export` writes the adapter or the merged model afterwards",
-    "hub_* push_to_hub* hf_use_auth_token use_auth_token hub_token token hf_hub_token ms_hub_token om_hub_token export_* "
+    "hub_strategy hub_always_push hub_revision push_to_hub_* "
+    "hf_use_auth_token use_auth_token hub_token token hf_hub_token ms_hub_token om_hub_token export_* "
     "push_dataset_to_hub merge_lora merge_method nvfp4_merge_aware hf_token secrets volumes* infer_* vllm* sglang* "
     "gpu_memory_utilization enforce_eager max_lora_rank",
 )

@@ -11,26 +11,18 @@ from typing import Any
 from farthing.config.importers import hf_trainer as hf
 from farthing.config.importers.record import (
     Imported,
-    Odd,
     To,
     Why,
     flat,
     names,
-    number,
-    positive,
     read_keys,
     text,
-    truth,
     whole,
 )
 from farthing.config.importers.shared import COMMON, NO_COUNT_OF_GPUS
 from farthing.durability.files import Json
 
 NAME = "trl"
-
-
-def _packs_nothing(value: Any) -> Any:
-    raise Odd("farthing lays documents end to end with attention kept apart, whatever is asked", "none")
 
 
 SFT: dict[str, To] = {
@@ -42,18 +34,11 @@ SFT: dict[str, To] = {
 """`SFTConfig`."""
 TABLE: dict[str, To] = {
     **SFT,
-    "model_name_or_path": hf.MODEL["model_name_or_path"],
-    "model_revision": hf.MODEL["model_revision"],
-    "trust_remote_code": hf.MODEL["trust_remote_code"],
-    "lora_r": To("method.lora_r", whole),
-    "lora_alpha": To("method.lora_alpha", positive),
-    "lora_dropout": To("method.lora_dropout", number),
+    **hf.ADAPTER,
+    **{key: hf.MODEL[key] for key in ("model_name_or_path", "model_revision", "trust_remote_code")},
     "lora_target_modules": To(
         "method.target_modules", lambda value: value.split() if isinstance(value, str) else names(value)
     ),
-    "lora_modules_to_save": To("method.modules_to_save", names),
-    "use_dora": To("method.use_dora", truth),
-    "use_rslora": To("method.use_rslora", truth),
 }
 GROUPS = (
     *hf.MODEL_GROUPS,
@@ -75,22 +60,18 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     if "load_in_4bit" in values:
         out.name("load_in_4bit", values["load_in_4bit"], "method: qlora is the 4-bit base")
     peft = values.get("use_peft")
-    if peft is True or str(peft).lower() == "true":
-        out.put("use_peft", peft, "method.name", "qlora" if is_4bit else "lora")
-
-        for key in ("warmup_steps", "warmup_ratio"):
-            hf.warmup(out, key, values.get(key))
-        read_keys(out, flat(values), TABLE, GROUPS)
-        hf.peft_defaults(out, r=16, alpha=32, dropout=0.05)
-    else:
-        if peft is not None:
-            out.put("use_peft", peft, "method.name", "full")
-        out.default("method.name", "full")
+    has_adapter = str(peft).lower() == "true"
+    method = "full" if not has_adapter else "qlora" if is_4bit else "lora"
+    if peft is not None:
+        out.put("use_peft", peft, "method.name", method)
+    out.default("method.name", method)
+    if not has_adapter:
         for key in [key for key in values if key.startswith("lora_") or key in ("use_dora", "use_rslora")]:
             out.name(key, values[key], "about an adapter, and there is none")
-        for key in ("warmup_steps", "warmup_ratio"):
-            hf.warmup(out, key, values.get(key))
-        read_keys(out, flat(values), TABLE, GROUPS)
+    hf.warmups(out, values)
+    read_keys(out, flat(values), TABLE, GROUPS)
+    if has_adapter:
+        hf.peft_defaults(out, r=16, alpha=32, dropout=0.05)
     defaults(out)
 
 

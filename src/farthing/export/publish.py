@@ -1,0 +1,144 @@
+"""A folder with a model -> a repository of the Hugging Face Hub, by the Hub's own client.
+
+The repository is private unless it is asked otherwise, and one that others can read is never taken for a private one. The
+token comes from the environment alone. What was sent, with the commit it became, is noted in the run folder: a push that
+failed is taken up again by the same command, and what the Hub has already is not sent twice. Refuses to keep checkpoints
+there: those go to `output_store`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from farthing.durability.files import Damaged, Json, sha256_of
+from farthing.durability.run_folder import PUBLISHED, keep, kept
+from farthing.errors import FarthingError, UserMistake
+
+PREFIX = "hub:"
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+LEFT_OUT = ("manifest.json", ".*", "*.part")
+
+
+class NotPublished(FarthingError):
+    """The Hub did not take the model; what was written here is whole, and the same command goes on."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Where a model shall go."""
+
+    name: str
+    """`owner/name`, or a name alone for the token's owner."""
+    is_private: bool = True
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A folder of this machine, and what it has become on the Hub; `commit` is empty until the Hub has taken it."""
+
+    to: str
+    folder: str
+    form: str
+    content: str
+    """Digest of its files."""
+    is_private: bool
+    commit: str = ""
+    url: str = ""
+
+    def to_json(self) -> Json:
+        """As it stands on the receipt."""
+        return asdict(self)
+
+
+def wanted_at(address: str, *, is_private: bool, where: str) -> Wanted:
+    """`hub:owner/name` or `owner/name`. Raises `UserMistake` for what is no name, and where there is no token."""
+    name = address.removeprefix(PREFIX)
+    parts = name.split("/")
+    if len(parts) > 2 or not all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}", part) for part in parts):
+        raise UserMistake(f"{address!r} is no repository", where=where, to_do="e.g. hub:my-team/my-model")
+    if not _token():
+        raise UserMistake(
+            "there is no token for the Hub", where=where, to_do=f"set {TOKENS[0]} in the environment, never in the job"
+        )
+    return Wanted(name, is_private)
+
+
+def _token() -> str:
+    return next((value for name in TOKENS if (value := os.environ.get(name, "").strip())), "")
+
+
+def content_of(folder: Path) -> str:
+    """A digest of the files of a folder; the card is of the receipt, not of the model."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in ("README.md", *LEFT_OUT))
+    return hashlib.sha256("".join(f"{path.name} {sha256_of(path)}\n" for path in files).encode()).hexdigest()
+
+
+def publications(run: Path) -> list[Publication]:
+    """What of a run was published or is still to be, the oldest first."""
+    try:
+        return [Publication(**one) for one in (kept(run / PUBLISHED) or {}).get("publications", [])]
+    except (Damaged, TypeError):
+        return []
+
+
+def noted(run: Path, folder: Path, form: str) -> Publication | None:
+    """The note of a push of this folder, if it is there as it was written; else None."""
+    place = (str(folder.resolve()), form)
+    found = next((one for one in publications(run) if (one.folder, one.form) == place), None)
+    if found is None or not folder.is_dir() or not any(folder.iterdir()):
+        return None
+    return found if found.content in ("", content_of(folder)) else None
+
+
+def announce(run: Path, folder: Path, form: str, wanted: Wanted) -> None:
+    """Note that a folder, which is about to be written, is to be published. Raises `OSError`."""
+    _note(run, Publication(wanted.name, str(folder.resolve()), form, "", wanted.is_private))
+
+
+def _note(run: Path, note: Publication) -> None:
+    others = [one for one in publications(run) if (one.folder, one.form) != (note.folder, note.form)]
+    keep(run / PUBLISHED, {"kind": "farthing publications", "publications": [asdict(one) for one in [*others, note]]})
+
+
+def publish(run: Path, folder: Path, form: str, wanted: Wanted) -> Publication:
+    """Send a folder to the Hub and note the commit. Raises `NotPublished`, `UserMistake`."""
+    note = Publication(wanted.name, str(folder.resolve()), form, content_of(folder), wanted.is_private)
+    _note(run, note)
+    try:
+        repository, commit, url = _send(run, folder, form, wanted)
+    except FarthingError:
+        raise
+    except Exception as error:  # of the client: refused, not reached, cut off
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".replace(_token(), "...")
+        raise NotPublished(
+            f"the Hub has not taken the model ({why}); it is whole in {folder}",
+            where=f"{PREFIX}{wanted.name}",
+            to_do="run the same command again: it sends what is missing",
+        ) from error
+    sent = replace(note, to=repository, commit=commit, url=url)
+    _note(run, sent)
+    return sent
+
+
+def _send(run: Path, folder: Path, form: str, wanted: Wanted) -> tuple[str, str, str]:
+    """(repository, commit, address)."""
+    from huggingface_hub import HfApi
+
+    api: Any = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=_token(), library_name="farthing")
+    repository = api.create_repo(wanted.name, private=wanted.is_private, exist_ok=True).repo_id
+    if wanted.is_private and not api.model_info(repository).private:
+        raise UserMistake(
+            "this repository can be read by everyone, and a private one was asked for; nothing was sent",
+            where=f"{PREFIX}{repository}",
+            to_do="name another one, or say --public (train.hub_private_repo: false)",
+        )
+    message = f"{form} model of the run {run.resolve().name}"
+    done = api.upload_folder(
+        repo_id=repository, folder_path=folder, commit_message=message, ignore_patterns=list(LEFT_OUT)
+    )
+    return repository, done.oid, str(done.commit_url)

@@ -1,0 +1,42 @@
+"""Rotary positions of a job instead of the model's own: `model.rope_scaling`. Refuses families that do not know them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from farthing.errors import ModelError
+
+
+def stretch(wanted: dict[str, Any]) -> float:
+    """How many times the positions of the model such a rule is for."""
+    return max(1.0, float(wanted.get("factor") or 1.0))
+
+
+def scale_positions(config: Any, wanted: dict[str, Any]) -> None:
+    """Give a configuration other rotary positions. Raises `ModelError` where it has none, or several rules."""
+    where, kind = "model.rope_scaling", str(wanted.get("rope_type", wanted.get("type", "")))
+    now = getattr(config, "rope_parameters", None)
+    if not isinstance(now, dict) or "rope_theta" not in now:
+        why = "has a rule for each kind of layer" if now else "has no rotary positions"
+        raise ModelError(f"a {config.model_type} {why}", where=where, to_do="leave it out for this model")
+    if kind not in ("default", *ROPE_INIT_FUNCTIONS):
+        known = ", ".join(ROPE_INIT_FUNCTIONS)
+        raise ModelError(f"transformers has no rope_type {kind!r}", where=where, to_do=f"use one of {known}")
+    rest = {key: value for key, value in wanted.items() if key not in ("type", "rope_type")}
+    config.rope_parameters = {"rope_theta": now["rope_theta"], **_kept_part(now), **rest, "rope_type": kind}
+    try:
+        config.validate_rope()
+        ROPE_INIT_FUNCTIONS.get(kind, lambda *_: None)(config, torch.device("cpu"))
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ModelError(
+            f"these are no positions of {kind}: {why}", where=where, to_do="see rope_scaling of transformers"
+        ) from error
+
+
+def _kept_part(now: dict[str, Any]) -> dict[str, Any]:
+    """How much of each head is turned, which is the model's."""
+    return {key: now[key] for key in ("partial_rotary_factor",) if key in now}

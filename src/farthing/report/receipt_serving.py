@@ -1,0 +1,84 @@
+"""What answering with the trained model would cost, for the last line of a receipt: 1,000 requests a day, the cheapest way.
+
+Requests are taken to be as long as the run's examples: what was learned is written, the rest is read. Refuses to guess for
+models that do not write token by token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from farthing.clock import today
+from farthing.config.job import Job
+from farthing.durability.files import Json, parse_json
+from farthing.durability.run_folder import MODEL
+from farthing.errors import UserMistake
+from farthing.planner.serving import Traffic, serve
+from farthing.planner.shapes import read_shape
+from farthing.prices.catalog import Catalog, read_catalog
+from farthing.report.plan_words import say_cost
+from farthing.report.training_log import TrainingLog
+
+REQUESTS_PER_DAY = 1000.0
+CONFIGS = ("model_config.json", "config.json")
+"""Of the whole model, beside an adapter and in its own folder."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The cheapest way to answer."""
+
+    usd_per_month: float
+    machine: str
+    provider: str
+    precision: str
+    is_always_on: bool
+    """Else it goes to zero between answers."""
+    requests_per_day: float
+    input_tokens: float
+    output_tokens: float
+    price_date: str
+
+    def in_words(self) -> str:
+        """One line."""
+        way = "always on" if self.is_always_on else "going to zero between answers"
+        return (
+            f"{self.requests_per_day:,.0f} requests a day of {self.input_tokens:,.0f} tokens in and "
+            f"{self.output_tokens:,.0f} out: {say_cost(self.usd_per_month)} a month, {way}, on {self.machine} at "
+            f"{self.provider} in {self.precision} (price of {self.price_date}; `farthing plan JOB --serve` has the others)"
+        )
+
+
+def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving | None:
+    """The cheapest way for the model of a finished run, by its job; None where it is not known."""
+    try:
+        job = Job.model_validate(values)
+    except ValueError:  # of another version of farthing
+        return None
+    n_examples = log.step * job.global_batch_size
+    if not n_examples or not log.n_targets:
+        return None
+    n_out = max(1.0, log.n_targets / n_examples)
+    traffic = Traffic(REQUESTS_PER_DAY, max(1.0, log.n_tokens / n_examples - n_out), n_out)
+    with contextlib.suppress(OSError, ValueError, UserMistake, StopIteration):
+        path = next(path for name in CONFIGS if (path := folder / MODEL / name).exists())
+        shape = read_shape(parse_json(path.read_text(encoding="utf-8")), job.task, n_labels=2)
+        found, _ = serve(shape, traffic, list(_prices().offers))
+        if found:
+            best = found[0]
+            on, zero = best.always_on_usd, best.to_zero_usd()
+            several = f"{best.server.n_gpus}x " if best.server.n_gpus > 1 else ""
+            day = best.offer.date.isoformat()
+            return Serving(
+                min(on, zero), several + best.server.gpu.name, best.offer.provider, best.server.precision, on <= zero,
+                REQUESTS_PER_DAY, traffic.input_tokens, traffic.output_tokens, day,
+            )  # fmt: skip
+    return None
+
+
+@functools.lru_cache(maxsize=1)
+def _prices() -> Catalog:
+    return read_catalog(None, today())

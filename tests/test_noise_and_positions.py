@@ -1,0 +1,164 @@
+"""NEFTune, rotary positions of the job's own, biases of adapters: as transformers and peft have them, and in the export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+import workshop
+from farthing.cli import main
+from farthing.errors import ModelError
+from farthing.export.folders import trained_model
+from farthing.model.documents import packed_batch
+from farthing.model.embedding_noise import EmbeddingNoise
+from farthing.model.load import ModelChoice, load_config
+from test_recipes_of_others import stopped_and_resumed
+from workshop import losses_of, make_job
+
+IDS = torch.arange(4, 20)[None]
+
+
+def model_in(folder: Path) -> Any:
+    """A small Llama with weights, in training."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        workshop.make_folder(folder, "llama", pretrained=True)
+    ).train()
+
+
+def test_noise_is_that_of_transformers_in_training_alone(tmp_path: Path) -> None:
+    ours, theirs = model_in(tmp_path / "base"), model_in(tmp_path / "base")
+    noise = EmbeddingNoise(ours, 5.0)
+    theirs.get_input_embeddings().neftune_noise_alpha = 5.0
+    theirs.get_input_embeddings().register_forward_hook(neftune_post_forward_hook)
+    noise.hear({"attention_mask": torch.ones_like(IDS)})
+    found = []
+    for model in (ours, theirs):
+        torch.manual_seed(3)
+        found.append(model(input_ids=IDS, labels=IDS).loss)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+    plain = model_in(tmp_path / "base")
+    assert abs(float(found[0] - plain(input_ids=IDS, labels=IDS).loss)) > 1e-3
+    assert torch.equal(ours.eval()(input_ids=IDS).logits, plain.eval()(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_each_document_has_noise_by_its_own_length(is_packed: bool, tmp_path: Path) -> None:
+    model = model_in(tmp_path / "base")
+    embedding, lengths = model.get_input_embeddings(), (4, 64)
+    plain = embedding(torch.arange(68)[None] % 50 + 4)
+    noise = EmbeddingNoise(model, 3.0)
+    if is_packed:
+        ids = torch.arange(68)[None] % 50 + 4
+        noise.hear(packed_batch({"lengths": np.array(lengths)}))
+        parts = (embedding(ids) - plain)[0].split(lengths)
+    else:
+        ids = torch.zeros(2, 64, dtype=torch.long)
+        mask = torch.stack([torch.arange(64) < length for length in lengths]).long()
+        noise.hear({"attention_mask": mask})
+        parts = tuple(embedding(ids) - embedding.weight[0])
+    for part, length in zip(parts, lengths, strict=True):
+        most = 3.0 / (length * embedding.embedding_dim) ** 0.5
+        assert 0.9 * most < float(part.detach().abs().max()) <= most * (1 + 1e-4)
+
+
+def test_a_noisy_run_resumes_to_the_bit_and_exports_without_noise(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"method": "lora", "max_steps": 6, "n_rows": 24}
+    whole = make_job(tmp_path / "a", neftune_noise_alpha=5, **keys)
+    workshop.train(whole)
+    plain = make_job(tmp_path / "b", **keys)
+    workshop.train(plain)
+    assert losses_of(whole)[0] != losses_of(plain)[0]
+    noisy = stopped_and_resumed(tmp_path / "c", method="lora", neftune_noise_alpha=5)
+    assert losses_of(noisy) == losses_of(whole)
+    again = [trained_model(Path(whole.output_dir))(input_ids=IDS).logits for _ in range(2)]
+    assert torch.equal(*again)
+    assert "neftune" not in "".join(path.read_text() for path in (Path(whole.output_dir) / "model").glob("*.json"))
+
+
+def test_frozen_layers_are_computed_anew_under_noise(tmp_path: Path) -> None:
+    method = {"name": "lora", "lora_r": 4, "target_modules": ["layers.1.self_attn.q_proj"]}
+    job = make_job(tmp_path, method=method, max_steps=9, n_rows=24, neftune_noise_alpha=5, learning_rate=1e-9)
+    workshop.train(job)
+    losses = losses_of(job)
+    assert losses[0] != losses[3] != losses[6], "every epoch has other noise"
+
+
+def test_two_stacks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="encoder and a decoder"):
+        workshop.train(make_job(tmp_path, "t5", max_steps=1, neftune_noise_alpha=5))
+
+
+def test_positions_of_the_job_are_trained_and_exported(tmp_path: Path) -> None:
+    path = workshop.job_file(tmp_path, pretrained=True, method="lora", max_steps=2)
+    assert main(["train", str(path), "--set", "model.rope_scaling={rope_type: linear, factor: 4.0}"]) == 0
+    run = tmp_path / "run"
+    values = json.loads((run / "model/model_config.json").read_text())
+    assert values["rope_parameters"]["rope_type"] == "linear"
+    assert 'AutoConfig.from_pretrained("model_config.json")  # its positions' in (run / "model/README.md").read_text()
+    assert main(["export", str(run), "--output", str(tmp_path / "merged")]) == 0
+    merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.rope_parameters["factor"] == 4.0
+    expected = trained_model(run)(input_ids=IDS).logits
+    torch.testing.assert_close(merged(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.load_state_dict(merged.state_dict())
+    assert float((base(input_ids=IDS).logits - expected).abs().max()) > 1e-4, "the positions matter"
+    assert main(["train", str(path)]) == 2, "another model"
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "words"),
+    [
+        ("gpt2", {"rope_type": "linear", "factor": 2.0}, "no rotary positions"),
+        ("gemma3_text", {"rope_type": "linear", "factor": 2.0}, "a rule for each kind of layer"),
+        ("llama", {"rope_type": "elastic", "factor": 2.0}, "no rope_type 'elastic'"),
+        ("llama", {"rope_type": "linear"}, "no positions of linear"),
+        ("llama", {"type": "yarn"}, "no positions of yarn"),
+    ],
+)
+def test_positions_that_a_family_does_not_know_are_refused(
+    family: str, rope: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    transformers.AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=words):
+        load_config(ModelChoice(str(tmp_path), init="random", rope_scaling=rope))
+
+
+def test_stretched_positions_take_longer_texts(tmp_path: Path) -> None:
+    folder = workshop.make_folder(tmp_path / "base", "llama")
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    path = workshop.job_file(tmp_path, max_steps=1, data={"max_length": 200})
+    assert main(["train", str(path)]) == 2
+    assert main(["train", str(path), "--set", "model.rope_scaling={rope_type: linear, factor: 4}"]) == 0
+
+
+def test_biases_of_an_adapter_are_trained_and_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    method = {"name": "lora", "lora_r": 4, "lora_bias": True, "target_modules": ["q_proj", "v_proj"]}
+    workshop.make_folder(tmp_path / "base", "llama")
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    config |= {"model_type": "qwen2", "architectures": None, "vocab_size": config["vocab_size"] + 8}
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(tmp_path / "base")
+    )
+    model.save_pretrained(tmp_path / "base")
+    job = make_job(tmp_path, pretrained=True, method=method, max_steps=3)
+    workshop.train(job)
+    run = Path(job.output_dir)
+    tuned = trained_model(run)
+    assert any(bool(p.any()) for name, p in tuned.named_parameters() if "lora_B" in name and name.endswith("bias"))
+    assert main(["export", str(run), "--output", str(tmp_path / "merged")]) == 0
+    merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(input_ids=IDS).logits, tuned(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+    other = make_job(tmp_path / "other", method=method, max_steps=1)
+    with pytest.raises(ModelError, match="have no bias"):
+        workshop.train(other)

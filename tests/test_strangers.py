@@ -1,0 +1,112 @@
+"""What somebody meets who gives farthing a file that is not what it wants: an answer in plain words, never a crash."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import workshop
+from farthing.cli import main
+
+AXOLOTL = "base_model: a/b\ndatasets: [{path: x.jsonl, type: alpaca}]\nadapter: lora\nsequence_len: 512\n"
+NOISE = bytes(range(128, 256)) * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.yaml", b"", "the file is empty"),
+        ("blank.py", b"\n  \n", "the file is empty"),
+        ("noise.yaml", NOISE, "not UTF-8 text"),
+        ("list.json", b"[]", "not a mapping of settings"),
+        ("deep.json", b"[" * 100_000, "nested too deep"),
+        ("data.yaml", b"base_model: x\n" + b"k: 1\n" * 220_000, "larger than 1 MiB"),
+        ("folder", None, "a folder"),
+        ("link.yaml", None, "no such file"),
+        ("pipe.yaml", None, "no ordinary file"),
+    ],
+)
+def test_an_odd_file_is_no_configuration(
+    name: str, content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    elif name == "folder":
+        path.mkdir()
+    elif name == "link.yaml":
+        path.symlink_to(tmp_path / "nowhere")
+    else:
+        os.mkfifo(path)
+    assert main(["import", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "to do:" in said
+
+
+@pytest.mark.parametrize("source", ["openai", "together", "fireworks", "llama-factory", "trl", "unsloth", "hf-trainer"])
+def test_settings_of_another_tool_than_the_named_one_are_no_job(
+    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ax.yaml").write_text(AXOLOTL)
+    assert main(["import", str(tmp_path / "ax.yaml"), "--from", source]) == 2
+    said = capsys.readouterr().err
+    assert "they look like those of axolotl" in said or "no job can be made" in said
+    assert main(["import", str(tmp_path / "ax.yaml"), "--from", "axolotl"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.jsonl", b"", "the file is empty"),
+        ("none.json", b"[]", "there are no rows in it"),
+        ("text.json", b'"words"', "not an array of objects"),
+        ("noise.parquet", NOISE, "not a readable Parquet file"),
+        ("notes.txt", b"words", "unknown kind of data file"),
+        ("folder", None, "a folder"),
+        ("link.jsonl", None, "a link to a file that is not there"),
+        ("pipe.jsonl", None, "no ordinary file"),
+    ],
+)
+def test_an_odd_file_is_no_data(
+    name: str, content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    elif name == "folder":
+        path.mkdir()
+    elif name == "link.jsonl":
+        path.symlink_to(tmp_path / "nowhere")
+    else:
+        os.mkfifo(path)
+    assert main(["doctor", "--data", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "to do:" in said
+
+
+def test_rows_that_are_nothing_are_counted_with_their_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "noise.jsonl"
+    path.write_bytes(NOISE + b"\n" + b'{"text": "' + b"x" * 11_000_000 + b'"}\n{"text": "good"}\n')
+    assert main(["doctor", "--data", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "line 1: invalid UTF-8" in said
+    assert "line 2: a row of 10.5 MiB" in said
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_inputs_that_are_trained_and_evaluated_on_are_counted(family: str, tmp_path: Path) -> None:
+    rows = workshop.rows_of(family, 20)
+    heard = workshop.Heard()
+    workshop.train(
+        workshop.make_job(tmp_path, family, rows=rows, eval_rows=rows[-1:] * 2 + rows[:1], max_steps=1), heard
+    )
+    assert "3 of 3 evaluation examples have an input that is trained on too" in heard.warnings
+    assert "eval.jsonl" in heard.warnings
+    heard = workshop.Heard()
+    fresh = [{**row, ("text" if family == "bert" else "prompt"): f"never seen {i}"} for i, row in enumerate(rows[:3])]
+    workshop.train(workshop.make_job(tmp_path / "b", family, rows=rows, eval_rows=fresh, max_steps=1), heard)
+    assert "trained on too" not in heard.warnings
