@@ -22,7 +22,7 @@ from rich.text import Text
 import farthing
 from farthing.cli.parser import VERBS, build_parser
 from farthing.config.load import job_schema
-from farthing.planner.families import DECODERS, ENCODERS, FAMILIES, KNOWN_HEADS
+from farthing.planner.families import FAMILIES, KNOWN_HEADS, PACKED
 from farthing.prices.gpus import gpus
 from farthing.report.plan_table import draw_plan
 from farthing.report.receipt import build_receipt
@@ -148,8 +148,9 @@ def models() -> str:
     )
     causal, seq2seq = KNOWN_HEADS["causal-lm"], KNOWN_HEADS["seq2seq"]
     rows = []
-    for name in sorted(FAMILIES.keys() | DECODERS | ENCODERS | causal | seq2seq):
-        packed, chunked = name in DECODERS | ENCODERS, name in causal | seq2seq
+    all_packed = frozenset[str]().union(*PACKED.values())
+    for name in sorted(FAMILIES.keys() | all_packed | causal | seq2seq):
+        packed, chunked = name in all_packed, name in causal | seq2seq
         rows.append([f"`{name}`", _yes(packed), _yes(chunked), _yes(name in FAMILIES)])
     text += table(("model_type", "packed", "chunked loss", "exact plan"), rows)
     text += "\n## Methods\n\n"

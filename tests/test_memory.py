@@ -210,7 +210,8 @@ def compare(case: Traced, is_ours: bool) -> tuple[Memory, int]:
     )  # fmt: skip
     largest = Largest(4, case.n_tokens, n_targets if task == "seq2seq" else 0)
     if documents:
-        largest = Largest(1, sum(documents), 0, sum(length**2 for length in documents))
+        of_targets = n_targets if task == "seq2seq" else 0
+        largest = Largest(1, sum(documents), of_targets, sum(length**2 for length in documents))
     share = case.share if task == "causal-lm" else 1.0
     return estimate_memory(shape, recipe, largest, adapters, labelled_share=share, is_cuda=False), seen
 

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import peft
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from farthing.model.activation_checkpointing import checkpoint_layers
 from farthing.model.attention import Documents, go_packed, packed_logits
 from farthing.model.head import POSITIONS, TARGETS, language_model_loss
 from farthing.model.lora_kernels import use_low_rank
+from farthing.model.pairs import pair_batch
 from farthing.planner.memory import NF4_BYTES
 
 CLASSES: dict[str, Any] = {
@@ -86,7 +88,15 @@ def library_loss(model: Any, ids: Tensor, task: str, n_targets: int) -> Any:
 def own_loss(model: Any, ids: Tensor, task: str, n_targets: int, documents: tuple[int, ...] = ()) -> Tensor:
     """What the trainer does: `Forward.loss` of documents end to end, or of a padded batch, `n_targets` labelled."""
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if documents:
+    if documents and task == "seq2seq":
+        of_targets = [length * n_targets // sum(documents) for length in documents]
+        lengths = {"source_lengths": np.array(documents), "lengths": np.array(of_targets)}
+        batch = pair_batch(lengths, torch.device("cpu"))
+        of_source, of_target = (torch.zeros(1, sum(lengths[name]), dtype=torch.long) for name in lengths)
+        batch |= {"input_ids": of_source, "position_ids": of_source}
+        batch |= {"decoder_ids": of_target, "decoder_position_ids": of_target}
+        ids, n_targets = of_target, of_target.shape[1]
+    elif documents:
         of = Documents.of(documents)
         ids = torch.zeros(1, sum(documents), dtype=torch.long)
         batch = {"input_ids": ids, "position_ids": torch.zeros_like(ids), "attention_mask": of.no_mask, "documents": of}

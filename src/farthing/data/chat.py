@@ -431,6 +431,11 @@ def said_of_chats(is_chat: bool, tokenizer: Any, on: str, n_unrolled: int) -> li
             f"{n_unrolled:,} earlier answers are learned in examples of their own, as the chat template shows them in"
             " another form once the chat goes on"
         )
+    if is_chat and tokenizer.chat_template.endswith(DEFAULT_CHAT_TEMPLATE):
+        said.append(
+            "the tokenizer has no chat template: farthing's own is used (### User, ### Assistant); for another set"
+            " data.chat_template"
+        )
     if is_chat and not ChatReader.of(tokenizer, on).teaches_to_stop:
         said.append("the chat template ends an answer with no special token: the model does not learn where to stop")
     return said

@@ -20,7 +20,7 @@ from farthing.data.columns import Columns, Template, columns_of, guessed, missin
 from farthing.data.rows import RowValue
 from farthing.data.shown import Shown
 from farthing.durability.files import parse_json
-from farthing.errors import DataError
+from farthing.errors import DataError, ModelError
 from farthing.tasks.columns import Unusable, kind_of, text_of
 from farthing.tasks.registry import format_of, task_of
 from farthing.tasks.task import Labels
@@ -119,6 +119,12 @@ def converter(
     shown = shown or Shown()
     labels = task_of(task).labels
     is_chat = format_name in RENDERED and task_of(task).predicts_next
+    if is_chat and tokenizer.chat_template is None:
+        raise ModelError(
+            f"its tokenizer has several chat templates, and none is the default: {_listed(set(tokenizer.other_templates))}",
+            where="the chat template",
+            to_do="write the one to learn with to a file, and name that: data.chat_template: FILE.jinja",
+        )
     read = ChatReader.of(tokenizer, on, version) if is_chat else None
     of_tokens: dict[str, Callable[[RowValue], Text]] = {
         "messages": lambda row: _chat(_messages(row, version), _tools_of(row), read, shown),

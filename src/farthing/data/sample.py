@@ -400,27 +400,41 @@ class LightTokenizer:
     eos_token_id: int | None
     encode: Callable[[list[str], bool], Sequence[Encoding]]
     special_tokens_map: dict[str, str]
-    chat_template: str
+    chat_template: str | None
     is_exact: bool = True
     added_tokens: tuple[str, ...] = ()
     """Words beside those it learned."""
+    other_templates: tuple[str, ...] = ()
+    """Names of its chat templates, where it has several and none is the default."""
 
 
 def light_tokenizer(folder: Path | None, chat_template: str | None) -> LightTokenizer:
     """The tokenizer in a folder (tokenizer.json, or a SentencePiece model); without one, a token for every 4 characters."""
-    template = chat_template or own_template(folder)
+    template, others = chat_template or own_template(folder), _own_templates(folder)
     tokenizer = _from_folder(folder, _settings(folder)[1])
+    if template is None and others:
+        return replace(tokenizer, chat_template=None, other_templates=tuple(others))
     return replace(tokenizer, chat_template=template or default_template(bool(first_tokens(tokenizer))))
 
 
 def own_template(folder: Path | None) -> str | None:
-    """The chat template that is with a tokenizer; none where it has none."""
-    template = _settings(folder)[0].get("chat_template")
-    if folder is not None and (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    if isinstance(template, list):
-        template = {each.get("name"): each.get("template") for each in template}.get("default")
+    """The chat template that is with a tokenizer; none where it has none, or several without a default."""
+    template = _own_templates(folder).get("default")
     return template if isinstance(template, str) else None
+
+
+def _own_templates(folder: Path | None) -> Json:
+    """The chat templates that are with a tokenizer, by name: in its settings, and in files that come before."""
+    said = _settings(folder)[0].get("chat_template")
+    if isinstance(said, list):
+        said = {each.get("name"): each.get("template") for each in said}
+    found: Json = said if isinstance(said, dict) else {"default": said} if isinstance(said, str) else {}
+    if folder is None:
+        return found
+    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    return found | {name: path.read_text(encoding="utf-8") for name, path in files.items()}
 
 
 def _from_folder(folder: Path | None, specials: dict[str, str]) -> LightTokenizer:

@@ -246,9 +246,10 @@ def evaluation_of(folder: Path, exported_step: int | None) -> dict[str, Any] | N
 
 # ---- whose run it is ----
 
-RULES = 2
+RULES = 3
 """What a run began under and keeps. 1: weights are decayed by their dimensions, and losses that farthing does not compute
-are left out; 2: weights are decayed by their names, and such losses are refused."""
+are left out; 2: weights are decayed by their names, and such losses are refused; 3: of a tokenizer's several chat templates
+none is passed over for farthing's own."""
 
 
 def rules_of(folder: Path) -> int:

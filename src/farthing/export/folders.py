@@ -102,7 +102,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     others, used = getattr(tokenizer, "other_templates", None), tokenizer.chat_template
     try:
         if isinstance(others, dict):
-            tokenizer.chat_template = {**others, "default": used}
+            tokenizer.chat_template = others if used is None else {**others, "default": used}
         tokenizer.save_pretrained(
             folder, save_jinja_files=not isinstance(others, dict)
         )  # several: in its configuration

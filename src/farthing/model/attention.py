@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farthing.model.attention_kernels import How, capped_attention, causal_mask, over_documents
+from farthing.model.attention_kernels import How, causal_mask, over_documents, plain_attention
 from farthing.model.documents import Documents, owners_of
+from farthing.model.head import find_head
 from farthing.model.loss import inner_of
+from farthing.model.pairs import Sides, take_documents
 from farthing.planner.families import DECODERS, ENCODERS, PACKED, WHY_NOT_PACKED
 from farthing.tasks.registry import task_of
 
@@ -47,10 +49,11 @@ def can_go_packed(model: Any, task: str) -> str | None:
     known = PACKED.get(task_of(task).head)
     if kind in WHY_NOT_PACKED:
         return f"{kind}: {WHY_NOT_PACKED[kind]}"
-    if known is None:
-        return f"{task}: inputs and targets are padded apart"
-    if kind not in known:
+    if known is None or kind not in known:
         return f"{kind}: not among the families whose packed batches are tested"
+    if task_of(task).is_pair:
+        head = find_head(model, task)
+        return head if isinstance(head, str) else None
     if not getattr(inner, "_supports_attention_backend", False):
         return f"{kind}: this version of transformers lets no other attention in"
     odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -72,6 +75,8 @@ def can_go_packed(model: Any, task: str) -> str | None:
 def can_share(model: Any, task: str) -> str | None:
     """Why documents can't go on from others in this model, in words; None if they can."""
     kind = inner_of(model).config.model_type
+    if task_of(task).is_pair:
+        return f"{kind}: its sources are read in both directions"
     return f"{kind}: a token's meaning depends on what follows it" if kind in ENCODERS else can_go_packed(model, task)
 
 
@@ -84,6 +89,7 @@ def go_packed(model: Any) -> None:
         ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     inner_of(model).set_attn_implementation(NAME)
+    take_documents(inner_of(model))
 
 
 def first_position(config: Any) -> int:
@@ -162,7 +168,7 @@ def attend(
     Of the others `sliding_window` is how many tokens are seen, the token itself among them, `softcap` bends the scores,
     `is_causal` overrules the module's own. With `documents`, B is 1 and `attention_mask` is not looked at.
     """
-    documents: Documents | None = others.pop("documents", None)
+    documents: Documents | Sides | None = others.pop("documents", None)
     sliding_window: int | None = others.pop("sliding_window", None)
     softcap: float | None = others.pop("softcap", None)
     is_causal: bool | None = others.pop("is_causal", None)
@@ -171,9 +177,12 @@ def attend(
     if documents is None:
         how = How(causal, scale, sliding_window, dropout, softcap)
         return _without_documents(module, query, key, value, attention_mask, scaling, how, others), None
+    if isinstance(documents, Sides):
+        documents = documents.own if causal else documents.across
+    bias: Tensor | None = others.pop("position_bias", None)
     if not causal and sliding_window is not None:
         raise ValueError("a sliding window that looks ahead is not known here")
-    unknown = [name for name in ("s_aux", "position_bias", "cache") if others.get(name) is not None]
+    unknown = [name for name in ("s_aux", "cache") if others.get(name) is not None]
     if unknown:
         raise ValueError(f"attention with {', '.join(unknown)} is not known here")
     if not causal and documents.key_rows is not None:
@@ -184,7 +193,7 @@ def attend(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # [T, H, D] with tokens outermost: how every kernel and the projections around it lay them out
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out = over_documents(queries, keys, values, documents, How(causal, scale, window, dropout, softcap))
+    out = over_documents(queries, keys, values, documents, How(causal, scale, window, dropout, softcap, bias))
     return out[None], None
 
 
@@ -212,4 +221,4 @@ def _without_documents(
     n_queries, n_keys = query.shape[2], key.shape[2]
     if mask is None and how.causal and n_queries > 1:  # sdpa_mask leaves a causal mask out where it can be implied
         mask = causal_mask(n_keys, how.window, query.device, n_queries)
-    return capped_attention(query, key, value, mask, how).transpose(1, 2).contiguous()
+    return plain_attention(query, key, value, mask, how).transpose(1, 2).contiguous()

@@ -31,6 +31,7 @@ MOST_FLEX_FP32 = 64  # of a head: wider tiles in fp32 may be more than the share
 # Launching and feeding one more call takes the host about 75 µs forward and backward, in which a GPU computes 2 GFLOP of
 # attention at 27 TFLOP/s: estimates, never measured
 CALL_FLOPS = 2e9
+CPU_CALL_FLOPS = 2e7  # on a CPU: about 20 small operations, forward and backward
 FLOPS_PER_SCORE = 14  # times the width of all heads: two products forward, five backward, each 2 FLOP
 
 
@@ -154,10 +155,12 @@ class Group:
     """All have as many tokens, and as many keys: nothing is padded."""
 
 
-def padded_groups(lengths: Sequence[int], key_lengths: Sequence[int], width: int) -> list[Group]:
+def padded_groups(
+    lengths: Sequence[int], key_lengths: Sequence[int], width: int, call_flops: float = CALL_FLOPS
+) -> list[Group]:
     """Documents in groups such that calls and padding together cost least; `width` is that of all heads of a token.
 
-    A call costs `CALL_FLOPS`, a score of a query and a key `FLOPS_PER_SCORE` times the width, padding too. The best cut of
+    A call costs `call_flops`, a score of a query and a key `FLOPS_PER_SCORE` times the width, padding too. The best cut of
     the documents sorted by keys: each group is a stretch of them. Every document is in one group; order does not matter.
     """
     own, seen = np.asarray(lengths, np.int64), np.asarray(key_lengths, np.int64)
@@ -165,7 +168,7 @@ def padded_groups(lengths: Sequence[int], key_lengths: Sequence[int], width: int
     sizes, first, n_of = np.unique(
         np.stack([seen[order], own[order]], 1), axis=0, return_index=True, return_counts=True
     )  # documents alike stay together
-    starts = _best_cuts(sizes, n_of, width)
+    starts = _best_cuts(sizes, n_of, width, call_flops)
     groups = []
     for start, stop in itertools.pairwise([*starts, len(sizes)]):
         members = order[first[start] : first[stop - 1] + n_of[stop - 1]]
@@ -174,15 +177,15 @@ def padded_groups(lengths: Sequence[int], key_lengths: Sequence[int], width: int
     return groups
 
 
-def _best_cuts(sizes: NDArray[np.int64], n_of: NDArray[np.int64], width: int) -> list[int]:
+def _best_cuts(sizes: NDArray[np.int64], n_of: NDArray[np.int64], width: int, call_flops: float) -> list[int]:
     """Where groups begin among sizes [m, 2] (keys, tokens), of which there are n_of [m] documents each."""
     m = len(sizes)
     n_before = np.concatenate([[0], np.cumsum(n_of)])
     cost, begins = np.zeros(m + 1), np.zeros(m + 1, np.int64)
     for stop in range(1, m + 1):
         n = (n_before[stop] - n_before[:stop]).astype(np.float64)
-        micro_batch_tokens = np.maximum.accumulate(sizes[stop - 1 :: -1, 1])[::-1]
-        of_group = CALL_FLOPS + FLOPS_PER_SCORE * width * n * float(sizes[stop - 1, 0]) * micro_batch_tokens
+        most_tokens = np.maximum.accumulate(sizes[stop - 1 :: -1, 1])[::-1]
+        of_group = call_flops + FLOPS_PER_SCORE * width * n * float(sizes[stop - 1, 0]) * most_tokens
         total = cost[:stop] + of_group
         begins[stop] = int(total.argmin())
         cost[stop] = total[begins[stop]]

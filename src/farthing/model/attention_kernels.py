@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farthing.model.attention_choice import Asked, Machine, choose, padded_groups
+from farthing.model.attention_choice import CALL_FLOPS, CPU_CALL_FLOPS, Asked, Machine, choose, padded_groups
 from farthing.model.cpu_attention import blocked_attention, is_quicker_in_blocks
 from farthing.model.documents import Documents, owners_of, sent
 from farthing.model.hardware import find_compiler
@@ -40,6 +40,9 @@ class How:
     """Keys that a query sees, the last of them at its own place."""
     dropout: float = 0.0
     softcap: float | None = None
+    bias: Tensor | None = None
+    """[1, Hq, L, L], added to scores by the places of query and key in their document, of which none is longer than L; minus
+    infinity where a causal query does not see."""
 
 
 def over_documents(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
@@ -61,6 +64,8 @@ def keys_as_seen(tokens: Tensor, documents: Documents) -> Tensor:
 
 def choose_kernel(query: Tensor, how: How) -> str:
     """The name in `KERNELS` of the quickest that is here and can do what is asked of these queries."""
+    if how.bias is not None:
+        return "padded"
     if query.device.type != "cuda":
         return "documents"
     asked = Asked(
@@ -118,7 +123,7 @@ def _even(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: 
     if in_blocks:
         return blocked_attention(query, key, value, causal=how.causal, scale=how.scale)
     if how.softcap is not None:
-        return capped_attention(query, key, value, mask, how)
+        return plain_attention(query, key, value, mask, how)
     return _sdpa(query, key, value, mask, how, is_causal=how.causal and mask is None and length > 1)
 
 
@@ -134,20 +139,26 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: H
     return out
 
 
-def capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How) -> Tensor:
-    """Attention in plain operations, scores squeezed by tanh into (-softcap, softcap).
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: How) -> Tensor:
+    """Attention in plain operations: for scores with a bias, or squeezed by tanh into (-softcap, softcap).
 
-    (Gemma 2, arXiv 2408.00118, section 2.)
+    (T5, arXiv 1910.10683, section 2.1; Gemma 2, arXiv 2408.00118, section 2.)
     """
-    assert how.softcap is not None
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = torch.tanh(query @ key.transpose(-1, -2) * (how.scale / how.softcap)) * how.softcap
+    scale = how.scale if how.softcap is None else how.scale / how.softcap
+    scores = query @ key.transpose(-1, -2)
+    if scale != 1:
+        scores = scores * scale
+    if how.softcap is not None:
+        scores = torch.tanh(scores) * how.softcap
+    if how.bias is not None:
+        scores = scores + how.bias[:, :, : scores.shape[2], : scores.shape[3]]
     if mask is not None:
         lowest = torch.finfo(scores.dtype).min  # and not -inf: a row of padding may see nothing at all
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
-    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     out: Tensor = F.dropout(weights, how.dropout, training=how.dropout > 0) @ value
     return out
 
@@ -159,7 +170,7 @@ def causal_mask(n_keys: int, window: int | None, device: Any, n_queries: int) ->
     return seen if window is None else seen.triu(before + 1 - window)
 
 
-# ---- documents padded in as few calls as pay, on CUDA ----
+# ---- documents padded in as few calls as pay ----
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
@@ -184,7 +195,12 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how
         q = q.unflatten(0, (n, n_tokens)).transpose(1, 2)  # [n, H, L, D]
         k, v = (tensor.unflatten(0, (n, n_keys)).transpose(1, 2) for tensor in (k, v))
         places = None if is_even else plan.places[number]
-        out = _even(q, k, v, documents, how) if places is None else _uneven(q, k, v, documents, how, places)
+        if how.bias is not None and (how.causal or places is None):  # padding comes after all that is looked at
+            out = plain_attention(q, k, v, None, how)
+        elif places is None:
+            out = _even(q, k, v, documents, how)
+        else:
+            out = _uneven(q, k, v, documents, how, places)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return together.index_select(0, plan.back)
@@ -214,8 +230,8 @@ def _uneven(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how
         return mask.masked_fill_(~seen, -torch.inf)[:, None]
 
     mask = documents.once(("mask", id(places), query.dtype, how.causal, how.window), make)
-    if how.softcap is not None:
-        return capped_attention(query, key, value, mask, how)
+    if how.softcap is not None or how.bias is not None:
+        return plain_attention(query, key, value, mask, how)
     return _sdpa(query, key, value, mask, how, is_causal=False)
 
 
@@ -251,7 +267,8 @@ class _Plan:
         starts, key_starts = np.cumsum(lengths) - lengths, np.cumsum(seen) - seen
         tokens, keys, places, shapes = [], [], [], []
         back, n_before = np.empty(int(lengths.sum()), np.int64), 0
-        for group in padded_groups(documents.lengths, documents.key_lengths, width):
+        call_flops = CALL_FLOPS if device.type == "cuda" else CPU_CALL_FLOPS
+        for group in padded_groups(documents.lengths, documents.key_lengths, width, call_flops):
             members = np.asarray(group.documents)
             own, other = lengths[members, None], seen[members, None]
             columns = np.arange(group.n_tokens)
@@ -331,17 +348,16 @@ def _flex_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documents
 
     def find_blocks() -> Any:
         owners = owners_of(documents)
-        own = torch.arange(n_tokens, device=device)  # where each token is among the keys
-        if documents.key_rows is not None:
-            gaps = documents.key_bounds[1:] - documents.bounds[1:]
-            own = own + gaps.repeat_interleave(documents.bounds.diff(), output_size=n_tokens)
+        numbers = torch.arange(len(documents.lengths), device=device)
+        reading = numbers.repeat_interleave(documents.bounds.diff(), output_size=n_tokens)
+        gaps = documents.key_bounds[1:] - documents.bounds[1:]
+        own = torch.arange(n_tokens, device=device) + gaps[reading]  # where each token is among the keys
 
         def sees(batch: Tensor, head: Tensor, at: Tensor, other: Tensor) -> Tensor:
-            at = own[at]
-            seen = owners[at] == owners[other]
+            seen = reading[at] == owners[other]
             if how.causal:
-                seen = seen & (at >= other)
-            return seen if how.window is None else seen & (at - other < how.window)
+                seen = seen & (own[at] >= other)
+            return seen if how.window is None else seen & (own[at] - other < how.window)
 
         # compiled it makes no mask of T by K on the way
         return create_block_mask(sees, None, None, n_tokens, n_keys, device, _compile=device.type == "cuda")

@@ -47,18 +47,22 @@ class Documents:
         device: torch.device | str = "cpu",
         key_lengths: Sequence[int] | NDArray[np.int64] | None = None,
         key_rows: NDArray[np.int64] | None = None,
+        *,
+        reads_others: bool = False,
     ) -> Documents:
         """From the tokens of each document; nothing waits for the device.
 
         Where documents go on from others, `key_lengths` [N] are the tokens that each sees, its own among them, and
-        `key_rows` [K], document by document, which those are.
+        `key_rows` [K], document by document, which those are. With `reads_others` the keys are other tokens laid end to end:
+        `key_lengths` of them for each document, as a decoder reads its sources.
         """
         sizes = tuple(int(length) for length in lengths)
         if not sizes or min(sizes) < 1:
             raise ValueError("a packed batch needs documents of at least one token")
         keys = sizes if key_lengths is None else tuple(int(length) for length in key_lengths)
         n_keys = sum(sizes) if key_rows is None else len(key_rows)
-        if sum(keys) != n_keys or any(seen < own for own, seen in zip(sizes, keys, strict=True)):
+        sees_less = any(seen < own for own, seen in zip(sizes, keys, strict=True))
+        if min(keys) < 1 or (not reads_others and (sum(keys) != n_keys or sees_less)):
             raise ValueError("a document sees its own tokens at least, and each of its keys is a token's")
         bounds = _ends(sizes, device)
         return cls(
@@ -67,7 +71,7 @@ class Documents:
             max(sizes),
             tuple((len(list(alike)), *each) for each, alike in itertools.groupby(zip(sizes, keys, strict=True))),
             torch.ones(1, 1, 1, 1, device=device),
-            bounds if key_rows is None else _ends(keys, device),
+            bounds if keys == sizes else _ends(keys, device),
             keys,
             None if key_rows is None else sent(key_rows, device),
         )

@@ -48,12 +48,14 @@ from farthing.model.head import (
     loss_and_log_probs,
 )
 from farthing.model.loss import inner_of, summed_loss
+from farthing.model.pairs import collate_pairs, pair_batch
 from farthing.planner.tiles import default_tile_tokens
 from farthing.tasks.registry import task_of
 
 Host = dict[str, Any]
 """Arrays of a micro-batch by name, int64; hidden states of the frozen layers are a tensor among them."""
 FROZEN_STATES = "frozen_states"
+WRITES_MORE = 4
 NEARLY = 0.02  # of the tokens: what larger micro-batches must save more to be worth their memory
 
 
@@ -88,17 +90,20 @@ class Forward:
     ) -> None:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
         self.label_smoothing, self.tile_tokens, self.micro_batch_cost = label_smoothing, tile_tokens, micro_batch_cost
-        self.why_padded = can_go_packed(model, task) if may_go_packed else "the job names another attention"
+        other = "the job names another attention, or the run began padded"
+        self.why_padded = can_go_packed(model, task) if may_go_packed else other
         if self.why_padded is None:
             go_packed(model)
         self.of = task_of(task)
         head = find_head(model, task) if self.of.scores_tokens else None
         if isinstance(head, Head) and not head.is_matrix and label_smoothing:
             head = "all positions are scored: the head has an adapter, and labels are smoothed"
+            if self.of.is_pair:  # whole logits are taken of padded batches
+                self.why_padded = self.why_padded or head
         self._found_head = head
         self.head = None if isinstance(head, str) else head
         self.why_all_scored = head if isinstance(head, str) else None
-        inner = inner_of(model)
+        inner = self._inner = inner_of(model)
         self._first_position = first_position(inner.config)
         self.drops_no_tokens = lift_capacity(inner)
         """Whether experts would have dropped some by themselves."""
@@ -151,6 +156,25 @@ class Forward:
         micro_batches = [micro_batch for part in parts for micro_batch in self._split(tokens, part, micro_batch_tokens)]
         return sorted(micro_batches, key=lambda micro_batch: -int(tokens.lengths[micro_batch].sum()))
 
+    def split_to_write(
+        self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int, max_new_tokens: int
+    ) -> list[NDArray[np.int64]]:
+        """`examples` of similar inputs in padded micro-batches, for each of which the model writes so many tokens.
+
+        Each token that is written is one pass through the decoder, however many examples a micro-batch has: they are as many as
+        fit. Nothing is kept to go backward, so they are `WRITES_MORE` times as many tokens as in training.
+        """
+        lengths = tokens.lengths[examples] - target_lengths_of(tokens, examples)
+        if self.apart is not None:
+            return self.split(tokens, examples, micro_batch_tokens)
+        order = np.argsort(-lengths, kind="stable")
+        micro_batches, start = [], 0
+        while start < len(order):
+            n = max(1, WRITES_MORE * micro_batch_tokens // int(lengths[order[start]] + max_new_tokens))
+            micro_batches.append(examples[order[start : start + n]])
+            start += n
+        return micro_batches
+
     def mixes(self, tokens: TokenSet, examples: NDArray[np.int64]) -> bool:
         """Whether some of these examples must not be computed together."""
         return self.apart is not None and len(np.unique(self._classes(tokens, examples))) > 1
@@ -182,6 +206,8 @@ class Forward:
         """Arrays of one micro-batch, the labelled positions among them; pinned for a GPU."""
         if self.shares:
             arrays = collate_shared(tokens, examples, self.task, self._first_position)
+        elif self.is_packed and self.of.is_pair:
+            arrays = collate_pairs(self._inner, tokens, examples, self.task, self.pad_id)
         elif self.is_packed:
             arrays = collate_packed(tokens, examples, self.task, self._first_position)
         else:
@@ -209,6 +235,8 @@ class Forward:
         self.n_sent_tokens += self.n_computed(arrays)
         if not self.is_packed:
             return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
+        if self.of.is_pair:
+            return pair_batch(arrays, device)
         batch = packed_batch({name: array for name, array in arrays.items() if name != FROZEN_STATES}, device)
         if FROZEN_STATES in arrays:
             batch[FROZEN_STATES] = arrays[FROZEN_STATES].to(device, non_blocking=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from farthing.model.attention import NAME, can_go_packed, packed_inputs
 from farthing.model.documents import Batch
 from farthing.model.loss import inner_of
+from farthing.model.pairs import answering
+from farthing.tasks.registry import task_of
 
 AFTER = frozenset({"norm", "ln_f", "final_layer_norm", "final_layernorm", "project_out", "pooler"})  # run above layers
 HASH_THREADS = 4
@@ -67,7 +69,7 @@ class FrozenLayers:
             raise ValueError("documents would see each other: call go_packed on the model first")
         found: list[Tensor] = []
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_answering(self.layers[self.n_layers :], lambda hidden, *_, **__: hidden))
+            stack.enter_context(answering(self.layers[self.n_layers :], lambda hidden, *_, **__: hidden))
             stack.callback(
                 self.layers[self.n_layers - 1].register_forward_hook(lambda _, __, hidden: found.append(hidden)).remove
             )
@@ -90,7 +92,7 @@ class FrozenLayers:
             # a shape and a dtype, for masks and rotary positions; the layer that is resumed at never sees them
             return weight.new_zeros(()).expand(*ids.shape, weight.shape[-1])
 
-        with _answering([embedding], embed), _answering(self.layers[: self.n_layers], lambda *_, **__: hidden):
+        with answering([embedding], embed), answering(self.layers[: self.n_layers], lambda *_, **__: hidden):
             yield
 
     def sha256(self) -> str:
@@ -113,6 +115,8 @@ def find_frozen_layers(model: Any, task: str) -> FrozenLayers | str:
     why = can_go_packed(model, task)
     if why:
         return why
+    if task_of(task).is_pair:
+        return "it has an encoder and a decoder"
     inner = inner_of(model)
     config, body = inner.config, getattr(inner, inner.base_model_prefix)
     if getattr(config, "num_kv_shared_layers", None) or getattr(config, "hidden_size_per_layer_input", None):
@@ -177,22 +181,6 @@ def _why_not_fixed(modules: Iterable[nn.Module]) -> str:
         if any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks):
             return f"something that listens to it ({kind})"
     return ""
-
-
-@contextlib.contextmanager
-def _answering(modules: Iterable[nn.Module], answer: Callable[..., Tensor]) -> Iterator[None]:
-    """Calls of `modules` are answered by `answer` within the block, compiled ones too; hooks and names stay."""
-    own = ("forward", "_compiled_call_impl")
-    before = [(vars(module), {name: vars(module)[name] for name in own if name in vars(module)}) for module in modules]
-    try:
-        for attributes, _ in before:
-            attributes.update(forward=answer, _compiled_call_impl=None)
-        yield
-    finally:
-        for attributes, kept in before:
-            for name in own:
-                attributes.pop(name, None)
-            attributes.update(kept)
 
 
 def _sha256_of(tensor: Tensor) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from farthing.model import pairs
 from farthing.model.documents import Batch
 from farthing.model.loss import POSITIONS, TARGETS, decoder_inputs, inner_of, summed_loss
 from farthing.planner.families import KNOWN_HEADS
@@ -239,6 +240,16 @@ class Head:
     linear: Any
     """The output layer: a `nn.Linear`, or one with an adapter of `peft`."""
     soft_cap: float | None
+    shift: Tensor | None = None
+    """[1, V], added to the logits beside the layer's own bias, and not trained: that of BART and its kin."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[V]: what is added to the logits, where the layer is a matrix."""
+        own: Tensor | None = self.linear.bias
+        if self.shift is None:
+            return own
+        return self.shift[0] if own is None else own + self.shift[0]
 
     @property
     def is_matrix(self) -> bool:
@@ -265,7 +276,8 @@ def find_head(model: Any, task: str) -> Head | str:
     if not matrix.weight.is_floating_point():
         return f"all positions are scored: the head's weights are {matrix.weight.dtype}"
     if task_of(task).is_pair:
-        return Head(lambda batch: _decoder_states(inner, batch), linear, None)
+        shift = getattr(inner, "final_logits_bias", None)
+        return Head(lambda batch: _decoder_states(inner, batch), linear, None, shift)
     return Head(
         lambda batch: _causal_states(inner, batch), linear, getattr(inner.config, "final_logit_softcapping", None)
     )
@@ -295,7 +307,7 @@ def language_model_loss(
     return head_loss(
         head.hidden_states(batch),
         head.linear.weight,
-        head.linear.bias,
+        head.bias,
         _labelled_of(batch, task),
         tile_tokens=tile_tokens,
         soft_cap=head.soft_cap,
@@ -334,7 +346,7 @@ def loss_and_log_probs(
     loss = head_loss(
         states,
         head.linear.weight,
-        head.linear.bias,
+        head.bias,
         replace(labelled, log_probs=words),
         tile_tokens=tile_tokens,
         soft_cap=head.soft_cap,
@@ -364,6 +376,8 @@ def word_log_probs(hidden: Tensor, head: Head, labelled: Labelled, tile_tokens: 
     def of_tile(inputs: Tensor, targets: Tensor) -> Tensor:
         scores = head.linear(inputs)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if head.shift is not None:
+            scores = scores + head.shift
         if head.soft_cap is not None:
             scores = torch.tanh(scores / head.soft_cap) * head.soft_cap
         return -F.cross_entropy(scores, targets, reduction="none")
@@ -404,14 +418,19 @@ def _causal_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def _decoder_states(inner: Any, batch: dict[str, Tensor]) -> Tensor:
     """Hidden states [B, T, h] of the decoder, scaled where the head shares the embeddings' weights."""
-    inputs = _inputs(batch)
-    source = inner.encoder(**inputs).last_hidden_state
-    states: Tensor = inner.decoder(
-        input_ids=decoder_inputs(inner, batch["labels"]),
-        encoder_hidden_states=source,
-        encoder_attention_mask=inputs.get("attention_mask"),
-        use_cache=False,
-    ).last_hidden_state
-    if getattr(inner.config, "scale_decoder_outputs", False):
+    if "documents" in batch:
+        states = pairs.decoder_states(inner, batch)
+    else:
+        inputs = _inputs(batch)
+        source = inner.get_encoder()(**inputs).last_hidden_state
+        states = inner.get_decoder()(
+            input_ids=decoder_inputs(inner, batch["labels"]),
+            encoder_hidden_states=source,
+            encoder_attention_mask=inputs.get("attention_mask"),
+            use_cache=False,
+        ).last_hidden_state
+    config = inner.config
+    is_scaled = config.tie_word_embeddings if config.model_type == "umt5" else False
+    if getattr(config, "scale_decoder_outputs", is_scaled):
         states = states * (inner.model_dim**-0.5)
     return states

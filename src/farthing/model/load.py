@@ -93,6 +93,8 @@ def load_config(choice: ModelChoice) -> Any:
 def load_tokenizer(choice: ModelChoice, chat_template: str | None, text_version: int = TEXT_VERSION) -> Any:
     """The fast tokenizer, its chat template set (the job's, its own, or farthing's default). Raises `ModelError`.
 
+    Of several templates its own is the one named "default"; where none is, it has none.
+
     Truncation and padding that its files ask for are taken off: they would cut texts without a word, here and wherever
     it is exported to.
     """
@@ -134,11 +136,14 @@ def load_tokenizer(choice: ModelChoice, chat_template: str | None, text_version:
     elif tokenizer.chat_template is None or not isinstance(tokenizer.chat_template, str):
         own = tokenizer.chat_template
         tokenizer.other_templates = own
-        adds_bos = text_version > 1 and bool(first_tokens(tokenizer))
-        tokenizer.chat_template = (
-            own["default"] if isinstance(own, dict) and "default" in own else default_template(adds_bos)
-        )
+        # of several none is taken that is not the default: chats are refused then, see `formats.converter`
+        tokenizer.chat_template = own.get("default") if isinstance(own, dict) else own_words(tokenizer, text_version)
     return tokenizer
+
+
+def own_words(tokenizer: Any, text_version: int = TEXT_VERSION) -> str:
+    """farthing's template for a tokenizer."""
+    return default_template(text_version > 1 and bool(first_tokens(tokenizer)))
 
 
 def set_languages(

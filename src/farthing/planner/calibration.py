@@ -125,7 +125,9 @@ def as_run(m: Measurement, recipe: Recipe) -> tuple[Recipe, Padded, float, Large
     spread = m.lengths["mean_of_squares"] / mean**2  # that of targets is not kept, and taken to be the same
     padded = Padded(tokens, targets, tokens**2 * spread, targets**2 * spread, tokens * targets * spread)
     if m.is_packed:
-        largest = Largest(1, m.largest_tokens, 0, round(m.largest_tokens * m.lengths["mean_of_squares"] / mean))
+        of_targets = round(m.largest_tokens * target / (mean + target))
+        of_inputs = m.largest_tokens - of_targets
+        largest = Largest(1, of_inputs, of_targets, round(of_inputs * m.lengths["mean_of_squares"] / mean))
         return ran, padded, m.n_tokens / n_examples, largest
     longest = m.largest_tokens / max(1, m.largest_examples)
     largest = Largest(m.largest_examples, round(longest * tokens / (tokens + targets)), 0)

@@ -70,7 +70,11 @@ FAMILIES = _families()
 
 # whose documents can be laid end to end: held against single documents in the tests of attention
 DECODERS, ENCODERS = frozenset(_TABLE["decoders"]), frozenset(_TABLE["encoders"])
-PACKED = {_HEADS["next_token"]: DECODERS, _HEADS["classes"]: DECODERS | ENCODERS}  # other tasks are padded
+PACKED = {
+    _HEADS["next_token"]: DECODERS,
+    _HEADS["classes"]: DECODERS | ENCODERS,
+    _HEADS["pair"]: frozenset(_TABLE["pairs"]),
+}
 WHY_NOT_PACKED: Mapping[str, str] = _TABLE["why_not_packed"]
 
 # by the head of a task, whose forward pass ends in: hidden states, perhaps scaled, one matrix, perhaps a soft cap; held

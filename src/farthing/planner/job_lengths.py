@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from farthing.addresses import is_remote, without_secrets
 from farthing.config.job import Job
 from farthing.data.batches import Batches, split_by_input
-from farthing.data.chat import TEXT_VERSION, asks_for_the_date
+from farthing.data.chat import TEXT_VERSION, asks_for_the_date, default_template
+from farthing.data.encode import first_tokens
 from farthing.data.read import KINDS, Source, folder_sha256, is_dataset, kind_of_file, short_name
 from farthing.data.rows import Own
 from farthing.data.sample import LightTokenizer, Sampled, light_tokenizer, own_template, sample_lengths
 from farthing.data.token_set import CACHE_VERSION, LINE_BITS, Recipe, TokenSet, notes_of, open_token_set
 from farthing.durability.files import Damaged, belongs_to_another, is_own, make_private, sha256_of, write_json
-from farthing.durability.run_folder import began
+from farthing.durability.run_folder import began, rules_of
 from farthing.errors import FarthingError, ModelError, UserMistake
 from farthing.planner.lengths import Lengths, from_arrays, from_token_set
 from farthing.planner.model_config import CONFIG, cached_snapshot, find_config
@@ -137,6 +138,8 @@ def reading_of(job: Job, day: str, text_version: int) -> tuple[LightTokenizer, R
     """How a job reads its rows, without transformers: its tokenizer, or a guess where none is here. Raises `ModelError`."""
     folder = _tokenizer_folder(job)
     tokenizer = light_tokenizer(folder, _template_of_job(job))
+    if tokenizer.chat_template is None and rules_of(Path(job.output_dir)) < 3:
+        tokenizer = replace(tokenizer, chat_template=default_template(bool(first_tokens(tokenizer))))
     recipe = Recipe(
         task=job.task,
         max_length=_max_length(job, folder),

@@ -325,7 +325,9 @@ def _layers(
     decoder = 0.0
     if shape.n_decoder_layers:  # attends twice: to its own tokens, and to the source's
         decoder = (2 * attention + feed_forward + of_decoder) * target + across * source
-        decoder += squares * target * (largest.targets + largest.tokens)
+        ratio = largest.targets / max(1, largest.tokens)  # end to end, squares are known of the inputs alone
+        pairs = largest.pairs * (ratio**2 + ratio) if largest.pairs else target * (largest.targets + largest.tokens)
+        decoder += squares * pairs
         of_number = 4 if _is_math(shape, is_cuda) else recipe.compute_bytes
         decoder += 2 * of_number * shape.n_kv_heads * shape.head_dim * (source - target)
     every = recipe.settings.checkpoint_every
@@ -377,7 +379,9 @@ def saved_per_token(
         attention += c * q  # what comes out of each document, and all of them in one
     if shape.model_type in _EAGER and not is_full:
         attention -= c * q
-    if _is_math(shape, is_cuda):
+    if _is_biased(shape, recipe):
+        attention = 3 * c * q + (c * q if is_full else 0)
+    elif _is_math(shape, is_cuda):
         attention = 12 * q + (c * q if is_full else 0)
     if block.is_sliced:
         attention += c * (q + k)
@@ -406,13 +410,23 @@ def _is_math(shape: Shape, is_cuda: bool) -> bool:
     return shape.model_type in _DROPS_SCORES and not is_cuda
 
 
+def _is_biased(shape: Shape, recipe: Recipe) -> bool:
+    """Whether whole scores are computed in plain operations for their bias by distance: T5's, end to end."""
+    return recipe.stack.is_packed and shape.n_decoder_layers > 0
+
+
 def scores_per_pair(shape: Shape, recipe: Recipe, is_cuda: bool) -> float:
     """Bytes of one layer for each pair of tokens, where attention does keep its scores."""
     if shape.model_type in _EAGER:
         return shape.n_heads * 8.0  # of the capped scores, their softmax in fp32 and a copy in the precision of the run
+    stack = recipe.stack
+    if _is_biased(
+        shape, recipe
+    ):  # softmax in fp32, its copy in the precision of the run, what is dropped of it, and the rest
+        c = recipe.compute_bytes
+        return shape.n_heads * (4.0 + (c if c < 4 else 0) + (1 if is_cuda else c) + c)
     if _is_math(shape, is_cuda):
         return shape.n_heads * 12.0
-    stack = recipe.stack
     if stack.is_eager:  # their softmax in fp32, and its copy in the precision of the run
         return shape.n_heads * (4.0 + recipe.compute_bytes)
     if shape.attention == "causal" and stack.masks_padding and not (stack.is_flash or stack.is_packed):

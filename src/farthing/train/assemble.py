@@ -75,7 +75,7 @@ def assemble(
         inputs.pad_id,
         numerics,
         label_smoothing=train.label_smoothing_factor,
-        may_go_packed=job.model.attn_implementation is None,
+        may_go_packed=job.model.attn_implementation is None and settings.packed is not False,
         tile_tokens=settings.tile_tokens,
         micro_batch_cost=MicroBatchCost(settings.least_tokens, settings.more_tokens),
     )
@@ -99,6 +99,7 @@ def assemble(
     settings = replace(
         settings,
         checkpoint_every=memory.checkpoint_every,
+        packed=forward.is_packed,
         compiled=isinstance(compiled, int),
         kernels="liger" if liger and not liger.startswith("no ") else "torch",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from farthing.data.batches import collate
 from farthing.data.packing import target_lengths_of
 from farthing.data.token_set import TokenSet
 from farthing.errors import Interrupted
@@ -32,7 +34,7 @@ class Found(NamedTuple):
 
     number: int
     """Of the batch among all."""
-    loss: Tensor
+    loss: Tensor | None = None
     of_documents: Tensor | None = None
     """Sum over the documents of the mean loss of each, where tokens are scored."""
     labels: Tensor | None = None
@@ -62,22 +64,29 @@ def evaluate(
     model, ranks = forward.model, ranks or Ranks()
     was_training = model.training
     model.eval()
-    found: list[Found] = []
-    done = 0
+
+    def go_through(micro_batches: list[NDArray[np.int64]], look: Callable[..., Found]) -> list[Found]:
+        found: list[Found] = []
+        done = 0
+        for number, micro_batch in list(enumerate(micro_batches))[ranks.index :: ranks.n]:
+            if should_stop() and not ranks.is_spread:
+                raise Interrupted("stopped while evaluating")
+            found.append(look(forward, tokens, micro_batch, number))
+            done += len(micro_batch)
+            progress(done, len(examples))
+        if ranks.is_spread:  # all go through the model as often
+            if len(found) < -(-len(micro_batches) // ranks.n):
+                look(forward, tokens, micro_batches[-1], len(micro_batches))
+            if should_stop():
+                raise Interrupted("stopped while evaluating")
+        return found
+
     try:
         with ranks.all_or_none():
-            micro_batches = forward.split(tokens, examples, micro_batch_tokens)
-            for number, micro_batch in list(enumerate(micro_batches))[ranks.index :: ranks.n]:
-                if should_stop() and not ranks.is_spread:
-                    raise Interrupted("stopped while evaluating")
-                found.append(_measure(forward, tokens, micro_batch, number, writing))
-                done += len(micro_batch)
-                progress(done, len(examples))
-            if ranks.is_spread:  # all go through the model as often
-                if len(found) < -(-len(micro_batches) // ranks.n):
-                    _measure(forward, tokens, micro_batches[-1], len(micro_batches), writing)
-                if should_stop():
-                    raise Interrupted("stopped while evaluating")
+            found = go_through(forward.split(tokens, examples, micro_batch_tokens), _measure)
+            if writing is not None and forward.of.is_pair:
+                like_lengths = forward.split_to_write(tokens, examples, micro_batch_tokens, writing.max_new_tokens)
+                found += go_through(like_lengths, functools.partial(_write, writing=writing))
     finally:
         model.train(was_training)
     if ranks.n > 1:
@@ -95,28 +104,29 @@ def evaluate(
     return metrics | forward.of.judge(of_task)
 
 
-def _measure(
-    forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64], number: int, writing: Writing | None
-) -> Found:
+def _measure(forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64], number: int) -> Found:
     """One batch through the model."""
     task = forward.of
-    arrays = forward.collate(tokens, micro_batch)
-    batch = forward.to_device(arrays)
+    batch = forward.to_device(forward.collate(tokens, micro_batch))
     if task.labels is not None:
         loss, scores = forward.loss_and_scores(batch)
         return Found(number, loss.double(), labels=batch["labels"], answers=task.labels.answers(scores))
     loss, log_probs = forward.loss_and_log_probs(batch)
     n_each = torch.from_numpy(target_lengths_of(tokens, micro_batch)).to(log_probs.device, non_blocking=True)
-    found = Found(number, loss.double(), -(log_probs / n_each).double().sum())
-    if not task.is_pair or writing is None:
-        return found
+    return Found(number, loss.double(), -(log_probs / n_each).double().sum())
+
+
+def _write(forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64], number: int, writing: Writing) -> Found:
+    """What the model writes for one batch, and what it should write."""
+    arrays, device = collate(tokens, micro_batch, forward.task, forward.pad_id), forward.numerics.device
+    batch = {name: torch.from_numpy(arrays[name]).to(device) for name in ("input_ids", "attention_mask")}
     with forward.numerics.autocasting():
         written = _generate(forward.model, batch, writing.max_new_tokens)
     targets = np.where(arrays["labels"] >= 0, arrays["labels"], forward.pad_id)
     predictions, references = (
         writing.tokenizer.batch_decode(each, skip_special_tokens=True) for each in (written, targets)
     )
-    return found._replace(predictions=predictions, references=references)
+    return Found(number, predictions=predictions, references=references)
 
 
 def _of_all(ranks: Ranks, found: list[Found], device: torch.device) -> list[Found]:

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.durability.run_folder import RUN, SETTINGS, keep, kept, kept_as
+from farthing.durability.run_folder import RUN, SETTINGS, has_committed, keep, kept, kept_as
 from farthing.events import Warned
 from farthing.model.hardware import Numerics
 from farthing.planner.estimate import Estimate
 from farthing.settings import Settings
+from farthing.tasks.registry import task_of
 from farthing.train.attempt import Attempt, Context
 from farthing.train.autotune_cache import PROBES, known_settings, subject_of
 from farthing.train.setup import Examples, Inputs
@@ -41,6 +42,8 @@ def first_settings(
     longest = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
     n_tokens = job.train.micro_batch_tokens or settings.micro_batch_tokens or longest
     settings = replace(settings, micro_batch_tokens=n_tokens, precision=numerics.name)
+    if settings.packed is None and task_of(job.task).is_pair and has_committed(context.folder):
+        settings = replace(settings, packed=False)  # as earlier versions did, which did not say so
     # of attempts before the job was corrected nothing holds; earlier versions did not say whose they were
     events = [event for event in context.ledger.out_of_memory if event.get("job") in (None, job.fingerprint)]
     return settings.lowered_by(events)

@@ -39,6 +39,7 @@ from farthing.model.load import (
     load_tokenizer,
     max_positions,
     need_bitsandbytes,
+    own_words,
     set_languages,
     speak,
 )
@@ -149,6 +150,8 @@ def open_inputs(job: Job, emit: Emit = ignore) -> Inputs:
         refuse_left_out_loss(config.to_dict(), job.task, choice.name)
     day, text_version = began(Path(job.output_dir), TEXT_VERSION)
     tokenizer = load_tokenizer(choice, job.data.chat_template, text_version)
+    if tokenizer.chat_template is None and rules_of(Path(job.output_dir)) < 3:
+        tokenizer.chat_template = own_words(tokenizer, text_version)
     limits = [n for n in (max_positions(config), tokenizer.model_max_length) if n]
     max_length = job.data.max_length or min([job.max_length, *limits])
     data = job.data

@@ -1,0 +1,222 @@
+"""Models with an encoder and a decoder over documents laid end to end: sources one after another, and so their targets.
+
+A source sees itself, a target what is before it and its own source. The model's own stacks are gone through; what they could
+not know of documents is given to them: positions that begin again (`_placed`), and T5's bias by distance, which is made for the
+longest document instead of for all tokens by all tokens (`take_documents`).
+
+Refuses families that are not known to it: `can_go_packed` asks the table. The same operations serve CUDA, where they were never
+run.
+
+Shapes: S tokens of N sources, T tokens of their targets, H heads of width D, h hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from farthing.data.batches import collate
+from farthing.data.token_set import TokenSet
+from farthing.model.documents import Batch, Documents
+from farthing.model.loss import decoder_inputs
+from farthing.tasks.task import IGNORED
+
+Arrays = dict[str, NDArray[np.int64]]
+
+
+class Sides(NamedTuple):
+    """What a decoder's layers get as `documents`."""
+
+    own: Documents
+    """Targets that see themselves."""
+    across: Documents
+    """Targets that see their sources."""
+
+
+# ---- batches ----
+
+
+def collate_pairs(inner: Any, tokens: TokenSet, examples: NDArray[np.int64], task: str, pad_id: int) -> Arrays:
+    """Arrays of a micro-batch of `examples`, sources and targets each end to end.
+
+    input_ids, position_ids [1, S]; labels, decoder_ids, decoder_position_ids [1, T]; source_lengths and lengths (of the
+    targets) [N]: int64. What the decoder reads is made by the model's own function, of each target alone. An empty source is
+    read as one token of padding, as it is alone; raises `ValueError` for an empty target.
+    """
+    padded = collate(tokens, examples, task, pad_id)
+    is_source, is_target = padded["attention_mask"].astype(bool), padded["labels"] != IGNORED
+    is_source[:, :1] = True
+    n_source, n_target = is_source.sum(1), is_target.sum(1)
+    if not n_target.all():
+        raise ValueError("a packed batch needs documents of at least one token")
+    read = decoder_inputs(inner, torch.from_numpy(padded["labels"])).numpy()
+    sources, reads = padded["input_ids"][is_source], read[is_target]
+    return {
+        "input_ids": sources[None],
+        "position_ids": _positions(inner, sources, n_source)[None],
+        "labels": padded["labels"][is_target][None],
+        "decoder_ids": reads[None],
+        "decoder_position_ids": _positions(inner, reads, n_target)[None],
+        "source_lengths": n_source,
+        "lengths": n_target,
+    }
+
+
+def _positions(inner: Any, ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[tokens]: the place of each in its document; where a family counts no padding, -1 for padding."""
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    if not _passes_padding(inner.get_encoder()):
+        return np.arange(len(ids)) - starts
+    is_text = ids != inner.config.pad_token_id
+    n_before = np.concatenate([[0], np.cumsum(is_text)])
+    return np.where(is_text, n_before[:-1] - n_before[starts], -1)
+
+
+def pair_batch(arrays: Arrays, device: torch.device) -> Batch:
+    """The arrays of `collate_pairs`, and others beside them, as tensors on `device`.
+
+    `documents` are the targets, `sources` the sources, and `across` the targets as they see their sources.
+    """
+    batch: Batch = {
+        name: torch.from_numpy(array).to(device, non_blocking=True)
+        for name, array in arrays.items()
+        if name not in ("lengths", "source_lengths")
+    }
+    of_sources, of_targets = arrays["source_lengths"], arrays["lengths"]
+    batch["sources"], batch["documents"] = Documents.of(of_sources, device), Documents.of(of_targets, device)
+    batch["across"] = Documents.of(of_targets, device, of_sources, reads_others=True)
+    return batch
+
+
+# ---- the model ----
+
+
+def decoder_states(inner: Any, batch: Batch) -> Tensor:
+    """Hidden states [1, T, h] of the decoder after its last norm, from a batch of `pair_batch`."""
+    encoder, decoder = inner.get_encoder(), inner.get_decoder()
+    sources, targets, across = batch["sources"], batch["documents"], batch["across"]
+    with _placed(encoder, batch["position_ids"], sources.longest):
+        source = encoder(input_ids=batch["input_ids"], attention_mask=sources.no_mask, documents=sources)
+    with _placed(decoder, batch["decoder_position_ids"], targets.longest):
+        states: Tensor = decoder(
+            input_ids=batch["decoder_ids"],
+            attention_mask=targets.no_mask,
+            encoder_hidden_states=source.last_hidden_state,
+            encoder_attention_mask=across.no_mask,
+            use_cache=False,
+            documents=Sides(targets, across),
+        ).last_hidden_state
+    return states
+
+
+def take_documents(inner: Any) -> None:
+    """Let attention that has a bias by distance take documents; without them it computes as before.
+
+    By itself it makes a bias of all tokens by all tokens, and hands it to every layer.
+    """
+    for kind in {type(module) for module in inner.modules() if hasattr(module, "compute_bias")}:
+        if not hasattr(kind.forward, "without_documents"):
+            kind.forward = _biased_forward(kind.forward)
+
+
+def _biased_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward pass of T5's attention, or of one of its kin, that knows what to do with `documents`."""
+    hands_bias_on = "position_bias" in inspect.signature(original).parameters
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        *args: Any,
+        documents: Documents | Sides | None = None,
+        position_bias: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if documents is None:
+            bias = {"position_bias": position_bias} if hands_bias_on else {}
+            return original(self, hidden_states, *args, **bias, **kwargs)
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        others = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
+        seen = hidden_states if others is None else others
+        if others is None and position_bias is None:
+            position_bias = _bias(self, (documents.own if isinstance(documents, Sides) else documents).longest)
+        query, key, value = (
+            layer(given).unflatten(-1, (-1, self.key_value_proj_dim)).transpose(1, 2)
+            for layer, given in ((self.q, hidden_states), (self.k, seen), (self.v, seen))
+        )
+        out, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](
+            self,
+            query,
+            key,
+            value,
+            None,
+            dropout=self.dropout if self.training else 0.0,
+            scaling=self.scaling,
+            position_bias=position_bias,
+            documents=documents,
+        )
+        found = self.o(out.flatten(2))
+        return (found, position_bias, None) if hands_bias_on else (found, None)
+
+    forward.without_documents = original  # type: ignore[attr-defined]
+    return forward
+
+
+def _bias(attention: Any, longest: int) -> Tensor:
+    """[1, H, longest, longest]: a layer's bias by distance, minus infinity where it does not look."""
+    bias: Tensor = attention.compute_bias(longest, longest, device=attention.relative_attention_bias.weight.device)
+    if attention.is_causal:
+        bias = bias + torch.full(bias.shape[-2:], -torch.inf, dtype=bias.dtype, device=bias.device).triu_(1)
+    return bias
+
+
+def _passes_padding(stack: Any) -> bool:
+    """Whether a stack's positions count no padding, wherever it stands: M2M100's and NLLB's, which are given the tokens."""
+    places = getattr(stack, "embed_positions", None)
+    return places is not None and "position_ids" not in inspect.signature(type(places).forward).parameters
+
+
+@contextlib.contextmanager
+def _placed(stack: Any, positions: Tensor, longest: int) -> Iterator[None]:
+    """Within the block a stack's positions [1, tokens] are these, if it has any; no document is longer than `longest`."""
+    places = getattr(stack, "embed_positions", None)
+    if places is None:
+        yield
+        return
+    original = places.forward
+
+    def embed(first: Any, hidden: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+        found: Tensor
+        if not _passes_padding(stack):
+            found = original(first, position_ids=positions[0])
+            return found
+        assert hidden is not None
+        table = original(None, hidden[:, :longest])[0]
+        found = table[positions.clamp(min=0)] * (positions >= 0)[..., None]  # padding has no place
+        return found
+
+    with answering([places], embed):
+        yield
+
+
+@contextlib.contextmanager
+def answering(modules: Iterable[nn.Module], answer: Callable[..., Tensor]) -> Iterator[None]:
+    """Calls of `modules` are answered by `answer` within the block, compiled ones too; hooks and names stay."""
+    own = ("forward", "_compiled_call_impl")
+    before = [(vars(module), {name: vars(module)[name] for name in own if name in vars(module)}) for module in modules]
+    try:
+        for attributes, _ in before:
+            attributes.update(forward=answer, _compiled_call_impl=None)
+        yield
+    finally:
+        for attributes, kept in before:
+            for name in own:
+                attributes.pop(name, None)
+            attributes.update(kept)

@@ -1,0 +1,153 @@
+"""Encoder-decoder models over documents laid end to end: the losses and gradients of one example at a time, and no leak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+import workshop
+from farthing.data.token_set import TokenSet
+from farthing.durability.run_folder import RUN, SETTINGS, keep, kept
+from farthing.model.activation_checkpointing import checkpoint_layers
+from farthing.model.adapters import Adapter, add_adapter
+from farthing.model.forward import Forward
+from farthing.model.hardware import Numerics
+from farthing.planner.families import PACKED, PADS_SAFELY
+from test_alone import examples_of, small
+
+CPU = Numerics(torch.device("cpu"), None)
+LENGTHS = [9, 30, 17, 12, 9, 80, 31, 3, 64, 5]
+
+
+QUIET: dict[str, Any] = {
+    **{"dropout_rate": 0.0, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
+    **{"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in sorted(PACKED["seq2seq"])},
+    "flan-t5": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 1}),
+    "bart, scaled": ("bart", {"scale_embedding": True, "decoder_layers": 2, "tie_word_embeddings": False}),
+}
+
+
+def model_of(name: str, **others: Any) -> Any:
+    """A small model in training mode without dropout, its weights drawn so that places and distances matter."""
+    kind, own = FAMILIES[name]
+    known = set(AutoConfig.for_model(kind).to_dict())
+    model = small(kind, AutoModelForSeq2SeqLM, **{key: QUIET[key] for key in QUIET if key in known}, **own, **others)
+    with torch.no_grad():
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.normal_()
+    return model.train()
+
+
+def summed(forward: Forward, tokens: TokenSet, examples: list[int]) -> torch.Tensor:
+    return forward.loss(forward.to_device(forward.collate(tokens, np.array(examples))))
+
+
+def by_itself(model: Any, tokens: TokenSet, index: int, smoothing: float = 0.0) -> torch.Tensor:
+    """The loss of one example by plain transformers."""
+    ids, is_target = (torch.from_numpy(part.astype(np.int64)) for part in tokens.example(index))
+    source, labels = ids[is_target == 0][None], ids[is_target == 1][None]
+    logits = model(input_ids=source, attention_mask=torch.ones_like(source), labels=labels, use_cache=False).logits[0]
+    return F.cross_entropy(logits, labels[0], reduction="sum", label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_and_gradients_are_those_of_one_example_at_a_time(name: str, smoothing: float) -> None:
+    model, tokens = model_of(name), examples_of(LENGTHS)
+    tokens.ids[tokens.offsets[4] + 2] = model.config.pad_token_id  # in the midst of a source; some count no padding
+    alone = torch.stack([by_itself(model, tokens, index, smoothing) for index in range(len(LENGTHS))])
+    (alone.sum() / 100).backward()
+    expected = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    forward = Forward(model, "seq2seq", model.config.pad_token_id, CPU, label_smoothing=smoothing)
+    assert forward.is_packed, forward.why_padded
+    assert forward.why_all_scored is None
+    arrays = forward.collate(tokens, np.arange(len(LENGTHS)))
+    assert forward.n_computed(arrays) == tokens.lengths.sum(), "nothing is padded"
+    for every in (0, 1, 2):
+        checkpoint_layers(model, every)
+        loss = forward.loss(forward.to_device(arrays))
+        (loss / 100).backward()
+        assert loss.item() == pytest.approx(alone.sum().item(), rel=1e-5)
+        for weight_name, gradient in expected.items():
+            weight = model.get_parameter(weight_name)
+            assert (weight.grad - gradient).norm() <= 2e-5 * max(1e-2, gradient.norm()), (weight_name, every)
+        model.zero_grad()
+    if not smoothing:
+        with torch.no_grad():
+            of_each = -forward.loss_and_log_probs(forward.to_device(arrays))[1]
+        assert of_each.tolist() == pytest.approx(alone.tolist(), rel=1e-5)
+
+
+def test_every_family_that_is_packed_is_written_for_in_padded_batches_safely() -> None:
+    assert PACKED["seq2seq"] <= PADS_SAFELY["seq2seq"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_changed_neighbour_changes_nothing_in_a_document(name: str) -> None:
+    forward = Forward(model_of(name).eval(), "seq2seq", 1, CPU)
+    one, other = examples_of(LENGTHS), examples_of(LENGTHS)
+    changed = slice(0, int(one.lengths[0]))
+    other.ids[changed] = 3 + (other.ids[changed] + 7) % 90
+    everything = np.arange(len(LENGTHS))
+    with torch.no_grad():
+        before, after = (
+            forward.loss_and_log_probs(forward.to_device(forward.collate(each, everything)))[1] for each in (one, other)
+        )
+    assert before[0] != after[0]
+    assert torch.equal(before[1:], after[1:])
+
+
+def test_a_run_that_began_padded_goes_on_padded_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that an earlier version began has no word of it in its settings."""
+    job, other = (
+        workshop.make_job(tmp_path / name, family="t5", max_steps=4, save_steps=2, probe=False) for name in ("a", "b")
+    )
+    with monkeypatch.context() as before:  # as it was computed then
+        before.setattr("farthing.model.forward.can_go_packed", lambda *_: "padded then")
+        assert workshop.train(other).state == "finished"
+        before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 2)
+        workshop.train(job)
+    run = Path(job.output_dir)
+    facts = kept(run / RUN) or {}
+    keep(run / RUN, {key: value for key, value in facts.items() if key not in ("finished", "sealed")})
+    settings = kept(run / SETTINGS) or {}
+    assert settings.pop("packed") is False
+    keep(run / SETTINGS, settings)
+    heard = workshop.Heard()
+    assert workshop.train(job, heard).state == "finished"
+    assert (kept(run / SETTINGS) or {})["packed"] is False
+    assert workshop.losses_of(job) == workshop.losses_of(other)
+
+
+def test_a_run_is_packed_evaluated_and_has_texts_written(tmp_path: Path) -> None:
+    rows = workshop.rows_of("t5", 6, seed=3)
+    keys = {"max_steps": 2, "probe": False, "predict_with_generate": True, "data": {"max_target_length": 24}}
+    job = workshop.make_job(tmp_path, family="t5", eval_rows=rows, **keys)
+    assert workshop.train(job).state == "finished"
+    log = workshop.log_of(job)
+    assert (kept(Path(job.output_dir) / SETTINGS) or {})["packed"] is True
+    measured = next(row["metrics"] for row in log if "metrics" in row)
+    assert {"loss", "document_loss", "rougeL"} <= set(measured)
+
+
+def test_a_head_with_an_adapter_is_padded_where_labels_are_smoothed() -> None:
+    adapter = Adapter(r=2, target_modules=("q", "lm_head"))
+    model = add_adapter(model_of("flan-t5"), adapter, "seq2seq", 0)
+    tokens = examples_of(LENGTHS)
+    for smoothing in (0.0, 0.1):
+        forward = Forward(model, "seq2seq", 1, CPU, label_smoothing=smoothing)
+        assert forward.is_packed == (smoothing == 0)
+        alone = sum(summed(forward, tokens, [index]).item() for index in range(len(LENGTHS)))
+        assert summed(forward, tokens, list(range(len(LENGTHS)))).item() == pytest.approx(alone, rel=1e-5)

@@ -1,0 +1,100 @@
+"""A tokenizer with several chat templates: the default is taken, and where none is, nothing is chosen in silence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+import farthing.durability.run_folder
+import workshop
+from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
+from farthing.data.sample import light_tokenizer
+from farthing.durability.run_folder import RUN, kept
+from farthing.errors import ModelError
+from farthing.model.load import ModelChoice, load_tokenizer
+from farthing.planner.job_lengths import reading_of
+
+OWN = (
+    "{% for each in messages %}<{{ each.role }}>{{ each.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHATS = [
+    {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"number {n}"}]}
+    for n in range(8)
+]
+
+
+def base_with(folder: Path, templates: Any) -> Path:
+    """A small model whose tokenizer has these templates."""
+    workshop.make_folder(folder, "llama", pretrained=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def job_of(folder: Path, templates: Any, rows: Any = CHATS, **keys: Any) -> Any:
+    base_with(folder / "base", templates)
+    return workshop.make_job(folder, "llama", rows=rows, pretrained=True, max_steps=2, **keys)
+
+
+@pytest.mark.parametrize("in_files", [True, False], ids=["files", "settings"])
+def test_without_a_default_they_are_named_and_nothing_is_trained(tmp_path: Path, in_files: bool) -> None:
+    job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN})
+    if not in_files:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "base")
+        shutil.rmtree(tmp_path / "base" / "additional_chat_templates", ignore_errors=True)
+        tokenizer.save_pretrained(tmp_path / "base", save_jinja_files=False)
+    for _ in range(2):  # the second time would find tokens that the first had kept
+        with pytest.raises(ModelError, match=r"several chat templates, and none is the default: rag, tool_use"):
+            workshop.train(job)
+    light = light_tokenizer(tmp_path / "base", None)
+    assert light.chat_template is None
+    assert set(light.other_templates) == {"rag", "tool_use"}
+
+
+def test_a_file_chooses_and_the_others_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text(OWN)
+    job = job_of(tmp_path, {"tool_use": "{{ tools }}"}, data={"chat_template": str(tmp_path / "mine.jinja")})
+    assert workshop.train(job).state == "finished"
+    assert light_tokenizer(tmp_path / "run" / "model", None).chat_template == OWN
+
+
+def test_texts_that_are_no_chats_need_no_template(tmp_path: Path) -> None:
+    rows = [{"prompt": f"say {n} ", "completion": f"number {n}"} for n in range(8)]
+    job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN}, rows=rows)
+    assert workshop.train(job).state == "finished"
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert exported.chat_template == {"tool_use": OWN, "rag": OWN}
+
+
+def test_the_default_is_taken(tmp_path: Path) -> None:
+    base_with(tmp_path, {"default": OWN, "tool_use": "{{ tools }}"})
+    assert load_tokenizer(ModelChoice(str(tmp_path)), None).chat_template == OWN
+    assert light_tokenizer(tmp_path, None).chat_template == OWN
+
+
+def test_a_run_that_began_with_the_own_one_goes_on_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(tmp_path, {"tool_use": OWN, "rag": OWN})
+    with monkeypatch.context() as before:
+        before.setattr(farthing.durability.run_folder, "RULES", 2)
+        assert workshop.train(job).state == "finished"
+    run = Path(job.output_dir)
+    assert (kept(run / RUN) or {})["rules"] == 2
+    workshop.change_facts(run, finished=None, sealed=None)
+    assert workshop.train(job).state == "finished"
+    template = reading_of(job, "", 3)[0].chat_template
+    assert template is not None
+    assert template.endswith(DEFAULT_CHAT_TEMPLATE)
+
+
+def test_it_is_said_that_farthings_own_is_used(tmp_path: Path) -> None:
+    job = job_of(tmp_path, None)
+    heard = workshop.Heard()
+    workshop.train(job, heard)
+    assert "the tokenizer has no chat template: farthing's own is used" in json.dumps([str(event) for event in heard])
