@@ -287,7 +287,7 @@ def _rented_offers(
             offer.is_spot,
             offer.instance if target and target.name == "lambda" else "",
         )
-        if target is None or key in seen or offer.n_gpus > most_gpus(job):
+        if target is None or key in seen or offer.n_gpus > most_gpus(job) or not _is_said(plan, job):
             continue
         if offer.provider in PROVIDERS[target.name] and called(target, offer) is not None:
             seen.add(key)
@@ -324,6 +324,11 @@ def _chosen(study: Any, text: str) -> list[Plan]:
     if found[0].place.is_local:
         raise UserMistake("that is this machine", where="--offer", to_do="`farthing train`, or --on local")
     return found
+
+
+def _is_said(plan: Plan, job: Job) -> bool:
+    """Whether the trainer can do it, and would with this job as it is."""
+    return plan.is_runnable and (plan.recipe.sharding != "fsdp" or job.where.sharding == "frozen")
 
 
 def most_gpus(job: Job) -> int:

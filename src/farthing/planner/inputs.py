@@ -172,6 +172,11 @@ def _offers(catalog: Catalog, job: Job, asked: Asked) -> list[Offer]:
     if not offers:
         what = f"no machine of at most {asked.max_gpus} GPUs is among the offers"
         raise UserMistake(what, where="--max-gpus", to_do="give more")
+    if isinstance(may.gpus, int):  # the job would leave others idle, or refuse to begin
+        offers = [offer for offer in offers if offer.n_gpus in (0, may.gpus)]
+        if not offers:
+            what = f"no machine of {may.gpus} GPUs is among the offers"
+            raise UserMistake(what, where="where.gpus", to_do="give another number, or all")
     return offers
 
 
@@ -230,6 +235,7 @@ def wanted_of(
         n_epochs=train.num_train_epochs,
         max_steps=train.max_steps,
         micro_batch_tokens=micro_batch_tokens,
+        spreads=job.where.sharding == "frozen",
         may_go_packed=job.model.attn_implementation is None,
         caches_frozen=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
         checkpoint_every=None if checkpointing == "auto" else int(checkpointing),

@@ -104,7 +104,8 @@ class Pricing:
             egress_gb=self._leaving_gb(place, busy_s // interval_s + 1),
         )
         total = sum(usd.values())
-        moving_s = wall_s - seconds.get("waiting", 0.0)  # starts and saves are no surer than steps
+        # what interruptions cost has a range of its own; starts and saves are no surer than steps
+        moving_s = wall_s - sum(seconds.get(name, 0.0) for name in ("waiting", "lost work", "restarts"))
         swing = _swing(place, moving_s, wall_s, spot, chosen.speed_error)
         cheaper, dearer = price_error(place)
         around = chosen.memory_error
@@ -121,7 +122,7 @@ class Pricing:
                 max(0.0, (total - swing.less_usd) * (1 - cheaper)), total, (total + swing.more_usd) * (1 + dearer)
             ),
             interval_s=interval_s,
-            cache_bytes=wanted.cache_bytes * chosen.recipe.residual_bytes,
+            cache_bytes=wanted.cache_bytes * chosen.recipe.residual_bytes * bool(chosen.recipe.settings.caches_frozen),
             spot=spot.likely if spot else None,
         )
 
@@ -182,7 +183,7 @@ class Pricing:
     def _filling_s(self, place: Place, recipe: Recipe) -> float:
         """Seconds until what frozen layers give is on the disk; 0 where it is not kept."""
         wanted = self.wanted
-        if not wanted.cache_bytes or wanted.adapters is None:
+        if not recipe.settings.caches_frozen or wanted.adapters is None:
             return 0.0
         example = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost).example
         n_examples = wanted.lengths.n_examples + (wanted.eval_lengths.n_examples if wanted.eval_lengths else 0)

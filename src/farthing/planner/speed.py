@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.planner.lengths import Padded
-from farthing.planner.memory import NF4_BYTES, block_of
-from farthing.planner.recipe import CHUNKED, FUSED, POSITIONS, TILED, Recipe
+from farthing.planner.memory import NF4_BYTES, block_of, in_layers
+from farthing.planner.recipe import CHUNKED, FSDP, FUSED, POSITIONS, TILED, Recipe
 from farthing.planner.shapes import Adapters, Shape
 from farthing.prices.gpus import Gpu
 
@@ -455,22 +455,26 @@ def _bus_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float
 def _n_stepped(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> int:
     """Trained weights that one GPU's optimizer has."""
     n = shape.n_parameters if adapters is None else adapters.n_trainable
-    return n // recipe.n_gpus if recipe.sharding == "fsdp" else n
+    is_spread = recipe.sharding == FSDP and not (adapters is not None and recipe.stack.keeps_adapters_whole)
+    return n // recipe.n_gpus if is_spread else n
 
 
 def _sent_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
     """Gradients (ddp), or weights and gradients (fsdp), that a GPU sends to others.
 
-    A ring moves 2 (n - 1) / n of the gradients (Patarasuk and Yuan 2009); fsdp gathers the weights twice for every
-    micro-batch, thrice when layers are recomputed, and scatters the gradients.
+    A ring moves 2 (n - 1) / n of the gradients (Patarasuk and Yuan 2009). With fsdp, for every micro-batch, layers are
+    gathered twice, recomputed or not, embeddings and head once, and gradients are scattered; adapters that are whole are
+    added up once a step.
     """
     n = recipe.n_gpus
     if n == 1:
         return 0.0
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
     share, gradients = (n - 1) / n, float(n_trained * recipe.trained_bytes)
-    if recipe.sharding != "fsdp":
+    if recipe.sharding != FSDP:
         return 2 * share * gradients
-    passes = 2 + (1 if recipe.settings.checkpoint_every else 0)
     of_weight = NF4_BYTES if recipe.method == "qlora" else float(recipe.compute_bytes)
-    return share * (recipe.n_micro_batches * passes * shape.n_parameters * of_weight + gradients)
+    gathered = of_weight * (shape.n_parameters + in_layers(shape))
+    if adapters is not None and recipe.stack.keeps_adapters_whole:
+        return share * (recipe.n_micro_batches * gathered + 2 * gradients)
+    return share * recipe.n_micro_batches * (gathered + gradients)

@@ -16,7 +16,7 @@ from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.planner.frozen_cache_cost import frozen_cache_bytes
 from farthing.planner.lengths import Cut, Lengths
 from farthing.planner.memory import Memory
-from farthing.planner.recipe import Recipe, Stack, stack_for
+from farthing.planner.recipe import Recipe, Stack, n_lanes_of, stack_for
 from farthing.planner.shapes import Adapters, Shape
 from farthing.planner.software import Torch, why_no_code
 from farthing.planner.speed import Calibration, Device, StepTime, device_of
@@ -75,6 +75,8 @@ class JobSpec:
     max_steps: int | None = None
     micro_batch_tokens: int | None = None
     """Most computed tokens of a micro-batch; None: the planner's choice."""
+    spreads: bool = False
+    """Whether the job asks for frozen weights that are spread over GPUs."""
     may_go_packed: bool = True
     """Whether documents may be laid end to end: not where the job names an attention of its own."""
     caches_frozen: bool = False
@@ -151,9 +153,11 @@ class JobSpec:
 
     def cut(self, micro_batch_tokens: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Cut:
         """The part of a step that one GPU takes, in micro-batches of at most so many tokens."""
-        return self.lengths.cut(
-            micro_batch_tokens, -(-self.global_batch // n_gpus), is_packed=self.is_packed, cost=cost
+        n_lanes = n_lanes_of(self.method, n_gpus)
+        cut = self.lengths.cut(
+            micro_batch_tokens, -(-self.global_batch // n_lanes), is_packed=self.is_packed, cost=cost
         )
+        return cut._replace(n_micro_batches=cut.n_micro_batches * -(-n_lanes // n_gpus))
 
     def eval_cut(self, micro_batch_tokens: int, cost: MicroBatchCost = ON_CPU) -> Cut:
         """The evaluation examples as they are cut where training takes so many tokens at once."""
@@ -309,8 +313,8 @@ class Plan:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether it is a choice: on one GPU. Several were not run so far, and the trainer can't spread weights over them."""
-        return self.recipe.n_gpus == 1
+        """Whether it is a choice: whether the trainer can do it."""
+        return self.recipe.can_run
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from farthing.report.plan_words import (
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 Row = Mapping[str, Any]
-_NOT_YET = "need several GPUs: farthing was not run on any so far, and cannot train on those with fsdp yet"
+_NOT_YET = "need their weights spread over several GPUs, which farthing cannot train yet"
 _N_SHOWN, _N_MEMORY = 20, 14
 _STYLE = """
 svg .front{fill:none;stroke:var(--c1);stroke-width:1.5}
@@ -223,6 +223,8 @@ def _also(view: Row) -> str:
         words.append(f"sooner: {view['sooner']['words']}")
     if view["spot_or_not"]:
         words.append(f"spot or not: {view['spot_or_not']['words']}")
+    if view["two_or_one"]:
+        words.append(f"two cheap or one dear: {view['two_or_one']['words']}")
     for service in view["managed"]:
         if service["takes_the_model"]:
             words.append(

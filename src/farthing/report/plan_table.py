@@ -50,13 +50,11 @@ def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
         _draw_rest(console, len(one) - n_shown, one[:n_shown])
         console.print(f"[dim]{_LEGEND}[/]")
     if several:
-        console.print(
-            "\n[bold]With several GPUs[/]: not run on any so far; with fsdp farthing cannot train on these yet"
-        )
+        console.print("\n[bold]With weights spread over GPUs[/]: farthing cannot train on these yet")
         _draw_rows(console, several[: min(n_shown, _N_SEVERAL)])
         _draw_rest(console, len(several) - min(n_shown, _N_SEVERAL), several[: min(n_shown, _N_SEVERAL)])
     if view["best"] is None:
-        console.print("\n[bold]On one GPU[/], the nearest ways")
+        console.print("\n[bold]On what farthing can train on[/], the nearest ways")
         for number, way in enumerate(ways_out(view), 1):
             console.print(f"{number}. {escape(way)}")
     _draw_facts(console, view)
@@ -106,6 +104,8 @@ def draw_components(console: Console, row: Row) -> None:
     }
     if row["cache_bytes"]:
         facts["disk"] = f"{say_bytes(row['cache_bytes'])} for the output of the frozen layers"
+    if row["to_set"]:
+        facts["to set"] = ", ".join(row["to_set"])
     if row["not_runnable"]:
         facts["note"] = row["not_runnable"]
     _draw_pairs(console, facts)
@@ -272,6 +272,8 @@ def _draw_facts(console: Console, view: Row) -> None:
         facts["sooner"] = view["sooner"]["words"]
     if view["spot_or_not"]:
         facts["spot or not"] = view["spot_or_not"]["words"]
+    if view["two_or_one"]:
+        facts["two cheap or one dear"] = view["two_or_one"]["words"]
     if facts:
         console.print()
     for name, words in facts.items():
