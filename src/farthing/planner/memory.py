@@ -71,6 +71,7 @@ BLOCKS = {
     "gemma2": _GATED._replace(n_norms=4, scales_fp32=True),
     "gemma3_text": _GATED._replace(n_norms=4, has_head_norms=True, scales_fp32=True),
     "qwen3": _GATED._replace(has_head_norms=True),
+    "qwen3_moe": _GATED._replace(has_head_norms=True),
     "phi3": _GATED._replace(n_attention_inputs=1, n_mlp_inputs=1, is_sliced=True),
     "gpt2": Block(2, 4, False, 1, 1, 2, False),
     "gpt_bigcode": Block(2, 1, False, 1, 1, 2, False),
@@ -83,7 +84,7 @@ BLOCKS = {
     "distilbert": Block(2, 1, False, 3, 1, 1, False),
 }
 _CAPS_LOGITS = {"gemma2"}  # a tanh of them is kept
-_EAGER = {"gemma2"}  # soft-capping: scores are computed and kept whole
+_EAGER = {"gemma2", "gpt_oss"}  # soft-capping, sinks: scores are computed and kept whole
 _ATTENTION_OUTPUTS = {"o_proj", "dense", "out_lin", "c_proj", "out_proj", "o"}
 _DROPS_SCORES = {"bert", "roberta", "xlm-roberta", "distilbert", "t5", "mt5", "gpt2", "gpt_bigcode"}
 
@@ -169,7 +170,7 @@ def estimate_memory(
 
     n_layers = max(1, shape.n_layers + shape.n_decoder_layers)
     base = {"weights": weights, "optimizer": state}
-    dora = _dora_working(recipe, adapters)
+    dora = _dora_working(recipe, adapters) + _merged_bytes(shape, recipe, adapters)
     before_last = head_gradients + shape.n_matmul * recipe.trained_bytes / shards * (1 - 1 / n_layers)
     if adapters is not None or stack.frees_gradients:
         before_last = gradients
@@ -188,7 +189,7 @@ def estimate_memory(
             "working": max(working, dora if recipe.settings.checkpoint_every else 0.0),
         },
         "last layer": going_back
-        | {"gradients": (held or before_last) + in_backward, "activations": top, "working": working},
+        | {"gradients": (held or before_last) + in_backward, "activations": top, "working": max(working, dora)},
         "embeddings": at_work | {"gradients": gradients, "working": more / shards},
         "optimizer": base | {"gradients": gradients, "working": step},
     }
@@ -282,7 +283,7 @@ def _weights_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> f
         frozen += sum(n * (w.n_weights + w.n_bias) for w, n in adapters.saved)
     if recipe.method != "qlora":
         return float(frozen * recipe.frozen_bytes + trained)
-    return shape.n_matmul * NF4_BYTES + (frozen - shape.n_matmul) * recipe.frozen_bytes + trained
+    return shape.n_packed * NF4_BYTES + (frozen - shape.n_packed) * recipe.frozen_bytes + trained
 
 
 def logits_bytes(
@@ -409,6 +410,8 @@ def saved_per_token(
     if block.is_sliced:
         attention += c * (q + k)
         attention += 0 if is_cuda or not is_full else c * q  # a CPU leaves heads in an order that has to be copied
+    if shape.n_active:  # what comes of experts, weighed; where they are trained also what goes in
+        attention += c * h * shape.n_active * (2 if is_full or (adapters and adapters.n_merged) else 1)
     if block.has_head_norms:
         of_scaled = 4 if block.scales_fp32 and not is_fused else c
         attention += (q + k) * ((0 if is_fused else 4) + (of_scaled if is_full or is_fused else 0))
@@ -503,6 +506,15 @@ def _dora_working(recipe: Recipe, adapters: Adapters | None) -> float:
     return max(
         (of_unit * w.n_in**2 + 3.0 * c * w.n_weights for w, _ in adapters.adapted if w.kind == "linear"), default=0.0
     )
+
+
+def _merged_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
+    """Experts with their adapters added, of each layer that is not computed again, and the gradient of one of them."""
+    if adapters is None or not adapters.n_merged:
+        return 0.0
+    every = recipe.settings.checkpoint_every
+    n_kept = 1 + (shape.n_layers - 1) * (1 - 1 / every if every else 1.0)
+    return recipe.compute_bytes * adapters.n_merged / shape.n_layers * (n_kept + 1)
 
 
 def _keeps_outputs(shape: Shape, adapters: Adapters | None) -> bool:

@@ -259,7 +259,8 @@ def shardings_of(wanted: JobSpec, n_gpus: int) -> list[str]:
     are gathered, and texts of different lengths are written by GPUs that would have to compute alike."""
     if n_gpus == 1:
         return [NONE]
-    if wanted.method == "qlora" or (wanted.method == "lora" and wanted.max_new_tokens):
+    merges = wanted.adapters is not None and wanted.adapters.n_merged  # peft was not tried on experts that are spread
+    if wanted.method == "qlora" or (wanted.method == "lora" and (wanted.max_new_tokens or merges)):
         return [DDP]
     return [FSDP] if wanted.spreads else [DDP, FSDP]
 

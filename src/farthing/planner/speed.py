@@ -57,6 +57,10 @@ LINK_SHARE = {"nvlink": 0.7, "infinity-fabric": 0.7, "pcie": 0.4}  # of the link
 NO_PEER_SHARE = 0.15  # of GeForce cards: their driver has no way from GPU to GPU, all goes through the host's memory
 EXPOSED = 1.2  # seconds that a step is longer for each second of sending: little hides behind computing, which it slows
 WAITING = 0.03  # of the computing: GPUs wait for the slowest
+EXPERTS_LAUNCHES = (
+    2.0  # the kernels of a layer with experts, in those of one without: sorting, sums and two grouped products
+)
+EXPERTS_SHARE = 0.7  # of the rate of one large product that products of experts reach: by assumption
 LAUNCH_TAIL = 0.03  # of the host's time: kernels that are too short to keep a GPU busy until the next one begins
 BUS_BYTES_PER_S = 20e9  # PCIe 4.0 x16 one way; with 5.0 it is twice that, in a small machine half
 CPU_MATMUL_SHARE = 0.35
@@ -180,11 +184,14 @@ def work_of(
     below = _share_below(shape, padded, adapters)
     ahead = 1 - below if recipe.settings.caches_frozen else 1.0  # of the layers go through a forward pass
     passes = ahead + (1 - below) * (1 + recompute)
-    host_s = recipe.stack.host_s_per_layer + (recipe.stack.host_s_per_adapted_layer if adapters is not None else 0.0)
+    of_experts = sum(w.copies * w.n_weights * w.share for w in shape.products if w.kind == "experts") / shape.n_met()
+    n_merged = adapters.n_merged if adapters is not None else 0
+    of_layer = recipe.stack.host_s_per_layer * (EXPERTS_LAUNCHES if shape.n_active else 1.0)
+    host_s = of_layer + (recipe.stack.host_s_per_adapted_layer if adapters is not None else 0.0)
     return Work(
-        matmul_flops=n_each * (flops.body + flops.head + flops.adapters),
+        matmul_flops=n_each * (flops.body * (1 + of_experts * (1 / EXPERTS_SHARE - 1)) + flops.head + flops.adapters),
         attention_flops=n_each * flops.attention,
-        read_bytes=n_micro * passes * c * (shape.n_matmul + shape.n_head_matmul),
+        read_bytes=n_micro * passes * c * (shape.n_matmul + shape.n_head_matmul + 2 * n_merged),
         traffic_bytes=n_each * _traffic(shape, recipe, padded, adapters, recompute, labelled_share),
         dequantization_bytes=n_micro * passes * _packed_bytes(shape, recipe),
         optimizer_bytes=_optimizer_bytes(shape, recipe, adapters),
@@ -424,7 +431,7 @@ def _packed_bytes(shape: Shape, recipe: Recipe) -> float:
     """Quantized weights as they are read, and as they are written to be multiplied with."""
     if recipe.method != "qlora":
         return 0.0
-    return recipe.stack.unpacking * shape.n_matmul * (NF4_BYTES + recipe.compute_bytes)
+    return recipe.stack.unpacking * shape.n_packed * (NF4_BYTES + recipe.compute_bytes)
 
 
 def _optimizer_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
