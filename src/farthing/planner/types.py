@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.planner.frozen_cache_cost import frozen_cache_bytes
-from farthing.planner.lengths import Cut, Lengths
+from farthing.planner.lengths import Cut, Largest, Lengths
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe, Stack, n_lanes_of, stack_for
 from farthing.planner.shapes import Adapters, Shape
@@ -158,6 +158,11 @@ class JobSpec:
             micro_batch_tokens, -(-self.global_batch // n_lanes), is_packed=self.is_packed, cost=cost
         )
         return cut._replace(n_micro_batches=cut.n_micro_batches * -(-n_lanes // n_gpus))
+
+    def largest(self, micro_batch_tokens: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Largest:
+        """The largest micro-batch that one GPU takes."""
+        batch = -(-self.global_batch // n_lanes_of(self.method, n_gpus))
+        return self.lengths.largest(micro_batch_tokens, batch, is_packed=self.is_packed, cost=cost)
 
     def eval_cut(self, micro_batch_tokens: int, cost: MicroBatchCost = ON_CPU) -> Cut:
         """The evaluation examples as they are cut where training takes so many tokens at once."""
