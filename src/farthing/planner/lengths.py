@@ -136,7 +136,8 @@ class Lengths:
             return self.cut(micro_batch_tokens, global_batch, is_packed=is_packed, cost=cost).largest
         batch = self._batch(global_batch)
         top = self._top(micro_batch_tokens, batch)
-        return Largest(1, top, 0, self._pairs_of_flat(top, batch))
+        of_targets = 0 if self.targets is None else round(top * self.mean_target / (self.mean + self.mean_target))
+        return Largest(1, top - of_targets, of_targets, self._pairs_of_packed(top - of_targets, batch))
 
     def _batch(self, global_batch: int) -> int:
         return max(1, min(global_batch, self.n_examples))
@@ -191,27 +192,30 @@ class Lengths:
 
     def _cut(self, micro_batch_tokens: int, batch: int, is_packed: bool, cost: MicroBatchCost) -> Cut:
         if is_packed:
-            flat = Padded(self.mean, 0.0, self.mean_of_squares, 0.0, 0.0)
+            targets = np.zeros(1) if self.targets is None else self.targets.astype(np.float64)
+            squares, crossed = float(np.square(targets).mean()), float((self.tokens * targets).mean())
+            mean_target = 0.0 if self.targets is None else self.mean_target
+            example = Padded(self.mean, mean_target, self.mean_of_squares, squares, crossed)
             largest = self.largest(micro_batch_tokens, batch, is_packed=True)
-            return Cut(flat, self._n_flat(micro_batch_tokens, batch), largest)
+            return Cut(example, self._n_packed(micro_batch_tokens, batch), largest)
         return self._cut_padded(micro_batch_tokens, batch, self._top(micro_batch_tokens, batch), cost)
 
-    def _n_flat(self, micro_batch_tokens: int, batch: int) -> float:
+    def _n_packed(self, micro_batch_tokens: int, batch: int) -> float:
         """Mean number of packed micro-batches of a step."""
         if self.largest_step(batch) <= micro_batch_tokens:
             return 1.0
         if batch > _N_CUT:  # so many examples fill their micro-batches
-            return max(1.0, batch * self.mean / micro_batch_tokens)
+            return max(1.0, batch * float(self._both.mean()) / micro_batch_tokens)
         steps = self._steps(batch, min(4 * _N_CUT, max(_N_CUT, 32 * batch)))
-        sizes = self.tokens[steps]
+        sizes = self._both[steps]
         of_step, longest = sizes.sum(axis=1), sizes.max(axis=1)
         least = np.ceil(of_step / micro_batch_tokens)
         # longest first onto the lightest is never above the mean by more than this (Graham 1969)
         is_sure = (of_step / least + (1 - 1 / least) * longest <= micro_batch_tokens) & (longest < micro_batch_tokens)
-        rest = sum(len(split_by_tokens(step, self.tokens, micro_batch_tokens)) for step in steps[~is_sure])
+        rest = sum(len(split_by_tokens(step, self._both, micro_batch_tokens)) for step in steps[~is_sure])
         return (float(least[is_sure].sum()) + rest) / len(steps)
 
-    def _pairs_of_flat(self, top: int, batch: int) -> int:
+    def _pairs_of_packed(self, top: int, batch: int) -> int:
         """Squares of the lengths in a micro-batch of `top` tokens: a step, or the longest example and mean ones."""
         of_step, squares = self._largest_step(batch)
         if top < of_step:

@@ -418,8 +418,12 @@ def _traffic(
     tokens = _layer_tokens(padded, (shape.n_layers, shape.n_decoder_layers))
     passes = ahead + (1 - below) * (2.0 + recompute)
     body = tokens * (layer + adapted) * passes + tokens * adapted * (3.0 + recompute - passes)  # adapters are all above
-    if stack.is_eager:  # product, mask, softmax in fp32, cast and the second product, each over all scores
-        body += (shape.n_layers * padded.token_pairs * shape.n_heads * (6.0 * c + 8.0)) * passes
+    # product, mask or bias, softmax in fp32, cast and the second product, each over all scores; two stacks that are laid end
+    # to end add a bias by distance, which no fused kernel takes
+    if stack.is_eager or (stack.is_packed and shape.n_decoder_layers):
+        pairs = shape.n_layers * padded.token_pairs
+        pairs += shape.n_decoder_layers * (padded.target_pairs + padded.cross_pairs)
+        body += pairs * shape.n_heads * (6.0 * c + 8.0) * passes
     n_scored = (padded.targets or padded.tokens) if shape.scores_tokens else 0.0
     of_loss = {TILED: 8.0, FUSED: 16.0, CHUNKED: 24.0}.get(stack.loss, c + 32.0 * labelled_share)
     if stack.loss == POSITIONS:
