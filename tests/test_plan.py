@@ -23,6 +23,7 @@ from farthing.planner.ranking import TIE
 from farthing.planner.recipe import LABELLED, POSITIONS, WAYS_THAT_RUN, Recipe, n_lanes_of
 from farthing.planner.search import CPU_TOKENS, budgets, decide
 from farthing.planner.shapes import Shape, read_shape
+from farthing.planner.software import Torch
 from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.spot import Interruptions
 from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected, place_of, up_front
@@ -328,6 +329,37 @@ def test_what_may_not_fit_is_not_the_first_choice_where_something_surely_does() 
     assert answer.plans[0].place is roomy
     assert answer.plans[0].why == "the cheapest that surely fits"
     assert decide(asked, [tight]).best is not None, "the only one is still said"
+
+
+def test_a_machine_that_needs_hands_is_not_the_first_choice_and_says_what_it_needs() -> None:
+    torch = Torch("2.13.0")
+    offers = [offer_of("GH200", 1.0), offer_of("H100-80GB", 1.5)]
+    arm, other = (place_of(offer, wanted_of(), torch=torch) for offer in offers)
+    assert isinstance(arm, Place)
+    assert isinstance(other, Place)
+    assert "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130" in arm.host_note
+    answer = decide(wanted_of(), [arm, other])
+    assert answer.plans[0].place is other
+    assert answer.plans[1].total_usd < answer.plans[0].total_usd
+    built = place_of(offers[0], wanted_of(), torch=Torch("2.13.0", "cu130"))
+    assert isinstance(built, Place)
+    assert not built.host_note, "installed from an index that has it"
+
+
+def test_a_session_that_ends_before_the_run_is_not_the_first_choice() -> None:
+    session = place("RTX PRO 6000", 0.9)
+    ends = replace(session, offer=session.offer._replace(billing=Billing("A", most_hours=0.3)))
+    roomy = place("H100-80GB", 9.0)
+    assert decide(wanted_of(), [session, roomy]).plans[0].place is session
+    assert decide(wanted_of(), [ends, roomy]).plans[0].place is roomy
+
+
+def test_a_price_a_little_old_is_better_than_twice_the_dollars() -> None:
+    old, firm = replace(place("A100-80GB", 2.0), price_age_days=95), place("A100-80GB", 4.0, provider="B")
+    assert decide(wanted_of(), [old, firm]).plans[0].place is old
+    assert decide(wanted_of(), [replace(old, price_age_days=300), firm]).plans[0].place is firm
+    near = place("A100-80GB", 2.1, provider="B")
+    assert decide(wanted_of(), [old, near]).plans[0].place is near
 
 
 def test_a_cent_is_not_waited_for() -> None:

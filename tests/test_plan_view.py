@@ -104,6 +104,14 @@ def test_offers_that_differ_in_place_alone_are_one_choice(view: dict[str, Any], 
     assert any(row["also_at"] for row in view["plans"])
 
 
+def test_a_cap_that_the_range_passes_is_said(tmp_path: Path, view: dict[str, Any]) -> None:
+    cheapest = min(row["total_usd"] for row in view["plans"] if row["kind"] != "own")
+    capped = plan_view(ask(tmp_path, {"limits": {"max_usd": round(cheapest * 1.1, 4)}}))
+    assert capped["best"]["usd_range"][2] > cheapest * 1.1
+    assert "the run saves and stops." in capped["answer"]
+    assert "the run saves and stops." not in view["answer"]
+
+
 def test_the_front_is_what_nothing_beats(view: dict[str, Any]) -> None:
     can = [row for row in view["plans"] if row["is_runnable"]]
     front = sorted((row for row in can if row["on_runnable_front"]), key=lambda row: row["hours"])
@@ -322,7 +330,7 @@ def test_the_first_is_at_a_price_that_can_be_had(study: Study) -> None:
         found = plan_view(replace(study, answer=decide(study.wanted, [firm, other]), own=()))
         first, second = found["plans"]
         assert first["provider"] == "Firm", name
-        assert first["why"] == "the cheapest at a price that can be had"
+        assert first["why"] == "the cheapest at a price and on a machine that can simply be had"
         assert second["price_notes"], name
         assert ("400 days" in " ".join(second["price_notes"])) == (name == "old")
     alone = decide(study.wanted, [firm]).plans[0]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from farthing.planner.types import Plan, up_front
+from farthing.planner.types import OLD_PRICE_DAYS, Plan, up_front
 from farthing.prices.offers import Offer
 from farthing.units import say_usd
 
@@ -65,13 +65,20 @@ def _said(plan: Plan, on_front: bool, why: str) -> Plan:
 def _first_that_can_be_had(runnable: Sequence[_Placed]) -> _Placed | None:
     """Of those near the cheapest that can be had the soonest, one GPU before several; `runnable` has the cheapest first.
 
-    Where none can be had: the cheapest in the worst of the cases that its range holds.
+    A price that is a little old comes first where the worst case of its range is less than what can be had for certain.
+    Where nothing can be had: the cheapest in the worst of the cases that its range holds.
     """
     can = [one for one in runnable if _can_be_had(one.plan)]
-    if not can:
-        return min(runnable, key=lambda one: (one.plan.is_tight, one.plan.usd_range.high, one.name), default=None)
+    nearly = [one for one in runnable if _can_be_had(one.plan, 2 * OLD_PRICE_DAYS)]
+    at_worst = min(nearly or runnable, key=lambda one: (one.plan.is_tight, _high(one), one.name), default=None)
+    if not can or (nearly and at_worst is not None and _high(at_worst) < can[0].usd):
+        return at_worst
     near = itertools.takewhile(lambda one: one.usd <= _most(can[0]), can)
     return min(near, key=lambda one: (one.plan.recipe.n_gpus > 1, one.wall_s, one.usd, one.name))
+
+
+def _high(one: _Placed) -> float:
+    return one.plan.usd_range.high
 
 
 def _most(one: _Placed) -> float:
@@ -79,11 +86,13 @@ def _most(one: _Placed) -> float:
     return max(one.usd * (1 + TIE), one.usd + TIE_USD) + 1e-9
 
 
-def _can_be_had(plan: Plan) -> bool:
-    """Whether the run can be had for its dollars: in memory that is surely enough, at a firm price, and without a pack or
-    deposit that is more than it needs."""
+def _can_be_had(plan: Plan, most_days: int = OLD_PRICE_DAYS) -> bool:
+    """Whether the run can be had for its dollars: in memory that is surely enough, at a firm price, without a pack or deposit
+    that is more than it needs, before the machine is taken back, and with what pip installs by itself."""
     is_paid_by_use = up_front(plan) <= (1 + TIE) * plan.total_usd + 0.01
-    return plan.place.has_firm_price and is_paid_by_use and not plan.is_tight
+    is_simple = plan.hours_range.high <= plan.offer.billing.most_hours and not plan.place.host_note
+    is_firm = not plan.place.is_from_price and plan.place.price_age_days <= most_days
+    return is_firm and is_paid_by_use and is_simple and not plan.is_tight
 
 
 def _by_dollars(ordered: Sequence[_Placed]) -> list[_Placed]:
@@ -122,7 +131,7 @@ def _why_first(one: _Placed, ordered: Sequence[_Placed]) -> str:
     if any(o.plan.is_tight for o in others):
         words += " that surely fits"
     if any(not o.plan.is_tight and not _can_be_had(o.plan) for o in others):
-        words += " at a price that can be had"
+        words += " at a price and on a machine that can simply be had"
     if any(not o.is_runnable for o in cheaper):
         words += " that farthing can train on"
     return words

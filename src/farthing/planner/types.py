@@ -18,7 +18,7 @@ from farthing.planner.lengths import Cut, Largest, Lengths
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe, Stack, n_lanes_of, stack_for
 from farthing.planner.shapes import Adapters, Shape
-from farthing.planner.software import Torch, why_no_code
+from farthing.planner.software import Torch, host_note, why_no_code
 from farthing.planner.speed import Calibration, Device, StepTime, device_of
 from farthing.planner.spot import Expected
 from farthing.prices.gpus import Gpu, gpus
@@ -239,6 +239,8 @@ class Place:
     """What is to be said of the precision; empty where nothing is."""
     price_age_days: int = 0
     """Since the price was read."""
+    host_note: str = ""
+    """What has to be installed by hand; empty where nothing has."""
 
     @property
     def is_priced(self) -> bool:
@@ -391,6 +393,7 @@ def place_of(
         calibration or UNCALIBRATED,
         precision_note=note,
         price_age_days=age,
+        host_note=host_note(gpu, torch) if torch is not None else "",
     )
 
 

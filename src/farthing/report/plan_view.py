@@ -323,6 +323,9 @@ def _answer(view: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     text = f"{verb}{best['name']}{with_own}: {_figures(best)}."
     if best["to_set"]:
         text += f" Set {' and '.join(best['to_set'])}; {UNTRIED}."
+    cap = view["job"]["limits"]["max_usd"]
+    if cap is not None and best["usd_range"][2] > cap:
+        text += f" It may come to {say_cost(best['usd_range'][2])}: at {say_cost(cap)} the run saves and stops."
     rented = best_of([row for row in rows if row["kind"] in RENTED])
     if best["kind"] not in RENTED and rented is not None:
         text += f" Rented: {rented['name']}, {say_cost(rented['total_usd'])}, {say_seconds(rented['wall_s'])}."
@@ -355,6 +358,10 @@ def price_notes(plan: Plan) -> list[str]:
     assumed = [name for name, usd in moved.items() if unknown[name] is None and usd > 0.02 * plan.total_usd]
     if assumed:
         found.append(f"{say_cost(sum(moved[name] for name in assumed))} of it is {' and '.join(assumed)} by assumption")
+    if plan.hours_range.high > terms.most_hours:
+        found.append(f"a machine is taken back after {terms.most_hours:g} h: begin it again, it goes on")
+    if place.host_note:
+        found.append(place.host_note)
     if plan.usd.get("rounding", 0.0) > 0.02 * plan.total_usd:
         found.append(f"{say_cost(plan.usd['rounding'])} of it is the provider's minimum or rounding up")
     return found
