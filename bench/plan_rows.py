@@ -6,6 +6,7 @@ A row that says too little, or does what the planner can't express, is `NotExpre
 from __future__ import annotations
 
 import functools
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,11 @@ from farthing.prices.gpus import Gpu, find_gpu
 from farthing.settings import Settings
 
 GIB = 2**30
-MOST_GPUS = 8  # of a machine
+GPUS_OF_MACHINE = 8
+# bytes a second of the network of a machine of eight, where a row does not say: one card of 200 or 400 Gbit/s for each GPU, as
+# in the makers' own machines (NVIDIA DGX A100 and DGX H100 datasheets); nine tenths of it are reached
+NETWORK_BYTES_PER_S = {"Ampere": 200e9, "Hopper": 400e9, "Blackwell": 400e9}
+NETWORK_SHARE = 0.9
 SPREAD = 0.5  # of ln(length) in a set of questions and worked answers, where only the mean is stated
 # Models that are not in farthing's table, or whose code is not in transformers, by layers of the same sizes.
 _QWEN = {"model_type": "qwen2", "tie_word_embeddings": False, "max_position_embeddings": 8192}
@@ -145,6 +150,8 @@ class Case:
     meter: str
     measured_bytes: float | None
     measured_tokens_per_s: float | None
+    network_bytes_per_s: float = math.inf
+    """Between machines, as each GPU of a ring over all of them finds it: the machine's whole network is in every ring."""
     limit: str = ""
     """Of a row that says what fits and not how much it takes: see `limit_of`."""
 
@@ -295,8 +302,6 @@ def read_case(row: dict[str, str]) -> Case:
         optim = "paged_adamw_8bit"
     if not row["optimizer"] and "torchtune" not in source:
         optim = "adamw_torch"
-    if n_gpus > MOST_GPUS:
-        raise NotExpressed("GPUs of several machines: the network between them is not stated")
     n_micro = n_micro_batches_of(words, int(micro) * n_gpus)
     recipe = Recipe(
         method, Settings(checkpoint_every=every, precision=precision), optim, int(micro) * n_gpus * n_micro, int(micro), r,
@@ -323,7 +328,18 @@ def read_case(row: dict[str, str]) -> Case:
     if peak is None and speed is None and not limit:
         raise NotExpressed("nothing measured that can be compared")
     measured = peak * unit if peak and not limit else None
-    return Case(shape, recipe, adapters, largest, padded, mean, gpu, meter, measured, None if limit else speed, limit)
+    network = network_of(words, gpu) if n_gpus > GPUS_OF_MACHINE else math.inf
+    speed = None if limit else speed
+    return Case(shape, recipe, adapters, largest, padded, mean, gpu, meter, measured, speed, network, limit)
+
+
+def network_of(words: str, gpu: str) -> float:
+    """Bytes a second between machines of eight, from the row or as the maker's own machine has it. Raises `NotExpressed`."""
+    said = re.search(r"([\d.]+) ?gbps", words)
+    rate = float(said[1]) * 1e9 / 8 if said else NETWORK_BYTES_PER_S.get(find_gpu(gpu).architecture)
+    if rate is None:
+        raise NotExpressed("GPUs of several machines: the network between them is not stated")
+    return NETWORK_SHARE * rate
 
 
 def limit_of(words: str, cells: str) -> str:
@@ -336,10 +352,11 @@ def limit_of(words: str, cells: str) -> str:
 
 def stack_of(source: str, words: str, method: str) -> Stack:
     """How the code behind a row computes."""
-    plain = Stack("hf", has_master_weights=False, has_autocast=False, loss=WHOLE)
+    plain = Stack("hf", has_master_weights=False, has_autocast=False, loss=WHOLE, keeps_adapters_whole=False)
     if "fms-acceleration" in source:
         is_mixed = "bf16 autocast" in words or method == "qlora"
         stack = replace(plain, has_autocast=is_mixed, is_flash=True, upcasts_frozen="baseline-peft-bnb" in words)
+        stack = replace(stack, doubles_edges=True)  # accelerate's FSDP1 with peft
         if "foak" in words:
             stack = replace(stack, loss=FUSED, fused_norms=True)
         return replace(stack, loss=TILED) if "liger" in words else stack

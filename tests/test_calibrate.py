@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from farthing.planner.calibration import N_AGREE, N_NEWEST, SPREAD_FEW, SPREAD_SAME, as_run, calibrate
+from farthing.planner.estimate import Estimate
 from farthing.planner.measurements import Measurement
 from farthing.planner.memory import estimate_memory
 from farthing.planner.model_config import known_config
 from farthing.planner.recipe import Recipe, stack_for
 from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import Calibration, cpu_device, step_time, work_of
+from farthing.report.receipt import APART, _against_estimate, _Bill
 from farthing.settings import Settings
 
 HERE = "a processor, 2 threads"
@@ -36,7 +38,7 @@ def run_of(shape: Shape, compute: float, optimizer: float = 1.0, **changes: Any)
     known = {
         **{"when": "2026-11-21T10:00:00+00:00", "hardware": HERE, "device": "cpu", "precision": "fp32"},
         **{"model_type": shape.model_type, "hidden": shape.hidden, "n_layers": shape.n_layers, "vocab": shape.vocab},
-        **{"task": "causal-lm", "method": "full", "optim": "adamw_torch_fused"},
+        **{"task": "causal-lm", "method": "full", "optim": "adamw_torch_fused", "n_devices": 1},
         **{"micro_batch_tokens": 512, "is_packed": True, "global_batch_size": 16, "n_steps": 10, "n_micro_batches": 25},
         **{"n_tokens": 10 * 16 * 50, "n_padded_tokens": 10 * 16 * 50},
         **{"lengths": {"mean": 50.0, "mean_of_squares": 3200.0, "mean_target": 50.0}},
@@ -112,6 +114,11 @@ def test_a_few_steps_set_no_pace() -> None:
     assert calibrate([run, replace(run, n_steps=5)], HERE, shape, RECIPE, DEVICE, None).n_runs == 1
 
 
+def test_a_run_on_two_gpus_sets_no_pace_for_one() -> None:
+    shape = shape_of()
+    assert calibrate([run_of(shape, 2.0, n_devices=2)], HERE, shape, RECIPE, DEVICE, None) == Calibration()
+
+
 def test_runs_elsewhere_or_in_another_precision_say_nothing() -> None:
     shape = shape_of()
     others = [run_of(shape, 2.0, hardware="another"), run_of(shape, 2.0, precision="bf16")]
@@ -135,3 +142,18 @@ def test_another_model_or_method_sets_no_pace() -> None:
     others = [replace(run, promised=promised, when=f"2026-11-{day:02}") for day in range(1, 5)]
     assert calibrate(others, HERE, large, RECIPE, DEVICE, None) == Calibration()
     assert calibrate(others, HERE, small, replace(RECIPE, method="lora"), DEVICE, None) == Calibration()
+
+
+def test_restarts_and_work_done_again_are_not_the_estimates_error() -> None:
+    estimate = Estimate(
+        **{"wall_s": 100.0, "wall_range_s": [70.0, 100.0, 130.0], "usd": 1.0, "usd_range": [], "peak_bytes": 1},
+        **{"peak_range_bytes": [], "seconds": {"training": 80.0, "start-up": 20.0}, "memory": {}, "step_s": 1.0},
+        **{"tokens_per_s": 1.0, "interval_s": 60.0, "calibration": "formulas only"},
+    )  # fmt: skip
+    bill = _Bill("finished", {"compute": 160.0, "start_up": 40.0, "ranks": 10.0}, {}, 210.0, 2.1, 1)
+    killed, whole = _against_estimate(estimate, bill, 100.0), _against_estimate(estimate, replace(bill, spans={}), 0.0)
+    assert killed is not None
+    assert whole is not None
+    assert (killed.wall_s.happened, killed.wall_s.ratio) == (210.0, pytest.approx(1.0))
+    assert (killed.seconds[APART].promised, killed.seconds[APART].happened) == (0.0, 110.0)
+    assert (whole.wall_s.ratio, APART in whole.seconds) == (pytest.approx(2.1), False)

@@ -20,6 +20,7 @@ from farthing.planner.memory import (
     Memory,
     estimate_memory,
     evaluation_memory,
+    in_layers,
 )
 from farthing.planner.model_config import known_config
 from farthing.planner.recipe import (
@@ -331,7 +332,7 @@ def test_parts_add_up_and_the_device_needs_more_than_torch_says() -> None:
     by_positions = replace(FULL, stack=replace(FULL.stack, loss=POSITIONS))
     assert estimate_memory(shape_of("llama"), by_positions, SHORT).cached_bytes == 0
     two = replace(by_positions, n_gpus=2, sharding="ddp", global_batch=2 * FULL.global_batch)
-    assert estimate_memory(shape_of("llama"), two, SHORT).cached_bytes == COMMUNICATION_BYTES
+    assert estimate_memory(shape_of("llama"), two, SHORT).cached_bytes == COMMUNICATION_BYTES["ddp"]
 
 
 @pytest.mark.parametrize("model", list(NAMES))
@@ -449,6 +450,24 @@ def test_sharding_divides_weights_gradients_and_state_and_leaves_activations() -
     assert shared.allocated_bytes < alone.allocated_bytes / 3
     copied = estimate_memory(shape, replace(four, sharding="ddp"), SHORT)
     assert copied.allocated_bytes == alone.allocated_bytes
+
+
+def test_spread_frozen_weights_leave_adapters_whole_and_gather_a_layer_and_what_is_beside_the_layers() -> None:
+    shape = shape_of("llama")
+    adapters = shape.with_lora(8)
+    lora = Recipe("lora", BF16, "adamw_torch_fused", 16, 2, 8, n_gpus=4)
+    spread, copied = (
+        estimate_memory(shape, replace(lora, sharding=how), SHORT, adapters).parts for how in ("fsdp", "ddp")
+    )
+    assert spread["optimizer"] == copied["optimizer"] == 8 * adapters.n_trainable
+    assert spread["gradients"] == copied["gradients"]
+    frozen, trained = 2 * shape.n_parameters, 4 * adapters.n_trainable
+    assert spread["weights"] == pytest.approx(frozen / 4 + trained, abs=4)
+    layers = in_layers(shape)
+    assert spread["gathered weights"] == 2 * (shape.n_parameters - layers + layers // shape.n_layers)
+    two = replace(lora, n_gpus=2, sharding="ddp")  # computes two of four parts, one after the other
+    more = estimate_memory(shape, two, SHORT, adapters).parts["gradients"] - copied["gradients"]
+    assert more == 4 * adapters.n_trainable
 
 
 def test_accumulation_keeps_gradients_while_the_next_micro_batch_runs() -> None:

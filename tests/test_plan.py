@@ -14,17 +14,19 @@ import pytest
 
 from farthing.data.packing import ON_CPU
 from farthing.errors import UserMistake
+from farthing.planner import recipe as recipe_wing
 from farthing.planner.confidence import speed_error
 from farthing.planner.inputs import estimate_of
-from farthing.planner.lengths import Lengths, from_arrays
+from farthing.planner.lengths import Lengths, from_arrays, from_mean
 from farthing.planner.model_config import known_config
 from farthing.planner.ranking import TIE
-from farthing.planner.recipe import LABELLED, POSITIONS, Recipe
+from farthing.planner.recipe import LABELLED, POSITIONS, WAYS_THAT_RUN, Recipe, n_lanes_of
 from farthing.planner.search import CPU_TOKENS, budgets, decide
 from farthing.planner.shapes import Shape, read_shape
+from farthing.planner.software import Torch
 from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.spot import Interruptions
-from farthing.planner.types import Answer, JobSpec, Place, Plan, Rejected, place_of, up_front
+from farthing.planner.types import Answer, Assumptions, JobSpec, Place, Plan, Rejected, place_of, up_front
 from farthing.planner.uptime import Weibull
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Billing, Offer
@@ -225,6 +227,12 @@ def test_hours_cost_what_they_cost_and_twice_the_work_takes_twice_as_long() -> N
     assert two.usd["compute"] == pytest.approx(two.wall_s / H * 4.0, rel=2e-3)  # seconds are billed whole
 
 
+def test_each_provider_has_its_own_time_to_boot_on_the_same_gpu() -> None:
+    plans = decide(wanted_of(), [place("A100-80GB", 2.0, provider=name) for name in ("AWS", "Lambda", "nobody")]).plans
+    seconds = {plan.offer.provider: plan.seconds["setup"] for plan in plans}
+    assert seconds == {"AWS": 221.0, "Lambda": 420.0, "nobody": Assumptions().setup_s}
+
+
 def test_a_place_of_ones_own_needs_no_setup_no_download_and_no_tokenizing_twice() -> None:
     own = replace(place("RTX 4090", 0.1), is_local=True)
     there = only(decide(wanted_of(), [place("RTX 4090", 0.1)]))
@@ -283,7 +291,7 @@ def test_the_cheapest_is_first_and_ties_go_to_the_sooner_and_say_so() -> None:
     quick = only(decide(wanted_of(), [place("H100-80GB", 2.0)]))
     even = 2.0 * slow.total_usd / quick.total_usd  # the price at which the quicker one costs as much
     for factor, first, why in (
-        (1.03, "H100-80GB", "within 5% of the cheapest"),
+        (1.03, "H100-80GB", "within 5% or a cent of the cheapest"),
         (1.08, "A100-80GB", "the cheapest"),
         (0.97, "H100-80GB", "the cheapest"),
     ):
@@ -294,15 +302,85 @@ def test_the_cheapest_is_first_and_ties_go_to_the_sooner_and_say_so() -> None:
     assert "sooner" in decide(wanted_of(), [place("A100-80GB", 2.0), place("H100-80GB", even * 1.03)]).plans[0].why
 
 
-def test_among_equals_one_gpu_comes_before_several_because_it_can_be_run() -> None:
+def test_among_equals_one_gpu_comes_before_several() -> None:
     alone = only(decide(wanted_of(), [place("RTX 4090", 0.5)]))
     two = only(decide(wanted_of(), [place("RTX 4090", 1.0, 2)]))
-    price = 1.0 * alone.total_usd / two.total_usd * 0.98
+    price = 1.0 * alone.total_usd / two.total_usd * 0.97
     answer = decide(wanted_of(), [place("RTX 4090", 0.5), place("RTX 4090", price, 2)])
     assert answer.plans[1].total_usd < answer.plans[0].total_usd
     assert answer.best == answer.plans[0]
-    assert answer.plans[0].why == "the cheapest on one GPU"
+    assert "estimates can't tell apart, and on one GPU" in answer.plans[0].why
     assert answer.plans[0].wall_s > answer.plans[1].wall_s
+    cheaper = decide(wanted_of(), [place("RTX 4090", 0.5), place("RTX 4090", price * 0.8, 2)])
+    assert cheaper.best == cheaper.plans[0]
+    assert cheaper.plans[0].recipe.n_gpus == 2
+    assert cheaper.plans[0].recipe.to_set == ("where.gpus: all",)
+
+
+def test_what_may_not_fit_is_not_the_first_choice_where_something_surely_does() -> None:
+    asked = wanted_of(micro_batch_tokens=1024, checkpoint_every=1)
+    roomy = place("A100-80GB", 2.0)
+    needed = only(decide(asked, [place("RTX 4090", 0.2)])).memory_range.likely
+    tight = replace(place("RTX 4090", 0.2), memory_bytes=int(needed * 1.01))
+    answer = decide(asked, [roomy, tight])
+    cheap = next(plan for plan in answer.plans if plan.place is tight)
+    assert cheap.is_tight
+    assert cheap.total_usd < answer.plans[0].total_usd
+    assert answer.plans[0].place is roomy
+    assert answer.plans[0].why == "the cheapest that surely fits"
+    assert decide(asked, [tight]).best is not None, "the only one is still said"
+
+
+def test_a_machine_that_needs_hands_is_not_the_first_choice_and_says_what_it_needs() -> None:
+    torch = Torch("2.13.0")
+    offers = [offer_of("GH200", 1.0), offer_of("H100-80GB", 1.5)]
+    arm, other = (place_of(offer, wanted_of(), torch=torch) for offer in offers)
+    assert isinstance(arm, Place)
+    assert isinstance(other, Place)
+    assert "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu130" in arm.host_note
+    answer = decide(wanted_of(), [arm, other])
+    assert answer.plans[0].place is other
+    assert answer.plans[1].total_usd < answer.plans[0].total_usd
+    built = place_of(offers[0], wanted_of(), torch=Torch("2.13.0", "cu130"))
+    assert isinstance(built, Place)
+    assert not built.host_note, "installed from an index that has it"
+
+
+def test_a_session_that_ends_before_the_run_is_not_the_first_choice() -> None:
+    session = place("RTX PRO 6000", 0.9)
+    ends = replace(session, offer=session.offer._replace(billing=Billing("A", most_hours=0.3)))
+    roomy = place("H100-80GB", 9.0)
+    assert decide(wanted_of(), [session, roomy]).plans[0].place is session
+    assert decide(wanted_of(), [ends, roomy]).plans[0].place is roomy
+
+
+def test_a_price_a_little_old_is_better_than_twice_the_dollars() -> None:
+    old, firm = replace(place("A100-80GB", 2.0), price_age_days=95), place("A100-80GB", 4.0, provider="B")
+    assert decide(wanted_of(), [old, firm]).plans[0].place is old
+    assert decide(wanted_of(), [replace(old, price_age_days=300), firm]).plans[0].place is firm
+    near = place("A100-80GB", 2.1, provider="B")
+    assert decide(wanted_of(), [old, near]).plans[0].place is near
+
+
+def test_a_cent_is_not_waited_for() -> None:
+    quick, slow = place("A100-80GB", 2.0), place("RTX 3090", 0.5)
+    asked = wanted_of(max_steps=100)
+    plans = {plan.offer.gpu: plan for plan in decide(asked, [quick, slow]).plans}
+    more = plans["A100-80GB"].total_usd - plans["RTX 3090"].total_usd
+    cheaper = replace(
+        quick, offer=quick.offer._replace(usd=2.0 * (1 - (more - 0.008) / plans["A100-80GB"].usd["compute"]))
+    )
+    answer = decide(asked, [cheaper, slow])
+    assert answer.plans[0].offer.gpu == "A100-80GB"
+    assert 0.05 * answer.plans[1].total_usd < answer.plans[0].total_usd - answer.plans[1].total_usd < 0.01
+
+
+def test_where_no_price_is_firm_the_first_is_the_cheapest_at_worst() -> None:
+    old = place("A100-80GB", 2.0)
+    near, far = replace(old, price_age_days=95), replace(old, price_age_days=400, offer=old.offer._replace(usd=1.9))
+    answer = decide(wanted_of(), [near, far])
+    assert answer.plans[0].total_usd > answer.plans[1].total_usd
+    assert answer.plans[0].usd_range.high < answer.plans[1].usd_range.high
 
 
 def test_the_front_is_what_nothing_beats_in_both() -> None:
@@ -353,6 +431,27 @@ def test_nothing_to_choose_from_and_nothing_to_train_on() -> None:
         decide(wanted_of(lengths=nothing), MARKET)
 
 
+# ---- two stacks ----
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_t5_spends_less_than_a_fifth_of_a_step_on_launches(is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an RTX 4090, padded and, as soon as two stacks are laid end to end, packed: targets count as sources do."""
+    pairs = {head: families for head, families in recipe_wing.KNOWN_HEADS.items() if "t5" in families}
+    monkeypatch.setattr(recipe_wing, "PACKED", recipe_wing.PACKED | (pairs if is_packed else dict.fromkeys(pairs, ())))
+    asked = wanted_of("google/flan-t5-base", lengths=from_mean(20_000, 200.0, 512, mean_target=50.0), global_batch=16)
+    assert asked.is_packed == is_packed
+    step = only(decide(asked, [place("RTX 4090", 0.5)])).step
+    assert step.parts["launch"] < 0.2 * step.seconds
+    cut = asked.cut(2048)
+    largest = cut.largest
+    if is_packed:
+        assert step.n_padded_tokens == pytest.approx(step.n_tokens)
+        assert largest.tokens + largest.targets <= 2048
+        assert largest.targets == pytest.approx(largest.tokens / 4, rel=0.05)
+        assert (cut.example.tokens, cut.example.targets) == (asked.lengths.mean, asked.lengths.mean_target)
+
+
 # ---- several GPUs ----
 
 
@@ -375,7 +474,7 @@ def test_more_gpus_than_examples_in_a_step_are_refused() -> None:
 def test_two_gpus_are_quicker_than_one_but_not_twice() -> None:
     one, two = (only(decide(wanted_of(), [place("A100-80GB", 2.0 * n, n)])) for n in (1, 2))
     assert 1.2 < one.step.seconds / two.step.seconds < 2.0
-    assert not two.is_runnable
+    assert two.is_runnable
     assert two.step.parts["communication"] > 0
 
 
@@ -384,6 +483,34 @@ def test_a_model_too_large_for_one_gpu_is_divided() -> None:
     assert "needs" in refused(decide(asked, [place("A100-80GB", 2.0)])).reason
     plan = only(decide(asked, [place("A100-80GB", 16.0, 8)]))
     assert plan.recipe.sharding == "fsdp"
+    assert plan.is_runnable == (("full", "fsdp") in WAYS_THAT_RUN)
+    adapters = only(decide(replace(asked, method="lora"), [place("RTX 4090", 4.0, 8)]))
+    assert (adapters.recipe.sharding, adapters.is_runnable) == ("ddp", True), "all weights on each, where they fit"
+    large = wanted_of("meta-llama/Llama-3.1-70B", method="lora")
+    spread = only(decide(large, [place("A100-80GB", 16.0, 8)]))
+    assert (spread.recipe.sharding, spread.is_runnable) == ("fsdp", True)
+    assert spread.recipe.to_set == ("where.gpus: all", "where.sharding: frozen")
+    assert "needs" in refused(decide(replace(large, method="qlora"), [place("RTX 4090", 4.0, 8)])).reason
+
+
+def test_what_cannot_be_trained_yet_is_taken_only_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = wanted_of(method="full")
+    monkeypatch.setattr(recipe_wing, "WAYS_THAT_RUN", {("full", "ddp"): ("where.gpus: all",)})
+    assert only(decide(both, [place("A100-80GB", 4.0, 4)])).recipe.sharding == "ddp"
+    monkeypatch.setattr(recipe_wing, "WAYS_THAT_RUN", {("full", "fsdp"): ("where.sharding: full",)})
+    spread = only(decide(both, [place("A100-80GB", 4.0, 4)])).recipe
+    assert (spread.sharding, spread.to_set) == ("fsdp", ("where.sharding: full",))
+
+
+def test_the_plan_cuts_a_step_into_as_many_parts_as_the_trainer() -> None:
+    from farthing.train.lanes import n_lanes_for
+
+    for n in range(2, 17):
+        assert n_lanes_of("lora", n) == n_lanes_for(n, True)
+        assert n_lanes_of("full", n) == n_lanes_for(n, False)
+    two = only(decide(wanted_of(global_batch=8), [place("A100-80GB", 4.0, 2)])).recipe
+    assert two.lanes_of_gpu == 2
+    assert two.n_micro_batches >= 2, "a micro-batch has examples of one lane"
 
 
 # ---- advice that can be followed ----
@@ -494,8 +621,9 @@ def test_limits_refuse_and_say_by_how_much() -> None:
     ):
         found = refused(decide(wanted_of(**{limit: value}), [place("A100-80GB", 2.0)]))
         assert words in found.reason
-        assert found.distance == pytest.approx(2, rel=0.15)
-        assert decide(wanted_of(**{limit: value * 2.5}), [place("A100-80GB", 2.0)]).plans
+        sure = 1.4 if limit == "deadline_s" else 1.05  # a deadline is to be met with 90 %
+        assert 2 <= found.distance <= 2 * sure
+        assert decide(wanted_of(**{limit: value * 2.9}), [place("A100-80GB", 2.0)]).plans
 
 
 def test_the_nearest_are_three_different_ways() -> None:

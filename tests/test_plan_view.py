@@ -90,7 +90,8 @@ def test_the_parts_of_every_plan_add_up(view: dict[str, Any]) -> None:
         assert recipe["n_micro_batches"] >= 1
         assert 0 < recipe["mean_tokens_at_once"] <= recipe["micro_batch_tokens"]
         assert f"up to {recipe['micro_batch_tokens']:,} tokens at a time" in recipe["words"]
-        assert row["is_runnable"] == (row["n_gpus"] == 1) == (not row["not_runnable"])
+        assert row["is_runnable"] == (not row["not_runnable"])
+        assert (row["n_gpus"] > 1) == ("where.gpus: all" in row["to_set"]), "adapters: several GPUs are trained on"
         for words in (row["why"], row["confidence"], row["price_source"], row["price_date"], row["name"]):
             assert words
 
@@ -101,6 +102,14 @@ def test_offers_that_differ_in_place_alone_are_one_choice(view: dict[str, Any], 
     assert [row["rank"] for row in view["plans"]] == list(range(1, len(names) + 1))
     assert sum(1 + len(row["also_at"]) for row in view["plans"]) == view["n_plans"] == len(study.answer.plans)
     assert any(row["also_at"] for row in view["plans"])
+
+
+def test_a_cap_that_the_range_passes_is_said(tmp_path: Path, view: dict[str, Any]) -> None:
+    cheapest = min(row["total_usd"] for row in view["plans"] if row["kind"] != "own")
+    capped = plan_view(ask(tmp_path, {"limits": {"max_usd": round(cheapest * 1.1, 4)}}))
+    assert capped["best"]["usd_range"][2] > cheapest * 1.1
+    assert "the run saves and stops." in capped["answer"]
+    assert "the run saves and stops." not in view["answer"]
 
 
 def test_the_front_is_what_nothing_beats(view: dict[str, Any]) -> None:
@@ -321,7 +330,7 @@ def test_the_first_is_at_a_price_that_can_be_had(study: Study) -> None:
         found = plan_view(replace(study, answer=decide(study.wanted, [firm, other]), own=()))
         first, second = found["plans"]
         assert first["provider"] == "Firm", name
-        assert first["why"] == "the cheapest at a price that can be had"
+        assert first["why"] == "the cheapest at a price and on a machine that can simply be had"
         assert second["price_notes"], name
         assert ("400 days" in " ".join(second["price_notes"])) == (name == "old")
     alone = decide(study.wanted, [firm]).plans[0]

@@ -105,6 +105,16 @@ def test_more_traffic_takes_more_machines_and_a_latency_fewer_streams() -> None:
     assert "one answer alone takes" in refused[0].why
 
 
+def test_a_mixture_reads_the_experts_that_tokens_go_to_and_holds_all() -> None:
+    config = known_config("mistralai/Mixtral-8x7B-v0.1")
+    assert config is not None
+    server = Server(read_shape(config), find_gpu("H200"), 1, "bf16")
+    assert server.weights_bytes == 2 * 46_702_792_704
+    traffic = Traffic()
+    one, many = server.decode_s(traffic, 1), server.decode_s(traffic, 32)
+    assert 2.5 < many / one < 4.5, "two of eight experts for one stream, nearly all for many"
+
+
 def test_what_cannot_serve_says_why() -> None:
     offers = [offer_of("V100-16GB", 0.1), offer_of("A10", 0.5), offer_of("H100-80GB", 2.0, is_spot=True)]
     found, refused = serve(shape_of("meta-llama/Meta-Llama-3-70B"), Traffic(), offers)

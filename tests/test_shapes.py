@@ -22,6 +22,7 @@ from farthing.errors import UserMistake
 from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.load import auto_class, max_positions
 from farthing.planner.families import FAMILIES
+from farthing.planner.model_config import known_config
 from farthing.planner.shapes import Shape, read_shape
 from thinned import thinned
 
@@ -50,6 +51,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma-untied": {"model_type": "gemma"} | DECODER | UNTIED,
     "gemma2": {"model_type": "gemma2"} | DECODER | {"attention_bias": True},
     "gemma3": {"model_type": "gemma3_text"} | WIDE,
+    "mixtral": {"model_type": "mixtral"} | DECODER | {"num_local_experts": 4},
+    "qwen3-moe": {"model_type": "qwen3_moe"}
+    | WIDE
+    | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+    "gpt-oss": {"model_type": "gpt_oss"} | WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phi3": {"model_type": "phi3"} | DECODER | {"attention_bias": False},
     "gpt2": {"model_type": "gpt2"} | GPT2,
     "gpt2-inner": {"model_type": "gpt2"} | GPT2 | UNTIED | {"n_inner": 40},
@@ -123,8 +129,9 @@ def model_of(config: dict[str, Any], task: str, device: str = "meta") -> Any:
 def must_be_the_same(shape: Shape, model: Any) -> None:
     """Every parameter by name and size, every linear layer by name, features and bias."""
     weights = [(name, weight) for weight in shape.weights for name in weight.names()]
-    own = {f"{name}.weight": weight.n_weights for name, weight in weights if not weight.is_tied}
-    own |= {f"{name}.bias": weight.n_bias for name, weight in weights if weight.has_bias}
+    bare = {weight for weight in shape.weights if weight.kind in ("experts", "raw")}
+    own = {name if w in bare else f"{name}.weight": w.n_weights for name, w in weights if not w.is_tied}
+    own |= {f"{name}{'_' if w in bare else '.'}bias": w.n_bias for name, w in weights if w.has_bias}
     assert own == {name: parameter.numel() for name, parameter in model.named_parameters()}
     assert shape.n_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert sum(shape.parts.values()) == shape.n_parameters
@@ -247,17 +254,43 @@ def test_adapters_are_pefts_own(name: str, task: str, use_dora: bool) -> None:
     shape = shape_of(config, task)
     n_counted = 0
     for targets, saved in CHOICES if not use_dora else CHOICES[: len(TARGETS)]:
+        if shape.n_active and saved:
+            continue  # peft adapts experts also where the layer that they are in is saved whole
         if not targets and task == "classification" and len(shape.query_and_value) == 1:
             continue  # query and value in one layer: `add_adapter` wants it named
         try:
-            has_adapters = shape.with_lora(3, targets, saved).adapted
+            has_adapters = shape.with_lora(3, targets, saved, use_dora=use_dora).adapted
         except UserMistake:
-            continue  # names of other families
+            continue  # names of other families, or DoRA of experts
         if has_adapters:
             adapter = Adapter(r=3, target_modules=targets, modules_to_save=saved, use_dora=use_dora)
             must_count_the_same(shape, model_of(config, task), adapter)
             n_counted += 1
-    assert n_counted >= 2
+    assert n_counted >= (1 if use_dora and shape.n_active else 2)
+
+
+def test_a_mixture_counts_all_experts_and_computes_with_those_that_a_token_goes_to() -> None:
+    config = known_config("mistralai/Mixtral-8x7B-v0.1")
+    assert config is not None
+    shape = read_shape(config)
+    active = 12_748_587_008  # with embeddings and norms the 12.9 billion of Jiang et al. 2024, arXiv 2401.04088
+    assert shape.forward_flops(1).body + shape.forward_flops(1).head == 2 * active
+    assert (shape.n_active, shape.ffn) == (2, 2 * 14336)
+    assert shape.n_matmul - shape.n_packed == 32 * (8 * 3 * 4096 * 14336 + 8 * 4096), "NF4 packs linear layers only"
+    assert shape.n_met(1) == pytest.approx(active - shape.n_head_matmul)
+    assert shape.n_met(64) == pytest.approx(shape.n_matmul, rel=1e-6), "every expert has a token of some stream"
+    lora = shape.with_lora(16)
+    assert lora.n_merged == 32 * 8 * 3 * 4096 * 14336
+    frozen, whole = shape.training_flops(128, adapters=shape.with_lora(16, ("q_proj",))), shape.training_flops(128)
+    merged = shape.training_flops(128, adapters=lora)
+    assert frozen.body < merged.body < whole.body
+    assert shape.with_lora(16, ("w1", "w2", "w3")).n_merged == lora.n_merged
+    with pytest.raises(UserMistake, match="w1 and w3 are one layer"):
+        shape.with_lora(16, ("w1",))
+    with pytest.raises(UserMistake, match="no DoRA for experts"):
+        shape.with_lora(16, use_dora=True)
+    with pytest.raises(UserMistake, match="with and without experts"):
+        read_shape(CONFIGS["qwen3-moe"] | {"decoder_sparse_step": 2})
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -267,7 +300,8 @@ def test_query_and_value_are_pefts_own_default(name: str) -> None:
     try:
         wrapped = peft.get_peft_model(model_of(CONFIGS[name], shape.task), wrapper)
     except ValueError:
-        assert shape.model_type in ("phi3", "distilbert"), "families that peft has no default for"
+        without = ("phi3", "distilbert", "mixtral", "qwen3_moe", "gpt_oss")
+        assert shape.model_type in without, "families that peft has no default for"
         return
     n_adapter = sum(p.numel() for key, p in wrapped.named_parameters() if ".lora_" in key)
     assert shape.with_lora(3, shape.query_and_value).n_adapter == n_adapter

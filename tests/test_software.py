@@ -22,7 +22,7 @@ from farthing.prices.catalog import read_catalog
 from farthing.prices.gpus import FACTS, find_gpu, gpus
 from farthing.prices.offers import Billing, Offer
 
-TODAY = date(2026, 11, 21)
+TODAY = date(2026, 11, 22)
 
 
 def offer_of(gpu: str) -> Offer:

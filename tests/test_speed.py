@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from farthing.planner.lengths import Padded
+from farthing.planner.memory import in_layers
 from farthing.planner.model_config import known_config
 from farthing.planner.recipe import FARTHING, Recipe, stack_for
 from farthing.planner.shapes import Adapters, Shape, read_shape
@@ -246,12 +247,17 @@ def test_copies_exchange_their_gradients_in_a_ring() -> None:
     assert work(FULL).sent_bytes == 0
 
 
-def test_shards_gather_weights_for_every_pass_and_scatter_gradients() -> None:
+def test_shards_gather_layers_twice_recomputed_or_not_and_scatter_gradients() -> None:
     shards = replace(FULL, n_gpus=4, sharding="fsdp", global_batch=32)  # two micro-batches of each
     n = LLAMA.n_parameters
     assert shards.n_micro_batches == 2
-    assert work(shards).sent_bytes == pytest.approx(3 / 4 * (2 * 2 * 2 * n + 4 * n))
-    assert work(shards.with_settings(checkpoint_every=1)).sent_bytes == pytest.approx(3 / 4 * (2 * 3 * 2 * n + 4 * n))
+    of_layers = in_layers(LLAMA)
+    sent = 3 / 4 * 2 * (2 * (n + of_layers) + 4 * n)  # two micro-batches: bf16 weights, the root's once; fp32 gradients
+    assert work(shards).sent_bytes == pytest.approx(sent)
+    assert work(shards.with_settings(checkpoint_every=1)).sent_bytes == pytest.approx(sent)
+    frozen = replace(LORA, n_gpus=4, sharding="fsdp", global_batch=32)
+    adapters = LLAMA.with_lora(LORA.lora_r, LORA.target_modules).n_trainable
+    assert work(frozen).sent_bytes == pytest.approx(3 / 4 * (2 * 2 * (n + of_layers) + 2 * 4 * adapters))
 
 
 def test_sending_lengthens_a_step_and_gpus_wait_for_the_slowest() -> None:

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, metavar="N", help="choices to show, 0 for all (default: 10; with --json all)")
     text = "the components of the best plan, or of the plan with this rank or name"
     add("--explain", nargs="?", const="", metavar="PLAN", help=text)
-    add("--compare", nargs=2, metavar=("A", "B"), help='two ranks or names: "H100" "2x RTX 4090 spot"')
+    add("--compare", nargs=2, metavar=("A", "B"), help='two ranks or names: "H100" "2x RTX 4090 spot" Together')
     add("--html", metavar="FILE", help="write the plan as one self-contained page as well")
     add("--json", action="store_true", help="print everything as JSON")
     add = parser.add_argument_group("arithmetic with figures of your own").add_argument
@@ -128,7 +128,11 @@ def _impossible(arguments: argparse.Namespace, view: dict[str, Any]) -> UserMist
 def _show(arguments: argparse.Namespace, view: dict[str, Any], impossible: UserMistake | None) -> int:
     from farthing.report.plan_compare import compare_plans, find_plan
 
-    pair = [find_plan(view, name) for name in arguments.compare] if arguments.compare and not impossible else []
+    pair = (
+        [find_plan(view, name, or_service=True) for name in arguments.compare]
+        if arguments.compare and not impossible
+        else []
+    )
     if pair:
         view["comparison"] = compare_plans(*pair)
     if arguments.html is not None:
@@ -141,21 +145,32 @@ def _show(arguments: argparse.Namespace, view: dict[str, Any], impossible: UserM
             complain(impossible)
         return EXIT_MISTAKE if impossible else EXIT_FINISHED
     from farthing.report.plan_services import service_lines
-    from farthing.report.plan_table import draw_compared, draw_components, draw_header, draw_nothing, draw_plan
+    from farthing.report.plan_table import (
+        draw_beside,
+        draw_compared,
+        draw_components,
+        draw_header,
+        draw_nothing,
+        draw_plan,
+    )
+    from farthing.report.safe import escape
 
     console = rich_console()
     if impossible:
         draw_nothing(console, view)
         raise impossible
     if pair:
-        draw_compared(console, view["comparison"], *pair)
-    elif arguments.explain is not None:
+        draw_compared(console, view["comparison"])
+    if arguments.explain is not None:
         draw_header(console, view)
         draw_components(console, find_plan(view, arguments.explain or str((view["best"] or {"rank": 1})["rank"])))
+    if pair or arguments.explain is not None:
+        draw_beside(console, view)
     else:
         draw_plan(console, view, len(view["plans"]) if arguments.limit == 0 else arguments.limit)
-        for line in service_lines(view):
-            console.print(line)
+    if (not pair and arguments.explain is None) or view["paid"]:
+        for number, line in enumerate(service_lines(view)):
+            console.print(f"  {escape(line)}" if number else f"\n[bold]{escape(line)}[/]")
     if arguments.html is not None:
         print(f"\nwrote {printable(arguments.html)}")
     return EXIT_FINISHED

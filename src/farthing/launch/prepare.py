@@ -272,7 +272,8 @@ def _rented_offers(
     for plan in plans:
         offer = plan.offer
         target = named[0] if named else target_of(offer)
-        if target is None or plan.place.is_local or offer.n_gpus > most or offer.provider not in PROVIDERS[target.name]:
+        is_out = plan.place.is_local or offer.n_gpus > most or not _is_said(plan, job)
+        if target is None or is_out or offer.provider not in PROVIDERS[target.name]:
             continue
         if called(target, offer) is not None:
             instance = offer.instance if target.name == "lambda" else ""
@@ -309,6 +310,11 @@ def _chosen(study: Any, text: str, most: int) -> list[Plan]:
             to_do="take an offer of one GPU, or set where.gpus: all (several GPUs were never tried on real ones)",
         )  # fmt: skip
     return found
+
+
+def _is_said(plan: Plan, job: Job) -> bool:
+    """Whether the trainer can do it, and would with this job as it is."""
+    return plan.is_runnable and (plan.recipe.sharding != "fsdp" or job.where.sharding == "frozen")
 
 
 def most_gpus(job: Job) -> int:

@@ -79,9 +79,9 @@ def what_choices_save(
 
 
 def other_methods(wanted: JobSpec, answer: Answer, place_for: PlaceFor) -> list[tuple[str, Plan | None]]:
-    """The first choice for the job by each method, on one GPU that is rented; None where none of them can."""
+    """The first choice for the job by each method, rented at a firm price; None where nothing can."""
     every = [plan.offer for plan in answer.plans] + [one.offer for one in answer.rejected]
-    offers = _cheapest(one for one in every if one.gpu and one.n_gpus == 1 and one.provider not in NOT_RENTED)
+    offers = _cheapest(one for one in every if one.gpu and one.provider not in NOT_RENTED)
     found: list[tuple[str, Plan | None]] = []
     for method in METHODS:
         if method == wanted.method:

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+from farthing.planner.confidence import HUMBLE
 from farthing.planner.lengths import Largest, Padded
 from farthing.planner.measurements import Measurement, matching
 from farthing.planner.memory import estimate_memory
@@ -28,7 +29,7 @@ ENOUGH_STEPS = 10  # of a run that sets a pace; the first ones of a process are 
 ALIKE_LENGTHS = 3.0  # longest over shortest mean of examples that say something of each other's pace
 N_AGREE, AGREE = 3, 0.10  # so many runs whose pace differs by less than this share of it, either way, agree
 SPREAD_FEW, SPREAD_SAME = (
-    0.30,
+    HUMBLE,
     0.08,
 )  # what is left of the error after runs of the same model: before and once they agree
 
@@ -45,7 +46,7 @@ def calibrate(
 ) -> Calibration:
     """The medians of the newest runs of this model and method on `hardware` that had enough steps, and examples that are not
     far longer or shorter than `mean_tokens`; else nothing."""
-    of_device = matching(measurements, hardware=hardware, precision=recipe.precision)
+    of_device = matching(measurements, hardware=hardware, precision=recipe.precision, n_devices=recipe.n_gpus)
     first_layer = adapters.first_layer if adapters is not None else 0
     same = [m for m in of_device if _is_same(m, shape, recipe) and m.first_layer == first_layer]
     same = [m for m in same if m.n_steps >= ENOUGH_STEPS and _is_alike(m, mean_tokens)][:N_NEWEST]

@@ -10,11 +10,14 @@ import csv
 from functools import cache
 from typing import NamedTuple
 
+from farthing.planner.speed import StepTime
 from farthing.planner.types import OLD_PRICE_DAYS, Place
 from farthing.prices.gpus import FACTS
 
+HUMBLE = 0.30  # the narrowest range of seconds until several runs of the same model on a machine agree
 CPU_SPEED_ERROR = 0.60  # of a processor that nothing was measured on: by assumption
 OLD_PRICE_ERROR = 0.30  # of a year, either way: by assumption
+LINK_ERROR = 0.5  # of the seconds that GPUs send to each other: by assumption
 FROM_PRICE_ERROR = 0.30  # upwards, of a marketplace's lowest price: by assumption
 
 
@@ -61,12 +64,22 @@ def memory_error(place: Place, family: str = "") -> float:
 
 
 def speed_error(place: Place, family: str = "") -> float:
-    """Relative error of the seconds that a place is predicted to take."""
+    """Relative error of the seconds that a place is predicted to take: never under `HUMBLE` until runs of it agree."""
     if place.calibration.n_runs:
         return place.calibration.spread
     if not place.is_cuda:
         return CPU_SPEED_ERROR
+    return max(HUMBLE, published_error(place, family))
+
+
+def published_error(place: Place, family: str = "") -> float:
+    """Relative error of tokens a second against published runs of others."""
     return _row_of("speed", place.device.name, family).error
+
+
+def link_error(step: StepTime) -> float:
+    """What the links between GPUs add to the error of the seconds: farthing has measured none, their rate may be half."""
+    return LINK_ERROR * step.parts.get("communication", 0.0) / step.seconds
 
 
 def price_error(place: Place) -> tuple[float, float]:
@@ -88,6 +101,8 @@ def how_sure(place: Place, family: str = "") -> str:
     if not place.is_cuda:
         return f"nothing was measured on this processor: {speed:.0%} either way is supposed"
     rows = [_row_of(name, place.device.name, family).known for name in ("speed", "memory")]
+    if speed > (published := published_error(place, family)):
+        rows[0] += f", which were within {published:.0%}, and none of yours"
     return (
         f"not measured by you; seconds within {speed:.0%} in 4 of 5 cases ({rows[0]}), "
         f"memory within {memory:.0%} ({rows[1]})"

@@ -45,6 +45,7 @@ from farthing.prices.catalog import Catalog, read_catalog, select
 from farthing.prices.gpus import find_gpu, gpu_of_device, gpus
 from farthing.prices.offers import Billing, Offer
 from farthing.tasks.registry import task_of
+from farthing.units import say_count
 
 HERE, OWN = "this machine", "own"
 
@@ -106,6 +107,9 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
     notes = [f"model: {where}", f"data: {lengths.source}"]
     notes += list(dict.fromkeys([*lengths.notes, *(held_out.notes if held_out else ())]))
     wanted = wanted_of(job, shape_of(job, config), lengths, held_out, config=config, now=now)
+    if wanted.method == "qlora" and wanted.shape.n_active:
+        n = wanted.shape.n_matmul - wanted.shape.n_packed
+        notes.append(f"4 bits: bitsandbytes leaves experts in 16 bits, {say_count(n)} weights")
     if asked.budget_usd is not None:
         wanted = replace(wanted, max_usd=asked.budget_usd)
     if asked.deadline_s is not None:
@@ -172,6 +176,11 @@ def _offers(catalog: Catalog, job: Job, asked: Asked) -> list[Offer]:
     if not offers:
         what = f"no machine of at most {asked.max_gpus} GPUs is among the offers"
         raise UserMistake(what, where="--max-gpus", to_do="give more")
+    if isinstance(may.gpus, int):  # the job would leave others idle, or refuse to begin
+        offers = [offer for offer in offers if offer.n_gpus in (0, may.gpus)]
+        if not offers:
+            what = f"no machine of {may.gpus} GPUs is among the offers"
+            raise UserMistake(what, where="where.gpus", to_do="give another number, or all")
     return offers
 
 
@@ -230,6 +239,7 @@ def wanted_of(
         n_epochs=train.num_train_epochs,
         max_steps=train.max_steps,
         micro_batch_tokens=micro_batch_tokens,
+        spreads=job.where.sharding == "frozen",
         may_go_packed=job.model.attn_implementation is None,
         caches_frozen=train.num_train_epochs > 1
         and train.max_steps is None

@@ -116,7 +116,7 @@ class Lengths:
         `split_padded`, by what micro-batches `cost` on the device. What is not exact is counted in steps drawn from a
         fixed seed and cut by the trainer's own functions: within 2 % for packed micro-batches and 5 % for padded ones (tests).
         """
-        batch = max(1, min(global_batch, self.n_examples))
+        batch = self._batch(global_batch)
         widest = batch * (self.longest + self.longest_target)  # more is never needed
         most = max(1, micro_batch_tokens if is_packed else min(micro_batch_tokens, widest))
         cost = cost._replace(
@@ -128,9 +128,27 @@ class Lengths:
         found: Cut = self._known[key]
         return found
 
+    def largest(
+        self, micro_batch_tokens: int, global_batch: int, *, is_packed: bool, cost: MicroBatchCost = ON_CPU
+    ) -> Largest:
+        """The largest micro-batch of such steps."""
+        if not is_packed:
+            return self.cut(micro_batch_tokens, global_batch, is_packed=is_packed, cost=cost).largest
+        batch = self._batch(global_batch)
+        top = self._top(micro_batch_tokens, batch)
+        of_targets = 0 if self.targets is None else round(top * self.mean_target / (self.mean + self.mean_target))
+        return Largest(1, top - of_targets, of_targets, self._pairs_of_packed(top - of_targets, batch))
+
+    def _batch(self, global_batch: int) -> int:
+        return max(1, min(global_batch, self.n_examples))
+
+    def _top(self, micro_batch_tokens: int, batch: int) -> int:
+        """The most tokens of a micro-batch."""
+        return min(max(micro_batch_tokens, self.longest_example), self.largest_step(batch))
+
     def largest_step(self, global_batch: int) -> int:
         """The most tokens of a step, sources and targets together, among as many as are drawn from a fixed seed."""
-        return self._largest_step(max(1, min(global_batch, self.n_examples)))[0]
+        return self._largest_step(self._batch(global_batch))[0]
 
     def _largest_step(self, batch: int) -> tuple[int, int]:
         """(most tokens, most squares of input lengths added up) of the drawn steps."""
@@ -173,16 +191,14 @@ class Lengths:
         return self.tokens if self.targets is None else self.tokens + self.targets
 
     def _cut(self, micro_batch_tokens: int, batch: int, is_packed: bool, cost: MicroBatchCost) -> Cut:
-        top = min(max(micro_batch_tokens, self.longest_example), self.largest_step(batch))
         if is_packed:
             targets = np.zeros(1) if self.targets is None else self.targets.astype(np.float64)
             squares, crossed = float(np.square(targets).mean()), float((self.tokens * targets).mean())
             mean_target = 0.0 if self.targets is None else self.mean_target
             example = Padded(self.mean, mean_target, self.mean_of_squares, squares, crossed)
-            of_targets = round(top * mean_target / max(1.0, self.mean + mean_target))
-            largest = Largest(1, top - of_targets, of_targets, self._pairs_of_packed(top - of_targets, batch))
+            largest = self.largest(micro_batch_tokens, batch, is_packed=True)
             return Cut(example, self._n_packed(micro_batch_tokens, batch), largest)
-        return self._cut_padded(micro_batch_tokens, batch, top, cost)
+        return self._cut_padded(micro_batch_tokens, batch, self._top(micro_batch_tokens, batch), cost)
 
     def _n_packed(self, micro_batch_tokens: int, batch: int) -> float:
         """Mean number of packed micro-batches of a step."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from farthing.planner.lengths import Largest
-from farthing.planner.recipe import CHUNKED, FUSED, LABELLED, POSITIONS, SAVED, TILED, WHOLE, Recipe
+from farthing.planner.recipe import CHUNKED, DDP, FSDP, FUSED, LABELLED, POSITIONS, SAVED, TILED, WHOLE, Recipe
 from farthing.planner.shapes import Adapters, Shape, Weight
 from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
 
@@ -29,7 +29,10 @@ CUDA_CONTEXT_BYTES = int(0.8 * 2**30)
 # of the logits of a whole micro-batch: blocks that are too large for anything else, and are kept; between 0.47 of one source
 # (fms-acceleration, nvidia-smi) and nothing of another (PEFT, reserved)
 CACHED_LOGITS = 0.25
-COMMUNICATION_BYTES = int(4.6 * 2**30)  # of several GPUs: buffers, and what streams keep from one another
+COMMUNICATION_BYTES = {  # of several GPUs: what gathered layers leave in the pools of streams; buffers of NCCL, by assumption
+    FSDP: int(4.6 * 2**30),
+    DDP: 2**29,
+}
 # of a weight in QLoRA, double quantization (Dettmers et al. 2023, arXiv 2305.14314, section 3)
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 STATE_BYTES = {
@@ -68,6 +71,7 @@ BLOCKS = {
     "gemma2": _GATED._replace(n_norms=4, scales_fp32=True),
     "gemma3_text": _GATED._replace(n_norms=4, has_head_norms=True, scales_fp32=True),
     "qwen3": _GATED._replace(has_head_norms=True),
+    "qwen3_moe": _GATED._replace(has_head_norms=True),
     "phi3": _GATED._replace(n_attention_inputs=1, n_mlp_inputs=1, is_sliced=True),
     "gpt2": Block(2, 4, False, 1, 1, 2, False),
     "gpt_bigcode": Block(2, 1, False, 1, 1, 2, False),
@@ -80,7 +84,7 @@ BLOCKS = {
     "distilbert": Block(2, 1, False, 3, 1, 1, False),
 }
 _CAPS_LOGITS = {"gemma2"}  # a tanh of them is kept
-_EAGER = {"gemma2"}  # soft-capping: scores are computed and kept whole
+_EAGER = {"gemma2", "gpt_oss"}  # soft-capping, sinks: scores are computed and kept whole
 _ATTENTION_OUTPUTS = {"o_proj", "dense", "out_lin", "c_proj", "out_proj", "o"}
 _DROPS_SCORES = {"bert", "roberta", "xlm-roberta", "distilbert", "t5", "mt5", "gpt2", "gpt_bigcode"}
 
@@ -135,12 +139,14 @@ def estimate_memory(
     """
     stack = recipe.stack
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
-    shards = recipe.n_gpus if recipe.sharding == "fsdp" else 1
+    shards = recipe.n_gpus if recipe.sharding == FSDP else 1
+    own = 1 if adapters is not None and recipe.stack.keeps_adapters_whole else shards  # trained weights are spread over
     weights = _weights_bytes(shape, recipe, adapters) / shards
-    gradients = n_trained * recipe.trained_bytes / shards
-    if shards > 1:  # the layer at work is whole on every GPU, and the next one is being fetched
-        weights += 2 * _weights_bytes(shape, recipe, adapters) / max(1, shape.n_layers + shape.n_decoder_layers)
-    state = n_trained * optimizer_bytes(recipe) / shards
+    weights += n_trained * recipe.trained_bytes * (1 / own - 1 / shards)
+    # beside the part of a step that is being computed: the sums of those that this GPU has computed
+    gradients = (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) * n_trained * recipe.trained_bytes / own
+    gathered = _gathered_bytes(shape, recipe) if shards > 1 else 0.0
+    state = n_trained * optimizer_bytes(recipe) / own
     head_gradients = shape.n_head_matmul * recipe.trained_bytes / shards if adapters is None else 0.0
     if stack.frees_gradients:
         gradients = max(gradients / max(1, shape.n_layers), head_gradients)
@@ -158,33 +164,38 @@ def estimate_memory(
         saved, boundaries = 0.0, 0.0
     embedding = shape.vocab * shape.hidden * recipe.trained_bytes if adapters is None else 0.0
     more = embedding * ((2 if shape.is_tied else 0) + (1 if held else 0))
-    step = n_trained * recipe.trained_bytes / shards if recipe.optim == "adamw_torch" else 0.0
+    step = n_trained * recipe.trained_bytes / own if recipe.optim == "adamw_torch" else 0.0
     if stack.frees_gradients:
         step = 0.0
 
-    base = {"weights": weights, "optimizer": state}
-    dora = _dora_working(recipe, adapters)
     n_layers = max(1, shape.n_layers + shape.n_decoder_layers)
+    base = {"weights": weights, "optimizer": state}
+    dora = _dora_working(recipe, adapters) + _merged_bytes(shape, recipe, adapters)
     before_last = head_gradients + shape.n_matmul * recipe.trained_bytes / shards * (1 - 1 / n_layers)
     if adapters is not None or stack.frees_gradients:
         before_last = gradients
+    at_work = base | {"gathered weights": gathered}
+    # a trained layer's gradient is whole, in fp32 as it is summed, until each GPU has its part of the sum
+    of_layer = 4.0 * in_layers(shape) / n_layers if shards > 1 and adapters is None else 0.0
+    going_back = base | {"gathered weights": gathered + of_layer}
     moments = {
-        "forward": base | {"gradients": held, "casts": casts, "activations": saved, "working": dora},
-        "loss": base | {"gradients": held + in_loss, "casts": casts, "activations": saved + last, "logits": logits},
-        "backward": base
+        "forward": at_work | {"gradients": held, "casts": casts, "activations": saved, "working": dora},
+        "loss": at_work | {"gradients": held + in_loss, "casts": casts, "activations": saved + last, "logits": logits},
+        "backward": going_back
         | {
             "gradients": (held or head_gradients) + in_backward,
             "casts": 0.0 if recipe.settings.checkpoint_every == 1 else casts,
             "activations": saved if recipe.settings.checkpoint_every != 1 else recipe.edge_copies * boundaries + top,
             "working": max(working, dora if recipe.settings.checkpoint_every else 0.0),
         },
-        "last layer": base | {"gradients": (held or before_last) + in_backward, "activations": top, "working": working},
-        "embeddings": base | {"gradients": gradients, "working": more / shards},
+        "last layer": going_back
+        | {"gradients": (held or before_last) + in_backward, "activations": top, "working": max(working, dora)},
+        "embeddings": at_work | {"gradients": gradients, "working": more / shards},
         "optimizer": base | {"gradients": gradients, "working": step},
     }
     if shape.n_decoder_layers and shape.is_tied and adapters is None:  # they come before the encoder's layers
         so_far = head_gradients + _decoder_weights(shape) * recipe.trained_bytes / shards
-        moments["decoder's embeddings"] = base | {
+        moments["decoder's embeddings"] = at_work | {
             "gradients": held or so_far,
             "activations": of_encoder,
             "working": more / shards,
@@ -194,7 +205,7 @@ def estimate_memory(
     if not is_cuda:
         return Memory(parts, moment, is_cuda)
     cached = CACHED_LOGITS * logits if stack.loss in (LABELLED, WHOLE, FUSED, SAVED) else 0.0
-    return Memory(parts, moment, is_cuda, int(cached) + (COMMUNICATION_BYTES if recipe.n_gpus > 1 else 0))
+    return Memory(parts, moment, is_cuda, int(cached) + COMMUNICATION_BYTES.get(recipe.sharding, 0))
 
 
 def evaluation_memory(
@@ -207,12 +218,13 @@ def evaluation_memory(
     is_cuda: bool = True,
 ) -> Memory:
     """Peak of an evaluation whose largest batch is `largest`: the optimizer's state stays, and no layer keeps anything."""
-    shards = recipe.n_gpus if recipe.sharding == "fsdp" else 1
+    shards = recipe.n_gpus if recipe.sharding == FSDP else 1
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
     _, _, _, layer, _ = _layers(shape, recipe, largest, adapters, is_cuda)
     logits = logits_bytes(shape, recipe, largest, labelled_share, is_cuda=is_cuda)
     base = {
         "weights": _weights_bytes(shape, recipe, adapters) / shards,
+        "gathered weights": _gathered_bytes(shape, recipe) if shards > 1 else 0.0,
         "optimizer": n_trained * optimizer_bytes(recipe) / shards,
         "casts": _casts_bytes(shape, recipe, adapters) / shards,
     }
@@ -246,6 +258,22 @@ def _casts_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> flo
     return float((shape.n_matmul + of_head) * recipe.compute_bytes)
 
 
+def _gathered_bytes(shape: Shape, recipe: Recipe) -> float:
+    """What is whole on a GPU that computes with weights that are spread: embeddings, last norm and head from the forward to
+    the end of the backward pass, and the layer at work (FSDP2; held against fms-acceleration's runs on 2 and 4 GPUs).
+    """
+    root = shape.n_parameters - in_layers(shape)
+    of_layer = in_layers(shape) / max(1, shape.n_layers + shape.n_decoder_layers)
+    if recipe.method == "qlora":
+        return root * recipe.frozen_bytes + of_layer * NF4_BYTES
+    return float((root + of_layer) * recipe.compute_bytes)
+
+
+def in_layers(shape: Shape) -> int:
+    """Weights of the layers, of which there are several: all but embeddings, last norm and head."""
+    return sum(weight.n_parameters for weight in shape.weights if "*" in weight.name)
+
+
 def _weights_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
     if adapters is None:
         return float(shape.n_parameters * recipe.trained_bytes)
@@ -255,7 +283,7 @@ def _weights_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> f
         frozen += sum(n * (w.n_weights + w.n_bias) for w, n in adapters.saved)
     if recipe.method != "qlora":
         return float(frozen * recipe.frozen_bytes + trained)
-    return shape.n_matmul * NF4_BYTES + (frozen - shape.n_matmul) * recipe.frozen_bytes + trained
+    return shape.n_packed * NF4_BYTES + (frozen - shape.n_packed) * recipe.frozen_bytes + trained
 
 
 def logits_bytes(
@@ -386,6 +414,8 @@ def saved_per_token(
     if block.is_sliced:
         attention += c * (q + k)
         attention += 0 if is_cuda or not is_full else c * q  # a CPU leaves heads in an order that has to be copied
+    if shape.n_active:  # what comes of experts, weighed; where they are trained also what goes in
+        attention += c * h * shape.n_active * (2 if is_full or (adapters and adapters.n_merged) else 1)
     if block.has_head_norms:
         of_scaled = 4 if block.scales_fp32 and not is_fused else c
         attention += (q + k) * ((0 if is_fused else 4) + (of_scaled if is_full or is_fused else 0))
@@ -490,6 +520,15 @@ def _dora_working(recipe: Recipe, adapters: Adapters | None) -> float:
     return max(
         (of_unit * w.n_in**2 + 3.0 * c * w.n_weights for w, _ in adapters.adapted if w.kind == "linear"), default=0.0
     )
+
+
+def _merged_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
+    """Experts with their adapters added, of each layer that is not computed again, and the gradient of one of them."""
+    if adapters is None or not adapters.n_merged:
+        return 0.0
+    every = recipe.settings.checkpoint_every
+    n_kept = 1 + (shape.n_layers - 1) * (1 - 1 / every if every else 1.0)
+    return recipe.compute_bytes * adapters.n_merged / shape.n_layers * (n_kept + 1)
 
 
 def _keeps_outputs(shape: Shape, adapters: Adapters | None) -> bool:

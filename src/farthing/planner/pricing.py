@@ -50,6 +50,21 @@ class Chosen(NamedTuple):
     memory_error: float
 
 
+class _Timed(NamedTuple):
+    """What a job takes on a kind of machine."""
+
+    seconds: dict[str, float]
+    """By what they go to."""
+    wall_s: float
+    waiting_s: float
+    moving_s: float
+    """Without what interruptions take."""
+    interval_s: float
+    """Between checkpoints."""
+    n_saves: float
+    spot: SpotRange | None
+
+
 class _Swing(NamedTuple):
     """How much less and more than what is likely, in 80 % of cases."""
 
@@ -66,64 +81,76 @@ class Pricing:
         self.wanted = wanted
         self.assumptions = assumptions
         self.hazard = hazard
-        self._spot: dict[Any, tuple[SpotRange, float]] = {}
+        self._timed: dict[Any, _Timed] = {}
         self._intervals: dict[tuple[float, float, Interruptions], float] = {}
         self._held_gb = (wanted.shape.n_parameters * 2 + 3 * wanted.save_bytes) / 1e9
 
     def price(self, place: Place, chosen: Chosen, needed_bytes: int) -> Plan | Rejected:
         """The plan for a place; a rejection where interruptions come faster than work is saved."""
         wanted, offer = self.wanted, place.offer
-        seconds, save_s = dict(chosen.seconds), self.save_s(place)
-        before_s = seconds["setup"] + seconds["download"] + seconds["start-up"]
-        busy_s = seconds["frozen layers"] + seconds["training"] + seconds["evaluation"]
-        spot: SpotRange | None = None
-        if offer.is_spot:
-            asked_s = self._asked_interval_s(chosen.step)
-            key = round(busy_s, 3), round(before_s, 3), round(save_s, 4), asked_s, self.hazard(offer)
-            if key not in self._spot:
-                self._spot[key] = self._on_spot(*key)
-            spot, interval_s = self._spot[key]
-            likely = spot.likely
-            if not math.isfinite(likely.wall_s):
-                what = "interruptions come faster than work is saved"
-                return Rejected(offer, what, "the same machine on demand", 10.0)
-            seconds["checkpoints"] = likely.checkpoint_s
-            seconds |= {"lost work": likely.lost_s, "restarts": likely.restart_s, "waiting": likely.waiting_s}
-        else:
-            interval_s = self._asked_interval_s(chosen.step) or quiet_interval_s(save_s)
-            seconds["checkpoints"] = (busy_s // interval_s + 1) * save_s
-        seconds = {name: value for name, value in seconds.items() if value > 0}
-        wall_s = sum(seconds.values())
-        billed_s = wall_s - seconds.get("waiting", 0.0)
+        timed = self._timed_on(place, chosen)
+        if not math.isfinite(timed.wall_s):
+            return Rejected(offer, "interruptions come faster than work is saved", "the same machine on demand", 10.0)
         usd = bill(
             offer,
-            billed_s / 3600,
-            n_starts=1 + (math.ceil(spot.likely.n_interruptions) if spot else 0),
+            (timed.wall_s - timed.waiting_s) / 3600,
+            n_starts=1 + (math.ceil(timed.spot.likely.n_interruptions) if timed.spot else 0),
             storage_gb=0.0 if place.is_local else self._held_gb,
-            storage_hours=wall_s / 3600,
-            egress_gb=self._leaving_gb(place, busy_s // interval_s + 1),
+            storage_hours=timed.wall_s / 3600,
+            egress_gb=self._leaving_gb(place, timed.n_saves),
         )
         total = sum(usd.values())
-        moving_s = wall_s - seconds.get("waiting", 0.0)  # starts and saves are no surer than steps
-        swing = _swing(place, moving_s, wall_s, spot, chosen.speed_error)
+        swing = _swing(place, timed, chosen.speed_error)
         cheaper, dearer = price_error(place)
-        around = chosen.memory_error
+        around, wall_s = chosen.memory_error, timed.wall_s
         return Plan(
             place=place,
             recipe=chosen.recipe,
             memory=chosen.memory,
             memory_range=Range(needed_bytes * (1 - around), float(needed_bytes), needed_bytes * (1 + around)),
             step=chosen.step,
-            seconds=seconds,
+            seconds=timed.seconds,
             usd=usd,
             hours_range=Range(max(0.0, wall_s - swing.less_s) / 3600, wall_s / 3600, (wall_s + swing.more_s) / 3600),
             usd_range=Range(
                 max(0.0, (total - swing.less_usd) * (1 - cheaper)), total, (total + swing.more_usd) * (1 + dearer)
             ),
-            interval_s=interval_s,
-            cache_bytes=wanted.cache_bytes * chosen.recipe.residual_bytes,
-            spot=spot.likely if spot else None,
+            interval_s=timed.interval_s,
+            cache_bytes=wanted.cache_bytes * chosen.recipe.residual_bytes * bool(chosen.recipe.settings.caches_frozen),
+            spot=timed.spot.likely if timed.spot else None,
         )
+
+    def _timed_on(self, place: Place, chosen: Chosen) -> _Timed:
+        """What the job takes there, worked out once for offers that differ in dollars alone."""
+        setup = 0.0 if place.is_local else setup_s(place.offer, self.assumptions)
+        save_s = self.save_s(place)
+        zone = self.hazard(place.offer) if place.offer.is_spot else None
+        key = id(chosen.seconds), setup, save_s, zone
+        if key not in self._timed:
+            self._timed[key] = self._time(chosen, setup, save_s, zone)
+        return self._timed[key]
+
+    def _time(self, chosen: Chosen, setup: float, save_s: float, zone: Interruptions | None) -> _Timed:
+        """Seconds with checkpoints and, in a `zone` of spot capacity, interruptions."""
+        seconds = chosen.seconds | {"setup": setup}
+        before_s = setup + seconds["download"] + seconds["start-up"]
+        busy_s = seconds["frozen layers"] + seconds["training"] + seconds["evaluation"]
+        interval_s = self._asked_interval_s(chosen.step)
+        spot: SpotRange | None = None
+        if zone is None:
+            interval_s = interval_s or quiet_interval_s(save_s)
+            seconds["checkpoints"] = (busy_s // interval_s + 1) * save_s
+        else:
+            spot, interval_s = self._on_spot(busy_s, before_s, save_s, interval_s, zone)
+            likely = spot.likely
+            seconds["checkpoints"] = likely.checkpoint_s
+            seconds |= {"lost work": likely.lost_s, "restarts": likely.restart_s, "waiting": likely.waiting_s}
+        wall_s = sum(seconds.values()) if spot is None or math.isfinite(spot.likely.wall_s) else math.inf
+        seconds = {name: value for name, value in seconds.items() if value > 0}
+        # what interruptions cost has a range of its own; starts and saves are no surer than steps
+        moving_s = wall_s - sum(seconds.get(name, 0.0) for name in ("waiting", "lost work", "restarts"))
+        waiting_s = seconds.get("waiting", 0.0)
+        return _Timed(seconds, wall_s, waiting_s, moving_s, interval_s, busy_s // interval_s + 1, spot)
 
     def _leaving_gb(self, place: Place, n_checkpoints: float) -> float:
         """What leaves the provider: the model, and checkpoints where their store is elsewhere."""
@@ -156,7 +183,7 @@ class Pricing:
         tokens = task_of(shape.task).n_tokens(wanted.lengths.n_tokens, wanted.lengths.n_target_tokens)
         export_s = known.export_s if known.export_s is not None else 0.5 + wanted.n_trainable * 4 / a.disk_bytes_per_s
         seconds = {
-            "setup": 0.0 if place.is_local else setup_s(place.offer, a),
+            "setup": 0.0,  # by provider: `price` has it
             "download": 0.0 if place.is_local else weights_bytes / a.download_bytes_per_s,
             "start-up": start_s,
             "tokenizing": 0.0 if wanted.is_tokenized and place.is_local else tokens / a.tokenize_tokens_per_s,
@@ -182,7 +209,7 @@ class Pricing:
     def _filling_s(self, place: Place, recipe: Recipe) -> float:
         """Seconds until what frozen layers give is on the disk; 0 where it is not kept."""
         wanted = self.wanted
-        if not wanted.cache_bytes or wanted.adapters is None:
+        if not recipe.settings.caches_frozen or wanted.adapters is None:
             return 0.0
         example = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost).example
         n_examples = wanted.lengths.n_examples + (wanted.eval_lengths.n_examples if wanted.eval_lengths else 0)
@@ -215,11 +242,11 @@ def setup_s(offer: Offer, assumptions: Assumptions) -> float:
     return boot.seconds if boot.is_known else assumptions.setup_s
 
 
-def _swing(place: Place, moving_once_s: float, wall_s: float, spot: SpotRange | None, error: float) -> _Swing:
+def _swing(place: Place, timed: _Timed, error: float) -> _Swing:
     """By the error of the speed, and by how long spot capacity lasts."""
-    moving_s = error * moving_once_s
+    moving_s, wall_s, spot = error * timed.moving_s, timed.wall_s, timed.spot
     rate = (place.offer.usd_per_hour or 0.0) / 3600
-    again_s = moving_once_s if place.precision == "fp16" and place.precision_note else 0.0  # a run that overflows
+    again_s = timed.moving_s if place.precision == "fp16" and place.precision_note else 0.0  # a run that overflows
     if spot is None:
         return _Swing(moving_s, moving_s + again_s, rate * moving_s, rate * (moving_s + again_s))
     good, likely, bad = spot

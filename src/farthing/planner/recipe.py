@@ -23,6 +23,25 @@ LABELLED, WHOLE, FUSED, CHUNKED, SAVED, TILED = "labelled", "whole", "fused", "c
 POSITIONS = "positions"  # the trainer's own: logits of labelled positions only, a tile at a time
 
 
+NONE, DDP, FSDP = "none", "ddp", "fsdp"
+"""How GPUs share the weights: one has them; each has them all; they are spread, and gathered layer by layer."""
+_METHODS = "full", "lora", "qlora"
+WAYS_THAT_RUN: dict[tuple[str, str], tuple[str, ...]] = {
+    **{(method, NONE): () for method in _METHODS},
+    **{(method, DDP): ("where.gpus: all",) for method in _METHODS},
+    ("lora", FSDP): ("where.gpus: all", "where.sharding: frozen"),
+}
+"""What the trainer can do, and what a job says for it. One line more turns a way on, here and in all that a plan says."""
+_LANES = 4, 8
+
+
+def n_lanes_of(method: str, n_gpus: int) -> int:
+    """How many parts a step of several GPUs is computed in: `where.same_bits` and `train.lanes` have why."""
+    if n_gpus == 1 or method == "full":
+        return n_gpus
+    return next((n for n in _LANES if n_gpus <= n), n_gpus)
+
+
 @dataclass(frozen=True)
 class Stack:
     """How the code of a trainer computes, where that shows in memory or seconds."""
@@ -52,6 +71,10 @@ class Stack:
     frees_gradients: bool = False
     """The optimizer steps within the backward pass: one layer's gradients at a time."""
     offloads_activations: bool = False
+    keeps_adapters_whole: bool = True
+    """Several GPUs: adapters are on each, and their gradients are added up in parts of a step; else they are spread as well."""
+    doubles_edges: bool = False
+    """With weights that are spread and frozen, what recomputed layers begin with is there twice."""
     unpacking: float = 1.0
     """Times as long as bitsandbytes' kernels for NF4 take to unpack quantized weights."""
     host_s_per_layer: float = 1.5e-3
@@ -159,10 +182,10 @@ class Recipe:
     def edge_copies(self) -> int:
         """How often the backward pass holds what recomputed layers begin with.
 
-        fsdp does so twice where the layers are frozen: 787 kB for each token of a Mistral-7B over two and four GPUs where
-        one has 541 (foundation-model-stack/fms-acceleration, LoRA and QLoRA); full fine-tuning does not.
+        accelerate, FSDP1 and peft do so twice where the layers are frozen: 787 kB for each token of a Mistral-7B over two and
+        four GPUs where one has 541 (foundation-model-stack/fms-acceleration, LoRA and QLoRA).
         """
-        return 2 if self.method != "full" and self.sharding == "fsdp" else 1
+        return 2 if self.method != "full" and self.sharding == FSDP and self.stack.doubles_edges else 1
 
     @property
     def residual_bytes(self) -> int:
@@ -175,10 +198,26 @@ class Recipe:
         """The same recipe with other settings."""
         return replace(self, settings=replace(self.settings, **changed))
 
+    @property
+    def can_run(self) -> bool:
+        """Whether the trainer can do it."""
+        return (self.method, self.sharding) in WAYS_THAT_RUN
+
+    @property
+    def lanes_of_gpu(self) -> int:
+        """Parts of a step that one GPU computes, one after the other."""
+        return -(-n_lanes_of(self.method, self.n_gpus) // self.n_gpus) if self.stack.keeps_adapters_whole else 1
+
+    @property
+    def to_set(self) -> tuple[str, ...]:
+        """What the job has to say for it, beside what it says by itself."""
+        return WAYS_THAT_RUN.get((self.method, self.sharding), ())
+
     def in_words(self) -> str:
         """`lora, bf16, up to 8,192 tokens at a time, every layer checkpointed`."""
         at_once = [] if self.micro_batch is None else [f"{self.micro_batch} x {self.n_micro_batches:g} examples"]
         words = [self.method, self.precision, *at_once, self.settings.in_words()]
-        if self.sharding != "none":
-            words.append(f"{self.sharding} over {self.n_gpus}")
+        if self.sharding != NONE:
+            how = "weights on each of" if self.sharding == DDP else "weights spread over"
+            words.append(f"{how} {self.n_gpus} GPUs")
         return ", ".join(words)

@@ -7,19 +7,19 @@ Pure: values in, values out. Refuses to import torch, and to ask a clock, a file
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.errors import UserMistake
-from farthing.planner.confidence import memory_error, speed_error
+from farthing.planner.confidence import link_error, memory_error, speed_error
 from farthing.planner.lengths import Padded
 from farthing.planner.limits import meet_deadline, within_limits
 from farthing.planner.memory import Memory, estimate_memory, evaluation_memory
 from farthing.planner.pricing import Chosen, Pricing
 from farthing.planner.ranking import ranked
-from farthing.planner.recipe import Recipe
+from farthing.planner.recipe import DDP, FSDP, NONE, Recipe
 from farthing.planner.speed import StepTime, Work, micro_batch_cost, step_time, work_of
 from farthing.planner.spot import Interruptions, prior
 from farthing.planner.types import UNCALIBRATED, Answer, Assumptions, JobSpec, Place, Plan, Rejected
@@ -80,7 +80,7 @@ class _Search:
         self._candidates: dict[tuple[str, int, bool, MicroBatchCost], list[tuple[Recipe, Memory, Work]]] = {}
         self._chosen: dict[Any, Chosen | Rejected] = {}
         self._pricing = Pricing(wanted, assumptions, hazard)
-        self._changes: dict[Any, list[tuple[str, int]]] = {}
+        self._changes: dict[Any, tuple[list[tuple[str, int]], Iterator[dict[str, Any]]]] = {}
 
     def judge(self, place: Place) -> Plan | Rejected:
         """The plan for a place, or why there is none."""
@@ -120,7 +120,7 @@ class _Search:
         if n_gpus > wanted.global_batch:
             return
         everies = [wanted.checkpoint_every] if wanted.checkpoint_every is not None else [0, 2, 1]
-        shardings = ["none"] if n_gpus == 1 else ["ddp", "fsdp"]
+        shardings = shardings_of(wanted, n_gpus)
         for most in budgets(wanted, n_gpus, is_cuda):
             example = wanted.cut(most, n_gpus, cost).example
             for every in everies:
@@ -140,7 +140,7 @@ class _Search:
     def memory_of(self, wanted: JobSpec, recipe: Recipe, is_cuda: bool) -> Memory:
         """Peak memory of a recipe, in training or evaluation."""
         how: dict[str, Any] = {"labelled_share": wanted.labelled_share, "is_cuda": is_cuda}
-        largest = wanted.cut(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost).largest
+        largest = wanted.largest(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost)
         memory = estimate_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
         if wanted.eval_lengths is not None:  # an evaluation takes as many tokens at once as training does
             largest = wanted.eval_cut(recipe.settings.micro_batch_tokens, recipe.cost).largest
@@ -173,11 +173,9 @@ class _Search:
         if not found:
             what = f"a step of {self.wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
             return Rejected(place.offer, what, f"train.global_batch_size: {n_gpus}", n_gpus / self.wanted.global_batch)
-        fitting = [
-            (recipe, memory, step_time(work, place.device, place.calibration), work)
-            for recipe, memory, work in found
-            if self.needed_bytes(place, memory) <= place.memory_bytes
-        ]
+        fitting = [one for one in found if self.needed_bytes(place, one[1]) <= place.memory_bytes]
+        # what the trainer can't do yet is shown only where nothing that it can do fits
+        fitting = [one for one in fitting if one[0].can_run] or fitting
         # a run that dies of memory has cost its dollars: what fits with its error comes before what may not
         most = place.memory_bytes / (1 + memory_error(place, self.wanted.shape.model_type))
         sure = [one for one in fitting if self.needed_bytes(place, one[1]) <= most]
@@ -185,16 +183,18 @@ class _Search:
             sure = [min(fitting, key=lambda one: self.needed_bytes(place, one[1]))]
         if fitting:
 
-            def cheapness(one: tuple[Recipe, Memory, StepTime, Work]) -> tuple[float, ...]:
-                recipe, _, step, _ = one
+            def cheapness(one: tuple[StepTime, tuple[Recipe, Memory, Work]]) -> tuple[float, ...]:
+                step, (recipe, _, _) = one
                 if not place.is_cuda:  # what a micro-batch costs by itself is not in the seconds of a CPU
                     return recipe.settings.checkpoint_every, -recipe.settings.micro_batch_tokens
                 return step.seconds, recipe.settings.checkpoint_every, recipe.settings.micro_batch_tokens
 
-            recipe, memory, step, work = min(sure, key=cheapness)
+            timed = [(step_time(one[2], place.device, place.calibration), one) for one in sure]
+            step, (recipe, memory, work) = min(timed, key=cheapness)
             family = self.wanted.shape.model_type
             seconds = self._pricing.seconds_of(place, recipe, step, work)
-            return Chosen(recipe, memory, step, seconds, speed_error(place, family), memory_error(place, family))
+            error = speed_error(place, family) + link_error(step)
+            return Chosen(recipe, memory, step, seconds, error, memory_error(place, family))
         least = min((self.needed_bytes(place, memory), recipe.in_words()) for recipe, memory, _ in found)
         gib = said_apart(least[0] / 2**30, place.memory_bytes / 2**30, lambda n: say_bytes(n * 2**30), "{} GiB")
         reason = f"needs {gib[0]} at least, has {gib[1]} ({least[1]})"
@@ -213,26 +213,27 @@ class _Search:
         """Where only the risk of fp16 made it fp32: the setting, when the job would fit with it."""
         if place.precision != "fp32" or not place.is_cuda or self.wanted.precision or not self.wanted.fp16_risk:
             return ""
-        in_fp16 = self.candidates("fp16", n_gpus, True)
+        in_fp16 = [one for one in self.candidates("fp16", n_gpus, True) if one[0].can_run]
+        if not in_fp16:
+            return ""
         if min(self.needed_bytes(place, memory) for _, memory, _ in in_fp16) > place.memory_bytes:
             return ""
         return f"train.fp16: true at a risk: {self.wanted.fp16_risk}"
 
-    def changes(self, precision: str, n_gpus: int, is_cuda: bool) -> list[tuple[str, int]]:
-        """Changes of the job that save memory, with the least they need: the mildest first."""
+    def changes(self, precision: str, n_gpus: int, is_cuda: bool) -> Iterator[tuple[str, int]]:
+        """Changes of the job that save memory, with the least they need: the mildest first, each worked out when asked for."""
         key = precision, n_gpus, is_cuda
-        if key not in self._changes:
-            self._changes[key] = found = []
-            for changed in _memory_savers(self.wanted, is_cuda):
-                other = replace(self.wanted, **changed)
-                most = min(budgets(other, n_gpus, is_cuda))
-                every = other.checkpoint_every if other.checkpoint_every is not None else 1
-                sharding = "none" if n_gpus == 1 else "fsdp"
-                memory = self.memory_of(other, recipe_of(other, precision, most, every, n_gpus, sharding), is_cuda)
-                found.append((_in_words(changed), memory.reserved_bytes))
-        return self._changes[key]
-
-    # ---- price ----
+        known, rest = self._changes.setdefault(key, ([], _memory_savers(self.wanted, is_cuda)))
+        yield from known
+        for changed in rest:
+            other = replace(self.wanted, **changed)
+            most = min(budgets(other, n_gpus, is_cuda))
+            every = other.checkpoint_every if other.checkpoint_every is not None else 1
+            accumulates = _one_pass(other, precision, Settings(most, every))
+            sharding = shardings_of(other, n_gpus)[-1]
+            recipe = replace(accumulates, n_gpus=n_gpus, sharding=sharding, mean_passes=2.0)
+            known.append((_in_words(changed), self.memory_of(other, recipe, is_cuda).reserved_bytes))
+            yield known[-1]
 
 
 def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
@@ -252,27 +253,39 @@ def budgets(wanted: JobSpec, n_gpus: int, is_cuda: bool) -> list[int]:
     return found
 
 
-def _memory_savers(wanted: JobSpec, is_cuda: bool) -> list[dict[str, Any]]:
+def shardings_of(wanted: JobSpec, n_gpus: int) -> list[str]:
+    """How so many GPUs can share the weights, what takes least memory last. 4-bit weights lose their quantization when they
+    are gathered, and texts of different lengths are written by GPUs that would have to compute alike."""
+    if n_gpus == 1:
+        return [NONE]
+    merges = wanted.adapters is not None and wanted.adapters.n_merged  # peft was not tried on experts that are spread
+    if wanted.method == "qlora" or (wanted.method == "lora" and (wanted.max_new_tokens or merges)):
+        return [DDP]
+    return [FSDP] if wanted.spreads else [DDP, FSDP]
+
+
+def _memory_savers(wanted: JobSpec, is_cuda: bool) -> Iterator[dict[str, Any]]:
     """Settings to change: the mildest first, each with those before."""
-    lengths = wanted.lengths
+    longest = wanted.lengths.longest
     milder: dict[str, Any] = {}
-    ways: list[dict[str, Any]] = []
-    if wanted.micro_batch_tokens is not None and wanted.micro_batch_tokens > lengths.longest_example:
-        milder["micro_batch_tokens"] = lengths.longest_example
-        ways.append(dict(milder))
+    if wanted.micro_batch_tokens is not None and wanted.micro_batch_tokens > wanted.lengths.longest_example:
+        milder["micro_batch_tokens"] = wanted.lengths.longest_example
+        yield dict(milder)
     if wanted.checkpoint_every not in (None, 1):
         milder["checkpoint_every"] = 1
-        ways.append(dict(milder))
+        yield dict(milder)
     if wanted.method == "full" and is_cuda and "8bit" not in wanted.optim:
-        ways.append(milder | {"optim": "adamw_8bit"})
+        yield milder | {"optim": "adamw_8bit"}
     methods = [name for name in (["lora", "qlora"] if is_cuda else ["lora"]) if name != wanted.method]
     if wanted.method == "qlora":
         methods = []
-    ways += [milder | {"method": name} for name in methods]
-    shorter = [_shortened(wanted, milder, int(lengths.longest * share)) for share in (0.5, 0.25)]
-    ways += [one for one in shorter if one["lengths"].longest >= 64]
-    ways += [shorter[1] | {"method": name} for name in methods[-1:] if shorter[1]["lengths"].longest >= 64]
-    return ways
+    for name in methods:
+        yield milder | {"method": name}
+    for n in (int(longest * share) for share in (0.5, 0.25)):
+        if n >= 64:
+            yield _shortened(wanted, milder, n)
+    if methods and int(longest * 0.25) >= 64:
+        yield _shortened(wanted, milder, int(longest * 0.25)) | {"method": methods[-1]}
 
 
 def _shortened(wanted: JobSpec, milder: dict[str, Any], longest: int) -> dict[str, Any]:
@@ -302,12 +315,15 @@ def recipe_of(
     micro_batch_tokens: int,
     every: int,
     n_gpus: int = 1,
-    sharding: str = "none",
+    sharding: str = NONE,
     cost: MicroBatchCost = ON_CPU,
 ) -> Recipe:
     """The recipe that the trainer would run with these choices."""
+    once = _one_pass(wanted, precision, Settings(micro_batch_tokens, every, **cost._asdict()))
+    if n_gpus > 1:  # each GPU sees other examples in every epoch
+        once = once.with_settings(caches_frozen=False)
     return replace(
-        _one_pass(wanted, precision, Settings(micro_batch_tokens, every, **cost._asdict())),
+        once,
         n_gpus=n_gpus,
         sharding=sharding,
         mean_passes=wanted.cut(micro_batch_tokens, n_gpus, cost).n_micro_batches,

@@ -4,7 +4,7 @@ A decoding step reads all weights and the cache of every stream, or computes, wh
 once. An engine keeps as many streams as its cache has room for. The constants are those of a fit on 54 published rows
 (`bench/serving.py` has them, with their errors): engines on NVIDIA GPUs, 2023 to 2026.
 
-Pure. Refuses mixtures of experts and models that do not write token by token.
+Pure. Refuses models that do not write token by token.
 """
 
 from __future__ import annotations
@@ -112,16 +112,17 @@ class Server:
 
     def decode_s(self, traffic: Traffic, n_streams: int) -> float:
         """Seconds of a decoding step: a token for each stream."""
-        read = self.weights_bytes + n_streams * self.cache_bytes(traffic)
+        unmet = self.shape.n_matmul - self.shape.n_met(n_streams)  # experts that no stream's token goes to
+        read = self.weights_bytes - unmet * PRECISIONS[self.precision][0] + n_streams * self.cache_bytes(traffic)
         reading_s = read / (self._together * self.gpu.bandwidth_bytes_per_s * BANDWIDTH_REACHED)
-        n_multiplied = self.shape.n_matmul + self.shape.n_head_matmul
+        n_multiplied = self.shape.n_met() + self.shape.n_head_matmul
         computing_s = 2.0 * n_multiplied * n_streams / (self._peak * DECODE_REACHED)
         return max(reading_s, computing_s) + STEP_S + STREAM_S * n_streams
 
     def prefill_s(self, traffic: Traffic) -> float:
         """Seconds until a prompt is read."""
         n = traffic.input_tokens
-        flops = 2.0 * (self.shape.n_matmul + self.shape.n_head_matmul) * n
+        flops = 2.0 * (self.shape.n_met() + self.shape.n_head_matmul) * n
         flops += 2.0 * self.shape.n_layers * self.shape.hidden * n * n
         return flops / (self._peak * PREFILL_REACHED)
 

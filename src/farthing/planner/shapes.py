@@ -15,7 +15,13 @@ from farthing.errors import UserMistake
 from farthing.planner.families import BODY, FAMILIES, Family
 from farthing.tasks.registry import task_of
 
-_NOT_READ = ("add_cross_attention", "use_bidirectional_attention")  # they change layers or masks in ways not told here
+# they change layers or masks in ways not told here
+_NOT_READ = ("add_cross_attention", "use_bidirectional_attention", "mlp_only_layers")
+
+_PEFT_ADAPTS_EXPERTS = {  # by the names that their layers have in a checkpoint; in other mixtures it leaves experts alone
+    "mixtral": ("w1", "w3", "w2"),
+    "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
+}
 
 _OWN_NAME_ONLY = ("intermediate_size", "window_period")  # transformers maps no other name of a family to these
 
@@ -25,7 +31,7 @@ class Weight(NamedTuple):
 
     name: str  # as transformers names it; * stands for the number of the layer
     part: str  # embeddings, positions, attention, mlp, norms, pooler or head
-    kind: str  # linear, embedding or norm
+    kind: str  # linear, embedding or norm; experts (of a layer, in one) and router, which are no linear layers; raw
     n_in: int  # features in, or rows of an embedding; 1 for a norm
     n_out: int
     has_bias: bool
@@ -33,16 +39,22 @@ class Weight(NamedTuple):
     is_tied: bool  # its weight is the embedding's
     tokens: str  # what a linear layer multiplies: all, source or target tokens, or one vector per sequence
     share: float = 1.0  # of those tokens: experts see those that are sent to them
+    n_experts: int = 1  # in it
 
     @property
     def n_weights(self) -> int:
         """Numbers in one weight, without its bias."""
-        return self.n_in * self.n_out
+        return self.n_in * self.n_out * self.n_experts
 
     @property
     def n_bias(self) -> int:
         """Numbers in one bias."""
-        return self.n_out if self.has_bias else 0
+        return self.n_out * self.n_experts if self.has_bias else 0
+
+    def n_adapter(self, r: int) -> int:
+        """Parameters of a LoRA of rank `r` on it: of each expert, and of two where two layers are one."""
+        n_layers = 2 if self.kind == "experts" and self.name.endswith("gate_up_proj") else 1
+        return n_layers * self.n_experts * r * (self.n_in + self.n_out)
 
     @property
     def n_parameters(self) -> int:
@@ -90,6 +102,11 @@ class Adapters(NamedTuple):
         """Adapters and modules trained whole."""
         return self.n_adapter + self.n_saved
 
+    @property
+    def n_merged(self) -> int:
+        """Weights of experts with adapters, which peft adds up in whole before every product."""
+        return sum(n * w.n_weights for w, n in self.adapted if w.kind == "experts")
+
 
 class Shape(NamedTuple):
     """The sizes of a model for a task, read by `read_shape`."""
@@ -110,6 +127,7 @@ class Shape(NamedTuple):
     windows: tuple[int | None, ...]  # by layer: tokens a token attends to, itself included; None is all before it
     weights: tuple[Weight, ...]
     query_and_value: tuple[str, ...]
+    n_active: int = 0  # experts that a token goes to, in a mixture of them; `ffn` is that of all of these
 
     @property
     def scores_tokens(self) -> bool:
@@ -135,8 +153,22 @@ class Shape(NamedTuple):
         return tuple(weight for weight in self.weights if weight.kind == "linear")
 
     @property
+    def products(self) -> tuple[Weight, ...]:
+        """What tokens are multiplied with: linear layers, routers and experts."""
+        return tuple(weight for weight in self.weights if weight.kind in ("linear", "router", "experts"))
+
+    @property
     def n_matmul(self) -> int:
-        """Weights that tokens are multiplied with, biases and head left out: what LoRA freezes and NF4 packs."""
+        """Weights that tokens are multiplied with, biases and head left out: what LoRA freezes."""
+        return sum(w.copies * w.n_weights for w in self.products if w.part != "head")
+
+    def n_met(self, n_tokens: float = 1) -> float:
+        """Those of `n_matmul` that so many tokens are multiplied with: of the experts the ones that some are sent to."""
+        return sum(w.copies * w.n_weights * (1 - (1 - w.share) ** n_tokens) for w in self.products if w.part != "head")
+
+    @property
+    def n_packed(self) -> int:
+        """Those that NF4 packs: bitsandbytes takes linear layers only, and leaves experts as they are."""
         return sum(w.copies * w.n_weights for w in self.linear_layers if w.part != "head")
 
     @property
@@ -174,12 +206,13 @@ class Shape(NamedTuple):
         # peft keeps adapters out of whatever these match, at dots
         kept_out = re.compile("|".join(rf"(?:^|.*\.)(?:{name})(?:$|\..*)" for name in saved_names) or r"(?!)")
         if tuple(target_modules) == ("all-linear",) or not (target_modules or heads):
-            linear = {w.name for w in self.linear_layers if w.part != "head"}
+            layers = self.products if self.model_type in _PEFT_ADAPTS_EXPERTS else self.linear_layers
+            linear = {w.name for w in layers if w.part != "head"}
             adapted_copies = {
                 w: n for w, n in self._matched(lambda x: not kept_out.match(x)).items() if w.name in linear
             }
         else:
-            targets = tuple(target_modules) or self.query_and_value
+            targets = self._of_experts(tuple(target_modules) or self.query_and_value)
             self._must_take_adapters(targets, kept_out)
             adapted_copies = self._matched(
                 lambda name: any(_ends(name, t) for t in targets) and not kept_out.match(name)
@@ -188,13 +221,27 @@ class Shape(NamedTuple):
                 raise self._no_module(targets[0], "target_modules")
         adapted = tuple((weight, len(copies)) for weight, copies in adapted_copies.items())
         saved = tuple((weight, len(copies)) for weight, copies in saved_copies.items())
-        n_adapter = sum(n * (r * (w.n_in + w.n_out) + (w.n_out if use_dora else 0)) for w, n in adapted)
+        if use_dora and any(w.kind == "experts" for w, _ in adapted):
+            to_do = "leave method.use_dora out, or name layers of attention"
+            raise UserMistake("peft has no DoRA for experts", where="method.use_dora", to_do=to_do)
+        n_adapter = sum(n * (w.n_adapter(r) + (w.n_out if use_dora else 0)) for w, n in adapted)
         n_saved = sum(n * (w.n_weights + w.n_bias) for w, n in saved)
         n_originals = sum(n * w.n_parameters // w.copies for w, n in saved)
         n_total = self.n_parameters + n_adapter + n_saved - n_originals
         trained = [*adapted_copies.items(), *saved_copies.items()]
         first = min((self._layer_of(weight, copies[0]) for weight, copies in trained), default=0)
         return Adapters(r, adapted, saved, n_adapter, n_saved, n_total, first)
+
+    def _of_experts(self, targets: tuple[str, ...]) -> tuple[str, ...]:
+        """Targets with the names that layers of experts have in a checkpoint changed for those in the model, as peft does."""
+        fused = _PEFT_ADAPTS_EXPERTS.get(self.model_type, ())
+        found = tuple("mlp.experts.down_proj" if target in fused[2:] else target for target in targets)
+        halves = [target for target in targets if target.endswith(fused[:2])] if fused else []
+        if len(halves) == 1:
+            what = f"{' and '.join(fused[:2])} are one layer of this model's experts"
+            raise UserMistake(what, where="method.target_modules", to_do="name both of them, or none")
+        both = ("mlp.experts.gate_up_proj",) if halves else ()
+        return (*(target for target in found if target not in halves), *both)
 
     def _matched(self, wanted: Callable[[str], bool]) -> dict[Weight, list[int]]:
         """The weights with a name that is wanted, and which of their copies have one."""
@@ -252,7 +299,7 @@ class Shape(NamedTuple):
         of_stack = {True: n_above[1], False: n_above[0]}
         every = [
             (weight, of_stack[weight.name.startswith("decoder.")] if "*" in weight.name else weight.copies)
-            for weight in self.linear_layers
+            for weight in self.products
         ]
         body, head, _ = self._products(every, n_tokens, n_targets, n_head_tokens)
         pairs = 4.0 * self.n_heads * self.head_dim  # queries with keys, and scores with values
@@ -270,11 +317,16 @@ class Shape(NamedTuple):
         once = self.forward_flops(*lengths)
         if adapters is None:
             return Flops(3 * once.body, 3 * once.attention, 3 * once.head, 0.0, once.n_tokens)
-        body, head, _ = self._products([(w, n) for w, n in adapters.saved if w.kind == "linear"], *lengths)
+        products = self.products
+        body, head, _ = self._products([(w, n) for w, n in adapters.saved if w in products], *lengths)
         low_rank = self._products([(w, n) for w, n in adapters.adapted if w.kind == "linear"], *lengths)[2]
         back = self.forward_flops(*lengths, first_layer=adapters.first_layer)
+        merged = self._products([(w, n) for w, n in adapters.adapted if w.kind == "experts"], *lengths)[0]
         return Flops(
-            once.body + back.body + body,
+            once.body
+            + back.body
+            + body
+            + merged,  # what comes of experts and adapters has a gradient as if it were trained
             once.attention + 2 * back.attention,
             2 * once.head + head,
             3 * adapters.r * low_rank,
@@ -344,6 +396,11 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
     sizes |= {"q": n_heads * head_dim, "k": n_kv_heads * head_dim, "3h": 3 * hidden, "P": positions or 0}
     sizes |= {"qkv": sizes["q"] + 2 * sizes["k"], "T": says.n("type_vocab_size", 1)}
     sizes |= {"h2d": hidden + 2 * head_dim, "B": says.n("relative_attention_num_buckets", 1)}
+    sizes["e"] = says.n("num_local_experts", 1)
+    n_active = says.n("num_experts_per_tok") if sizes["e"] > 1 else 0
+    if says.value("decoder_sparse_step") not in (None, 1):
+        what = "layers with and without experts are not known here"
+        raise UserMistake(what, where="config.json: decoder_sparse_step", to_do="use a model without it")
     if family.positions_follow_padding and positions is not None:
         positions -= (says.value("pad_token_id") or 0) + 1
     return Shape(
@@ -356,13 +413,14 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
-        ffn=ffn,
+        ffn=ffn * max(1, n_active),
         vocab=vocab,
         max_positions=positions,
         is_tied=says.holds("tie_word_embeddings"),
         windows=_windows(says, n_decoder_layers or n_layers),
         weights=_weights(family, ends, says, sizes, {"decoder.": n_decoder_layers, "": n_layers}),
         query_and_value=family.query_and_value,
+        n_active=n_active,
     )
 
 
@@ -393,8 +451,9 @@ def _weights(
         name, part, size, *more = row.split()
         if any(word.startswith("if:") and not says.holds(word[3:]) for word in more):
             continue
-        kind = "linear" if "->" in size else "embedding" if "*" in size else "norm"
-        n_in, n_out = (1, sizes[size]) if kind == "norm" else (sizes[letter] for letter in re.split(r"->|\*", size))
+        own = [word for word in ("experts", "router", "raw") if word in more]
+        kind = own[0] if own else "linear" if "->" in size else "embedding" if "*" in size else "norm"
+        n_in, n_out = (sizes[letter] for letter in re.split(r"->|\*", size)) if size not in sizes else (1, sizes[size])
         weights.append(
             Weight(
                 name=before + name,
@@ -406,6 +465,8 @@ def _weights(
                 copies=n_copies["decoder." if name.startswith("decoder.") else ""] if "*" in name else 1,
                 is_tied=says.among("tied", more),
                 tokens=next((word[3:] for word in more if word.startswith("of:")), "all"),
+                share=says.n("num_experts_per_tok") / sizes["e"] if kind == "experts" else 1.0,
+                n_experts=sizes["e"] if kind == "experts" else 1,
             )
         )
     return tuple(weights)

@@ -19,6 +19,7 @@ from farthing.prices.gpus import FACTS, Gpu, gpus
 
 OLDEST_TORCH = "2.10"
 _INDEX = "https://download.pytorch.org/whl"
+_ARM_HOSTS = ("GH200", "GB200", "GB300")
 _BUILD = r"cu\d+|rocm[\d.]+|cpu"
 
 
@@ -122,6 +123,17 @@ def pip_line(gpu: Gpu, torch: Torch) -> str | None:
         version, build = ".".join(map(str, older[-1].since)), older[-1].build
         wanted = f"'torch=={version}.*'"
     return f"pip install {wanted} --index-url {_INDEX}/{build}, and plan with --torch {version}+{build}"
+
+
+def host_note(gpu: Gpu, torch: Torch) -> str:
+    """What is to be done before a machine of this GPU can train with `torch`; empty where nothing is.
+
+    PyPI's wheel for ARM processors has no CUDA (github.com/pytorch/pytorch/issues/168065, 2025-11-18).
+    """
+    if gpu.name not in _ARM_HOSTS or torch.build:
+        return ""
+    line = f"pip install torch=={torch.version} --index-url {_INDEX}/{build_of(torch).build}"
+    return f"its processor is an ARM, for which PyPI's torch has no CUDA: {line}"
 
 
 def runs_in_words(torch: Torch) -> str:

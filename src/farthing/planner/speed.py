@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.planner.lengths import Padded
-from farthing.planner.memory import NF4_BYTES, block_of
-from farthing.planner.recipe import CHUNKED, FUSED, POSITIONS, TILED, Recipe
+from farthing.planner.memory import NF4_BYTES, block_of, in_layers
+from farthing.planner.recipe import CHUNKED, FSDP, FUSED, POSITIONS, TILED, Recipe
 from farthing.planner.shapes import Adapters, Shape
 from farthing.prices.gpus import Gpu
 
@@ -57,6 +57,10 @@ LINK_SHARE = {"nvlink": 0.7, "infinity-fabric": 0.7, "pcie": 0.4}  # of the link
 NO_PEER_SHARE = 0.15  # of GeForce cards: their driver has no way from GPU to GPU, all goes through the host's memory
 EXPOSED = 1.2  # seconds that a step is longer for each second of sending: little hides behind computing, which it slows
 WAITING = 0.03  # of the computing: GPUs wait for the slowest
+EXPERTS_LAUNCHES = (
+    2.0  # the kernels of a layer with experts, in those of one without: sorting, sums and two grouped products
+)
+EXPERTS_SHARE = 0.7  # of the rate of one large product that products of experts reach: by assumption
 LAUNCH_TAIL = 0.03  # of the host's time: kernels that are too short to keep a GPU busy until the next one begins
 BUS_BYTES_PER_S = 20e9  # PCIe 4.0 x16 one way; with 5.0 it is twice that, in a small machine half
 CPU_MATMUL_SHARE = 0.35
@@ -180,11 +184,14 @@ def work_of(
     below = _share_below(shape, padded, adapters)
     ahead = 1 - below if recipe.settings.caches_frozen else 1.0  # of the layers go through a forward pass
     passes = ahead + (1 - below) * (1 + recompute)
-    host_s = recipe.stack.host_s_per_layer + (recipe.stack.host_s_per_adapted_layer if adapters is not None else 0.0)
+    of_experts = sum(w.copies * w.n_weights * w.share for w in shape.products if w.kind == "experts") / shape.n_met()
+    n_merged = adapters.n_merged if adapters is not None else 0
+    of_layer = recipe.stack.host_s_per_layer * (EXPERTS_LAUNCHES if shape.n_active else 1.0)
+    host_s = of_layer + (recipe.stack.host_s_per_adapted_layer if adapters is not None else 0.0)
     return Work(
-        matmul_flops=n_each * (flops.body + flops.head + flops.adapters),
+        matmul_flops=n_each * (flops.body * (1 + of_experts * (1 / EXPERTS_SHARE - 1)) + flops.head + flops.adapters),
         attention_flops=n_each * flops.attention,
-        read_bytes=n_micro * passes * c * (shape.n_matmul + shape.n_head_matmul),
+        read_bytes=n_micro * passes * c * (shape.n_matmul + shape.n_head_matmul + 2 * n_merged),
         traffic_bytes=n_each * _traffic(shape, recipe, padded, adapters, recompute, labelled_share),
         dequantization_bytes=n_micro * passes * _packed_bytes(shape, recipe),
         optimizer_bytes=_optimizer_bytes(shape, recipe, adapters),
@@ -411,8 +418,12 @@ def _traffic(
     tokens = _layer_tokens(padded, (shape.n_layers, shape.n_decoder_layers))
     passes = ahead + (1 - below) * (2.0 + recompute)
     body = tokens * (layer + adapted) * passes + tokens * adapted * (3.0 + recompute - passes)  # adapters are all above
-    if stack.is_eager:  # product, mask, softmax in fp32, cast and the second product, each over all scores
-        body += (shape.n_layers * padded.token_pairs * shape.n_heads * (6.0 * c + 8.0)) * passes
+    # product, mask or bias, softmax in fp32, cast and the second product, each over all scores; two stacks that are laid end
+    # to end add a bias by distance, which no fused kernel takes
+    if stack.is_eager or (stack.is_packed and shape.n_decoder_layers):
+        pairs = shape.n_layers * padded.token_pairs
+        pairs += shape.n_decoder_layers * (padded.target_pairs + padded.cross_pairs)
+        body += pairs * shape.n_heads * (6.0 * c + 8.0) * passes
     n_scored = (padded.targets or padded.tokens) if shape.scores_tokens else 0.0
     of_loss = {TILED: 8.0, FUSED: 16.0, CHUNKED: 24.0}.get(stack.loss, c + 32.0 * labelled_share)
     if stack.loss == POSITIONS:
@@ -424,7 +435,7 @@ def _packed_bytes(shape: Shape, recipe: Recipe) -> float:
     """Quantized weights as they are read, and as they are written to be multiplied with."""
     if recipe.method != "qlora":
         return 0.0
-    return recipe.stack.unpacking * shape.n_matmul * (NF4_BYTES + recipe.compute_bytes)
+    return recipe.stack.unpacking * shape.n_packed * (NF4_BYTES + recipe.compute_bytes)
 
 
 def _optimizer_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
@@ -455,22 +466,26 @@ def _bus_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float
 def _n_stepped(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> int:
     """Trained weights that one GPU's optimizer has."""
     n = shape.n_parameters if adapters is None else adapters.n_trainable
-    return n // recipe.n_gpus if recipe.sharding == "fsdp" else n
+    is_spread = recipe.sharding == FSDP and not (adapters is not None and recipe.stack.keeps_adapters_whole)
+    return n // recipe.n_gpus if is_spread else n
 
 
 def _sent_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
     """Gradients (ddp), or weights and gradients (fsdp), that a GPU sends to others.
 
-    A ring moves 2 (n - 1) / n of the gradients (Patarasuk and Yuan 2009); fsdp gathers the weights twice for every
-    micro-batch, thrice when layers are recomputed, and scatters the gradients.
+    A ring moves 2 (n - 1) / n of the gradients (Patarasuk and Yuan 2009). With fsdp, for every micro-batch, layers are
+    gathered twice, recomputed or not, embeddings and head once, and gradients are scattered; adapters that are whole are
+    added up once a step.
     """
     n = recipe.n_gpus
     if n == 1:
         return 0.0
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
     share, gradients = (n - 1) / n, float(n_trained * recipe.trained_bytes)
-    if recipe.sharding != "fsdp":
+    if recipe.sharding != FSDP:
         return 2 * share * gradients
-    passes = 2 + (1 if recipe.settings.checkpoint_every else 0)
     of_weight = NF4_BYTES if recipe.method == "qlora" else float(recipe.compute_bytes)
-    return share * (recipe.n_micro_batches * passes * shape.n_parameters * of_weight + gradients)
+    gathered = of_weight * (shape.n_parameters + in_layers(shape))
+    if adapters is not None and recipe.stack.keeps_adapters_whole:
+        return share * (recipe.n_micro_batches * gathered + 2 * gradients)
+    return share * recipe.n_micro_batches * (gathered + gradients)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from farthing.data.packing import ON_CPU, MicroBatchCost
 from farthing.planner.frozen_cache_cost import frozen_cache_bytes
-from farthing.planner.lengths import Cut, Lengths
+from farthing.planner.lengths import Cut, Largest, Lengths
 from farthing.planner.memory import Memory
-from farthing.planner.recipe import Recipe, Stack, stack_for
+from farthing.planner.recipe import Recipe, Stack, n_lanes_of, stack_for
 from farthing.planner.shapes import Adapters, Shape
-from farthing.planner.software import Torch, why_no_code
+from farthing.planner.software import Torch, host_note, why_no_code
 from farthing.planner.speed import Calibration, Device, StepTime, device_of
 from farthing.planner.spot import Expected
 from farthing.prices.gpus import Gpu, gpus
@@ -75,6 +75,8 @@ class JobSpec:
     max_steps: int | None = None
     micro_batch_tokens: int | None = None
     """Most computed tokens of a micro-batch; None: the planner's choice."""
+    spreads: bool = False
+    """Whether the job asks for frozen weights that are spread over GPUs."""
     may_go_packed: bool = True
     """Whether documents may be laid end to end: not where the job names an attention of its own."""
     caches_frozen: bool = False
@@ -151,9 +153,16 @@ class JobSpec:
 
     def cut(self, micro_batch_tokens: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Cut:
         """The part of a step that one GPU takes, in micro-batches of at most so many tokens."""
-        return self.lengths.cut(
-            micro_batch_tokens, -(-self.global_batch // n_gpus), is_packed=self.is_packed, cost=cost
+        n_lanes = n_lanes_of(self.method, n_gpus)
+        cut = self.lengths.cut(
+            micro_batch_tokens, -(-self.global_batch // n_lanes), is_packed=self.is_packed, cost=cost
         )
+        return cut._replace(n_micro_batches=cut.n_micro_batches * -(-n_lanes // n_gpus))
+
+    def largest(self, micro_batch_tokens: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Largest:
+        """The largest micro-batch that one GPU takes."""
+        batch = -(-self.global_batch // n_lanes_of(self.method, n_gpus))
+        return self.lengths.largest(micro_batch_tokens, batch, is_packed=self.is_packed, cost=cost)
 
     def eval_cut(self, micro_batch_tokens: int, cost: MicroBatchCost = ON_CPU) -> Cut:
         """The evaluation examples as they are cut where training takes so many tokens at once."""
@@ -230,6 +239,8 @@ class Place:
     """What is to be said of the precision; empty where nothing is."""
     price_age_days: int = 0
     """Since the price was read."""
+    host_note: str = ""
+    """What has to be installed by hand; empty where nothing has."""
 
     @property
     def is_priced(self) -> bool:
@@ -309,8 +320,8 @@ class Plan:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether it is a choice: on one GPU. Several were not run so far, and the trainer can't spread weights over them."""
-        return self.recipe.n_gpus == 1
+        """Whether it is a choice: whether the trainer can do it."""
+        return self.recipe.can_run
 
 
 @dataclass(frozen=True)
@@ -382,6 +393,7 @@ def place_of(
         calibration or UNCALIBRATED,
         precision_note=note,
         price_age_days=age,
+        host_note=host_note(gpu, torch) if torch is not None else "",
     )
 
 

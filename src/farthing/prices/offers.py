@@ -34,6 +34,8 @@ class Billing(NamedTuple):
     """Paid before the first hour, and used up by later ones."""
     prices_are: str = ""
     """`from` where the listed price is the lowest of many hosts'."""
+    most_hours: float = math.inf
+    """After which a machine is taken back."""
 
 
 class Offer(NamedTuple):
@@ -138,6 +140,7 @@ def billings() -> dict[str, Billing]:
                 date=date.fromisoformat(row["date"]),
                 deposit_usd=float(row["deposit_usd"] or 0),
                 prices_are=row["prices_are"],
+                most_hours=float(row["most_hours"] or math.inf),
             )
     return found
 

@@ -13,20 +13,24 @@ from farthing.report import page
 from farthing.report.page import escape
 from farthing.report.plan_savings import methods_in_words
 from farthing.report.plan_scatter import cost_against_time
+from farthing.report.plan_services import service_lines
 from farthing.report.plan_serving import COLUMNS, serving_cells, shown
 from farthing.report.plan_words import (
     break_even_words,
+    comparison_names,
     has_price,
     limits_in_words,
     micro_batches_in_words,
+    saved_in_words,
     say_cost,
+    say_short,
     summary,
     ways_out,
 )
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 Row = Mapping[str, Any]
-_NOT_YET = "need several GPUs: farthing was not run on any so far, and cannot train on those with fsdp yet"
+_NOT_YET = "need their weights spread over several GPUs, which farthing cannot train yet"
 _N_SHOWN, _N_MEMORY = 20, 14
 _STYLE = """
 svg .front{fill:none;stroke:var(--c1);stroke-width:1.5}
@@ -55,6 +59,7 @@ def plan_page(view: Row) -> str:
         f'<p class="soft">{escape(summary(view))}</p>',
         f'<p class="soft">Lengths: {escape(view["job"]["lengths_source"])}.{_limits(view)}</p>',
     ]
+    parts.append(_compared(view))
     if best is not None:
         parts += [_facts(best), cost_against_time(rows, best), _memory(rows), _components(best)]
         parts.append(_plans(rows))
@@ -130,7 +135,7 @@ def _components(best: Row) -> str:
     tables = [
         ("Time", best["seconds"], say_seconds, best["wall_s"]),
         ("Dollars", best["usd"], say_usd, best["total_usd"]),
-        ("One step", best["step"]["parts"], _say_short, best["step"]["seconds"]),
+        ("One step", best["step"]["parts"], say_short, best["step"]["seconds"]),
         ("Memory", best["memory"]["parts"], say_bytes, best["memory"]["needed_bytes"]),
     ]
     if not has_price(best):
@@ -155,10 +160,6 @@ def _components(best: Row) -> str:
         f'<h2>Where it goes: {escape(best["name"])}</h2>\n<p class="soft">{escape(words)}</p>\n'
         f'<div class="two">{"".join(cells)}</div>'
     )
-
-
-def _say_short(seconds: float) -> str:
-    return say_seconds(seconds) if seconds >= 1 else f"{seconds * 1000:,.1f} ms"
 
 
 # ---- tables ----
@@ -223,13 +224,23 @@ def _also(view: Row) -> str:
         words.append(f"sooner: {view['sooner']['words']}")
     if view["spot_or_not"]:
         words.append(f"spot or not: {view['spot_or_not']['words']}")
-    for service in view["managed"]:
-        if service["takes_the_model"]:
-            words.append(
-                f"{service['provider']}, {service['what']}: {say_cost(service['usd'])}, with its own recipe "
-                f"(read {service['price_date']} from {service['price_source']})"
-            )
-    return page.listed("Other ways", words)
+    if view["two_or_one"]:
+        words.append(f"two cheap or one dear: {view['two_or_one']['words']}")
+    lines = service_lines(view)
+    return page.listed("Other ways", words) + (page.listed(lines[0], lines[1:]) if lines else "")
+
+
+def _compared(view: Row) -> str:
+    comparison = view.get("comparison")
+    if comparison is None:
+        return ""
+    body = [
+        f'<tr><th scope="row">{escape(cells[0])}</th>{page.cells("n", *cells[1:])}</tr>'
+        for cells in comparison["table"]
+    ]
+    head = page.head("", *(f"#{name}" for name in comparison_names(comparison)), "#ratio")
+    table = page.wide("Side by side", f"<table>{head}{page.body(body)}</table>")
+    return f"<h2>Side by side</h2>\n<p>{escape(comparison['words'])}</p>\n{table}"
 
 
 def _own(view: Row) -> str:
@@ -243,11 +254,12 @@ def _own(view: Row) -> str:
     if years:
         later = years["three_years_usd"]
         body = [
-            f'<tr><th scope="row">{escape(name)}</th>{page.cells("n", say_cost(usd), say_cost(later[name]))}</tr>'
+            f'<tr><th scope="row">{escape(name)}</th>'
+            f"{page.cells('n', say_cost(usd), say_cost(later[name]), saved_in_words(years, name))}</tr>"
             for name, usd in years["one_year_usd"].items()
         ]
         caption = f"{years['runs_per_month']:g} runs a month"
-        head = page.head("way", "#a year", "#three years")
+        head = page.head("way", "#a year", "#three years", "#saved in a year")
         text += "\n<h2>A project</h2>\n" + page.wide(
             "A project", f"<table><caption>{caption}</caption>{head}{page.body(body)}</table>"
         )

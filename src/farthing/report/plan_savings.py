@@ -73,13 +73,15 @@ def methods_view(study: Study) -> list[dict[str, Any]]:
 
 
 def _where(plan: Plan) -> str:
-    return f"{plan.place.device.name} at {plan.offer.provider}" if is_rented(plan) else f"own {plan.place.device.name}"
+    several = f"{plan.recipe.n_gpus}x " if plan.recipe.n_gpus > 1 else ""
+    what = several + plan.place.device.name
+    return f"{what} at {plan.offer.provider}" if is_rented(plan) else f"own {what}"
 
 
 def methods_in_words(methods: list[Row]) -> str:
-    """`lora $0.39 (RTX 4090 at Verda), full $0.64 (L40S at RunPod), qlora on no single GPU`."""
+    """`lora $0.39 (RTX 4090 at Verda), full $0.64 (L40S at RunPod), qlora on no machine`."""
     return ", ".join(
-        f"{one['method']} on no single GPU"
+        f"{one['method']} on no machine that farthing can train on"
         if one["usd"] is None
         else f"{one['method']} {say_cost(one['usd'])} ({one['where']})"
         for one in methods

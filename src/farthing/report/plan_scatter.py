@@ -241,13 +241,13 @@ def _label_words(label: Label) -> list[str]:
 
 def _front_words(front: Sequence[Row]) -> str:
     if not front:
-        return "No choice can be run on one GPU."
+        return "Farthing can train on none of them yet."
     words = "; ".join(f"{row['name']} {say_cost(row['total_usd'])} in {say_seconds(row['wall_s'])}" for row in front)
     return f"From the soonest to the cheapest: {words}."
 
 
 def _key_words(shown: Sequence[Row]) -> str:
-    return "Hollow points need several GPUs." if any(not row["is_runnable"] for row in shown) else ""
+    return "Hollow points need weights spread over GPUs." if any(not row["is_runnable"] for row in shown) else ""
 
 
 def _scatter_key(shown: Sequence[Row], later: Sequence[Row]) -> str:
@@ -257,5 +257,5 @@ def _scatter_key(shown: Sequence[Row], later: Sequence[Row]) -> str:
     names += [("c3", "your own")] if kinds & {"own", "here"} else []
     keys = [f'<li><i class="round {colour}"></i>{name}</li>' for colour, name in names]
     if any(not row["is_runnable"] for row in shown):
-        keys.append('<li><i class="round hollow"></i>several GPUs, on which farthing was not run so far</li>')
+        keys.append('<li><i class="round hollow"></i>weights spread over GPUs: not yet</li>')
     return f'<ul class="key">{"".join(keys)}</ul>'

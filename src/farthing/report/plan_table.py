@@ -15,10 +15,13 @@ from farthing.report.plan_serving import COLUMNS as SERVING_COLUMNS
 from farthing.report.plan_serving import serving_cells, shown
 from farthing.report.plan_words import (
     break_even_words,
+    comparison_names,
     has_price,
     limits_in_words,
     micro_batches_in_words,
+    saved_in_words,
     say_cost,
+    say_short,
     summary,
     ways_out,
 )
@@ -50,22 +53,18 @@ def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
         _draw_rest(console, len(one) - n_shown, one[:n_shown])
         console.print(f"[dim]{_LEGEND}[/]")
     if several:
-        console.print(
-            "\n[bold]With several GPUs[/]: not run on any so far; with fsdp farthing cannot train on these yet"
-        )
+        console.print("\n[bold]With weights spread over GPUs[/]: farthing cannot train on these yet")
         _draw_rows(console, several[: min(n_shown, _N_SEVERAL)])
         _draw_rest(console, len(several) - min(n_shown, _N_SEVERAL), several[: min(n_shown, _N_SEVERAL)])
     if view["best"] is None:
-        console.print("\n[bold]On one GPU[/], the nearest ways")
+        console.print("\n[bold]On what farthing can train on[/], the nearest ways")
         for number, way in enumerate(ways_out(view), 1):
             console.print(f"{number}. {escape(way)}")
     _draw_facts(console, view)
     _draw_why_not(console, view)
-    _draw_savings(console, view)
-    _draw_by_hand(console, view)
-    _draw_own(console, view)
-    if view["serving"] is not None:
-        _draw_serving(console, view["serving"])
+    if view["runs"] is None:
+        _draw_savings(console, view)
+    draw_beside(console, view)
     _draw_sources(console, view)
 
 
@@ -106,6 +105,8 @@ def draw_components(console: Console, row: Row) -> None:
     }
     if row["cache_bytes"]:
         facts["disk"] = f"{say_bytes(row['cache_bytes'])} for the output of the frozen layers"
+    if row["to_set"]:
+        facts["to set"] = ", ".join(row["to_set"])
     if row["not_runnable"]:
         facts["note"] = row["not_runnable"]
     _draw_pairs(console, facts)
@@ -115,8 +116,8 @@ def draw_components(console: Console, row: Row) -> None:
     console.print(f"\n[bold]Memory[/]{of_one}: {words}, at its peak in the {memory['moment']}")
     free = {"free": max(0.0, memory["spare_bytes"])}
     _draw_bars(console, memory["parts"] | free, say_bytes, memory["capacity_bytes"])
-    console.print(f"\n[bold]One step[/]: {_say_short(step['seconds'])}")
-    _draw_bars(console, step["parts"], _say_short, step["seconds"])
+    console.print(f"\n[bold]One step[/]: {say_short(step['seconds'])}")
+    _draw_bars(console, step["parts"], say_short, step["seconds"])
     low, hours, high = row["hours_range"]
     console.print(
         f"\n[bold]The whole run[/]: {say_seconds(hours * 3600)} ({say_seconds(low * 3600)} to {say_seconds(high * 3600)})"
@@ -146,49 +147,25 @@ def draw_components(console: Console, row: Row) -> None:
         console.print(f"\nin time for the deadline: {row['chance']:.0%}")
 
 
-def draw_compared(console: Console, comparison: Row, a: Row, b: Row) -> None:
-    """Two plans side by side, with ratios."""
+def draw_compared(console: Console, comparison: Row) -> None:
+    """Two choices side by side, with ratios."""
     console.print(f"[bold]{escape(comparison['words'])}[/]\n")
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False)
-    for name in ("", f"{a['rank']}: {a['name']}", f"{b['rank']}: {b['name']}", "ratio"):
+    for name in ("", *comparison_names(comparison), "ratio"):
         table.add_column(escape(name), justify="right" if name else "left")
-    says: dict[str, tuple[str, Callable[[Any], str]]] = {
-        "total_usd": ("dollars", say_cost),
-        "hours": ("time", lambda hours: say_seconds(hours * 3600)),
-        "usd_per_hour": ("an hour", say_usd),
-        "tokens_per_s": ("tokens/s", say_count),
-        "step_s": ("a step", _say_short),
-        "memory_bytes": ("memory", say_bytes),
-        "capacity_bytes": ("of", say_bytes),
-    }
-    for name, (words, say) in says.items():
-        figures = comparison["rows"][name]
-        ratio = "" if figures["ratio"] is None else f"{figures['ratio']:.2f}"
-        table.add_row(words, say(figures["a"]), say(figures["b"]), ratio)
-    both = a, b
-    words_of: dict[str, Callable[[Row], str]] = {
-        "dollar range": lambda row: "{} to {}".format(*(say_cost(row["usd_range"][i]) for i in (0, 2))),
-        "time range": lambda row: "{} to {}".format(*(say_seconds(row["hours_range"][i] * 3600) for i in (0, 2))),
-        "at a time": lambda row: f"{row['recipe']['micro_batch_tokens']:,} tokens",
-        "checkpointing": lambda row: row["recipe"]["checkpointing"],
-        "precision": lambda row: row["recipe"]["precision"],
-        "sharding": lambda row: row["recipe"]["sharding"],
-        "interruptions": lambda row: f"{row['spot']['n_interruptions']:.2g}" if row["spot"] else "none",
-        "price of": lambda row: row["price_date"],
-        "can run today": lambda row: "yes" if row["is_runnable"] else "not yet",
-    }
-    for words, text in words_of.items():
-        table.add_row(words, *(escape(text(row)) for row in both))
-    for title, of in (("whole run", "seconds"), ("one step", "step")):
-        table.add_section()
-        parts = [row[of] if of == "seconds" else row[of]["parts"] for row in both]
-        table.add_row(f"[dim]{title}[/]")
-        for name in dict.fromkeys([*parts[0], *parts[1]]):
-            one, other = (part.get(name) for part in parts)
-            ratio = f"{other / one:.2f}" if one and other else ""
-            say = say_seconds if of == "seconds" else _say_short
-            table.add_row(f"  {name}", *("-" if x is None else say(x) for x in (one, other)), ratio)
+    for cells in comparison["table"]:
+        table.add_row(*map(escape, cells))
     console.print(table)
+
+
+def draw_beside(console: Console, view: Row) -> None:
+    """What was asked for beside the choices: figures of one's own, so many runs, own machines, serving."""
+    if view["runs"] is not None:
+        _draw_savings(console, view)
+    _draw_by_hand(console, view)
+    _draw_own(console, view)
+    if view["serving"] is not None:
+        _draw_serving(console, view["serving"])
 
 
 # ---- the table of choices ----
@@ -272,6 +249,8 @@ def _draw_facts(console: Console, view: Row) -> None:
         facts["sooner"] = view["sooner"]["words"]
     if view["spot_or_not"]:
         facts["spot or not"] = view["spot_or_not"]["words"]
+    if view["two_or_one"]:
+        facts["two cheap or one dear"] = view["two_or_one"]["words"]
     if facts:
         console.print()
     for name, words in facts.items():
@@ -343,10 +322,8 @@ def _draw_own(console: Console, view: Row) -> None:
         for name in ("a year", "three years", "saved in a year"):
             table.add_column(name, justify="right")
         for name, usd in years["one_year_usd"].items():
-            saved = years["saved_in_a_year"][name]
-            share = f" ({saved['share']:.0%})" if saved["share"] else ""
-            saved_words = f"{say_cost(saved['usd'])}{share}" if saved["usd"] else ""
-            table.add_row(escape(name), say_cost(usd), say_cost(years["three_years_usd"][name]), saved_words)
+            three = say_cost(years["three_years_usd"][name])
+            table.add_row(escape(name), say_cost(usd), three, saved_in_words(years, name))
         console.print(table)
         for note in years["notes"]:
             console.print(f"[dim]{escape(note)}[/]")
@@ -437,10 +414,6 @@ def _hours(hours: float) -> str:
 def _gib(n_bytes: float) -> str:
     gib = n_bytes / 2**30
     return f"{gib:.0f}" if gib >= 9.95 else f"{gib:.1f}"
-
-
-def _say_short(seconds: float) -> str:
-    return say_seconds(seconds) if seconds >= 1 else f"{seconds * 1000:,.1f} ms"
 
 
 def _say_speed(tokens_per_s: float) -> str:

@@ -30,11 +30,9 @@ from farthing.report.plan_serving import serving_view
 from farthing.report.plan_words import LOCAL, OWN, cause_of, has_price, say_cost, say_saving
 
 KIND = "farthing plan"
-NOT_YET = {
-    "ddp": "needs several GPUs (where.gpus: all), on which farthing trains, but was not run so far",
-    "fsdp": "needs its weights spread over several GPUs, which farthing cannot train on yet",
-}
-"""Why a plan is not among the choices, by how its GPUs share the weights."""
+NOT_YET = "needs its weights spread over several GPUs, which farthing cannot train yet"
+"""Why a plan is not among the choices."""
+UNTRIED = "farthing was not run on several real GPUs so far"
 _DEARER = 2.0  # what being sooner may cost
 
 
@@ -69,6 +67,7 @@ def plan_view(
         "here": _here(rows, study),
         "sooner": _sooner(best, rows),
         "spot_or_not": _spot_or_not(rows),
+        "two_or_one": _two_or_one(rows),
         "nearest": [_rejected([one]) for one in _nearest(study.answer.rejected)],
         "rejected": _grouped(study.answer.rejected),
         "managed": services(study),
@@ -207,7 +206,8 @@ def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> dict[str, 
         "on_front": any(one.on_front for one in group),
         "on_runnable_front": False,
         "is_runnable": plan.is_runnable,
-        "not_runnable": "" if plan.is_runnable else NOT_YET[plan.recipe.sharding],
+        "not_runnable": "" if plan.is_runnable else NOT_YET,
+        "to_set": list(plan.recipe.to_set),
         "also_at": [
             {
                 "instance": other.offer.instance,
@@ -316,10 +316,16 @@ def _answer(view: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     if best is None:
         if not rows:
             return f"Nothing can do this job as it is: none of {plural(view['n_offers'], 'offer')}."
-        return f"No single GPU can do this job. {rows[0]['name']} would: {_figures(rows[0])}; but it {rows[0]['not_runnable']}."
+        first = f"{rows[0]['name']} would: {_figures(rows[0])}; but it {NOT_YET}"
+        return f"Nothing that farthing can train on holds this job. {first}."
     verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
     with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
     text = f"{verb}{best['name']}{with_own}: {_figures(best)}."
+    if best["to_set"]:
+        text += f" Set {' and '.join(best['to_set'])}; {UNTRIED}."
+    cap = view["job"]["limits"]["max_usd"]
+    if cap is not None and best["usd_range"][2] > cap:
+        text += f" It may come to {say_cost(best['usd_range'][2])}: at {say_cost(cap)} the run saves and stops."
     rented = best_of([row for row in rows if row["kind"] in RENTED])
     if best["kind"] not in RENTED and rented is not None:
         text += f" Rented: {rented['name']}, {say_cost(rented['total_usd'])}, {say_seconds(rented['wall_s'])}."
@@ -352,6 +358,10 @@ def price_notes(plan: Plan) -> list[str]:
     assumed = [name for name, usd in moved.items() if unknown[name] is None and usd > 0.02 * plan.total_usd]
     if assumed:
         found.append(f"{say_cost(sum(moved[name] for name in assumed))} of it is {' and '.join(assumed)} by assumption")
+    if plan.hours_range.high > terms.most_hours:
+        found.append(f"a machine is taken back after {terms.most_hours:g} h: begin it again, it goes on")
+    if place.host_note:
+        found.append(place.host_note)
     if plan.usd.get("rounding", 0.0) > 0.02 * plan.total_usd:
         found.append(f"{say_cost(plan.usd['rounding'])} of it is the provider's minimum or rounding up")
     return found
@@ -418,6 +428,27 @@ def _spot_or_not(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         "saved_usd": saved.usd,
         "saved_share": saved.share,
         "words": words,
+    }
+
+
+def _two_or_one(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The best on two GPUs against the best on one that costs more an hour than each of them."""
+    rented = [row for row in rows if row["is_runnable"] and row["kind"] in RENTED]
+    two = next((row for row in rented if row["n_gpus"] == 2), None)
+    if two is None:
+        return None
+    dearer = (row for row in rented if row["n_gpus"] == 1 and row["usd_per_gpu_hour"] > two["usd_per_gpu_hour"])
+    one = next(dearer, None)
+    if one is None:
+        return None
+    saved = saving(two["total_usd"], one["total_usd"])
+    said = [f"{row['name']} {say_cost(row['total_usd'])} in {say_seconds(row['wall_s'])}" for row in (two, one)]
+    return {
+        "two_rank": two["rank"],
+        "one_rank": one["rank"],
+        "saved_usd": saved.usd,
+        "saved_share": saved.share,
+        "words": f"{'; '.join(said)}: two {say_saving(saved)}; {UNTRIED}",
     }
 
 

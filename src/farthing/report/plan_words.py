@@ -112,6 +112,23 @@ def break_even_words(own: Mapping[str, Any], one: Mapping[str, Any]) -> str:
     )
 
 
+def say_short(seconds: float) -> str:
+    """`1 min 20 s`, `81.3 ms`."""
+    return say_seconds(seconds) if seconds >= 1 else f"{seconds * 1000:,.1f} ms"
+
+
+def saved_in_words(years: Mapping[str, Any], name: str) -> str:
+    """`$1,620 (94%)`: what a way saves in a year against the dearest; nothing for that one."""
+    saved = years["saved_in_a_year"].get(name)
+    return f"{say_cost(saved['usd'])} ({saved['share']:.0%})" if saved and saved["usd"] and saved["share"] else ""
+
+
+def comparison_names(comparison: Mapping[str, Any]) -> list[str]:
+    """What two choices that are side by side are called."""
+    both = comparison["a"], comparison["b"]
+    return [one["name"] if one["rank"] is None else f"{one['rank']}: {one['name']}" for one in both]
+
+
 def plural_of(n: float, word: str) -> str:
     """`1 epoch`, `2.5 epochs`."""
     return f"{n:g} {word}" if n == 1 else f"{n:g} {word}s"
