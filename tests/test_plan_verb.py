@@ -78,7 +78,7 @@ def test_the_table_reads_at_80_columns(job: str, capsys: pytest.CaptureFixture[s
     words = " ".join(out.split())
     for part in (
         "more choices (--limit N)",
-        "With several GPUs: not run on any so far; with fsdp farthing cannot train on these yet",
+        "With several GPUs (where.gpus, where.strategy): farthing was not run on any so far",
         "this machine (Old CPU): needs",
         "spot or not: ",
         "Why not the other",

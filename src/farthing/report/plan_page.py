@@ -26,7 +26,7 @@ from farthing.report.plan_words import (
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 Row = Mapping[str, Any]
-_NOT_YET = "need several GPUs: farthing was not run on any so far, and cannot train on those with fsdp yet"
+_NOT_YET = "need several GPUs: farthing trains on them (where.gpus, where.strategy), but was not run on any so far"
 _N_SHOWN, _N_MEMORY = 20, 14
 _STYLE = """
 svg .front{fill:none;stroke:var(--c1);stroke-width:1.5}

@@ -50,9 +50,7 @@ def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
         _draw_rest(console, len(one) - n_shown, one[:n_shown])
         console.print(f"[dim]{_LEGEND}[/]")
     if several:
-        console.print(
-            "\n[bold]With several GPUs[/]: not run on any so far; with fsdp farthing cannot train on these yet"
-        )
+        console.print("\n[bold]With several GPUs[/] (where.gpus, where.strategy): farthing was not run on any so far")
         _draw_rows(console, several[: min(n_shown, _N_SEVERAL)])
         _draw_rest(console, len(several) - min(n_shown, _N_SEVERAL), several[: min(n_shown, _N_SEVERAL)])
     if view["best"] is None:

@@ -32,7 +32,7 @@ from farthing.report.plan_words import LOCAL, OWN, cause_of, has_price, say_cost
 KIND = "farthing plan"
 NOT_YET = {
     "ddp": "needs several GPUs (where.gpus: all), on which farthing trains, but was not run so far",
-    "fsdp": "needs its weights spread over several GPUs, which farthing cannot train on yet",
+    "fsdp": "needs weights spread over several GPUs (where.strategy: fsdp): farthing trains so, but was not run on any",
 }
 """Why a plan is not among the choices, by how its GPUs share the weights."""
 _DEARER = 2.0  # what being sooner may cost
