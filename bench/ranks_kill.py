@@ -5,7 +5,8 @@
 A seed draws what happens, to which rank of how many, and in which part of the run; `--all` goes through every pair of mishap
 and part instead. The processes are started and ended by what `farthing train` uses. After each mishap: how long until all
 processes of the attempt had ended, whether any is left, whether the run came to its end by itself, and whether weights,
-moments and losses are those of one process that nothing happened to, to the bit. CPU only.
+moments and losses are those of one process that nothing happened to: to the bit where each has all of an adapter, to rounding
+where full training is spread over them. CPU only.
 """
 
 from __future__ import annotations
@@ -27,20 +28,25 @@ from forked import Forked, make_job, sha256_of, start_of
 
 PATIENCE_S, MARGIN_S = 6.0, 10.0
 N_STEPS = 9
-PARTS = ("tokenizing", "loading", "step", "update", "evaluation", "saving", "between parts and commit", "export")
+WAYS = ("replicated", "sharded")
+PARTS = ("tokenizing", "loading", "rehearsal", "step", "update", "evaluation", "saving", "writing", "between parts and commit",
+         "export")  # fmt: skip
+SHARDED_ONLY = ("rehearsal", "writing")
 BY_FIRST_ONLY = ("tokenizing", "saving", "between parts and commit", "export")
 MISHAPS = ("SIGKILL", "SIGSTOP", "SIGSTOP 5 s", "SIGTERM to one", "SIGTERM to all", "Ctrl-C", "exception", "out of memory",
            "full disk", "slow")  # fmt: skip
 SAME_BITS = set(MISHAPS) - {"out of memory"}
 
 
-def can_happen(what: str, part: str) -> bool:
+def can_happen(what: str, part: str, way: str) -> bool:
     """Whether a mishap belongs to a part of a run."""
+    if part in SHARDED_ONLY and way != "sharded":
+        return False
     if what == "full disk":
-        return part in ("tokenizing", "saving", "export")
+        return part in ("tokenizing", "saving", "writing", "export")
     if what in ("out of memory", "slow"):
-        return part in ("step", "evaluation")
-    return not (what == "exception" and part in ("saving", "between parts and commit"))
+        return part in ("rehearsal", "step", "evaluation")
+    return not (what == "exception" and part in ("saving", "writing", "between parts and commit"))
 
 
 def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
@@ -94,9 +100,10 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
         setattr(module, name, armed)
 
     def between(folder: Path, fill: Any, facts: Any) -> Any:
-        def filled(draft: Path) -> None:
-            fill(draft)
+        def filled(draft: Path) -> Any:
+            found = fill(draft)
             fire()
+            return found
 
         return commit(folder, filled, facts)
 
@@ -106,6 +113,7 @@ def arm(case: dict[str, Any], folder: str, rank: int, attempt: int) -> None:
     else:
         module, name = {
             "tokenizing": (setup, "tokenize"), "loading": (run, "build_model"), "step": (Steps, "_gradient_scale"),
+            "rehearsal": (Steps, "_rehearse"), "writing": (checkpoint, "save_file"),
             "update": (Steps, "_update"), "evaluation": (evaluation, "evaluate"), "saving": (checkpoint, "commit_folder"),
             "export": (saver, "export_model"),
         }[part]  # fmt: skip
@@ -116,20 +124,46 @@ def draw(seed: int) -> dict[str, Any]:
     """What happens, in which part, to which rank of how many."""
     drawn = random.Random(seed)
     while True:
-        what, part, n = drawn.choice(MISHAPS), drawn.choice(PARTS), drawn.choice((2, 3))
-        if can_happen(what, part):
-            return case_of(what, part, n, drawn)
+        what, part, n, way = drawn.choice(MISHAPS), drawn.choice(PARTS), drawn.choice((2, 3)), drawn.choice(WAYS)
+        if can_happen(what, part, way):
+            return case_of(what, part, n, way, drawn)
 
 
-def case_of(what: str, part: str, n: int, drawn: random.Random) -> dict[str, Any]:
+def case_of(what: str, part: str, n: int, way: str, drawn: random.Random) -> dict[str, Any]:
     by_first = part in BY_FIRST_ONLY and not what.startswith("SIG")
-    calls = {"step": 9, "update": 4, "saving": 2, "between parts and commit": 2}.get(part, 1)
-    return {"what": what, "part": part, "n": n, "victim": 0 if by_first else drawn.randrange(n), "calls": calls}
+    calls = {"step": 9, "update": 4, "saving": 2, "writing": 3, "between parts and commit": 2}.get(part, 1)
+    return {
+        "way": way,
+        "what": what,
+        "part": part,
+        "n": n,
+        "victim": 0 if by_first else drawn.randrange(n),
+        "calls": calls,
+    }
 
 
-def try_case(case: dict[str, Any], folder: Path, base: Path, wanted: str) -> dict[str, Any]:
+JOBS: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "sharded": {"method": {"name": "full", "lora_r": None, "lora_dropout": None}},
+}
+
+
+def is_same(way: str, run: Path, alone: Path) -> bool:
+    """Whether a run has come to what one process has, to the bit or to rounding."""
+    if way == "replicated":
+        return sha256_of(run, N_STEPS) == sha256_of(alone, N_STEPS)
+    from farthing.durability.parts import read_part
+
+    one, other = (read_part(sorted((each / "checkpoints").glob(f"step-{N_STEPS:08d}-*[0-9]"))[-1], "model")
+                  for each in (alone, run))  # fmt: skip
+    return all(float((one[name] - other[name]).abs().max() / one[name].abs().max()) < 1e-3 for name in one)
+
+
+def try_case(case: dict[str, Any], folder: Path, base: Path, alone: Path) -> dict[str, Any]:
     """Run the job with the mishap, and once more where it has left as asked; what came of it."""
-    make_job(folder, base, where={"gpus": case["n"], "patience_s": PATIENCE_S}, train={"max_steps": N_STEPS})
+    train = {"max_steps": N_STEPS, **({"learning_rate": 0.001} if case["way"] == "sharded" else {})}
+    where = {"gpus": case["n"], "patience_s": PATIENCE_S, **({"strategy": "fsdp"} if case["way"] == "sharded" else {})}
+    make_job(folder, base, where=where, train=train, **JOBS[case["way"]])
     case = {**case, "starter": os.getpid()}
     began, children, said = [], [], []
     start = start_of(folder, arm, case, str(folder))
@@ -156,14 +190,15 @@ def try_case(case: dict[str, Any], folder: Path, base: Path, wanted: str) -> dic
         again = Elastic(1, start_of(folder), said.append)
         codes.append(again.wait())
     lives = [child.pid for child in children if child.poll() is None]
-    same = codes[-1] == 0 and sha256_of(folder / "run", N_STEPS) == wanted
-    ends = case["what"] not in ("SIGSTOP 5 s", "slow", "out of memory", "full disk")
+    same = codes[-1] == 0 and is_same(case["way"], folder / "run", alone / "run")
+    is_lossless = case["way"] == "replicated" and case["what"] == "out of memory"
+    ends = not is_lossless and case["what"] not in ("SIGSTOP 5 s", "slow", "full disk")
     end_s = next_at - fired_at if fired and ends else 0.0
     return {
-        **{key: case[key] for key in ("what", "part", "n", "victim")}, "happened": fired, "codes": codes,
+        **{key: case[key] for key in ("way", "what", "part", "n", "victim")}, "happened": fired, "codes": codes,
         "end_s": round(end_s, 2), "n_left": len(lives), "went_on_by_itself": code == 0, "same_bits": same, "said": said,
         "ok": fired and not lives and codes[-1] == 0 and end_s <= PATIENCE_S + MARGIN_S
-        and (same or case["what"] not in SAME_BITS),
+        and (same or (case["way"] == "replicated" and case["what"] not in SAME_BITS)),
     }  # fmt: skip
 
 
@@ -190,16 +225,17 @@ def main() -> int:
     cases = [draw(seed) for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds)]
     if arguments.all:
         drawn = random.Random(arguments.first_seed)
-        cases = [case_of(what, part, drawn.choice((2, 3)), drawn) for what in MISHAPS for part in PARTS
-                 if can_happen(what, part)]  # fmt: skip
+        cases = [case_of(what, part, drawn.choice((2, 3)), way, drawn) for way in WAYS for what in MISHAPS for part in PARTS
+                 if can_happen(what, part, way)]  # fmt: skip
     found = []
     with tempfile.TemporaryDirectory(prefix="farthing-ranks-kill-") as top:
         folder, base = Path(top), Path(top) / "base"
-        make_job(folder / "alone", base, train={"max_steps": N_STEPS})
-        assert Elastic(1, start_of(folder / "alone"), print).wait() == 0, (folder / "alone" / "out.txt").read_text()
-        wanted = sha256_of(folder / "alone" / "run", N_STEPS)
+        for way, keys in JOBS.items():
+            rate = {"learning_rate": 0.001} if way == "sharded" else {}
+            make_job(folder / way, base, train={"max_steps": N_STEPS, **rate}, **keys)
+            assert Elastic(1, start_of(folder / way), print).wait() == 0, (folder / way / "out.txt").read_text()
         for number, case in enumerate(cases):
-            found.append(try_case(case, folder / f"case-{number}", base, wanted))
+            found.append(try_case(case, folder / f"case-{number}", base, folder / case["way"]))
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
             if not found[-1]["ok"]:
                 print((folder / f"case-{number}" / "out.txt").read_text()[-3000:], file=sys.stderr)

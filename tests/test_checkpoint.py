@@ -73,7 +73,7 @@ def restored(folder: Path, said: list[str] | None = None) -> int | None:
     step = fresh.newest_valid()
     if step is not None:
         model, optimizer = Weights(), Weights()
-        fresh.restore(step, {"model": model, "optimizer": optimizer})
+        fresh.restore(fresh.folder_of(step), {"model": model, "optimizer": optimizer})
         assert model.is_of(step)
         assert optimizer.is_of(step + 100)
     return step

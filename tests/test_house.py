@@ -70,14 +70,14 @@ def test_one_place_goes_backward() -> None:
     assert calls == ["step.py"]
 
 
-def test_one_file_talks_to_other_processes_of_a_run() -> None:
+def test_two_files_talk_to_other_processes_of_a_run() -> None:
     talks = [
         module_of(path)
         for path in FILES
         if {name for name in imports(path) if name.startswith("torch.distributed")}
         or re.search(r"torch\.distributed\.\w|from torch import distributed", path.read_text(encoding="utf-8"))
     ]
-    assert talks == ["train.ranks"]
+    assert talks == ["train.ranks", "train.spread"]
 
 
 WINGS = (
@@ -137,7 +137,7 @@ def test_wings_import_only_from_wings_below() -> None:
 
 @pytest.mark.parametrize("name", ["tasks", "durability", "data", "prices", "config", "planner", "report", "launch"])
 def test_wings_without_torch(name: str) -> None:
-    loads_tensors = {"durability.checkpoint", "durability.snapshot"}
+    loads_tensors = {"durability.checkpoint", "durability.parts", "durability.snapshot"}
     for path in room(name):
         if module_of(path) not in loads_tensors:
             assert not {module.split(".")[0] for module in imports(path, top_only=True)} & HEAVY, path

@@ -81,7 +81,7 @@ def test_axolotl(tmp_path: Path) -> None:
     assert Path(str(job.data.chat_template)).read_text().startswith("{%- for message")
     assert found.lines["surely_unknown"].why == UNKNOWN
     assert found.lines["sample_packing"].effect == "differs"
-    assert "one GPU" in found.lines["deepspeed"].why
+    assert "--deepspeed FILE" in found.lines["deepspeed"].why
 
 
 def test_axolotl_says_its_own_defaults(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from farthing.planner.inputs import estimate_of
 from farthing.planner.lengths import Lengths, from_arrays, from_mean
 from farthing.planner.model_config import known_config
 from farthing.planner.ranking import TIE
-from farthing.planner.recipe import LABELLED, POSITIONS, WAYS_THAT_RUN, Recipe, n_lanes_of
+from farthing.planner.recipe import LABELLED, POSITIONS, Recipe, n_lanes_of
 from farthing.planner.search import CPU_TOKENS, budgets, decide
 from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.software import Torch
@@ -483,13 +483,13 @@ def test_a_model_too_large_for_one_gpu_is_divided() -> None:
     assert "needs" in refused(decide(asked, [place("A100-80GB", 2.0)])).reason
     plan = only(decide(asked, [place("A100-80GB", 16.0, 8)]))
     assert plan.recipe.sharding == "fsdp"
-    assert plan.is_runnable == (("full", "fsdp") in WAYS_THAT_RUN)
+    assert plan.is_runnable
     adapters = only(decide(replace(asked, method="lora"), [place("RTX 4090", 4.0, 8)]))
     assert (adapters.recipe.sharding, adapters.is_runnable) == ("ddp", True), "all weights on each, where they fit"
     large = wanted_of("meta-llama/Llama-3.1-70B", method="lora")
     spread = only(decide(large, [place("A100-80GB", 16.0, 8)]))
     assert (spread.recipe.sharding, spread.is_runnable) == ("fsdp", True)
-    assert spread.recipe.to_set == ("where.gpus: all", "where.sharding: frozen")
+    assert spread.recipe.to_set == ("where.gpus: all", "where.strategy: fsdp")
     assert "needs" in refused(decide(replace(large, method="qlora"), [place("RTX 4090", 4.0, 8)])).reason
 
 
@@ -497,9 +497,9 @@ def test_what_cannot_be_trained_yet_is_taken_only_where_nothing_else_fits(monkey
     both = wanted_of(method="full")
     monkeypatch.setattr(recipe_wing, "WAYS_THAT_RUN", {("full", "ddp"): ("where.gpus: all",)})
     assert only(decide(both, [place("A100-80GB", 4.0, 4)])).recipe.sharding == "ddp"
-    monkeypatch.setattr(recipe_wing, "WAYS_THAT_RUN", {("full", "fsdp"): ("where.sharding: full",)})
+    monkeypatch.setattr(recipe_wing, "WAYS_THAT_RUN", {("full", "fsdp"): ("where.strategy: fsdp",)})
     spread = only(decide(both, [place("A100-80GB", 4.0, 4)])).recipe
-    assert (spread.sharding, spread.to_set) == ("fsdp", ("where.sharding: full",))
+    assert (spread.sharding, spread.to_set) == ("fsdp", ("where.strategy: fsdp",))
 
 
 def test_the_plan_cuts_a_step_into_as_many_parts_as_the_trainer() -> None:

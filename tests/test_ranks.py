@@ -25,7 +25,7 @@ from farthing.durability.run_folder import SETTINGS, kept
 from farthing.errors import Interrupted, UserMistake
 from farthing.model.forward import Forward
 from farthing.settings import Settings
-from farthing.train.joining import lanes_to_use, spread_frozen
+from farthing.train.joining import lanes_to_use
 from farthing.train.lanes import LaneSums, add_up, lanes_of, n_lanes_for, nodes_of
 from farthing.train.ranks import GO_ON, LEAVE, Ranks
 from farthing.train.step import Steps
@@ -222,7 +222,7 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
     assert "ranks" in json.dumps(found[0]["receipt"]), "waiting for others is on the bill"
     killed = train_on(2, tmp_path, others, [1, 4, "kill"])
     assert killed == [76, -signal.SIGKILL], "the other one ends, and says why"
-    others = others.model_copy(update={"where": others.where.model_copy(update={"sharding": "frozen"})})
+    others = others.model_copy(update={"where": others.where.model_copy(update={"strategy": "fsdp"})})
     found = train_on(3, tmp_path, others)
     assert [each["code"] for each in found] == [0] * 3
     held, whole = [each["held"][0] for each in found], found[0]["held"][1]
@@ -261,14 +261,6 @@ def test_what_one_rank_meets_is_met_by_all(tmp_path: Path) -> None:
     found = train_on(2, tmp_path, job, [1, 3, "leave"])
     assert [each["code"] for each in found] == [75, 75]
     assert sha256_at(job, 3), "the steps that were taken are saved"
-
-
-@pytest.mark.parametrize(("method", "task"), [("full", "llama"), ("qlora", "llama"), ("lora", "t5")])
-def test_weights_that_cannot_be_spread_are_refused_in_words(method: str, task: str, tmp_path: Path) -> None:
-    job = make_job(tmp_path, task, method=method, where={"gpus": 2, "sharding": "frozen"})
-    with pytest.raises(UserMistake, match="can't be spread: ") as refused:
-        spread_frozen(job, Ranks(), torch.nn.Linear(1, 1))
-    assert refused.value.to_do
 
 
 def test_a_run_of_one_lane_goes_on_with_more_to_rounding_and_says_so(tmp_path: Path) -> None:

@@ -45,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN[:STEP]",
         help="begin a new run with the trained weights of another, which its receipt names and adds",
     )
+    for kind in ("deepspeed", "accelerate"):
+        parser.add_argument(
+            f"--{kind}", metavar="FILE", help=f"take what a configuration of {kind} says; every line is mapped or named"
+        )
     parser.add_argument(
         "--local_rank", "--local-rank", metavar="N", help="what deepspeed adds; its environment says it too"
     )
@@ -74,6 +78,8 @@ def _run(arguments: argparse.Namespace) -> int:
     seat = seat_in(os.environ)
     if seat.by:
         sit_down(seat, os.environ)
+    if arguments.deepspeed or arguments.accelerate:
+        arguments.set = [*arguments.set, *_from_launchers(arguments, is_told=seat.is_first)]
     if not seat.is_first:
         return _compute_along(arguments)
     with contextlib.ExitStack() as stack:  # an attempt is on the bill from here on
@@ -114,6 +120,18 @@ def _run(arguments: argparse.Namespace) -> int:
         return _show_end(arguments, rich_console(stderr=arguments.json), "limit", outcome, receipt, EXIT_LIMIT)
     console = rich_console(stderr=arguments.json, goes_on=True)
     return _show_end(arguments, console, outcome.state, outcome.reason, outcome.receipt, outcome.exit_code)
+
+
+def _from_launchers(arguments: argparse.Namespace, *, is_told: bool) -> list[str]:
+    """Overrides for the job out of configurations of DeepSpeed and accelerate; what became of each line is told."""
+    from farthing.config.importers.launchers import beside
+    from farthing.config.load import load_job
+
+    files = [(kind, name) for kind in ("deepspeed", "accelerate") if (name := getattr(arguments, kind))]
+    overrides, said = beside(load_job(arguments.job, arguments.set), files)
+    for line in said if is_told else ():
+        complain(line)
+    return overrides
 
 
 def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: Any) -> Any:

@@ -52,8 +52,9 @@ _OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_hf": "adamw_torch", "adam": 
 _SWITCHES = {"use_lora": "lora", "use_peft": "lora", "use_qlora": "qlora"}
 
 _ANSWERS: dict[str, str] = {
-    "deepspeed": "farthing trains on one GPU and off-loads by itself what does not fit (train.optim: adamw_torch_offload)",
-    "fsdp fsdp_config": "farthing trains on one GPU: nothing is sharded",
+    "deepspeed": "`farthing train JOB --deepspeed FILE` reads it; in a job: where.strategy, train.optim: adamw_torch_offload",
+    "fsdp": "in a job: where.strategy: fsdp, and where.reshard_after_forward",
+    "fsdp_config": "`farthing train JOB --accelerate FILE` reads accelerate's; in a job: where.strategy: fsdp",
     "dataloader_num_workers num_workers":
         "tokens are read ahead by a thread from a memory-mapped cache: there are no workers",
     "pin_memory dataloader_pin_memory": "batches are copied ahead of the step anyway",

@@ -341,14 +341,30 @@ class WhereSection(Section):
     same_bits: Literal["auto"] | bool = "auto"
     """Several GPUs: gradients are added up in an order that does not depend on how many there are. auto: for adapters; in
     full training it takes memory for more gradients."""
-    sharding: Literal["none", "frozen"] = "none"
-    """Several GPUs. none: each has all weights. frozen: the frozen weights of method: lora are spread over them, and gathered
-    layer by layer (FSDP); adapters stay whole. Same result, less memory, more traffic."""
+    strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
+    """Several GPUs. ddp: each has all weights. fsdp: weights, gradients and optimizer state are spread over them, and gathered
+    layer by layer; of method: lora the frozen weights. hsdp: spread over the GPUs of each machine, with a copy on every
+    machine. auto: ddp where everything fits on each GPU, else fsdp."""
+    reshard_after_forward: bool = True
+    """fsdp and hsdp. true: a layer is gathered again for its backward pass (ZeRO-3). false: it is kept from the forward pass
+    on (ZeRO-2): less traffic, more memory."""
     spot: bool = False
     """The machine may be taken away: checkpoints are taken as often as that asks for."""
     notices: Literal["auto", "aws", "gcp", "azure", "off"] = "auto"
     """Whose metadata service is asked whether the machine is about to be taken. auto: the one whose machine this is seen
     to be; where it can't be seen, all of them, with spot: true; else none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_it_was_called(cls, values: Any) -> Any:
+        """`sharding: none` and `frozen`, as jobs of earlier versions have them."""
+        if not isinstance(values, dict) or "sharding" not in values:
+            return values
+        rest = {key: value for key, value in values.items() if key != "sharding"}
+        strategy = {"none": "ddp", "frozen": "fsdp"}.get(str(values["sharding"]))
+        if strategy is None or rest.setdefault("strategy", strategy) != strategy:
+            raise ValueError("sharding is called strategy: use strategy: ddp or fsdp alone")
+        return rest
 
 
 def _short(key: str) -> BeforeValidator:

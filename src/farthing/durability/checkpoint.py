@@ -1,7 +1,7 @@
 """Checkpoints: a kill at any instant loses nothing already saved.
 
-`step-00000042-0003/` (step, serial number of the save) holds one safetensors file a part, `state.json` and a manifest,
-committed by the protocol of `files`.
+`step-00000042-0003/` (step, serial number of the save) holds one safetensors file a part, or one of each rank that has rows
+of it (see `parts`), `state.json` and a manifest, committed by the protocol of `files`.
 Everything is verified against the manifest before any byte is parsed; a damaged checkpoint is set aside with a warning
 and the one before it is used. Saving takes a snapshot, then writes in the background, one at a time. Refuses to know
 what the parts are: each gives tensors and plain values, and takes them back.
@@ -15,26 +15,30 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import safetensors
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from farthing.device_memory import is_out_of_memory
 from farthing.durability.files import (
     Damaged,
+    FileEntry,
     Json,
     commit_folder,
     discard,
     make_private,
     parse_json,
     read_manifest,
+    seal_file,
     set_aside,
     sweep_drafts,
     verify_folder,
 )
+from farthing.durability.parts import Shared, files_of, read_part
 from farthing.durability.snapshot import CudaLane, Later, can_wait
 from farthing.errors import RunChanged, RunDamaged, SaveFailing
 
@@ -45,6 +49,10 @@ _NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
 _PART = re.compile(r"[a-z_]+")
 
 State = tuple[dict[str, Tensor], Json]
+
+
+Fill = Callable[[Path], list[Path]]
+"""Writes what a process has of a checkpoint into a draft, and returns the files."""
 
 
 class Part(Protocol):
@@ -78,7 +86,9 @@ class Checkpoints:
         warn: Callable[[str], None],
         facts: Callable[[], Mapping[str, Any]] = dict,
         copy: Callable[[int, list[Path]], None] | None = None,
+        shared: Shared | None = None,
     ) -> None:
+        self._shared = shared  # None: this process alone has everything, and saves it
         self.folder = make_private(folder)
         self._run_id, self._keep, self._warn = run_id, keep, warn
         self._facts = facts  # asked at each save, for its manifest
@@ -99,16 +109,14 @@ class Checkpoints:
         earlier = self.wait()
         later: Later | None = None
         try:
-            snapshot, later = _snapshot(parts)
+            snapshot, later = _snapshot(parts, self._shared)
+            fill = partial(_fill, snapshot, later, self._shared)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._result = SaveResult(step, error=error)
-            self._thread = threading.Thread(target=lambda: None, name="checkpoint")  # it has failed already
-            self._thread.start()
-            return earlier
+            fill = partial(_give_up, error)
         self._later = later
-        arguments = (step, snapshot, later, best_step, dict(self._facts()))
+        arguments = (step, fill, later, best_step, dict(self._facts()))
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
         self._thread.start()
         return earlier
@@ -150,22 +158,7 @@ class Checkpoints:
             ) from result.error
         return result
 
-    def _write(
-        self, step: int, snapshot: dict[str, State], later: Later | None, best_step: int | None, more: Json
-    ) -> None:
-        def fill(draft: Path) -> None:
-            for name, (tensors, _) in snapshot.items():
-                own = later.copies(name) if later is not None else {}
-                if later is not None and own and not later.keeps_in_memory:
-                    later.write(name, tensors, draft / f"{name}.safetensors")
-                elif tensors or own:
-                    save_file({**tensors, **own}, draft / f"{name}.safetensors")
-            if later is not None:
-                later.release()
-            values = {name: values for name, (_, values) in snapshot.items()}
-            with open(draft / "state.json", "w", encoding="utf-8") as file:
-                json.dump(values, file, allow_nan=False)
-
+    def _write(self, step: int, fill: Fill, later: Later | None, best_step: int | None, more: Json) -> None:
         result = SaveResult(step)
         try:
             if later is not None:
@@ -177,12 +170,16 @@ class Checkpoints:
                 "step": step,
                 **more,
             }
-            serial = 1 + max((serial for _, serial in self._saves()), default=0)
-            manifest = commit_folder(self._folder(step, serial), fill, facts)
-            result.n_bytes = sum(entry["size"] for entry in manifest["files"])
-            if self._copy is not None:
-                self._copy(step, self.to_go_on(step, best_step))
-            self._rotate(best_step)
+            if self._shared is not None and not self._shared.is_first:
+                fill_along(self._shared, fill)
+            else:
+                serial = 1 + max((serial for _, serial in self._saves()), default=0)
+                commit = _commit_alone if self._shared is None else partial(commit_together, self._shared)
+                manifest = commit(self._folder(step, serial), fill, facts)
+                result.n_bytes = sum(entry["size"] for entry in manifest["files"])
+                if self._copy is not None:
+                    self._copy(step, self.to_go_on(step, best_step))
+                self._rotate(best_step)
         except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:
             result.error = error
         finally:
@@ -234,31 +231,30 @@ class Checkpoints:
         """Check the checkpoint of a step byte for byte. Raises `Damaged`."""
         self._verify(*self._newest_of(step))
 
-    def read(self, step: int) -> dict[str, State]:
-        """The parts of a checkpoint that has been verified."""
-        folder = self._folder(*self._newest_of(step))
-        parts = {}
-        for name, part_values in _values_of(folder).items():
-            path = folder / f"{name}.safetensors"
-            parts[name] = (load_file(path) if path.exists() else {}, part_values)
-        return parts
+    def folder_of(self, step: int) -> Path:
+        """The newest checkpoint of a step. Raises `Damaged` where there is none."""
+        return self._folder(*self._newest_of(step))
 
-    def restore(self, step: int, parts: Mapping[str, Part]) -> None:
-        """Put every part back to `step`. Raises `RunChanged`, and `RunDamaged` where a part can't take what was saved."""
-        saved = self.read(step)
-        if set(saved) != set(parts):
-            raise RunChanged(f"the checkpoint holds {sorted(saved)}, this run {sorted(parts)}", where=f"step {step}")
+    def restore(self, folder: Path, parts: Mapping[str, Part]) -> None:
+        """Put every part back to what a verified checkpoint says. Raises `RunChanged`, and `RunDamaged` where a part can't take
+        what was saved."""
+        step, values = folder.name, _values_of(folder)
+        if set(values) != set(parts):
+            raise RunChanged(f"the checkpoint holds {sorted(values)}, this run {sorted(parts)}", where=step)
         for name, part in parts.items():
             try:
-                part.restore(*saved[name])
+                part.restore(read_part(folder, name, self._rows_of), values[name])
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 if is_out_of_memory(error):  # nothing is wrong with the checkpoint
                     raise
                 raise RunDamaged(
-                    f"the {name} of step {step} is not what this run has saved ({type(error).__name__}: {error})",
-                    where=str(self.folder),
+                    f"the {name} of {step} is not what this run has saved ({type(error).__name__}: {error})",
+                    where=str(folder.parent),
                     to_do="bring one back from a copy, or start from step 0 with --allow-restart",
                 ) from error
+
+    def _rows_of(self, name: str) -> tuple[int, int] | None:
+        return None if self._shared is None else self._shared.rows_of(name)
 
     def forget_all(self) -> None:
         """Set every checkpoint aside: the run starts from zero on purpose."""
@@ -288,7 +284,8 @@ class Checkpoints:
         folder = self._folder(step, serial)
         self._check(read_manifest(folder), step)
         verify_folder(folder)
-        _values_of(folder)
+        for part in _values_of(folder):
+            files_of(folder, part)
         for path in folder.glob("*.safetensors"):
             _check_header(path)
 
@@ -335,14 +332,96 @@ def _check_header(path: Path) -> None:
         raise Damaged(f"{path.name} is no file of tensors: {error}") from error
 
 
-def _snapshot(parts: Mapping[str, Part]) -> tuple[dict[str, State], Later | None]:
+def _fill(snapshot: dict[str, State], later: Later | None, shared: Shared | None, draft: Path) -> list[Path]:
+    """Write what this process has of a checkpoint; returns the files."""
+    paths = []
+    for name, (tensors, _) in snapshot.items():
+        own = later.copies(name) if later is not None else {}
+        path = draft / (f"{name}.safetensors" if shared is None else shared.name_of(name))
+        if later is not None and own and not later.keeps_in_memory:
+            later.write(name, tensors, path)
+        elif tensors or own:
+            save_file({**tensors, **own}, path)
+        else:
+            continue
+        paths.append(path)
+    if later is not None:
+        later.release()
+    if shared is None or shared.is_first:
+        values = {name: values for name, (_, values) in snapshot.items()}
+        with open(draft / "state.json", "w", encoding="utf-8") as file:
+            json.dump(values, file, allow_nan=False)
+        paths.append(draft / "state.json")
+    return paths
+
+
+def _give_up(error: Exception, draft: Path) -> list[Path]:
+    raise error
+
+
+def _commit_alone(final: Path, fill: Fill, facts: Json) -> Json:
+    def fill_draft(draft: Path) -> None:
+        fill(draft)
+
+    return commit_folder(final, fill_draft, facts)
+
+
+def commit_together(shared: Shared, final: Path, fill: Fill, facts: Json) -> Json:
+    """On the first rank: `commit_folder` of what all ranks write. Whatever fails on one has failed on all. Raises `OSError`."""
+    was_told, why = False, "it was not committed"
+
+    def fill_all(draft: Path) -> list[FileEntry]:
+        nonlocal was_told
+        was_told = True
+        shared.gather(str(draft))
+        found = shared.gather(_sealed_by(fill, draft))
+        if errors := [each for each in found if isinstance(each, str)]:
+            raise OSError(errors[0])
+        return [entry for each in found for entry in each]
+
+    try:
+        manifest = commit_folder(final, fill_all, facts)
+        why = ""
+        return manifest
+    except BaseException as error:
+        why = str(error) or type(error).__name__
+        raise
+    finally:
+        if not was_told:
+            shared.gather(None)
+        shared.gather(why)
+
+
+def fill_along(shared: Shared, fill: Fill) -> None:
+    """On another rank: write this rank's files where the first one says. Raises `OSError` where it has failed on any."""
+    draft = shared.gather(None)[0]
+    if draft is not None:
+        shared.gather(_sealed_by(fill, Path(draft)))
+    if why := shared.gather(None)[0]:
+        raise OSError(why)
+
+
+def _sealed_by(fill: Fill, draft: Path) -> list[FileEntry] | str:
+    """Entries of the files that this process has written into a draft; why it could not, in words."""
+    try:
+        return [seal_file(path) for path in fill(draft)]
+    except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:
+        return str(error) or type(error).__name__
+
+
+def _snapshot(parts: Mapping[str, Part], shared: Shared | None) -> tuple[dict[str, State], Later | None]:
     """(every part apart from what training will change next, what of it is fetched from a GPU later).
+
+    Of `shared` checkpoints what this rank writes.
 
     Memory that runs out is tried once more, with cycles gone.
     """
     for is_last in (False, True):
         try:
             states = {name: part.state() for name, part in parts.items()}
+            if shared is not None:
+                states = {part: ({name: tensor for name, tensor in tensors.items() if shared.writes(name)}, values)
+                          for part, (tensors, values) in states.items()}  # fmt: skip
             waiting = {name: {k: t for k, t in tensors.items() if can_wait(t)} for name, (tensors, _) in states.items()}
             now = {
                 name: _copied(({k: t for k, t in tensors.items() if k not in waiting[name]}, values))

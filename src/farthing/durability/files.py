@@ -179,10 +179,18 @@ def unseal(text: str, name: str) -> Json:
     return manifest
 
 
-def commit_folder(final: Path, fill: Callable[[Path], None], facts: Json) -> Json:
+def seal_file(path: Path) -> FileEntry:
+    """A file that is on the disk for good, as a manifest lists it. Raises `OSError`."""
+    path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)  # whatever the umask: nobody else may change it
+    fsync_path(path)
+    return {"name": path.name, "size": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def commit_folder(final: Path, fill: Callable[[Path], Iterable[FileEntry] | None], facts: Json) -> Json:
     """Write a folder by the protocol above and return its manifest: `facts` and the list of files.
 
-    `fill(draft)` writes the files, flat. On any error the draft is removed and nothing has changed.
+    `fill(draft)` writes the files, flat, and returns the entries of those that were sealed where they were written. On any
+    error the draft is removed and nothing has changed.
     Raises `FileExistsError` when `final` is there already.
     """
     if final.exists():
@@ -190,12 +198,10 @@ def commit_folder(final: Path, fill: Callable[[Path], None], facts: Json) -> Jso
     draft = draft_of(final)
     draft.mkdir(parents=True, mode=0o700)
     try:
-        fill(draft)
-        entries: list[FileEntry] = []
-        for path in sorted(draft.iterdir()):
-            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)  # whatever the umask: nobody else may change it
-            fsync_path(path)
-            entries.append({"name": path.name, "size": path.stat().st_size, "sha256": sha256_of(path)})
+        sealed = {entry["name"]: entry for entry in fill(draft) or ()}
+        entries = [sealed.get(path.name) or seal_file(path) for path in sorted(draft.iterdir())]
+        if lost := sealed.keys() - {entry["name"] for entry in entries}:
+            raise FileNotFoundError(errno.ENOENT, f"{sorted(lost)[0]} of another rank is not here", str(draft))
         manifest = _sealed({**facts, "files": entries})
         write_json(draft / MANIFEST, manifest)
         (draft / MANIFEST).chmod(0o600)

@@ -46,8 +46,12 @@ MODEL_CONFIG = "model_config.json"
 taken by transformers for a whole model."""
 
 
-def export_model(folder: Path, model: Any, tokenizer: Any, receipt: Receipt, step: int) -> None:
+def export_model(
+    folder: Path, model: Any, tokenizer: Any, receipt: Receipt, step: int, trained: dict[str, Tensor] | None = None
+) -> None:
     """Write `model` as it was trained (an adapter, or the whole model), its tokenizer, a card and a manifest.
+
+    `trained` are its trained tensors, where the model itself has rows of them only.
 
     An adapter comes with the configuration of the whole and how it generates, so that the names of its classes and the
     language that it was taught to write are not lost.
@@ -55,8 +59,9 @@ def export_model(folder: Path, model: Any, tokenizer: Any, receipt: Receipt, ste
 
     def fill(draft: Path) -> None:
         model.config.use_cache = True
+        tensors = None if trained is None else {**_untrained_tensors(model), **trained}
         try:
-            model.save_pretrained(draft, safe_serialization=True)
+            model.save_pretrained(draft, safe_serialization=True, state_dict=tensors)
             if (draft / ADAPTER_CONFIG).exists():
                 _in_one_order(draft / ADAPTER_CONFIG)
                 model.config.to_json_file(draft / MODEL_CONFIG)
@@ -69,6 +74,11 @@ def export_model(folder: Path, model: Any, tokenizer: Any, receipt: Receipt, ste
         seal_export(draft)
 
     install_folder(folder, fill)
+
+
+def _untrained_tensors(model: Any) -> dict[str, Tensor]:
+    """What a whole model saves besides what was trained: weights that stay as they are."""
+    return {name: weight.detach().cpu() for name, weight in model.named_parameters() if not weight.requires_grad}
 
 
 def write_card(run: Path, receipt: Receipt) -> None:

@@ -272,7 +272,7 @@ def _rented_offers(
     for plan in plans:
         offer = plan.offer
         target = named[0] if named else target_of(offer)
-        is_out = plan.place.is_local or offer.n_gpus > most or not _is_said(plan, job)
+        is_out = plan.place.is_local or offer.n_gpus > most or not plan.is_runnable
         if target is None or is_out or offer.provider not in PROVIDERS[target.name]:
             continue
         if called(target, offer) is not None:
@@ -310,11 +310,6 @@ def _chosen(study: Any, text: str, most: int) -> list[Plan]:
             to_do="take an offer of one GPU, or set where.gpus: all (several GPUs were never tried on real ones)",
         )  # fmt: skip
     return found
-
-
-def _is_said(plan: Plan, job: Job) -> bool:
-    """Whether the trainer can do it, and would with this job as it is."""
-    return plan.is_runnable and (plan.recipe.sharding != "fsdp" or job.where.sharding == "frozen")
 
 
 def most_gpus(job: Job) -> int:

@@ -75,6 +75,8 @@ class MemoryNeed:
     free_bytes: int
     checkpoint_every: int
     """0: no layer is checkpointed; 1: each; 2: each second."""
+    gathered_bytes: int = 0
+    """Weights of other ranks, while they are computed with."""
     begins_with_a_layer: bool = False
     """The last layer is checkpointed: the backward pass begins with computing it again, beside all that was saved."""
 
@@ -88,12 +90,14 @@ class MemoryNeed:
         almost_all = grad.all_bytes - grad.embedding_bytes - grad.layer_bytes
         copies = max(0.0, self.casts_bytes - self.saved.constant_bytes)
         sums = grad.embedding_bytes * ((2 if grad.is_tied else 0) + (1 if held else 0))
-        return {
+        taken = {
             "loss": held + grad.head_bytes + saved + copies + self.head.at(n),
             "backward": (held or grad.head_bytes) + waiting + saved + layer + working,
             "last layer": (held or almost_all) + waiting + self.layer.at(n) + working,
             "embeddings": grad.all_bytes + sums,
-            "update": grad.all_bytes + self.update_bytes,
+        }
+        return {moment: n_bytes + self.gathered_bytes for moment, n_bytes in taken.items()} | {
+            "update": grad.all_bytes + self.update_bytes
         }
 
     @property
@@ -141,21 +145,27 @@ class Sample:
 
 def saved_bytes(model: Any, forward: Callable[[], Tensor]) -> int:
     """Bytes that autograd keeps for the backward pass of `forward`, weights left out."""
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    weights, gathers = _storages_of(model), any(hasattr(p, "_local_tensor") for p in model.parameters())
     storages: dict[int, int] = {}
     alive: list[Tensor] = []  # so that an address is not given out twice while we count
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            storages[storage._cdata] = storage.nbytes()
-            alive.append(tensor)
+        if storage._cdata in weights or (gathers and storage._cdata in _storages_of(model)):
+            return tensor
+        storages[storage._cdata] = storage.nbytes()
+        alive.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = forward()
     del loss
     return sum(storages.values())
+
+
+def _storages_of(model: Any) -> set[int]:
+    """Where the weights are now: those of a layer that is spread elsewhere while it computes."""
+    return {p.untyped_storage()._cdata for p in model.parameters()}
 
 
 def saved_linear(model: Any, samples: tuple[Sample, Sample]) -> Linear:
@@ -178,15 +188,24 @@ class Beside(NamedTuple):
     head: Linear
     """What the head and the loss take of a micro-batch."""
     autocast: torch.dtype | None = None
+    gathered_bytes: int = 0
+    """Weights of other ranks that are here at the worst moment, where weights are spread."""
 
 
 def choose_checkpointing(
-    model: Any, samples: tuple[Sample, Sample], beside: Beside, *, wanted: bool | int | str, planned: int = 0
+    model: Any,
+    samples: tuple[Sample, Sample],
+    beside: Beside,
+    *,
+    wanted: bool | int | str,
+    planned: int = 0,
+    fits_all: Callable[[bool], bool] = bool,
 ) -> MemoryNeed:
     """Set and return the checkpointing of a run.
 
     `samples` go through the body, the second is the larger. `wanted` is true, false, k, or "auto" for the least that fits in
-    what is free, beginning at `planned`. Raises what says that memory ran out where even a sample has no room.
+    what is free, beginning at `planned`; `fits_all` asks all who have to choose alike. Raises what says that memory
+    ran out where even a sample has no room.
     """
     layers = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
     modes = {0: [0, 2, 1], 1: [1]}.get(planned, [2, 1]) if wanted == "auto" else [int(wanted)]
@@ -215,8 +234,9 @@ def choose_checkpointing(
             free_bytes=beside.free_bytes,
             checkpoint_every=every,
             begins_with_a_layer=bool(every) and _last_layer_is_checkpointed(model),
+            gathered_bytes=beside.gathered_bytes,
         )
-        if need.fits:
+        if fits_all(need.fits):
             break
     assert need is not None
     return need
@@ -247,17 +267,22 @@ def gradients_of(model: Any, accumulate: bool) -> Gradients:
     embedding, head = (getattr(module, "weight", None) for module in _ends(inner))
 
     def bytes_of(weight: Tensor | None) -> int:
-        return weight.nbytes if isinstance(weight, Tensor) and weight.requires_grad else 0
+        return _held_bytes(weight) if isinstance(weight, Tensor) and weight.requires_grad else 0
 
     of_layers = sum(bytes_of(p) for layer in layers for p in layer.parameters())
     return Gradients(
-        all_bytes=sum(p.nbytes for p in trained),
+        all_bytes=sum(_held_bytes(p) for p in trained),
         layer_bytes=of_layers // max(1, len(layers)),
         head_bytes=bytes_of(head),
         embedding_bytes=bytes_of(embedding),
         is_tied=head is not None and head is embedding,
         accumulate=accumulate,
     )
+
+
+def _held_bytes(weight: Tensor) -> int:
+    """What this process holds of a weight, which is spread over others or whole."""
+    return int(getattr(weight, "_local_tensor", weight).nbytes)
 
 
 def _ends(inner: Any) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,9 +220,9 @@ def count_parameters(model: Any) -> dict[str, int]:
     return counts
 
 
-def trained_tensors(model: Any) -> dict[str, Tensor]:
-    """What training changes, by name: trainable parameters (tied ones once) and, in a full fine-tune, buffers."""
-    tensors = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+def trained_tensors(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What training changes, by name: the trained `weights` (tied ones once) and, in a full fine-tune, buffers."""
+    tensors = {name: weight.detach() for name, weight in weights.items()}
     if not hasattr(model, "peft_config"):
         persistent = set(model.state_dict())
         tensors |= {name: b.detach() for name, b in model.named_buffers() if name in persistent}
@@ -230,9 +230,8 @@ def trained_tensors(model: Any) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def put_back(model: Any, tensors: dict[str, Tensor]) -> None:
-    """Copy saved tensors into the model. Raises `ModelError` when names or shapes differ."""
-    own = trained_tensors(model)
+def put_back(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copy saved tensors into a model's own. Raises `ModelError` when names or shapes differ."""
     if set(own) != set(tensors):
         odd = sorted(set(own) ^ set(tensors))
         raise ModelError(f"the checkpoint is of another model: {len(odd)} tensors differ, e.g. {odd[0]}", where="model")

@@ -239,7 +239,7 @@ def wanted_of(
         n_epochs=train.num_train_epochs,
         max_steps=train.max_steps,
         micro_batch_tokens=micro_batch_tokens,
-        spreads=job.where.sharding == "frozen",
+        spreads=None if job.where.strategy == "auto" else job.where.strategy != "ddp",
         may_go_packed=job.model.attn_implementation is None,
         caches_frozen=train.num_train_epochs > 1
         and train.max_steps is None

@@ -29,7 +29,7 @@ _METHODS = "full", "lora", "qlora"
 WAYS_THAT_RUN: dict[tuple[str, str], tuple[str, ...]] = {
     **{(method, NONE): () for method in _METHODS},
     **{(method, DDP): ("where.gpus: all",) for method in _METHODS},
-    ("lora", FSDP): ("where.gpus: all", "where.sharding: frozen"),
+    **{(method, FSDP): ("where.gpus: all", "where.strategy: fsdp") for method in ("full", "lora")},
 }
 """What the trainer can do, and what a job says for it. One line more turns a way on, here and in all that a plan says."""
 _LANES = 4, 8

@@ -261,7 +261,7 @@ def shardings_of(wanted: JobSpec, n_gpus: int) -> list[str]:
     merges = wanted.adapters is not None and wanted.adapters.n_merged  # peft was not tried on experts that are spread
     if wanted.method == "qlora" or (wanted.method == "lora" and (wanted.max_new_tokens or merges)):
         return [DDP]
-    return [FSDP] if wanted.spreads else [DDP, FSDP]
+    return {None: [DDP, FSDP], True: [FSDP], False: [DDP]}[wanted.spreads]
 
 
 def _memory_savers(wanted: JobSpec, is_cuda: bool) -> Iterator[dict[str, Any]]:

@@ -75,8 +75,8 @@ class JobSpec:
     max_steps: int | None = None
     micro_batch_tokens: int | None = None
     """Most computed tokens of a micro-batch; None: the planner's choice."""
-    spreads: bool = False
-    """Whether the job asks for frozen weights that are spread over GPUs."""
+    spreads: bool | None = None
+    """Whether the job asks for weights that are spread over GPUs, or for whole ones on each; None: it leaves that open."""
     may_go_packed: bool = True
     """Whether documents may be laid end to end: not where the job names an attention of its own."""
     caches_frozen: bool = False

@@ -12,13 +12,12 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors.torch import load_file
-
 from farthing.config.job import Job
+from farthing.durability.checkpoint import Part
 from farthing.durability.files import Damaged, read_manifest, verify_folder
+from farthing.durability.parts import RowsOf, contents_of, read_part
 from farthing.durability.run_folder import CHECKPOINTS, RUN, kept
 from farthing.errors import UserMistake
-from farthing.model.adapters import put_back
 from farthing.report.receipt import build_receipt
 
 KEY = "model.from_run (content)"
@@ -78,27 +77,27 @@ def ancestor_identity(job: Job) -> dict[str, str]:
 def _content(found: Ancestor) -> str:
     try:
         files = {entry["name"]: entry["sha256"] for entry in read_manifest(found.folder)["files"]}
-        model = {name: sha256 for name, sha256 in files.items() if name == "model.safetensors"}
+        model = contents_of(files, "model")
     except (KeyError, TypeError, OSError) as error:
         raise Damaged("its manifest can't be read") from error
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
 
-def begin_from(found: Ancestor, model: Any) -> dict[str, Any]:
-    """Put the ancestor's trained weights into `model`; returns what the receipt says of it.
+def begin_from(found: Ancestor, model: Part, rows_of: RowsOf) -> dict[str, Any]:
+    """Put the ancestor's trained weights, or rows of them, into `model`; returns what the receipt says of it.
 
     Raises `UserMistake`, `ModelError`.
     """
     try:
         verify_folder(found.folder)
-        tensors = load_file(found.folder / "model.safetensors")
+        tensors = read_part(found.folder, "model", rows_of)
     except (Damaged, OSError) as error:
         raise UserMistake(
             f"the checkpoint of step {found.step} is damaged ({error})",
             where=f"{_WHERE}: {found.run}",
             to_do="choose another step: RUN:STEP",
         ) from error
-    put_back(model, tensors)
+    model.restore(tensors, {})
     receipt = build_receipt(found.run)
     before = receipt.ancestor or {}
     return {

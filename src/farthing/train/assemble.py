@@ -60,7 +60,8 @@ def assemble(
     train, ledger, (train_examples, eval_examples) = job.train, context.ledger, examples
     batches = Batches(train_examples.indices, job.global_batch_size, train.seed, train_examples.weights)
     schedule = first_schedule(job, context.folder, ledger, estimate, batches.steps_per_epoch)
-    optimizer = build_optimizer(job, model, rules_of(context.folder))
+    weights = context.ranks.trained_of(model)
+    optimizer = build_optimizer(job, model, rules_of(context.folder), weights)
     scaler = torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler)
     parameters, progress = count_parameters(model), Progress()
     lora = None
@@ -93,8 +94,11 @@ def assemble(
         optimizer=optimizer,
         free_bytes=free,
         accumulates=accumulates(train_examples, batches, schedule.n_steps, settings.micro_batch_tokens),
+        ranks=context.ranks,
     )
-    compiled = _compile(job, model, liger, settings, estimate, schedule.n_steps)
+    compiled: int | str = "layers are not compiled where their weights are gathered"
+    if not context.ranks.is_spread:
+        compiled = _compile(job, model, liger, settings, estimate, schedule.n_steps)
     kernels = Kernels(lora, liger, compiled)
     settings = replace(
         settings,
@@ -141,8 +145,8 @@ def assemble(
         expected_bytes=before_bytes + memory.total_bytes,
         progress=progress,
         state={
-            "model": ModelPart(model),
-            "optimizer": OptimizerPart(model, optimizer),
+            "model": ModelPart(model, weights),
+            "optimizer": OptimizerPart(weights, optimizer),
             "scaler": ScalerPart(scaler),
             "progress": progress,
         },
@@ -205,6 +209,7 @@ def _checkpoints(job: Job, context: Context) -> Checkpoints:
         warn=lambda text: context.emit(Warned(text)),
         facts=lambda: manifest_facts(context, copies),
         copy=context.replica.offer if context.replica is not None else None,
+        shared=context.ranks.shared_checkpoints(),
     )
 
 

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from farthing.durability.run_folder import DECIDING, RUN, SCHEDULE, keep, kept
 from farthing.errors import EXIT_CRASH, FarthingError, ModelError, RunChanged, UserMistake
 from farthing.events import Emit, Warned
 from farthing.settings import Settings
-from farthing.tasks.registry import task_of
+from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.attempt import Attempt, Context
 from farthing.train.lanes import n_lanes_for
 from farthing.train.learning_rate import as_fitted
@@ -54,7 +55,7 @@ def joined(job: Job) -> Iterator[tuple[Ranks, Job]]:
             yield ranks, job
         except BaseException as error:
             code = error.exit_code if isinstance(error, FarthingError) else EXIT_CRASH
-            error.is_told = not ranks.fail(code)  # type: ignore[attr-defined]
+            error.is_told = not ranks.fail(code, error)  # type: ignore[attr-defined]
             raise
         finally:
             ranks.close()
@@ -126,28 +127,15 @@ def lanes_to_use(job: Job, ranks: Ranks, settings: Settings, facts: dict[str, An
     return n_lanes
 
 
-def spread_frozen(job: Job, ranks: Ranks, model: nn.Module) -> None:
-    """Spread the frozen weights over the ranks, where the job says so. Raises `UserMistake` where that can't be."""
-    if job.where.sharding == "none":
-        return
-    why = {"full": "there are no frozen weights in full training, and trained ones can't be spread yet",
-           "qlora": "4-bit weights lose their quantization when they are gathered"}.get(job.method.name)  # fmt: skip
-    if task_of(job.task).is_pair and job.train.predict_with_generate:
-        why = "texts of different lengths are written by ranks that have to compute alike"
-    if why:
-        raise UserMistake(f"the weights can't be spread: {why}", where="where.sharding",
-                          to_do="leave it out, or use method: lora without train.predict_with_generate")  # fmt: skip
-    if ranks.n == 1:
-        model.to(ranks.device)
-    else:
-        ranks.spread(model)
+def keeps_statistics(model: nn.Module) -> str:
+    """The kind of module by which a forward pass changes the model; empty where there is none."""
+    kinds = (type(each).__name__ for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm))
+    return next(kinds, "")
 
 
 def refuse_running_statistics(model: nn.Module, n_lanes: int) -> None:
     """Refuse a model whose forward pass changes it, as ranks see different examples. Raises `ModelError`."""
-    kind = next(
-        (type(each).__name__ for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)), ""
-    )
+    kind = keeps_statistics(model)
     if kind and n_lanes > 1:
         raise ModelError(
             f"it keeps statistics of what it has seen ({kind}), which would differ between GPUs",
@@ -171,7 +159,33 @@ def take_over(attempt: Attempt) -> None:
         if fit_values is not None:
             attempt.schedule = as_fitted(attempt.job, keep_fit(attempt.context.folder / SCHEDULE, Fit(**fit_values)))
             steps.n_steps = attempt.n_steps
+    if ranks.trains_rows:
+        _take_rows(attempt)
     ranks.bring_together(attempt.state)
+
+
+def _take_rows(attempt: Attempt) -> None:
+    """Restore this rank's rows of what the first rank has restored: of its checkpoint, or of the run's ancestor."""
+    ranks, checkpoints, step = attempt.context.ranks, attempt.checkpoints, attempt.progress.step
+    saves = checkpoints.steps() if ranks.is_first else []
+    told = ranks.tell_all([
+        str(attempt.context.folder.resolve()), str(checkpoints.folder_of(step).resolve()) if step in saves else None,
+        attempt.saving.mark,
+    ])  # fmt: skip
+    if ranks.is_first:
+        return
+    run, folder, mark = Path(told[0]), told[1], told[2]
+    if (kept(run / RUN) or {}).get("run_id") != attempt.context.run_id:
+        raise UserMistake(
+            f"rank {ranks.index} does not see the run folder of the first rank, {run}, where each saves its rows",
+            where="output_dir, where.strategy",
+            to_do="put output_dir on a disk that all machines share, or use ddp",
+        )
+    if folder is not None:
+        checkpoints.restore(Path(folder), attempt.state)
+    elif (found := find_ancestor(attempt.job)) is not None:
+        begin_from(found, attempt.state["model"], ranks.rows_of)
+    attempt.saving.mark = tuple(mark)
 
 
 def words_for_launchers() -> str:

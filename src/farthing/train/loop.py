@@ -19,6 +19,7 @@ from farthing.train.budget import LONGEST_START_S, over_limit
 from farthing.train.evaluation import evaluate_run
 from farthing.train.forecast import evaluation_is_due, is_done, reserve_s
 from farthing.train.learning_rate import settle_schedule
+from farthing.train.rehearsal import rehearse
 from farthing.train.saver import export, mark_of, note_finished_save, save, save_last, write_model_early
 from farthing.train.step_log import note_rest, settle
 
@@ -33,6 +34,7 @@ def loop(attempt: Attempt) -> tuple[str, str]:
     with contextlib.closing(attempt.steps), rare_collections():
         try:
             try:
+                rehearse(attempt)
                 while True:
                     ended, due = agreed(attempt, why_stop(attempt))
                     if ended:

@@ -66,12 +66,9 @@ def make_optimizer(
         for is_decayed in (True, False)
     ]
     groups = [group for group in groups if group["params"]]
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=learning_rate, foreach=False)  # decay copies a weight at a time, not all
-    if name == "adagrad":
-        return torch.optim.Adagrad(groups, lr=learning_rate, foreach=False)
-    if name == "rmsprop":
-        return torch.optim.RMSprop(groups, lr=learning_rate, foreach=False)
+    plain = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
+    if name in plain:
+        return plain[name](groups, lr=learning_rate, foreach=False)  # decay copies a weight at a time, not all
     adam: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": epsilon}
     if name == "adamw_torch_fused":
         return torch.optim.AdamW(groups, fused=True, **adam)

@@ -1,4 +1,5 @@
-"""The processes that share a run, and all that they say to each other: the only file that imports `torch.distributed`.
+"""The processes that share a run, and all that they say to each other. Only this file and `spread.py` import
+`torch.distributed`.
 
 Words (decisions, counts, plain values) go over gloo, gradients over NCCL where there are GPUs. What depends on a clock, a
 disk or a measurement is decided by the first rank and told to all; what depends on the examples is computed by all alike.
@@ -18,18 +19,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from farthing.device_memory import is_out_of_memory
 from farthing.durability.checkpoint import Part
 from farthing.durability.group import ATTEMPT, EXIT_RANK_LOST, STORE, Seat
+from farthing.durability.parts import Shared
 from farthing.errors import EXIT_INTERRUPTED, EXIT_MISTAKE, FarthingError, HardwareError, Interrupted
 from farthing.train.lanes import LaneSums, add_up, lanes_of, nodes_of
+
+if TYPE_CHECKING:
+    from farthing.train.spread import How, Spread
 
 GO_ON, NO_ROOM, LEAVE = range(3)
 """Words of a step, the worst last: all is well; memory ran out; someone asked us to leave."""
@@ -43,6 +47,8 @@ LONG = timedelta(days=30)
 BUCKET = 1 << 24
 """Numbers of a gradient that are sent at once."""
 _GONE = 1000
+EXIT_NO_ROOM = 77
+"""What a rank without memory tells the others; no process ends with it."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
@@ -52,17 +58,8 @@ class RankLost(FarthingError):
     exit_code = EXIT_INTERRUPTED
 
 
-class Root(nn.Module):
-    """Holds a model whose frozen weights are spread over ranks, and are whole while it computes. The model keeps its class,
-    by which its head and its kernels are known."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, compute: Callable[[], Any]) -> Any:
-        """What `compute` gives."""
-        return compute()
+class NoRoomLeft(RankLost):
+    """Memory has run out on this rank while others wait for it within a layer."""
 
 
 class Ranks:
@@ -74,10 +71,13 @@ class Ranks:
         self.waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self.at_loss: Callable[[], None] = lambda: None
         """Called where another rank is lost, before this process ends."""
+        self.leave_less: Callable[[], bool] = lambda: False
+        """Called where memory runs out over spread weights, and then on the first rank before all end: notes that the next
+        attempt takes less at once. Whether it can."""
         self.n_sums = 0
         """Collectives on gradients so far, which must be as many on every rank."""
-        self._root: Root | None = None
-        self._is_within = False
+        self.spreads: Spread | None = None
+        """The model's weights where they are spread over the ranks."""
         self._word = 0
         self._words = [0] * self.n
         self.asks_to_leave: Callable[[], bool] = lambda: False
@@ -150,6 +150,10 @@ class Ranks:
             self._others_ask = bool(asks)
             failed = [code for code in self._words if 0 < code < _GONE]
             if failed and self._word == 0:
+                if EXIT_NO_ROOM in failed and self.is_first:
+                    last = threading.Thread(target=self.leave_less, daemon=True)
+                    last.start()
+                    last.join(LAST_WORDS_S)
                 code = EXIT_MISTAKE if EXIT_MISTAKE in failed else EXIT_INTERRUPTED
                 self._leave_the_lost(f"rank {self._words.index(failed[0])} has failed", code)
             if all(self._words):
@@ -170,18 +174,22 @@ class Ranks:
             os.write(2, text.encode())
         os._exit(EXIT_RANK_LOST if self.seat.by == "farthing" and code == EXIT_INTERRUPTED else code)
 
-    def fail(self, exit_code: int) -> bool:
+    def fail(self, exit_code: int, error: BaseException | None = None) -> bool:
         """Tell the others that this one ends with an error, and that they should. Whether this rank should speak of it:
         an error of all is told by the first alone."""
         if self._beats is None:
             return True
         self._word = exit_code if exit_code in (EXIT_MISTAKE, EXIT_INTERRUPTED) else 1
+        if isinstance(error, NoRoomLeft):
+            self._word = EXIT_NO_ROOM
         self._wait_until(lambda: self._words[self.index] != 0, 4 * BEAT_S)
         return self.is_first or self._words[0] in (0, _GONE)
 
     def close(self) -> None:
         """Wait until every rank is here, and part. A rank that is lost meanwhile ends this process as ever."""
         if self._beats is None:
+            if self.spreads is not None and dist.is_initialized():
+                dist.destroy_process_group()
             return
         if not self._word:
             self._word = _GONE
@@ -196,37 +204,99 @@ class Ranks:
         while not is_so() and time.monotonic() < until:
             time.sleep(BEAT_S / 10)
 
-    # ---- frozen weights that are spread ----
+    # ---- weights that are spread ----
 
-    def spread(self, model: nn.Module) -> None:
-        """Leave each rank its rows of the frozen weights, by FSDP2; those of a layer are gathered while it computes. Trained
-        weights stay whole on every rank, and come to the device."""
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+    def spread(self, model: nn.Module, how: How) -> None:
+        """Leave each rank its rows of the weights, by FSDP2; those of a layer are gathered while it computes. All come to the
+        device. Raises `ModelError` where the model can't be spread."""
+        from farthing.train.spread import Spread
 
-        trained = {weight for weight in model.parameters() if weight.requires_grad}
-        for weight in trained:
-            weight.data = weight.data.to(self.device)
-        mesh, root = init_device_mesh(self.device.type, (self.n,)), Root(model)
-        layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
-        for module in (*layers, root):
-            fully_shard(module, mesh=mesh, ignored_params=trained)
-        self._root = root
+        self.spreads = Spread(model, self.device, self.index, self.n, how)
+        if self.n > 1:
+            self._of_saves = dist.new_group(backend="gloo", timeout=LONG)
 
     @property
     def is_spread(self) -> bool:
         """Whether ranks wait for each other in every layer: all must go through the model as often."""
-        return self._root is not None
+        return self.spreads is not None
+
+    @property
+    def trains_rows(self) -> bool:
+        """Whether a rank has some rows of the trained weights, and not all of them."""
+        return self.spreads is not None and self.spreads.trains_rows
+
+    def trained_of(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The trained weights by name, as plain tensors: whole, or the rows of this rank."""
+        if self.spreads is not None:
+            return self.spreads.local
+        return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
     def within(self, compute: Callable[[], Any]) -> Any:
         """What `compute` gives, with the root's weights whole."""
-        if self._root is None or self._is_within:
+        if self.spreads is None:
             return compute()
-        self._is_within = True
+        with self.computing():
+            return self.spreads.within(compute)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """What fails over spread weights may have failed because another rank is gone: then the beat ends this process in
+        order."""
         try:
-            return self._root(compute)
-        finally:
-            self._is_within = False
+            yield
+        except RuntimeError as error:
+            if self.is_spread and self.n > 1 and not is_out_of_memory(error):
+                self._wait_until(lambda: False, 4 * BEAT_S)
+            raise
+
+    def rows_of(self, name: str) -> tuple[int, int] | None:
+        """(first, end) of the rows that this rank has of a trained weight, or of the state `weight|key`; None: all."""
+        return None if self.spreads is None else self.spreads.rows_of(name.partition("|")[0])
+
+    def shared_checkpoints(self) -> Shared | None:
+        """This rank's part in checkpoints, where ranks have rows of what is saved."""
+        if self.spreads is None or not self.trains_rows:
+            return None
+        spreads = self.spreads
+        return Shared(
+            self.is_first, spreads.shard, spreads.n_shards, spreads.is_copy, self.rows_of, self.gather_for_save
+        )
+
+    def take_gradients(self) -> None:
+        """Give this rank's rows of the trained weights their gradients, summed over all ranks."""
+        if self.spreads is not None:
+            self.spreads.take_gradients()
+
+    def begin_anew(self) -> None:
+        """Forget a forward or backward pass over spread weights that has failed."""
+        if self.spreads is not None:
+            self.spreads.begin_anew()
+
+    def clip(self, weights: Sequence[Tensor], most: float) -> Tensor:
+        """Scale gradients down to a norm of `most` over all ranks' rows; the norm before."""
+        if not self.trains_rows:
+            return torch.nn.utils.clip_grad_norm_(weights, most)
+        assert self.spreads is not None
+        squares = torch.zeros(self.n, dtype=torch.float64, device=self.device)
+        if not self.spreads.is_copy:
+            found = [each.grad for each in weights if each.grad is not None]
+            squares[self.index] = sum(torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in found)
+        norm = self.sum_up(squares).sum().sqrt().float()
+        torch.nn.utils.clip_grads_with_norm_(weights, most, norm)
+        return norm
+
+    def share_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Where a rank's gradients in fp16 have overflowed, those of all have."""
+        if self.trains_rows and self.n > 1 and scaler.is_enabled():
+            for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                dist.all_reduce(found, dist.ReduceOp.MAX)
+
+    def gather_for_save(self, value: Any) -> list[Any]:
+        """`gather` for the thread that writes checkpoints. Raises `OSError` where a rank is gone."""
+        try:
+            return self._gathered(value, self._of_saves) if self.n > 1 else [value]
+        except RuntimeError as error:
+            raise OSError(f"another rank of {self.n} is gone") from error
 
     # ---- words ----
 
@@ -278,10 +348,16 @@ class Ranks:
         if self.n == 1 or not (isinstance(error, Interrupted) or is_out_of_memory(error)):
             raise error
         if self.is_spread and is_out_of_memory(error):  # the others are in a layer, and wait for its weights
-            raise HardwareError(
-                f"rank {self.index} has no memory left, and with spread weights a step can't be taken again",
-                where="where.sharding",
-                to_do="set train.micro_batch_tokens to half of what it was, and run the same command: it goes on",
+            if not self.leave_less():
+                raise HardwareError(
+                    f"rank {self.index} has no memory left for one example with every layer computed again",
+                    where="where.strategy",
+                    to_do="lower data.max_length, use more or larger GPUs, or method: lora",
+                ) from error
+            raise NoRoomLeft(
+                f"rank {self.index} has no memory left, and over spread weights a step can't be taken again by itself",
+                where="where.strategy",
+                to_do="run the same command: it goes on from the last save with half of the micro-batch",
             ) from error
         return LEAVE if isinstance(error, Interrupted) else NO_ROOM
 
@@ -293,15 +369,18 @@ class Ranks:
         """The plain values of all ranks, by rank. A stack of bytes each: nothing is pickled."""
         if self.n == 1:
             return [value]
+        with self._together():
+            return self._gathered(value, self._to_all)
+
+    def _gathered(self, value: Any, group: Any) -> list[Any]:
         own = json.dumps(value).encode()
         sizes = torch.zeros(self.n, dtype=torch.int64)
         sizes[self.index] = len(own)
-        with self._together():
-            dist.all_reduce(sizes, group=self._to_all)
-            texts = [torch.empty(int(sizes.max()), dtype=torch.uint8) for _ in range(self.n)]
-            mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-            mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-            dist.all_gather(texts, mine, group=self._to_all)
+        dist.all_reduce(sizes, group=group)
+        texts = [torch.empty(int(sizes.max()), dtype=torch.uint8) for _ in range(self.n)]
+        mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        dist.all_gather(texts, mine, group=group)
         return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes.tolist(), strict=True)]
 
     # ---- tensors ----
@@ -318,6 +397,8 @@ class Ranks:
         if self.n == 1:
             return
         for name in sorted(parts):
+            if self.trains_rows and name in ("model", "optimizer"):
+                continue  # each has restored its own rows
             tensors, values = parts[name].state()
             names, values = self.tell_all([sorted(tensors), values])
             if names != sorted(tensors):

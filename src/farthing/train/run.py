@@ -68,6 +68,7 @@ from farthing.planner.software import fp16_risk
 from farthing.report.receipt import Receipt, leave_receipt
 from farthing.report.run_page import leave_page
 from farthing.report.training_log import keep_digest, read_log
+from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.assemble import assemble
@@ -85,7 +86,6 @@ from farthing.train.joining import (
     lead,
     must_be_the_same,
     refuse_running_statistics,
-    spread_frozen,
     take_over,
     words_for_launchers,
 )
@@ -104,6 +104,7 @@ from farthing.train.setup import (
     open_examples,
     open_inputs,
 )
+from farthing.train.strategy import may_be_spread, spread_weights
 from farthing.train.summary import emit_summary
 from farthing.train.trackers import tracked
 from farthing.units import say_seconds
@@ -328,7 +329,7 @@ def _begin(attempt: Attempt, run_facts: Json) -> Json:
     found = find_ancestor(attempt.job)
     if found is None:
         return run_facts
-    run_facts = {**run_facts, "ancestor": begin_from(found, attempt.model)}
+    run_facts = {**run_facts, "ancestor": begin_from(found, attempt.state["model"], attempt.context.ranks.rows_of)}
     keep(attempt.context.folder / RUN, run_facts)
     attempt.context.emit(Note(f"begins with the weights of step {found.step} of {found.run}"))
     return run_facts
@@ -356,7 +357,7 @@ def _claim(job: Job, context: Context, numerics: Numerics, inputs: Inputs, allow
 def _decide(attempt: Attempt, run_facts: Json) -> None:
     """What the first attempt decides for all, as it changes rounding; and the settings, where a probe pays."""
     context, job = attempt.context, attempt.job
-    if attempt.steps.n_lanes > 1:
+    if attempt.steps.n_lanes > 1 or context.ranks.is_spread:
         attempt.steps.use(replace(attempt.settings, caches_frozen=False))
     with context.meter.span("prefix"):
         attempt.steps.use(replace(attempt.settings, caches_frozen=begin_behind_frozen_layers(attempt)))
@@ -366,7 +367,7 @@ def _decide(attempt: Attempt, run_facts: Json) -> None:
         keep(context.folder / RUN, run_facts)
     left_s, exact = seconds_left(job, context.ledger), job.train.full_determinism
     pays = is_worth_it(job, attempt.estimate, attempt.settings, is_deterministic=exact, left_s=left_s)
-    if attempt.progress.step == 0 and pays:
+    if attempt.progress.step == 0 and pays and not context.ranks.is_spread:  # the others would have to try the same
         with context.meter.span("probe"):
             context.emit(Note("trying a few micro-batch sizes before the first step"))
             probe_run(attempt)
@@ -448,26 +449,28 @@ def _identify(job: Job, meter: Meter, emit: Emit) -> tuple[Numerics, Inputs]:
 def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, run_facts: Json | None = None) -> Attempt:
     """The attempt at step 0: tokenized, planned, with its model on the device."""
     meter, ledger, notice, emit = context.meter, context.ledger, context.notice, context.emit
-    before_bytes = taken_bytes(numerics.device)
+    before_bytes, ranks = taken_bytes(numerics.device), context.ranks
+    build = partial(build_model, job, inputs, numerics, on_host=may_be_spread(job, ranks))
     with contextlib.ExitStack() as stack:
         loading = None
         if task_of(job.task).labels is None:  # else the head waits for them; the model is read meanwhile
-            loading = stack.enter_context(Meanwhile(lambda: build_model(job, inputs, numerics, ())))
-        examples, held_out = open_examples(job, inputs, emit, lambda: bool(notice) or context.ranks.others_ask_to_leave)
+            loading = stack.enter_context(Meanwhile(lambda: build(())))
+        examples, held_out = open_examples(job, inputs, emit, lambda: bool(notice) or ranks.others_ask_to_leave)
         sets = [each.tokens for each in (examples, held_out) if each is not None]
         notes = list(dict.fromkeys(note for each in sets for note in notes_of(each.facts)))
         write_json(context.folder / DATA_NOTES, notes)
         estimate = estimated(job, context.folder, inputs, numerics, examples, held_out, emit)
         settings = first_settings(job, context, inputs, numerics, examples, estimate)
-        settings = replace(settings, lanes=lanes_to_use(job, context.ranks, settings, run_facts or {}, emit))
-        if context.ranks.is_first:
+        settings = replace(settings, lanes=lanes_to_use(job, ranks, settings, run_facts or {}, emit))
+        if ranks.is_first:
             lead(context)
+        settings = Settings.from_json(ranks.tell_all(settings.to_json()))
         ledger.write("starting")
         meter.enter("load_model")
         emit(Working("loading the model"))
-        model = loading.result() if loading else build_model(job, inputs, numerics, examples.tokens.label_names)
+        model = loading.result() if loading else build(examples.tokens.label_names)
     refuse_running_statistics(model, settings.lanes or 1)
-    spread_frozen(job, context.ranks, model)
+    spread_weights(job, ranks, model, numerics.autocast, emit)
     attempt = assemble(job, context, inputs, numerics, model, (examples, held_out), estimate, settings)
     attempt.record.before_model_bytes = before_bytes
     ledger.write("starting")

@@ -10,13 +10,16 @@ import contextlib
 import shutil
 from typing import Any
 
+from torch import Tensor
+
 from farthing.durability.checkpoint import SaveResult, n_bytes_of
 from farthing.durability.files import Damaged, Json
+from farthing.durability.parts import read_part
 from farthing.durability.run_folder import LOG, MODEL
 from farthing.errors import NoSpace, RunDamaged
 from farthing.events import Exported, Note, Restored, Saved, Working
 from farthing.export.folders import export_model
-from farthing.model.adapters import put_back, trained_tensors
+from farthing.model.adapters import put_back
 from farthing.report.receipt import build_receipt
 from farthing.report.training_log import keep_digest
 from farthing.train.attempt import Attempt
@@ -43,7 +46,7 @@ def restore(attempt: Attempt, allow_restart: bool) -> None:
         checkpoints.forget_all()
         step = None
     if step is not None:
-        checkpoints.restore(step, attempt.state)
+        checkpoints.restore(checkpoints.folder_of(step), attempt.state)
         attempt.saving.mark = mark_of(attempt)
         attempt.context.emit(Restored(step, attempt.n_steps, ledger.number))
     elif ledger.number > 1:
@@ -72,7 +75,8 @@ def _keep_log(attempt: Attempt) -> None:
 
 def refuse_small_disk(attempt: Attempt) -> None:
     """Raises `NoSpace` where checkpoints and model would not fit."""
-    state_bytes = n_bytes_of(attempt.state)
+    spreads = attempt.context.ranks.spreads
+    state_bytes = n_bytes_of(attempt.state) * (spreads.n_shards if spreads and spreads.trains_rows else 1)
     n_aside = 2 if attempt.context.replica is not None else 0  # one that is being sent, and the next
     need = state_bytes * (attempt.job.train.save_total_limit + 2 + n_aside)
     free = shutil.disk_usage(attempt.context.folder).free
@@ -98,7 +102,8 @@ def save(attempt: Attempt) -> None:
     """Snapshot now, write in the background."""
     settle(attempt)
     meter, saving, at = attempt.context.meter, attempt.saving, attempt.progress
-    if not attempt.context.ranks.is_first:
+    ranks = attempt.context.ranks
+    if not (ranks.is_first or ranks.trains_rows):
         saving.mark, saving.is_due_now = mark_of(attempt), False
         return
     with meter.span("checkpoint"):
@@ -146,22 +151,36 @@ def note_finished_save(attempt: Attempt, result: SaveResult | None) -> None:
 
 
 def export(attempt: Attempt) -> None:
-    """Write the model for others: of the best checkpoint when there is evaluation data, else of the last step."""
+    """Write the model for others: of the best checkpoint when there is evaluation data, else of the last step.
+
+    Where ranks have rows of it, it is read from their checkpoint, one whole copy on this machine and nothing on the others.
+    """
     if not attempt.context.ranks.is_first:
         return
-    at, folder, context = attempt.progress, attempt.context.folder, attempt.context
-    step = at.step
+    at, folder, context, checkpoints = attempt.progress, attempt.context.folder, attempt.context, attempt.checkpoints
+    step, whole = at.step, None
     if attempt.job.train.load_best_model_at_end and at.best_step is not None and at.best_step != at.step:
         try:
-            attempt.checkpoints.verify(at.best_step)
-            put_back(attempt.model, attempt.checkpoints.read(at.best_step)["model"][0])
+            checkpoints.verify(at.best_step)
             step = at.best_step
         except Damaged as error:
             attempt.warn(f"the best checkpoint (step {at.best_step}) is damaged ({error}): exporting the last step")
+    if context.ranks.trains_rows and step not in checkpoints.steps():
+        attempt.warn("no model is written: no step was saved")
+        return
     context.emit(Working("writing the model"))
+    if step != at.step or context.ranks.trains_rows:
+        whole = read_part(checkpoints.folder_of(step), "model")
+    if whole is not None and not context.ranks.trains_rows:
+        put_back(_trained(attempt), whole)
+        whole = None
     context.ledger.write("running", exported=step)
-    export_model(folder / MODEL, attempt.model, attempt.inputs.tokenizer, build_receipt(folder), step)
+    export_model(folder / MODEL, attempt.model, attempt.inputs.tokenizer, build_receipt(folder), step, whole)
     context.emit(Exported(str(folder / MODEL), step))
+
+
+def _trained(attempt: Attempt) -> dict[str, Tensor]:
+    return attempt.state["model"].state()[0]
 
 
 def write_model_early(attempt: Attempt) -> None:
@@ -171,9 +190,10 @@ def write_model_early(attempt: Attempt) -> None:
     attempt.saving.wrote_model_early = True
     save_last(attempt)
     with attempt.context.meter.span("export"):
-        now = {name: tensor.to("cpu", copy=True) for name, tensor in trained_tensors(attempt.model).items()}
+        own = {} if attempt.context.ranks.trains_rows else _trained(attempt)
+        now = {name: tensor.to("cpu", copy=True) for name, tensor in own.items()}
         export(attempt)
-        put_back(attempt.model, now)  # the best may have been written, which is another
+        put_back(own, now)  # the best may have been written, which is another
 
 
 def mark_of(attempt: Attempt) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from farthing.config.job import Job
 from farthing.data.batches import split_by_input
@@ -52,6 +53,7 @@ from farthing.train.ancestor import ancestor_identity
 from farthing.train.identity import identity_of
 from farthing.train.optim import make_optimizer, state_bytes
 from farthing.train.published import published_as
+from farthing.train.ranks import Ranks
 from farthing.train.update_guard import update_bytes
 from farthing.units import plural
 
@@ -354,8 +356,11 @@ class Meanwhile(Generic[T]):
             self._error = error
 
 
-def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple[str, ...]) -> Any:
-    """The model on its device with what the method trains, in training mode. `label_names` are those of classification."""
+def build_model(
+    job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple[str, ...], *, on_host: bool = False
+) -> Any:
+    """The model with what the method trains, in training mode, on its device unless it stays `on_host`. `label_names` are
+    those of classification."""
     method = job.method
     quantize = method.name == "qlora"
     model: Any = load_model(
@@ -383,7 +388,7 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
             method.lora_bias,
         )
         model = add_adapter(model, adapter, job.task, job.train.seed)
-    if not quantize and job.where.sharding == "none":  # what is spread comes to the device layer by layer
+    if not quantize and not on_host:
         model.to(numerics.device)
     if task_of(job.task).predicts_next:
         refuse_looking_ahead(model, inputs.choice.name)
@@ -393,10 +398,13 @@ def build_model(job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple
     return model
 
 
-def build_optimizer(job: Job, model: Any, rules: int = RULES) -> torch.optim.Optimizer:
-    """The job's optimizer over the trained weights, by the `rules` that the run began under."""
+def build_optimizer(
+    job: Job, model: Any, rules: int = RULES, weights: Mapping[str, nn.Parameter] | None = None
+) -> torch.optim.Optimizer:
+    """The job's optimizer over the trained weights, or the rows of them in `weights`, by the `rules` that the run began
+    under."""
     train = job.train
-    return make_optimizer(
+    optimizer = make_optimizer(
         model,
         train.optim,
         learning_rate=job.learning_rate,
@@ -406,6 +414,11 @@ def build_optimizer(job: Job, model: Any, rules: int = RULES) -> torch.optim.Opt
         rules=rules,
         loraplus=job.method.loraplus_lr_ratio if job.method.name != "full" else None,
     )
+    if weights is not None:  # it has no state yet
+        name_of = {weight: name for name, weight in model.named_parameters()}
+        for group in optimizer.param_groups:
+            group["params"] = [weights[name_of[weight]] for weight in group["params"]]
+    return optimizer
 
 
 def settle_checkpointing(
@@ -417,6 +430,7 @@ def settle_checkpointing(
     optimizer: torch.optim.Optimizer,
     free_bytes: int,
     accumulates: bool,
+    ranks: Ranks,
 ) -> MemoryNeed:
     """Measure small forward passes and switch on as much activation checkpointing as the largest micro-batch needs.
 
@@ -425,6 +439,7 @@ def settle_checkpointing(
     """
     lengths = train.tokens.lengths[train.indices]
     middle = int(train.indices[int(np.argsort(lengths)[len(lengths) // 2])])
+    spread = ranks.spreads
 
     def sample_of(n_copies: int) -> Sample:
         arrays = forward.collate(train.tokens, np.full(n_copies, middle))
@@ -434,7 +449,7 @@ def settle_checkpointing(
     wanted, n_tokens = job.train.gradient_checkpointing, settings.micro_batch_tokens
     head, twice = forward.head_bytes(n_tokens), forward.head_bytes(2 * n_tokens)
     is_cuda = forward.numerics.device.type == "cuda"
-    return choose_checkpointing(
+    need = choose_checkpointing(
         forward.model,
         (sample_of(1), sample_of(2)),
         Beside(
@@ -445,7 +460,12 @@ def settle_checkpointing(
             free_bytes=free_bytes,
             head=Linear(2 * head - twice, (twice - head) / max(1, n_tokens)),
             autocast=forward.numerics.autocast,
+            gathered_bytes=0 if spread is None else spread.gathered_bytes,
         ),
         wanted=wanted if wanted == "auto" else int(wanted),
         planned=settings.checkpoint_every,
+        fits_all=lambda fits: fits if spread is None else bool(ranks.least(int(fits))),
     )
+    if spread is not None:  # no backward pass has come after
+        spread.let_go()
+    return need

@@ -6,6 +6,7 @@ of the step. Time and money are in the ledger, which outlives lost work.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -51,30 +52,32 @@ class ModelPart:
     """What training changes in the model."""
 
     model: Any
+    weights: Mapping[str, Tensor]
+    """Trained weights by name: whole, or the rows of this rank."""
 
     def state(self) -> State:
         """Trained tensors by name."""
-        return trained_tensors(self.model), {}
+        return trained_tensors(self.model, self.weights), {}
 
     def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
         """Copied back in place."""
-        put_back(self.model, tensors)
+        put_back(trained_tensors(self.model, self.weights), tensors)
 
 
 @dataclass
 class OptimizerPart:
     """The optimizer's moments, by the names of the weights."""
 
-    model: Any
+    weights: Mapping[str, Tensor]
     optimizer: torch.optim.Optimizer
 
     def state(self) -> State:
         """Moments and counters."""
-        return state_tensors(self.optimizer, {id(p): name for name, p in self.model.named_parameters()})
+        return state_tensors(self.optimizer, {id(weight): name for name, weight in self.weights.items()})
 
     def restore(self, tensors: dict[str, Tensor], values: Json) -> None:
         """Tensor for tensor."""
-        load_state(self.optimizer, self.model.named_parameters(), tensors, values)
+        load_state(self.optimizer, self.weights.items(), tensors, values)
 
 
 @dataclass

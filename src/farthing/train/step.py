@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from farthing.train.lanes import LaneSums, lanes_of
 from farthing.train.ranks import GO_ON, Ranks, refuse
 from farthing.train.update_guard import UpdateGuard, forget_unscaling, reserve_for_update
 
+T = TypeVar("T")
 MOST_FREED = 3  # steps of an attempt that are taken again as they were: a device that is full again is too small
 
 
@@ -125,10 +126,12 @@ class Steps:
     ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
-        self.trained = [p for p in self.forward.model.parameters() if p.requires_grad]
+        self.trained = list(self.ranks.trained_of(self.forward.model).values())
         self.guards_on_device = all(group.get("fused") for group in self.optimizer.param_groups)
         self._feed: Feed | None = None
         self._fed_step = -1
+        self._step = 0
+        self.ranks.leave_less = self._leave_less
         self._n_freed = 0
         self._is_agreed = False
         self._update_guard = UpdateGuard(self.optimizer)
@@ -154,15 +157,27 @@ class Steps:
         self._feed = None
 
     def take(self, step: int) -> StepResult:
-        """Step number `step`, from 0; nothing has changed when it raises. Raises `Interrupted`, `torch.OutOfMemoryError`."""
+        """Step number `step`, from 0; nothing has changed when it raises. Raises `Interrupted`, `torch.OutOfMemoryError`,
+        `NoRoomLeft`."""
+        return self._with_room(step, self._take)
+
+    def rehearse(self, step: int) -> tuple[int, int]:
+        """Take the largest micro-batch of a step forward and backward, twice as gradients add up, for nothing; (examples,
+        computed tokens) of it. Raises as `take`."""
+        return self._with_room(step, self._rehearse)
+
+    def _with_room(self, step: int, call: Callable[[int], T]) -> T:
+        """What `call(step)` gives, called again with less at once where memory runs out."""
         has_freed = False
+        self._step = step
         while True:
             self._update_guard.begin()
             try:
-                return self._take(step)
+                return call(step)
             except BaseException as error:
                 self.close()
                 self.optimizer.zero_grad(set_to_none=True)
+                self.ranks.begin_anew()
                 forget_unscaling(self.scaler)
                 if not is_out_of_memory(error) or self._is_agreed:
                     raise
@@ -180,11 +195,27 @@ class Steps:
             else:
                 self._make_room(step, why)
 
+    def _rehearse(self, step: int) -> tuple[int, int]:
+        self._is_agreed = False
+        seed_everything(self.seed, step)
+        examples = self.batches.examples_of(step)
+        largest = self._largest_cell(step)
+        arrays = self.forward.collate(self.tokens, largest)
+        once = MicroBatch(step, examples, largest, arrays, True)
+        with self.ranks.all_or_none():
+            self.accumulate(iter([once, once]), counts=False)
+            reserve_for_update(self.optimizer)
+        self.ranks.begin_anew()
+        for weight in self.trained:
+            weight.grad = None
+        return len(largest), self.forward.n_computed(arrays)
+
     def _take(self, step: int) -> StepResult:
         started_s, device = self.meter.wall_s, self.forward.numerics.device
         self._is_agreed = False
         seed_everything(self.seed, step)
         sums = self._accumulate_together(step) if self.n_lanes > 1 else self.accumulate(self._micro_batches_of(step))
+        self.ranks.take_gradients()
         rate = self.learning_rate_at(step)
         self.before_update()
         with self.meter.span("optimizer"):
@@ -239,14 +270,18 @@ class Steps:
         small = MicroBatch(step, sums.examples, table.cells[-1].examples, {}, True)
         for _ in range(n_most - len(sums.losses)):
             again = replace(small, arrays=self.forward.collate(self.tokens, small.examples))
-            self.accumulate(iter([again]))
-            for weight in self.trained:
-                weight.grad = None
+            self.accumulate(iter([again]), counts=False)
+            if not ranks.trains_rows:
+                for weight in self.trained:
+                    weight.grad = None
         if self.should_stop():
             raise Interrupted("stopped within a step; it is taken again")
 
-    def accumulate(self, micro_batches: Iterator[MicroBatch], gradients: LaneSums | None = None) -> Sums:
-        """Add up the gradients of a step's micro-batches, each divided by the targets of all. Raises `Interrupted`.
+    def accumulate(
+        self, micro_batches: Iterator[MicroBatch], gradients: LaneSums | None = None, counts: bool = True
+    ) -> Sums:
+        """Add up the gradients of a step's micro-batches, each divided by the targets of all, or zeros where they do not
+        count. Raises `Interrupted`.
 
         With `gradients` those of each lane are kept apart there, and dropout follows from the place in the table.
         """
@@ -267,7 +302,8 @@ class Steps:
             before_s = self.meter.spans.get("compute", 0.0)
             with self.meter.span("compute"):
                 loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
-                self.scaler.scale(loss / sums.n_targets).backward()
+                with self.ranks.computing():
+                    self.scaler.scale(loss / sums.n_targets if counts else 0.0 * loss).backward()
             if self.forward.numerics.device.type == "cpu":
                 sums.seconds.append(self.meter.spans["compute"] - before_s)
             sums.add(micro_batch, loss.detach(), self.forward.n_computed(micro_batch.arrays))
@@ -280,7 +316,8 @@ class Steps:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_ratio", 1.0)
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm or math.inf)
+        self.ranks.share_overflow(self.scaler, self.optimizer)
+        norm = self.ranks.clip(self.trained, self.max_grad_norm or math.inf)
         figures = torch.cat([losses, norm.double().reshape(1)])
         reserve_for_update(self.optimizer)
         if self.scaler.is_enabled():
@@ -342,25 +379,43 @@ class Steps:
 
     # ---- memory that runs out ----
 
-    def _largest_of(self, step: int) -> tuple[int, int]:
-        """(examples, computed tokens) of the step's largest micro-batch, which comes first."""
-        micro_batch = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens).cells[0].examples
-        return len(micro_batch), self.forward.n_computed(self.forward.collate(self.tokens, micro_batch))
+    def _largest_cell(self, step: int) -> NDArray[np.int64]:
+        """The examples of the step's largest micro-batch."""
+        cells = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens).cells
+        if self.n_lanes == 1 and not self.ranks.is_spread:
+            return cells[0].examples  # comes first
+        return max((cell.examples for cell in cells), key=lambda some: int(self.tokens.lengths[some].sum()))
+
+    def largest_of(self, step: int) -> tuple[int, int]:
+        """(examples, computed tokens) of the step's largest micro-batch."""
+        largest = self._largest_cell(step)
+        return len(largest), self.forward.n_computed(self.forward.collate(self.tokens, largest))
 
     def _can_make_room(self, step: int) -> bool:
-        return self._largest_of(step)[0] > 1 or self.settings.checkpoint_every != 1
+        return self.largest_of(step)[0] > 1 or self.settings.checkpoint_every != 1
 
-    def _make_room(self, step: int, why: str) -> None:
+    def _lowered(self, step: int) -> Settings:
         """Half the micro-batch; when it is one example already, more layers are computed again instead of kept."""
-        self.close()
-        n_examples, n_tokens = self._largest_of(step)
+        n_examples, n_tokens = self.largest_of(step)
         if n_examples > 1:
             halved = max(1, min(self.settings.micro_batch_tokens, n_tokens) // 2)
-            self.use(replace(self.settings, micro_batch_tokens=halved))
-        else:
-            self.use(replace(self.settings, checkpoint_every=1 if self.settings.checkpoint_every else 2))
+            return replace(self.settings, micro_batch_tokens=halved)
+        return replace(self.settings, checkpoint_every=1 if self.settings.checkpoint_every else 2)
+
+    def _make_room(self, step: int, why: str) -> None:
+        self.close()
+        self.use(self._lowered(step))
         free_cached(self.forward.numerics.device)
         self.ran_out(step, why, True)
+
+    def _leave_less(self) -> bool:
+        """On the first rank, before all end as spread weights leave no step to take again: note what the next attempt begins
+        with. Whether it can be less."""
+        if not self._can_make_room(self._step):
+            return False
+        self.settings = self._lowered(self._step)
+        self.ran_out(self._step, "a rank has no memory left", True)
+        return True
 
 
 def _now_on(device: torch.device) -> Any:

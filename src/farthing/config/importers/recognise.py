@@ -376,7 +376,11 @@ def _commands(path: Path, commands: list[Command], source: str | None, program: 
             source = trl.NAME
     out = _read(source, best.values, path, program)
     for key, value in flat(best.launcher):
-        out.name(f"launcher.{key}", value, "starts it on several GPUs or machines; farthing trains on one GPU")
+        out.name(
+            f"launcher.{key}",
+            value,
+            "starts it on several GPUs or machines; say where.gpus, or `farthing train --accelerate FILE`",
+        )
     if len(commands) > 1:
         out.notes.append(f"{len(commands)} command lines are there; the one with {program} was read")
     return out

@@ -18,7 +18,8 @@ KERNELS = Why(
 )
 GPUS = Why(
     "none",
-    "spreads the work over GPUs or off-loads it; farthing trains on one GPU and checkpoints as memory needs. More GPUs there "
+    "spreads the work over GPUs or off-loads it; here where.gpus and where.strategy say that, or `farthing train --deepspeed "
+    "FILE` or `--accelerate FILE` reads it. More GPUs there "
     "meant a larger global batch: multiply it in",
     "deepspeed deepspeed* fsdp fsdp_* fsdp.* fsdp_config* ddp ddp_* *ddp_find* local_rank world_size dp_shard_size "
     "dp_replicate_size tensor_parallel_size expert_parallel_size context_parallel_size context_parapllel_size "

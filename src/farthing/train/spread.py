@@ -1,0 +1,210 @@
+"""A model whose weights are spread over ranks by FSDP2: each keeps its rows, and a layer is whole only while it computes.
+
+With an adapter the frozen base is spread and what is trained stays whole on every rank; in full training everything that is
+trained is spread. Optimizer, clipping and checkpoints never see a `DTensor`: `local` has the rows of this rank as plain tensors
+over the same memory. Gradients are summed, not averaged.
+
+Refuses to decide who spreads what, weights that two layers share, and weights without rows. NCCL was not run on GPUs so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from farthing.errors import ModelError
+
+
+class How(NamedTuple):
+    """How weights are spread."""
+
+    reshard_after_forward: bool = True
+    """Gathered again for the backward pass (ZeRO-3); else kept from the forward pass on (ZeRO-2)."""
+    n_shards: int = 0
+    """Ranks that have all rows together, neighbours; 0: all ranks. As many others have copies of them (HSDP)."""
+    gathers_in: torch.dtype | None = None
+    """Precision in which trained weights are sent; None: as they are."""
+
+
+class Root(nn.Module):
+    """Holds a model whose weights are spread over ranks, and are whole while it computes. The model keeps its class, by
+    which its head and its kernels are known."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives."""
+        return compute()
+
+
+class Spread:
+    """A model that was spread. Every rank must go through it as often."""
+
+    def __init__(self, model: nn.Module, device: torch.device, index: int, n: int, how: How) -> None:
+        layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+        is_adapter = hasattr(model, "peft_config")
+        whole = {weight for weight in model.parameters() if weight.requires_grad == is_adapter}
+        _refuse_odd(model, layers, whole)
+        for weight in whole:
+            weight.data = weight.data.to(device)
+        self.n_shards = how.n_shards or n
+        self.shard, self.is_copy = index % self.n_shards, index >= self.n_shards
+        self.trains_rows = not is_adapter
+        self._layer_bytes, self._root_bytes = _bytes_of_units(model, layers, whole, how.gathers_in)
+        self._keeps_layers = not how.reshard_after_forward
+        self._n_layers = len(layers)
+        policy = MixedPrecisionPolicy()
+        if how.gathers_in is not None and self.trains_rows:
+            policy = MixedPrecisionPolicy(how.gathers_in, torch.float32, cast_forward_inputs=False)
+        mesh, root = _mesh(device, n, self.n_shards), Root(model)
+        for layer in reversed(layers):  # inner ones first
+            fully_shard(layer, mesh=mesh, ignored_params=whole, mp_policy=policy,
+                        reshard_after_forward=how.reshard_after_forward)  # fmt: skip
+        fully_shard(root, mesh=mesh, ignored_params=whole, mp_policy=policy)
+        self._root = root
+        for unit in self._units():
+            unit.set_gradient_divide_factor(1.0)  # it averages otherwise; and the call does not recurse
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        self._may_skip = any(name.rpartition(".")[2] == "experts" and isinstance(each, nn.ModuleList)
+                             for name, each in model.named_modules())  # fmt: skip
+        self._units()[-1].set_reduce_scatter_unused_params(self._may_skip)
+        self._is_within = self._has_begun = False
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        self._spread: dict[str, Any] = {name: weight for name, weight in trained.items() if weight not in whole}
+        self.local: dict[str, nn.Parameter] = {
+            name: nn.Parameter(weight.detach().to_local()) if name in self._spread else weight
+            for name, weight in trained.items()
+        }
+        """Trained weights by name: of those that are spread the rows of this rank."""
+
+    def _units(self) -> list[Any]:
+        """Modules whose weights are gathered together, the root last."""
+        return [*(each for each in self._root.model.modules() if isinstance(each, FSDPModule)), self._root]
+
+    def within(self, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives, with the root's weights whole."""
+        if self._is_within:
+            return compute()
+        self._is_within = self._has_begun = True
+        try:
+            return self._root(compute)
+        finally:
+            self._is_within = False
+            if not torch.is_grad_enabled():  # no backward pass lets go of them
+                self.let_go()
+
+    def let_go(self) -> None:
+        """Keep no gathered weights: what they were gathered from may change."""
+        for unit in self._units():
+            unit.reshard()
+
+    def begin_anew(self) -> None:
+        """Forget a forward or backward pass that has failed, and its gradients."""
+        if self._has_begun:
+            self._is_within = False
+            self._units()[-1].reset_iter_state()
+        for weight in self._spread.values():
+            weight.grad = None
+
+    # ---- rows ----
+
+    def rows_of(self, name: str) -> tuple[int, int] | None:
+        """(first, end) of the rows that this rank has of a trained weight; None where it is not spread."""
+        weight = self._spread.get(name)
+        if weight is None:
+            return None
+        n = int(weight.shape[0])
+        size = -(-n // self.n_shards)
+        return min(n, self.shard * size), min(n, (self.shard + 1) * size)
+
+    def take_gradients(self) -> None:
+        """Give the rows of `local` their gradients, which FSDP2 has summed over all ranks."""
+        for name, weight in self._spread.items():
+            self.local[name].grad = None if weight.grad is None else weight.grad.to_local().detach()
+            weight.grad = None
+        if self._may_skip:
+            self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        """No gradient where nobody has used a weight, as for one process: FSDP2 has sent zeros for it."""
+        some = [weight for weight in self.local.values() if weight.grad is not None]
+        used = torch.stack([weight.grad.count_nonzero() for weight in some if weight.grad is not None])
+        dist.all_reduce(used)
+        for weight, n_used in zip(some, used.tolist(), strict=True):
+            if not n_used:
+                weight.grad = None
+
+    # ---- memory ----
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What is gathered at the worst moment: the root, two layers (all of them, where they are kept), and the gradient of a
+        layer or of the root on its way to the ranks, in the weights' precision and in fp32."""
+        layers = self._n_layers if self._keeps_layers else min(2, self._n_layers)
+        kept = self._root_bytes + layers * self._layer_bytes
+        return kept + (3 * max(self._layer_bytes, self._root_bytes) if self.trains_rows else 0)
+
+
+def _mesh(device: torch.device, n: int, n_shards: int) -> DeviceMesh:
+    if not dist.is_initialized():  # one process alone
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if n_shards == n:
+        return init_device_mesh(device.type, (n,))
+    return init_device_mesh(device.type, (n // n_shards, n_shards), mesh_dim_names=("replicate", "shard"))
+
+
+def _owners(model: nn.Module, layers: list[Any]) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """(name, weight, the innermost layer that has it, -1 for none) of every use of a weight."""
+    at = {id(layer): number for number, layer in enumerate(layers)}
+    places = {name: at[id(each)] for name, each in model.named_modules() if id(each) in at}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        path, owner = name, -1
+        while path:
+            path = path.rpartition(".")[0]
+            if path in places:
+                owner = places[path]
+                break
+        yield name, weight, owner
+
+
+def _refuse_odd(model: nn.Module, layers: list[Any], whole: set[nn.Parameter]) -> None:
+    """Refuse what FSDP2 would compute wrongly, or not at all. Raises `ModelError`."""
+    owner_of: dict[nn.Parameter, int] = {}
+    for name, weight, owner in _owners(model, layers):
+        why = ""
+        if weight in whole:
+            continue
+        if weight.ndim == 0:
+            why = f"`{name}` is a single number"
+        elif owner_of.setdefault(weight, owner) != owner:
+            why = f"`{name}` is shared by several layers"
+        if why:
+            raise ModelError(
+                f"the weights can't be spread: {why}",
+                where="where.strategy",
+                to_do="use ddp, with method: lora if all of it does not fit on each GPU",
+            )
+
+
+def _bytes_of_units(
+    model: nn.Module, layers: list[Any], whole: set[nn.Parameter], gathers_in: torch.dtype | None
+) -> tuple[int, int]:
+    """(bytes of the largest layer, of what is in no layer) as they are gathered."""
+    found: dict[int, int] = {}
+    seen: set[Tensor] = set(whole)
+    for _, weight, owner in _owners(model, layers):
+        if weight not in seen:
+            seen.add(weight)
+            size = weight.element_size() if gathers_in is None or not weight.requires_grad else gathers_in.itemsize
+            found[owner] = found.get(owner, 0) + weight.numel() * size
+    return max((n_bytes for owner, n_bytes in found.items() if owner >= 0), default=0), found.get(-1, 0)

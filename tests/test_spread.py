@@ -1,0 +1,353 @@
+"""Weights spread over several processes: what one process computes, checkpoints of rows, and refusals in words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import farthing.train.run
+from farthing.config.job import Job
+from farthing.durability.checkpoint import Checkpoints, commit_together, fill_along
+from farthing.durability.files import Damaged, verify_folder
+from farthing.durability.parts import Shared, files_of, read_part
+from farthing.errors import ModelError, UserMistake
+from farthing.train.ranks import Ranks
+from farthing.train.spread import How, Spread
+from farthing.train.step import Steps
+from farthing.train.strategy import resident_bytes, spread_weights
+from together import on_ranks
+from workshop import Heard, losses_of, make_job, rows_of
+
+# ---- whole runs ----
+
+
+def spread_job(folder: Path, family: str = "llama", **keys: Any) -> Job:
+    where = {"gpus": 2, "patience_s": 20, "strategy": "fsdp", **keys.pop("where", {})}
+    settings = {
+        "n_rows": 23, "max_steps": 7, "global_batch_size": 7, "save_steps": 1, "micro_batch_tokens": 90,
+        "eval_rows": rows_of(family, 5, 5), "eval_strategy": "steps", "eval_steps": 3, "learning_rate": 0.001,
+        "size": {"hidden": 32, "layers": 2}, "save_total_limit": 20, "pretrained": True, "predict_with_generate": False,
+    }  # fmt: skip
+    return make_job(folder, family, where=where, **(settings | keys))
+
+
+def run(rank: int, job: dict[str, Any], killed: list[int] | None = None, n_local: int = 0) -> dict[str, Any]:
+    """Train the job on this rank; `killed` is (rank, step) of one that is lost."""
+    take, loop, held = Steps._take, farthing.train.run.loop, [0, 0]
+    if n_local:
+        os.environ |= {"LOCAL_RANK": str(rank % n_local), "LOCAL_WORLD_SIZE": str(n_local)}
+
+    def kill_in(steps: Steps, step: int) -> Any:
+        if killed == [rank, step]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take(steps, step)
+
+    def looked_at(attempt: Any) -> Any:
+        own = attempt.steps.trained
+        held[:] = [sum(w.numel() for w in own), sum(w.numel() for w in attempt.model.parameters())]
+        return loop(attempt)
+
+    Steps._take, farthing.train.run.loop = kill_in, looked_at  # type: ignore[method-assign]
+    heard = Heard()
+    outcome = farthing.train.run.train(Job.model_validate(job), heard)
+    return {"code": outcome.exit_code, "warnings": heard.warnings, "held": held, "said": [str(each) for each in heard]}
+
+
+def train_on(n: int, folder: Path, job: Job, *more: Any) -> list[Any]:
+    return on_ranks(n, folder / "meetings", run, job.model_dump(mode="json"), *more)
+
+
+def saves_of(job: Job) -> dict[int, Path]:
+    return {
+        int(path.name.split("-")[1]): path for path in sorted((Path(job.output_dir) / "checkpoints").glob("*[0-9]"))
+    }
+
+
+def refuse_difference(job: Job, other: Job) -> None:
+    """Losses, checkpoints and exported weights of two runs are equal to rounding."""
+    assert losses_of(job) == pytest.approx(losses_of(other), rel=1e-5)
+    step = max(saves_of(other))
+    for part in ("model", "optimizer"):
+        mine, others = (read_part(saves_of(each)[step], part) for each in (job, other))
+        assert mine.keys() == others.keys()
+        for name, tensor in mine.items():
+            assert tensor.shape == others[name].shape
+            assert torch.allclose(tensor, others[name], rtol=1e-3, atol=1e-6), name
+    mine, others = (load_file(Path(each.output_dir) / "model" / "model.safetensors") for each in (job, other))
+    assert mine.keys() == others.keys()
+    assert all(torch.allclose(mine[name], others[name], rtol=1e-3, atol=1e-6) for name in mine)
+
+
+def test_full_training_on_two_then_three_then_one_is_that_of_one_process_also_behind_a_damaged_part(
+    tmp_path: Path,
+) -> None:
+    alone, spread = (
+        spread_job(tmp_path / "alone", where={"strategy": "ddp", "gpus": None}),
+        spread_job(tmp_path / "spread"),
+    )
+    farthing.train.run.train(alone, Heard())
+    assert train_on(2, tmp_path, spread, [1, 3]) == [76, -signal.SIGKILL], "the other one ends, and says why"
+    assert {path.name for path in saves_of(spread)[2].glob("*.safetensors")} == {
+        f"{part}-0000{number}-of-00002.safetensors" for part in ("model", "optimizer") for number in (1, 2)
+    }
+    assert train_on(3, tmp_path, spread, [2, 6]) == [76, 76, -signal.SIGKILL]
+    newest = saves_of(spread)[max(saves_of(spread))]
+    assert (newest / "optimizer-00003-of-00003.safetensors").exists()
+    with open(newest / "optimizer-00002-of-00003.safetensors", "r+b") as file:
+        file.seek(-9, os.SEEK_END)
+        file.write(b"\x55")
+    found = train_on(1, tmp_path, spread)
+    assert found[0]["code"] == 0
+    assert "optimizer-00002-of-00003.safetensors differs" in found[0]["warnings"]
+    assert any("ZeRO-3" in text for text in found[0]["said"]), "how weights are spread is said"
+    refuse_difference(spread, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "keys", "where", "ranks"),
+    [
+        ("llama", {"optim": "adamw_torch_offload"}, {"reshard_after_forward": False}, [(4, 2), (3, None)]),
+        ("t5", {"optim": "adamw_torch"}, {}, [(1, 2), (2, 5), (4, None)]),
+        ("bert", {"gradient_checkpointing": True}, {"reshard_after_forward": False}, [(3, 4), (2, None)]),
+        ("llama", {"global_batch_size": 2, "optim": "sgd"}, {"strategy": "hsdp"}, [(4, 3), (2, 4), (4, None)]),
+        ("llama", {"train_ddp": 1}, {}, [(2, 3), (1, None)]),
+    ],
+)  # fmt: skip
+def test_other_numbers_of_ranks_and_other_ways_give_the_same(
+    family: str, keys: dict[str, Any], where: dict[str, Any], ranks: list[tuple[int, int | None]], tmp_path: Path
+) -> None:
+    begins_with_ddp = keys.pop("train_ddp", 0)
+    alone = spread_job(tmp_path / "alone", family, where={"strategy": "ddp", "gpus": None}, **keys)
+    spread = spread_job(tmp_path / "spread", family, where=where, **keys)
+    farthing.train.run.train(alone, Heard())
+    for number, (n, step) in enumerate(ranks):
+        job = spread
+        if begins_with_ddp and not number:
+            job = spread.model_copy(update={"where": spread.where.model_copy(update={"strategy": "ddp"})})
+        n_local = 2 if where.get("strategy") == "hsdp" else 0
+        found = train_on(n, tmp_path, job, None if step is None else [n - 1, step], n_local)
+        if step is None:
+            assert [each["code"] for each in found] == [0] * n
+            held, whole = [each["held"][0] for each in found], found[0]["held"][1]
+            assert sum(held) == whole * (n // n_local if n_local else 1), "each rank has its rows and no more"
+        else:
+            assert found[-1] == -signal.SIGKILL
+    refuse_difference(spread, alone)
+
+
+# ---- what is spread ----
+
+
+class Shares(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        class Layer(GradientCheckpointingLayer):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = torch.nn.Linear(2, 2)
+
+        self.layers = torch.nn.ModuleList([Layer(), Layer()])
+
+
+def test_weights_that_fsdp_would_compute_wrongly_are_refused() -> None:
+    shared, single = Shares(), Shares()
+    shared.layers[1].linear.weight = shared.layers[0].linear.weight
+    single.scale = torch.nn.Parameter(torch.ones(()))
+    for model, why in ((shared, "is shared by several layers"), (single, "`scale` is a single number")):
+        with pytest.raises(ModelError, match=why):
+            Spread(model, torch.device("cpu"), 0, 1, How())
+
+
+@pytest.mark.parametrize(
+    ("method", "family", "keys", "why"),
+    [
+        ("qlora", "llama", {}, "4-bit weights lose their quantization"),
+        ("full", "llama", {"optim": "adamw_8bit"}, "is not by rows"),
+        ("full", "llama", {"torch_compile": True}, "are not compiled"),
+        ("full", "llama", {"where": {"same_bits": True}}, "equal to rounding"),
+        ("lora", "t5", {"predict_with_generate": True}, "texts of different lengths"),
+    ],
+)
+def test_weights_that_cannot_be_spread_are_refused_in_words(
+    method: str, family: str, keys: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    where = {"gpus": 2, "strategy": "fsdp", **keys.pop("where", {})}
+    job = make_job(tmp_path, family, method=method, where=where, **keys)
+    with pytest.raises(UserMistake, match=f"can't be spread: .*{why}") as refused:
+        spread_weights(job, Ranks(), torch.nn.Linear(1, 1), None, Heard())
+    assert refused.value.to_do
+
+
+def test_auto_spreads_what_leaves_no_room_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, spread = torch.nn.Linear(1000, 250, bias=False), []
+    assert resident_bytes(model, "adamw_torch_fused") == 16 * 250_000
+    assert resident_bytes(model, "adamw_torch_offload") == 8 * 250_000
+    ranks = Ranks()
+    ranks.n, ranks.device = 2, torch.device("cuda")
+    monkeypatch.setattr(ranks, "least", lambda number: number)
+    monkeypatch.setattr(ranks, "spread", lambda model, how: spread.append(how))
+    monkeypatch.setattr(model, "to", lambda device: None)
+    for total_bytes, n_spread in ((6_000_000, 0), (4_500_000, 1)):
+        memory = type("Properties", (), {"total_memory": total_bytes})()
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, memory=memory: memory)
+        heard = Heard()
+        spread_weights(make_job(tmp_path), ranks, model, torch.bfloat16, heard)
+        assert len(spread) == n_spread
+        assert ("leave no room" in str(heard)) == bool(n_spread)
+    assert spread == [How(True, 2, torch.bfloat16)]
+
+
+def test_jobs_of_earlier_versions_say_sharding(tmp_path: Path) -> None:
+    job = make_job(tmp_path, where={"sharding": "frozen"})
+    assert job.where.strategy == "fsdp"
+    assert make_job(tmp_path, where={"sharding": "none"}).where.strategy == "ddp"
+    with pytest.raises(UserMistake, match="strategy"):
+        make_job(tmp_path, where={"sharding": "frozen", "strategy": "ddp"})
+
+
+# ---- files of rows ----
+
+
+def rows(n: int, index: int, n_rows: int) -> tuple[int, int]:
+    size = -(-n_rows // n)
+    return min(n_rows, index * size), min(n_rows, (index + 1) * size)
+
+
+SHAPES: dict[str, tuple[int, ...]] = {"wide": (7, 3), "short": (1, 4), "flat": (2,), "buffer": (3,), "wide|step": ()}
+
+
+def of_rank(n: int, index: int, name: str) -> tuple[int, int] | None:
+    key = name.partition("|")[0]
+    return None if key == "buffer" else rows(n, index, SHAPES[key][0])
+
+
+class Saved:
+    """A part whose tensors a rank has rows of."""
+
+    def __init__(self, n: int, index: int) -> None:
+        self.rows_of = partial(of_rank, n, index)
+        self.whole = {name: torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
+                      for name, shape in SHAPES.items()}  # fmt: skip
+        self.own = {name: self.cut(name, tensor) for name, tensor in self.whole.items()}
+
+    def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        found = self.rows_of(name)
+        return tensor if found is None or not tensor.ndim else tensor[slice(*found)].clone()
+
+    def state(self) -> Any:
+        return self.own, {}
+
+    def restore(self, tensors: Any, values: Any) -> None:
+        assert tensors.keys() == self.own.keys()
+        self.own = tensors
+
+
+class Meeting:
+    """Ranks that are threads."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.values, self.barrier = n, {}, threading.Barrier(n, timeout=20)
+
+    def gather(self, index: int, value: Any) -> list[Any]:
+        self.values[index] = value
+        self.barrier.wait()
+        found = [self.values[each] for each in range(self.n)]
+        self.barrier.wait()
+        return found
+
+
+def checkpoints_of(folder: Path, n: int) -> list[Checkpoints]:
+    meeting = Meeting(n)
+    return [
+        Checkpoints(folder if index == 0 else folder.parent / f"of-{index}", "run-1", 3, warn=lambda text: None,
+                    shared=Shared(index == 0, index, n, False, partial(of_rank, n, index), partial(meeting.gather, index)))
+        for index in range(n)
+    ]  # fmt: skip
+
+
+def test_what_ranks_have_saved_is_read_by_any_number_of_them(tmp_path: Path) -> None:
+    for n in (1, 2, 4):
+        ranks = checkpoints_of(tmp_path / f"on-{n}", n)
+        for index, each in enumerate(ranks):
+            each.save(5, {"model": Saved(n, index)}, None)
+        assert [each.wait().error for each in ranks] == [None] * n  # type: ignore[union-attr]
+        assert ranks[0].newest_valid() == 5
+        folder = ranks[0].folder_of(5)
+        whole = read_part(folder, "model")
+        assert all(torch.equal(whole[name], tensor) for name, tensor in Saved(1, 0).whole.items())
+        for n_others in (1, 2, 3, 4, 5):
+            for index, each in enumerate(checkpoints_of(tmp_path / f"on-{n}-then-{n_others}", n_others)):
+                part = Saved(n_others, index)
+                expected = dict(part.own)
+                each.restore(folder, {"model": part})
+                assert all(torch.equal(part.own[name], tensor) for name, tensor in expected.items()), (n, n_others)
+
+
+def test_a_save_that_fails_on_one_rank_has_failed_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = checkpoints_of(tmp_path / "run", 3)
+    plain = farthing.durability.checkpoint.save_file
+
+    def full_on_the_third(tensors: Any, path: Path) -> None:
+        if "00003-of" in path.name:
+            raise OSError(28, "No space left on device")
+        plain(tensors, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(farthing.durability.checkpoint, "save_file", full_on_the_third)
+        for index, each in enumerate(ranks):
+            each.save(5, {"model": Saved(3, index)}, None)
+        errors = [str(each.wait().error) for each in ranks]  # type: ignore[union-attr]
+    assert all("No space left" in error for error in errors)
+    assert list((tmp_path / "run").iterdir()) == [], "nothing is left of it"
+    for index, each in enumerate(ranks):
+        each.save(6, {"model": Saved(3, index)}, None)
+    assert [each.wait().error for each in ranks] == [None] * 3  # type: ignore[union-attr]
+    assert ranks[0].steps() == [6]
+
+
+def test_ranks_that_wait_for_a_draft_hear_that_there_is_none(tmp_path: Path) -> None:
+    """The first one fails before any file is written: its folder can't be made."""
+    meeting, said = Meeting(2), []
+    shared = [Shared(not index, index, 2, False, partial(of_rank, 2, index), partial(meeting.gather, index))
+              for index in (0, 1)]  # fmt: skip
+    (tmp_path / "there").mkdir()
+
+    def along() -> None:
+        with pytest.raises(OSError, match="exists") as refused:
+            fill_along(shared[1], lambda draft: [])
+        said.append(refused)
+
+    other = threading.Thread(target=along)
+    other.start()
+    with pytest.raises(FileExistsError):
+        commit_together(shared[0], tmp_path / "there", lambda draft: [], {})
+    other.join(20)
+    assert said
+
+
+def test_a_part_without_one_of_its_files_is_damaged(tmp_path: Path) -> None:
+    ranks = checkpoints_of(tmp_path / "run", 3)
+    for index, each in enumerate(ranks):
+        each.save(5, {"model": Saved(3, index)}, None)
+    for each in ranks:
+        each.wait()
+    folder = ranks[0].folder_of(5)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(Damaged, match="missing"):
+        verify_folder(folder)
+    with pytest.raises(Damaged, match="there are 2 of 3"):
+        files_of(folder, "model")
+    save_file({"x": torch.ones(1)}, folder / "model-00002-of-00004.safetensors")
+    with pytest.raises(Damaged):
+        files_of(folder, "model")
