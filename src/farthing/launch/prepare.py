@@ -28,7 +28,7 @@ from farthing.launch.inputs import Packed, inputs_key, pack
 from farthing.launch.registry import PROVIDERS, called, find_target, target_of
 from farthing.launch.supervise import Patience, Spent
 from farthing.launch.target import Target
-from farthing.planner.inputs import Asked, study_job
+from farthing.planner.inputs import Asked, spreads, study_job
 from farthing.planner.types import Plan
 from farthing.prices.boot import boot_of
 from farthing.prices.offers import Billing, Offer
@@ -328,7 +328,7 @@ def _chosen(study: Any, text: str) -> list[Plan]:
 
 def _is_said(plan: Plan, job: Job) -> bool:
     """Whether the trainer can do it, and would with this job as it is."""
-    return plan.is_runnable and (plan.recipe.sharding != "fsdp" or job.where.sharding == "frozen")
+    return plan.is_runnable and (plan.recipe.sharding != "fsdp" or spreads(job))
 
 
 def most_gpus(job: Job) -> int:

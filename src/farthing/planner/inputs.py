@@ -239,7 +239,7 @@ def wanted_of(
         n_epochs=train.num_train_epochs,
         max_steps=train.max_steps,
         micro_batch_tokens=micro_batch_tokens,
-        spreads=job.where.sharding == "frozen",
+        spreads=spreads(job),
         may_go_packed=job.model.attn_implementation is None,
         caches_frozen=train.num_train_epochs > 1 and train.max_steps is None and not _drops(config),
         checkpoint_every=None if checkpointing == "auto" else int(checkpointing),
@@ -264,6 +264,11 @@ def wanted_of(
         max_gpu_hours=job.limits.max_gpu_hours,
         deadline_s=deadline_s,
     )
+
+
+def spreads(job: Job) -> bool:
+    """Whether the job asks for weights that are spread over GPUs."""
+    return job.where.sharding == "frozen"
 
 
 def _drops(config: Json) -> bool:
