@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,7 +152,9 @@ def test_restarts_and_work_done_again_are_not_the_estimates_error() -> None:
         **{"tokens_per_s": 1.0, "interval_s": 60.0, "calibration": "formulas only"},
     )  # fmt: skip
     bill = _Bill("finished", {"compute": 160.0, "start_up": 40.0, "ranks": 10.0}, {}, 210.0, 2.1, 1)
-    killed, whole = _against_estimate(estimate, bill, 100.0), _against_estimate(estimate, replace(bill, spans={}), 0.0)
+    attempts: list[Any] = [SimpleNamespace(spans={"start_up": 20.0}, redone_s=n) for n in (0.0, 80.0)]
+    killed = _against_estimate(estimate, bill, attempts)
+    whole = _against_estimate(estimate, replace(bill, spans={}), attempts[:1])
     assert killed is not None
     assert whole is not None
     assert (killed.wall_s.happened, killed.wall_s.ratio) == (210.0, pytest.approx(1.0))

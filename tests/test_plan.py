@@ -162,6 +162,9 @@ def test_padded_work_is_cut_for_the_device_and_hardly_waits_for_launches(method:
     rng = np.random.default_rng(0)
     pairs = from_arrays(rng.integers(10, 80, 2000), rng.integers(5, 60, 2000), source="drawn")
     asked = wanted_of("google/flan-t5-base", lengths=pairs, global_batch=32, method=method, target_modules=("q", "v"))
+    packed = only(decide(asked, [place("RTX 4090", 0.4)]))
+    assert packed.recipe.stack.is_packed
+    asked = replace(asked, may_go_packed=False)
     plan = only(decide(asked, [place("RTX 4090", 0.4)]))
     is_one = plan.recipe.mean_passes == 1
     assert plan.step.parts.get("launch", 0.0) < 0.2 * plan.step.seconds or (is_one and method == "lora")

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 import plan_accuracy
+import plan_refit
+from farthing.planner import speed
 from farthing.planner.calibration import SPREAD_SAME
 from farthing.planner.confidence import HUMBLE, how_sure, memory_error, published_error, speed_error
 from farthing.planner.speed import Calibration, device_of
@@ -80,7 +82,7 @@ def published() -> dict[str, Any]:
         pytest.skip("needs a folder `measured` of published measurements beside the folder named by FARTHING_DATA")
     with open(path, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    return judge(rows, all_gpus=True) | {"n_rows": len(rows)}
+    return judge(rows, all_gpus=True) | {"n_rows": len(rows), "path": path}
 
 
 def test_memory_of_published_runs_is_within_5_percent(published: dict[str, Any]) -> None:
@@ -108,6 +110,15 @@ def test_memory_of_weights_that_are_spread_is_within_5_percent(published: dict[s
     assert len(errors) >= 100
     assert errors[len(errors) // 2] < 0.02
     assert errors[round(0.9 * len(errors))] < 0.10
+
+
+def test_a_source_that_had_no_say_in_the_constants_of_time_is_met_without_bias(published: dict[str, Any]) -> None:
+    before = dict(speed.GPU_SHARE), speed.EXPOSED
+    found = plan_refit.judge(plan_refit.read_rows(published["path"]), "fms-acceleration")
+    assert found["n"] > 200
+    assert abs(found["bias_percent"]) < 5
+    assert found["median_percent"] < 8
+    assert before == (speed.GPU_SHARE, speed.EXPOSED), "as they were"
 
 
 # ---- names ----

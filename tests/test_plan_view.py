@@ -91,7 +91,9 @@ def test_the_parts_of_every_plan_add_up(view: dict[str, Any]) -> None:
         assert 0 < recipe["mean_tokens_at_once"] <= recipe["micro_batch_tokens"]
         assert f"up to {recipe['micro_batch_tokens']:,} tokens at a time" in recipe["words"]
         assert row["is_runnable"] == (not row["not_runnable"])
-        assert (row["n_gpus"] > 1) == ("where.gpus: all" in row["to_set"]), "adapters: several GPUs are trained on"
+        assert (row["n_gpus"] > 1) == ("where.gpus: all" in row["recipe"]["to_set"]), (
+            "adapters: several GPUs are trained on"
+        )
         for words in (row["why"], row["confidence"], row["price_source"], row["price_date"], row["name"]):
             assert words
 

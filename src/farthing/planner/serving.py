@@ -37,7 +37,6 @@ ERROR, ERROR_UNSEEN = 0.25, 0.40  # of tokens a second: held-out rows; GPUs with
 SEEN = ("H100-80GB", "H200", "L40S", "A100-80GB", "A100-40GB", "L4")
 SERVERLESS_TIMES = 1.6  # dearer than the machine by the hour: by assumption
 WARM_S, STARTING_S, READ_BYTES_PER_S = 60.0, 30.0, 1e9  # kept after an answer; an engine's start; weights from a disk
-MONTH_S = HOURS_PER_MONTH * 3600.0
 
 
 class Traffic(NamedTuple):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from farthing.errors import UserMistake
+from farthing.planner.config_sizes import ConfigSizes, windows_of
 from farthing.planner.families import BODY, FAMILIES, Family
 from farthing.tasks.registry import task_of
 
@@ -22,8 +23,6 @@ _PEFT_ADAPTS_EXPERTS = {  # by the names that their layers have in a checkpoint;
     "mixtral": ("w1", "w3", "w2"),
     "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
 }
-
-_OWN_NAME_ONLY = ("intermediate_size", "window_period")  # transformers maps no other name of a family to these
 
 
 class Weight(NamedTuple):
@@ -333,17 +332,6 @@ class Shape(NamedTuple):
             once.n_tokens,
         )
 
-    def kv_cache_bytes(self, n_tokens: int, n_source_tokens: int = 0, value_bytes: int = 2) -> int:
-        """Bytes of keys and values for a sequence, windows kept to their size; an encoder-decoder also keeps the source's.
-
-        0 without a decoder.
-        """
-        if self.attention == "bidirectional":
-            return 0
-        kept = sum(n_tokens if window is None else min(n_tokens, window) for window in self.windows)
-        kept += self.n_decoder_layers * n_source_tokens
-        return 2 * kept * self.n_kv_heads * self.head_dim * value_bytes
-
     def _products(
         self, layers: Sequence[tuple[Weight, int]], n_tokens: int, n_targets: int, n_head_tokens: int | None
     ) -> tuple[float, float, float]:
@@ -382,7 +370,7 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
     for key in _NOT_READ:
         if config.get(key):
             raise UserMistake(f"{key} is not known here", where=f"config.json: {key}", to_do="use a model without it")
-    says = _Config(config, family)
+    says = ConfigSizes(config, family)
     hidden, n_heads, n_layers = says.n("hidden_size"), says.n("num_attention_heads"), says.n("num_hidden_layers")
     is_said = "head_dim" in family.defaults and says.value("head_dim") is not None
     head_dim = says.n("head_dim") if is_said else says.share(hidden, n_heads, "num_attention_heads")
@@ -417,7 +405,7 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
         vocab=vocab,
         max_positions=positions,
         is_tied=says.holds("tie_word_embeddings"),
-        windows=_windows(says, n_decoder_layers or n_layers),
+        windows=windows_of(says, n_decoder_layers or n_layers),
         weights=_weights(family, ends, says, sizes, {"decoder.": n_decoder_layers, "": n_layers}),
         query_and_value=family.query_and_value,
         n_active=n_active,
@@ -441,7 +429,7 @@ def _family_of(config: Mapping[str, Any], task: str | None) -> tuple[Family, str
 
 
 def _weights(
-    family: Family, ends: tuple[str, str], says: _Config, sizes: Mapping[str, int], n_copies: Mapping[str, int]
+    family: Family, ends: tuple[str, str], says: ConfigSizes, sizes: Mapping[str, int], n_copies: Mapping[str, int]
 ) -> tuple[Weight, ...]:
     """The weights of body and head; `n_copies` by how the name of one of many begins."""
     prefix, head = ends
@@ -470,65 +458,6 @@ def _weights(
             )
         )
     return tuple(weights)
-
-
-class _Config:
-    """A config.json with the names and defaults of its family."""
-
-    def __init__(self, config: Mapping[str, Any], family: Family) -> None:
-        self.config = config
-        self.family = family
-
-    def value(self, key: str) -> Any:
-        """What the config says, under the family's own name or the usual one; else the family's default."""
-        own = self.family.keys.get(key, key)
-        for name in (own,) if key in _OWN_NAME_ONLY else (own, key):
-            if name in self.config:
-                return self.config[name]
-        return self.family.defaults.get(key)
-
-    def n(self, key: str, otherwise: int | None = None) -> int:
-        """A whole number above 0; `otherwise` where the family has no such key or it is null."""
-        value = self.value(key) if key in self.family.defaults else None
-        value = otherwise if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            name = self.family.keys.get(key, key)
-            what = f"{name} is {value!r}, not a whole number above 0"
-            raise UserMistake(what, where=f"config.json: {name}", to_do="check the model's config.json")
-        return value
-
-    def share(self, whole: int, n: int, key: str) -> int:
-        """`whole` in `n` equal parts."""
-        if whole % n:
-            name = self.family.keys.get(key, key)
-            what = f"{whole} can't be divided by {name}: {n}"
-            raise UserMistake(what, where=f"config.json: {name}", to_do="check the model's config.json")
-        return whole // n
-
-    def holds(self, key: str) -> bool:
-        """Whether the config says yes."""
-        if key in ("gated", "plain"):
-            return str(self.value("feed_forward_proj")).startswith("gated") == (key == "gated")
-        return bool(self.value(key))
-
-    def among(self, word: str, words: Sequence[str]) -> bool:
-        """Whether a row has the word, or has it with a key that holds."""
-        return any(w == word or (w.startswith(f"{word}:") and self.holds(w[len(word) + 1 :])) for w in words)
-
-
-def _windows(says: _Config, n_layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer that reads from left to right, in tokens; None without."""
-    rule, layer_types = says.family.windows, says.value("layer_types")
-    if not rule or not says.holds("sliding_window") or (rule == "late" and not says.holds("use_sliding_window")):
-        return (None,) * n_layers
-    window, period, first = says.n("sliding_window"), says.n("window_period", 1), says.value("max_window_layers") or 0
-    if rule != "all" and layer_types:
-        slides = [kind == "sliding_attention" for kind in layer_types[:n_layers]]
-    elif rule == "periodic":
-        slides = [(i + 1) % period > 0 for i in range(n_layers)]
-    else:
-        slides = [rule == "all" or i >= first for i in range(n_layers)]
-    return tuple(window if here else None for here in slides)
 
 
 def _causal_pairs(n_tokens: int, window: int | None) -> int:

@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from farthing.data.packing import ON_CPU, MicroBatchCost
+from farthing.planner.blocks import block_of
 from farthing.planner.lengths import Padded
-from farthing.planner.memory import NF4_BYTES, block_of, in_layers
+from farthing.planner.memory import NF4_BYTES, in_layers
 from farthing.planner.recipe import CHUNKED, FSDP, FUSED, POSITIONS, TILED, Recipe
 from farthing.planner.shapes import Adapters, Shape
 from farthing.prices.gpus import Gpu
@@ -66,6 +67,9 @@ BUS_BYTES_PER_S = 20e9  # PCIe 4.0 x16 one way; with 5.0 it is twice that, in a 
 CPU_MATMUL_SHARE = 0.35
 CPU_BANDWIDTH_BYTES_PER_S = 10e9  # of a thread
 CPU_LAUNCH_SHARE = 0.5  # of what the host needs to launch a layer's kernels on a GPU: nothing is launched
+
+
+_COMPUTED = "matmul_flops", "attention_flops", "read_bytes", "traffic_bytes", "dequantization_bytes", "host_s"
 
 
 class Device(NamedTuple):
@@ -216,16 +220,7 @@ def prefix_work(
         for caches in (False, True)
     )
     n_steps = n_examples / recipe.global_batch
-    names = (
-        "matmul_flops",
-        "attention_flops",
-        "read_bytes",
-        "traffic_bytes",
-        "dequantization_bytes",
-        "host_s",
-        "flops",
-    )
-    saved = {name: n_steps * (getattr(every, name) - getattr(above, name)) for name in names}
+    saved = {name: n_steps * (getattr(every, name) - getattr(above, name)) for name in (*_COMPUTED, "flops")}
     alone = {"optimizer_bytes": 0.0, "sent_bytes": 0.0, "forward_share": 1.0}
     tokens = {"n_tokens": n_steps * every.n_tokens, "n_padded_tokens": n_steps * every.n_padded_tokens}
     return every._replace(**saved, **alone, **tokens)
@@ -304,22 +299,8 @@ def _launch_s(host_s: float, busy_s: float, device: Device) -> float:
 def forward_work(work: Work, n_steps: float) -> Work:
     """The forward pass alone of `n_steps` times the examples of a step: no optimizer."""
     share = n_steps * work.forward_share
-    return work._replace(
-        **{
-            name: getattr(work, name) * share
-            for name in (
-                "matmul_flops",
-                "attention_flops",
-                "read_bytes",
-                "traffic_bytes",
-                "dequantization_bytes",
-                "host_s",
-            )
-        },
-        optimizer_bytes=0.0,
-        sent_bytes=0.0,
-        bus_bytes=0.0,
-    )
+    scaled = {name: getattr(work, name) * share for name in _COMPUTED}
+    return work._replace(**scaled, optimizer_bytes=0.0, sent_bytes=0.0, bus_bytes=0.0)
 
 
 class _Flops(NamedTuple):

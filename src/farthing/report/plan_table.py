@@ -105,8 +105,8 @@ def draw_components(console: Console, row: Row) -> None:
     }
     if row["cache_bytes"]:
         facts["disk"] = f"{say_bytes(row['cache_bytes'])} for the output of the frozen layers"
-    if row["to_set"]:
-        facts["to set"] = ", ".join(row["to_set"])
+    if row["recipe"]["to_set"]:
+        facts["to set"] = ", ".join(row["recipe"]["to_set"])
     if row["not_runnable"]:
         facts["note"] = row["not_runnable"]
     _draw_pairs(console, facts)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import farthing
 from farthing.planner.confidence import how_sure
-from farthing.planner.ownership import saving
 from farthing.planner.serving import Traffic
 from farthing.planner.throughput_arithmetic import OwnFigures, by_hand
 from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front
@@ -23,17 +22,16 @@ from farthing.units import plural, say_bytes, say_seconds
 
 if TYPE_CHECKING:
     from farthing.planner.inputs import Study
+from farthing.report.plan_beside import UNTRIED, sooner, spot_or_not, two_or_one
 from farthing.report.plan_compare import plain
 from farthing.report.plan_own import RENTED, best_of, own_machine, services, years_of
 from farthing.report.plan_savings import methods_view, runs_view, savings_view
 from farthing.report.plan_serving import serving_view
-from farthing.report.plan_words import LOCAL, OWN, cause_of, has_price, say_cost, say_saving
+from farthing.report.plan_words import LOCAL, OWN, cause_of, has_price, say_cost
 
 KIND = "farthing plan"
 NOT_YET = "needs its weights spread over several GPUs, which farthing cannot train yet"
 """Why a plan is not among the choices."""
-UNTRIED = "farthing was not run on several real GPUs so far"
-_DEARER = 2.0  # what being sooner may cost
 
 
 def plan_view(
@@ -65,9 +63,9 @@ def plan_view(
         "n_choices": len(rows),
         "plans": rows,
         "here": _here(rows, study),
-        "sooner": _sooner(best, rows),
-        "spot_or_not": _spot_or_not(rows),
-        "two_or_one": _two_or_one(rows),
+        "sooner": sooner(best, rows),
+        "spot_or_not": spot_or_not(rows),
+        "two_or_one": two_or_one(rows),
         "nearest": [_rejected([one]) for one in _nearest(study.answer.rejected)],
         "rejected": _grouped(study.answer.rejected),
         "managed": services(study),
@@ -207,7 +205,6 @@ def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> dict[str, 
         "on_runnable_front": False,
         "is_runnable": plan.is_runnable,
         "not_runnable": "" if plan.is_runnable else NOT_YET,
-        "to_set": list(plan.recipe.to_set),
         "also_at": [
             {
                 "instance": other.offer.instance,
@@ -239,6 +236,7 @@ def _recipe(plan: Plan) -> dict[str, Any]:
         "checkpoint_every": recipe.settings.checkpoint_every,
         "optimizer": recipe.optim,
         "sharding": recipe.sharding,
+        "to_set": list(recipe.to_set),
         "n_shards": recipe.n_gpus if recipe.sharding == "fsdp" else 1,
     }
 
@@ -321,8 +319,8 @@ def _answer(view: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
     with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
     text = f"{verb}{best['name']}{with_own}: {_figures(best)}."
-    if best["to_set"]:
-        text += f" Set {' and '.join(best['to_set'])}; {UNTRIED}."
+    if best["recipe"]["to_set"]:
+        text += f" Set {' and '.join(best['recipe']['to_set'])}; {UNTRIED}."
     cap = view["job"]["limits"]["max_usd"]
     if cap is not None and best["usd_range"][2] > cap:
         text += f" It may come to {say_cost(best['usd_range'][2])}: at {say_cost(cap)} the run saves and stops."
@@ -394,61 +392,6 @@ def _here(rows: Sequence[Mapping[str, Any]], study: Study) -> dict[str, Any] | N
         "words": f"{cause_of(one.reason)}; {one.change}",
         "reason": one.reason,
         "change": one.change,
-    }
-
-
-def _sooner(best: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The soonest that costs at most twice as much as the best, when it is at least a quarter sooner."""
-    if best is None:
-        return None
-    most = _DEARER * best["total_usd"] if has_price(best) else math.inf
-    can = [row for row in rows if row["is_runnable"] and has_price(row) and row["total_usd"] <= most]
-    row = min(can, key=lambda row: (row["wall_s"], row["total_usd"], row["rank"]), default=None)
-    if row is None or row["wall_s"] > best["wall_s"] * 0.75:
-        return None
-    more = f", {row['total_usd'] / best['total_usd'] - 1:+.0%} dollars" if has_price(best) and best["total_usd"] else ""
-    words = f"{row['name']} {say_cost(row['total_usd'])} in {say_seconds(row['wall_s'])}: "
-    return {"rank": row["rank"], "words": f"{words}{best['wall_s'] / row['wall_s']:.1f} x as fast{more}"}
-
-
-def _spot_or_not(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The best on spot against the best on demand."""
-    both = [next((row for row in rows if row["is_runnable"] and row["kind"] == kind), None) for kind in RENTED]
-    demand, spot = both
-    if demand is None or spot is None:
-        return None
-    saved = saving(spot["total_usd"], demand["total_usd"])
-    words = "; ".join(
-        f"{row['name']} {say_cost(row['total_usd'])} in {say_seconds(row['wall_s'])}" for row in (spot, demand)
-    )
-    words += f": spot {say_saving(saved)}"
-    return {
-        "on_demand_rank": demand["rank"],
-        "spot_rank": spot["rank"],
-        "saved_usd": saved.usd,
-        "saved_share": saved.share,
-        "words": words,
-    }
-
-
-def _two_or_one(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The best on two GPUs against the best on one that costs more an hour than each of them."""
-    rented = [row for row in rows if row["is_runnable"] and row["kind"] in RENTED]
-    two = next((row for row in rented if row["n_gpus"] == 2), None)
-    if two is None:
-        return None
-    dearer = (row for row in rented if row["n_gpus"] == 1 and row["usd_per_gpu_hour"] > two["usd_per_gpu_hour"])
-    one = next(dearer, None)
-    if one is None:
-        return None
-    saved = saving(two["total_usd"], one["total_usd"])
-    said = [f"{row['name']} {say_cost(row['total_usd'])} in {say_seconds(row['wall_s'])}" for row in (two, one)]
-    return {
-        "two_rank": two["rank"],
-        "one_rank": one["rank"],
-        "saved_usd": saved.usd,
-        "saved_share": saved.share,
-        "words": f"{'; '.join(said)}: two {say_saving(saved)}; {UNTRIED}",
     }
 
 

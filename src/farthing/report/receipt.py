@@ -96,9 +96,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         redone_usd=sum(a.redone_s / 3600 * a.usd_per_hour for a in attempts),
         restart_s=sum(_start_up_s(a) for a in attempts[1:]),
         restart_usd=sum(_start_up_s(a) / 3600 * a.usd_per_hour for a in attempts[1:]),
-        promised=_against_estimate(
-            estimate, bill, sum(_start_up_s(a) for a in attempts[1:]) + sum(a.redone_s for a in attempts)
-        ),
+        promised=_against_estimate(estimate, bill, attempts),
         forecast=_forecast(next((a.forecast for a in accounts if a.forecast), None), bill),
         peak_bytes=bill.peak_bytes,
         machines=bill_of(folder, accounts, datetime.now(UTC).timestamp()),
@@ -346,10 +344,10 @@ def _estimate_in(path: Path) -> Estimate | None:
     return None
 
 
-def _against_estimate(estimate: Estimate | None, bill: _Bill, again_s: float) -> Promised | None:
+def _against_estimate(estimate: Estimate | None, bill: _Bill, attempts: Sequence[Attempt]) -> Promised | None:
     """What the plan had said before the first attempt against what happened, whole and by component.
 
-    `again_s` went to restarts and to work that was done again: they and waiting say nothing of the estimate, and are apart.
+    Restarts, work that was done again and waiting say nothing of the estimate, and are apart.
     """
     if estimate is None:
         return None
@@ -357,7 +355,9 @@ def _against_estimate(estimate: Estimate | None, bill: _Bill, again_s: float) ->
         name: _pair(estimate.seconds.get(name, 0.0), sum(bill.spans.get(span, 0.0) for span in of), bill)
         for name, of in PROMISED_SPANS.items()
     }
-    again_s += bill.spans.get("ranks", 0.0)
+    again_s = (
+        sum(_start_up_s(a) for a in attempts[1:]) + sum(a.redone_s for a in attempts) + bill.spans.get("ranks", 0.0)
+    )
     promised_s = sum(estimate.seconds.get(name, 0.0) for name in ("lost work", "restarts", "waiting"))
     sums = _sums(asdict(estimate), bill)
     if again_s or promised_s:
