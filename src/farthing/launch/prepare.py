@@ -28,7 +28,7 @@ from farthing.launch.inputs import Packed, inputs_key, pack
 from farthing.launch.registry import HERE, PROVIDERS, called, find_target, refuse_nowhere, target_of
 from farthing.launch.supervise import Patience, Spent
 from farthing.launch.target import Target
-from farthing.planner.inputs import Asked, spreads, study_job
+from farthing.planner.inputs import Asked, study_job
 from farthing.planner.types import Plan
 from farthing.prices.boot import boot_of
 from farthing.prices.offers import Billing, Offer
@@ -312,20 +312,6 @@ def _chosen(study: Any, text: str, most: int) -> list[Plan]:
     return found
 
 
-<<<<<<< HEAD
-||||||| 7628160
-def _is_said(plan: Plan, job: Job) -> bool:
-    """Whether the trainer can do it, and would with this job as it is."""
-    return plan.is_runnable and (plan.recipe.sharding != "fsdp" or job.where.sharding == "frozen")
-
-
-=======
-def _is_said(plan: Plan, job: Job) -> bool:
-    """Whether the trainer can do it, and would with this job as it is."""
-    return plan.is_runnable and (plan.recipe.sharding != "fsdp" or spreads(job))
-
-
->>>>>>> plan
 def most_gpus(job: Job) -> int:
     """How many GPUs of a machine the job would use: no other is paid for."""
     return {"all": 8, None: 1}.get(job.where.gpus, job.where.gpus)  # type: ignore[arg-type, return-value]

@@ -239,13 +239,7 @@ def wanted_of(
         n_epochs=train.num_train_epochs,
         max_steps=train.max_steps,
         micro_batch_tokens=micro_batch_tokens,
-<<<<<<< HEAD
-        spreads=None if job.where.strategy == "auto" else job.where.strategy != "ddp",
-||||||| 7628160
-        spreads=job.where.sharding == "frozen",
-=======
         spreads=spreads(job),
->>>>>>> plan
         may_go_packed=job.model.attn_implementation is None,
         caches_frozen=train.num_train_epochs > 1
         and train.max_steps is None
@@ -274,9 +268,9 @@ def wanted_of(
     )
 
 
-def spreads(job: Job) -> bool:
-    """Whether the job asks for weights that are spread over GPUs."""
-    return job.where.sharding == "frozen"
+def spreads(job: Job) -> bool | None:
+    """Whether the job asks for weights that are spread over GPUs, or for whole ones; None: it leaves that open."""
+    return None if job.where.strategy == "auto" else job.where.strategy != "ddp"
 
 
 def _drops(config: Json) -> bool:
