@@ -14,8 +14,9 @@ from tokenizers import processors
 from farthing.data.chat import ChatReader, Renderer, default_template
 from farthing.data.encode import Encoder
 from farthing.data.formats import converter
+from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.read import open_sources
-from farthing.data.sample import light_tokenizer, sample_lengths
+from farthing.data.sample import sample_lengths
 from farthing.data.token_set import Recipe, notes_of
 from farthing.data.tokens import tokenize
 from farthing.model.load import ModelChoice, load_tokenizer

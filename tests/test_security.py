@@ -33,7 +33,7 @@ import yaml
 
 from farthing.cli import main
 from farthing.data.formats import converter
-from farthing.data.sample import light_tokenizer
+from farthing.data.light_tokenizer import light_tokenizer
 from farthing.durability.checkpoint import Checkpoints
 from farthing.durability.files import _sealed as sealed
 from farthing.durability.files import seal, unseal, write_json

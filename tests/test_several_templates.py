@@ -13,7 +13,7 @@ import transformers
 import farthing.durability.run_folder
 import workshop
 from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
-from farthing.data.sample import light_tokenizer
+from farthing.data.light_tokenizer import light_tokenizer
 from farthing.durability.run_folder import RUN, kept
 from farthing.errors import ModelError
 from farthing.model.load import ModelChoice, load_tokenizer

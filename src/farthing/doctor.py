@@ -174,8 +174,8 @@ def look_at_data(path: Path, job_file: Path | None, overrides: list[str]) -> Any
     Without a job tokens are guessed from characters, and chats are rendered by farthing's own template.
     """
     from farthing.data.chat import TEXT_VERSION
+    from farthing.data.light_tokenizer import light_tokenizer
     from farthing.data.read import Source, kind_of_file, short_name
-    from farthing.data.sample import light_tokenizer
     from farthing.data.summary import summarize
     from farthing.data.tokens import Recipe
     from farthing.tasks.causal_lm import CAUSAL_LM

@@ -20,9 +20,10 @@ from farthing.config.job import Job
 from farthing.data.batches import Batches, split_by_input
 from farthing.data.chat import TEXT_VERSION, asks_for_the_date, default_template
 from farthing.data.encode import first_tokens
+from farthing.data.light_tokenizer import LightTokenizer, light_tokenizer, own_template
 from farthing.data.read import KINDS, Source, folder_sha256, is_dataset, kind_of_file, short_name
 from farthing.data.rows import Own
-from farthing.data.sample import LightTokenizer, Sampled, light_tokenizer, own_template, sample_lengths
+from farthing.data.sample import Sampled, sample_lengths
 from farthing.data.token_set import CACHE_VERSION, LINE_BITS, Recipe, TokenSet, notes_of, open_token_set
 from farthing.durability.files import Damaged, belongs_to_another, is_own, make_private, sha256_of, write_json
 from farthing.durability.run_folder import began, rules_of
