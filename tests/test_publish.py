@@ -10,8 +10,12 @@ import pytest
 
 import workshop
 from farthing.cli import main
+from farthing.clock import today
 from farthing.errors import UserMistake
 from farthing.export.publish import NotPublished
+from farthing.planner.serving import Traffic, serve
+from farthing.planner.shapes import read_shape
+from farthing.prices.catalog import read_catalog
 from farthing.report.receipt import build_receipt
 from hub_server import Hub, hub_server
 
@@ -122,3 +126,19 @@ def test_a_finished_run_publishes_its_model_once(hub: Hub, tmp_path: Path, monke
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(UserMistake, match="no token"):
         workshop.train(workshop.make_job(tmp_path / "other", **keys, push_to_hub=True))
+
+
+def test_a_receipt_ends_with_what_serving_would_cost(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    serving = build_receipt(trained).serving
+    assert serving is not None
+    shape = read_shape(json.loads((trained / "model/model_config.json").read_text()), "causal-lm")
+    traffic = Traffic(1000.0, serving.input_tokens, serving.output_tokens)
+    found, _ = serve(shape, traffic, list(read_catalog(None, today()).offers))
+    assert serving.usd_per_month == min(min(one.always_on_usd, one.to_zero_usd()) for one in found)
+    lines = [line for line in (trained / "log.jsonl").read_text().splitlines() if '"n_tokens"' in line]
+    tokens = sum(json.loads(line)["n_tokens"] for line in lines)
+    assert serving.input_tokens + serving.output_tokens == pytest.approx(tokens / (8 * len(lines)))
+    assert main(["report", str(trained)]) == 0
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].startswith("serving 1,000 requests a day of ")
+    assert main(["report", str(trained), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["serving"]["usd_per_month"] == serving.usd_per_month

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from farthing.errors import ModelError, UserMistake
 from farthing.export.gguf_families import Array, Family, family_of, lay_out, settings_of, taken_back
 from farthing.export.gguf_tokens import tokenizer_settings
+from farthing.model.load import skeleton
 
 BITS = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 """What is written here, by llama.cpp's names."""
@@ -63,6 +64,9 @@ def plan_gguf(config: Any, tokenizer: Any, task: str, bits: str, name: str, *, i
             to_do=f"install llama.cpp, or choose one of {', '.join(BITS)}",
         )
     family = family_of(config, task)
+    places = _places(gguf, config, family)
+    for weight in skeleton(config, task).state_dict():
+        _placed(weight, places)  # raises
     values, tensors, notes = settings_of(config, family)
     tokens, more = tokenizer_settings(tokenizer, config.vocab_size, is_chat=is_chat)
     values |= {"vocab_size": config.vocab_size, "name": _name(name, tokenizer, family), **tokens}
@@ -70,6 +74,11 @@ def plan_gguf(config: Any, tokenizer: Any, task: str, bits: str, name: str, *, i
         values["rope_scaling_type"] = gguf.RopeScalingType(values["rope_scaling_type"])
     values |= {"quantization_version": gguf.GGML_QUANT_VERSION, "file_type": _file_type(gguf, bits)}
     return Plan(config, family, values, tensors, (*notes, *more))
+
+
+def _places(gguf: Any, config: Any, family: Family) -> Any:
+    """What llama.cpp calls the weights of a model."""
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.architecture.upper()], config.num_hidden_layers)
 
 
 def _name(name: str, tokenizer: Any, family: Family) -> str:
@@ -92,8 +101,7 @@ def write_gguf(plan: Plan, source: Path, path: Path, bits: str) -> None:
     writer = gguf.GGUFWriter(whole, plan.family.architecture)
     for name, value in plan.settings.items():
         getattr(writer, f"add_{name}")(value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[plan.family.architecture.upper()], plan.config.num_hidden_layers)
-    weights = Weights(source)
+    names, weights = _places(gguf, plan.config, plan.family), Weights(source)
     written = [(name, _placed(name, names)) for name in weights.names]
     for name, place in written:
         kind = _kind(gguf, place, weights.shape(name), bits)
@@ -185,7 +193,7 @@ class Weights:
 def read_back(plan: Plan, path: Path, source: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight of a GGUF file by its name in transformers, in fp32: what llama.cpp will compute with."""
     gguf = need_gguf()
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[plan.family.architecture.upper()], plan.config.num_hidden_layers)
+    names = _places(gguf, plan.config, plan.family)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     weights = Weights(source)
     for name in weights.names:

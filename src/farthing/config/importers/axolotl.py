@@ -248,27 +248,22 @@ def _data(values: Mapping[str, Any], out: Imported) -> None:
 def _one(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) -> Json:
     """A data set with what it is called in a job."""
     source: Json = {}
-    files = item.get("data_files")
-    path = item.get("path")
     for key in ("path", "data_files", "name", "split", "ds_type", "shards", "trust_remote_code", "revision"):
         value = item.get(key)
         if key not in item:
             continue
         if value is None:
             out.name(f"{at}.{key}", value, "empty there: its default holds")
-        elif key == "path":
-            source["path"] = str(value)
-            out.keep(f"{at}.path", value, "data.train")
         elif key == "data_files":
-            _files(out, f"{at}.data_files", files, source)
-        elif key in ("name", "split"):
+            _files(out, f"{at}.data_files", value, source)
+        elif key in ("path", "name", "split"):
             source[key] = str(value)
             out.keep(f"{at}.{key}", value, "data.train")
         elif key == "ds_type":
             out.name(f"{at}.{key}", value, "the kind of a file is seen from its ending")
         else:
             out.name(f"{at}.{key}", value, f"farthing has no {key} for a data set", "differs")
-    if path is None:
+    if item.get("path") is None:
         out.name(f"{at}.path", None, "a data set without a path", "blocks")
     kind = item.get("type")
     source["_type"] = kind
@@ -297,6 +292,21 @@ def _files(out: Imported, key: str, files: Any, source: Json) -> None:
         out.name(key, files, "several files of one data set: fetch them and name each in data.train", "differs")
 
 
+_PREFERENCES = [
+    "dpo",
+    "orpo",
+    "kto",
+    "ultra",
+    "argilla",
+    "bradley",
+    "stepwise",
+    "ebft",
+    "rwd.",
+    "intel",
+    "prompt_pairs",
+]
+
+
 def _columns(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) -> Json:
     kind = item.get("type")
     if isinstance(kind, Mapping):
@@ -312,10 +322,8 @@ def _columns(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) 
             if key in item:
                 out.keep(f"{at}.{key}", item[key], "data.columns")
         return {} if column == "text" else {"text": str(column)}
-    if base == "chat_template" or base.startswith("chat_template.default"):
-        out.keep(f"{at}.type", kind, "data.train")
-        return _chat(at, item, out)
-    if base in ("sharegpt", "sharegpt.load_role", "sharegpt_simple"):
+    is_sharegpt = base in ("sharegpt", "sharegpt.load_role", "sharegpt_simple")
+    if is_sharegpt or base == "chat_template" or base.startswith("chat_template.default"):
         out.keep(f"{at}.type", kind, "data.train")
         return _chat(at, item, out)
     key = f"alpaca:{style}" if base == "alpaca" and style else base
@@ -326,23 +334,7 @@ def _columns(at: str, item: Mapping[str, Any], out: Imported, *, is_text: bool) 
         if "type" in item:
             out.name(f"{at}.type", kind, "tokenized already there; farthing tokenizes itself: name the text", "blocks")
         return {}
-    blocks = any(
-        word in name
-        for word in (
-            "dpo",
-            "orpo",
-            "kto",
-            "ultra",
-            "argilla",
-            "bradley",
-            "stepwise",
-            "ebft",
-            "rwd.",
-            "intel",
-            "prompt_pairs",
-        )
-    )
-    if blocks:
+    if any(word in name for word in _PREFERENCES):
         out.name(f"{at}.type", kind, "data for preferences or rewards, which farthing does not train on", "blocks")
     else:
         out.name(

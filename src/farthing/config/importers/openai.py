@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from farthing.config.importers.record import Imported, Odd, To, Why, flat, positive, read_keys, whole
+from farthing.config.importers.shared import uploaded
 
 NAME = "openai"
 BASE_RATE = 2e-4  # farthing's default for adapters, which a multiplier of 1 is taken to mean
@@ -58,13 +59,14 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     out.name("model", model, "weights that OpenAI keeps: another model is needed; Qwen/Qwen2.5-7B-Instruct stands in the job, "
              "choose yours", "differs")  # fmt: skip
     out.job["model.model_name_or_path"] = "Qwen/Qwen2.5-7B-Instruct"
-    for key, to in (("training_file", "data.train"), ("validation_file", "data.eval")):
-        if values.get(key):
-            file = str(values[key])
-            out.put(key, file, to, [{"path": file if "." in file else f"{file}.jsonl"}])
-            if "." not in file:
-                out.notes.append(f"{file} is a file at OpenAI: fetch it (its files API) to {file}.jsonl beside the job")
-    _settings(values, out)
+    uploaded(values, out, "OpenAI (its files API)")
+    read_keys(
+        out,
+        flat(values),
+        TABLE,
+        GROUPS,
+        name_of=lambda key: key.rpartition(".")[2] if "hyperparameters" in key else key,
+    )
     out.default("train.num_train_epochs", 3, "OpenAI's usual choice for auto")
     out.default("train.global_batch_size", 8, "a guess for auto")
     out.default("method.name", "lora", "what OpenAI trains is not published; an adapter")
@@ -72,10 +74,3 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
         "OpenAI never published what it trains (all weights or an adapter), its rates and its batches for auto: the losses"
         " will differ; data, epochs and seed are the same"
     )
-
-
-def _settings(values: Mapping[str, Any], out: Imported) -> None:
-    def last(key: str) -> str:
-        return key.rpartition(".")[2] if "hyperparameters" in key else key
-
-    read_keys(out, flat(values), TABLE, GROUPS, name_of=last)

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from farthing.config.importers.record import Why
+from collections.abc import Mapping
+from typing import Any
+
+from farthing.config.importers.record import Imported, Why
+
+
+def uploaded(values: Mapping[str, Any], out: Imported, service: str) -> None:
+    """Files of a service by their names there, as files beside the job."""
+    for key, to in (("training_file", "data.train"), ("validation_file", "data.eval")):
+        if values.get(key):
+            file = str(values[key])
+            out.put(key, file, to, [{"path": file if "." in file else f"{file}.jsonl"}])
+            if "." not in file:
+                out.notes.append(f"{file} is a file at {service}: fetch it to {file}.jsonl beside the job")
+
 
 KERNELS = Why(
     "none",

@@ -15,10 +15,12 @@ from farthing.config.importers.record import (
     number,
     positive,
     read_keys,
+    rows,
     scheduler,
     text,
     whole,
 )
+from farthing.config.importers.shared import uploaded
 
 NAME = "together"
 
@@ -29,30 +31,22 @@ def _batch(value: Any) -> int:
     return whole(value)
 
 
-def _targets(value: Any) -> list[str]:
-    found = names(value)
-    return ["all-linear"] if found == ["all-linear"] else found
-
-
 TABLE: dict[str, To] = {
     "model": To("model.model_name_or_path", text),
-    "n_epochs": To("train.num_train_epochs", positive),
+    **rows("train", positive, "n_epochs=num_train_epochs learning_rate"),
+    **rows("train", number, "weight_decay max_grad_norm"),
+    **rows("train", whole, "seed"),
     "batch_size": To("train.global_batch_size", _batch),
-    "learning_rate": To("train.learning_rate", positive),
     "warmup_ratio": To("train.warmup_ratio", lambda value: float(number(value))),
-    "weight_decay": To("train.weight_decay", number),
-    "max_grad_norm": To("train.max_grad_norm", number),
-    "seed": To("train.seed", whole),
     "max_seq_length": To("data.max_length", whole),
-    "lr_scheduler.lr_scheduler_type": To("train.lr_scheduler_type", scheduler),
-    "lr_scheduler_type": To("train.lr_scheduler_type", scheduler),
+    **rows("train", scheduler, "lr_scheduler.lr_scheduler_type=lr_scheduler_type lr_scheduler_type"),
 }
 for _prefix in ("", "training_type."):
     TABLE |= {
         f"{_prefix}lora_r": To("method.lora_r", whole),
         f"{_prefix}lora_alpha": To("method.lora_alpha", positive),
         f"{_prefix}lora_dropout": To("method.lora_dropout", number),
-        f"{_prefix}lora_trainable_modules": To("method.target_modules", _targets),
+        f"{_prefix}lora_trainable_modules": To("method.target_modules", names),
     }
 GROUPS = (
     Why("none", "names, watches or keeps the job at Together", "suffix n_checkpoints n_evals wandb_* hf_* "
@@ -82,12 +76,7 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
         out.name(key, name, f"{name}, which farthing does not do", "blocks")
     for key, value in flat({"training_method": method}) if method is not None else ():
         out.name(key, value, "supervised: what farthing does" if value == "sft" else "settles the training method")
-    for key, to in (("training_file", "data.train"), ("validation_file", "data.eval")):
-        if values.get(key):
-            file = str(values[key])
-            out.put(key, file, to, [{"path": file if "." in file else f"{file}.jsonl"}])
-            if "." not in file:
-                out.notes.append(f"{file} is a file at Together: fetch it to {file}.jsonl beside the job")
+    uploaded(values, out, "Together")
     if values.get("train_on_inputs") is True:
         out.put("train_on_inputs", True, "data.train_on_prompt", True)
     read_keys(out, flat(values), TABLE, GROUPS)
