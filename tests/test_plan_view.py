@@ -106,6 +106,18 @@ def test_offers_that_differ_in_place_alone_are_one_choice(view: dict[str, Any], 
     assert any(row["also_at"] for row in view["plans"])
 
 
+def test_two_cheap_gpus_against_a_dear_one_have_both_dollars(view: dict[str, Any]) -> None:
+    found = view["two_or_one"]
+    rows = {row["rank"]: row for row in view["plans"]}
+    two, one = rows[found["two_rank"]], rows[found["one_rank"]]
+    assert (two["n_gpus"], one["n_gpus"], two["kind"], one["kind"]) == (2, 1, "on-demand", "on-demand")
+    assert two["usd_per_gpu_hour"] < one["usd_per_gpu_hour"]
+    assert two["is_runnable"]
+    assert found["saved_usd"] == pytest.approx(one["total_usd"] - two["total_usd"])
+    for row in (two, one):
+        assert f"{row['name']} {say_cost(row['total_usd'])}" in found["words"]
+
+
 def test_a_cap_that_the_range_passes_is_said(tmp_path: Path, view: dict[str, Any]) -> None:
     cheapest = min(row["total_usd"] for row in view["plans"] if row["kind"] != "own")
     capped = plan_view(ask(tmp_path, {"limits": {"max_usd": round(cheapest * 1.1, 4)}}))
