@@ -22,7 +22,7 @@ from farthing.planner.types import Assumptions, Place, place_of
 from farthing.prices.offers import Billing, Offer
 from farthing.report.plan_compare import compare_plans, find_plan
 from farthing.report.plan_view import plan_view
-from farthing.report.plan_words import break_even_words, limits_in_words, summary, ways_out
+from farthing.report.plan_words import break_even_words, limits_in_words, say_cost, summary, ways_out
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 OWN = "RTX 4090:1600usd:0.45kW"
@@ -104,6 +104,18 @@ def test_offers_that_differ_in_place_alone_are_one_choice(view: dict[str, Any], 
     assert [row["rank"] for row in view["plans"]] == list(range(1, len(names) + 1))
     assert sum(1 + len(row["also_at"]) for row in view["plans"]) == view["n_plans"] == len(study.answer.plans)
     assert any(row["also_at"] for row in view["plans"])
+
+
+def test_two_cheap_gpus_against_a_dear_one_have_both_dollars(view: dict[str, Any]) -> None:
+    found = view["two_or_one"]
+    rows = {row["rank"]: row for row in view["plans"]}
+    two, one = rows[found["two_rank"]], rows[found["one_rank"]]
+    assert (two["n_gpus"], one["n_gpus"], two["kind"], one["kind"]) == (2, 1, "on-demand", "on-demand")
+    assert two["usd_per_gpu_hour"] < one["usd_per_gpu_hour"]
+    assert two["is_runnable"]
+    assert found["saved_usd"] == pytest.approx(one["total_usd"] - two["total_usd"])
+    for row in (two, one):
+        assert f"{row['name']} {say_cost(row['total_usd'])}" in found["words"]
 
 
 def test_a_cap_that_the_range_passes_is_said(tmp_path: Path, view: dict[str, Any]) -> None:

@@ -209,6 +209,12 @@ class Recipe:
         return -(-n_lanes_of(self.method, self.n_gpus) // self.n_gpus) if self.stack.keeps_adapters_whole else 1
 
     @property
+    def share_of_gpu(self) -> float:
+        """Of a step, that the busiest GPU computes: of four parts on three GPUs one has two."""
+        n_lanes = n_lanes_of(self.method, self.n_gpus) if self.stack.keeps_adapters_whole else self.n_gpus
+        return self.lanes_of_gpu / n_lanes
+
+    @property
     def to_set(self) -> tuple[str, ...]:
         """What the job has to say for it, beside what it says by itself."""
         return WAYS_THAT_RUN.get((self.method, self.sharding), ())

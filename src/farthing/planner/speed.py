@@ -180,7 +180,7 @@ def work_of(
 
     `padded` is what `Lengths.cut` has for the trainer, and `Lengths.padded` for others.
     """
-    n_each, n_micro = recipe.global_batch / recipe.n_gpus, recipe.n_micro_batches
+    n_each, n_micro = recipe.global_batch * recipe.share_of_gpu, recipe.n_micro_batches
     all_tokens = recipe.global_batch * (padded.tokens + padded.targets)
     recompute = 1.0 / recipe.settings.checkpoint_every if recipe.settings.checkpoint_every else 0.0
     flops, c = _flops(shape, recipe, padded, adapters, recompute, labelled_share), recipe.compute_bytes
@@ -201,10 +201,10 @@ def work_of(
         optimizer_bytes=_optimizer_bytes(shape, recipe, adapters),
         sent_bytes=_sent_bytes(shape, recipe, adapters),
         host_s=n_micro * n_layers * host_s * (1 + recompute / 3 - below * (2 + recompute) / 3 - (1 - ahead) / 3),
-        tokens_per_micro_batch=max(1.0, all_tokens / recipe.n_gpus / n_micro),
+        tokens_per_micro_batch=max(1.0, all_tokens * recipe.share_of_gpu / n_micro),
         n_tokens=recipe.global_batch * mean_tokens,
         n_padded_tokens=all_tokens,
-        flops=recipe.n_gpus * n_each * flops.total,
+        flops=recipe.global_batch * flops.total,
         forward_share=flops.forward / flops.total,
         bus_bytes=_bus_bytes(shape, recipe, adapters),
         width=float(shape.hidden),

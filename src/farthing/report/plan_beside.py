@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from farthing.planner.ownership import saving
+from farthing.planner.types import OLD_PRICE_DAYS
 from farthing.report.plan_own import RENTED
 from farthing.report.plan_words import has_price, say_cost, say_saving
 from farthing.units import say_seconds
@@ -36,8 +37,10 @@ def spot_or_not(rows: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def two_or_one(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """The best on two GPUs against the best on one that costs more an hour than each of them."""
-    rented = [row for row in rows if row["is_runnable"] and row["kind"] in RENTED]
+    """The best on two GPUs against the best on one that costs more an hour than each of them: on demand, at prices that can
+    be had where there are such."""
+    rented = [row for row in rows if row["is_runnable"] and row["kind"] == "on-demand"]
+    rented.sort(key=lambda row: bool(row["price_is"]) or row["price_age_days"] > OLD_PRICE_DAYS)
     two = next((row for row in rented if row["n_gpus"] == 2), None)
     least = math.inf if two is None else two["usd_per_gpu_hour"]
     one = next((row for row in rented if row["n_gpus"] == 1 and row["usd_per_gpu_hour"] > least), None)
