@@ -15,5 +15,6 @@ def thinned(cases: Iterable[Any], every: int) -> list[Any]:
         if number % every == 0 or hasattr(case, "marks"):
             found.append(case)
         else:
-            found.append(pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow))
+            values = case if type(case) is tuple else (case,)  # a named tuple is one value
+            found.append(pytest.param(*values, marks=pytest.mark.slow))
     return found
