@@ -161,7 +161,8 @@ def estimate_memory(
         "optimizer": base | {"gradients": gradients, "working": step},
     }
     if shape.n_decoder_layers and shape.is_tied and adapters is None:  # they come before the encoder's layers
-        so_far = head_gradients + _decoder_weights(shape) * recipe.trained_bytes / shards
+        of_decoder = sum(w.copies * w.n_weights for w in shape.linear_layers if w.name.startswith("decoder."))
+        so_far = head_gradients + of_decoder * recipe.trained_bytes / shards
         moments["decoder's embeddings"] = at_work | {
             "gradients": held or so_far,
             "activations": of_encoder,
@@ -197,11 +198,6 @@ def evaluation_memory(
     }
     found = base | ({"logits": logits} if logits > layer else {"activations": layer})
     return Memory({name: int(value) for name, value in found.items() if value >= 1}, "evaluation", is_cuda)
-
-
-def _decoder_weights(shape: Shape) -> int:
-    """Weights of the layers of a decoder that stands on an encoder."""
-    return sum(w.copies * w.n_weights for w in shape.linear_layers if w.name.startswith("decoder."))
 
 
 def optimizer_bytes(recipe: Recipe) -> float:
@@ -409,9 +405,8 @@ def scores_per_pair(shape: Shape, recipe: Recipe, is_cuda: bool) -> float:
     if shape.model_type in _EAGER:
         return shape.n_heads * 8.0  # of the capped scores, their softmax in fp32 and a copy in the precision of the run
     stack = recipe.stack
-    if _is_biased(
-        shape, recipe
-    ):  # softmax in fp32, its copy in the precision of the run, what is dropped of it, and the rest
+    if _is_biased(shape, recipe):
+        # softmax in fp32, its copy in the precision of the run, what is dropped of it, and the rest
         c = recipe.compute_bytes
         return shape.n_heads * (4.0 + (c if c < 4 else 0) + (1 if is_cuda else c) + c)
     if _is_math(shape, is_cuda):
