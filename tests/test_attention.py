@@ -210,6 +210,26 @@ def test_classification_reads_each_document_where_its_head_does(family: str, see
     assert_same(gradients(model, F.cross_entropy(ours, labels, reduction="sum")), theirs)
 
 
+@pytest.mark.parametrize("family", sorted(ENCODERS))
+def test_the_last_layer_of_an_encoder_is_computed_for_the_tokens_that_are_read(family: str) -> None:
+    model, documents = model_of(family, "classification"), documents_of([7, 1, 12, 12])
+    go_packed(model)
+    body = getattr(model, model.base_model_prefix)
+    seen: list[int] = []
+    body.encoder.layer[-1].intermediate.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    found = []
+    for reads_first in (True, False):
+        scores = packed_logits(model, flat(model, documents), "classification", reads_first=reads_first)
+        found.append((scores, gradients(model, scores.sum())))
+    assert seen == [4, 32]
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=CLOSE, atol=CLOSE)
+    assert_same(found[0][1], found[1][1])
+    assert len(body.encoder.layer) == model.config.num_hidden_layers
+    body.encoder.layer[-1].register_forward_hook(lambda *_: None)
+    packed_logits(model, flat(model, documents), "classification")
+    assert seen[2:] == [32], "who listens to the layer hears of every token"
+
+
 def test_a_head_that_reads_the_last_token_passes_over_padding_in_the_text() -> None:
     model = model_of("llama", "classification")
     documents = documents_of([5, 6, 1])

@@ -131,6 +131,23 @@ def test_a_run_that_began_padded_goes_on_padded_to_the_same_bits(
     assert workshop.losses_of(job) == workshop.losses_of(other)
 
 
+def test_a_classifier_that_began_with_a_whole_last_layer_goes_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = workshop.make_job(tmp_path, family="bert", max_steps=2, save_steps=1, probe=False)
+    with monkeypatch.context() as before:
+        before.setattr("farthing.train.loop.is_done", lambda attempt: attempt.progress.step >= 1)
+        workshop.train(job)
+    run = Path(job.output_dir)
+    facts, settings = kept(run / RUN) or {}, kept(run / SETTINGS) or {}
+    keep(run / RUN, {key: value for key, value in facts.items() if key not in ("finished", "sealed")})
+    assert settings.pop("reads_first") is True
+    keep(run / SETTINGS, settings)  # as an earlier version has left it
+    assert workshop.train(job).state == "finished"
+    after = kept(run / SETTINGS) or {}
+    assert (after["reads_first"], after["packed"]) == (False, True)
+
+
 def test_a_run_is_packed_evaluated_and_has_texts_written(tmp_path: Path) -> None:
     rows = workshop.rows_of("t5", 6, seed=3)
     keys = {"max_steps": 2, "probe": False, "predict_with_generate": True, "data": {"max_target_length": 24}}

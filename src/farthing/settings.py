@@ -30,6 +30,8 @@ class Settings:
     """Whether what examples of a micro-batch begin with is computed once in it."""
     packed: bool | None = None
     """Whether documents are laid end to end; else they are padded."""
+    reads_first: bool | None = None
+    """Whether the last layer of an encoder is computed for the tokens alone that its classifier reads."""
     compiled: bool | None = None
     """Whether layers are compiled by torch."""
     kernels: str | None = None
@@ -78,7 +80,14 @@ class Settings:
         found = cls(**{field.name: known[field.name] for field in fields(cls) if field.name in known})
         cut = (found.micro_batch_tokens, found.least_tokens, found.more_tokens)
         numbers = (*cut, found.checkpoint_every, found.tile_tokens or 1, found.lanes or 1)
-        flags = (found.caches_frozen, found.shares_prefix, found.packed, found.compiled, found.probed)
+        flags = (
+            found.caches_frozen,
+            found.shares_prefix,
+            found.packed,
+            found.reads_first,
+            found.compiled,
+            found.probed,
+        )
         if (
             any(type(number) is not int or number < 0 for number in numbers)
             or any(flag not in (None, True, False) for flag in flags)

@@ -20,6 +20,8 @@ Refuses to choose micro-batches, and models whose packed batches were not shown 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -109,8 +111,11 @@ def packed_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
-    """Logits of a packed batch: [1, T, V], or [N, C], one row a document, where examples are scored."""
+def packed_logits(model: Any, batch: dict[str, Any], task: str, *, reads_first: bool = True) -> Tensor:
+    """Logits of a packed batch: [1, T, V], or [N, C], one row a document, where examples are scored.
+
+    With `reads_first` the last layer of an encoder is computed for the tokens alone that its classifier reads.
+    """
     documents, inputs = batch["documents"], packed_inputs(batch)
     logits: Tensor
     if task_of(task).scores_tokens:
@@ -118,12 +123,18 @@ def packed_logits(model: Any, batch: dict[str, Any], task: str) -> Tensor:
         return logits
     inner = inner_of(model)
     body = getattr(inner, inner.base_model_prefix)
-    hidden = body(**inputs).last_hidden_state[0]  # [T, H]
     kind = _head_kind(inner)
     if kind == "last":
+        hidden = body(**inputs).last_hidden_state[0]  # [T, H]
         logits = inner.score(hidden[_last_tokens(batch["input_ids"][0], documents, inner.config)])
         return logits
-    first = hidden[documents.bounds[:-1].long()][:, None]  # [N, 1, H]: N documents of their first token
+    if reads_first and (last := _last_layer(body)) is not None:
+        with _without_last(body.encoder):
+            hidden = body(**inputs).last_hidden_state
+        first = _first_tokens(last, hidden, documents)
+    else:
+        first = body(**inputs).last_hidden_state[0, documents.bounds[:-1].long()]
+    first = first[:, None]  # [N, 1, H]: N documents of their first token
     logits = inner.classifier(first if kind == "first" else inner.dropout(body.pooler(first)))
     return logits
 
@@ -136,6 +147,44 @@ def _head_kind(inner: Any) -> str | None:
     if getattr(body, "pooler", None) is not None:
         return "pooled" if hasattr(inner, "dropout") and hasattr(inner, "classifier") else None
     return "first" if hasattr(inner, "classifier") else None
+
+
+def _last_layer(body: Any) -> Any:
+    """The last layer of an encoder like BERT's; None where something else answers for it or listens to it."""
+    layers: Any = getattr(getattr(body, "encoder", None), "layer", ())
+    if not len(layers) or not hasattr(layers[-1].attention, "self"):
+        return None
+    last: Any = layers[-1]
+    is_free = "forward" not in vars(last) and not (last._forward_hooks or last._forward_pre_hooks)
+    return last if is_free else None
+
+
+@contextlib.contextmanager
+def _without_last(encoder: Any) -> Iterator[None]:
+    """The encoder ends before its last layer within the block."""
+    layers = encoder.layer
+    encoder.layer = layers[:-1]
+    try:
+        yield
+    finally:
+        encoder.layer = layers
+
+
+def _first_tokens(layer: Any, hidden: Tensor, documents: Documents) -> Tensor:
+    """[N, H]: what a layer makes of the first token of each document, from hidden [1, T, H]: keys and values of all tokens,
+    all else of one."""
+    attention, lengths = layer.attention.self, documents.lengths
+    one_each = Documents.of([1] * len(lengths), hidden.device, lengths, reads_others=True)
+    first = hidden[:, documents.bounds[:-1].long()]
+    query, key, value = (
+        projected.unflatten(-1, (-1, attention.attention_head_size)).transpose(1, 2)
+        for projected in (attention.query(first), attention.key(hidden), attention.value(hidden))
+    )
+    dropout = attention.dropout.p if attention.training else 0.0
+    seen, _ = attend(attention, query, key, value, None, dropout, attention.scaling, documents=one_each)
+    read = layer.attention.output(seen.flatten(2), first)
+    out: Tensor = layer.output(layer.intermediate(read), read)
+    return out[0]
 
 
 def _last_tokens(ids: Tensor, documents: Documents, config: Any) -> Tensor:

@@ -85,10 +85,12 @@ class Forward:
         *,
         label_smoothing: float = 0.0,
         may_go_packed: bool = True,
+        reads_first: bool = True,
         tile_tokens: int | None = None,
         micro_batch_cost: MicroBatchCost = ON_CPU,
     ) -> None:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
+        self.reads_first = reads_first
         self.label_smoothing, self.tile_tokens, self.micro_batch_cost = label_smoothing, tile_tokens, micro_batch_cost
         other = "the job names another attention, or the run began padded"
         self.why_padded = can_go_packed(model, task) if may_go_packed else other
@@ -276,7 +278,7 @@ class Forward:
         with self._resumed(batch) as rest, self.numerics.autocasting():
             if not self.is_packed:
                 return summed_loss(self.model, rest, self.task, self.label_smoothing)
-            scores = packed_logits(self.model, rest, self.task)
+            scores = packed_logits(self.model, rest, self.task, reads_first=self.reads_first)
             assert self.of.labels is not None
             return self.of.labels.loss(scores, rest["labels"], self.label_smoothing), scores
 

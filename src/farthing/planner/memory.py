@@ -330,6 +330,10 @@ def _layers(
     edge = shape.hidden * recipe.edge_bytes
     boundaries = edge * ((len(reached[0]) - n_kept[0]) * source + (len(reached[1]) - n_kept[1]) * target)
     saved = n_kept[0] * layer + n_kept[1] * decoder + boundaries
+    if recipe.stack.is_packed and shape.attention == "bidirectional" and not every and n_kept[0]:
+        # all of the last layer but keys and values is of one token a document; the most is kept when the one below goes back
+        trained = 2.0 * shape.hidden * (shape.n_heads * shape.head_dim + shape.n_kv_heads * shape.head_dim + shape.ffn)
+        saved = float(saved) - max(0.0, layer - (recipe.trained_bytes * trained if adapters is None else 0.0))
     of_encoder = n_kept[0] * layer + edge * (len(reached[0]) - n_kept[0]) * source
     top = max(layer, decoder)
     is_plain = recipe.stack.is_packed and block_of(shape).activation == 1

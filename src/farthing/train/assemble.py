@@ -77,6 +77,7 @@ def assemble(
         numerics,
         label_smoothing=train.label_smoothing_factor,
         may_go_packed=job.model.attn_implementation is None and settings.packed is not False,
+        reads_first=settings.reads_first is not False,
         tile_tokens=settings.tile_tokens,
         micro_batch_cost=MicroBatchCost(settings.least_tokens, settings.more_tokens),
     )
@@ -104,6 +105,7 @@ def assemble(
         settings,
         checkpoint_every=memory.checkpoint_every,
         packed=forward.is_packed,
+        reads_first=forward.reads_first,
         compiled=isinstance(compiled, int),
         kernels="liger" if liger and not liger.startswith("no ") else "torch",
     )
