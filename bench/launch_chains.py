@@ -38,6 +38,7 @@ import ssh_machines
 from farthing.config.load import load_job
 from farthing.durability.commits import list_commits
 from farthing.durability.object_store import LocalStore, StoreFault
+from farthing.errors import UserMistake
 from farthing.launch.prepare import Wishes, prepare
 from farthing.launch.session import Session
 from farthing.launch.supervise import Patience
@@ -98,6 +99,8 @@ def saved_step(store: LocalStore) -> int:
 def judged(session: Session, code: int, reference: dict[str, Any]) -> list[str]:
     """What of a launch is not as it should be."""
     if code != 0:
+        with contextlib.suppress(UserMistake):
+            return [f"it ended with {code}: {session.log()[-2000:]}"]
         return [f"it ended with {code}"]
     wrong = [] if result_of(session.folder) == reference else ["it is not the same to the bit"]
     receipt = leave_receipt(session.folder)

@@ -23,6 +23,7 @@ from fake_clouds import FAULTS, World
 from farthing.cli import main
 from farthing.config.job import Job
 from farthing.durability.accounts import Account
+from farthing.durability.files import only_writer
 from farthing.durability.machines import MACHINES, Machine, MachineLedger, bill_by_machine
 from farthing.durability.object_store import LocalStore
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, RunBusy, UserMistake
@@ -572,6 +573,21 @@ def test_training_is_told_to_leave_before_the_machine_ends(tmp_path: Path, monke
     assert stay.run() == EXIT_LIMIT, "another machine would find no money left"
     assert children[0].signals == [15]
     assert StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1").code == EXIT_LIMIT
+
+
+def test_training_waits_for_the_machine_before_that_still_saves_in_the_same_folder(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    (tmp_path / "store").mkdir()
+    stay, children = _aboard(tmp_path, monkeypatch)
+    with only_writer(tmp_path / "store"):
+        thread = threading.Thread(target=stay.run)
+        monkeypatch.setattr("farthing.launch.aboard.signal.signal", lambda number, handler: None)  # not in a thread
+        thread.start()
+        thread.join(1.0)
+        assert children == []
+    thread.join(20.0)
+    assert len(children) == 1
 
 
 def test_inputs_that_do_not_come_are_said_to_whoever_watches(tmp_path: Path, monkeypatch: Any) -> None:

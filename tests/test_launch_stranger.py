@@ -68,9 +68,9 @@ def test_another_folder_finds_the_launch_by_the_store(job: Path, capsys: Any, mo
     ssh.chmod(0o755)
     monkeypatch.setenv("FARTHING_SSH", str(ssh))
     monkeypatch.setattr(Launch, "_found", lambda self, machine: (_ for _ in ()).throw(KeyboardInterrupt))
-    code, said = answer(capsys, job, "--yes", "--on", "ssh:a", "--set", "output_dir=./first")
+    code, said = answer(capsys, job, "--yes", "--on", "ssh:a", "--set", f"output_dir={job.parent}/first")
     assert (code, "no longer watched: farthing-" in said, "--stop destroys" in said) == (EXIT_INTERRUPTED, True, True)
-    code, said = answer(capsys, job, "--status", "--set", "output_dir=./second")
+    code, said = answer(capsys, job, "--status", "--set", f"output_dir={job.parent}/second")
     assert code == EXIT_FINISHED
     assert "asked    machines by ssh a" in said, "known by the store, and asked for over ssh without --on"
 

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from farthing.durability.files import Json, parse_json
+from farthing.durability.files import Json, only_writer, parse_json
 from farthing.durability.object_store import Retrying, Store, open_store
 from farthing.durability.preemption import heeded
 from farthing.durability.supervisor import begin
-from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, FarthingError, UserMistake
+from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, FarthingError, RunBusy, UserMistake
 from farthing.launch.ask import CREATED_AT, GRACE_S
 from farthing.launch.inputs import fetch_inputs
 from farthing.launch.words import Speaker
@@ -73,6 +73,7 @@ class Aboard:
         try:
             if self.facts.get("inputs"):
                 fetch_inputs(Retrying(self.store, STORE_S), self.facts["inputs"], self.job.parent)
+            self._until_free()
             if not self._was_told:
                 code, why = self._train()
         except FarthingError as error:
@@ -83,6 +84,16 @@ class Aboard:
                 signal.signal(number, handler)
         self.speaker.left(code, why)
         return code
+
+    def _until_free(self) -> None:
+        """Wait while the machine before this one still saves in a run folder that both see, for as long as it may."""
+        folder, until = Path(self.facts["store"]), time.monotonic() + GRACE_S
+        while (folder / ".lock").exists() and time.monotonic() < until and not self._was_told:
+            try:
+                with only_writer(folder):
+                    return
+            except RunBusy:
+                time.sleep(0.5)
 
     def _train(self) -> tuple[int, str]:
         ends_at = time.monotonic() + max(0.0, self.facts["most_s"] - self.boot_s - GRACE_S)
