@@ -664,7 +664,7 @@ def test_memory_that_really_runs_out_halves_the_micro_batch_and_not_the_step(tmp
     events = outcome.receipt.out_of_memory
     assert events, "the ballast left too much room"
     assert "CUDA out of memory" in events[0]["why"]
-    assert events[0]["step"] == 1
+    assert 1 <= events[0]["step"] <= 3, "the one with the largest micro-batch, which is rehearsed"
     assert "out of memory; it goes on" in heard.warnings
     must_agree(short, plain, SAME)
 
