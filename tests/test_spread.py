@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -160,6 +161,20 @@ def test_other_numbers_of_ranks_and_other_ways_give_the_same(
 
 
 @pytest.mark.slow
+def test_a_killed_run_on_as_many_ranks_has_the_same_bits(tmp_path: Path) -> None:
+    whole, killed = spread_job(tmp_path / "whole"), spread_job(tmp_path / "killed")
+    assert [each["code"] for each in train_on(2, tmp_path, whole)] == [0, 0]
+    assert train_on(2, tmp_path, killed, [0, 4]) == [-signal.SIGKILL, 76]
+    assert [each["code"] for each in train_on(2, tmp_path, killed)] == [0, 0]
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in saves_of(job)[7].glob("*.safetensors")} for job in (whole, killed)
+    )
+    assert len(ours) == 4
+    assert ours == theirs
+    assert losses_of(whole) == losses_of(killed)
+
+
+@pytest.mark.slow
 def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(tmp_path: Path) -> None:
     alone, spread = (
         spread_job(tmp_path / "alone", where={"strategy": "ddp", "gpus": None}),
@@ -230,6 +245,10 @@ class Shares(torch.nn.Module):
                 super().__init__()
                 self.linear = torch.nn.Linear(2, 2)
 
+            def forward(self, states: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = self.linear(states)
+                return found
+
         self.layers = torch.nn.ModuleList([Layer(), Layer()])
 
 
@@ -240,6 +259,24 @@ def test_weights_that_fsdp_would_compute_wrongly_are_refused() -> None:
     for model, why in ((shared, "is shared by several layers"), (single, "`scale` is a single number")):
         with pytest.raises(ModelError, match=why):
             Spread(model, torch.device("cpu"), 0, 1, How())
+
+
+def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process() -> None:
+    """FSDP2 sends zeros for them, so that ranks that ask others send as much; an optimizer must not see those."""
+    model = Shares()
+    model.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(3)])
+    with contextlib.closing(Ranks()) as ranks:
+        ranks.spread(model, How())
+        before = {name: weight.clone() for name, weight in ranks.trained_of(model).items()}
+        ranks.within(lambda: model.layers[0](model.experts[1](torch.ones(1, 2))).square().sum()).backward()
+        ranks.take_gradients()
+        found = {name: weight.grad for name, weight in ranks.trained_of(model).items() if weight.grad is not None}
+    assert set(found) == {"layers.0.linear.weight", "layers.0.linear.bias", "experts.1.weight"}
+    own = torch.nn.Linear(2, 2)
+    own.weight.data, own.bias.data = before["layers.0.linear.weight"], before["layers.0.linear.bias"]
+    first = torch.nn.functional.linear(torch.ones(1, 2), before["experts.1.weight"])
+    own(first.detach()).square().sum().backward()
+    assert torch.allclose(found["layers.0.linear.weight"], own.weight.grad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
