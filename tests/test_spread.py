@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import threading
 from functools import partial
@@ -18,8 +20,12 @@ from farthing.config.job import Job
 from farthing.durability.checkpoint import Checkpoints, commit_together, fill_along
 from farthing.durability.files import Damaged, verify_folder
 from farthing.durability.parts import Shared, files_of, read_part
+from farthing.durability.run_folder import SETTINGS, kept
 from farthing.errors import ModelError, UserMistake
-from farthing.train.ranks import Ranks
+from farthing.model.forward import Forward
+from farthing.train.ranks import NoRoomLeft, Ranks
+from farthing.train.rehearsal import dearest_step
+from farthing.train.run import opened_attempt
 from farthing.train.spread import How, Spread
 from farthing.train.step import Steps
 from farthing.train.strategy import resident_bytes, spread_weights
@@ -39,14 +45,18 @@ def spread_job(folder: Path, family: str = "llama", **keys: Any) -> Job:
     return make_job(folder, family, where=where, **(settings | keys))
 
 
-def run(rank: int, job: dict[str, Any], killed: list[int] | None = None, n_local: int = 0) -> dict[str, Any]:
-    """Train the job on this rank; `killed` is (rank, step) of one that is lost."""
+def run(
+    rank: int, job: dict[str, Any], killed: list[int] | None = None, n_local: int = 0, is_full: bool = False
+) -> dict[str, Any]:
+    """Train the job on this rank; `killed` is (rank, step) of one that is lost, or whose memory `is_full`."""
     take, loop, held = Steps._take, farthing.train.run.loop, [0, 0]
     if n_local:
         os.environ |= {"LOCAL_RANK": str(rank % n_local), "LOCAL_WORLD_SIZE": str(n_local)}
 
     def kill_in(steps: Steps, step: int) -> Any:
-        if killed == [rank, step]:
+        if killed == [rank, step] and is_full:
+            Forward.loss = no_room  # type: ignore[method-assign,assignment]
+        elif killed == [rank, step]:
             os.kill(os.getpid(), signal.SIGKILL)
         return take(steps, step)
 
@@ -57,8 +67,15 @@ def run(rank: int, job: dict[str, Any], killed: list[int] | None = None, n_local
 
     Steps._take, farthing.train.run.loop = kill_in, looked_at  # type: ignore[method-assign]
     heard = Heard()
-    outcome = farthing.train.run.train(Job.model_validate(job), heard)
+    try:
+        outcome = farthing.train.run.train(Job.model_validate(job), heard)
+    except NoRoomLeft as error:
+        return {"code": error.exit_code, "why": str(error)}
     return {"code": outcome.exit_code, "warnings": heard.warnings, "held": held, "said": [str(each) for each in heard]}
+
+
+def no_room(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("made up")
 
 
 def train_on(n: int, folder: Path, job: Job, *more: Any) -> list[Any]:
@@ -66,9 +83,8 @@ def train_on(n: int, folder: Path, job: Job, *more: Any) -> list[Any]:
 
 
 def saves_of(job: Job) -> dict[int, Path]:
-    return {
-        int(path.name.split("-")[1]): path for path in sorted((Path(job.output_dir) / "checkpoints").glob("*[0-9]"))
-    }
+    folder = Path(job.output_dir) / "checkpoints"
+    return {int(path.name.split("-")[1]): path for path in sorted(folder.glob("step-*")) if "." not in path.name}
 
 
 def refuse_difference(job: Job, other: Job) -> None:
@@ -144,6 +160,78 @@ def test_other_numbers_of_ranks_and_other_ways_give_the_same(
     refuse_difference(spread, alone)
 
 
+@pytest.mark.slow
+def test_a_killed_run_on_as_many_ranks_has_the_same_bits(tmp_path: Path) -> None:
+    whole, killed = spread_job(tmp_path / "whole"), spread_job(tmp_path / "killed")
+    assert [each["code"] for each in train_on(2, tmp_path, whole)] == [0, 0]
+    assert train_on(2, tmp_path, killed, [0, 4]) == [-signal.SIGKILL, 76]
+    assert [each["code"] for each in train_on(2, tmp_path, killed)] == [0, 0]
+    ours, theirs = (
+        {path.name: path.read_bytes() for path in saves_of(job)[7].glob("*.safetensors")} for job in (whole, killed)
+    )
+    assert len(ours) == 4
+    assert ours == theirs
+    assert losses_of(whole) == losses_of(killed)
+
+
+@pytest.mark.slow
+def test_a_rank_without_memory_ends_all_and_leaves_less_to_the_next_attempt(tmp_path: Path) -> None:
+    alone, spread = (
+        spread_job(tmp_path / "alone", where={"strategy": "ddp", "gpus": None}),
+        spread_job(tmp_path / "spread"),
+    )
+    farthing.train.run.train(alone, Heard())
+    first, second = train_on(2, tmp_path, spread, [1, 4], 0, True)
+    assert first == 76
+    assert second["code"] == 75
+    assert "with less at once" in second["why"]
+    settings = kept(Path(spread.output_dir) / SETTINGS) or {}
+    assert settings["micro_batch_tokens"] < 90
+    assert [each["code"] for each in train_on(2, tmp_path, spread)] == [0, 0]
+    refuse_difference(spread, alone)
+
+
+@pytest.mark.slow
+def test_rows_travel_through_a_store_to_another_number_of_ranks(tmp_path: Path) -> None:
+    alone = spread_job(tmp_path / "alone", where={"strategy": "ddp", "gpus": None})
+    spread = spread_job(tmp_path / "spread").model_copy(update={"output_store": str(tmp_path / "store")})
+    farthing.train.run.train(alone, Heard())
+    assert train_on(2, tmp_path, spread, [1, 5]) == [76, -signal.SIGKILL]
+    shutil.rmtree(spread.output_dir)
+    found = train_on(3, tmp_path, spread)
+    assert [each["code"] for each in found] == [0, 0, 0]
+    assert "was brought back" in str(found[0]["said"])
+    refuse_difference(spread, alone)
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_the_largest_micro_batch_is_rehearsed_and_lowered_until_it_has_room(
+    least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(tmp_path, n_rows=40, max_steps=5, micro_batch_tokens=200, size={"hidden": 32, "layers": 1})
+    Path(job.output_dir).mkdir()
+    loss, most = Forward.loss, 200 // least
+
+    def limited(forward: Forward, batch: Any, *more: Any) -> Any:
+        if batch["input_ids"].numel() > most:
+            raise torch.OutOfMemoryError("made up")
+        return loss(forward, batch, *more)
+
+    monkeypatch.setattr(Forward, "loss", limited)
+    with opened_attempt(job, Heard()) as attempt:
+        steps, step = attempt.steps, dearest_step(attempt)
+        assert step == max(range(5), key=lambda each: steps.largest_of(each)[1])
+        before = [weight.clone() for weight in steps.trained]
+        n_examples, n_tokens = steps.rehearse(step)
+        assert n_tokens <= most
+        assert (n_examples, n_tokens) == steps.largest_of(step)
+        assert (steps.settings.micro_batch_tokens < 200) == (least > 1)
+        assert all(weight.grad is None for weight in steps.trained)
+        assert all(torch.equal(weight, other) for weight, other in zip(steps.trained, before, strict=True))
+        attempt.progress.step = 5
+        assert dearest_step(attempt) is None, "nothing is left to take"
+
+
 # ---- what is spread ----
 
 
@@ -157,6 +245,10 @@ class Shares(torch.nn.Module):
                 super().__init__()
                 self.linear = torch.nn.Linear(2, 2)
 
+            def forward(self, states: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = self.linear(states)
+                return found
+
         self.layers = torch.nn.ModuleList([Layer(), Layer()])
 
 
@@ -167,6 +259,24 @@ def test_weights_that_fsdp_would_compute_wrongly_are_refused() -> None:
     for model, why in ((shared, "is shared by several layers"), (single, "`scale` is a single number")):
         with pytest.raises(ModelError, match=why):
             Spread(model, torch.device("cpu"), 0, 1, How())
+
+
+def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process() -> None:
+    """FSDP2 sends zeros for them, so that ranks that ask others send as much; an optimizer must not see those."""
+    model = Shares()
+    model.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(3)])
+    with contextlib.closing(Ranks()) as ranks:
+        ranks.spread(model, How())
+        before = {name: weight.clone() for name, weight in ranks.trained_of(model).items()}
+        ranks.within(lambda: model.layers[0](model.experts[1](torch.ones(1, 2))).square().sum()).backward()
+        ranks.take_gradients()
+        found = {name: weight.grad for name, weight in ranks.trained_of(model).items() if weight.grad is not None}
+    assert set(found) == {"layers.0.linear.weight", "layers.0.linear.bias", "experts.1.weight"}
+    own = torch.nn.Linear(2, 2)
+    own.weight.data, own.bias.data = before["layers.0.linear.weight"], before["layers.0.linear.bias"]
+    first = torch.nn.functional.linear(torch.ones(1, 2), before["experts.1.weight"])
+    own(first.detach()).square().sum().backward()
+    assert torch.allclose(found["layers.0.linear.weight"], own.weight.grad)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

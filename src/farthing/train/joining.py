@@ -42,7 +42,8 @@ def joined(job: Job) -> Iterator[tuple[Ranks, Job]]:
     """
     seat = seat_in(os.environ)
     if not seat.by:
-        yield Ranks(), job
+        with contextlib.closing(Ranks()) as alone:
+            yield alone, job
         return
     is_cuda = torch.cuda.is_available() and job.where.device != "cpu"
     ranks = Ranks(seat, torch.device("cuda" if is_cuda else "cpu"), job.where.patience_s)

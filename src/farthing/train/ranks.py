@@ -179,9 +179,8 @@ class Ranks:
         an error of all is told by the first alone."""
         if self._beats is None:
             return True
-        self._word = exit_code if exit_code in (EXIT_MISTAKE, EXIT_INTERRUPTED) else 1
-        if isinstance(error, NoRoomLeft):
-            self._word = EXIT_NO_ROOM
+        word = EXIT_NO_ROOM if isinstance(error, NoRoomLeft) else exit_code
+        self._word = word if word in (EXIT_MISTAKE, EXIT_INTERRUPTED, EXIT_NO_ROOM) else 1
         self._wait_until(lambda: self._words[self.index] != 0, 4 * BEAT_S)
         return self.is_first or self._words[0] in (0, _GONE)
 
@@ -357,7 +356,7 @@ class Ranks:
             raise NoRoomLeft(
                 f"rank {self.index} has no memory left, and over spread weights a step can't be taken again by itself",
                 where="where.strategy",
-                to_do="run the same command: it goes on from the last save with half of the micro-batch",
+                to_do="run the same command: it goes on from the last save with less at once",
             ) from error
         return LEAVE if isinstance(error, Interrupted) else NO_ROOM
 

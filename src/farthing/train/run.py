@@ -479,7 +479,8 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, run_fa
 
 @contextlib.contextmanager
 def opened_attempt(job: Job, emit: Emit) -> Iterator[Attempt]:
-    """An attempt at step 0 in a folder of its own, to be measured and thrown away."""
+    """An attempt at step 0 in a folder of its own, to be measured and thrown away: of one process, which has all weights."""
+    job = job.model_copy(update={"where": job.where.model_copy(update={"strategy": "ddp"})})
     meter, folder = Meter(already_s=seconds_since_process_start()), Path(job.output_dir)
     quiet_libraries()
     with only_writer(folder), Notice() as notice:
