@@ -22,7 +22,7 @@ from farthing.data.fetch import refuse_metadata
 from farthing.data.foreign import Watch
 from farthing.data.formats import RENDERED, Understood, converter, recognise
 from farthing.data.read import Source, is_dataset, kind_of_file, short_name
-from farthing.data.rows import Own, Row
+from farthing.data.rows import BadRow, Own, Row
 from farthing.durability.run_folder import rules_of
 from farthing.errors import DataError, JobError, Mistakes, ModelError, UserMistake
 from farthing.planner.job_lengths import files_of_split
@@ -133,17 +133,23 @@ def _look_at_file(job: Job, path: Path, said: Own) -> None:
     watch = Watch(job.task, columns, shown)
     watch(rows)
     if any(isinstance(row, Row) for row in rows):
-        _look_at_values(job.task, source, recognise(watch.columns, job.task, columns, shown))
+        _look_at_values(job.task, source, rows, recognise(watch.columns, job.task, columns, shown))
     elif not rows:
         raise DataError("no rows", where=shown, to_do="check how the file was written")
 
 
-def _look_at_values(task: str, source: Source, understood: Understood) -> None:
+def _rows_behind(source: Source, n: int) -> Iterator[Row | BadRow]:
+    """The rows behind the first `n`, where there may be any; read only when one is asked for."""
+    if n == _FIRST_ROWS:
+        yield from itertools.islice(source.rows(), n, _MOST_ROWS)
+
+
+def _look_at_values(task: str, source: Source, first: list[Row | BadRow], understood: Understood) -> None:
     """Whether one row of a file can be used whose columns hold plain text. Raises `DataError` with what is wrong."""
     if understood.format in RENDERED or task_of(task).labels is not None:
         return  # what chats and labels mean is not known without the tokenizer and the other rows
     convert, reason = converter(understood.format, understood.columns, {}, None, task), ""
-    for row in itertools.islice(source.rows(), _MOST_ROWS):
+    for row in itertools.chain(first, _rows_behind(source, len(first))):
         if isinstance(row, Row):
             try:
                 convert(row.value)

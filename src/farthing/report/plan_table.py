@@ -35,9 +35,9 @@ _WIDE, _N_NAMED = 100, 5
 _LEFT_OUT = ("#GB", "#streams", "#answer")
 """Columns of serving that a narrower terminal has no room for."""
 _LEGEND = (
-    "By dollars, within 5 % or a cent the sooner first; the first can be had at its price. * no other choice is both cheaper and "
-    "sooner. Ranges hold for 4 of 5 runs. wait: for spot capacity, not paid for. price: `from` is the lowest of a marketplace, "
-    "`buy` what has to be bought"
+    "By dollars, within 5 % or a cent the sooner first; the first can be had at its price. * no other choice is both cheaper "
+    "and sooner. Ranges hold for 4 of 5 runs. wait: for spot capacity, not paid for. price: `from` is the lowest of a "
+    "marketplace, `buy` what has to be bought"
 )
 _BAR, _BAR_WIDTH = "█", 24
 Row = Mapping[str, Any]
