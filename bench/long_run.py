@@ -1,9 +1,10 @@
-"""A run of a month, made up: how large its ledger is, and what `farthing report` takes for it.
+"""A run of a month, made up: how large its ledger is, what `farthing report` takes for it, and a browser for its page.
 
     python bench/long_run.py --json
 
 A million steps, ten thousand evaluations and a thousand attempts, each of which ended by a kill: their ledger is written by
-the code that writes it in a run, their log line by line. Refuses to train anything.
+the code that writes it in a run, their log line by line. A page's seconds are those of chromium until it is drawn, less
+those of an empty page. Refuses to train anything.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -82,6 +84,12 @@ def measure(n_steps: int, n_evaluations: int, n_attempts: int) -> dict[str, Any]
         receipt = json.loads(done.stdout)
         assert receipt["steps"] == n_steps
         assert abs(receipt["usd"] - usd) < 0.01
+        page, empty = Path(scratch) / "page.html", Path(scratch) / "empty.html"
+        page_began = time.monotonic()
+        subprocess.run([*command[:-1], "--html", str(page)], capture_output=True, check=True)
+        page_s = time.monotonic() - page_began
+        empty.write_text("<!doctype html><title>empty</title><p>empty</p>", encoding="utf-8")
+        drawn_s = [min(_seconds_to_draw(each) for _ in range(2)) for each in (page, empty)]
         return {
             "n_steps": n_steps,
             "n_evaluations": n_evaluations,
@@ -89,11 +97,25 @@ def measure(n_steps: int, n_evaluations: int, n_attempts: int) -> dict[str, Any]
             "ledger_bytes": sizes[LEDGER],
             "ledger_lines": sum(1 for _ in open(folder / LEDGER, "rb")),
             "log_bytes": sizes[LOG],
-            "report_s": round(time.monotonic() - began, 2),
+            "report_s": round(page_began - began, 2),
             "report_cpu_s": round(after.ru_utime + after.ru_stime - cpu.ru_utime - cpu.ru_stime, 2),
             "report_peak_bytes": after.ru_maxrss * 1024,
             "receipt_bytes": len(done.stdout),
+            "page_bytes": page.stat().st_size,
+            "page_written_s": round(page_s, 2),
+            "page_drawn_s": round(drawn_s[0] - drawn_s[1], 2) if drawn_s[1] else None,
         }
+
+
+def _seconds_to_draw(page: Path) -> float:
+    """From the start of a browser without a window to the picture of the page; 0 where there is no chromium."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        return 0.0
+    began, picture = time.monotonic(), f"--screenshot={page.with_suffix('.png')}"
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,6000", picture]
+    subprocess.run([browser, *options, page.as_uri()], capture_output=True, check=True, timeout=120)
+    return time.monotonic() - began
 
 
 def main() -> None:
@@ -109,7 +131,7 @@ def main() -> None:
         print(json.dumps(result, indent=1))
     else:
         for name, value in result.items():
-            print(f"{name:18} {value:,}")
+            print(f"{name:18} {value:,}" if value is not None else f"{name:18} no chromium here")
 
 
 if __name__ == "__main__":

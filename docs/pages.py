@@ -24,7 +24,7 @@ from farthing.cli.parser import VERBS, build_parser
 from farthing.config.load import job_schema
 from farthing.planner.families import FAMILIES, KNOWN_HEADS, PACKED
 from farthing.prices.gpus import gpus
-from farthing.report.plan_table import draw_plan
+from farthing.report.plan_brief import draw_brief
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_table import draw_receipt
 from farthing.units import say_seconds
@@ -310,7 +310,7 @@ def plan_picture() -> str:
         is_local=False,
         torch="2.13.0+cu126",
     )
-    return _picture("farthing plan job.yaml", lambda console: draw_plan(console, plan.to_json(), 8), 34)
+    return _picture("farthing plan job.yaml", lambda console: draw_brief(console, plan.to_json()), 34)
 
 
 def receipt_picture() -> str:

@@ -125,7 +125,17 @@ def test_runs_on_other_data_and_of_other_lengths_say_what_can_not_be_compared(
     found = compared(tmp_path, capsys)
     assert found["rows"]["final_loss"]["ratio"] is found["rows"]["loss"]["ratio"] is None
     notes = " ".join(found["notes"])
-    for words in ("trained on other data", "evaluated on other examples", "(1 step and 2 steps)"):
+    changed = Path(tmp_path / "b/run/run.json")
+    facts = json.loads(changed.read_text())
+    facts["identity"]["model (content)"] = "another"
+    changed.write_text(json.dumps(facts))
+    notes += " ".join(compared(tmp_path, capsys)["notes"])
+    for words in (
+        "they trained other models (",
+        "trained on other data",
+        "evaluated on other examples",
+        "(1 step and 2 steps)",
+    ):
         assert words in notes
 
 
@@ -135,5 +145,8 @@ def test_runs_that_are_alike_are_compared_without_a_word(tmp_path: Path, capsys:
     capsys.readouterr()
     found = compared(tmp_path, capsys)
     assert found["notes"] == []
+    assert found["is_same_work"]
+    assert main(["report", str(tmp_path / "a/run"), str(tmp_path / "b/run")]) == 0
+    assert "the run costs $" in capsys.readouterr().out
     assert found["rows"]["loss"]["ratio"] > 0
     assert found["saved_usd"] is not None

@@ -117,7 +117,8 @@ def test_train_with_json_prints_the_receipt_alone(tmp_path: Path, capsys: pytest
 def test_a_run_without_a_price_shows_no_dollars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = out_of(capsys, "train", job_file(tmp_path, max_steps=8, where={"usd_per_hour": 0}))
     assert "no price was given" in said
-    assert "$" not in said.replace("$0.00 an hour", "")
+    of_run = [line for line in said.splitlines() if "always on" not in line]  # what serving would cost has a price
+    assert "$" not in "\n".join(of_run).replace("$0.00 an hour", "")
 
 
 def test_a_finished_run_trains_nothing_and_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,7 +319,7 @@ def test_report_prints_the_receipt_again(finished: Path, capsys: pytest.CaptureF
         "accuracy",
         "class",
         "weather",
-        "promised",
+        "estimated",
     ):
         assert words in said
     receipt = json_of(capsys, "report", finished)
@@ -352,6 +353,11 @@ def test_report_compares_two_runs_in_words(finished: Path, tmp_path: Path, capsy
     said = out_of(capsys, "report", finished, other)
     for words_ in ("cost", "peak memory", "last training loss", "accuracy", "less", str(other)):
         assert words_ in said
+    assert "by the token the run costs" in said, "8 steps are not held against 2"
+    assert "the run takes" not in said
+    assert not comparison["is_same_work"]
+    shares = [comparison["rows"]["usd_per_million_tokens"][side] for side in ("run", "baseline")]
+    assert comparison["saved_share_per_token"] == pytest.approx(1 - shares[0] / shares[1])
     assert "more" in out_of(capsys, "report", other, finished)
     assert "$-" not in out_of(capsys, "report", other, finished)
 
@@ -533,7 +539,7 @@ def test_doctor_warns_of_rows_that_are_no_use_and_of_a_missing_price(
     assert "1 of the first 10 rows can't be used" in said
     assert "where.usd_per_hour" in said
     useless = job_file(tmp_path, rows=[{"prompt": "x", "completion": None}] * 3)
-    assert "none of the first 3 rows can be used" in out_of(capsys, "doctor", useless, code=2)
+    assert "no row can be used: line 1: no `completion`" in out_of(capsys, "doctor", useless, code=2)
 
 
 def test_an_override_without_a_job_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,12 @@ import pytest
 from rich.console import Console
 
 from farthing.config.load import load_job
+from farthing.durability.ledger import SPANS
 from farthing.report.diagnosis import AREAS, diagnose
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_table import draw_diagnosis
 from farthing.report.receipt_types import Diagnosis, Finding, Receipt, Span
+from farthing.report.timeline import grouped
 from farthing.train.work import Split, Work
 from workshop import job_file, make_job, train
 
@@ -113,6 +115,34 @@ def test_evaluations_and_saves_that_are_too_many(plain: Receipt) -> None:
     finding = only(diagnose(case(plain, {"compute": 70.0, "checkpoint": 30.0}, checkpoints=saves)))
     assert (finding.cause, finding.fix) == ("saves too often", "train.save_steps=25")
     assert finding.saves_s == pytest.approx(30 * 96 / 100)
+
+
+def test_few_evaluations_that_take_too_long_have_too_many_examples(plain: Receipt) -> None:
+    """The fix of `evaluation too often` leads here, never back to itself."""
+    seconds = {"compute": 60.0, "evaluation": 40.0}
+    metrics = {"loss": 1.0, "n_examples": 1000}
+    often = only(diagnose(evaluated(plain, [1.0] * 10, seconds=seconds, metrics=metrics)))
+    assert (often.cause, often.fix) == ("evaluation too often", "train.eval_steps=34")
+    assert "data.max_eval_samples=250" in often.to_do
+    assert often.saves_s == pytest.approx(40 * 7 / 10)
+    few = only(diagnose(evaluated(plain, [1.0] * 3, seconds=seconds, metrics=metrics)))
+    assert (few.cause, few.fix) == ("evaluation on too many examples", "data.max_eval_samples=75")
+    assert few.saves_s == pytest.approx(40 - 0.05 * 60)
+    thrifty = {"compute": 60.0, "evaluation": 3.0}
+    assert diagnose(evaluated(plain, [1.0] * 3, seconds=thrifty, metrics=metrics)).findings == []
+
+
+def test_ranks_that_wait_for_each_other(plain: Receipt) -> None:
+    """The name of the span is the ledger's."""
+    assert "ranks" in SPANS
+    job = {**(plain.job or {}), "train": {"global_batch_size": 16}}
+    receipt = case(plain, {"compute": 60.0, "ranks": 40.0}, job=job)
+    finding = only(diagnose(receipt))
+    assert (finding.area, finding.cause) == ("communication", "waiting for other ranks")
+    assert finding.fix == "train.global_batch_size=32"
+    assert finding.saves_s == pytest.approx(20)
+    assert "40 s of 1 min 40 s (40%)" in finding.evidence
+    assert grouped({"ranks": 1.0}) == {"other ranks": 1.0}
 
 
 def test_a_start_that_is_a_third_of_the_bill_names_its_part(plain: Receipt) -> None:

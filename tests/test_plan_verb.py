@@ -18,6 +18,7 @@ import yaml
 from farthing import cli
 from farthing.planner import inputs as study
 from farthing.planner.machine import Cpu, Machine
+from farthing.report.plan_brief import span
 from farthing.tiny import demo_rows, write_jsonl
 from farthing.units import said_apart, say_usd
 
@@ -62,20 +63,87 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     return json.loads(out)
 
 
-def test_the_table_reads_at_80_columns(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_short_answer_is_fifteen_lines_and_none_is_broken(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, job, *BIG)
+    assert (code, err) == (0, "")
+    lines = out.rstrip().splitlines()
+    said = [line for line in lines if line.strip()]
+    assert len(said) <= 16
+    assert max(len(line) for line in lines if not line.startswith("next")) <= 80
+    best = run_json(capsys, job, *BIG)["best"]
+    assert lines[0].startswith(f"Rent {best['name']}: $")
+    assert "(" in lines[0]
+    assert re.match(r"\d.* \(.* to .*\).*; \d.* of .* GiB$", lines[1]), "time with its range, and the memory"
+    head = next(i for i, line in enumerate(lines) if line.split()[:3] == ["#", "machine", "at"])
+    table = lines[head + 1 : head + 6]
+    assert [int(line.split()[0].rstrip("*")) for line in table] == [1, 2, 3, 4, 5]
+    order, rest = lines[head + 6 : head + 8]
+    assert order.startswith("By dollars")
+    assert order.endswith("Ranges: 4 of 5 runs.")
+    assert rest.endswith("refused: --all")
+    words = " ".join(out.split())
+    for part in (
+        "supposed 10,000 examples of 400 tokens",
+        "check the lengths of your examples",
+        "next rent it at ",
+    ):
+        assert part in words, part
+
+
+def test_a_row_says_how_long_spot_waits_and_what_has_to_be_bought(
+    job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spot = run_json(capsys, job, *BIG, "--offers", "spot")["best"]["spot"]
+    _, out, _ = run(capsys, job, *BIG, "--offers", "spot")
+    assert "wait" in next(line for line in out.splitlines() if line.startswith(" # ")).split()
+    assert spot["waiting_s"] > 60
+    assert f"{spot['waiting_s'] / 60:.0f} min of it waiting" in out or "h of it waiting" in out
+    prices = tmp_path / "colab.csv"
+    head = "provider,instance,gpu,n_gpus,region,zone,kind,unit,usd,source,date\n"
+    prices.write_text(f"{head}Colab,A100,A100-80GB,1,any,,on-demand,gb_hour,0.01,made up,2026-11-01\n")
+    _, out, _ = run(capsys, job, "--prices", str(prices), "--examples", "10", "--mean-tokens", "40")
+    assert "buy $9.99" in out
+    _, out, _ = run(capsys, job, "--prices", str(prices))
+    assert "check     the price: you have to buy $9.99; the run uses $" in out
+
+
+def test_what_is_asked_for_is_shown_without_all(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, job, *BIG, "--runs", "12", "--paid", "33", "--samples-per-min", "300", "--serve")
+    words = " ".join(out.split())
+    for part in ("12 runs: ", "you paid $33.00: here it is $", "By your own figures", "Serving 1,000 requests a day"):
+        assert part in words, part
+    assert "Assumptions" not in words
+
+
+@pytest.mark.parametrize(
+    ("low_s", "high_s", "words"),
+    [
+        (11, 43, "11-43 s"),
+        (27, 27, "27 s"),
+        (168, 336, "2.8-5.6 min"),
+        (1300, 7000, "22-117 min"),
+        (4680, 45000, "1.3-12 h"),
+        (80000, 648000, "0.9-7.5 d"),
+    ],
+)
+def test_a_range_of_time_has_one_unit_and_no_more_digits_than_it_deserves(
+    low_s: float, high_s: float, words: str
+) -> None:
+    assert span(low_s, high_s) == words
+
+
+def test_the_table_reads_at_80_columns(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, job, *BIG, "--all")
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("Rent 1x ")
-    heads = [i for i, line in enumerate(lines) if line.split()[:3] == ["#", "provider", "GPU"]]
+    heads = [i for i, line in enumerate(lines) if line.split()[:3] == ["#", "machine", "at"]]
     assert len(heads) == 1, "all of it can be run today"
     table = lines[heads[0] + 1 : heads[0] + 11]
     assert len(table) == 10
     for line in table:
         assert line.split()[0].rstrip("*").isdigit(), line
-        assert "/" in line
-        assert "…" not in line
     words = " ".join(out.split())
     for part in (
         "more choices (--limit N)",
@@ -83,7 +151,7 @@ def test_the_table_reads_at_80_columns(job: str, capsys: pytest.CaptureFixture[s
         "this machine (Old CPU): needs",
         "spot or not: ",
         "Why not the other",
-        "method: qlora",
+        "try method: qlora",
         "Prices: ",
         "days old",
         "Confidence: ",
@@ -98,9 +166,11 @@ def test_no_line_is_wider_than_the_terminal(
     job: str, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    for more in ((), ("--limit", "0", "--own", "RTX 4090:1600usd:0.45kW", "--runs-per-month", "5"), ("--explain",)):
+    own = ("--own", "RTX 4090:1600usd:0.45kW", "--runs-per-month", "5", "--serve")
+    for more in ((), ("--limit", "0", "--all", *own), ("--explain",), ("--compare", "H100", "2x RTX 4090")):
         _, out, _ = run(capsys, job, *BIG, *more)
-        assert max(map(len, out.splitlines())) <= int(columns)
+        lines = [line for line in out.splitlines() if not line.startswith("next")]
+        assert max(map(len, lines)) <= int(columns)
 
 
 def test_a_small_job_is_planned_from_its_data(job: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,7 +385,7 @@ def test_a_plan_comes_without_torch(job: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "80"}
     )
     assert done.returncode == 0, done.stderr
-    assert "Prices: " in done.stdout
+    assert "supposed" in done.stdout
 
 
 # ---- figures of one's own ----

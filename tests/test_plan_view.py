@@ -364,7 +364,7 @@ def test_how_sure_a_plan_is_and_why(study: Study) -> None:
     known = Calibration(n_runs=3, spread=0.06, source="3 runs of this model here", extra_bytes=1 << 30)
     rows = with_here(study, here(0.1, 1e15, calibration=known))["plans"]
     one = next(row for row in rows if row["kind"] == "here")
-    assert one["confidence"] == "calibrated by 3 runs of this model here: seconds within 6% in 4 of 5 cases"
+    assert one["confidence"] == "calibrated by 3 runs of this model here: seconds within 6% in 4 of 5 runs"
     assert one["memory"]["parts"]["measured beside the formula"] == 1 << 30
     bare = next(row for row in with_here(study, here(0.1, 1e15))["plans"] if row["kind"] == "here")
     assert "nothing was measured on this processor" in bare["confidence"]

@@ -60,6 +60,54 @@ def test_every_fault_is_told_at_once_and_nothing_heavy_is_imported(verb: str, de
     assert left_behind(desk.folder / "run") == set()
 
 
+@pytest.mark.parametrize("verb", ["train", "plan", "doctor", "probe"])
+def test_what_is_wrong_with_the_job_hides_nothing_of_its_data_and_model(verb: str, desk: Desk) -> None:
+    desk.rows([{"left": "a", "right": "b"}])
+    desk.values["model"] = "./no-such-model"
+    desk.set("train", learning_rat=1e-4, num_train_epochs="many")
+    desk.job()
+    code, said, heavy = in_a_process(desk.folder, verb, "job.yaml", "--set", "method=lorra")
+    assert code == 2
+    assert heavy == [], said
+    for words in (
+        "unknown key `train.learning_rat`",
+        "`train.num_train_epochs` can't be 'many'",
+        "can't be 'lorra'",
+        "train.jsonl: the columns (left, right)",
+        "no such folder for the model",
+    ):
+        assert words in said, said
+    assert said.count("to do: ") == 5, "each once"
+    assert left_behind(desk.folder / "run") == set()
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (
+            [{"question": "is it?", "choices": ["no", "yes"], "answer": i % 2} for i in range(80)],
+            ("`completion` is a number, not text", 'completion: "{answer}"}', '"{choices[answer]}"'),
+        ),
+        ([{"prompt": "is it?", "completion": True}], ("`completion` is true/false, not text", '"{completion}"}')),
+        ([{"prompt": "", "completion": "b"}] * 3, ("line 1: `prompt` is empty",)),
+    ],
+)
+def test_values_of_which_none_can_be_used_are_told_before_torch(
+    rows: list[dict[str, Any]], words: tuple[str, ...], desk: Desk
+) -> None:
+    desk.rows(rows)
+    desk.job()
+    code, said, heavy = in_a_process(desk.folder, "train", "job.yaml")
+    assert (code, heavy) == (2, []), said
+    for each in ("train.jsonl: no row can be used: line 1", *words):
+        assert each in said, said
+
+
+def test_a_row_that_can_be_used_lets_the_others_be_told_later(desk: Desk) -> None:
+    desk.rows([*[{"prompt": "a", "completion": 1}] * 70, {"prompt": "a", "completion": "b"}])
+    look_over(load_job(desk.job()))
+
+
 def test_folders_are_looked_into_and_one_split_may_be_used_twice(desk: Desk) -> None:
     desk.rows([{"prompt": "a", "completion": "b"}], "set/train.jsonl")
     desk.rows([{"prompt": "a", "completion": "b", "label": False}], "bad/train.jsonl")

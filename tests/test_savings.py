@@ -25,7 +25,17 @@ def plan_of(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str, offe
     prices = tmp_path / "prices.csv"
     prices.write_text(COLUMNS + offers)
     size = ("--set", "model.model_name_or_path=meta-llama/Llama-3.2-1B", "--examples", "20000", "--mean-tokens", "300")
-    asked = ["plan", str(job_file(tmp_path)), "--prices", str(prices), *size, "--set", "method.name=lora", *more]
+    asked = [
+        "plan",
+        str(job_file(tmp_path)),
+        "--prices",
+        str(prices),
+        *size,
+        "--set",
+        "method.name=lora",
+        "--all",
+        *more,
+    ]
     assert main([*asked, "--json"]) == 0
     view = json.loads(capsys.readouterr().out)
     assert main(asked) == 0

@@ -115,10 +115,9 @@ class Plan:
         return plan_page(dict(self.view))
 
     def __str__(self) -> str:
-        from farthing.report.plan_table import draw_nothing, draw_plan
+        from farthing.report.plan_brief import draw_brief
 
-        view = dict(self.view)
-        return _drawn(lambda console: draw_plan(console, view) if view["plans"] else draw_nothing(console, view))
+        return _drawn(lambda console: draw_brief(console, self.view))
 
     def __repr__(self) -> str:
         return f"Plan({self.view['answer']!r})"

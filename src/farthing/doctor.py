@@ -21,8 +21,8 @@ from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.durability.files import parse_json
 from farthing.durability.run_folder import CHECKPOINTS, RUN
-from farthing.errors import DataError, FarthingError, JobError, Mistakes
-from farthing.planner.preflight import look_over
+from farthing.errors import DataError, FarthingError, JobError, Mistakes, ModelError
+from farthing.planner.preflight import load_job_or_tell_all, look_over
 from farthing.units import plural, say_bytes, say_usd
 
 EXTRAS = {
@@ -55,9 +55,11 @@ class Check:
 def check_before(path: Path, overrides: list[str]) -> list[Check]:
     """What can be seen to be wrong with a job without torch: everything that is, or nothing."""
     try:
-        look_over(load_job(path, overrides))
+        look_over(load_job_or_tell_all(str(path), overrides))
     except JobError as error:
-        return [_failed("job" if not isinstance(error, Mistakes) else "model and data", one) for one in error.problems]
+        is_read, looked_at = isinstance(error, Mistakes), (DataError, ModelError)
+        names = ["model and data" if is_read or isinstance(one, looked_at) else "job" for one in error.problems]
+        return [_failed(name, one) for name, one in zip(names, error.problems, strict=True)]
     except FarthingError as error:
         return [_failed("model and data", error)]
     return []

@@ -5,6 +5,8 @@ Refuses to hold any logic: raising is the caller's business, exit codes are the 
 
 from __future__ import annotations
 
+from typing import Any
+
 # What the process tells its caller. 75 is EX_TEMPFAIL of sysexits.h: "try the same command again".
 EXIT_FINISHED = 0
 EXIT_CRASH = 1
@@ -42,9 +44,11 @@ class UserMistake(FarthingError):
 class JobError(UserMistake):
     """The job file is wrong. Carries every problem found, not only the first."""
 
-    def __init__(self, problems: list[UserMistake]) -> None:
+    def __init__(self, problems: list[UserMistake], rest: Any = None) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = problems
+        self.rest = rest
+        """The job without what is wrong with it, so that its data and model can be looked at; None: nothing is left."""
 
     def as_dict(self) -> dict[str, object]:
         """Every problem, for `--json`."""

@@ -15,7 +15,13 @@ SOURCES = ("openai", "together", "fireworks", "axolotl", "llama-factory", "trl",
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing import`."""
     parser.add_argument("file", help="settings, script or notebook of another tool (.yaml .json .py .ipynb .sh)")
-    parser.add_argument("--from", dest="source", choices=SOURCES, help="whose it is (default: seen from its content)")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="TOOL",
+        choices=SOURCES,
+        help=f"{', '.join(SOURCES)} (default: seen from its content)",
+    )
     parser.add_argument("-o", "--output", metavar="JOB", help="where to write the job (default: print it)")
     parser.add_argument("--json", action="store_true", help="print what became of each key as JSON")
 

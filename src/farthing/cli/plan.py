@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import shlex
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--examples", type=int, metavar="N", help="plan for N examples without reading the data ...")
     add("--mean-tokens", type=float, metavar="M", help="... of M tokens on average")
     add("--paid", metavar="USD", help="what you paid a service for this job: shown beside what it costs here")
-    add("--limit", type=int, metavar="N", help="choices to show, 0 for all (default: 10; with --json all)")
+    add("--all", action="store_true", help="show everything: more choices, why not the others, savings, sources")
+    text = "choices to show, 0 for all (default: 5; with --all 10, with --json all)"
+    add("--limit", type=int, metavar="N", help=text)
     text = "the components of the best plan, or of the plan with this rank or name"
     add("--explain", nargs="?", const="", metavar="PLAN", help=text)
     add("--compare", nargs=2, metavar=("A", "B"), help='two ranks or names: "H100" "2x RTX 4090 spot" Together')
@@ -67,7 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _view(arguments: argparse.Namespace) -> dict[str, Any]:
-    from farthing.config.load import load_job
     from farthing.planner.ownership import parse_owned
     from farthing.planner.serving import parse_traffic
     from farthing.planner.throughput_arithmetic import parse_figures
@@ -89,14 +91,15 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
     traffic = None if arguments.serve is None else parse_traffic(arguments.serve)
     if arguments.html is not None:
         _check_page_path(Path(arguments.html))
-    job = load_job(arguments.job, arguments.set)
 
     from farthing.planner.inputs import Asked, study_job
-    from farthing.planner.preflight import look_over
+    from farthing.planner.preflight import load_job_or_tell_all, look_over
     from farthing.report.plan_services import paid_view
     from farthing.report.plan_view import plan_view
 
-    look_over(job, only_plans=True, with_data=arguments.examples is None)
+    with_data = arguments.examples is None
+    job = load_job_or_tell_all(arguments.job, arguments.set, only_plans=True, with_data=with_data)
+    look_over(job, only_plans=True, with_data=with_data)
     asked = Asked(
         gpu=arguments.gpu,
         provider=arguments.provider,
@@ -144,36 +147,60 @@ def _show(arguments: argparse.Namespace, view: dict[str, Any], impossible: UserM
         if impossible:
             complain(impossible)
         return EXIT_MISTAKE if impossible else EXIT_FINISHED
-    from farthing.report.plan_services import service_lines
-    from farthing.report.plan_table import (
-        draw_beside,
-        draw_compared,
-        draw_components,
-        draw_header,
-        draw_nothing,
-        draw_plan,
-    )
-    from farthing.report.safe import escape
-
-    console = rich_console()
-    if impossible:
-        draw_nothing(console, view)
-        raise impossible
-    if pair:
-        draw_compared(console, view["comparison"])
-    if arguments.explain is not None:
-        draw_header(console, view)
-        draw_components(console, find_plan(view, arguments.explain or str((view["best"] or {"rank": 1})["rank"])))
-    if pair or arguments.explain is not None:
-        draw_beside(console, view)
-    else:
-        draw_plan(console, view, len(view["plans"]) if arguments.limit == 0 else arguments.limit)
-    if (not pair and arguments.explain is None) or view["paid"]:
-        for number, line in enumerate(service_lines(view)):
-            console.print(f"  {escape(line)}" if number else f"\n[bold]{escape(line)}[/]")
+    _draw(arguments, view, impossible)
     if arguments.html is not None:
         print(f"\nwrote {printable(arguments.html)}")
     return EXIT_FINISHED
+
+
+def _draw(arguments: argparse.Namespace, view: dict[str, Any], impossible: UserMistake | None) -> None:
+    from farthing.report import plan_table as table
+    from farthing.report.plan_brief import draw_brief
+    from farthing.report.plan_compare import find_plan
+    from farthing.report.plan_services import service_lines
+    from farthing.report.safe import escape
+
+    console, is_asked = rich_console(), bool(arguments.compare) or arguments.explain is not None
+    limit = len(view["plans"]) if arguments.limit == 0 else arguments.limit
+    if impossible:
+        (table.draw_nothing if arguments.all else draw_brief)(console, view)
+        raise impossible
+    if arguments.compare:
+        table.draw_compared(console, view["comparison"])
+    if arguments.explain is not None:
+        table.draw_header(console, view)
+        best = view["best"] or {"rank": 1}
+        table.draw_components(console, find_plan(view, arguments.explain or str(best["rank"])))
+    if not is_asked and arguments.all:
+        table.draw_plan(console, view, limit)
+    elif not is_asked:
+        draw_brief(console, view, _next_step(arguments, view["best"]), limit)
+    if is_asked or not arguments.all:
+        table.draw_beside(console, view)
+    lines = service_lines(view)
+    if not arguments.all:
+        lines = [lines[-1]] if view["paid"] else []
+    for number, line in enumerate(lines):
+        console.print(f"  {escape(line)}" if number else f"\n[bold]{escape(line)}[/]")
+
+
+def _next_step(arguments: argparse.Namespace, best: Any) -> str:
+    """The command that takes the job to the best choice; empty where there is none."""
+    from farthing.launch.registry import PROVIDERS
+
+    if best is None:
+        return ""
+    to_set = [key.replace(": ", "=") for key in best["recipe"]["to_set"]]
+    changes = [word for each in (*arguments.set, *to_set) for word in ("--set", each)]
+    words = " ".join(shlex.quote(word) for word in (arguments.job, *changes))
+    if best["kind"] == "here":
+        return f"farthing train {words}"
+    if best["kind"] == "own":
+        return f"on that machine: farthing train {words}"
+    if any(best["provider"] in providers for providers in PROVIDERS.values()):
+        offer = f"{best['provider']}/{best['n_gpus']}x {best['gpu']}{' spot' if best['kind'] == 'spot' else ''}"
+        return f"farthing launch {words} --offer {shlex.quote(offer)}  (rents nothing without --yes)"
+    return f"rent it at {best['provider']}, then: farthing launch {words} --on ssh:HOST"
 
 
 def _dollars(text: str | None, where: str = "--budget") -> float | None:

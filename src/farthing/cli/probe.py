@@ -22,14 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, then print every trial."""
-    from farthing.config.load import load_job
+    from farthing.planner.preflight import load_job_or_tell_all, look_over
 
     if not 5 <= arguments.seconds <= 3600:
         raise UserMistake(f"{arguments.seconds:g} seconds", where="--seconds", to_do="give 5 to 3600")
-    job = load_job(arguments.job, arguments.set)
+    job = load_job_or_tell_all(arguments.job, arguments.set)
 
     from farthing.events import Working
-    from farthing.planner.preflight import look_over
     from farthing.report.receipt_table import draw_probe
     from farthing.report.terminal import Terminal
 

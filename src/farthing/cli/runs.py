@@ -51,7 +51,6 @@ def _rows_of(where: str, now: float) -> list[Any]:
 
 
 def _draw(rows: list[Any], total: dict[str, Any]) -> None:
-
     from farthing.report.safe import escape
     from farthing.units import plural, say_seconds, say_usd
 
@@ -61,11 +60,11 @@ def _draw(rows: list[Any], total: dict[str, Any]) -> None:
         return
     for row in rows:
         usd = "no price" if row.usd is None and not row.problem else "" if row.usd is None else say_usd(row.usd)
-        began = "" if row.began is None else f"began {row.began.replace('T', ' ')[:16]}"
+        began = "" if row.began is None else f", began {row.began.replace('T', ' ')[:16]}"
         best = "" if row.best is None else f"{row.metric} {row.best:.4g}"
         ratio = "" if row.ratio is None else f"{row.ratio:.0%} of the estimate"
-        facts = (row.state, began, plural(row.steps, "step"), say_seconds(row.wall_s), usd, best, ratio)
-        console.print(f"[bold]{escape(row.run)}[/]", highlight=False, soft_wrap=True)
+        facts = (plural(row.steps, "step"), say_seconds(row.wall_s), usd, best, ratio)
+        console.print(f"[bold]{escape(row.run)}[/]: {row.state}{began}", highlight=False, soft_wrap=True)
         console.print(f"  {escape(' · '.join(fact for fact in facts if fact))}", highlight=False)
     for row in rows:
         if row.problem:

@@ -85,11 +85,11 @@ def _run(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:  # an attempt is on the bill from here on
         attempt = None if arguments.retry else opened_early(stack, Path(arguments.job), arguments.set)
 
-        from farthing.config.load import load_job
         from farthing.durability.run_folder import is_finished
+        from farthing.planner.preflight import load_job_or_tell_all
         from farthing.report.receipt import leave_receipt
 
-        job = load_job(arguments.job, arguments.set)
+        job = load_job_or_tell_all(arguments.job, arguments.set)
         folder = Path(job.output_dir)
         if attempt is not None and attempt.folder != folder:
             attempt.ledger.withdraw()
@@ -219,7 +219,7 @@ def n_ranks_of(job: Any) -> int:
         return max(1, n_gpus)
     if n_gpus < wanted and (n_gpus or job.where.device == "cuda"):
         raise UserMistake(
-            f"{wanted} GPUs are wanted, and {n_gpus} are to be seen here",
+            f"the job wants {wanted} GPUs, this machine has {n_gpus}",
             where="where.gpus",
             to_do=f"set it to {max(1, n_gpus)}, or to all",
         )

@@ -78,17 +78,38 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
         except ValueError as error:
             problems.append(UserMistake(str(error), where=f"--set {text}", to_do="--set train.learning_rate=1e-4"))
     problems += _adopt(values, lines, path)
+
+    def absolute(job: Job) -> Job:
+        return _with_absolute_paths(job, path.resolve().parent, Path.cwd(), from_command_line)
+
     try:
-        job = Job.model_validate(values)
+        job = absolute(Job.model_validate(values))
     except ValidationError as error:
         problems += _once_each(_explain(item, lines, from_command_line, path) for item in error.errors())
-        raise JobError(problems) from error
-    job = _with_absolute_paths(job, path.resolve().parent, Path.cwd(), from_command_line)
+        rest = _without(values, [item["loc"] for item in error.errors()])
+        raise JobError(problems, rest and absolute(rest)) from error
     for key, what, to_do in _contradictions(job):
         problems.append(UserMistake(what, where=_place(key, lines, from_command_line, path), to_do=to_do))
     if problems:
-        raise JobError(problems)
+        raise JobError(problems, job)
     return job
+
+
+def _without(values: Json, places: Iterable[tuple[int | str, ...]]) -> Job | None:
+    """The job without the keys at these places; None where what is left of it is none."""
+    for place in places:
+        inner = values
+        for key in place[:-1]:
+            if not isinstance(inner.get(str(key)), dict):
+                break
+            inner = inner[str(key)]
+        else:
+            key = place[-1] if place else ""
+        inner.pop(str(key), None)
+    try:
+        return Job.model_validate(values)
+    except ValidationError:
+        return None
 
 
 def job_schema() -> Json:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from farthing.data.encode import Encoder
-from farthing.data.foreign import foreign_kind, say_ignored
+from farthing.data.foreign import LEARNED, foreign_kind, say_ignored
 from farthing.data.formats import Text, converter, hash_of_input, recognise, used_columns
 from farthing.data.read import Source
 from farthing.data.rows import BadRow, Row
@@ -136,6 +136,8 @@ def _hash(value: Any) -> bytes:
 def _look_for_foreign(rows: list[Row], found: Summary, recipe: Recipe) -> None:
     for row in rows:
         kind = foreign_kind(row.value, found.task, recipe.columns)
+        if kind is not None and kind.can_be_chosen and set(LEARNED) & set(recipe.columns):
+            continue  # data.columns says which of the answers is learned
         if kind is not None:
             entry = found.foreign.setdefault(kind.what.partition(", which")[0], [0, row.line, kind.to_do])
             entry[0] += 1

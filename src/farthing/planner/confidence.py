@@ -97,13 +97,13 @@ def how_sure(place: Place, family: str = "") -> str:
     speed, memory = speed_error(place, family), memory_error(place, family)
     known = place.calibration
     if known.n_runs:
-        return f"calibrated by {known.source}: seconds within {speed:.0%} in 4 of 5 cases"
+        return f"calibrated by {known.source}: seconds within {speed:.0%} in 4 of 5 runs"
     if not place.is_cuda:
         return f"nothing was measured on this processor: {speed:.0%} either way is supposed"
     rows = [_row_of(name, place.device.name, family).known for name in ("speed", "memory")]
     if speed > (published := published_error(place, family)):
         rows[0] += f", which were within {published:.0%}, and none of yours"
     return (
-        f"not measured by you; seconds within {speed:.0%} in 4 of 5 cases ({rows[0]}), "
+        f"not measured by you; seconds within {speed:.0%} in 4 of 5 runs ({rows[0]}), "
         f"memory within {memory:.0%} ({rows[1]})"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import urllib.error
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -16,13 +17,14 @@ from pathlib import Path
 
 from farthing.addresses import is_remote
 from farthing.config.job import Job
+from farthing.config.load import load_job
 from farthing.data.fetch import refuse_metadata
 from farthing.data.foreign import Watch
-from farthing.data.formats import recognise
+from farthing.data.formats import RENDERED, Understood, converter, recognise
 from farthing.data.read import Source, is_dataset, kind_of_file, short_name
-from farthing.data.rows import Own, Row
+from farthing.data.rows import BadRow, Own, Row
 from farthing.durability.run_folder import rules_of
-from farthing.errors import DataError, Mistakes, ModelError, UserMistake
+from farthing.errors import DataError, JobError, Mistakes, ModelError, UserMistake
 from farthing.planner.job_lengths import files_of_split
 from farthing.planner.left_out_loss import refuse_left_out_loss
 from farthing.planner.model_config import (
@@ -34,13 +36,30 @@ from farthing.planner.model_config import (
     is_offline,
     read_from_hub,
 )
+from farthing.tasks.columns import Unusable
+from farthing.tasks.registry import task_of
 
 _FIRST_ROWS = 64
+_MOST_ROWS = 20_000  # are read in search of one that can be used
 _LARGEST_JSON_BYTES = 64 << 20  # a larger document, which has to be read whole, is not looked into
 TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json", "sentencepiece.bpe.model",
 )  # fmt: skip
 """Files of which a tokenizer has one."""
+
+
+def load_job_or_tell_all(path: str, overrides: list[str], *, only_plans: bool = False, with_data: bool = True) -> Job:
+    """`load_job`; of a job that is wrong it is told, with its mistakes, what `look_over` finds in what is left of it."""
+    try:
+        return load_job(path, overrides)
+    except JobError as error:
+        if error.rest is None:
+            raise
+        try:
+            look_over(error.rest, only_plans=only_plans, with_data=with_data)
+        except UserMistake as more:
+            raise JobError([*error.problems, *(more.problems if isinstance(more, JobError) else [more])]) from error
+        raise
 
 
 def look_over(job: Job, *, only_plans: bool = False, with_data: bool = True) -> None:
@@ -114,9 +133,41 @@ def _look_at_file(job: Job, path: Path, said: Own) -> None:
     watch = Watch(job.task, columns, shown)
     watch(rows)
     if any(isinstance(row, Row) for row in rows):
-        recognise(watch.columns, job.task, columns, shown)
+        _look_at_values(job.task, source, rows, recognise(watch.columns, job.task, columns, shown))
     elif not rows:
         raise DataError("no rows", where=shown, to_do="check how the file was written")
+
+
+def _rows_behind(source: Source, n: int) -> Iterator[Row | BadRow]:
+    """The rows behind the first `n`, where there may be any; read only when one is asked for."""
+    if n == _FIRST_ROWS:
+        yield from itertools.islice(source.rows(), n, _MOST_ROWS)
+
+
+def _look_at_values(task: str, source: Source, first: list[Row | BadRow], understood: Understood) -> None:
+    """Whether one row of a file can be used whose columns hold plain text. Raises `DataError` with what is wrong."""
+    if understood.format in RENDERED or task_of(task).labels is not None:
+        return  # what chats and labels mean is not known without the tokenizer and the other rows
+    convert, reason = converter(understood.format, understood.columns, {}, None, task), ""
+    for row in itertools.chain(first, _rows_behind(source, len(first))):
+        if isinstance(row, Row):
+            try:
+                convert(row.value)
+            except Unusable as error:
+                reason = reason or f"line {row.line}: {error}"
+                continue
+        else:
+            continue
+        return
+    if not reason:
+        return
+    to_do = "check the columns, or map others with data.columns"
+    if found := re.search(r"`(\w+)` is (?:a number|true/false), not text", reason):
+        needs = {name: str(understood.columns.get(name, name)) for name in understood.format.split("/")}
+        own = needs.get(found[1], found[1])
+        mapped = ", ".join(f"{name}: {one}" for name, one in (needs | {found[1]: f'"{{{own}}}"'}).items())
+        to_do = f'write it as text: data.columns: {{{mapped}}}; to pick a text by its number: "{{choices[{own}]}}"'
+    raise DataError(f"no row can be used: {reason}", where=source.name, to_do=to_do)
 
 
 def _look_at_template(path: str) -> None:

@@ -113,7 +113,9 @@ def _why(one: _Placed, first: _Placed, ordered: Sequence[_Placed], is_first: boo
         return _why_first(one, ordered)
     more = one.usd / first.usd - 1 if first.usd else 0.0
     faster = first.wall_s / one.wall_s
-    words = f"{more:+.0%} dollars" if abs(more) >= 0.005 else "as dear"
+    words = f"{more:+.0%} dollars" if abs(more) >= 0.005 else "the same dollars"
+    if abs(faster - 1) < 0.05:
+        return f"{words} against the first, as fast"
     return f"{words} against the first, " + (
         f"{faster:.1f} x as fast" if faster >= 1 else f"{1 / faster:.1f} x as slow"
     )

@@ -25,7 +25,7 @@ def data_lines(found: Summary) -> list[str]:
         rows += _tokens(found)
     if found.turns:
         roles = ", ".join(f"{escape(role)} {n:,}" for role, n in found.roles.items())
-        rows.append(f"turns      {found.turns['mean']:.1f} in the mean, {found.turns['most']:.0f} at most: {roles}")
+        rows.append(f"turns      {found.turns['mean']:.1f} on average, {found.turns['most']:.0f} at most: {roles}")
     if found.n_unlearned_turns:
         rows.append(
             f"[yellow]context[/]    {plural(found.n_unlearned_turns, 'assistant turn')} that the template rewrites: not learned"
@@ -52,7 +52,7 @@ def _tokens(found: Summary) -> list[str]:
         "" if found.is_exact else ", guessed at 4 characters each: name a job for its tokenizer"
     )
     rows = [
-        f"tokens     {tokens['all']:,.0f} in all; {tokens['mean']:,.0f} in the mean, half under {tokens['median']:,.0f},"
+        f"tokens     {tokens['all']:,.0f} in all; {tokens['mean']:,.0f} on average, half under {tokens['median']:,.0f},"
         f" nine in ten under {tokens['nine_in_ten']:,.0f}, the longest {tokens['longest']:,.0f} ({source})"
     ]
     if task_of(found.task).labels is None:

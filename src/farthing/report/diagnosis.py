@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from farthing.durability.ledger import SPANS
 from farthing.report.receipt_types import Advice, Diagnosis, Finding, Receipt
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
@@ -22,6 +23,8 @@ WORTH = 0.03
 """A finding is worth telling when it takes this share of the run's time."""
 EVALUATION_SHARE, SAVE_SHARE, START_SHARE = 0.05, 0.02, 0.15
 """What evaluations, saves and the start may take of a run."""
+FEW_EVALUATIONS = 3
+"""Fewer say little of where a run goes: where they take too much, the examples are too many, not the evaluations."""
 MFU_TARGET = 0.40
 _START = ("start_up", "load_model", "restore", "prefix", "probe", "compile")
 _START_FIXES = {
@@ -33,7 +36,7 @@ _START_FIXES = {
         "keep cache_dir on a disk that outlives the machine: frozen layers are then computed once for all runs",
     ),
     "restore": ("", "keep output_dir on a local disk, or the store in the region of the machine"),
-    "start_up": ("", "start from an image in which the packages are installed, and train more in one run"),
+    "start_up": ("", "use an image in which the packages are installed, and train more in one run"),
 }
 
 
@@ -218,13 +221,28 @@ def _host(run: _Run) -> Iterator[_Cost]:
     copies_s, idle_s = run.span("host_to_device"), run.span("idle")
     to_do = "`farthing profile` shows what runs between the steps; other programs on the machine may take its cores"
     yield _Cost("host", "copies to the device", f"copies took {run.share(copies_s)}", "", to_do, copies_s)
-    yield _Cost("host", "the host is busy", f"{run.share(idle_s)} belong to no part of the training", "", to_do, idle_s)
+    yield _Cost(
+        "host",
+        "the host is busy",
+        f"{run.share(idle_s)} went to none of the parts that are measured",
+        "",
+        to_do,
+        idle_s,
+    )
 
 
 def _communication(run: _Run) -> Iterator[_Cost]:
-    seconds = run.span("communication")
-    to_do = "use one larger GPU, or larger global batches: gradients are exchanged once a step"
-    yield _Cost("communication", "exchange of gradients", f"it took {run.share(seconds)}", "", to_do, seconds)
+    """Ranks meet once a step, to add their gradients: a step of twice as many examples waits half as often."""
+    waited_s, batch = run.span("ranks"), int(run.train.get("global_batch_size") or 0)
+    yield _Cost(
+        "communication",
+        "waiting for other ranks",
+        f"the first rank waited {run.share(waited_s)} until the others had computed and sent their gradients",
+        f"train.global_batch_size={2 * batch}" if batch else "",
+        "a larger train.global_batch_size: ranks wait once a step (fit train.learning_rate to it);"
+        " or use fewer, larger GPUs, or a machine whose GPUs are joined by NVLink",
+        waited_s / 2,
+    )
 
 
 def _checkpoints(run: _Run) -> Iterator[_Cost]:
@@ -237,7 +255,7 @@ def _checkpoints(run: _Run) -> Iterator[_Cost]:
     yield _Cost(
         "checkpoints",
         "saves too often",
-        f"{plural(saves.n, 'checkpoint')} held training up for {run.share(spent_s)}, {say_seconds(each_s)} each",
+        f"{plural(saves.n, 'checkpoint')} stopped training for {run.share(spent_s)}, {say_seconds(each_s)} each",
         fix,
         "save more seldom; without train.save_steps and train.save_minutes the planned interval is used",
         spent_s - left * each_s,
@@ -245,21 +263,29 @@ def _checkpoints(run: _Run) -> Iterator[_Cost]:
 
 
 def _evaluation(run: _Run) -> Iterator[_Cost]:
+    """Evaluations that are too many; or, where they are few, too many examples in each."""
     spent_s, n, steps = run.span("evaluation"), len(run.receipt.curves.evaluation), run.receipt.steps
-    if n < 2 or not steps or spent_s <= EVALUATION_SHARE * run.wall_s:
+    if not n or not steps or spent_s <= EVALUATION_SHARE * run.wall_s:
         return
-    each_s = spent_s / n
-    left = max(1, math.floor(EVALUATION_SHARE * (run.wall_s - spent_s) / each_s))
-    if left >= n:
-        return
-    yield _Cost(
-        "evaluation",
-        "evaluation too often",
-        f"{plural(n, 'evaluation')} took {run.share(spent_s)}, {say_seconds(each_s)} each",
-        f"train.eval_steps={math.ceil(steps / left)}",
-        "evaluate more seldom, or on fewer examples (data.max_eval_samples)",
-        (n - left) * each_s,
-    )
+    each_s, may_take_s = spent_s / n, EVALUATION_SHARE * (run.wall_s - spent_s)
+    n_examples = int((run.receipt.metrics or {}).get("n_examples", 0))
+    fewer = math.floor(n_examples * may_take_s / (each_s * min(n, FEW_EVALUATIONS)))
+    evidence = f"{plural(n, 'evaluation')} took {run.share(spent_s)}, {say_seconds(each_s)} each"
+    if n > FEW_EVALUATIONS:
+        left = max(FEW_EVALUATIONS, math.floor(may_take_s / each_s))
+        also = f" and on fewer examples (data.max_eval_samples={fewer})" if 0 < fewer < n_examples else ""
+        yield _Cost(
+            *("evaluation", "evaluation too often", evidence, f"train.eval_steps={math.ceil(steps / left)}"),
+            f"evaluate more seldom{also}",
+            (n - left) * each_s,
+        )
+    elif 0 < fewer < n_examples:
+        yield _Cost(
+            *("evaluation", "evaluation on too many examples", f"{evidence}, on {plural(n_examples, 'example')}"),
+            f"data.max_eval_samples={fewer}",
+            "evaluate on fewer examples",
+            spent_s - may_take_s,
+        )
 
 
 def _start_up(run: _Run) -> Iterator[_Cost]:
@@ -270,7 +296,7 @@ def _start_up(run: _Run) -> Iterator[_Cost]:
         return
     worst = max(parts, key=lambda name: parts[name])
     fix, to_do = _START_FIXES[worst]
-    words = ", ".join(f"{name.replace('_', ' ')} {say_seconds(s)}" for name, s in parts.items() if s > 0.1 * total_s)
+    words = ", ".join(f"{SPANS[name]} {say_seconds(s)}" for name, s in parts.items() if s > 0.1 * total_s)
     evidence = f"the start took {run.share(total_s)}: {words}"
     yield _Cost("start-up", "start-up", evidence, fix, to_do, parts[worst], recurs=False)
 

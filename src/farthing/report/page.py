@@ -16,7 +16,14 @@ _COLOURS = {
     **{"training": 1, "setup": 2, "evaluation": 3, "lost work": 4, "restarts": 4, "download": 5, "checkpoints": 6},
     **{"waiting": 7, "matmul": 1, "attention": 3, "memory traffic": 2, "dequantization": 4, "communication": 7},
     **{"launch": 6, "data": 5, "compute": 1, "rounding": 2, "storage": 5, "egress": 6},
-    **{"forward and backward": 1, "waiting for data": 5, "start-up": 7, "copies": 4, "everything else": 8},
+    **{
+        "forward and backward": 1,
+        "waiting for data": 5,
+        "start-up": 7,
+        "copies": 4,
+        "other ranks": 4,
+        "everything else": 8,
+    },
 }
 STYLE = """
 :root{color-scheme:light dark;--page:#fbfaf7;--card:#fff;--ink:#1d2125;--soft:#5b636d;--line:#d9d6ce;--grid:#e9e6de;

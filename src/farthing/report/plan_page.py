@@ -297,4 +297,4 @@ def _sources(view: Row, best: Row | None) -> str:
     if best is not None and best["kind"] in ("spot", "on-demand"):
         words.append(f"the price of {best['name']}: {best['price_source']}, {best['price_date']}")
     words += list(view["notes"])
-    return page.listed("It supposes", view["assumptions"]) + "\n" + page.listed("Sources", words)
+    return page.listed("Assumptions", view["assumptions"]) + "\n" + page.listed("Sources", words)

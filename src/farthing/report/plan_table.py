@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,12 +10,13 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from farthing.planner.types import OLD_PRICE_DAYS
+from farthing.report.plan_brief import draw_choices
 from farthing.report.plan_savings import methods_in_words
 from farthing.report.plan_serving import COLUMNS as SERVING_COLUMNS
 from farthing.report.plan_serving import serving_cells, shown
 from farthing.report.plan_words import (
     break_even_words,
+    cause_of,
     comparison_names,
     has_price,
     limits_in_words,
@@ -29,13 +31,13 @@ from farthing.report.safe import escape
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 _N_SHOWN, _N_SEVERAL, _N_WHY_NOT = 10, 3, 6
-_COLUMNS = ("#", "provider", "GPU", "kind", "$", "range", "hours", "GiB", "price")
-_MORE_COLUMNS = (*_COLUMNS, "tok/s")  # where there is room
-_WIDE = 100
-_RIGHT = ("#", "$", "range", "hours", "GiB", "tok/s")
+_WIDE, _N_NAMED = 100, 5
+_LEFT_OUT = ("#GB", "#streams", "#answer")
+"""Columns of serving that a narrower terminal has no room for."""
 _LEGEND = (
-    "* no other choice is both cheaper and sooner; spot 0.3: 0.3 expected interruptions; GiB: needed/available, ! may not fit; "
-    "range and hours: 4 of 5 runs end within them; price: `from` = the lowest of a marketplace; age if over 90 days; prepayment"
+    "By dollars, within 5 % or a cent the sooner first; the first can be had at its price. * no other choice is both cheaper "
+    "and sooner. Ranges hold for 4 of 5 runs. wait: for spot capacity, not paid for. price: `from` is the lowest of a "
+    "marketplace, `buy` what has to be bought"
 )
 _BAR, _BAR_WIDTH = "█", 24
 Row = Mapping[str, Any]
@@ -49,12 +51,12 @@ def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
     several = [row for row in view["plans"] if not row["is_runnable"]]
     if one:
         console.print()
-        _draw_rows(console, one[:n_shown])
+        draw_choices(console, one[:n_shown])
         _draw_rest(console, len(one) - n_shown, one[:n_shown])
         console.print(f"[dim]{_LEGEND}[/]")
     if several:
         console.print("\n[bold]With weights spread over GPUs[/]: farthing cannot train on these yet")
-        _draw_rows(console, several[: min(n_shown, _N_SEVERAL)])
+        draw_choices(console, several[: min(n_shown, _N_SEVERAL)])
         _draw_rest(console, len(several) - min(n_shown, _N_SEVERAL), several[: min(n_shown, _N_SEVERAL)])
     if view["best"] is None:
         console.print("\n[bold]On what farthing can train on[/], the nearest ways")
@@ -171,62 +173,6 @@ def draw_beside(console: Console, view: Row) -> None:
 # ---- the table of choices ----
 
 
-def _draw_rows(console: Console, rows: Sequence[Row]) -> None:
-    cells = [_cells(row) for row in rows]
-    all_names = _MORE_COLUMNS if console.width >= _WIDE else _COLUMNS
-    names = [name for name in all_names if name != "price" or any(row["price"] for row in cells)]
-    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in names}
-    gap = 2 if sum(widths.values()) + 2 * (len(names) - 1) <= console.width else 1
-    over = sum(widths.values()) + gap * (len(names) - 1) - console.width
-    for name, least in (("provider", 8), ("GPU", 12)):
-        cut = max(0, min(over, widths[name] - least))
-        widths[name] -= cut
-        over -= cut
-    has_room = console.width >= sum(widths.values()) + gap * len(names) + 40
-    table = Table(box=None, padding=(0, gap, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
-    for name in names:
-        justify: Any = "right" if name in _RIGHT else "left"
-        table.add_column(name, justify=justify, no_wrap=True, min_width=widths[name], max_width=widths[name])
-    if has_room:
-        table.add_column("why this rank", no_wrap=True)
-    for row, cell in zip(rows, cells, strict=True):
-        more = [escape(row["why"])] if has_room else []
-        table.add_row(*(escape(cell[name]) for name in names), *more)
-    console.print(table)
-
-
-def _cells(row: Row) -> dict[str, str]:
-    several = f"{row['n_gpus']}x " if row["n_gpus"] > 1 else ""
-    kind = "demand" if row["kind"] == "on-demand" else str(row["kind"])
-    if row["spot"]:
-        kind = f"spot {row['spot']['n_interruptions']:.1f}"
-    low, usd, high = row["usd_range"]
-    memory = row["memory"]
-    range_words = f"{_plain_usd(low)}-{_plain_usd(high)}"
-    return {
-        "#": f"{row['rank']}{'*' if row['on_front'] or row['on_runnable_front'] else ' '}",
-        "provider": row["provider"] if row["kind"] != "here" else "here",
-        "GPU": "CPU" if row["is_cpu"] else several + row["gpu"],
-        "kind": kind,
-        "$": _plain_usd(usd) if has_price(row) else "?",
-        "range": range_words if has_price(row) else "",
-        "hours": "{}-{}".format(*(_hours(row["hours_range"][i]) for i in (0, 2))),
-        "GiB": f"{_gib(memory['needed_bytes'])}/{_gib(memory['capacity_bytes'])}{'!' if memory['is_tight'] else ''}",
-        "tok/s": _say_speed(row["step"]["tokens_per_s"]),
-        "price": _price_cell(row),
-    }
-
-
-def _price_cell(row: Row) -> str:
-    """`from`, `389 d`, `$9.99`: whose price it is, its age, what is paid before."""
-    words = [row["price_is"]] if row["price_is"] else []
-    if row["price_age_days"] > OLD_PRICE_DAYS:
-        words.append(f"{row['price_age_days']}d")
-    if row["up_front_usd"] > row["total_usd"] + 0.005:
-        words.append(f"${row['up_front_usd']:.4g}")
-    return " ".join(words)
-
-
 def _draw_rest(console: Console, n_rest: int, shown: Sequence[Row]) -> None:
     n_also = sum(len(row["also_at"]) for row in shown)
     words = []
@@ -258,30 +204,29 @@ def _draw_facts(console: Console, view: Row) -> None:
 
 
 def _draw_why_not(console: Console, view: Row) -> None:
-    groups: dict[tuple[str, int], list[Row]] = {}
+    """Refusals for one reason, of whatever GPUs, in two lines; the commonest first, or the nearest where nothing can."""
+    groups: dict[tuple[str, str], list[Row]] = {}
     rejected = [one for one in view["rejected"] if one["kind"] not in ("here", "own")]
     for one in rejected:
-        groups.setdefault((one["gpu"], one["n_gpus"]), []).append(one)
+        alike = re.sub(r"\d[\d.,]*", "#", cause_of(one["reason"])), re.sub(r"\d[\d.,]*", "#", one["change"])
+        groups.setdefault(alike, []).append(one)
     if not groups:
         return
     n_all = sum(one["n_offers"] for one in rejected)
     console.print(f"\n[bold]Why not[/] the other {plural(n_all, 'offer')}")
-    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
-    table.add_column("GPU", no_wrap=True, max_width=20)
-    table.add_column("offers", justify="right")
-    table.add_column("why not", ratio=3)
-    table.add_column("what would let it in", ratio=2)
-    counted = list(groups.items())  # the nearest first
+    ordered = list(groups.values())  # the nearest first
     if view["plans"]:
-        counted.sort(key=lambda item: (-sum(one["n_offers"] for one in item[1]), item[0]))
-    for (gpu, n_gpus), ones in counted[:_N_WHY_NOT]:
-        nearest = ones[0]
-        name = f"{n_gpus}x {gpu}" if n_gpus > 1 else gpu
+        ordered.sort(key=lambda ones: -sum(one["n_offers"] for one in ones))
+    for ones in ordered[:_N_WHY_NOT]:
+        names = list(dict.fromkeys(f"{one['n_gpus']}x {one['gpu']}".removeprefix("1x ") for one in ones))
+        more = f" and {len(names) - _N_NAMED} more" if len(names) > _N_NAMED else ""
         n = sum(one["n_offers"] for one in ones)
-        table.add_row(escape(name), f"{n:,}", escape(nearest["reason"].partition(" (")[0]), escape(nearest["change"]))
-    console.print(table)
+        console.print(Padding(escape(f"{plural(n, 'offer')}: {', '.join(names[:_N_NAMED])}{more}"), (0, 0, 0, 2)))
+        such = "" if len(names) == 1 else f"{names[0]}: "
+        words = escape(f"{such}{cause_of(ones[0]['reason'])}; try {ones[0]['change']}")
+        console.print(Padding(f"[dim]{words}[/]", (0, 0, 0, 4)))
     if len(groups) > _N_WHY_NOT:
-        console.print(f"[dim]and {plural(len(groups) - _N_WHY_NOT, 'more machine')}: --json has all[/]")
+        console.print(f"[dim]and {plural(len(groups) - _N_WHY_NOT, 'more reason')}: --json has all[/]")
 
 
 def _draw_by_hand(console: Console, view: Row) -> None:
@@ -337,14 +282,18 @@ def _draw_serving(console: Console, serving: Row) -> None:
             console.print(f"  {one['n_gpus']}x {escape(one['gpu'])} in {one['precision']}: {escape(one['why'])}")
         return
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
-    for name in SERVING_COLUMNS:
-        table.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left")
+    names = [name for name in SERVING_COLUMNS if console.width >= _WIDE or name not in _LEFT_OUT]
+    for name in names:
+        is_first = name == "machine"
+        table.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left", no_wrap=is_first)
     for row in shown(serving):
-        table.add_row(*map(escape, serving_cells(row)))
+        cells = dict(zip(SERVING_COLUMNS, serving_cells(row), strict=True))
+        table.add_row(*(escape(cells[name]) for name in names))
     console.print(table)
     rest = len(serving["rows"]) - len(shown(serving))
     more = f"and {rest} more (--json has all); " if rest > 0 else ""
-    console.print(f"[dim]{more}$/M: a million tokens at this traffic, always on; GB: weights alone[/]")
+    left_out = "" if len(names) == len(SERVING_COLUMNS) else f"; {_WIDE} columns or more show memory and streams too"
+    console.print(f"[dim]{more}$/M: a million tokens at this traffic, always on; GB: weights alone{left_out}[/]")
     for words in serving["assumptions"]:
         console.print(f"[dim]{escape(words)}[/]")
 
@@ -401,20 +350,6 @@ def _draw_bars(console: Console, parts: Mapping[str, float], say: Callable[[floa
     console.print(table)
 
 
-def _plain_usd(usd: float) -> str:
-    return say_cost(usd).removeprefix("$")
-
-
-def _hours(hours: float) -> str:
-    if hours < 0.1:
-        return f"{hours:.3f}"
-    return f"{hours:.2f}" if hours < 10 else f"{hours:,.1f}" if hours < 100 else f"{hours:,.0f}"
-
-
 def _gib(n_bytes: float) -> str:
     gib = n_bytes / 2**30
     return f"{gib:.0f}" if gib >= 9.95 else f"{gib:.1f}"
-
-
-def _say_speed(tokens_per_s: float) -> str:
-    return f"{tokens_per_s / 1000:.1f}k" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,7 +47,7 @@ def say_saving(saved: Saving) -> str:
 
 def ways_out(view: Mapping[str, Any]) -> list[str]:
     """The nearest ways to make the job possible, in words."""
-    return [f"{way['change']}, for {_where(way)}, which now {cause_of(way['reason'])}" for way in view["nearest"]]
+    return [f"{_where(way)}: {cause_of(way['reason'])}; try {way['change']}" for way in view["nearest"]]
 
 
 def _where(way: Mapping[str, Any]) -> str:
@@ -59,7 +60,7 @@ def _where(way: Mapping[str, Any]) -> str:
 
 def cause_of(reason: str) -> str:
     """A reason without the recipe in brackets behind it."""
-    return reason.partition(" (")[0]
+    return re.sub(r" \([^()]*\)$", "", reason)
 
 
 def summary(view: Mapping[str, Any]) -> str:

@@ -61,7 +61,7 @@ def draw_update(console: Console, update: Update) -> None:
     absent = sorted({outcome.feed.provider for outcome in update.outcomes if outcome.is_absent})
     if absent:
         console.print(
-            f"[dim]not asked, for want of gpuhunt or of a key: {escape(', '.join(absent))}[/]", soft_wrap=True
+            f"[dim]not asked, because gpuhunt or a key is missing: {escape(', '.join(absent))}[/]", soft_wrap=True
         )
     names = ", ".join(update.refreshed)
     console.print(f"[green]refreshed[/] {plural(len(update.refreshed), 'provider')}: {escape(names)}", soft_wrap=True)

@@ -39,9 +39,19 @@ from farthing.report.receipt_types import Curves, Forecast, Json, Pair, Promised
 from farthing.report.timeline import timeline_of
 from farthing.report.training_log import TrainingLog, read_log
 from farthing.settings import renamed
-from farthing.units import plural
+from farthing.units import plural, say_seconds, say_usd
 
 N_CURVE_POINTS, N_BANDS = 60, 240
+ROW_NAMES = {
+    "usd": "cost",
+    "wall_s": "time",
+    "tokens_per_s": "useful tokens/s",
+    "usd_per_million_tokens": "a million tokens",
+    "peak_bytes": "peak memory",
+    "final_loss": "last training loss",
+    "loss": "evaluation loss",
+}
+"""What the rows of a comparison are called; the others are called as they are."""
 FIGURES = ("tokens_per_s", "padded_tokens_per_s", "mfu", "work")
 
 
@@ -205,6 +215,24 @@ class Comparison:
     saved_usd: float | None
     saved_share: float | None
     saved_s: float
+    is_same_work: bool
+    """Whether both have taken the same steps with the same tokens: else only what a token takes can be compared."""
+    saved_share_per_token: float | None
+    """Of the dollars of a token, or of its seconds where there is no price."""
+
+    def in_words(self, run: str = "the run", baseline: str = "the baseline") -> str:
+        """What the run saves; where both did not do the same work, by the token; empty where nothing is known of that."""
+        if not self.is_same_work:
+            share = self.saved_share_per_token
+            what = "costs" if self.saved_usd is not None else "takes"
+            less = "" if share is None else f"{abs(share):.0%} {'less' if share >= 0 else 'more'}"
+            return f"by the token {run} {what} {less} than {baseline}" if less else ""
+        words = [f"takes {say_seconds(abs(self.saved_s))} {'less' if self.saved_s >= 0 else 'more'}"]
+        if self.saved_usd is not None:
+            share_words = "" if self.saved_share is None else f" ({abs(self.saved_share):.0%})"
+            more = "less" if self.saved_usd >= 0 else "more"
+            words = [f"costs {say_usd(abs(self.saved_usd))}{share_words} {more}", *words]
+        return f"{run} {' and '.join(words)} than {baseline}"
 
     def to_json(self) -> Json:
         """For `--json`."""
@@ -235,11 +263,12 @@ def compare(run: Receipt, baseline: Receipt) -> Comparison:
 
     def price(name: str) -> Compared:
         ours, theirs = (getattr(r, name) if r.usd_is_known else None for r in (run, baseline))
-        return both(ours, theirs, is_like=has_prices)
+        return both(ours, theirs, is_like=has_prices and (name != "usd" or "work" not in unlike))
 
     rows = {
         "usd": price("usd"),
-        **{name: figure(name) for name in ("wall_s", "steps", "tokens", "tokens_per_s")},
+        "wall_s": figure("wall_s", is_like="work" not in unlike),
+        **{name: figure(name) for name in ("steps", "tokens", "tokens_per_s")},
         "usd_per_million_tokens": price("usd_per_million_tokens"),
         **{name: figure(name) for name in ("peak_bytes", "interruptions")},
         "final_loss": figure("final_loss", is_like="train" not in unlike),
@@ -249,6 +278,8 @@ def compare(run: Receipt, baseline: Receipt) -> Comparison:
         if isinstance(value, float) and name in theirs:
             rows[name] = both(value, theirs[name], is_like="eval" not in unlike)
     saved_usd = baseline.usd - run.usd if has_prices else None
+    spent = [(receipt.usd if has_prices else receipt.wall_s, receipt.tokens) for receipt in (run, baseline)]
+    per_token = [amount / n for amount, n in spent if n and amount]
     return Comparison(
         run=run.run,
         baseline=baseline.run,
@@ -257,6 +288,8 @@ def compare(run: Receipt, baseline: Receipt) -> Comparison:
         saved_usd=saved_usd,
         saved_share=saved_usd / baseline.usd if saved_usd is not None and baseline.usd else None,
         saved_s=baseline.wall_s - run.wall_s,
+        is_same_work="work" not in unlike,
+        saved_share_per_token=1 - per_token[0] / per_token[1] if len(per_token) == 2 else None,
     )
 
 
@@ -282,7 +315,14 @@ def _unlike(run: Receipt, baseline: Receipt) -> dict[str, str]:
     if run.steps != baseline.steps or run.tokens != baseline.tokens:
         found["work"] = (
             f"they did not do the same work ({plural(run.steps, 'step')} and {plural(baseline.steps, 'step')}): "
-            "cost and time are of all that each has done"
+            "their totals can't be compared, what a token takes can"
+        )
+    models = [
+        str(((receipt.job or {}).get("model") or {}).get("model_name_or_path", "?")) for receipt in (run, baseline)
+    ]
+    if models[0] != models[1] and differ("model (content)"):
+        found["model"] = (
+            f"they trained other models ({models[0]} and {models[1]}): a token is not the same work for both"
         )
     states = {receipt.state for receipt in (run, baseline)}
     if states != {"finished"}:
@@ -322,7 +362,7 @@ def _start_up_s(attempt: Attempt) -> float:
 PROMISED_SPANS = {
     "start-up": ("start_up", "load_model", "restore", "probe"),
     "tokenizing": ("tokenize",),
-    "training": ("prefix", "compile", "data_wait", "host_to_device", "compute", "optimizer", "idle"),
+    "training": ("prefix", "compile", "data_wait", "host_to_device", "compute", "optimizer", "ranks", "idle"),
     "evaluation": ("evaluation",),
     "checkpoints": ("checkpoint",),
     "export": ("export",),

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from farthing.durability.files import Json
-from farthing.report.receipt import Comparison, Forecast, Pair, Promised, Receipt
+from farthing.report.receipt import ROW_NAMES, Comparison, Forecast, Pair, Promised, Receipt
 from farthing.report.safe import escape
 from farthing.settings import Settings
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
+_BLOCKS, _MOST_BLOCKS = "▁▂▃▄▅▆▇█", 36
 
 
 def draw_probe(console: Console, found: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ def draw_receipt(console: Console, receipt: Receipt) -> None:
         if words:
             facts.add_row(f"[dim]{name}[/]", words)
     console.print(facts)
-    _draw_promise(console, receipt)
+    _draw_estimate(console, receipt)
     _draw_metrics(console, receipt)
     if receipt.evaluation is not None:
         console.print(evaluation_table(receipt.evaluation))
@@ -92,10 +92,11 @@ def draw_diagnosis(console: Console, receipt: Receipt) -> None:
         if finding.rest_s:
             saves += f", {_time_and_price(receipt, finding.rest_s, finding.rest_usd)} in the rest of this one"
         fix = f"{finding.fix}: " if finding.fix else ""
-        console.print(f"[{colour}]{finding.area}[/] {escape(f'{finding.cause}: {finding.evidence}')}", soft_wrap=True)
+        cause = "" if finding.cause == finding.area else f"{finding.cause}: "
+        console.print(f"[{colour}]{finding.area}[/] {escape(cause + finding.evidence)}", soft_wrap=True)
         console.print(f"  {escape(fix + finding.to_do)}; saves about {escape(saves)}", soft_wrap=True)
     for advice in found.advice:
-        console.print(f"[dim]money[/] {escape(advice.words)}", soft_wrap=True)
+        console.print(f"[dim]advice[/] {escape(advice.words)}", soft_wrap=True)
         if advice.command:
             console.print(f"  {escape(advice.command)}", soft_wrap=True)
 
@@ -215,32 +216,14 @@ def draw_comparison(console: Console, comparison: Comparison) -> None:
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
         if "usd" in name:
             say = _price
-        table.add_row(_WORDS.get(name, name.replace("_", " ")), say(row.run), say(row.baseline), ratio)
+        table.add_row(ROW_NAMES.get(name, name.replace("_", " ")), say(row.run), say(row.baseline), ratio)
     console.print(f"[bold]run[/]       {escape(comparison.run)}", soft_wrap=True)
     console.print(f"[bold]baseline[/]  {escape(comparison.baseline)}", soft_wrap=True)
     console.print(table)
-    usd, seconds = comparison.saved_usd, comparison.saved_s
-    words = []
-    if usd is not None:
-        share = "" if comparison.saved_share is None else f" ({abs(comparison.saved_share):.0%})"
-        words.append(f"costs {say_usd(abs(usd))}{share} {'less' if usd >= 0 else 'more'}")
-    if seconds is not None:
-        words.append(f"takes {say_seconds(abs(seconds))} {'less' if seconds >= 0 else 'more'}")
-    if words:
-        console.print(f"against the baseline the run {' and '.join(words)}")
+    if words := comparison.in_words():
+        console.print(words)
     for note in comparison.notes:
         console.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
-
-
-_WORDS = {
-    "usd": "cost",
-    "wall_s": "time",
-    "tokens_per_s": "useful tokens/s",
-    "usd_per_million_tokens": "a million tokens",
-    "peak_bytes": "peak memory",
-    "final_loss": "last training loss",
-    "loss": "evaluation loss",
-}
 
 
 def _price(usd: float | None) -> str:
@@ -251,22 +234,24 @@ def _time_and_price(receipt: Receipt, seconds: float, usd: float) -> str:
     return say_seconds(seconds) + (f" ({digits_of(receipt.usd)(usd)})" if receipt.usd_is_known else "")
 
 
-def sparkline(values: list[float], low: float | None = None, high: float | None = None) -> str:
-    """One block a value, from `low` to `high`."""
+def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
+    """A block a value from `low` to `high`; of more than `_MOST_BLOCKS` values, a block for each stretch."""
+    size = -(-len(values) // _MOST_BLOCKS) or 1
+    values = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
     low, high = min(values) if low is None else low, max(values) if high is None else high
     span = (high - low) or 1.0
     return "".join(_BLOCKS[min(7, max(0, int((value - low) / span * 7.999)))] for value in values)
 
 
-def _draw_promise(console: Console, receipt: Receipt) -> None:
+def _draw_estimate(console: Console, receipt: Receipt) -> None:
     """What the plan said before the start, part by part, and what the first steps said."""
     promised, forecast = receipt.promised, receipt.forecast
     if promised is None and forecast is None:
         return
     dollars = digits_of(receipt.usd)
     table = Table(box=None, padding=(0, 2), show_edge=False)
-    for name in ("promised before the start" if promised else "", "promised", "happened", "ratio"):
-        table.add_column(name, justify="right" if name in ("promised", "happened", "ratio") else "left")
+    for name in ("estimated before the start" if promised else "", "estimated", "happened", "ratio"):
+        table.add_column(name, justify="right" if name in ("estimated", "happened", "ratio") else "left")
 
     def rows(of: Promised | Forecast, words: dict[str, str]) -> None:
         for name, say in (("wall_s", say_seconds), ("usd", dollars), ("peak_bytes", say_bytes)):
@@ -287,7 +272,7 @@ def _draw_promise(console: Console, receipt: Receipt) -> None:
         rows(forecast, {"wall_s": f"time, forecast after step {forecast.made_after_step}"})
     console.print(table)
     if promised:
-        console.print(f"[dim]the promise is based on: {escape(promised.calibration)}[/]", highlight=False)
+        console.print(f"[dim]the estimate is based on: {escape(promised.calibration)}[/]", highlight=False)
 
 
 def _draw_metrics(console: Console, receipt: Receipt) -> None:
@@ -297,7 +282,9 @@ def _draw_metrics(console: Console, receipt: Receipt) -> None:
     numbers = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float))
     of = f"best, step {receipt.best_step:,}" if receipt.best_step is not None else "last"
     on = plural(metrics.get("n_examples", 0), "example")
-    console.print(f"[dim]evaluation[/] ({of}, {on})  {numbers}", highlight=False)
+    line = Table.grid(padding=(0, 2))
+    line.add_row("[dim]evaluation[/]", escape(f"{numbers} ({of}, {on})"))
+    console.print(line)
     classes = metrics.get("per_class")
     if classes and len(classes) <= 30:
         table = Table(box=None, padding=(0, 2), show_edge=False)

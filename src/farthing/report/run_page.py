@@ -7,6 +7,7 @@ are means of stretches with their range, exact at both ends. Refuses to read fil
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from farthing.report import page
 from farthing.report.chart import STYLE as CHART_STYLE
 from farthing.report.chart import Axes, Bars, Line, curves, stacked, ticks, time_ticks
 from farthing.report.page import escape
-from farthing.report.receipt import Comparison
+from farthing.report.receipt import ROW_NAMES, Comparison
 from farthing.report.receipt_types import Diagnosis, Pair, Receipt
 from farthing.report.timeline import Column, grouped
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
@@ -72,17 +73,13 @@ def leave_page(folder: Path, receipt: Receipt) -> None:
 def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]) -> str:
     """Several runs on one page, the first against each of the others."""
     first, baseline = receipts[0], comparisons[0]
-    saved = baseline.saved_usd
-    words = f"{_name(first)} against {', '.join(_name(other) for other in receipts[1:])}"
-    if saved is not None:
-        share = f" ({abs(baseline.saved_share):.0%})" if baseline.saved_share is not None else ""
-        less = "less" if saved >= 0 else "more"
-        words = f"{_name(first)} costs {say_usd(abs(saved))}{share} {less} than {_name(receipts[1])}"
+    words = baseline.in_words(_name(first), _name(receipts[1]))
+    words = words or f"{_name(first)} against {', '.join(_name(other) for other in receipts[1:])}"
     names = _distinct(receipts)
     notes = list(dict.fromkeys(note for each in comparisons for note in each.notes))
     parts = [
         "<h1>farthing runs compared</h1>",
-        f'<p class="answer">{escape(words)}</p>',
+        f'<p class="answer">{escape(words[:1].upper() + words[1:])}</p>',
         _side_by_side(receipts, names, comparisons),
         page.listed("What can't be compared", notes),
         _losses(receipts, names),
@@ -138,7 +135,7 @@ def _facts(receipt: Receipt) -> str:
     promised, rows = receipt.promised, []
     low_high = ""
     if receipt.usd_is_known:
-        estimate = f"estimated {_cost(receipt, promised.usd.promised)}" if promised else "nothing was estimated"
+        estimate = f"estimated {say_usd(promised.usd.promised)}" if promised else "nothing was estimated"
         rows.append(("Cost", say_usd(receipt.usd), estimate))
     if promised:
         low, _, high = promised.wall_range_s
@@ -177,9 +174,11 @@ def _diagnosis(receipt: Receipt, level: int = 2) -> str:
         saves = _saves(receipt, finding.saves_s, finding.saves_usd) + " in a run like this one"
         if finding.rest_s:
             saves += f", {_saves(receipt, finding.rest_s, finding.rest_usd)} in what is left of this one"
+        name = finding.area if finding.cause == finding.area else f"{finding.area}: {finding.cause}"
+        to_do = re.sub("`([^`]+)`", r"<code>\1</code>", escape(finding.to_do))
         parts.append(
-            f'<div class="finding{first}"><p><strong>{escape(finding.area)}: {escape(finding.cause)}</strong>, worth'
-            f" {escape(saves)}</p><p>{escape(finding.evidence)}.</p><p>{fix}{escape(finding.to_do)}</p></div>"
+            f'<div class="finding{first}"><p><strong>{escape(name)}</strong>, worth {escape(saves)}</p>'
+            f"<p>{escape(finding.evidence)}.</p><p>{fix}{to_do}</p></div>"
         )
     for advice in found.advice:
         command = f"<p><code>{escape(advice.command)}</code></p>" if advice.command else ""
@@ -447,7 +446,9 @@ def _side_by_side(receipts: Sequence[Receipt], names: Sequence[str], comparisons
         values = [row.run, *(each.rows[name].baseline if name in each.rows else None for each in comparisons)]
         texts = ["not known" if value is None else say(value) for value in values]
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-        rows.append(f"<tr>{page.row_head(name.replace('_', ' '))}{page.cells('n', *texts, ratio)}</tr>")
+        rows.append(
+            f"<tr>{page.row_head(ROW_NAMES.get(name, name.replace('_', ' ')))}{page.cells('n', *texts, ratio)}</tr>"
+        )
     table = f"<table>{page.head('', *(f'#{name}' for name in names), '#first / second')}{page.body(rows)}</table>"
     return f"<h2>Side by side</h2>\n{page.wide('Side by side', table)}"
 

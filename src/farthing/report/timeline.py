@@ -19,6 +19,7 @@ GROUPS = {
     "copies": ("host_to_device",),
     "forward and backward": ("compute",),
     "optimizer": ("optimizer",),
+    "other ranks": ("ranks",),
     "evaluation": ("evaluation",),
     "checkpoints": ("checkpoint", "export"),
 }

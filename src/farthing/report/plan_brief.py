@@ -1,0 +1,206 @@
+"""The short answer of `farthing plan`, at 80 columns: what to take, what it costs, what to check, what to do next."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from farthing.planner.ranking import TIE
+from farthing.planner.types import OLD_PRICE_DAYS
+from farthing.report.plan_own import RENTED
+from farthing.report.plan_words import has_price, limits_in_words, say_cost, ways_out
+from farthing.report.safe import escape
+from farthing.units import plural, say_bytes, say_count, say_seconds
+
+Row = Mapping[str, Any]
+N_SHOWN = 5
+ON_COMMAND_LINE = "given on the command line: "
+_RIGHT = ("#", "$", "time", "wait")
+_SHRINKS = (("at", 6), ("machine", 12))  # columns that are cut where the terminal is narrow, and to what
+
+
+def draw_brief(console: Console, view: Row, next_step: str = "", n_shown: int | None = None) -> None:
+    """The answer, the first choices, what was supposed, what to check, and the command that is `next_step`."""
+    best, job, n_shown = view["best"], view["job"], n_shown or N_SHOWN
+    answer = view["answer"]
+    if best is not None:
+        verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
+        with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
+        answer = f"{verb}{best['name']}{with_own}: {_usd_in_words(best)}"
+    console.print(f"[bold]{escape(answer)}[/]")
+    if best is not None:
+        console.print(escape(_time_and_memory(best)))
+    console.print(f"[dim]{escape(_job_words(job))}[/]")
+    if limits := limits_in_words(view):
+        chance = f"; chance {best['chance']:.0%}" if best and best["chance"] is not None else ""
+        console.print(f"[dim]limits: {escape(limits + chance)}[/]")
+    if not view["plans"]:
+        return
+    shown = [one for one in view["plans"] if one["is_runnable"]][:n_shown] or view["plans"][:n_shown]
+    here = next((one for one in view["plans"] if one["kind"] == "here"), None)
+    console.print()
+    draw_choices(console, shown if here is None or here in shown else [*shown, here])
+    for words in (_order(view), _the_rest(view, shown)):
+        console.print(f"[dim]{escape(words)}[/]")
+    console.print()
+    facts = Table.grid(padding=(0, 2))
+    supposed = re.sub(r" \([^()]*\)", "", best["confidence"]) if best else ""
+    rows = {
+        "supposed": [f"{job['lengths_source'].removeprefix(ON_COMMAND_LINE)}; {supposed}"] if best else [],
+        "nearest": [] if best else ways_out(view),
+        "set": [" and ".join(best["recipe"]["to_set"]) + ": several GPUs share the run"]
+        if best and best["recipe"]["to_set"]
+        else [],
+        "check": [to_check(best, job)] if best else [],
+    }
+    for name, said in rows.items():
+        for number, words in enumerate(said):
+            facts.add_row(f"[bold]{name}[/]" if number == 0 else "", escape(words))
+    console.print(facts)
+    if next_step:
+        console.print(f"[bold]next[/]      {escape(next_step)}", soft_wrap=True)
+
+
+def _usd_in_words(best: Row) -> str:
+    low, likely, high = (say_cost(usd) for usd in best["usd_range"])
+    return f"{likely} ({low.removeprefix('$')} to {high.removeprefix('$')})" if has_price(best) else "no price is given"
+
+
+def _time_and_memory(best: Row) -> str:
+    low, likely, high = (say_seconds(hours * 3600) for hours in best["hours_range"])
+    waiting_s, memory = best["seconds"].get("waiting", 0.0), best["memory"]
+    waiting = f", {span(waiting_s, waiting_s)} of it waiting" if waiting_s >= 60 else ""
+    needed, there = (say_bytes(memory[name]) for name in ("needed_bytes", "capacity_bytes"))
+    unit = f" {there.rpartition(' ')[2]}"
+    return f"{likely} ({low} to {high}){waiting}; {needed.removesuffix(unit)} of {there}"
+
+
+def _job_words(job: Row) -> str:
+    model = job["model"].rstrip("/").rpartition("/")[2]
+    steps = f"{plural(job['n_steps'], 'step')} of {job['global_batch']}"
+    examples = plural(job["n_examples"], "example")
+    return f"{model}, {job['method']}, {job['task']}: {examples}, {steps}, {say_count(job['n_tokens'])} tokens"
+
+
+def _order(view: Row) -> str:
+    rows = view["plans"]
+    cheapest = min(one["total_usd"] for one in rows if has_price(one) or one is rows[0])
+    first = view["best"]["total_usd"] if view["best"] else cheapest
+    but = "; 1 is the first to be had at its price" if first > cheapest else f", within {TIE:.0%} or a cent by time"
+    return f"By dollars{but}. Ranges: 4 of 5 runs."
+
+
+def _the_rest(view: Row, shown: Sequence[Row]) -> str:
+    n_rest = sum(one["is_runnable"] for one in view["plans"]) - sum(one["is_runnable"] for one in shown)
+    n_later = sum(not one["is_runnable"] for one in view["plans"])
+    n_refused = sum(one["n_offers"] for one in view["rejected"])
+    parts = [f"{plural(n_rest, 'more choice')}"] if n_rest else []
+    parts += [f"{n_later:,} that can't be run yet"] if n_later else []
+    parts += [f"{plural(n_refused, 'offer')} refused"] if n_refused else []
+    return f"{', '.join(parts)}: --all" if parts else ""
+
+
+def to_check(best: Row, job: Row) -> str:
+    """The one thing that is most likely to make the plan wrong."""
+    cap, high_usd = job["limits"]["max_usd"], best["usd_range"][2]
+    if cap is not None and high_usd > cap:
+        return f"the cap: it may come to {say_cost(high_usd)}; at {say_cost(cap)} the run saves and stops"
+    if best["memory"]["is_tight"]:
+        return (
+            f"memory: up to {say_bytes(best['memory']['range_bytes'][2])} may be needed; `farthing probe` measures it"
+        )
+    if best["recipe"]["to_set"]:
+        return "several GPUs: farthing was not run on several real ones so far"
+    if not job["lengths_are_exact"] and "tokenized" not in job["lengths_source"]:
+        return "the lengths of your examples: plan with the data, or --mean-tokens"
+    if _must_buy_more(best):
+        usd = say_cost(best["total_usd"])
+        return f"the price: you have to buy {say_cost(best['up_front_usd'])}; the run uses {usd}"
+    if best["kind"] in RENTED and best["price_age_days"] > OLD_PRICE_DAYS:
+        return f"the price: {best['price_age_days']} days old; `farthing prices update` reads newer ones"
+    if best["price_is"]:
+        return "the price: the lowest of a marketplace; that machine may be taken"
+    if best["spot"]:
+        n = best["spot"]["n_interruptions"]
+        return f"spot: about {n:.1f} interruptions; set output_store to keep checkpoints"
+    if not has_price(best):
+        return "the price of this machine: none is given (where.usd_per_hour)"
+    return "the speed: `farthing probe` measures it in a minute on the machine"
+
+
+def _must_buy_more(row: Row) -> bool:
+    """Whether more has to be bought than the run uses, such as a whole pack of credits."""
+    return bool(row["up_front_usd"] > row["total_usd"] + 0.005)
+
+
+# ---- the table of choices ----
+
+
+def draw_choices(console: Console, choices: Sequence[Row]) -> None:
+    """A line a choice; a column that says nothing is left out."""
+    cells = [_cells(one) for one in choices]
+    if not cells:
+        return
+    names = [name for name in cells[0] if any(row[name] for row in cells)]
+    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in names}
+    gap = 2 if sum(widths.values()) + 2 * (len(names) - 1) <= console.width else 1
+    over = sum(widths.values()) + gap * (len(names) - 1) - console.width
+    for name, least in _SHRINKS:
+        cut = max(0, min(over, widths[name] - least))
+        widths[name] -= cut
+        over -= cut
+    has_room = console.width >= sum(widths.values()) + gap * len(names) + 40
+    table = Table(box=None, padding=(0, gap, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
+    for name in names:
+        justify = "right" if name in _RIGHT else "left"
+        table.add_column(name.strip(), justify=justify, no_wrap=True, width=widths[name])  # type: ignore[arg-type]
+    if has_room:
+        table.add_column("why this rank", no_wrap=True)
+    for one, row in zip(choices, cells, strict=True):
+        table.add_row(*(escape(row[name]) for name in names), *([escape(one["why"])] if has_room else []))
+    console.print(table)
+
+
+def _cells(one: Row) -> dict[str, str]:
+    low, usd, high = (_bare_usd(value) for value in one["usd_range"])
+    soon, hours, late = (value * 3600 for value in one["hours_range"])
+    waiting_s = one["seconds"].get("waiting", 0.0)
+    machine = "CPU" if one["is_cpu"] else f"{one['n_gpus']}x {one['gpu']}" if one["n_gpus"] > 1 else one["gpu"]
+    return {
+        "#": f"{one['rank']}{'*' if one['on_front'] or one['on_runnable_front'] else ''}",
+        "machine": machine + (" spot" if one["spot"] else ""),
+        "at": one["provider"] if one["kind"] != "here" else "here",
+        "$": usd if has_price(one) else "?",
+        "range": f"{low}-{high}" if has_price(one) else "",
+        "time": span(hours, hours),
+        "range ": span(soon, late),
+        "wait": span(waiting_s, waiting_s) if waiting_s >= 60 else "",
+        "price, age": _price_words(one),
+    }
+
+
+def _price_words(one: Row) -> str:
+    """`from`, `389d`, `buy $9.99`: whose price it is, its age where it is old, what has to be bought."""
+    words = [one["price_is"]] if one["price_is"] else []
+    if one["price_age_days"] > OLD_PRICE_DAYS:
+        words.append(f"{one['price_age_days']}d")
+    if _must_buy_more(one):
+        words.append(f"buy {say_cost(one['up_front_usd'])}")
+    return " ".join(words)
+
+
+def _bare_usd(usd: float) -> str:
+    return say_cost(usd).removeprefix("$")
+
+
+def span(low_s: float, high_s: float) -> str:
+    """`27 s`, `19-36 min`, `2.6-3.3 h`, `1.3-12 h`: one unit for both ends, that of the later one."""
+    unit, size = next(
+        (each for each in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)) if high_s >= 2 * each[1]), ("s", 1.0)
+    )
+    low, high = (f"{value:.0f}" if value >= 9.95 else f"{value:.1f}" for value in (low_s / size, high_s / size))
+    return f"{high} {unit}" if low == high else f"{low}-{high} {unit}"
