@@ -87,11 +87,12 @@ class Forward:
         may_go_packed: bool = True,
         reads_first: bool = True,
         tile_tokens: int | None = None,
-        micro_batch_cost: MicroBatchCost = ON_CPU,
     ) -> None:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
         self.reads_first = reads_first
-        self.label_smoothing, self.tile_tokens, self.micro_batch_cost = label_smoothing, tile_tokens, micro_batch_cost
+        self.label_smoothing, self.tile_tokens = label_smoothing, tile_tokens
+        self.micro_batch_cost: MicroBatchCost = ON_CPU
+        """By which padded micro-batches are split."""
         other = "the job names another attention, or the run began padded"
         self.why_padded = can_go_packed(model, task) if may_go_packed else other
         if self.why_padded is None:

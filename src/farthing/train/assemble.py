@@ -79,8 +79,8 @@ def assemble(
         may_go_packed=job.model.attn_implementation is None and settings.packed is not False,
         reads_first=settings.reads_first is not False,
         tile_tokens=settings.tile_tokens,
-        micro_batch_cost=MicroBatchCost(settings.least_tokens, settings.more_tokens),
     )
+    forward.micro_batch_cost = MicroBatchCost(settings.least_tokens, settings.more_tokens)
     forward.within = context.ranks.within
     if train.neftune_noise_alpha:
         forward.noise = EmbeddingNoise(model, train.neftune_noise_alpha)
