@@ -130,6 +130,7 @@ def test_what_does_not_leave_is_killed_in_the_end(
 def test_no_secret_is_in_a_list_of_processes(host: HostDriver) -> None:
     ask = ask_for("forever")
     host.create(ask, 1.0)
+    until(lambda: "secret is" in host.log(machine_of(ask)))
     titles = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

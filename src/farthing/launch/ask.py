@@ -68,10 +68,6 @@ class Ask:
         """The part of the name that all machines of a launch share."""
         return self.name.rpartition("-")[0]
 
-    def secret_values(self) -> dict[str, str]:
-        """The secrets as they are in the environment here, for a request that is sent. Raises `UserMistake`."""
-        return values_of(self.secrets)
-
 
 def values_of(secrets: Sequence[str]) -> dict[str, str]:
     """Variables of the environment here. Raises `UserMistake` where one is not set."""

@@ -17,7 +17,7 @@ from typing import Any
 from farthing.durability.files import Json
 from farthing.durability.machines import Machine
 from farthing.errors import UserMistake
-from farthing.launch.ask import CREATED_AT, ENDS_AT, Ask
+from farthing.launch.ask import CREATED_AT, ENDS_AT, Ask, values_of
 from farthing.launch.driver import Driver, Refused, Seen, Unclear, refusal
 from farthing.launch.http import Api
 from farthing.launch.target import Files
@@ -103,7 +103,7 @@ class Vast(Driver):
         found = (_sure(self._api, "POST", "/api/v0/bundles/", json.loads(files[vast.SEARCH])) or {}).get("offers") or []
         if not found:
             raise Refused("no host offers it at this price now", is_stock=True)
-        body = filled(json.loads(files[vast.CREATE]), {**ask.secret_values(), CREATED_AT: f"{asked_at:.0f}"})
+        body = filled(json.loads(files[vast.CREATE]), {**values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"})
         answer = self._api.ask("PUT", f"/api/v0/asks/{found[0]['id']}/", body, n_tries=1) or {}
         if not answer.get("success") or not answer.get("new_contract"):
             why = str(answer.get("msg") or answer.get("error") or answer)[:200]
@@ -166,7 +166,7 @@ class Lambda(Driver):
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`."""
         body = json.loads(lambda_cloud.render(ask)[lambda_cloud.REQUEST])
-        values = {**ask.settings, **ask.secret_values(), CREATED_AT: f"{asked_at:.0f}"}
+        values = {**ask.settings, **values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"}
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(values.items()))
         body["user_data"] = f"#!/bin/sh\n{exports}" + body["user_data"].partition("\n")[2]
         answer = self._api.ask("POST", "/api/v1/instance-operations/launch", body, n_tries=1) or {}

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from farthing.durability.machines import Machine
-from farthing.launch.ask import CREATED_AT, SCRIPT, Ask, script_of
+from farthing.launch.ask import CREATED_AT, SCRIPT, Ask, script_of, values_of
 from farthing.launch.driver import Driver, Refused, Seen, Unclear
 
 HERE = "local"
@@ -81,7 +81,7 @@ class HostDriver(Driver):
 
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`. A script of that name which runs already is left to run: this is the same request again."""
-        values = {**ask.settings, **ask.secret_values(), CREATED_AT: f"{asked_at:.0f}"}
+        values = {**ask.settings, **values_of(ask.secrets), CREATED_AT: f"{asked_at:.0f}"}
         exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
         if ask.offer.instance == HERE:  # this very farthing, also where no environment was activated
             exports += f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:"$PATH"\n'

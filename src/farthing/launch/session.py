@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from farthing.config.job import Job
-from farthing.durability.accounts import Account
+from farthing.durability.accounts import Account, read_ledger
 from farthing.durability.commits import list_commits, take_newest
 from farthing.durability.files import Json, make_private, only_writer, write_text
 from farthing.durability.lease import Lease, Lost
@@ -81,8 +81,6 @@ class Session:
         return self.prepared.ask(self.ledger.next_number, first, self.ledger, accounts, self.clock())
 
     def _local_accounts(self) -> list[Account]:
-        from farthing.durability.accounts import read_ledger
-
         return read_ledger(self.folder / LEDGER).ordered
 
     # ---- doing ----

@@ -148,10 +148,9 @@ class Launch:
         self._closed(0)
 
     def _is_stopped(self) -> bool:
-        try:
+        with contextlib.suppress(Unclear):
             return self._words.is_stopped()
-        except Unclear:
-            return False
+        return False
 
     # ---- a new machine ----
 
