@@ -272,7 +272,7 @@ def _rented_offers(
     for plan in plans:
         offer = plan.offer
         target = named[0] if named else target_of(offer)
-        is_out = plan.place.is_local or offer.n_gpus > most or not plan.is_runnable
+        is_out = plan.place.is_local or offer.n_gpus > most
         if target is None or is_out or offer.provider not in PROVIDERS[target.name]:
             continue
         if called(target, offer) is not None:

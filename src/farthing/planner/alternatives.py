@@ -69,7 +69,7 @@ def what_choices_save(
     rungs = [Rung(name, what, _cheapest_plan(other, plain_offers, place_for)) for name, what, other in steps]
     if rungs[-1].plan is not None:
         rungs[-1] = rungs[-1]._replace(what=f"of {rungs[-1].plan.recipe.settings.checkpointing}")
-    on_demand = next((plan for plan in plans if plan.is_runnable and is_rented(plan) and plan.spot is None), None)
+    on_demand = next((plan for plan in plans if is_rented(plan) and plan.spot is None), None)
     if best.spot is not None and on_demand is not None:
         rungs.append(Rung("place", f"{on_demand.place.device.name} at {on_demand.offer.provider}", on_demand))
         rungs.append(Rung("spot", f"{best.place.device.name} at {best.offer.provider}", best))

@@ -151,7 +151,7 @@ def _beside(
     wanted: JobSpec, answer: Answer, catalog: Catalog, known: _Known, software: Torch, today: date
 ) -> tuple[tuple[Rung, ...], tuple[tuple[str, Plan | None], ...]]:
     """What the choices of the first rented plan save, and the other methods; nothing where nothing can be rented."""
-    best = next((plan for plan in answer.plans if plan.is_runnable and is_rented(plan)), None)
+    best = next((plan for plan in answer.plans if is_rented(plan)), None)
     if best is None:
         return (), ()
 

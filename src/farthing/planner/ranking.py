@@ -21,19 +21,17 @@ class _Placed(NamedTuple):
     wall_s: float
     name: tuple[str, ...]
     plan: Plan
-    is_runnable: bool
     is_priced: bool
 
 
 def _placed(plan: Plan) -> _Placed:
-    return _Placed(plan.total_usd, plan.wall_s, _name_key(plan.offer), plan, plan.is_runnable, plan.place.is_priced)
+    return _Placed(plan.total_usd, plan.wall_s, _name_key(plan.offer), plan, plan.place.is_priced)
 
 
 def ranked(plans: Iterable[Plan]) -> list[Plan]:
-    """The first is the one to take: the cheapest that can be run, at a price that can be had. Each says why it stands there.
+    """The first is the one to take: the cheapest at a price that can be had. Each says why it stands there.
 
-    Then by dollars: what can be run, what can't be run yet, and last what has no price. Among dollars that can't be told
-    apart the sooner comes first.
+    Then by dollars, and last what has no price. Among dollars that can't be told apart the sooner comes first.
     """
     ordered = sorted((_placed(plan) for plan in plans), key=lambda one: one[:3])
     soonest, front = math.inf, set()
@@ -41,13 +39,11 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
         if one.wall_s < soonest and one.is_priced:
             soonest = one.wall_s
             front.add(id(one.plan))
-    runnable = [one for one in ordered if one.is_runnable and one.is_priced]
-    later = [one for one in ordered if not one.is_runnable and one.is_priced]
-    in_order = _by_dollars(runnable)
-    first = _first_that_can_be_had(runnable)
+    priced = [one for one in ordered if one.is_priced]
+    in_order = _by_dollars(priced)
+    first = _first_that_can_be_had(priced)
     if first is not None:
         in_order = [first, *(one for one in in_order if one is not first)]
-    in_order += _by_dollars(later)
     in_order += [one for one in ordered if not one.is_priced]
     return [
         _said(one.plan, id(one.plan) in front, _why(one, in_order[0], ordered, i == 0))
@@ -62,15 +58,15 @@ def _said(plan: Plan, on_front: bool, why: str) -> Plan:
     return found
 
 
-def _first_that_can_be_had(runnable: Sequence[_Placed]) -> _Placed | None:
-    """Of those near the cheapest that can be had the soonest, one GPU before several; `runnable` has the cheapest first.
+def _first_that_can_be_had(priced: Sequence[_Placed]) -> _Placed | None:
+    """Of those near the cheapest that can be had the soonest, one GPU before several; `priced` has the cheapest first.
 
     A price that is a little old comes first where the worst case of its range is less than what can be had for certain.
     Where nothing can be had: the cheapest in the worst of the cases that its range holds.
     """
-    can = [one for one in runnable if _can_be_had(one.plan)]
-    nearly = [one for one in runnable if _can_be_had(one.plan, 2 * OLD_PRICE_DAYS)]
-    at_worst = min(nearly or runnable, key=lambda one: (one.plan.is_tight, _high(one), one.name), default=None)
+    can = [one for one in priced if _can_be_had(one.plan)]
+    nearly = [one for one in priced if _can_be_had(one.plan, 2 * OLD_PRICE_DAYS)]
+    at_worst = min(nearly or priced, key=lambda one: (one.plan.is_tight, _high(one), one.name), default=None)
     if not can or (nearly and at_worst is not None and _high(at_worst) < can[0].usd):
         return at_worst
     near = itertools.takewhile(lambda one: one.usd <= _most(can[0]), can)
@@ -123,19 +119,16 @@ def _why(one: _Placed, first: _Placed, ordered: Sequence[_Placed], is_first: boo
 
 def _why_first(one: _Placed, ordered: Sequence[_Placed]) -> str:
     cheaper = [o for o in ordered if o.is_priced and o.usd < one.usd]
-    can_be_had = [o for o in cheaper if o.is_runnable and _can_be_had(o.plan)]
+    can_be_had = [o for o in cheaper if _can_be_had(o.plan)]
     words = "the cheapest"
     if can_be_had:
         usd = say_usd(can_be_had[0].usd)
         better = "sooner" if one.wall_s < can_be_had[0].wall_s else "on one GPU"
         words = f"within {TIE:.0%} or a cent of the cheapest ({usd}), which estimates can't tell apart, and {better}"
-    others = [o for o in cheaper if o.is_runnable]
-    if any(o.plan.is_tight for o in others):
+    if any(o.plan.is_tight for o in cheaper):
         words += " that surely fits"
-    if any(not o.plan.is_tight and not _can_be_had(o.plan) for o in others):
+    if any(not o.plan.is_tight and not _can_be_had(o.plan) for o in cheaper):
         words += " at a price and on a machine that can simply be had"
-    if any(not o.is_runnable for o in cheaper):
-        words += " that farthing can train on"
     return words
 
 

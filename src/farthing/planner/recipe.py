@@ -25,13 +25,12 @@ POSITIONS = "positions"  # the trainer's own: logits of labelled positions only,
 
 NONE, DDP, FSDP = "none", "ddp", "fsdp"
 """How GPUs share the weights: one has them; each has them all; they are spread, and gathered layer by layer."""
-_METHODS = "full", "lora", "qlora"
-WAYS_THAT_RUN: dict[tuple[str, str], tuple[str, ...]] = {
-    **{(method, NONE): () for method in _METHODS},
-    **{(method, DDP): ("where.gpus: all",) for method in _METHODS},
-    **{(method, FSDP): ("where.gpus: all", "where.strategy: fsdp") for method in ("full", "lora")},
+TO_SET: dict[str, tuple[str, ...]] = {
+    NONE: (),
+    DDP: ("where.gpus: all",),
+    FSDP: ("where.gpus: all", "where.strategy: fsdp"),
 }
-"""What the trainer can do, and what a job says for it. One line more turns a way on, here and in all that a plan says."""
+"""What a job says for each."""
 _LANES = 4, 8
 
 
@@ -199,11 +198,6 @@ class Recipe:
         return replace(self, settings=replace(self.settings, **changed))
 
     @property
-    def can_run(self) -> bool:
-        """Whether the trainer can do it."""
-        return (self.method, self.sharding) in WAYS_THAT_RUN
-
-    @property
     def lanes_of_gpu(self) -> int:
         """Parts of a step that one GPU computes, one after the other."""
         return -(-n_lanes_of(self.method, self.n_gpus) // self.n_gpus) if self.stack.keeps_adapters_whole else 1
@@ -217,7 +211,7 @@ class Recipe:
     @property
     def to_set(self) -> tuple[str, ...]:
         """What the job has to say for it, beside what it says by itself."""
-        return WAYS_THAT_RUN.get((self.method, self.sharding), ())
+        return TO_SET[self.sharding]
 
     def in_words(self) -> str:
         """`lora, bf16, up to 8,192 tokens at a time, every layer checkpointed`."""

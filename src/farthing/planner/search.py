@@ -174,8 +174,6 @@ class _Search:
             what = f"a step of {self.wanted.global_batch} examples can't be divided by {n_gpus} GPUs"
             return Rejected(place.offer, what, f"train.global_batch_size: {n_gpus}", n_gpus / self.wanted.global_batch)
         fitting = [one for one in found if self.needed_bytes(place, one[1]) <= place.memory_bytes]
-        # what the trainer can't do yet is shown only where nothing that it can do fits
-        fitting = [one for one in fitting if one[0].can_run] or fitting
         # a run that dies of memory has cost its dollars: what fits with its error comes before what may not
         most = place.memory_bytes / (1 + memory_error(place, self.wanted.shape.model_type))
         sure = [one for one in fitting if self.needed_bytes(place, one[1]) <= most]
@@ -213,7 +211,7 @@ class _Search:
         """Where only the risk of fp16 made it fp32: the setting, when the job would fit with it."""
         if place.precision != "fp32" or not place.is_cuda or self.wanted.precision or not self.wanted.fp16_risk:
             return ""
-        in_fp16 = [one for one in self.candidates("fp16", n_gpus, True) if one[0].can_run]
+        in_fp16 = self.candidates("fp16", n_gpus, True)
         if not in_fp16:
             return ""
         if min(self.needed_bytes(place, memory) for _, memory, _ in in_fp16) > place.memory_bytes:

@@ -318,11 +318,6 @@ class Plan:
         """Whether it may not fit after all: the range of its memory passes what is there."""
         return self.memory_range.high > self.place.memory_bytes
 
-    @property
-    def is_runnable(self) -> bool:
-        """Whether it is a choice: whether the trainer can do it."""
-        return self.recipe.can_run
-
 
 @dataclass(frozen=True)
 class Rejected:
@@ -348,8 +343,8 @@ class Answer:
 
     @property
     def best(self) -> Plan | None:
-        """The first that the trainer can run."""
-        return next((plan for plan in self.plans if plan.is_runnable), None)
+        """The first."""
+        return self.plans[0] if self.plans else None
 
 
 def place_of(

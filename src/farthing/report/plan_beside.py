@@ -22,7 +22,7 @@ def sooner(best: Any, rows: Sequence[Row]) -> dict[str, Any] | None:
     if best is None:
         return None
     most = _DEARER * best["total_usd"] if has_price(best) else math.inf
-    can = [row for row in rows if row["is_runnable"] and has_price(row) and row["total_usd"] <= most]
+    can = [row for row in rows if has_price(row) and row["total_usd"] <= most]
     row = min(can, key=lambda row: (row["wall_s"], row["total_usd"], row["rank"]), default=None)
     if row is None or row["wall_s"] > best["wall_s"] * 0.75:
         return None
@@ -32,14 +32,14 @@ def sooner(best: Any, rows: Sequence[Row]) -> dict[str, Any] | None:
 
 def spot_or_not(rows: Sequence[Row]) -> dict[str, Any] | None:
     """The best on spot against the best on demand."""
-    demand, spot = (next((row for row in rows if row["is_runnable"] and row["kind"] == kind), None) for kind in RENTED)
+    demand, spot = (next((row for row in rows if row["kind"] == kind), None) for kind in RENTED)
     return None if demand is None or spot is None else _against(spot, demand, ("spot_rank", "on_demand_rank"), "spot")
 
 
 def two_or_one(rows: Sequence[Row]) -> dict[str, Any] | None:
     """The best on two GPUs against the best on one that costs more an hour than each of them: on demand, at prices that can
     be had where there are such."""
-    rented = [row for row in rows if row["is_runnable"] and row["kind"] == "on-demand"]
+    rented = [row for row in rows if row["kind"] == "on-demand"]
     rented.sort(key=lambda row: bool(row["price_is"]) or row["price_age_days"] > OLD_PRICE_DAYS)
     two = next((row for row in rented if row["n_gpus"] == 2), None)
     least = math.inf if two is None else two["usd_per_gpu_hour"]

@@ -12,7 +12,7 @@ from rich.table import Table
 from farthing.planner.ranking import TIE
 from farthing.planner.types import OLD_PRICE_DAYS
 from farthing.report.plan_own import RENTED
-from farthing.report.plan_words import has_price, limits_in_words, say_cost, ways_out
+from farthing.report.plan_words import has_price, limits_in_words, say_cost
 from farthing.report.safe import escape
 from farthing.units import plural, say_bytes, say_count, say_seconds
 
@@ -26,21 +26,16 @@ _SHRINKS = (("at", 6), ("machine", 12))  # columns that are cut where the termin
 def draw_brief(console: Console, view: Row, next_step: str = "", n_shown: int | None = None) -> None:
     """The answer, the first choices, what was supposed, what to check, and the command that is `next_step`."""
     best, job, n_shown = view["best"], view["job"], n_shown or N_SHOWN
-    answer = view["answer"]
-    if best is not None:
-        verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
-        with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
-        answer = f"{verb}{best['name']}{with_own}: {_usd_in_words(best)}"
-    console.print(f"[bold]{escape(answer)}[/]")
+    console.print(f"[bold]{escape(view['answer'] if best is None else _headline(best))}[/]")
     if best is not None:
         console.print(escape(_time_and_memory(best)))
     console.print(f"[dim]{escape(_job_words(job))}[/]")
     if limits := limits_in_words(view):
         chance = f"; chance {best['chance']:.0%}" if best and best["chance"] is not None else ""
         console.print(f"[dim]limits: {escape(limits + chance)}[/]")
-    if not view["plans"]:
+    if best is None:
         return
-    shown = [one for one in view["plans"] if one["is_runnable"]][:n_shown] or view["plans"][:n_shown]
+    shown = view["plans"][:n_shown]
     here = next((one for one in view["plans"] if one["kind"] == "here"), None)
     console.print()
     draw_choices(console, shown if here is None or here in shown else [*shown, here])
@@ -48,21 +43,20 @@ def draw_brief(console: Console, view: Row, next_step: str = "", n_shown: int | 
         console.print(f"[dim]{escape(words)}[/]")
     console.print()
     facts = Table.grid(padding=(0, 2))
-    supposed = re.sub(r" \([^()]*\)", "", best["confidence"]) if best else ""
-    rows = {
-        "supposed": [f"{job['lengths_source'].removeprefix(ON_COMMAND_LINE)}; {supposed}"] if best else [],
-        "nearest": [] if best else ways_out(view),
-        "set": [" and ".join(best["recipe"]["to_set"]) + ": several GPUs share the run"]
-        if best and best["recipe"]["to_set"]
-        else [],
-        "check": [to_check(best, job)] if best else [],
-    }
-    for name, said in rows.items():
-        for number, words in enumerate(said):
-            facts.add_row(f"[bold]{name}[/]" if number == 0 else "", escape(words))
+    supposed = re.sub(r" \([^()]*\)", "", best["confidence"])
+    facts.add_row("[bold]supposed[/]", escape(f"{job['lengths_source'].removeprefix(ON_COMMAND_LINE)}; {supposed}"))
+    if best["recipe"]["to_set"]:
+        facts.add_row("[bold]set[/]", escape(" and ".join(best["recipe"]["to_set"]) + ": several GPUs share the run"))
+    facts.add_row("[bold]check[/]", escape(to_check(best, job)))
     console.print(facts)
     if next_step:
         console.print(f"[bold]next[/]      {escape(next_step)}", soft_wrap=True)
+
+
+def _headline(best: Row) -> str:
+    verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
+    with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
+    return f"{verb}{best['name']}{with_own}: {_usd_in_words(best)}"
 
 
 def _usd_in_words(best: Row) -> str:
@@ -95,11 +89,9 @@ def _order(view: Row) -> str:
 
 
 def _the_rest(view: Row, shown: Sequence[Row]) -> str:
-    n_rest = sum(one["is_runnable"] for one in view["plans"]) - sum(one["is_runnable"] for one in shown)
-    n_later = sum(not one["is_runnable"] for one in view["plans"])
+    n_rest = len(view["plans"]) - len(shown)
     n_refused = sum(one["n_offers"] for one in view["rejected"])
     parts = [f"{plural(n_rest, 'more choice')}"] if n_rest else []
-    parts += [f"{n_later:,} that can't be run yet"] if n_later else []
     parts += [f"{plural(n_refused, 'offer')} refused"] if n_refused else []
     return f"{', '.join(parts)}: --all" if parts else ""
 
@@ -171,7 +163,7 @@ def _cells(one: Row) -> dict[str, str]:
     waiting_s = one["seconds"].get("waiting", 0.0)
     machine = "CPU" if one["is_cpu"] else f"{one['n_gpus']}x {one['gpu']}" if one["n_gpus"] > 1 else one["gpu"]
     return {
-        "#": f"{one['rank']}{'*' if one['on_front'] or one['on_runnable_front'] else ''}",
+        "#": f"{one['rank']}{'*' if one['on_front'] else ''}",
         "machine": machine + (" spot" if one["spot"] else ""),
         "at": one["provider"] if one["kind"] != "here" else "here",
         "$": usd if has_price(one) else "?",

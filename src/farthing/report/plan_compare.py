@@ -23,7 +23,7 @@ def find_plan(view: Mapping[str, Any], text: str, *, or_service: bool = False) -
 
     With `or_service` a service too: `Together`, which has machines as well: those are `Together/H100`.
 
-    The first that answers to the name, one GPU before several. Raises `UserMistake`, with the reason where all that
+    The first that answers to the name. Raises `UserMistake`, with the reason where all that
     answer were rejected.
     """
     rows: list[dict[str, Any]] = view["plans"]
@@ -36,9 +36,9 @@ def find_plan(view: Mapping[str, Any], text: str, *, or_service: bool = False) -
         return row
     if or_service and (service := _service(view, wanted)) is not None:
         return service
-    found = sorted((row for row in rows if _answers(row, wanted)), key=lambda row: not row["is_runnable"])
-    if found:
-        return found[0]
+    found = next((row for row in rows if _answers(row, wanted)), None)
+    if found is not None:
+        return found
     no = next((one for one in view["rejected"] if _answers(one, wanted)), None)
     if no is not None:
         raise UserMistake(f"`{wanted}` was rejected: {no['reason']}", where="plan", to_do=no["change"])
@@ -151,7 +151,6 @@ _WORDS: dict[str, Callable[[Row], str]] = {
     "sharding": lambda row: row["recipe"]["sharding"],
     "interruptions": lambda row: "none" if row["spot"] is None else f"{row['spot']['n_interruptions']:.2g}",
     "price of": lambda row: row["price_date"],
-    "can run today": lambda row: "yes" if row["is_runnable"] else "not yet",
     "you get": lambda row: row.get("you_get", "the weights"),
 }
 

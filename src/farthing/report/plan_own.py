@@ -28,8 +28,8 @@ RENTED = ("on-demand", "spot")
 
 
 def best_of(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """The first that the trainer can run; a machine without a price only where nothing else can."""
-    return next((row for row in rows if row["is_runnable"]), None)
+    """The first; a machine without a price only where there is nothing else."""
+    return rows[0] if rows else None
 
 
 def services(study: Study) -> list[dict[str, Any]]:

@@ -30,22 +30,17 @@ from farthing.report.plan_words import (
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 Row = Mapping[str, Any]
-_NOT_YET = "need their weights spread over several GPUs, which farthing cannot train yet"
 _N_SHOWN, _N_MEMORY = 20, 14
 _STYLE = """
 svg .front{fill:none;stroke:var(--c1);stroke-width:1.5}
-svg .later{fill:none;stroke:var(--c8);stroke-width:1.2;stroke-dasharray:5 4}
 svg .whisker{stroke:var(--soft);stroke-width:1;opacity:.75}
 svg .leader{stroke:var(--soft);stroke-width:.8}
 svg .demand{fill:var(--c1);stroke:var(--c1)}
 svg .spot{fill:var(--c2);stroke:var(--c2)}
 svg .own{fill:var(--c3);stroke:var(--c3)}
-svg .several{fill:var(--card)}
 svg .dot{opacity:.6}
 svg .marked{opacity:1}
-.not-yet td{color:var(--soft)}
 .key i.round{border-radius:50%}
-.key i.hollow{background:none;border:2px solid var(--c8)}
 """
 
 
@@ -106,7 +101,7 @@ def _memory(rows: Sequence[Row]) -> str:
     first: dict[tuple[str, int], Row] = {}
     for row in rows:
         first.setdefault((row["gpu"], row["n_gpus"]), row)
-    shown = [row for row in first.values() if row["is_runnable"]][:_N_MEMORY] or list(first.values())[:_N_MEMORY]
+    shown = list(first.values())[:_N_MEMORY]
     names = page.in_order({name for row in shown for name in row["memory"]["parts"]})
     body = []
     for row in shown:
@@ -174,8 +169,7 @@ def _plans(rows: Sequence[Row]) -> str:
     if len(rows) > _N_SHOWN:
         rest = page.wide("More choices", f"<table>{head}{page.body(_plan_row(row) for row in rows[_N_SHOWN:])}</table>")
         more = f"<details><summary>{plural(len(rows) - _N_SHOWN, 'more choice')}</summary>{rest}</details>"
-    note = '<p class="soft">* no other choice is both cheaper and sooner. (+n): n more offers that differ only in their place. '
-    note += f"Grey ones {escape(_NOT_YET)}.</p>" if any(not row["is_runnable"] for row in rows) else "</p>"
+    note = '<p class="soft">* no other choice is both cheaper and sooner. (+n): n more offers elsewhere.</p>'
     return f"<h2>Choices</h2>\n{note}\n{first}{more}"
 
 
@@ -187,12 +181,11 @@ def _plan_row(row: Row) -> str:
     dollars, between = (say_cost(usd), f"{say_cost(low)[1:]} to {say_cost(high)[1:]}") if has_price(row) else ("?", "")
     also = f" (+{len(row['also_at'])})" if row["also_at"] else ""
     place = ", ".join(dict.fromkeys(word for word in (row["provider"], row["zone"] or row["region"]) if word)) + also
-    not_yet = "" if row["is_runnable"] else ' class="not-yet"'
-    star = "*" if row["on_front"] or row["on_runnable_front"] else ""
+    star = "*" if row["on_front"] else ""
     gib = f"{memory['needed_bytes'] / 2**30:.1f} of {memory['capacity_bytes'] / 2**30:.0f}"
     speed = say_count(row["step"]["tokens_per_s"])
     return (
-        f"<tr{not_yet}>{page.cells('n', str(row['rank']) + star)}{page.cells('k', place, several + row['gpu'], kind)}"
+        f"<tr>{page.cells('n', str(row['rank']) + star)}{page.cells('k', place, several + row['gpu'], kind)}"
         f"{page.cells('n', dollars, between, say_seconds(row['wall_s']), gib, speed)}{page.cells('words', row['why'])}</tr>"
     )
 

@@ -102,9 +102,8 @@ def cost_against_time(rows: Sequence[Row], best: Row) -> str:
     shown = [row for row in rows if has_price(row) and row["total_usd"] > 0 and row["hours"] > 0]
     if not shown:
         return ""
-    front = sorted((row for row in shown if row["on_runnable_front"]), key=lambda row: row["hours"])
-    later = sorted((row for row in shown if row["on_front"]), key=lambda row: row["hours"])
-    marked = list({row["rank"]: row for row in [best, *front, *later] if row in shown}.values())
+    front = sorted((row for row in shown if row["on_front"]), key=lambda row: row["hours"])
+    marked = list({row["rank"]: row for row in [best, *front] if row in shown}.values())
     hours = [row["hours"] for row in shown] + [h for row in marked for h in row["hours_range"] if h > 0]
     usd = [row["total_usd"] for row in shown] + [u for row in marked for u in row["usd_range"] if u > 0]
     to_x, _ = _log_axis(hours, _LEFT, _WIDTH - _RIGHT)
@@ -121,19 +120,16 @@ def cost_against_time(rows: Sequence[Row], best: Row) -> str:
     def at(row: Row) -> tuple[float, float]:
         return to_x(row["hours"]), to_y(row["total_usd"])
 
-    for ones, name in ((later, "later"), (front, "front")):
-        if len(ones) > 1:
-            svg.append(
-                f'<polyline class="{name}" points="{" ".join("{:.1f},{:.1f}".format(*at(row)) for row in ones)}"/>'
-            )
+    if len(front) > 1:
+        svg.append(f'<polyline class="front" points="{" ".join("{:.1f},{:.1f}".format(*at(row)) for row in front)}"/>')
     for row in marked:
         svg += _whiskers(row, to_x, to_y)
     for row in sorted(shown, key=lambda row: (row in marked, -row["rank"])):
         svg.append(_dot(row, at(row), is_marked=row in marked, is_best=row is best))
     first = [best] if best in shown else []
-    named = [row for row in [*first, *front, *later] if row in marked][: 2 * _N_LABELS]
+    named = [row for row in [*first, *front] if row in marked][: 2 * _N_LABELS]
     wanted = list({row["rank"]: (_label(row), *at(row)) for row in named}.values())[:_N_LABELS]
-    dots = [at(row) for row in shown] + _along([at(row) for row in front]) + _along([at(row) for row in later])
+    dots = [at(row) for row in shown] + _along([at(row) for row in front])
     for label in place_labels(wanted, dots, (_LEFT + 2, _TOP, _WIDTH - 4, _HEIGHT - _BOTTOM)):
         svg += _label_words(label)
     svg.append("</svg>")
@@ -141,11 +137,11 @@ def cost_against_time(rows: Sequence[Row], best: Row) -> str:
     hidden = f" {plural(n_hidden, 'choice')} without a price is not drawn." if n_hidden else ""
     caption = (
         "Both axes are logarithmic. The line joins the choices that no other choice beats on both cost and time; crosses "
-        f"are their ranges, which hold for 4 of 5 runs.{hidden} {_key_words(shown)}"
+        f"are their ranges, which hold for 4 of 5 runs.{hidden}"
     )
     return (
         f'<h2>Cost against time</h2>\n<figure><div class="wide" tabindex="0" role="region" aria-label="Cost against time">'
-        f"{''.join(svg)}</div><figcaption>{escape(caption)}</figcaption>{_scatter_key(shown, later)}</figure>"
+        f"{''.join(svg)}</div><figcaption>{escape(caption)}</figcaption>{_scatter_key(shown)}</figure>"
     )
 
 
@@ -208,8 +204,6 @@ def _whiskers(row: Row, to_x: Callable[[float], float], to_y: Callable[[float], 
 
 def _dot(row: Row, at: tuple[float, float], *, is_marked: bool, is_best: bool) -> str:
     names = [{"spot": "spot", "on-demand": "demand"}.get(row["kind"], "own"), "marked" if is_marked else "dot"]
-    if not row["is_runnable"]:
-        names.append("several")
     radius = 6.5 if is_best else 4.5 if is_marked else 3
     words = f"{row['rank']}. {row['name']}: {say_cost(row['total_usd'])}, {say_seconds(row['wall_s'])}"
     low, _, high = row["usd_range"]
@@ -240,22 +234,14 @@ def _label_words(label: Label) -> list[str]:
 
 
 def _front_words(front: Sequence[Row]) -> str:
-    if not front:
-        return "Farthing can train on none of them yet."
     words = "; ".join(f"{row['name']} {say_cost(row['total_usd'])} in {say_seconds(row['wall_s'])}" for row in front)
     return f"From the soonest to the cheapest: {words}."
 
 
-def _key_words(shown: Sequence[Row]) -> str:
-    return "Hollow points need weights spread over GPUs." if any(not row["is_runnable"] for row in shown) else ""
-
-
-def _scatter_key(shown: Sequence[Row], later: Sequence[Row]) -> str:
+def _scatter_key(shown: Sequence[Row]) -> str:
     kinds = {row["kind"] for row in shown}
     names = [("c1", "on demand")] if "on-demand" in kinds else []
     names += [("c2", "spot")] if "spot" in kinds else []
     names += [("c3", "your own")] if kinds & {"own", "here"} else []
     keys = [f'<li><i class="round {colour}"></i>{name}</li>' for colour, name in names]
-    if any(not row["is_runnable"] for row in shown):
-        keys.append('<li><i class="round hollow"></i>weights spread over GPUs: not yet</li>')
     return f'<ul class="key">{"".join(keys)}</ul>'

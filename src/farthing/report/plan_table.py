@@ -25,12 +25,11 @@ from farthing.report.plan_words import (
     say_cost,
     say_short,
     summary,
-    ways_out,
 )
 from farthing.report.safe import escape
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
-_N_SHOWN, _N_SEVERAL, _N_WHY_NOT = 10, 3, 6
+_N_SHOWN, _N_WHY_NOT = 10, 6
 _WIDE, _N_NAMED = 100, 5
 _LEFT_OUT = ("#GB", "#streams", "#answer")
 """Columns of serving that a narrower terminal has no room for."""
@@ -47,21 +46,10 @@ def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
     """The whole answer: what to do first, then the choices, then the reasons."""
     draw_header(console, view)
     n_shown = limit or _N_SHOWN
-    one = [row for row in view["plans"] if row["is_runnable"]]
-    several = [row for row in view["plans"] if not row["is_runnable"]]
-    if one:
-        console.print()
-        draw_choices(console, one[:n_shown])
-        _draw_rest(console, len(one) - n_shown, one[:n_shown])
-        console.print(f"[dim]{_LEGEND}[/]")
-    if several:
-        console.print("\n[bold]With weights spread over GPUs[/]: farthing cannot train on these yet")
-        draw_choices(console, several[: min(n_shown, _N_SEVERAL)])
-        _draw_rest(console, len(several) - min(n_shown, _N_SEVERAL), several[: min(n_shown, _N_SEVERAL)])
-    if view["best"] is None:
-        console.print("\n[bold]On what farthing can train on[/], the nearest ways")
-        for number, way in enumerate(ways_out(view), 1):
-            console.print(f"{number}. {escape(way)}")
+    console.print()
+    draw_choices(console, view["plans"][:n_shown])
+    _draw_rest(console, len(view["plans"]) - n_shown, view["plans"][:n_shown])
+    console.print(f"[dim]{_LEGEND}[/]")
     _draw_facts(console, view)
     _draw_why_not(console, view)
     if view["runs"] is None:
@@ -109,8 +97,6 @@ def draw_components(console: Console, row: Row) -> None:
         facts["disk"] = f"{say_bytes(row['cache_bytes'])} for the output of the frozen layers"
     if row["recipe"]["to_set"]:
         facts["to set"] = ", ".join(row["recipe"]["to_set"])
-    if row["not_runnable"]:
-        facts["note"] = row["not_runnable"]
     _draw_pairs(console, facts)
     low, needed, high = memory["range_bytes"]
     words = f"{say_bytes(needed)} ({_gib(low)} to {_gib(high)}) of {say_bytes(memory['capacity_bytes'])}"

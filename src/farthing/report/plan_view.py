@@ -30,8 +30,6 @@ from farthing.report.plan_serving import serving_view
 from farthing.report.plan_words import LOCAL, OWN, cause_of, has_price, say_cost
 
 KIND = "farthing plan"
-NOT_YET = "needs its weights spread over several GPUs, which farthing cannot train yet"
-"""Why a plan is not among the choices."""
 
 
 def plan_view(
@@ -45,8 +43,6 @@ def plan_view(
     knows of the run from elsewhere, `traffic` what answering with the model costs, `n_runs` what so many runs come to."""
     choices = _choices(study.answer.plans)
     rows = [_plan(rank, group, study.law, study.wanted.shape.model_type) for rank, group in enumerate(choices, 1)]
-    for row in _front([row for row in rows if row["is_runnable"]]):
-        row["on_runnable_front"] = True
     best = best_of(rows)
     view = {
         "kind": KIND,
@@ -202,9 +198,6 @@ def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> dict[str, 
         "confidence": how_sure(plan.place, family),
         "why": "; ".join(words for words in (plan.why, plan.mixture, plan.place.precision_note) if words),
         "on_front": any(one.on_front for one in group),
-        "on_runnable_front": False,
-        "is_runnable": plan.is_runnable,
-        "not_runnable": "" if plan.is_runnable else NOT_YET,
         "also_at": [
             {
                 "instance": other.offer.instance,
@@ -252,15 +245,6 @@ def _memory(plan: Plan) -> dict[str, Any]:
         "moment": plan.memory.moment,
         "is_tight": plan.is_tight,
     }
-
-
-def _front(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of these plans those of which none is both cheaper and sooner, the cheapest first."""
-    found: list[dict[str, Any]] = []
-    for row in sorted(rows, key=lambda row: (row["total_usd"], row["wall_s"], row["rank"])):
-        if not found or row["wall_s"] < found[-1]["wall_s"]:
-            found.append(row)
-    return found
 
 
 def _kind(offer: Offer) -> str:
@@ -312,10 +296,7 @@ def _spot(plan: Plan, law: str) -> dict[str, Any] | None:
 def _answer(view: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     best = view["best"]
     if best is None:
-        if not rows:
-            return f"Nothing can do this job as it is: none of {plural(view['n_offers'], 'offer')}."
-        first = f"{rows[0]['name']} would: {_figures(rows[0])}; but it {NOT_YET}"
-        return f"Nothing that farthing can train on holds this job. {first}."
+        return f"Nothing can do this job as it is: none of {plural(view['n_offers'], 'offer')}."
     verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
     with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
     text = f"{verb}{best['name']}{with_own}: {_figures(best)}."
