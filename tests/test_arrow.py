@@ -244,10 +244,11 @@ def test_memory_that_is_not_enough_is_that_of_this_machine(tmp_path: Path, monke
     path = tmp_path / "a.json"
     path.write_text('[{"text": "a"}]')
 
-    def loads(text: str) -> Any:
-        raise MemoryError
+    class Decoder:
+        def decode(self, text: str) -> Any:
+            raise MemoryError
 
     source = opened(path)
-    monkeypatch.setattr(read.json, "loads", loads)
+    monkeypatch.setattr(read, "_DECODER", Decoder())
     with pytest.raises(DataError, match="this machine has not enough memory"):
         list(source.rows())

@@ -184,7 +184,7 @@ def test_columns_that_nobody_reads_are_named_by_every_verb(desk: Desk, run: Call
         assert said.code == 0, said.err
         named = [line for line in said.out.splitlines() if "not used: `" in line]
         assert len(named) == 1, said.out
-        assert "`\\x1b[31mreward` (in 1 of 24 rows), `source`" in said.out.replace("\n", " ").replace("  ", " "), verb
+        assert "`\\x1b[31mreward` (in 1 of 24 rows), `source`" in " ".join(said.out.split()), verb
         assert "\x1b" not in said.out + said.err
         said = run("--json", verb=verb)
         assert "\\u001b[31mreward` (in 1 of 24 rows), `source`" in said.out, verb

@@ -550,8 +550,8 @@ def test_hooks_by_which_transformers_hands_out_states_are_no_hindrance() -> None
     assert frozen_layers_of(model).n_layers == 2
 
 
-def test_tasks_that_are_not_laid_flat_are_refused() -> None:
-    assert "padded apart" in str(find_frozen_layers(frozen_model(), "seq2seq"))
+def test_tasks_that_are_not_packed_are_refused() -> None:
+    assert "not among the families" in str(find_frozen_layers(frozen_model(), "seq2seq"))
 
 
 # ---- the cache ----

@@ -117,11 +117,13 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
         (run.context.folder / MODEL).mkdir(exist_ok=True)
         run.disk["model"] = run.progress.step
 
-    for name, instead in {"take_step": take_step, "evaluate_run": evaluate_run, "save": save}.items():
+    alone = {"take_step": take_step, "evaluate_run": evaluate_run, "save": save, "rehearse": lambda run: None}
+    for name, instead in alone.items():
         patch.setattr(farthing.train.loop, name, instead)
     for name, instead in {"save_last": save_last, "export": export}.items():
         patch.setattr(farthing.train.loop, name, instead)
         patch.setattr(farthing.train.saver, name, instead)
+    patch.setattr(farthing.train.saver, "_trained", lambda run: {})
 
 
 def mark(run: Attempt) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ from farthing.errors import DataError, FarthingError, JobError, Mistakes, ModelE
 from farthing.planner.preflight import load_job_or_tell_all, look_over
 from farthing.units import plural, say_bytes, say_usd
 
+_N_ROWS = 200  # of each source are looked at
 EXTRAS = {
     "bitsandbytes": ("gpu", "qlora, 8-bit and paged optimizers"),
     "liger_kernel": ("gpu", "train.use_liger_kernel"),
@@ -248,13 +249,13 @@ def check_trial(path: Path, overrides: list[str], n_examples: int) -> Iterator[C
 
 
 def _first_rows(job: Any, source: Any, inputs: Any) -> str:
-    """What the first 200 rows of a source are, and what of them is not used. Raises `DataError`."""
+    """What the first rows of a source are, and what of them is not used. Raises `DataError`."""
     from farthing.data.foreign import Watch, say_ignored
     from farthing.data.formats import converter, recognise, used_columns
     from farthing.data.rows import BadRow, Row
     from farthing.tasks.columns import Unusable
 
-    rows = list(itertools.islice(source.rows(), 200))
+    rows = list(itertools.islice(source.rows(), _N_ROWS))
     wanted = source.columns_or(dict(job.data.columns))
     watch = Watch(job.task, wanted, source.name)
     watch(rows)
@@ -286,6 +287,10 @@ def _first_rows(job: Any, source: Any, inputs: Any) -> str:
     if n_bad == len(rows):
         what = f"format {name}; none of the first {first} can be used ({reasons[0]})"
         raise DataError(what, to_do="correct these rows, or see data.columns")
+    is_whole = len(rows) < _N_ROWS and len(inputs.train_sources) == 1
+    if is_whole and n_bad > recipe.max_bad_rows * len(rows):
+        what = f"{n_bad} of {plural(len(rows), 'row')} can't be used ({reasons[0]}), at most {recipe.max_bad_rows:.0%} may be"
+        raise DataError(what, to_do="correct these rows, or raise data.max_bad_rows")
     words = f"format {name}; " + (
         f"{n_bad} of the first {first} can't be used ({reasons[0]})" if n_bad else f"{first} tried"
     )

@@ -45,6 +45,8 @@ def draw_brief(console: Console, view: Row, next_step: str = "", n_shown: int | 
     facts = Table.grid(padding=(0, 2))
     supposed = re.sub(r" \([^()]*\)", "", best["confidence"])
     facts.add_row("[bold]supposed[/]", escape(f"{job['lengths_source'].removeprefix(ON_COMMAND_LINE)}; {supposed}"))
+    for note in view["data_notes"]:
+        facts.add_row("[bold]data[/]", escape(note))
     if best["recipe"]["to_set"]:
         facts.add_row("[bold]set[/]", escape(" and ".join(best["recipe"]["to_set"]) + ": several GPUs share the run"))
     facts.add_row("[bold]check[/]", escape(to_check(best, job)))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import farthing
 from farthing.planner.confidence import how_sure
+from farthing.planner.lengths import Lengths
 from farthing.planner.serving import Traffic
 from farthing.planner.throughput_arithmetic import OwnFigures, by_hand
 from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front
@@ -52,6 +53,7 @@ def plan_view(
         "prices": _prices(study),
         "assumptions": list(study.assumptions.in_words()),
         "notes": list(study.notes),
+        "data_notes": list(dict.fromkeys(note for each in _lengths_of(study) for note in each.notes)),
         "answer": "",
         "best": best,
         "n_offers": len(study.answer.plans) + len(study.answer.rejected),
@@ -245,6 +247,11 @@ def _memory(plan: Plan) -> dict[str, Any]:
         "moment": plan.memory.moment,
         "is_tight": plan.is_tight,
     }
+
+
+def _lengths_of(study: Study) -> list[Lengths]:
+    held_out = study.wanted.eval_lengths
+    return [study.wanted.lengths, *([held_out] if held_out is not None else [])]
 
 
 def _kind(offer: Offer) -> str:
