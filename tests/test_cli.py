@@ -535,8 +535,9 @@ def test_doctor_warns_of_rows_that_are_no_use_and_of_a_missing_price(
 ) -> None:
     rows: list[Any] = [*workshop.rows_of("llama", 9), {"prompt": "x", "completion": None}]
     path = job_file(tmp_path, rows=rows, where={"usd_per_hour": 0})
-    said = out_of(capsys, "doctor", path)
+    said = out_of(capsys, "doctor", path, "--set", "data.max_bad_rows=0.2")
     assert "1 of the first 10 rows can't be used" in said
+    assert "1 of 10 rows can't be used" in out_of(capsys, "doctor", path, code=2), "as training would say"
     assert "where.usd_per_hour" in said
     useless = job_file(tmp_path, rows=[{"prompt": "x", "completion": None}] * 3)
     assert "no row can be used: line 1: no `completion`" in out_of(capsys, "doctor", useless, code=2)

@@ -57,6 +57,8 @@ def test_a_plan_answers_what_was_paid(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {"Fireworks", "Together", "OpenAI"} <= {each["provider"] for each in view["managed"]}
     assert all(each["price_source"] and each["price_date"] for each in view["managed"])
     assert main(words) == 0
+    assert "you paid $90.00: here it is" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--all"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "you paid $90.00: here it is" in said
     assert "no new jobs from 2027-01-06" in said

@@ -391,10 +391,10 @@ def test_parts_that_do_not_fit_are_refused_in_words(two_saves: Path) -> None:
             values["not there"]
 
     fresh = Checkpoints(two_saves, "run-1", 3, warn=print)
-    with pytest.raises(RunDamaged, match="the model of step 2 is not what this run has saved"):
-        fresh.restore(2, {"model": Picky(), "optimizer": Picky()})
+    with pytest.raises(RunDamaged, match="the model of step-00000002-0002 is not what this run has saved"):
+        fresh.restore(fresh.folder_of(2), {"model": Picky(), "optimizer": Picky()})
     with pytest.raises(RunChanged, match="the checkpoint holds"):
-        fresh.restore(2, {"model": Picky()})
+        fresh.restore(fresh.folder_of(2), {"model": Picky()})
 
 
 # ---- commits in a store ----

@@ -19,7 +19,7 @@ from farthing.train.autotune_cache import PROBES, Subject, leave_probe
 from test_identity import LeavesAt
 from workshop import Heard, losses_of, make_job, train
 
-EVERYTHING = Settings(512, 2, 64, True, False, True, "liger", "bf16", probed=True)
+EVERYTHING = Settings(512, 2, 64, True, False, compiled=True, kernels="liger", precision="bf16", probed=True)
 
 
 def test_what_was_written_is_read_and_so_is_what_earlier_versions_wrote() -> None:
