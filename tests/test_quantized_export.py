@@ -16,8 +16,9 @@ import workshop
 from exported_families import FAMILIES, make_family
 from farthing.cli import main
 from farthing.config.load import load_job
-from farthing.errors import UserMistake
+from farthing.errors import FarthingError, UserMistake
 from farthing.export.gguf_families import family_of, lay_out, taken_back
+from farthing.export.gguf_file import plan_gguf
 from farthing.export.modelfile import modelfile
 from llama_cpp import LlamaCpp
 from test_export import body_of
@@ -75,6 +76,33 @@ def test_what_llama_cpp_computes_otherwise_is_refused_by_its_key(
     with pytest.raises(Exception, match=r"llama\.cpp does not compute") as refused:
         family_of(config, "causal-lm")
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt2"]
+)
+def test_every_weight_of_a_family_has_a_place_or_is_another_weight_too(
+    family: str, is_tied: bool, tokenizers: dict[str, Any]
+) -> None:
+    """In Gemma and Gemma 2 llama.cpp has no output layer of its own."""
+    pytest.importorskip("gguf", reason="pip install 'farthing[gguf]'")
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    if family != "gpt2":
+        sizes = {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0, "query_pre_attn_scalar": 16,
+        }  # fmt: skip
+    config = transformers.AutoConfig.for_model(family, vocab_size=2000, tie_word_embeddings=is_tied, **sizes)
+
+    def planned() -> Any:
+        return plan_gguf(config, tokenizers["llama"], "causal-lm", "f32", "x", is_chat=False)
+
+    if not is_tied and family in ("gemma", "gemma2"):
+        with pytest.raises(FarthingError, match="has no place for one of the weights"):
+            planned()
+    else:
+        assert planned().config is config
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
