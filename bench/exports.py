@@ -23,6 +23,7 @@ from safetensors import safe_open
 from exported_families import FAMILIES, make_family
 from farthing.after.quantized import Wish, export_quantized
 from farthing.config.load import load_job
+from farthing.errors import FarthingError
 from farthing.export.folders import export_run
 from farthing.export.gguf_file import BITS
 from farthing.train.run import train
@@ -103,7 +104,10 @@ def main() -> None:
             run = trained_run(folder, family, arguments.steps)
             export_run(run, folder / "merged", "merged")
             for form in arguments.forms.split(","):
-                rows.append(row_of(run, folder, family, form))
+                try:
+                    rows.append(row_of(run, folder, family, form))
+                except FarthingError as error:  # what a family can't do is refused before a byte is written
+                    rows.append({"family": family, "form": form, "refused": str(error).splitlines()[0]})
                 if not arguments.json:
                     print(
                         {key: round(value, 5) if isinstance(value, float) else value for key, value in rows[-1].items()}
