@@ -66,7 +66,9 @@ def plan_gguf(config: Any, tokenizer: Any, task: str, bits: str, name: str, *, i
     family = family_of(config, task)
     places = _places(gguf, config, family)
     model = skeleton(config, task)
-    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(model.named_parameters()).keys()
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(
+        model.named_parameters()
+    ).keys()
     for weight in model.state_dict().keys() - shared:  # what another weight is too is not written
         _placed(weight, places)  # raises
     values, tensors, notes = settings_of(config, family)
