@@ -171,7 +171,7 @@ def test_what_no_chat_showed_is_said_once_and_what_one_showed_is_not() -> None:
         shown = Shown()
         render = Renderer(template, (("eos_token", "</s>"),), "")
         for chat in chats:
-            shown.left_out(chat["messages"], chat.get("tools"), render)
+            shown.look(chat["messages"], chat.get("tools"), render)
         return [text.removeprefix("the chat template leaves out ").partition(" (in ")[0] for text in shown.said()]
 
     others = ["`name` of messages", "`reasoning_content` of messages"]
@@ -195,4 +195,33 @@ def test_a_template_that_can_not_do_without_a_thing_reads_it() -> None:
     )
     shown = Shown()
     chat = [{"role": "user", "content": "a", "name": "eve"}, {"role": "assistant", "content": "b", "name": "it"}]
-    assert shown.left_out(chat, None, Renderer(needs, (), "")) == frozenset()
+    shown.look(chat, None, Renderer(needs, (), ""))
+    assert shown.said() == []
+
+
+def test_whether_a_call_is_shown_does_not_hang_on_the_rows_before() -> None:
+    """A template that writes calls only where nothing is said beside them."""
+    either = PLAIN.replace("m.tool_calls or []", "([] if m.content else (m.tool_calls or []))")
+    tokenizer = SimpleNamespace(
+        chat_template=either, special_tokens_map={"eos_token": "</s>"}, added_tokens=["</s>"], backend_tokenizer=None
+    )
+    both, alone = (
+        {
+            "messages": [
+                {"role": "user", "content": "1+1?"},
+                {"role": "assistant", "content": said, "tool_calls": [CALL]},
+            ]
+        }
+        for said in ("I sum.", None)
+    )
+    convert = converter("messages", {}, {}, tokenizer, "causal-lm")
+    for row in [*[both] * 150, alone, both]:
+        learned = "".join(text for text, is_target in convert(row).segments if is_target)
+        assert ("add" in learned, "sum" in learned) == (row is alone, row is both)
+
+
+def test_a_call_that_is_context_is_no_answer() -> None:
+    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "tool_calls": [CALL], "weight": 0}]
+    turns += [{"role": "user", "content": "b?"}, {"role": "assistant", "content": "B"}]
+    text = read({"messages": turns}, NO_TOOLS, version=4)
+    assert [part for part, is_target in text.segments if is_target] == ["B</s>"]

@@ -18,7 +18,7 @@ from farthing.data.chat import TEXT_VERSION, ChatReader
 from farthing.data.chat_rows import MARKS, from_openai, without_marks
 from farthing.data.columns import Columns, Template, columns_of, guessed, missing, renamed
 from farthing.data.rows import RowValue
-from farthing.data.shown import Shown
+from farthing.data.shown import Shown, leaves_an_answer_empty
 from farthing.durability.files import parse_json
 from farthing.errors import DataError, ModelError
 from farthing.tasks.columns import Unusable, kind_of, text_of
@@ -189,7 +189,8 @@ def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None, shown: 
     if read.version > 2 and "developer" not in read.render.template:
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     try:
-        if "tool_calls" in shown.left_out(messages, tools, read.render) and read.version > 3:
+        shown.look(messages, tools, read.render)
+        if read.version > 3 and leaves_an_answer_empty(messages, tools, read.render, unlearned):
             raise Unusable("the chat template leaves out `tool_calls`: an empty answer would be learned")
         chat = read(messages, tools, unlearned)
     except Unusable as error:

@@ -26,6 +26,7 @@ from farthing.data.foreign import Watch, say_ignored
 from farthing.data.formats import RENDERED, Text, converter, recognise, used_columns
 from farthing.data.read import Source, json_row, n_characters
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
+from farthing.data.shown import Shown
 from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 from farthing.tasks.columns import Unusable
@@ -75,7 +76,8 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         rows = population.rows(picked)
         watch = Watch(recipe.task, source.columns_or(recipe.columns), source.name)
         watch(rows)
-        of_picked, counts, n, reasons = _tokenized(source, rows, max(1, round(n_wanted * share)), tokenizer, recipe)
+        n_tried = max(1, round(n_wanted * share))
+        of_picked, counts, n, reasons = _tokenized(source, rows, n_tried, tokenizer, recipe, watch.shown)
         notes += _said_of(source, watch, recipe)
         why = why or next(iter(reasons), "")
         of_all = _spread(of_picked, population.sizes[picked], population.sizes, stratum)
@@ -142,7 +144,7 @@ def _spread(
 
 
 def _tokenized(
-    source: Source, rows: list[Row | BadRow], n_wanted: int, tokenizer: Any, recipe: Recipe
+    source: Source, rows: list[Row | BadRow], n_wanted: int, tokenizer: Any, recipe: Recipe, shown: Shown
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], int, list[str]]:
     """[row, (input, target, labelled tokens)] of an example of each row, [row] how many such, how many were tokenized for
     it, and why rows can't be used. Before truncation, but for the labelled tokens: only those within max_length.
@@ -154,7 +156,9 @@ def _tokenized(
         return found, counts, 0, reasons
     seen: set[str] = set().union(*(value.keys() for _, value in good))
     name, columns, _ = recognise(seen, recipe.task, source.columns_or(recipe.columns), source.name)
-    convert = converter(name, columns, recipe.label_map, tokenizer, recipe.task, on=recipe.date, version=recipe.version)
+    convert = converter(
+        name, columns, recipe.label_map, tokenizer, recipe.task, on=recipe.date, version=recipe.version, shown=shown
+    )
     all_good, picked, stands_for, sizes = good, np.arange(0), None, np.arange(0)
     if task_of(recipe.task).predicts_next and name in RENDERED:
         sizes = np.array([n_characters(value) for _, value in good])

@@ -12,6 +12,8 @@ from typing import Any
 
 from farthing.data.rows import RowValue
 
+Render = Callable[[list[RowValue], Any], str]
+"""A chat's messages and tools as text."""
 _MOST_TRIES = 100
 _SILENT = (
     "role",
@@ -30,10 +32,8 @@ class Shown:
         self._shown: set[str] = set()
         self._left_out: Counter[str] = Counter()
 
-    def left_out(
-        self, messages: list[RowValue], tools: Any, render: Callable[[list[RowValue], Any], str]
-    ) -> frozenset[str]:
-        """What of this chat the template does not write: keys of its messages, roles, `tools`.
+    def look(self, messages: list[RowValue], tools: Any, render: Render) -> None:
+        """Try the keys of this chat's messages, its roles and its tools that were not seen to be written yet.
 
         After so many chats of which a thing was not written it is not tried again.
         """
@@ -51,10 +51,8 @@ class Shown:
                 if is_shown:
                     self._shown.add(thing)
                     del self._left_out[thing]
-                    asked.discard(thing)
                     continue
             self._left_out[thing] += 1
-        return frozenset(asked)
 
     def said(self) -> list[str]:
         """What was never written, in words."""
@@ -64,6 +62,28 @@ class Shown:
             what = f"messages of `{role}`" if role else "`tools`" if key == "tools" else f"`{key}` of messages"
             said.append(f"the chat template leaves out {what} (in {n:,} chats): the model does not see it")
         return said
+
+
+def leaves_an_answer_empty(
+    messages: list[RowValue], tools: Any, render: Render, unlearned: frozenset[int] = frozenset()
+) -> bool:
+    """Whether answers that are learned and are calls of tools alone are written as if they said nothing."""
+    calls = [
+        index
+        for index, message in enumerate(messages)
+        if message["role"] == "assistant" and message.get("tool_calls") and index not in unlearned
+        if not str(message.get("content") or "").strip()
+    ]
+    if not calls:
+        return False
+    without = [
+        {key: value for key, value in message.items() if index not in calls or key != "tool_calls"}
+        for index, message in enumerate(messages)
+    ]
+    try:
+        return render(without, tools) == render(messages, tools)
+    except Exception:  # as above; what is wrong with the chat itself is said where it is read
+        return False
 
 
 def _without(thing: str, messages: list[RowValue], tools: Any) -> tuple[list[RowValue], Any]:
