@@ -66,11 +66,11 @@ def plan_gguf(config: Any, tokenizer: Any, task: str, bits: str, name: str, *, i
     family = family_of(config, task)
     places = _places(gguf, config, family)
     model = skeleton(config, task)
-    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - dict(
-        model.named_parameters()
-    ).keys()
-    for weight in model.state_dict().keys() - shared:  # what another weight is too is not written
-        _placed(weight, places)  # raises
+    own = dict(model.named_parameters())  # each once: what another weight is too is not written
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own.keys()
+    for weight in model.state_dict():
+        if weight not in shared:
+            _placed(weight, places)  # raises
     values, tensors, notes = settings_of(config, family)
     tokens, more = tokenizer_settings(tokenizer, config.vocab_size, is_chat=is_chat)
     values |= {"vocab_size": config.vocab_size, "name": _name(name, tokenizer, family), **tokens}
