@@ -4,8 +4,9 @@
 
 Each cause is trained with and without: what `report.diagnosis` says of the first run is held against the seconds that the
 second one spares. The second run does what the diagnosis says where it names a key and a value; what was slowed down on
-purpose is as it was. Runs are timed by the processor time of this process, so that other programs on the machine don't
-count; those that wait for a disk by the clock on the wall. Refuses to train for long: sizes are chosen so that the cause shows.
+purpose is as it was. Runs are timed by the processor time of the thread that trains, so that other programs on the machine
+don't count, nor checkpoints that are written meanwhile; those that wait for a disk by the clock on the wall. Refuses to
+train for long: sizes are chosen so that the cause shows.
 """
 
 from __future__ import annotations
@@ -104,10 +105,10 @@ def _slowly_read(*arguments: Any) -> Iterator[Any]:
 _build_model = farthing.train.run.build_model
 
 
-def _slowly_loaded(*arguments: Any) -> Any:
+def _slowly_loaded(*arguments: Any, **keys: Any) -> Any:
     """A model from a disk that takes 12 s for it."""
     time.sleep(12)
-    return _build_model(*arguments)
+    return _build_model(*arguments, **keys)
 
 
 @contextmanager
@@ -140,7 +141,7 @@ def run(case: Case, folder: Path, name: str, fixed: dict[str, Any], *, is_slowed
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(values), encoding="utf-8")
     slowed = case.slowed if is_slowed else None
-    timed = functools.partial(Meter, clock=time.monotonic if case.waits else time.process_time)
+    timed = functools.partial(Meter, clock=time.monotonic if case.waits else time.thread_time)
     with (slowed or _as_it_is)(), patch("farthing.durability.opening.Meter", timed):
         return farthing.train.run.train(load_job(path, [f"{k}={v}" for k, v in fixed.items()]), ignore).receipt
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from farthing.config.load import load_job
@@ -18,7 +20,8 @@ from farthing.report.receipt import build_receipt
 from farthing.report.receipt_table import draw_diagnosis
 from farthing.report.receipt_types import Diagnosis, Finding, Receipt, Span
 from farthing.report.timeline import grouped
-from farthing.train.work import Split, Work
+from farthing.train import fixed_share
+from farthing.train.work import Work
 from workshop import job_file, make_job, train
 
 SPARE = {"n_steps": 100, "free_bytes": 16 << 30, "need_bytes": 1 << 30}
@@ -75,16 +78,20 @@ def test_activation_checkpointing_where_memory_has_room(plain: Receipt) -> None:
     assert (finding.area, finding.cause) == ("memory", "checkpointing not needed")
     assert finding.fix == "train.gradient_checkpointing=false"
     assert finding.saves_s == pytest.approx(25)
+    measured = {**work, "forward_share": 0.4, "recomputed_of_forward": 0.8}
+    assert only(diagnose(case(plain, {"compute": 100.0}, measured))).saves_s == pytest.approx(32), (
+        "what was measured wins"
+    )
     work["need_without_checkpointing_bytes"] = 15 << 30
     assert diagnose(case(plain, {"compute": 100.0}, work)).findings == [], "it would not fit"
 
 
 def test_micro_batches_that_are_too_small_for_what_each_takes(plain: Receipt) -> None:
     work = {"micro_batches_per_step": 8.0, "computed_tokens_per_step": 4096.0, "micro_batch_tokens": 512}
-    work |= {"micro_batch_s": 0.05}
-    finding = only(diagnose(case(plain, {"compute": 100.0}, work)))
+    work |= {"fixed_share": 0.4}
+    finding = only(diagnose(case(plain, {"compute": 100.0, "host_to_device": 2.0}, work)))
     assert (finding.cause, finding.fix) == ("micro-batches too small", "train.micro_batch_tokens=4096")
-    assert finding.saves_s == pytest.approx(100 * 7 * 0.05)
+    assert finding.saves_s == pytest.approx((0.4 * 100 + 2) * 7 / 8)
     no_room = {**work, "free_bytes": 1 << 30}
     assert diagnose(case(plain, {"compute": 100.0}, no_room)).findings == []
 
@@ -205,18 +212,6 @@ def test_a_receipt_holds_its_diagnosis_and_the_terminal_shows_it(plain: Receipt)
 # ---- what it is made from ----
 
 
-def test_seconds_are_split_into_those_of_a_micro_batch_and_those_of_a_token() -> None:
-    split = Split()
-    for tokens in (100, 250, 400, 380, 120):
-        split.add(1, tokens, 0.02 + tokens * 1e-4)
-    assert split.solved() == pytest.approx((0.02, 1e-4))
-    alike = Split()
-    for _ in range(10):
-        alike.add(1, 128, 0.1)
-    assert alike.solved() is None, "sizes that don't differ tell nothing"
-    assert Split().solved() is None
-
-
 def test_a_run_measures_its_work_and_a_killed_one_has_it_too(tmp_path: Path) -> None:
     path = job_file(tmp_path, "llama", max_steps=6, micro_batch_tokens=40, gradient_checkpointing=True)
     work = train(load_job(path)).receipt.work
@@ -226,9 +221,39 @@ def test_a_run_measures_its_work_and_a_killed_one_has_it_too(tmp_path: Path) -> 
     assert work["checkpoint_every"] == 1
     assert 0 < work["recomputed_share"] <= 0.25, "a quarter of forward, forward and backward at most"
     assert work["need_without_checkpointing_bytes"] > work["need_bytes"]
+    assert 0.2 < work["recomputed_of_forward"] < 1
+    assert 0 < work["forward_share"] < 1
     assert work["longest"] >= work["long"] > 0
     again = build_receipt(tmp_path / "run")
     assert again.work == work
+
+
+def test_what_a_micro_batch_takes_is_measured_and_changes_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: dict[str, Any] = {"max_steps": 6, "micro_batch_tokens": 40, "global_batch_size": 8}
+    path = job_file(tmp_path / "short", "llama", dropout=0.1, **keys)
+    short = train(load_job(path)).receipt
+    assert short.work is not None
+    assert "fixed_share" not in short.work, "a run of six steps is not worth it"
+    monkeypatch.setattr(fixed_share, "LEAST_STEPS", 6)
+    longer = train(load_job(path, [f"output_dir={tmp_path}/short/longer"])).receipt
+    assert longer.work is not None
+    assert 0 < longer.work["fixed_share"] <= 1
+    folders = [tmp_path / "short" / name for name in ("run", "longer")]
+    logs = [[json.loads(line)["crc32"] for line in (each / "log.jsonl").read_text().splitlines()] for each in folders]
+    assert logs[0] == logs[1]
+
+
+def test_memory_that_is_short_for_the_measurement_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> float:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(fixed_share, "LEAST_STEPS", 6)
+    monkeypatch.setattr(fixed_share, "_forward_s", full)
+    receipt = train(make_job(tmp_path, "llama", max_steps=6, micro_batch_tokens=40)).receipt
+    assert receipt.work is not None
+    assert (receipt.state, receipt.steps, "fixed_share" in receipt.work) == ("finished", 6, False)
 
 
 def test_lengths_of_nothing_are_no_error() -> None:

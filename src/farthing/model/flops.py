@@ -36,8 +36,14 @@ def matrix_weights(model: Any) -> tuple[int, int]:
     return frozen, trained
 
 
+def recomputed_of_forward(model: Any, layers: list[Any], checkpoint_every: int) -> float:
+    """Of the FLOPs of a forward pass, those that activation checkpointing of every so many `layers` does again."""
+    weights = sum(matrix_weights(model))
+    return sum(sum(matrix_weights(layer)) for layer in layers) / checkpoint_every / weights if checkpoint_every else 0.0
+
+
 def recomputed_share(model: Any, layers: list[Any], checkpoint_every: int) -> float:
     """Of the FLOPs of a step, those that activation checkpointing of every so many `layers` adds."""
     frozen, trained = matrix_weights(model)
-    again = 2.0 * sum(sum(matrix_weights(layer)) for layer in layers) / max(1, checkpoint_every)
-    return again / (6.0 * trained + 4.0 * frozen + again) if again and checkpoint_every else 0.0
+    again = 2.0 * (frozen + trained) * recomputed_of_forward(model, layers, checkpoint_every)
+    return again / (6.0 * trained + 4.0 * frozen + again) if again else 0.0

@@ -134,7 +134,8 @@ def _memory(run: _Run) -> Iterator[_Cost]:
     work, compute_s = run.work, run.span("compute")
     need, free = work.get("need_without_checkpointing_bytes"), work.get("free_bytes", 0)
     if work.get("checkpoint_every") and need and need <= 0.9 * free:
-        share = work.get("recomputed_share", 0.0)
+        of_forward = work.get("recomputed_of_forward", 0.0) * work.get("forward_share", 0.0)
+        share = of_forward or work.get("recomputed_share", 0.0)
         yield _Cost(
             "memory",
             "checkpointing not needed",
@@ -159,9 +160,9 @@ def _memory(run: _Run) -> Iterator[_Cost]:
 
 def _micro_batches(run: _Run) -> Iterator[_Cost]:
     """Whether a micro-batch takes long whatever its size, and there is memory for larger ones."""
-    work, each_s = run.work, run.work.get("micro_batch_s", 0.0)
+    work, share = run.work, run.work.get("fixed_share", 0.0)
     n, tokens = work.get("micro_batches_per_step", 0.0), work.get("computed_tokens_per_step", 0.0)
-    if not each_s or n <= 1.5 or not tokens:
+    if not share or n <= 1.5 or not tokens:
         return
     now = max(work.get("micro_batch_tokens", 0), 1)
     room = 0.8 * work.get("free_bytes", 0) / max(1, work.get("need_bytes", 0))
@@ -169,7 +170,8 @@ def _micro_batches(run: _Run) -> Iterator[_Cost]:
     better = max(1.0, math.ceil(tokens / wanted))
     if better >= n:
         return
-    steps = run.receipt.steps
+    fixed_s = share * run.span("compute") + run.span("host_to_device")
+    each_s = fixed_s / (n * max(1, run.receipt.steps))
     yield _Cost(
         "memory",
         "micro-batches too small",
@@ -177,7 +179,7 @@ def _micro_batches(run: _Run) -> Iterator[_Cost]:
         " whatever its size",
         f"train.micro_batch_tokens={2 ** math.ceil(math.log2(wanted))}",
         "let more examples through at once (the result stays the same), or leave train.per_device_train_batch_size out",
-        steps * (n - better) * each_s,
+        fixed_s * (1 - better / n),
     )
 
 

@@ -23,7 +23,7 @@ from farthing.model.activation_checkpointing import MemoryNeed, checkpointed_lay
 from farthing.model.adapters import count_parameters
 from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
 from farthing.model.embedding_noise import EmbeddingNoise
-from farthing.model.flops import flops_per_token, recomputed_share
+from farthing.model.flops import flops_per_token, recomputed_of_forward, recomputed_share
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, free_bytes, taken_bytes
 from farthing.model.liger import use_liger
@@ -196,6 +196,7 @@ def _work_facts(model: Any, memory: MemoryNeed, free_bytes: int) -> dict[str, An
     kept_bytes = memory.layer.at(memory.n_tokens) * len(layers)
     return {
         "recomputed_share": round(recomputed_share(model, layers, memory.checkpoint_every), 4),
+        "recomputed_of_forward": round(recomputed_of_forward(model, layers, memory.checkpoint_every), 4),
         "need_bytes": memory.total_bytes,
         "need_without_checkpointing_bytes": int(memory.total_bytes + kept_bytes) if memory.checkpoint_every else None,
         "free_bytes": free_bytes,

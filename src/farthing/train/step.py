@@ -57,8 +57,9 @@ class Sums:
     """Of the micro-batches of this process, in the step's table."""
     computed: list[int] = field(default_factory=list)
     """Computed tokens of each."""
-    seconds: list[float] = field(default_factory=list)
-    """Of forward and backward of each, where the host waits for the device."""
+    forward_s: float = 0.0
+    compute_s: float = 0.0
+    """Of the forward passes, and of those and the backward passes, where the host waits for the device."""
     losses: list[Tensor] = field(default_factory=list)
     """Of each micro-batch: a sum, on the device."""
     hosts: list[Host] = field(default_factory=list)
@@ -302,10 +303,12 @@ class Steps:
             before_s = self.meter.spans.get("compute", 0.0)
             with self.meter.span("compute"):
                 loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
-                with self.ranks.computing():
-                    self.scaler.scale(loss / sums.n_targets if counts else 0.0 * loss).backward()
+            forward_s = self.meter.spans["compute"] - before_s
+            with self.meter.span("compute"), self.ranks.computing():
+                self.scaler.scale(loss / sums.n_targets if counts else 0.0 * loss).backward()
             if self.forward.numerics.device.type == "cpu":
-                sums.seconds.append(self.meter.spans["compute"] - before_s)
+                sums.forward_s += forward_s
+                sums.compute_s += self.meter.spans["compute"] - before_s
             sums.add(micro_batch, loss.detach(), self.forward.n_computed(micro_batch.arrays))
             if self.should_stop() and not self.ranks.is_spread:  # others would wait for their weights
                 raise Interrupted("stopped within a step; it is taken again")

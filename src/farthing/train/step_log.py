@@ -50,7 +50,7 @@ def note(attempt: Attempt, taken: StepResult) -> tuple[list[float], float]:
     attempt.pace.step_done(n_tokens, sums.n_computed, seconds)
     n_micro_batches = len(sums.micro_batches)
     attempt.record.step_done(n_micro_batches, n_tokens, sums.n_computed, sums.n_targets, seconds, meter.spans, peak)
-    attempt.work.step_done(sums.computed, sums.seconds, seconds - taken.update_s())
+    attempt.work.step_done(sums.computed, sums.forward_s, sums.compute_s)
     event = _step_event(attempt, taken, loss, norm, n_tokens)
     attempt.log.append(event.log_row())
     _report_step(attempt, event)
