@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from farthing.cli.console import print_json, write
+from farthing.cli.parser import add_run_argument, run_folder
 from farthing.errors import EXIT_FINISHED, UserMistake
 from farthing.printable import printable_lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing chat`."""
-    parser.add_argument("folder", help="run folder (output_dir)")
+    add_run_argument(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and end")
     parser.add_argument("--base", action="store_true", help="answer with what the run began with too")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): always the likeliest token")
     parser.add_argument("--seed", type=int, default=0, help="of a temperature above 0")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the code that comes with the base model, as the job does"
-    )
     parser.add_argument("--json", action="store_true", help="print one answer as JSON; needs a prompt")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer one prompt, or whatever is typed."""
-    folder = Path(arguments.folder)
-    if not folder.is_dir():
-        raise UserMistake("no such run folder", where=str(folder), to_do="name the output_dir of a job")
+    folder = run_folder(arguments)
     if arguments.max_tokens < 1 or arguments.temperature < 0:
         raise UserMistake("at least one token, and no temperature below 0", where="--max-tokens, --temperature")
     prompt = arguments.prompt
