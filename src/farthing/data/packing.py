@@ -124,9 +124,7 @@ def padded_tokens(sizes: NDArray[np.int64]) -> int:
     return int(len(sizes) * sizes.max(axis=0).sum())
 
 
-def _filled(
-    order: NDArray[np.int64], sizes: NDArray[np.int64], micro_batch_tokens: int
-) -> list[NDArray[np.int64]]:
+def _filled(order: NDArray[np.int64], sizes: NDArray[np.int64], micro_batch_tokens: int) -> list[NDArray[np.int64]]:
     """Neighbours in `order` as long as the budget holds."""
     micro_batches: list[NDArray[np.int64]] = []
     start = 0

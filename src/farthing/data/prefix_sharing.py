@@ -67,9 +67,7 @@ def _n_unscored(is_target: NDArray[np.uint8]) -> int:
     return (first if is_target[first] else len(is_target)) - 1
 
 
-def split_shared(
-    tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int
-) -> list[NDArray[np.int64]]:
+def split_shared(tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int) -> list[NDArray[np.int64]]:
     """The step's examples in few packed micro-batches of nearly equal tokens, each at most `micro_batch_tokens`.
 
     Tokens in common count once. Copies count too, `COPY_SHARE` of a token each. An example longer than the budget is alone.
