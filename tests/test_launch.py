@@ -473,7 +473,7 @@ def test_nobody_listening_is_unclear() -> None:
 def test_a_real_server_is_asked_as_the_scripted_one(server: Any) -> None:
     base, handler = server
     api = Api(base, {"Authorization": "Bearer key"}, sleep=lambda seconds: None)
-    cloud = RunPod(api, api)
+    cloud = RunPod(api)
     handler.answers += [(200, json.dumps({"pods": [{"id": "p1", "name": "farthing-1-1", "status": "EXITED"}]}))]
     seen = cloud.look(Machine("farthing-1-1"))
     assert seen is not None

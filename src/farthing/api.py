@@ -104,7 +104,7 @@ class Plan:
         """What can't do the job, with the reason and what would let it in."""
         return cast("Sequence[Mapping[str, Any]]", self.view["rejected"])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values, as `farthing plan --json`."""
         return dict(self.view)
 
@@ -143,7 +143,7 @@ class Receipt:
         """What the run has cost up to now, over all its attempts."""
         return self.content.usd
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values, as `farthing report --json`."""
         return self.content.to_json()
 

@@ -16,6 +16,7 @@ import torch
 
 from farthing.data.formats import RENDERED, recognise
 from farthing.data.read import Row, open_sources
+from farthing.durability.files import Json
 from farthing.durability.run_folder import MODEL
 from farthing.errors import FarthingError, UserMistake
 from farthing.export.folders import trained_model, trusted_job, untrained_model
@@ -70,7 +71,7 @@ class Speaker:
         return {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}
 
     @torch.no_grad()
-    def classify(self, text: str) -> dict[str, Any]:
+    def classify(self, text: str) -> dict[str, object]:
         """The likeliest class and the probability of each, the likeliest first; of a number alone, the number."""
         scores = self.model(**self._ids([{"role": "user", "content": text}])).logits[0].float()
         if len(scores) == 1:
@@ -115,7 +116,7 @@ class Speaker:
         return [index for index in dict.fromkeys(found) if index is not None]
 
 
-def trained_on_chats(job: dict[str, Any]) -> bool:
+def trained_on_chats(job: Json) -> bool:
     """Whether the run's rows are rendered by the chat template; of rows that are gone, taken to be."""
     data = job["data"]
     try:

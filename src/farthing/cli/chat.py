@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farthing.cli.console import print_json, write
 from farthing.cli.parser import add_run_argument, run_folder
 from farthing.errors import EXIT_FINISHED, UserMistake
 from farthing.printable import printable_lines
+
+if TYPE_CHECKING:
+    from farthing.after.chat import Speaker
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,12 +59,12 @@ def _asked(arguments: argparse.Namespace) -> Any:
     return Asked(arguments.max_tokens, arguments.temperature, arguments.seed)
 
 
-def _answer_once(speakers: dict[str, Any], prompt: str, arguments: argparse.Namespace) -> None:
+def _answer_once(speakers: dict[str, Speaker], prompt: str, arguments: argparse.Namespace) -> None:
     if not arguments.json:
         for name, speaker in speakers.items():
             _say(name if len(speakers) > 1 else "", speaker, [{"role": "user", "content": prompt}], arguments)
         return
-    answers: dict[str, Any] = {}
+    answers: dict[str, object] = {}
     for name, speaker in speakers.items():
         messages = [{"role": "user", "content": prompt}]
         text = {} if speaker.classes else {"text": "".join(speaker.stream(messages, _asked(arguments)))}
@@ -69,7 +72,7 @@ def _answer_once(speakers: dict[str, Any], prompt: str, arguments: argparse.Name
     print_json({"prompt": prompt, **answers})
 
 
-def _say(name: str, speaker: Any, messages: list[dict[str, str]], arguments: argparse.Namespace) -> str:
+def _say(name: str, speaker: Speaker, messages: list[dict[str, str]], arguments: argparse.Namespace) -> str:
     """Print an answer as it comes; returns it."""
     if name:
         print(f"{name}:", end=" ", flush=True)
@@ -87,7 +90,7 @@ def _say(name: str, speaker: Any, messages: list[dict[str, str]], arguments: arg
     return said
 
 
-def _converse(speakers: dict[str, Any], arguments: argparse.Namespace) -> None:
+def _converse(speakers: dict[str, Speaker], arguments: argparse.Namespace) -> None:
     """Until end of input; each of the models remembers the chat as it has answered itself."""
     write("an empty line begins a new chat, Ctrl-D ends")
     chats: dict[str, list[dict[str, str]]] = {name: [] for name in speakers}

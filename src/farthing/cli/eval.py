@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from farthing.cli.console import print_json, rich_console
 from farthing.cli.parser import add_run_argument, run_folder
+from farthing.durability.files import Json
 from farthing.errors import EXIT_FINISHED, UserMistake
 
 
@@ -43,11 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(found)
     else:
-        _draw(found)
+        from farthing.report.receipt_table import evaluation_table
+
+        rich_console().print(evaluation_table(found))
     return EXIT_FINISHED
 
 
-def _on_examples(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _on_examples(folder: Path, arguments: argparse.Namespace) -> Json:
     from rich.progress import Progress
 
     from farthing.after.evaluation import evaluate_run
@@ -64,9 +66,3 @@ def _on_examples(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             trust_remote_code=arguments.trust_remote_code,
             progress=lambda side, done, total: bars.update(shown[side], completed=done, total=total),
         )
-
-
-def _draw(found: dict[str, Any]) -> None:
-    from farthing.report.receipt_table import evaluation_table
-
-    rich_console().print(evaluation_table(found))

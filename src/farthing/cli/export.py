@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from farthing.cli.console import print_json
 from farthing.cli.parser import add_run_argument, run_folder
+from farthing.durability.files import Json
 from farthing.errors import EXIT_FINISHED, UserMistake
 from farthing.printable import printable
 
@@ -69,7 +69,7 @@ def _refuse_options(arguments: argparse.Namespace) -> None:
         raise UserMistake("a limit is 0 or more", where="--max-kl", to_do="e.g. --max-kl 0.1")
 
 
-def _publish(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _publish(run: Path, arguments: argparse.Namespace) -> Json:
     """Write the model, or take the one that the same command has written, and send it."""
     from farthing.durability.files import parse_json
     from farthing.export.folders import refuse_used
@@ -93,7 +93,7 @@ def _publish(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         leave_receipt(run)
 
 
-def _write(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _write(run: Path, arguments: argparse.Namespace) -> Json:
     output, trust = Path(arguments.output), arguments.trust_remote_code
     if arguments.format in WHOLE:
         from farthing.export.folders import export_run

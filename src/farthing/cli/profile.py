@@ -43,15 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw(console: Any, found: dict[str, Any]) -> None:
-    from rich.table import Table
-
     from farthing.report.receipt_table import sparkline
-    from farthing.report.safe import escape
+    from farthing.report.safe import escape, table_of
     from farthing.units import say_bytes
 
-    table = Table(box=None, padding=(0, 2), show_edge=False)
-    for name in ("where a step goes", "ms", "share"):
-        table.add_column(name, justify="left" if name.startswith("where") else "right")
+    table = table_of("where a step goes", "#ms", "#share")
     for part in found["parts"]:
         table.add_row(part["name"], f"{1000 * part['step_s']:,.2f}", f"{part['share']:.1%}")
     table.add_row("[bold]a step[/]", f"[bold]{1000 * found['step_s']:,.2f}[/]", "")

@@ -11,10 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-import json
 import math
-import re
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +21,7 @@ from typing import Any, NamedTuple
 from farthing.durability.files import Damaged, Json, parse_json, read_manifest
 from farthing.durability.stretches import Stretch, note, thinned
 from farthing.durability.stretches import read as read_stretches
+from farthing.durability.summed_lines import checked, line_of
 
 MAX_LINE_BYTES = 1 << 20
 N_MARKS, N_SAVED, N_NOTICES = 64, 16, 50
@@ -31,7 +29,6 @@ NO_LOSS_S, NO_LOSS_USD = 0.01, 1e-6  # rounding
 WORK = ("compile", "data_wait", "host_to_device", "compute", "optimizer")
 LOST = 0
 """The number of the attempt that stands for all whose lines are lost."""
-_CHECKSUM = re.compile(rb', "crc": "([0-9a-f]{8})"\}$')
 _OPEN_STATES = ("starting", "started", "running")
 _KEPT = ("tokens_per_s", "padded_tokens_per_s", "mfu", "takes", "tokens", "padded_tokens", "work")
 
@@ -202,19 +199,15 @@ class Found:
 
 def as_line(account: Account) -> str:
     """A line of the ledger, without its end, with the checksum of what stands before."""
-    text = json.dumps(account.as_row(), allow_nan=False, ensure_ascii=True)
-    return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}'
+    return line_of(account.as_row(), "crc", ensure_ascii=True)
 
 
 def row_of(line: bytes) -> Json | None:
     """The row of a line; None where it is broken."""
-    line = line.strip()
-    checksum = _CHECKSUM.search(line)
+    text, is_summed = checked(line.strip(), b"crc")
     with contextlib.suppress(ValueError):
-        if checksum is not None and zlib.crc32(line[: checksum.start()] + b"}") != int(checksum[1], 16):
-            return None
-        row = parse_json(line.decode("utf-8"))
-        if isinstance(row, dict) and (checksum is not None or "line" not in row):
+        row = None if text is None else parse_json(text.decode("utf-8"))
+        if isinstance(row, dict) and (is_summed or "line" not in row):
             return row
     return None
 

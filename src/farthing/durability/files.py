@@ -316,25 +316,6 @@ def _free_name(path: Path, mark: str) -> Path:
     return next(name for name in numbered if not name.exists())
 
 
-def append_line(path: Path, row: Json) -> None:
-    """Add a line of JSON in one write and force it to the disk: processes that do so together don't tear each other's.
-
-    Raises `OSError`.
-    """
-    line = json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        data = (("\n" if is_torn else "") + line).encode()
-        if os.write(descriptor, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextlib.contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
     """Hold `folder` against a second farthing process for as long as the block runs.

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,13 +20,10 @@ from farthing.errors import UserMistake
 from farthing.launch.ask import CREATED_AT, ENDS_AT, Ask, values_of
 from farthing.launch.driver import Driver, Refused, Seen, Unclear, refusal
 from farthing.launch.http import Api
-from farthing.launch.target import Files
 from farthing.launch.targets import lambda_cloud, runpod, vast
 
-Render = Callable[[Ask], Files]
 _PLACE = re.compile(r"\$\{([A-Z][A-Z0-9_]*)\}")
-RUNPOD_REST, RUNPOD_GRAPHQL = "https://api.runpod.io", "https://api.runpod.io"
-VAST, LAMBDA = "https://console.vast.ai", "https://cloud.lambda.ai"
+RUNPOD, VAST, LAMBDA = "https://api.runpod.io", "https://console.vast.ai", "https://cloud.lambda.ai"
 END_WINDOW_S = 3 * 3600
 """For how long Vast's scheduled job tries to delete."""
 
@@ -59,15 +56,15 @@ def filled(value: Any, values: Mapping[str, Any]) -> Any:
 class RunPod(Driver):
     """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of words but a stream."""
 
-    def __init__(self, rest: Api, graphql: Api) -> None:
-        self._rest, self._graphql = rest, graphql
+    def __init__(self, api: Api) -> None:
+        self._api = api
 
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`."""
         ends = datetime.fromtimestamp(asked_at + ask.most_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         request = json.loads(runpod.render(ask)[runpod.REQUEST])
         body = filled(request, {CREATED_AT: f"{asked_at:.0f}", ENDS_AT: ends})
-        answer = self._graphql.ask("POST", "/graphql", body, n_tries=1) or {}
+        answer = self._api.ask("POST", "/graphql", body, n_tries=1) or {}
         errors = answer.get("errors")
         if errors:
             why = "; ".join(str(error.get("message", error)) for error in errors)[:300]
@@ -79,7 +76,7 @@ class RunPod(Driver):
 
     def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`."""
-        answer = _sure(self._rest, "GET", "/v2/pods")
+        answer = _sure(self._api, "GET", "/v2/pods")
         pods = answer.get("pods") or answer.get("data") or [] if isinstance(answer, dict) else answer or []
         return [
             Seen(str(pod.get("name")), str(pod["id"]), is_over=pod.get("status") in ("EXITED", "ERROR"))
@@ -88,7 +85,7 @@ class RunPod(Driver):
 
     def delete(self, machine: Machine) -> None:
         """See `Driver`."""
-        _sure(self._rest, "DELETE", f"/v2/pods/{machine.id}")
+        _sure(self._api, "DELETE", f"/v2/pods/{machine.id}")
 
 
 class Vast(Driver):
@@ -207,5 +204,5 @@ def connect(target: str) -> Driver:
         return Api(other or base, {"Authorization": f"Bearer {key_of(key)}"})
 
     if target == "runpod":
-        return RunPod(api(RUNPOD_REST, "RUNPOD_API_KEY"), api(RUNPOD_GRAPHQL, "RUNPOD_API_KEY"))
+        return RunPod(api(RUNPOD, "RUNPOD_API_KEY"))
     return Vast(api(VAST, "VAST_API_KEY")) if target == "vast" else Lambda(api(LAMBDA, "LAMBDA_API_KEY"))

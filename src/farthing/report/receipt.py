@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.durability.accounts import LOST, Account, Attempt, Found, attempts_of, read_ledger
-from farthing.durability.files import parse_json, write_json
+from farthing.durability.files import Json, parse_json, write_json
 from farthing.durability.ledger import SPANS
 from farthing.durability.machines import bill_of
 from farthing.durability.run_folder import (
@@ -35,7 +35,7 @@ from farthing.errors import UserMistake
 from farthing.planner.estimate import Estimate
 from farthing.report.diagnosis import diagnose
 from farthing.report.receipt_serving import serving_of
-from farthing.report.receipt_types import Curves, Forecast, Json, Pair, Promised, Receipt, Saves, Span, Trust
+from farthing.report.receipt_types import Curves, Forecast, Pair, Promised, Receipt, Saves, Span, Trust
 from farthing.report.timeline import timeline_of
 from farthing.report.training_log import TrainingLog, read_log
 from farthing.settings import renamed

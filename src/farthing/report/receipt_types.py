@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from farthing.durability.files import Json
 from farthing.report.receipt_serving import Serving
 from farthing.report.timeline import Timeline
-
-Json = dict[str, Any]
-"""An object of a JSON file."""
 
 
 @dataclass(frozen=True)
