@@ -6,6 +6,7 @@ Each check gives a state (ok, warning, failed), what was found and what to do.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -161,11 +162,7 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
         return
     yield Check("model, tokenizer and data", "ok", "found")
     for source in [*inputs.train_sources, *inputs.eval_sources]:
-
-        def first_rows(source: Any = source) -> str:
-            return _first_rows(source, inputs)
-
-        yield from _try(f"data {source.name}", first_rows)
+        yield from _try(f"data {source.name}", functools.partial(_first_rows, source, inputs))
     yield from check_choices(job)
     if job.usd_per_hour == 0:
         yield Check("price", "warning", "none given", "set where.usd_per_hour, or power_watts and usd_per_kwh")

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -64,7 +63,11 @@ class Speaker:
             if self.task.predicts_next:
                 first, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
                 ids = ids[:-1] if len(ids) > 1 and ids[-1] == end else ids
-                ids = ids if first is None or ids[:1] == [first] or not _begins(self.tokenizer) else [first, *ids]
+                ids = (
+                    ids
+                    if first is None or ids[:1] == [first] or self.tokenizer("a")["input_ids"][:1] != [first]
+                    else [first, *ids]
+                )
         if not ids:
             raise UserMistake("there is nothing to answer", where="the prompt", to_do="write a text")
         tensor = torch.tensor([ids], device=self.model.device)
@@ -127,8 +130,3 @@ def trained_on_chats(job: Json) -> bool:
         return recognise(columns, job["task"], data["columns"], source.name).format in RENDERED
     except (FarthingError, OSError, ValueError, KeyError):
         return True
-
-
-def _begins(tokenizer: Any) -> bool:
-    """Whether the tokenizer puts its first token before a text."""
-    return bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])

@@ -86,7 +86,8 @@ def tokenize(
                 return open_token_set(folder)
             except Damaged:
                 discard(folder)
-        _sweep_old_drafts(folder)
+        if any(time.time() - path.stat().st_mtime > 86400 for path in cache.glob("*.draft-*")):  # younger: of others
+            sweep_drafts(cache)
         commit_folder(
             folder, lambda draft: facts.update(_write(draft, sources, tokenizer, recipe, progress, should_stop)), facts
         )
@@ -99,12 +100,6 @@ def tokenize(
             to_do="make room, or set cache_dir to a folder that can be written",
         ) from error
     return open_token_set(folder)
-
-
-def _sweep_old_drafts(folder: Path) -> None:
-    """Leave drafts alone that another process may be writing; remove those older than a day."""
-    if any(time.time() - path.stat().st_mtime > 86400 for path in folder.parent.glob("*.draft-*")):
-        sweep_drafts(folder.parent)
 
 
 # ---- making one ----

@@ -55,6 +55,7 @@ class Account:
     """What earlier attempts had cost when this one began."""
     n_saves: int = 0
     held_up_s: float = 0.0
+    """For how long saving has held the loop up; what a thread writes meanwhile does not."""
     committed: int = -1
     """The newest step whose checkpoint is safe."""
     exported: int | None = None
@@ -72,6 +73,8 @@ class Account:
     """[last step, mean percent, lines] of stretches."""
     stretches: list[Stretch] = field(default_factory=list)
     """Where its seconds went over time, see `stretches.py`."""
+    redone_s: float = 0.0
+    """Of its work, see `with_redone`."""
 
     @property
     def wall_s(self) -> float:
@@ -260,6 +263,14 @@ def take_in(accounts: dict[int, Account], row: Json) -> bool:
     return True
 
 
+def accounts_of(rows: Iterable[Json]) -> dict[int, Account]:
+    """What rows say together."""
+    accounts: dict[int, Account] = {}
+    for row in rows:
+        take_in(accounts, row)
+    return accounts
+
+
 def _account_of(row: Json) -> Account:
     account, more = Account(int(row["attempt"])), row["account"]
     _set_last(account, row)
@@ -412,57 +423,18 @@ def _is_same(one: Account, other: Account) -> bool:
 # ---- what readers want ----
 
 
-@dataclass
-class Attempt:
-    """What one process has cost: its spans, its price, and how far it came."""
-
-    number: int
-    spans: dict[str, float] = field(default_factory=dict)
-    usd_per_hour: float = 0.0
-    started_at: float = 0.0
-    first_step: int = 0
-    last_step: int = 0
-    began: bool = False
-    ended: str = "killed"
-    redone_s: float = 0.0
-    n_saves: int = 0
-    save_held_up_s: float = 0.0
-    """For how long saving has held the loop up; what a thread writes meanwhile does not."""
-
-    @property
-    def wall_s(self) -> float:
-        """Seconds of this attempt."""
-        return sum(self.spans.values())
-
-    @property
-    def usd(self) -> float:
-        """Dollars of this attempt."""
-        return self.wall_s / 3600 * self.usd_per_hour
-
-
-def attempts_of(accounts: list[Account]) -> list[Attempt]:
-    """The attempts, in order. Work that a later attempt had to redo is priced by the seconds it had taken."""
-    attempts, kept_step = [], math.inf
+def with_redone(accounts: list[Account]) -> list[Account]:
+    """The attempts, in order, with the seconds that work had taken which a later one had to redo."""
+    found, kept_step = [], math.inf
     for account in reversed(accounts):
-        attempt = Attempt(
-            account.number,
-            account.spans,
-            account.usd_per_hour,
-            account.started_at,
-            account.first_step,
-            account.step,
-            account.began,
-            account.ended,
-            n_saves=account.n_saves,
-            save_held_up_s=account.held_up_s,
-        )
+        redone_s = 0.0
         work_s = {int(step): seconds for step, seconds in reversed([*account.marks, *account.saved])}
         if account.began and account.step > kept_step and work_s:
-            attempt.redone_s = max(0.0, work_s.get(account.step, account.work_s) - _between(work_s, int(kept_step)))
+            redone_s = max(0.0, work_s.get(account.step, account.work_s) - _between(work_s, int(kept_step)))
         if account.began:
             kept_step = min(kept_step, account.first_step)
-        attempts.append(attempt)
-    return attempts[::-1]
+        found.append(replace(account, redone_s=redone_s))
+    return found[::-1]
 
 
 def _between(work_s: dict[int, float], step: int) -> float:

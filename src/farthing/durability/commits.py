@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypedDict
 
-from farthing.durability.accounts import Account, as_line, merge, read_ledger, take_in
+from farthing.durability.accounts import accounts_of, as_line, merge, read_ledger
 from farthing.durability.files import (
     Damaged,
     Json,
@@ -336,10 +336,9 @@ def _may_be_written(path: str) -> bool:
 
 def join_ledgers(here: Path, from_store: Path, words: list[Json]) -> None:
     """Write at `here` what the store's ledger, the lease's `words` and the ledger here know together, see `merge`."""
-    told: dict[int, Account] = {}
-    for row in words:
-        take_in(told, row)
-    told = {number: replace(account, committed=-1) for number, account in told.items()}  # it was, elsewhere
+    told = {
+        number: replace(account, committed=-1) for number, account in accounts_of(words).items()
+    }  # it was, elsewhere
     joined = merge(merge(read_ledger(from_store).accounts, told), read_ledger(here).accounts)
     if joined:
         write_text(here, "".join(as_line(joined[number]) + "\n" for number in sorted(joined)))

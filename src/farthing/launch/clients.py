@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -78,10 +78,7 @@ class RunPod(Driver):
         """See `Driver`."""
         answer = _sure(self._api, "GET", "/v2/pods")
         pods = answer.get("pods") or answer.get("data") or [] if isinstance(answer, dict) else answer or []
-        return [
-            Seen(str(pod.get("name")), str(pod["id"]), is_over=pod.get("status") in ("EXITED", "ERROR"))
-            for pod in pods if pod.get("status") != "TERMINATED"
-        ]  # fmt: skip
+        return _seen(pods, "name", "status", over=("EXITED", "ERROR"), gone=("TERMINATED",))
 
     def delete(self, machine: Machine) -> None:
         """See `Driver`."""
@@ -134,14 +131,7 @@ class Vast(Driver):
             if not answer.get("next_token"):
                 break
             path = f"/api/v1/instances/?limit=25&after_token={answer['next_token']}"
-        return [
-            Seen(
-                str(each.get("label")),
-                str(each["id"]),
-                is_over=each.get("actual_status") in ("exited", "offline", "dead"),
-            )
-            for each in found
-        ]
+        return _seen(found, "label", "actual_status", over=("exited", "offline", "dead"))
 
     def delete(self, machine: Machine) -> None:
         """See `Driver`."""
@@ -175,14 +165,17 @@ class Lambda(Driver):
     def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`."""
         found = (_sure(self._api, "GET", "/api/v1/instances") or {}).get("data") or []
-        return [
-            Seen(str(each.get("name")), str(each["id"]), is_over=each.get("status") == "unhealthy")
-            for each in found if each.get("status") not in ("terminated", "preempted")
-        ]  # fmt: skip
+        return _seen(found, "name", "status", over=("unhealthy",), gone=("terminated", "preempted"))
 
     def delete(self, machine: Machine) -> None:
         """See `Driver`."""
         _sure(self._api, "POST", "/api/v1/instance-operations/terminate", {"instance_ids": [machine.id]})
+
+
+def _seen(rows: list[Json], name: str, state: str, *, over: Sequence[str], gone: Sequence[str] = ()) -> list[Seen]:
+    """Machines as a provider lists them, by the names of its fields."""
+    left = [row for row in rows if row.get(state) not in gone]
+    return [Seen(str(row.get(name)), str(row["id"]), is_over=row.get(state) in over) for row in left]
 
 
 def _sure(api: Api, method: str, path: str, body: Any = None) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from farthing.launch.ask import Ask
+from farthing.launch.commands import Commands
 
 Files = dict[str, str]
 """Name -> text."""
@@ -32,6 +33,8 @@ class Target:
     """The command of its own that is used."""
     install: str = ""
     """How to get it."""
+    commands: Callable[[str], Commands] | None = None
+    """How that command is used, by what stands behind the colon of --on."""
     picks_gpus: bool = False
     """Whether a GPU has to have a name in facts/launch.csv to be had there."""
     check: Callable[[Mapping[str, str]], list[str]] = lambda files: []

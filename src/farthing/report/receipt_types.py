@@ -187,6 +187,13 @@ class Receipt:
     diagnosis: Diagnosis | None = None
     """None only while the rest is put together."""
 
+    @property
+    def against_estimate(self) -> Pair | None:
+        """The dollars, or the seconds where there is no price, that were estimated; None where nothing was."""
+        if self.promised is None:
+            return None
+        return self.promised.usd if self.usd_is_known else self.promised.wall_s
+
     def to_json(self) -> Json:
         """What `receipt.json` holds."""
         return {"kind": "farthing receipt", "version": 1, **asdict(self)}

@@ -107,11 +107,7 @@ def _headline(receipt: Receipt) -> str:
     words = say_seconds(receipt.wall_s)
     if receipt.usd_is_known:
         words = f"{say_usd(receipt.usd)} in {words}"
-    pair = (
-        None
-        if receipt.promised is None
-        else (receipt.promised.usd if receipt.usd_is_known else receipt.promised.wall_s)
-    )
+    pair = receipt.against_estimate
     if pair is not None and pair.ratio is not None:
         off = abs(pair.ratio - 1)
         words += (

@@ -69,6 +69,7 @@ TARGET = Target(
     ends="Hugging Face, at the timeout of the job",
     is_rented=True,
     at="[NAMESPACE]",
+    commands=commands,
     program="hf",
     install="pip install huggingface-hub, then: hf auth login",
     picks_gpus=True,

@@ -112,6 +112,7 @@ TARGET = Target(
     ends="the cluster, at activeDeadlineSeconds",
     may_share_folders=True,
     at="[NAMESPACE[/CLAIM]]",
+    commands=commands,
     program="kubectl",
     install="https://kubernetes.io/docs/tasks/tools/",
 )  # fmt: skip

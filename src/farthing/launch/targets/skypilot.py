@@ -90,6 +90,7 @@ TARGET = Target(
     "skypilot", "SkyPilot", render,
     ends="`timeout` around the run; SkyPilot's controller, a small machine of yours, then takes the rest down",
     is_rented=True,
+    commands=lambda at: COMMANDS,
     program="sky",
     install="pip install 'skypilot[runpod]' (or [aws], [gcp] ...) in an environment of its own, then: sky check",
     picks_gpus=True,

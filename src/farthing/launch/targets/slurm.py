@@ -60,6 +60,7 @@ TARGET = Target(
     ends="the controller, at --time",
     may_share_folders=True,
     at="[PARTITION]",
+    commands=lambda at: COMMANDS,
     program="sbatch",
     install="log in to a node of the cluster",
 )  # fmt: skip

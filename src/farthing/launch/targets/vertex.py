@@ -118,6 +118,7 @@ TARGET = Target(
     ends="Vertex, at scheduling.timeout",
     is_rented=True,
     at="PROJECT/REGION[/SERVICE_ACCOUNT]",
+    commands=commands,
     program="gcloud",
     install="https://cloud.google.com/sdk/docs/install",
     picks_gpus=True,
