@@ -119,7 +119,7 @@ def _as_it_is() -> Iterator[None]:
 def run(case: Case, folder: Path, name: str, fixed: dict[str, Any], *, is_slowed: bool) -> Receipt:
     """Train the case in `folder`, with other keys where it is `fixed`."""
     if not (folder / "base").exists():
-        make_model_folder(folder / "base", [" ".join(row.values()) for row in case.rows[:200]], "llama", **case.size)
+        make_model_folder(folder / "base", [" ".join(row.values()) for row in case.rows[:200]], **case.size)
         write_jsonl(folder / "data.jsonl", case.rows)
     keys = dict(case.keys)
     values: dict[str, Any] = {

@@ -55,7 +55,7 @@ def write_job(folder: Path, store: Path | None, n_steps: int = N_STEPS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     rows = demo_rows(120)
     with _ONE_AT_A_TIME:  # it seeds the random numbers of the whole process
-        make_model_folder(folder / "base", [row["prompt"] + row["completion"] for row in rows], "llama", dropout=0.1)
+        make_model_folder(folder / "base", [row["prompt"] + row["completion"] for row in rows], dropout=0.1)
     write_jsonl(folder / "data.jsonl", rows)
     values = {
         "task": "causal-lm", "model": {"model_name_or_path": "./base", "init": "random"}, "data": "data.jsonl",

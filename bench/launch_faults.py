@@ -109,7 +109,7 @@ def supervise(
     ledger = MachineLedger(folder)
     send = Mortal(world, fate).send
     api = Api("https://api.example", {"Authorization": "Bearer key"}, send=send, sleep=world.sleep)
-    driver = RunPod(api, api) if world.provider == "runpod" else Vast(api)
+    driver = RunPod(api) if world.provider == "runpod" else Vast(api)
 
     def make_ask(number: int, offer: Offer, accounts: list[Account]) -> Ask:
         ask = prepared.ask(number, offer, ledger, accounts, world.now)

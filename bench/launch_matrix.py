@@ -29,6 +29,7 @@ from farthing.launch.registry import PROVIDERS, TARGETS, called
 from farthing.launch.supervise import Spent
 from farthing.prices.catalog import read_catalog
 from farthing.prices.offers import Billing, Offer
+from launch_rules import RULES
 
 DAY = date(2026, 11, 22)
 AT = {
@@ -94,7 +95,7 @@ def outcome_of(target: str, offer: Offer) -> dict[str, Any]:
     except Spent as error:
         return row | {"state": "refused", "why": str(error)}
     files = prepared.target.render(ask)
-    wrong = prepared.target.check(files)
+    wrong = RULES[target](files)
     return row | {"state": "wrong" if wrong else "ok", "why": "; ".join(wrong), "files": files}
 
 

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from farthing.durability.group import Elastic
-from farthing.tiny import demo_rows, make_model_folder, write_jsonl
+from farthing.tiny import demo_rows, write_jsonl
 from forked import make_job, sha256_of, start_of
+from small_models import make_model_folder
 
 TASKS = {"llama": "causal-lm", "t5": "seq2seq", "bert": "classification"}
 TOLERANCE = 1e-5

@@ -46,8 +46,9 @@ from typing import Any, Protocol
 
 import yaml
 
-from farthing.tiny import demo_rows, make_model_folder, write_jsonl
+from farthing.tiny import demo_rows, write_jsonl
 from kills import PLACES, Forked, Whereabouts, finish, kill_at, moments, patched
+from small_models import make_model_folder
 
 N_STEPS = 18
 DATED = "dated.jinja"

@@ -23,7 +23,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 
-from farthing.tiny import demo_rows, make_model_folder
+from farthing.tiny import demo_rows
+from small_models import make_model_folder
 
 
 def pytest_configure() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import workshop
 from farthing.after import evaluation
+from farthing.after.chat import trained_on_chats
 from farthing.cli import main
 from farthing.durability.run_folder import kept
+from farthing.tiny import write_jsonl
 
 
 def run_of(folder: Path, family: str) -> Path:
@@ -198,3 +201,20 @@ def test_a_chat_needs_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert main(["chat", str(tmp_path / "none")]) == 2
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     assert main(["chat", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "is_chat"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, True),
+        ({"instruction": "a", "output": "b"}, True),
+        ({"prompt": "a", "completion": "b"}, False),
+        ({"text": "a"}, False),
+    ],
+)
+def test_a_model_is_asked_by_the_template_where_its_rows_were_rendered_by_it(
+    row: dict[str, Any], is_chat: bool, tmp_path: Path
+) -> None:
+    data = {"train": [str(write_jsonl(tmp_path / "data.jsonl", [row]))], "columns": {}}
+    data |= {"train_split": "train", "dataset_config_name": None}
+    assert trained_on_chats({"task": "causal-lm", "data": data, "cache_dir": str(tmp_path)}) is is_chat

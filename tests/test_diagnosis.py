@@ -15,7 +15,7 @@ from rich.console import Console
 
 from farthing.config.load import load_job
 from farthing.durability.ledger import SPANS
-from farthing.report.diagnosis import AREAS, diagnose
+from farthing.report.diagnosis import CHECKS, diagnose
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_table import draw_diagnosis
 from farthing.report.receipt_types import Diagnosis, Finding, Receipt, Span
@@ -169,7 +169,7 @@ def test_findings_stand_in_the_order_data_memory_compute(plain: Receipt) -> None
     work |= {"share_beyond_long": 0.3, "longest": 4096, "long": 512}
     seconds = {"idle": 20.0, "data_wait": 20.0, "compute": 100.0, "start_up": 60.0}
     areas = [finding.area for finding in diagnose(case(plain, seconds, work)).findings]
-    assert areas == sorted(areas, key=AREAS.index)
+    assert areas == sorted(areas, key=list(CHECKS).index)
     assert areas == ["data", "memory", "compute", "host", "start-up"]
 
 

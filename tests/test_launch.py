@@ -42,6 +42,7 @@ from farthing.launch.words import Speaker, StoreWords
 from farthing.prices.offers import Billing, Offer
 from launch_faults import Fate, Killed, is_good, prepared_for, run_case, supervise
 from launch_matrix import AT, FILES_OF_CASE, cases, outcome_of
+from launch_rules import RULES
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
@@ -204,10 +205,22 @@ BREAKS: dict[str, tuple[str, str, str]] = {
 def test_own_rules_find_what_schemas_let_pass(name: str) -> None:
     target, old, new = BREAKS[name]
     files = FILES_OF_CASE(target)
-    assert TARGETS[target].check(files) == []
+    assert RULES[target](files) == TARGETS[target].check(files) == []
     broken = {key: text.replace(old, new) for key, text in files.items()}
     assert broken != files
-    assert TARGETS[target].check(broken)
+    assert RULES[target](broken)
+
+
+@pytest.mark.parametrize(
+    ("on", "why"),
+    [("lambda:us-east-1", "`ssh_key_names.0` is missing"), ("kubernetes", "a ConfigMap holds 1 MiB at most")],
+)
+def test_what_a_user_has_said_wrongly_is_refused_before_a_file_is_written(on: str, why: str, demo: Path) -> None:
+    job = _job(demo)
+    long = job.model_copy(update={"data": job.data.model_copy(update={"label_map": {"a": "b" * (1 << 20)}})})
+    session = Session(prepare(long, Wishes(on=on), NOW), lambda text: None)
+    with pytest.raises(UserMistake, match=re.escape(why)):
+        session.write(session.next_ask())
 
 
 def test_scripts_are_scripts(tmp_path: Path) -> None:
@@ -460,7 +473,7 @@ def test_nobody_listening_is_unclear() -> None:
 def test_a_real_server_is_asked_as_the_scripted_one(server: Any) -> None:
     base, handler = server
     api = Api(base, {"Authorization": "Bearer key"}, sleep=lambda seconds: None)
-    cloud = RunPod(api, api)
+    cloud = RunPod(api)
     handler.answers += [(200, json.dumps({"pods": [{"id": "p1", "name": "farthing-1-1", "status": "EXITED"}]}))]
     seen = cloud.look(Machine("farthing-1-1"))
     assert seen is not None

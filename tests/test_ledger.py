@@ -15,7 +15,7 @@ import pytest
 import workshop
 from farthing.cli import main
 from farthing.durability import files
-from farthing.durability.accounts import LOST, as_line, attempts_of, read_ledger
+from farthing.durability.accounts import LOST, as_line, read_ledger
 from farthing.durability.files import commit_folder, write_json
 from farthing.durability.ledger import Ledger, Meter
 from farthing.durability.opening import _likely_folder, opened
@@ -230,7 +230,7 @@ def test_a_kill_at_any_file_operation_of_a_ledger_loses_nothing_of_it(tmp_path: 
         was_killed = killed_at(k, begin_and_grow)
         found = read_ledger(path)
         assert not found.is_damaged
-        assert [a.wall_s for a in attempts_of(found.ordered)][:3] == pytest.approx([100, 60, 40])
+        assert [a.wall_s for a in found.ordered][:3] == pytest.approx([100, 60, 40])
         if not was_killed:
             break
         n_kills += 1

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farthing.durability.accounts import Attempt, attempts_of, read_ledger
+from farthing.durability.accounts import Account, read_ledger, with_redone
 from farthing.durability.ledger import SPANS, Ledger, Meter
 
 
-def read_attempts(path: Path) -> list[Attempt]:
+def read_attempts(path: Path) -> list[Account]:
     """The attempts of a ledger."""
-    return attempts_of(read_ledger(path).ordered)
+    return with_redone(read_ledger(path).ordered)
 
 
 class Clock:
@@ -122,7 +123,7 @@ def test_a_line_torn_by_a_kill_leaves_the_one_before_and_nothing_is_said(share: 
     found = read_ledger(tmp_path / "l")
     assert (found.accounts[1].step, found.is_damaged) == (2, False)
     attempt(tmp_path / "l", clock, 1, 2, 4, end="finished")
-    assert [a.last_step for a in read_attempts(tmp_path / "l")] == [2, 4]
+    assert [a.step for a in read_attempts(tmp_path / "l")] == [2, 4]
 
 
 def test_ledgers_of_earlier_versions_are_read_to_the_same_sums(tmp_path: Path) -> None:
@@ -136,13 +137,14 @@ def test_ledgers_of_earlier_versions_are_read_to_the_same_sums(tmp_path: Path) -
     (tmp_path / "l").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"attempt": 3, "st')
     found = read_ledger(tmp_path / "l")
     assert not found.is_damaged
-    before = attempts_of(found.ordered)
+    before = with_redone(found.ordered)
     assert [(a.wall_s, round(a.usd, 6), a.redone_s) for a in before] == [(92.5, 0.0925, 10.0), (42.5, 0.085, 0.0)]
     ledger = Ledger(tmp_path / "l", Meter(clock=Clock()), 1)
     ledger.write("starting")
     assert ledger.number == 3
     assert ledger.committed_step == 8
-    assert read_attempts(tmp_path / "l")[:2] == before, "and written again they are the same"
+    again = [replace(a, line=0, past_s=0.0, past_usd=0.0) for a in read_attempts(tmp_path / "l")[:2]]
+    assert again == [replace(a, line=0) for a in before], "and written again they are the same"
 
 
 def test_the_first_forecast_is_the_one_that_is_kept(tmp_path: Path) -> None:

@@ -90,14 +90,6 @@ def test_flat_pieces_hold_every_example_once_within_the_budget(seed: int) -> Non
     assert len(rest) <= 2 * -(-sum(rest) // budget) + 1
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_limit_of_examples_is_kept_too(seed: int) -> None:
-    lengths = some_lengths(seed)
-    pieces = split_by_tokens(np.arange(len(lengths)), lengths, 1024, most_examples=5)
-    assert max(len(piece) for piece in pieces) <= 5
-    assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
-
-
 def test_flat_cuts_are_few_balanced_and_the_same_everywhere() -> None:
     lengths = np.array([900, 30, 30, 500, 400, 30, 100, 700, 5000, 300])
     pieces = split_by_tokens(np.arange(10), lengths, 1600)
@@ -121,15 +113,14 @@ def test_padded_pieces_hold_every_example_once_within_budget_and_share(seed: int
     lengths = some_lengths(seed)
     targets = np.random.default_rng(seed).integers(1, 50, len(lengths)) if two_sides else None
     examples = permutation(len(lengths), seed, 0)
-    pieces = split_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, cost=MicroBatchCost(0, 0))
+    pieces = split_padded(examples, lengths, 2048, target_lengths=targets, cost=MicroBatchCost(0, 0))
     assert sorted(np.concatenate(pieces).tolist()) == list(range(len(lengths)))
     sizes = lengths[:, None] if targets is None else np.stack([lengths, targets], 1)
     computed = [padded_tokens(sizes[piece]) for piece in pieces]
     assert all(n <= 2048 or len(piece) == 1 for n, piece in zip(computed, pieces, strict=True))
-    assert max(len(piece) for piece in pieces) <= 64
     assert computed == sorted(computed, reverse=True)
     assert sizes.sum() >= LEAST_SHARE * sum(computed)
-    again = split_padded(examples, lengths, 2048, target_lengths=targets, most_examples=64, cost=MicroBatchCost(0, 0))
+    again = split_padded(examples, lengths, 2048, target_lengths=targets, cost=MicroBatchCost(0, 0))
     assert [piece.tolist() for piece in again] == [piece.tolist() for piece in pieces]
 
 

@@ -21,13 +21,14 @@ from farthing.durability.preemption import Notice
 from farthing.events import Event
 from farthing.model.hardware import choose_numerics
 from farthing.model.load import ModelChoice, load_config, load_model, load_tokenizer
-from farthing.tiny import demo_rows, make_model_folder, write_jsonl
+from farthing.tiny import demo_rows, write_jsonl
 from farthing.train.assemble import assemble
 from farthing.train.attempt import Attempt, Context
 from farthing.train.run import train
 from farthing.train.settled import first_settings
 from farthing.train.setup import build_model, open_examples, open_inputs
 from farthing.train.step import Sums
+from small_models import make_model_folder
 
 TASKS = ["causal-lm", "seq2seq", "classification"]
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}

@@ -19,8 +19,9 @@ from farthing.config.load import load_job
 from farthing.durability.run_folder import RUN, keep, kept
 from farthing.events import Event, StepTaken, Warned
 from farthing.planner.estimate import Estimate
-from farthing.tiny import demo_rows, make_model_folder, write_jsonl
+from farthing.tiny import demo_rows, write_jsonl
 from farthing.train.run import Outcome
+from small_models import make_model_folder
 
 ESTIMATE = Estimate(
     wall_s=10.0, wall_range_s=[5.0, 10.0, 20.0], usd=0.0, usd_range=[0.0, 0.0, 0.0], peak_bytes=1,

@@ -27,11 +27,12 @@ import torch
 import transformers
 
 from farthing.config.load import load_job
-from farthing.tiny import make_tokenizer, write_jsonl
+from farthing.tiny import write_jsonl
 from farthing.train.setup import open_examples, open_inputs
 from peers import models
 from peers.assignment import Assignment, Examples
 from peers.ours import job_values, write_job
+from small_models import make_tokenizer
 
 N_CLASSES = 8
 TARGET_SHARE = 0.4
@@ -213,8 +214,7 @@ def _make_model_folder(folder: Path, workload: Workload, size: Size, rows: list[
     if rows is None:
         tokenizer = word_tokenizer(folder, size.words, family)
     else:
-        kind = {"llama": "gpt"}.get(family, family)
-        tokenizer = make_tokenizer(folder, (text for row in rows for text in _strings(row)), size.words, kind)
+        tokenizer = make_tokenizer(folder, (text for row in rows for text in _strings(row)), size.words, family)
     heads = max(1, size.hidden // 32)
     wide = size.hidden * 11 // 4
     common = {"vocab_size": max(size.words, len(tokenizer)), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -10,6 +10,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from html import escape
 from pathlib import Path
 from typing import Any, cast
 
@@ -104,7 +105,7 @@ class Plan:
         """What can't do the job, with the reason and what would let it in."""
         return cast("Sequence[Mapping[str, Any]]", self.view["rejected"])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values, as `farthing plan --json`."""
         return dict(self.view)
 
@@ -143,7 +144,7 @@ class Receipt:
         """What the run has cost up to now, over all its attempts."""
         return self.content.usd
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values, as `farthing report --json`."""
         return self.content.to_json()
 
@@ -156,8 +157,6 @@ class Receipt:
         return f"Receipt({self.state}: {self.reason}, {self.folder})"
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         return f"<pre>{escape(str(self))}</pre>"
 
 
@@ -171,6 +170,4 @@ def _drawn(draw: Callable[[Any], None]) -> str:
 
 def _framed(page: str) -> str:
     """A page within a notebook's: its styles stay its own."""
-    from html import escape
-
     return f'<iframe srcdoc="{escape(page, quote=True)}" style="width:100%;height:800px;border:0"></iframe>'

@@ -6,6 +6,7 @@ Each check gives a state (ok, warning, failed), what was found and what to do.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -161,11 +162,7 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
         return
     yield Check("model, tokenizer and data", "ok", "found")
     for source in [*inputs.train_sources, *inputs.eval_sources]:
-
-        def first_rows(source: Any = source) -> str:
-            return _first_rows(job, source, inputs)
-
-        yield from _try(f"data {source.name}", first_rows)
+        yield from _try(f"data {source.name}", functools.partial(_first_rows, source, inputs))
     yield from check_choices(job)
     if job.usd_per_hour == 0:
         yield Check("price", "warning", "none given", "set where.usd_per_hour, or power_watts and usd_per_kwh")
@@ -248,54 +245,31 @@ def check_trial(path: Path, overrides: list[str], n_examples: int) -> Iterator[C
         yield Check(f"trial: {stage.name}", "ok" if stage.is_good else "failed", stage.found, to_do)
 
 
-def _first_rows(job: Any, source: Any, inputs: Any) -> str:
+def _first_rows(source: Any, inputs: Any) -> str:
     """What the first rows of a source are, and what of them is not used. Raises `DataError`."""
-    from farthing.data.foreign import Watch, say_ignored
-    from farthing.data.formats import converter, recognise, used_columns
-    from farthing.data.rows import BadRow, Row
+    from farthing.data.reader import SourceReader
     from farthing.tasks.columns import Unusable
 
     rows = list(itertools.islice(source.rows(), _N_ROWS))
-    wanted = source.columns_or(dict(job.data.columns))
-    watch = Watch(job.task, wanted, source.name)
-    watch(rows)
-    good = [row for row in rows if isinstance(row, Row)]
-    reasons = [f"row {row.line}: {row.reason}" for row in rows if isinstance(row, BadRow)]
-    if not good:
-        raise DataError(
-            f"none of the first {plural(len(rows), 'row')} can be used ({reasons[0]})", to_do="correct these rows"
-        )
-    name, columns, notes = recognise(watch.columns, job.task, wanted, source.name)
-    recipe = inputs.recipe
-    convert = converter(
-        name,
-        columns,
-        recipe.label_map,
-        inputs.tokenizer,
-        job.task,
-        on=recipe.date,
-        version=recipe.version,
-        shown=watch.shown,
-    )
-    for row in good:
+    reader, recipe = SourceReader(source, inputs.recipe, inputs.tokenizer), inputs.recipe
+    reader.look(rows)
+    reasons: list[str] = []
+    for row in rows:
         try:
-            convert(row.value)
+            reader.text(row)
         except Unusable as error:
             reasons.append(f"row {row.line}: {error}")
-    n_bad = len(reasons)
-    first = plural(len(rows), "row")
+    n_bad, first = len(reasons), plural(len(rows), "row")
+    known = "" if reader.understood is None else f"format {reader.understood.format}; "
     if n_bad == len(rows):
-        what = f"format {name}; none of the first {first} can be used ({reasons[0]})"
+        what = f"{known}none of the first {first} can be used ({reasons[0]})"
         raise DataError(what, to_do="correct these rows, or see data.columns")
     is_whole = len(rows) < _N_ROWS and len(inputs.train_sources) == 1
     if is_whole and n_bad > recipe.max_bad_rows * len(rows):
-        what = f"{n_bad} of {plural(len(rows), 'row')} can't be used ({reasons[0]}), at most {recipe.max_bad_rows:.0%} may be"
+        what = f"{n_bad} of {first} can't be used ({reasons[0]}), at most {recipe.max_bad_rows:.0%} may be"
         raise DataError(what, to_do="correct these rows, or raise data.max_bad_rows")
-    words = f"format {name}; " + (
-        f"{n_bad} of the first {first} can't be used ({reasons[0]})" if n_bad else f"{first} tried"
-    )
-    ignored = say_ignored(watch.ignored(used_columns(name, columns)), watch.n_rows)
-    return "; ".join([words, *([f"columns that are not used: {ignored}"] if ignored else []), *notes, *watch.chosen()])
+    tried = f"{n_bad} of the first {first} can't be used ({reasons[0]})" if n_bad else f"{first} tried"
+    return "; ".join([known + tried, *reader.said()])
 
 
 def _run_folder(folder: Path) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""A small model and a small data set made on the spot: for the demo, for tests, and for trying farthing offline.
+"""A small model and a small data set made on the spot: for the demo, and for trying farthing offline.
 
 The tokenizer is trained on the given texts; the model is a `config.json` that trains from random weights.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ def demo_rows(n: int, seed: int = 0) -> list[dict[str, str]]:
     ]
 
 
-def make_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int = 1000, kind: str = "gpt") -> Any:
-    """Train a byte-level BPE tokenizer on `texts` and save it. `kind`: gpt, t5 (adds </s>) or bert (adds <s> </s>)."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+def make_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int = 1000) -> Any:
+    """Train a byte-level BPE tokenizer on `texts` and save it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     special = ["<pad>", "<s>", "</s>"]
@@ -49,10 +49,6 @@ def make_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int = 1000, k
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if kind != "gpt":
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="$A </s>" if kind == "t5" else "<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
-        )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=4096
     )
@@ -61,61 +57,33 @@ def make_tokenizer(folder: Path, texts: Iterable[str], vocab_size: int = 1000, k
 
 
 def make_model_folder(
-    folder: Path,
-    texts: Iterable[str],
-    family: str = "llama",
-    *,
-    hidden: int = 64,
-    layers: int = 2,
-    dropout: float = 0.0,
+    folder: Path, texts: Iterable[str], *, hidden: int = 64, layers: int = 2, dropout: float = 0.0
 ) -> Path:
-    """A folder with a tokenizer and the `config.json` of a small Llama, T5 or BERT, for `model.init: random`."""
+    """A folder with a tokenizer and the `config.json` of a small Llama, for `model.init: random`."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(folder, texts, kind={"llama": "gpt", "t5": "t5", "bert": "bert"}[family])
+    tokenizer = make_tokenizer(folder, texts)
     heads = max(1, hidden // 32)
-    common: dict[str, Any] = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    if family == "llama":
-        config = {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "hidden_size": hidden,
-            "intermediate_size": hidden * 2,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": max(1, heads // 2),
-            "max_position_embeddings": 2048,
-            "attention_dropout": dropout,
-            "tie_word_embeddings": True,
-        }
-    elif family == "t5":
-        config = {
-            "model_type": "t5",
-            "architectures": ["T5ForConditionalGeneration"],
-            "d_model": hidden,
-            "d_ff": hidden * 2,
-            "d_kv": 32,
-            "num_layers": layers,
-            "num_heads": heads,
-            "dropout_rate": dropout,
-            "decoder_start_token_id": 0,
-        }
-    else:
-        config = {
-            "model_type": "bert",
-            "architectures": ["BertForSequenceClassification"],
-            "hidden_size": hidden,
-            "intermediate_size": hidden * 2,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "max_position_embeddings": 512,
-            "hidden_dropout_prob": dropout,
-            "attention_probs_dropout_prob": dropout,
-        }
-    (folder / "config.json").write_text(json.dumps(common | config, indent=1), encoding="utf-8")
+    config = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 2,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 2),
+        "max_position_embeddings": 2048,
+        "attention_dropout": dropout,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return folder
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, object]]) -> Path:
     """Rows as JSONL."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as file:

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from farthing.data.formats import RENDERED, recognise
 from farthing.data.read import Row, open_sources
+from farthing.durability.files import Json
 from farthing.durability.run_folder import MODEL
 from farthing.errors import FarthingError, UserMistake
 from farthing.export.folders import trained_model, trusted_job, untrained_model
@@ -63,14 +63,18 @@ class Speaker:
             if self.task.predicts_next:
                 first, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
                 ids = ids[:-1] if len(ids) > 1 and ids[-1] == end else ids
-                ids = ids if first is None or ids[:1] == [first] or not _begins(self.tokenizer) else [first, *ids]
+                ids = (
+                    ids
+                    if first is None or ids[:1] == [first] or self.tokenizer("a")["input_ids"][:1] != [first]
+                    else [first, *ids]
+                )
         if not ids:
             raise UserMistake("there is nothing to answer", where="the prompt", to_do="write a text")
         tensor = torch.tensor([ids], device=self.model.device)
         return {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}
 
     @torch.no_grad()
-    def classify(self, text: str) -> dict[str, Any]:
+    def classify(self, text: str) -> dict[str, object]:
         """The likeliest class and the probability of each, the likeliest first; of a number alone, the number."""
         scores = self.model(**self._ids([{"role": "user", "content": text}])).logits[0].float()
         if len(scores) == 1:
@@ -115,7 +119,7 @@ class Speaker:
         return [index for index in dict.fromkeys(found) if index is not None]
 
 
-def trained_on_chats(job: dict[str, Any]) -> bool:
+def trained_on_chats(job: Json) -> bool:
     """Whether the run's rows are rendered by the chat template; of rows that are gone, taken to be."""
     data = job["data"]
     try:
@@ -123,11 +127,6 @@ def trained_on_chats(job: dict[str, Any]) -> bool:
         (source, *_) = open_sources(data["train"][:1], cache_dir=Path(job["cache_dir"] or "."), **opened)
         rows = [row.value for row in itertools.islice(source.rows(), 16) if isinstance(row, Row)]
         columns: set[str] = set().union(*rows)
-        return recognise(columns, job["task"], data["columns"], source.name) in RENDERED
+        return recognise(columns, job["task"], data["columns"], source.name).format in RENDERED
     except (FarthingError, OSError, ValueError, KeyError):
         return True
-
-
-def _begins(tokenizer: Any) -> bool:
-    """Whether the tokenizer puts its first token before a text."""
-    return bool(tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id])

@@ -7,15 +7,15 @@ goes on with the other. Refuses to mix figures of different examples, models or 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from farthing.after.held_out import HeldOut
-from farthing.durability.files import Damaged
+from farthing.durability.files import Damaged, Json
 from farthing.durability.run_folder import EVALUATION, keep, kept
 from farthing.errors import UserMistake
 from farthing.export.folders import trained_model, untrained_model, write_card
+from farthing.metrics import Metrics
 from farthing.report.receipt import build_receipt
 from farthing.tasks.registry import task_of
 
@@ -25,7 +25,7 @@ SIDES = ("base", "tuned")
 
 def evaluate_run(
     run: Path, held_out: HeldOut, *, with_base: bool, trust_remote_code: bool = False, progress: Progress
-) -> dict[str, Any]:
+) -> Json:
     """Metrics of `tuned`, of `base` where asked for, and what each point of gain has cost; kept beside the run."""
     numerics, job = held_out.numerics(), held_out.job
     receipt = build_receipt(run)
@@ -64,7 +64,7 @@ def _refuse_past_cap(cap_usd: float | None, spent_usd: float) -> None:
         )
 
 
-def _earlier(run: Path, subject: dict[str, Any]) -> dict[str, Any]:
+def _earlier(run: Path, subject: Mapping[str, object]) -> Json:
     """What an earlier call has measured of the same subject."""
     try:
         values = kept(run / EVALUATION) or {}
@@ -74,7 +74,7 @@ def _earlier(run: Path, subject: dict[str, Any]) -> dict[str, Any]:
     return {key: values[key] for key in (*SIDES, "usd", "gains") if key in values} if is_same else {}
 
 
-def _gains(found: dict[str, Any], usd: float, task: str) -> dict[str, dict[str, float | None]]:
+def _gains(found: Mapping[str, Metrics], usd: float, task: str) -> dict[str, dict[str, float | None]]:
     """By metric: what the run has gained on its base, and the dollars for each point: a hundredth of it."""
     better = task_of(task).metrics
     gains: dict[str, dict[str, float | None]] = {}

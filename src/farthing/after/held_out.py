@@ -15,6 +15,7 @@ from farthing.data.token_set import TokenSet
 from farthing.errors import UserMistake
 from farthing.events import Emit, ignore
 from farthing.export.folders import trusted_job
+from farthing.metrics import Metrics
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics, choose_numerics
 from farthing.planner.software import fp16_risk
@@ -48,7 +49,7 @@ class HeldOut:
 
     def measure(
         self, model: Any, numerics: Numerics, *, generates: bool = False, emit: Any = lambda done, total: None
-    ) -> dict[str, Any]:
+    ) -> Metrics:
         """Loss and the task's metrics of a model, in the run's own batches of evaluation."""
         model.to(numerics.device)
         forward = Forward(

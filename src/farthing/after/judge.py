@@ -16,6 +16,7 @@ from torch import Tensor
 
 from farthing.after.held_out import HeldOut
 from farthing.data.batches import collate
+from farthing.metrics import Metrics
 from farthing.tasks.registry import task_of
 
 
@@ -33,7 +34,7 @@ class Verdict:
     """The task's metrics of the merged model."""
     compressed: dict[str, float]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """As it stands in `export.json`."""
         finite = math.isfinite(self.mean_kl)
         return asdict(self) | {"mean_kl": self.mean_kl if finite else None}
@@ -62,7 +63,7 @@ def judge(merged: Any, compressed: Any, held_out: HeldOut) -> Verdict:
     return Verdict(kl, agreed / n, len(held_out.indices), n, held_out.what, *metrics)
 
 
-def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
+def _numbers(metrics: Metrics) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if isinstance(value, float)}
 
 

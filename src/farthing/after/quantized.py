@@ -18,7 +18,7 @@ from farthing.after.chat import trained_on_chats
 from farthing.after.held_out import held_out_of
 from farthing.after.judge import Verdict, judge
 from farthing.durability.exported import CARD
-from farthing.durability.files import install_folder
+from farthing.durability.files import Json, install_folder
 from farthing.errors import ModelError, UserMistake
 from farthing.export.compressed import plan_compressed, write_compressed
 from farthing.export.folders import (
@@ -58,7 +58,7 @@ class Wish:
     trust_remote_code: bool = False
 
 
-def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
+def export_quantized(run: Path, folder: Path, wish: Wish) -> Json:
     """Write the run's model to the new `folder` as wished; returns what was written and how it was judged.
 
     Raises `UserMistake` before a byte is written for what the form can't hold, `ModelError` for a judgement above the limit.
@@ -78,7 +78,7 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> dict[str, Any]:
         trust = {"trust_remote_code": wish.trust_remote_code}
         compression = plan_compressed(config, job["task"], wish.form, **trust)
     held_out = _held_out(run, wish)
-    said: dict[str, Any] = {"folder": str(folder), "format": wish.form, "bits": wish.bits if gguf else None}
+    said: Json = {"folder": str(folder), "format": wish.form, "bits": wish.bits if gguf else None}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
         merged_folder = Path(work) / "merged"
@@ -159,7 +159,7 @@ def _refuse_far(verdict: Verdict | None, wish: Wish) -> None:
     )
 
 
-def _on_card(said: dict[str, Any], verdict: Verdict | None) -> list[str]:
+def _on_card(said: Json, verdict: Verdict | None) -> list[str]:
     """The card's section on the form."""
     judged = (
         "It was not judged: the run's data is gone."

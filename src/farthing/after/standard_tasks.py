@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from farthing.tasks.registry import task_of
 
 def standard_tasks(
     run: Path, names: list[str], sides: Sequence[str], limit: int | None, *, trust_remote_code: bool = False
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """lm-eval's results of each side (`base`, `tuned`), by task. Raises `UserMistake` without it, or for unknown tasks."""
     try:
         import lm_eval
@@ -45,7 +44,7 @@ def standard_tasks(
     if not names:
         raise UserMistake("there is no task in it", where=", ".join(folders), to_do="put YAML files of lm-eval there")
     tokenizer = load_tokenizer(ModelChoice(str(run / MODEL)), None)
-    found: dict[str, Any] = {"run": str(run), "examples": f"standard tasks: {', '.join(names)}"}
+    found: dict[str, object] = {"run": str(run), "examples": f"standard tasks: {', '.join(names)}"}
     for side in sides:
         make = trained_model if side == "tuned" else untrained_model
         model = make(run, torch.float32, trust_remote_code=trust_remote_code)

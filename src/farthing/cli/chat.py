@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farthing.cli.console import print_json, write
+from farthing.cli.parser import add_run_argument, run_folder
 from farthing.errors import EXIT_FINISHED, UserMistake
 from farthing.printable import printable_lines
+
+if TYPE_CHECKING:
+    from farthing.after.chat import Speaker
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing chat`."""
-    parser.add_argument("folder", help="run folder (output_dir)")
+    add_run_argument(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and end")
     parser.add_argument("--base", action="store_true", help="answer with what the run began with too")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): always the likeliest token")
     parser.add_argument("--seed", type=int, default=0, help="of a temperature above 0")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the code that comes with the base model, as the job does"
-    )
     parser.add_argument("--json", action="store_true", help="print one answer as JSON; needs a prompt")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer one prompt, or whatever is typed."""
-    folder = Path(arguments.folder)
-    if not folder.is_dir():
-        raise UserMistake("no such run folder", where=str(folder), to_do="name the output_dir of a job")
+    folder = run_folder(arguments)
     if arguments.max_tokens < 1 or arguments.temperature < 0:
         raise UserMistake("at least one token, and no temperature below 0", where="--max-tokens, --temperature")
     prompt = arguments.prompt
@@ -61,12 +59,12 @@ def _asked(arguments: argparse.Namespace) -> Any:
     return Asked(arguments.max_tokens, arguments.temperature, arguments.seed)
 
 
-def _answer_once(speakers: dict[str, Any], prompt: str, arguments: argparse.Namespace) -> None:
+def _answer_once(speakers: dict[str, Speaker], prompt: str, arguments: argparse.Namespace) -> None:
     if not arguments.json:
         for name, speaker in speakers.items():
             _say(name if len(speakers) > 1 else "", speaker, [{"role": "user", "content": prompt}], arguments)
         return
-    answers: dict[str, Any] = {}
+    answers: dict[str, object] = {}
     for name, speaker in speakers.items():
         messages = [{"role": "user", "content": prompt}]
         text = {} if speaker.classes else {"text": "".join(speaker.stream(messages, _asked(arguments)))}
@@ -74,7 +72,7 @@ def _answer_once(speakers: dict[str, Any], prompt: str, arguments: argparse.Name
     print_json({"prompt": prompt, **answers})
 
 
-def _say(name: str, speaker: Any, messages: list[dict[str, str]], arguments: argparse.Namespace) -> str:
+def _say(name: str, speaker: Speaker, messages: list[dict[str, str]], arguments: argparse.Namespace) -> str:
     """Print an answer as it comes; returns it."""
     if name:
         print(f"{name}:", end=" ", flush=True)
@@ -92,7 +90,7 @@ def _say(name: str, speaker: Any, messages: list[dict[str, str]], arguments: arg
     return said
 
 
-def _converse(speakers: dict[str, Any], arguments: argparse.Namespace) -> None:
+def _converse(speakers: dict[str, Speaker], arguments: argparse.Namespace) -> None:
     """Until end of input; each of the models remembers the chat as it has answered itself."""
     write("an empty line begins a new chat, Ctrl-D ends")
     chats: dict[str, list[dict[str, str]]] = {name: [] for name in speakers}

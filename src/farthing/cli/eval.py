@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from farthing.cli.console import print_json, rich_console
+from farthing.cli.parser import add_run_argument, run_folder
+from farthing.durability.files import Json
 from farthing.errors import EXIT_FINISHED, UserMistake
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing eval`."""
-    parser.add_argument("folder", help="run folder (output_dir)")
+    add_run_argument(parser)
     parser.add_argument("--data", metavar="FILE", help="examples of your own, instead of the run's held-out ones")
     parser.add_argument("--base", action="store_true", help="measure what the run began with too, and the gain")
     parser.add_argument(
         "--tasks", metavar="A,B", help="tasks of lm-eval, or a folder with tasks for it (pip install 'farthing[eval]')"
     )
     parser.add_argument("--limit", type=int, metavar="N", help="at most so many examples")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the code that comes with the base model, as the job does"
-    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, and print the figures side by side."""
-    folder = Path(arguments.folder)
-    if not folder.is_dir():
-        raise UserMistake("no such run folder", where=str(folder), to_do="name the output_dir of a job")
+    folder = run_folder(arguments)
     if arguments.limit is not None and arguments.limit < 1:
         raise UserMistake("at least one example is needed", where="--limit", to_do="e.g. --limit 100")
     from farthing.model.load import quiet_libraries
@@ -47,11 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(found)
     else:
-        _draw(found)
+        from farthing.report.receipt_table import evaluation_table
+
+        rich_console().print(evaluation_table(found))
     return EXIT_FINISHED
 
 
-def _on_examples(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _on_examples(folder: Path, arguments: argparse.Namespace) -> Json:
     from rich.progress import Progress
 
     from farthing.after.evaluation import evaluate_run
@@ -68,9 +66,3 @@ def _on_examples(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             trust_remote_code=arguments.trust_remote_code,
             progress=lambda side, done, total: bars.update(shown[side], completed=done, total=total),
         )
-
-
-def _draw(found: dict[str, Any]) -> None:
-    from farthing.report.receipt_table import evaluation_table
-
-    rich_console().print(evaluation_table(found))

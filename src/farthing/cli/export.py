@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from farthing.cli.console import print_json
+from farthing.cli.parser import add_run_argument, run_folder
+from farthing.durability.files import Json
 from farthing.errors import EXIT_FINISHED, UserMistake
 from farthing.printable import printable
 
@@ -15,7 +16,7 @@ WHOLE = ("adapter", "merged")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `farthing export`."""
-    parser.add_argument("folder", help="run folder (output_dir)")
+    add_run_argument(parser)
     parser.add_argument("--output", required=True, help="new folder for the model")
     parser.add_argument("--format", choices=(*WHOLE, "gguf", "fp8", "w8a16", "w4a16"), default="merged")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the merged weights")
@@ -27,9 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--force", action="store_true", help="keep the model however far it is from the merged one")
     parser.add_argument("--data", metavar="FILE", help="examples to judge it on, instead of the run's held-out ones")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the code that comes with the base model, as the job does"
-    )
     parser.add_argument("--push", metavar="hub:NAME", help="publish it on the Hugging Face Hub (token: HF_TOKEN)")
     parser.add_argument("--public", action="store_true", help="with --push: everyone may read it (default: private)")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
@@ -37,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the model into a new folder."""
-    run = Path(arguments.folder)
-    if not run.is_dir():
-        raise UserMistake("no such run folder", where=str(run), to_do="name the output_dir of a job")
+    run = run_folder(arguments)
     _refuse_options(arguments)
     written = _publish(run, arguments) if arguments.push else _write(run, arguments)
     if arguments.json:
@@ -73,7 +69,7 @@ def _refuse_options(arguments: argparse.Namespace) -> None:
         raise UserMistake("a limit is 0 or more", where="--max-kl", to_do="e.g. --max-kl 0.1")
 
 
-def _publish(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _publish(run: Path, arguments: argparse.Namespace) -> Json:
     """Write the model, or take the one that the same command has written, and send it."""
     from farthing.durability.files import parse_json
     from farthing.export.folders import refuse_used
@@ -97,7 +93,7 @@ def _publish(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         leave_receipt(run)
 
 
-def _write(run: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _write(run: Path, arguments: argparse.Namespace) -> Json:
     output, trust = Path(arguments.output), arguments.trust_remote_code
     if arguments.format in WHOLE:
         from farthing.export.folders import export_run

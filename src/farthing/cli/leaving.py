@@ -1,27 +1,36 @@
-"""Signals that arrive before a run listens to them itself: the process ends at once, with the exit code for it."""
+"""A job measured instead of trained, and signals that arrive before a run listens to them itself."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from farthing.cli.console import print_json, rich_console
+from farthing.durability.preemption import handled
 from farthing.errors import EXIT_INTERRUPTED
 
 
-@contextlib.contextmanager
-def ready_to_leave(leave: Callable[[int, Any], None]) -> Iterator[None]:
-    """Within the block each signal that asks the process to leave calls `leave(number, frame)`."""
-    from farthing.durability.preemption import heeded
+def measure(job: Any, work: Callable[[Any], Any], *, as_json: bool, goes_on: bool = False) -> Any:
+    """What `work(terminal)` finds of a job, with torch, which it imports.
 
-    before = {number: signal.signal(number, leave) for number in heeded()}
+    Printed as JSON, while progress goes to stderr; else returned to be drawn.
+    """
+    from farthing.events import Working
+    from farthing.planner.preflight import look_over
+    from farthing.report.terminal import Terminal
+
+    look_over(job)
+    terminal = Terminal(rich_console(stderr=as_json, goes_on=goes_on), job.train.logging_steps)
+    terminal(Working("loading torch and transformers"))
     try:
-        yield
+        with handled(leave_before_the_start):
+            found = work(terminal)
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        terminal.close()
+    if as_json:
+        print_json(found)
+    return None if as_json else found
 
 
 def leave_before_the_start(number: int, frame: Any) -> None:

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from keyword import iskeyword
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 import farthing
-from farthing.errors import EXIT_MISTAKE
+from farthing.errors import EXIT_MISTAKE, UserMistake
 from farthing.printable import printable
 
 VERBS = {
@@ -116,6 +117,22 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """The job file and `--set`, as every verb takes them that needs a job."""
     parser.add_argument("job", help="job file (YAML)")
     add_set_argument(parser)
+
+
+def add_run_argument(parser: argparse.ArgumentParser) -> None:
+    """A run folder, as every verb takes it that loads the model of one; `run_folder` looks for it."""
+    parser.add_argument("folder", help="run folder (output_dir)")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code that comes with the base model, as the job does"
+    )
+
+
+def run_folder(arguments: argparse.Namespace) -> Path:
+    """The run folder that was named. Raises `UserMistake` where there is none."""
+    folder = Path(arguments.folder)
+    if not folder.is_dir():
+        raise UserMistake("no such run folder", where=str(folder), to_do="name the output_dir of a job")
+    return folder
 
 
 def add_set_argument(parser: argparse.ArgumentParser) -> None:

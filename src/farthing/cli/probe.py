@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
-from farthing.cli.console import print_json, rich_console
-from farthing.cli.leaving import leave_before_the_start, ready_to_leave
+from farthing.cli.console import rich_console
+from farthing.cli.leaving import measure
 from farthing.cli.parser import add_job_arguments
 from farthing.errors import EXIT_FINISHED, UserMistake
 
@@ -22,29 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, then print every trial."""
-    from farthing.planner.preflight import load_job_or_tell_all, look_over
+    from farthing.planner.preflight import load_job_or_tell_all
 
     if not 5 <= arguments.seconds <= 3600:
         raise UserMistake(f"{arguments.seconds:g} seconds", where="--seconds", to_do="give 5 to 3600")
     job = load_job_or_tell_all(arguments.job, arguments.set)
 
-    from farthing.events import Working
-    from farthing.report.receipt_table import draw_probe
-    from farthing.report.terminal import Terminal
+    def work(terminal: Any) -> Any:
+        from farthing.train.probe import probe
 
-    look_over(job)
-    console = rich_console(stderr=arguments.json, goes_on=True)
-    terminal = Terminal(console, job.train.logging_steps)
-    terminal(Working("loading torch and transformers"))
-    try:
-        with ready_to_leave(leave_before_the_start):
-            from farthing.train.probe import probe
+        return probe(job, terminal, arguments.seconds)
 
-            found = probe(job, terminal, arguments.seconds)
-    finally:
-        terminal.close()
-    if arguments.json:
-        print_json(found)
-    else:
-        draw_probe(console, found)
+    if found := measure(job, work, as_json=arguments.json, goes_on=True):
+        from farthing.report.receipt_table import draw_probe
+
+        draw_probe(rich_console(goes_on=True), found)
     return EXIT_FINISHED

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from farthing.cli.console import print_json, rich_console
-from farthing.cli.leaving import leave_before_the_start, ready_to_leave
+from farthing.cli.console import rich_console
+from farthing.cli.leaving import measure
 from farthing.cli.parser import add_job_arguments
 from farthing.errors import EXIT_FINISHED, UserMistake
 
@@ -32,38 +32,22 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserMistake("is a file", where=f"--output {arguments.output}", to_do="name a folder")
     job = load_job(arguments.job, arguments.set)
 
-    from farthing.events import Working
-    from farthing.planner.preflight import look_over
-    from farthing.report.terminal import Terminal
+    def work(terminal: Any) -> Any:
+        from farthing.train.profiling import profile_job
 
-    look_over(job)
-    console = rich_console(stderr=arguments.json)
-    terminal = Terminal(console, job.train.logging_steps)
-    terminal(Working("loading torch and transformers"))
-    try:
-        with ready_to_leave(leave_before_the_start):
-            from farthing.train.profiling import profile_job
+        return profile_job(job, terminal, Path(arguments.output), arguments.steps)
 
-            found = profile_job(job, terminal, Path(arguments.output), arguments.steps)
-    finally:
-        terminal.close()
-    if arguments.json:
-        print_json(found)
-    else:
-        _draw(console, found)
+    if found := measure(job, work, as_json=arguments.json):
+        _draw(rich_console(), found)
     return EXIT_FINISHED
 
 
 def _draw(console: Any, found: dict[str, Any]) -> None:
-    from rich.table import Table
-
     from farthing.report.receipt_table import sparkline
-    from farthing.report.safe import escape
+    from farthing.report.safe import escape, table_of
     from farthing.units import say_bytes
 
-    table = Table(box=None, padding=(0, 2), show_edge=False)
-    for name in ("where a step goes", "ms", "share"):
-        table.add_column(name, justify="left" if name.startswith("where") else "right")
+    table = table_of("where a step goes", "#ms", "#share")
     for part in found["parts"]:
         table.add_row(part["name"], f"{1000 * part['step_s']:,.2f}", f"{part['share']:.1%}")
     table.add_row("[bold]a step[/]", f"[bold]{1000 * found['step_s']:,.2f}[/]", "")

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from farthing.cli.console import complain, print_json, rich_console
-from farthing.cli.leaving import leave_before_the_start, ready_to_leave
+from farthing.cli.leaving import leave_before_the_start
 from farthing.cli.parser import add_job_arguments
 from farthing.durability.group import Seat, seat_in, sit_down
+from farthing.durability.preemption import handled
 from farthing.errors import EXIT_FINISHED, EXIT_LIMIT, FarthingError, UserMistake
 
 GOES_ON_UNREAD = True
@@ -156,7 +157,7 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
         leave_before_the_start(number, frame)
 
     try:
-        with ready_to_leave(leave):  # until the run itself listens
+        with handled(leave):  # until the run itself listens
             with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
                 from farthing.train.run import train
 
@@ -230,7 +231,7 @@ def _compute_along(arguments: argparse.Namespace) -> int:
     """A rank that is not the first: it computes, and is silent. An error of all is told by the first alone."""
     from farthing.config.load import load_job
 
-    with ready_to_leave(leave_before_the_start):
+    with handled(leave_before_the_start):
         job = load_job(arguments.job, arguments.set)
         from farthing.train.run import train
 

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
-def _as_json(receipt: Any, progress: Any) -> dict[str, Any]:
+def _as_json(receipt: Any, progress: Any) -> dict[str, object]:
     """One look, for programs."""
     found = receipt.to_json()
     kept = ("run", "usd", "wall_s", "final_loss", "metrics", "tokens_per_s", "mfu", "peak_bytes", "interruptions")

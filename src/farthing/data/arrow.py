@@ -37,7 +37,7 @@ def open_parquet(path: Path, name: str) -> Any:
         texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         return pyarrow.parquet.ParquetFile(path, read_dictionary=texts, pre_buffer=False, **limits)
     except (pyarrow.ArrowException, OSError, RecursionError) as error:
-        raise _unreadable(error, f"{name}:1") from error
+        raise unreadable(error, f"{name}:1") from error
 
 
 def _refuse_unfolding(metadata: Any, leaves: list[Any], n_bytes: int, name: str) -> None:
@@ -75,10 +75,10 @@ def parquet_rows(path: Path, name: str, reading: Reading) -> Iterator[Row | BadR
             yield from table_rows(batch, index)
             index += len(batch)
     except (pyarrow.ArrowException, OSError, RecursionError) as error:
-        raise _unreadable(error, f"{name}:{index + 1}") from error
+        raise unreadable(error, f"{name}:{index + 1}") from error
 
 
-def _unreadable(error: Exception, where: str) -> DataError:
+def unreadable(error: Exception, where: str) -> DataError:
     """In words; memory that is not enough is that of this machine, not of a GPU."""
     import pyarrow
 

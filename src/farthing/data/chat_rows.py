@@ -7,7 +7,6 @@ Refuses to know templates and tokenizers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from farthing.data.rows import RowValue
 from farthing.tasks.columns import Unusable
@@ -45,7 +44,11 @@ def without_marks(messages: Sequence[RowValue]) -> tuple[list[RowValue], frozens
 def from_openai(message: RowValue) -> RowValue:
     """A message of the API as templates read it: text parts joined, `function_call` as a tool call, role `function` as tool."""
     content = message.get("content")
-    if isinstance(content, list) and content and all(_is_text(part) for part in content):
+    if (
+        isinstance(content, list)
+        and content
+        and all(isinstance(part, dict) and part.get("type") in _TEXT_PARTS for part in content)
+    ):
         message = {
             **message,
             "content": "".join([str(part.get(part["type"], part.get("text", ""))) for part in content]),
@@ -55,7 +58,3 @@ def from_openai(message: RowValue) -> RowValue:
         others = {key: value for key, value in message.items() if key != "function_call"}
         message = {**others, "tool_calls": [{"type": "function", "function": call}]}
     return {**message, "role": "tool"} if message.get("role") == "function" else message
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in _TEXT_PARTS

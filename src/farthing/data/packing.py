@@ -41,7 +41,7 @@ ON_CPU = MicroBatchCost()
 
 
 def split_by_tokens(
-    examples: NDArray[np.int64], lengths: NDArray[np.int64], micro_batch_tokens: int, most_examples: int | None = None
+    examples: NDArray[np.int64], lengths: NDArray[np.int64], micro_batch_tokens: int
 ) -> list[NDArray[np.int64]]:
     """The step's examples in few packed micro-batches of nearly equal tokens, each at most `micro_batch_tokens`.
 
@@ -55,30 +55,25 @@ def split_by_tokens(
     n_alone = int((sizes >= micro_batch_tokens).sum())
     alone = [[int(place)] for place in order[:n_alone]]
     rest, n_tokens = order[n_alone:], int(sizes[order[n_alone:]].sum())
-    n_micro_batches = max(-(-n_tokens // micro_batch_tokens), -(-len(rest) // (most_examples or max(1, len(rest)))))
-    while (spread := _spread(rest, sizes, n_micro_batches, micro_batch_tokens, most_examples or len(rest))) is None:
+    n_micro_batches = max(1, -(-n_tokens // micro_batch_tokens))
+    while (spread := _spread(rest, sizes, n_micro_batches, micro_batch_tokens)) is None:
         n_micro_batches += 1
     micro_batches = sorted([*alone, *spread], key=lambda places: -int(sizes[places].sum()))
     return [examples[places] for places in micro_batches]
 
 
 def _spread(
-    order: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    n_micro_batches: int,
-    micro_batch_tokens: int,
-    most_examples: int,
+    order: NDArray[np.int64], sizes: NDArray[np.int64], n_micro_batches: int, micro_batch_tokens: int
 ) -> list[list[int]] | None:
     """`order` over `n_micro_batches`, each example onto the lightest; None where one does not fit."""
     lightest = [(0, number) for number in range(n_micro_batches)]
     micro_batches: list[list[int]] = [[] for _ in range(n_micro_batches)]
     for place in order:
-        if not lightest or lightest[0][0] + sizes[place] > micro_batch_tokens:
+        if lightest[0][0] + sizes[place] > micro_batch_tokens:
             return None
         n_tokens, number = heapq.heappop(lightest)
         micro_batches[number].append(int(place))
-        if len(micro_batches[number]) < most_examples:
-            heapq.heappush(lightest, (n_tokens + int(sizes[place]), number))
+        heapq.heappush(lightest, (n_tokens + int(sizes[place]), number))
     return [micro_batch for micro_batch in micro_batches if micro_batch]
 
 
@@ -88,7 +83,6 @@ def split_padded(
     micro_batch_tokens: int,
     *,
     target_lengths: NDArray[np.int64] | None = None,
-    most_examples: int | None = None,
     least_share: float = LEAST_SHARE,
     cost: MicroBatchCost = ON_CPU,
 ) -> list[NDArray[np.int64]]:
@@ -102,9 +96,7 @@ def split_padded(
     sides = [lengths[examples]] if target_lengths is None else [lengths[examples], target_lengths[examples]]
     sizes = np.stack(sides, axis=1)  # [n, sides]
     useful = int(sizes.sum())
-    micro_batches = _filled(
-        np.lexsort((-sizes[:, -1], -sizes.sum(1))), sizes, micro_batch_tokens, most_examples or len(examples)
-    )
+    micro_batches = _filled(np.lexsort((-sizes[:, -1], -sizes.sum(1))), sizes, micro_batch_tokens)
     computed = [padded_tokens(sizes[micro_batch]) for micro_batch in micro_batches]
     splits = [
         _best_split(micro_batch, sizes, number, cost, computed[number])
@@ -132,9 +124,7 @@ def padded_tokens(sizes: NDArray[np.int64]) -> int:
     return int(len(sizes) * sizes.max(axis=0).sum())
 
 
-def _filled(
-    order: NDArray[np.int64], sizes: NDArray[np.int64], micro_batch_tokens: int, most_examples: int
-) -> list[NDArray[np.int64]]:
+def _filled(order: NDArray[np.int64], sizes: NDArray[np.int64], micro_batch_tokens: int) -> list[NDArray[np.int64]]:
     """Neighbours in `order` as long as the budget holds."""
     micro_batches: list[NDArray[np.int64]] = []
     start = 0
@@ -142,7 +132,7 @@ def _filled(
     for at, sides in enumerate(sizes[order].tolist()):
         wider = [max(pair) for pair in zip(width, sides, strict=True)]
         n = at - start + 1
-        if n > 1 and (n > most_examples or n * sum(wider) > micro_batch_tokens):
+        if n > 1 and n * sum(wider) > micro_batch_tokens:
             micro_batches.append(order[start:at])
             start, wider = at, sides
         width = wider

@@ -67,9 +67,7 @@ def _n_unscored(is_target: NDArray[np.uint8]) -> int:
     return (first if is_target[first] else len(is_target)) - 1
 
 
-def split_shared(
-    tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int, most_examples: int | None = None
-) -> list[NDArray[np.int64]]:
+def split_shared(tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int) -> list[NDArray[np.int64]]:
     """The step's examples in few packed micro-batches of nearly equal tokens, each at most `micro_batch_tokens`.
 
     Tokens in common count once. Copies count too, `COPY_SHARE` of a token each. An example longer than the budget is alone.
@@ -87,7 +85,7 @@ def split_shared(
         ends = [0]
         while (start := ends[-1]) < len(order):
             fitting = int(np.searchsorted(total, limit + total[start] - saved[start], side="right")) - 1
-            ends.append(min(max(fitting, start + 1), start + (most_examples or len(order))))
+            ends.append(max(fitting, start + 1))
         return ends
 
     fewest = len(cut_at(micro_batch_tokens))
@@ -122,9 +120,7 @@ def collate_shared(
     return {**batch, "key_lengths": batch["lengths"] + skipped, "key_rows": np.concatenate(seen)}
 
 
-def saved_by_sharing(
-    tokens: TokenSet, batches: Batches, micro_batch_tokens: int, most_examples: int | None = None
-) -> float:
+def saved_by_sharing(tokens: TokenSet, batches: Batches, micro_batch_tokens: int) -> float:
     """The share of all tokens that need not be computed, in sampled steps of the first epoch; from `WORTH` on it pays.
 
     It follows from its arguments alone, so that a run that is taken up again decides alike.
@@ -135,7 +131,7 @@ def saved_by_sharing(
     for number in range(n_sampled):
         step = batches.examples_of(number * n_steps // n_sampled)[: 2 * SAMPLED]
         n_all += int(_lengths(tokens, step).sum())
-        for micro_batch in split_shared(tokens, step, micro_batch_tokens, most_examples):
+        for micro_batch in split_shared(tokens, step, micro_batch_tokens):
             n_saved += int(in_common(tokens, micro_batch)[1].sum())
     return n_saved / max(1, n_all)
 

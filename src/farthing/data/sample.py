@@ -20,13 +20,12 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from farthing.data.arrow import bytes_of_rows, open_parquet, table_rows
+from farthing.data.arrow import bytes_of_rows, open_parquet, table_rows, unreadable
 from farthing.data.encode import Encoder
-from farthing.data.foreign import Watch, say_ignored
-from farthing.data.formats import RENDERED, Text, converter, recognise, used_columns
+from farthing.data.formats import RENDERED, Text
 from farthing.data.read import Source, json_row, n_characters
+from farthing.data.reader import SourceReader
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
-from farthing.data.shown import Shown
 from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 from farthing.tasks.columns import Unusable
@@ -74,11 +73,11 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
         share = len(population.sizes) / n_seen
         picked, stratum = _strata(population.sizes, max(1, round(n_read * share)))
         rows = population.rows(picked)
-        watch = Watch(recipe.task, source.columns_or(recipe.columns), source.name)
-        watch(rows)
+        reader = SourceReader(source, recipe, tokenizer)
+        reader.look(rows)
         n_tried = max(1, round(n_wanted * share))
-        of_picked, counts, n, reasons = _tokenized(source, rows, n_tried, tokenizer, recipe, watch.shown)
-        notes += _said_of(source, watch, recipe)
+        of_picked, counts, n, reasons = _tokenized(reader, rows, n_tried, tokenizer, recipe)
+        notes += [f"{source.name}: {what}" for what in reader.said()]
         why = why or next(iter(reasons), "")
         of_all = _spread(of_picked, population.sizes[picked], population.sizes, stratum)
         of_all[picked] = of_picked
@@ -112,16 +111,6 @@ def sample_lengths(sources: list[Source], tokenizer: Any, recipe: Recipe) -> Sam
     )
 
 
-def _said_of(source: Source, watch: Watch, recipe: Recipe) -> list[str]:
-    if not watch.columns:
-        return []
-    found = recognise(watch.columns, recipe.task, source.columns_or(recipe.columns), source.name)
-    ignored = say_ignored(watch.ignored(used_columns(found.format, found.columns)), watch.n_rows)
-    return [f"{source.name}: columns that are not used: {ignored}"] * bool(ignored) + [
-        f"{source.name}: {what}" for what in (*found.notes, *watch.chosen())
-    ]
-
-
 def _strata(sizes: NDArray[np.int64], n_wanted: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(rows to tokenize, index of the one that stands for each row): the middle of each stratum by size."""
     n = len(sizes)
@@ -144,31 +133,26 @@ def _spread(
 
 
 def _tokenized(
-    source: Source, rows: list[Row | BadRow], n_wanted: int, tokenizer: Any, recipe: Recipe, shown: Shown
+    reader: SourceReader, rows: list[Row | BadRow], n_wanted: int, tokenizer: Any, recipe: Recipe
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], int, list[str]]:
     """[row, (input, target, labelled tokens)] of an example of each row, [row] how many such, how many were tokenized for
     it, and why rows can't be used. Before truncation, but for the labelled tokens: only those within max_length.
     """
     found, counts = np.zeros((len(rows), 3)), np.zeros(len(rows), np.int64)
     reasons = [row.reason for row in rows if isinstance(row, BadRow)]
-    good = [(index, row.value) for index, row in enumerate(rows) if isinstance(row, Row)]
-    if not good:
+    good = [(index, row) for index, row in enumerate(rows) if isinstance(row, Row)]
+    if reader.understood is None:
         return found, counts, 0, reasons
-    seen: set[str] = set().union(*(value.keys() for _, value in good))
-    name, columns, _ = recognise(seen, recipe.task, source.columns_or(recipe.columns), source.name)
-    convert = converter(
-        name, columns, recipe.label_map, tokenizer, recipe.task, on=recipe.date, version=recipe.version, shown=shown
-    )
     all_good, picked, stands_for, sizes = good, np.arange(0), None, np.arange(0)
-    if task_of(recipe.task).predicts_next and name in RENDERED:
-        sizes = np.array([n_characters(value) for _, value in good])
+    if task_of(recipe.task).predicts_next and reader.understood.format in RENDERED:
+        sizes = np.array([n_characters(row.value) for _, row in good])
         picked, stands_for = _strata(sizes, n_wanted)
         good = [good[i] for i in picked]
     n_encoded = 0
     texts: list[tuple[int, Text]] = []
-    for index, value in good:
+    for index, row in good:
         try:
-            texts += [(index, text) for text in convert(value).of_row]
+            texts += [(index, text) for text in reader.text(row).of_row]
         except Unusable as error:
             reasons.append(str(error))
     if texts:
@@ -356,10 +340,7 @@ def _parquet(path: Path, source: Source) -> _Population:
                 seen_bytes += bytes_of[i]
         table = file.read_row_groups(sorted(groups)) if groups else file.read()
     except pyarrow.ArrowException as error:
-        why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise DataError(
-            f"not a readable Parquet file: {why}", where=source.name, to_do="it is damaged: copy it again"
-        ) from error
+        raise unreadable(error, source.name) from error
     sizes = bytes_of_rows(table)
 
     def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:

@@ -19,19 +19,10 @@ from numpy.typing import NDArray
 
 from farthing.data.chat import said_of_chats
 from farthing.data.encode import Encoded, Encoder
-from farthing.data.foreign import Watch
-from farthing.data.formats import (
-    RENDERED,
-    Text,
-    Understood,
-    converter,
-    group_of,
-    hash_of_input,
-    recognise,
-    used_columns,
-)
+from farthing.data.formats import RENDERED, Text, group_of, hash_of_input
 from farthing.data.loader import Ahead
 from farthing.data.read import Source, n_characters
+from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Reading, Row
 from farthing.data.token_set import (
     CACHE_VERSION,
@@ -95,7 +86,8 @@ def tokenize(
                 return open_token_set(folder)
             except Damaged:
                 discard(folder)
-        _sweep_old_drafts(folder)
+        if any(time.time() - path.stat().st_mtime > 86400 for path in cache.glob("*.draft-*")):  # younger: of others
+            sweep_drafts(cache)
         commit_folder(
             folder, lambda draft: facts.update(_write(draft, sources, tokenizer, recipe, progress, should_stop)), facts
         )
@@ -108,12 +100,6 @@ def tokenize(
             to_do="make room, or set cache_dir to a folder that can be written",
         ) from error
     return open_token_set(folder)
-
-
-def _sweep_old_drafts(folder: Path) -> None:
-    """Leave drafts alone that another process may be writing; remove those older than a day."""
-    if any(time.time() - path.stat().st_mtime > 86400 for path in folder.parent.glob("*.draft-*")):
-        sweep_drafts(folder.parent)
 
 
 # ---- making one ----
@@ -174,14 +160,13 @@ def _write(
     encode = Encoder(
         tokenizer, recipe.task, recipe.max_length, recipe.max_target_length, recipe.train_on_prompt, recipe.version
     )
-    formats: list[Understood] = []
-    watches: list[Watch] = []
+    readers: list[SourceReader] = []
     all_groups, all_inputs = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]
     names = [name for name in DTYPES if name not in ("labels", "inputs")]
     with contextlib.ExitStack() as stack:
         files = {name: stack.enter_context(open(draft / f"{name}.bin", "wb")) for name in names}
         files["offsets"].write(np.int64(0).tobytes())
-        chunks = _ahead(_chunks(sources, tokenizer, recipe, formats, watches), stack)  # one thread reads and renders
+        chunks = _ahead(_chunks(sources, tokenizer, recipe, readers), stack)  # one thread reads and renders
         asked = _ahead(((chunk, encode.ask(chunk.texts)) for chunk in chunks), stack)  # one waits for the tokenizer
         for chunk, answers in asked:
             if should_stop():
@@ -214,7 +199,7 @@ def _write(
         labels.numbered().tofile(draft / "labels.bin")
     if recipe.version > 1:
         np.unique(np.concatenate(all_inputs)).tofile(draft / "inputs.bin")
-    facts = _facts(sources, formats, watches, recipe, tally, labels, tokenizer) | {
+    facts = _facts(sources, readers, recipe, tally, labels, tokenizer) | {
         "n_examples": len(groups),
         "n_distinct_inputs": len(np.unique(groups)),
     }
@@ -224,22 +209,21 @@ def _write(
 
 def _facts(
     sources: list[Source],
-    formats: list[Understood],
-    watches: list[Watch],
+    readers: list[SourceReader],
     recipe: Recipe,
     tally: Tally,
     labels: _Labels,
     tokenizer: Any,
 ) -> Json:
     """What the manifest says of a set, but for its number of examples."""
-    is_chat = (
-        recipe.version > 2 and task_of(recipe.task).predicts_next and any(each.format in RENDERED for each in formats)
-    )
+    formats = [reader.understood.format for reader in readers if reader.understood is not None]
+    is_chat = recipe.version > 2 and task_of(recipe.task).predicts_next and not RENDERED.isdisjoint(formats)
+    ignored = [(reader.name, *reader.ignored) for reader in readers]
     return {
         "kind": "farthing token set",
         "version": CACHE_VERSION,
         "sources": [{"name": source.name, "sha256": source.sha256} for source in sources],
-        "formats": [each.format for each in formats],
+        "formats": formats,
         "n_rows": tally.n_rows,
         "n_tokens": tally.n_tokens,
         "n_targets": tally.n_targets if labels.of is None else len(labels.seen),
@@ -249,12 +233,10 @@ def _facts(
         "n_without_target": tally.n_without_target,
         "n_unlearned_turns": tally.n_unlearned_turns,
         "bad_rows": tally.bad,
-        "ignored_columns": _ignored(formats, watches),
-        "chosen": [
-            {"source": watch.where, "what": what}
-            for each, watch in zip(formats, watches, strict=False)
-            for what in (*each.notes, *watch.chosen())
-        ]
+        "ignored_columns": [
+            {"source": name, "columns": columns, "n_rows": n_rows} for name, columns, n_rows in ignored if columns
+        ],
+        "chosen": [{"source": reader.name, "what": what} for reader in readers for what in reader.notes]
         + [
             {"source": "chats", "what": what}
             for what in said_of_chats(is_chat, tokenizer, recipe.date, tally.n_unrolled)
@@ -262,16 +244,6 @@ def _facts(
         "label_names": labels.names,
         **({"label_dtype": labels.of.dtype} if labels.of is not None and labels.of.dtype != "int32" else {}),
     }
-
-
-def _ignored(formats: list[Understood], watches: list[Watch]) -> list[Json]:
-    """What nobody reads of each source: {source, columns: rows that have it by column, n_rows}."""
-    found = []
-    for each, watch in zip(formats, watches, strict=False):
-        columns = watch.ignored(used_columns(each.format, each.columns))
-        if columns:
-            found.append({"source": watch.where, "columns": columns, "n_rows": watch.n_rows})
-    return found
 
 
 Item = TypeVar("Item")
@@ -363,32 +335,14 @@ def _refuse_unusable(facts: Json, recipe: Recipe) -> None:
         )
 
 
-def _chunks(
-    sources: list[Source], tokenizer: Any, recipe: Recipe, formats: list[Understood], watches: list[Watch]
-) -> Iterator[_Chunk]:
-    """The rows of all sources as texts, in order; format and watch of each source with rows go to `formats`, `watches`."""
+def _chunks(sources: list[Source], tokenizer: Any, recipe: Recipe, readers: list[SourceReader]) -> Iterator[_Chunk]:
+    """The rows of all sources as texts, in order; the reader of each goes to `readers`."""
     sizes = [source.n_bytes for source in sources]
     for number, source in enumerate(sources):
-        convert: Callable[[Json], Text] | None = None
-        wanted = source.columns_or(recipe.columns)
-        reading, watch = Reading(), Watch(recipe.task, wanted, source.name)
+        reading, reader = Reading(), SourceReader(source, recipe, tokenizer)
+        readers.append(reader)
         for rows in _batched(source.rows(reading)):
-            watch(rows)
-            if convert is None:
-                columns: set[str] = set().union(*(row.value.keys() for row in rows if isinstance(row, Row)))
-                if any(isinstance(row, Row) for row in rows):
-                    formats.append(recognise(columns, recipe.task, wanted, source.name))
-                    watches.append(watch)
-                    convert = converter(
-                        formats[-1].format,
-                        formats[-1].columns,
-                        recipe.label_map,
-                        tokenizer,
-                        recipe.task,
-                        on=recipe.date,
-                        version=recipe.version,
-                        shown=watch.shown,
-                    )
+            reader.look(rows)
             share = (sum(sizes[:number]) + sizes[number] * reading.share()) / max(1, sum(sizes))
             chunk = _Chunk(source.name, number, share=share)
             for row in rows:
@@ -396,12 +350,8 @@ def _chunks(
                     yield chunk
                     chunk = _Chunk(source.name, number, share=share)
                 chunk.n_rows += 1
-                if isinstance(row, BadRow) or convert is None:
-                    reason = row.reason if isinstance(row, BadRow) else "no usable row before it"
-                    chunk.rejected.append((row.line, reason))
-                    continue
                 try:
-                    text = convert(row.value)
+                    text = reader.text(row)
                 except Unusable as error:
                     chunk.rejected.append((row.line, str(error)))
                     chunk.groups_of_rejected += [hash_of_input(error.given)] if error.given else []

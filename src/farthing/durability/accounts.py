@@ -11,10 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-import json
 import math
-import re
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +21,7 @@ from typing import Any, NamedTuple
 from farthing.durability.files import Damaged, Json, parse_json, read_manifest
 from farthing.durability.stretches import Stretch, note, thinned
 from farthing.durability.stretches import read as read_stretches
+from farthing.durability.summed_lines import checked, line_of
 
 MAX_LINE_BYTES = 1 << 20
 N_MARKS, N_SAVED, N_NOTICES = 64, 16, 50
@@ -31,7 +29,6 @@ NO_LOSS_S, NO_LOSS_USD = 0.01, 1e-6  # rounding
 WORK = ("compile", "data_wait", "host_to_device", "compute", "optimizer")
 LOST = 0
 """The number of the attempt that stands for all whose lines are lost."""
-_CHECKSUM = re.compile(rb', "crc": "([0-9a-f]{8})"\}$')
 _OPEN_STATES = ("starting", "started", "running")
 _KEPT = ("tokens_per_s", "padded_tokens_per_s", "mfu", "takes", "tokens", "padded_tokens", "work")
 
@@ -58,6 +55,7 @@ class Account:
     """What earlier attempts had cost when this one began."""
     n_saves: int = 0
     held_up_s: float = 0.0
+    """For how long saving has held the loop up; what a thread writes meanwhile does not."""
     committed: int = -1
     """The newest step whose checkpoint is safe."""
     exported: int | None = None
@@ -75,6 +73,8 @@ class Account:
     """[last step, mean percent, lines] of stretches."""
     stretches: list[Stretch] = field(default_factory=list)
     """Where its seconds went over time, see `stretches.py`."""
+    redone_s: float = 0.0
+    """Of its work, see `with_redone`."""
 
     @property
     def wall_s(self) -> float:
@@ -202,19 +202,15 @@ class Found:
 
 def as_line(account: Account) -> str:
     """A line of the ledger, without its end, with the checksum of what stands before."""
-    text = json.dumps(account.as_row(), allow_nan=False, ensure_ascii=True)
-    return f'{text[:-1]}, "crc": "{zlib.crc32(text.encode()):08x}"}}'
+    return line_of(account.as_row(), "crc", ensure_ascii=True)
 
 
 def row_of(line: bytes) -> Json | None:
     """The row of a line; None where it is broken."""
-    line = line.strip()
-    checksum = _CHECKSUM.search(line)
+    text, is_summed = checked(line.strip(), b"crc")
     with contextlib.suppress(ValueError):
-        if checksum is not None and zlib.crc32(line[: checksum.start()] + b"}") != int(checksum[1], 16):
-            return None
-        row = parse_json(line.decode("utf-8"))
-        if isinstance(row, dict) and (checksum is not None or "line" not in row):
+        row = None if text is None else parse_json(text.decode("utf-8"))
+        if isinstance(row, dict) and (is_summed or "line" not in row):
             return row
     return None
 
@@ -265,6 +261,14 @@ def take_in(accounts: dict[int, Account], row: Json) -> bool:
     known.note(row)
     known.mark()
     return True
+
+
+def accounts_of(rows: Iterable[Json]) -> dict[int, Account]:
+    """What rows say together."""
+    accounts: dict[int, Account] = {}
+    for row in rows:
+        take_in(accounts, row)
+    return accounts
 
 
 def _account_of(row: Json) -> Account:
@@ -419,57 +423,18 @@ def _is_same(one: Account, other: Account) -> bool:
 # ---- what readers want ----
 
 
-@dataclass
-class Attempt:
-    """What one process has cost: its spans, its price, and how far it came."""
-
-    number: int
-    spans: dict[str, float] = field(default_factory=dict)
-    usd_per_hour: float = 0.0
-    started_at: float = 0.0
-    first_step: int = 0
-    last_step: int = 0
-    began: bool = False
-    ended: str = "killed"
-    redone_s: float = 0.0
-    n_saves: int = 0
-    save_held_up_s: float = 0.0
-    """For how long saving has held the loop up; what a thread writes meanwhile does not."""
-
-    @property
-    def wall_s(self) -> float:
-        """Seconds of this attempt."""
-        return sum(self.spans.values())
-
-    @property
-    def usd(self) -> float:
-        """Dollars of this attempt."""
-        return self.wall_s / 3600 * self.usd_per_hour
-
-
-def attempts_of(accounts: list[Account]) -> list[Attempt]:
-    """The attempts, in order. Work that a later attempt had to redo is priced by the seconds it had taken."""
-    attempts, kept_step = [], math.inf
+def with_redone(accounts: list[Account]) -> list[Account]:
+    """The attempts, in order, with the seconds that work had taken which a later one had to redo."""
+    found, kept_step = [], math.inf
     for account in reversed(accounts):
-        attempt = Attempt(
-            account.number,
-            account.spans,
-            account.usd_per_hour,
-            account.started_at,
-            account.first_step,
-            account.step,
-            account.began,
-            account.ended,
-            n_saves=account.n_saves,
-            save_held_up_s=account.held_up_s,
-        )
+        redone_s = 0.0
         work_s = {int(step): seconds for step, seconds in reversed([*account.marks, *account.saved])}
         if account.began and account.step > kept_step and work_s:
-            attempt.redone_s = max(0.0, work_s.get(account.step, account.work_s) - _between(work_s, int(kept_step)))
+            redone_s = max(0.0, work_s.get(account.step, account.work_s) - _between(work_s, int(kept_step)))
         if account.began:
             kept_step = min(kept_step, account.first_step)
-        attempts.append(attempt)
-    return attempts[::-1]
+        found.append(replace(account, redone_s=redone_s))
+    return found[::-1]
 
 
 def _between(work_s: dict[int, float], step: int) -> float:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypedDict
 
-from farthing.durability.accounts import Account, as_line, merge, read_ledger, take_in
+from farthing.durability.accounts import accounts_of, as_line, merge, read_ledger
 from farthing.durability.files import (
     Damaged,
     Json,
@@ -143,7 +143,7 @@ def take_small(store: Store, folder: Path, words: list[Json]) -> bool:
             continue
         files = manifest["files"]
         wanted = [each for each in files if each["path"] in SMALL or each["path"].startswith(f"{LOG_PARTS}/")]
-        _fetch_all(store, folder, [entry for entry in wanted if not _is_here(folder, entry)])
+        _fetch_all(store, folder, [each for each in wanted if not _was_fetched(folder, each)])
         _join_log(folder)
         join_ledgers(folder / LEDGER, folder / LEDGER, words)
         return True
@@ -152,11 +152,9 @@ def take_small(store: Store, folder: Path, words: list[Json]) -> bool:
     return bool(words)
 
 
-def _is_here(folder: Path, entry: StoredFile) -> bool:
+def _was_fetched(folder: Path, entry: StoredFile) -> bool:
     """Whether a piece of the log was fetched before; files that change are not."""
-    path = folder / entry["path"]
-    is_piece = entry["path"].startswith(f"{LOG_PARTS}/")
-    return is_piece and path.exists() and path.stat().st_size == entry["size"] and sha256_of(path) == entry["sha256"]
+    return entry["path"].startswith(f"{LOG_PARTS}/") and is_here(folder / entry["path"], entry)
 
 
 def take_newest(
@@ -259,12 +257,7 @@ def _fetch_all(store: Store, draft: Path, entries: list[StoredFile]) -> dict[str
         path = draft / entry["path"]
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
-            store.fetch(entry["object"], path, entry["size"])
-            size = path.stat().st_size
-            if size != entry["size"]:
-                raise Damaged(f"{entry['path']} has {size} bytes, {entry['size']} were sent")
-            if sha256_of(path) != entry["sha256"]:
-                raise Damaged(f"{entry['path']} differs from what was sent (sha256)")
+            fetch_whole(store, entry, path)
         except (Damaged, NoSuchObject, Garbled) as error:
             lost[unit] = str(error)
             gone = draft / unit
@@ -272,6 +265,21 @@ def _fetch_all(store: Store, draft: Path, entries: list[StoredFile]) -> dict[str
                 shutil.rmtree(gone)
             gone.unlink(missing_ok=True)
     return lost
+
+
+def fetch_whole(store: Store, entry: StoredFile, path: Path) -> None:
+    """The bytes of an entry into a file, verified. Raises `Damaged`, `NoSuchObject`, `Garbled`, `StoreFault`."""
+    store.fetch(entry["object"], path, entry["size"])
+    size = path.stat().st_size
+    if size != entry["size"]:
+        raise Damaged(f"{entry['path']} has {size} bytes, {entry['size']} were sent")
+    if sha256_of(path) != entry["sha256"]:
+        raise Damaged(f"{entry['path']} differs from what was sent (sha256)")
+
+
+def is_here(path: Path, entry: StoredFile) -> bool:
+    """Whether a file holds what an entry says."""
+    return path.is_file() and path.stat().st_size == entry["size"] and sha256_of(path) == entry["sha256"]
 
 
 def _unit(path: str) -> str:
@@ -328,10 +336,9 @@ def _may_be_written(path: str) -> bool:
 
 def join_ledgers(here: Path, from_store: Path, words: list[Json]) -> None:
     """Write at `here` what the store's ledger, the lease's `words` and the ledger here know together, see `merge`."""
-    told: dict[int, Account] = {}
-    for row in words:
-        take_in(told, row)
-    told = {number: replace(account, committed=-1) for number, account in told.items()}  # it was, elsewhere
+    told = {
+        number: replace(account, committed=-1) for number, account in accounts_of(words).items()
+    }  # it was, elsewhere
     joined = merge(merge(read_ledger(from_store).accounts, told), read_ledger(here).accounts)
     if joined:
         write_text(here, "".join(as_line(joined[number]) + "\n" for number in sorted(joined)))

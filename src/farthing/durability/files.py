@@ -195,9 +195,7 @@ def commit_folder(final: Path, fill: Callable[[Path], Iterable[FileEntry] | None
     """
     if final.exists():
         raise FileExistsError(f"{final} exists and is never overwritten")
-    draft = draft_of(final)
-    draft.mkdir(parents=True, mode=0o700)
-    try:
+    with _folder_draft(final, mode=0o700) as draft:
         sealed = {entry["name"]: entry for entry in fill(draft) or ()}
         entries = [sealed.get(path.name) or seal_file(path) for path in sorted(draft.iterdir())]
         if lost := sealed.keys() - {entry["name"] for entry in entries}:
@@ -206,11 +204,20 @@ def commit_folder(final: Path, fill: Callable[[Path], Iterable[FileEntry] | None
         write_json(draft / MANIFEST, manifest)
         (draft / MANIFEST).chmod(0o600)
         os.rename(draft, final)
+    return manifest
+
+
+@contextlib.contextmanager
+def _folder_draft(final: Path, mode: int = 0o777) -> Iterator[Path]:
+    """A folder to be filled and renamed to `final`; on any error it is removed."""
+    draft = draft_of(final)
+    draft.mkdir(parents=True, mode=mode)
+    try:
+        yield draft
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     fsync_path(final.parent)
-    return manifest
 
 
 def read_manifest(folder: Path) -> Json:
@@ -285,19 +292,13 @@ def sweep_drafts(folder: Path) -> int:
 
 def install_folder(final: Path, fill: Callable[[Path], None]) -> None:
     """Write a folder for others (an exported model) so that it appears whole, replacing an earlier one."""
-    draft = draft_of(final)
-    draft.mkdir(parents=True)
-    try:
+    with _folder_draft(final) as draft:
         fill(draft)
         for path in draft.rglob("*"):
             fsync_path(path)
         if final.exists():
             discard(final)
         os.rename(draft, final)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    fsync_path(final.parent)
 
 
 def set_aside(folder: Path) -> Path:
@@ -314,25 +315,6 @@ def keep_aside(path: Path) -> None:
 def _free_name(path: Path, mark: str) -> Path:
     numbered = (path.with_name(f"{path.name}.{mark}-{number}") for number in itertools.count(1))
     return next(name for name in numbered if not name.exists())
-
-
-def append_line(path: Path, row: Json) -> None:
-    """Add a line of JSON in one write and force it to the disk: processes that do so together don't tear each other's.
-
-    Raises `OSError`.
-    """
-    line = json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        data = (("\n" if is_torn else "") + line).encode()
-        if os.write(descriptor, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from farthing.durability.preemption import heeded
+from farthing.durability.preemption import handled
 from farthing.durability.supervisor import Child
 from farthing.errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, UserMistake
 from farthing.units import plural
@@ -226,10 +226,6 @@ class Elastic:
 
 def until_it_ends(attempt: Child) -> int:
     """The exit code of an attempt that is not tried again, 1 where it was killed; signals are handed to it meanwhile."""
-    before = {number: signal.signal(number, lambda n, frame: attempt.send_signal(n)) for number in heeded()}
-    try:
+    with handled(lambda number, frame: attempt.send_signal(number)):
         code = attempt.wait()
         return code if code >= 0 else EXIT_CRASH
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -58,7 +58,7 @@ class Lease:
             link = _link(store, number)
             if link.get("writer") != self.writer and not link.get("released"):
                 number, link = self._wait_for_silence(store, number, link, should_stop)
-            before = [row for row in link.get("ledger") or [] if isinstance(row, dict)]
+            before = _words_of(link)
         self._add(store, number + 1, number + 1, before)
         self.epoch = number + 1
         key = f"writers/condition-{self.epoch:08d}"
@@ -132,7 +132,12 @@ class Lease:
 def newest_words(store: Store) -> list[Json]:
     """The ledger rows that whoever holds the run, or held it last, has told the store. Raises `StoreFault`."""
     number = _newest(store)
-    return [row for row in _link(store, number).get("ledger") or [] if isinstance(row, dict)] if number else []
+    return _words_of(_link(store, number)) if number else []
+
+
+def _words_of(link: Json) -> list[Json]:
+    rows = link.get("ledger")
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
 def writer_of(folder: Path) -> str:

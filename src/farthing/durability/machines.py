@@ -17,6 +17,10 @@ from farthing.durability.summed_lines import SummedLines
 
 MACHINES = "machines.jsonl"
 EVENTS = ("asked", "created", "refused", "booted", "left", "gone")
+_BILLED = (
+    *("name", "target", "provider", "instance", "gpu", "is_spot", "id", "usd_per_hour"),
+    *("state", "why", "asked_at", "gone_at"),
+)
 
 
 @dataclass
@@ -146,7 +150,7 @@ class MachineLedger:
         self._lines.close()
 
 
-def bill_by_machine(machines: Sequence[Machine], accounts: Sequence[Account], now: float) -> list[dict[str, Any]]:
+def bill_by_machine(machines: Sequence[Machine], accounts: Sequence[Account], now: float) -> list[Json]:
     """What each machine has cost: seconds and dollars of boot, train, idle and teardown, which add up to the machine's.
 
     `accounts` are the attempts of the run: those that began while a machine was there are its training. The attempts of
@@ -172,18 +176,7 @@ def bill_by_machine(machines: Sequence[Machine], accounts: Sequence[Account], no
         seconds["idle"] = left_s
         rows.append(
             {
-                "name": machine.name,
-                "target": machine.target,
-                "provider": machine.provider,
-                "instance": machine.instance,
-                "gpu": machine.gpu,
-                "is_spot": machine.is_spot,
-                "id": machine.id,
-                "usd_per_hour": machine.usd_per_hour,
-                "state": machine.state,
-                "why": machine.why,
-                "asked_at": machine.asked_at,
-                "gone_at": machine.gone_at,
+                **{name: getattr(machine, name) for name in _BILLED},
                 "wall_s": total_s,
                 "usd": machine.usd(now),
                 "seconds": seconds,
@@ -193,7 +186,7 @@ def bill_by_machine(machines: Sequence[Machine], accounts: Sequence[Account], no
     return rows
 
 
-def bill_of(folder: Path, accounts: Sequence[Account], now: float) -> list[dict[str, Any]]:
+def bill_of(folder: Path, accounts: Sequence[Account], now: float) -> list[Json]:
     """The same for the run in a folder; empty where no machine was rented for it."""
     if not (folder / MACHINES).exists():
         return []

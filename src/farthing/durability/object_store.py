@@ -126,40 +126,24 @@ class LocalStore:
     def create(self, key: str, data: bytes) -> bool:
         """See `Store`. By a hard link; a file system without them gets an exclusive open, which a kill can tear."""
         final = self._path(key)
-        with _os_faults(final):
-            _make_folders(final.parent)
-            draft = draft_of(final)
+        with _draft_for(final) as draft, contextlib.suppress(FileExistsError):
+            _write(draft, data)
             try:
-                _write(draft, data)
-                try:
-                    os.link(draft, final)
-                except FileExistsError:
-                    return False
-                except OSError as error:
-                    if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-                        raise
-                    try:
-                        _write(final, data)
-                    except FileExistsError:
-                        return False
-            finally:
-                draft.unlink(missing_ok=True)
-            fsync_path(final.parent)
-        return True
+                os.link(draft, final)
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                _write(final, data)
+            return True
+        return False
 
     def put(self, key: str, path: Path) -> None:
         """See `Store`."""
         final = self._path(key)
-        with _os_faults(final):
-            _make_folders(final.parent)
-            draft = draft_of(final)
-            try:
-                shutil.copyfile(path, draft)
-                fsync_path(draft)
-                os.replace(draft, final)
-            finally:
-                draft.unlink(missing_ok=True)
-            fsync_path(final.parent)
+        with _draft_for(final) as draft:
+            shutil.copyfile(path, draft)
+            fsync_path(draft)
+            os.replace(draft, final)
 
     def get(self, key: str) -> bytes:
         """See `Store`."""
@@ -401,6 +385,19 @@ def _os_faults(path: Path) -> Iterator[None]:
         raise StoreRefuses(f"{path}: {error.strerror}") from error
     except OSError as error:
         raise StoreFault(f"{path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _draft_for(final: Path) -> Iterator[Path]:
+    """A draft beside a file that is to be; nothing of it is left, and the folder's entries are on the disk."""
+    with _os_faults(final):
+        _make_folders(final.parent)
+        draft = draft_of(final)
+        try:
+            yield draft
+        finally:
+            draft.unlink(missing_ok=True)
+        fsync_path(final.parent)
 
 
 def _as_fault(error: BaseException, name: str) -> StoreFault:

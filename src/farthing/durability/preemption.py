@@ -7,12 +7,13 @@ not a second one: the operating system's shutdown follows the notice.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from types import FrameType, TracebackType
 from typing import Any
 
 from farthing.errors import EXIT_INTERRUPTED
@@ -29,6 +30,17 @@ def heeded() -> list[signal.Signals]:
     """The signals to listen to: all of `SIGNALS`, but for a SIGHUP that the caller has switched off (`nohup`)."""
     is_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in SIGNALS if not (is_nohup and number == signal.SIGHUP)]
+
+
+@contextlib.contextmanager
+def handled(handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Within the block each of `heeded` calls `handler(number, frame)`."""
+    before = {number: signal.signal(number, handler) for number in heeded()}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
 
 
 @dataclass(frozen=True)
@@ -63,19 +75,15 @@ class Notice:
         self.warnings: list[str] = []
         """Words for the user from threads that have no one to tell."""
         self._n_signals = self._n_taken = 0
-        self._before: dict[int, Any] = {}
+        self._listening = contextlib.ExitStack()
 
     def __enter__(self) -> Notice:
         if threading.current_thread() is threading.main_thread():
-            for number in heeded():
-                self._before[number] = signal.signal(number, self._signal)
+            self._listening.enter_context(handled(self._signal))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def __exit__(self, *_: object) -> None:
+        self._listening.close()
 
     def __bool__(self) -> bool:
         return self.reason is not None
@@ -102,7 +110,7 @@ class Notice:
         self._n_taken += len(new)
         return new
 
-    def _signal(self, number: int, frame: FrameType | None) -> None:
+    def _signal(self, number: int, frame: Any) -> None:
         now = time.monotonic()
         if self._n_signals and now - self._first_at < self._one_press_s:
             return

@@ -235,7 +235,7 @@ def kept_job(folder: Path) -> Json:
 # ---- what was measured of its model afterwards ----
 
 
-def evaluation_of(folder: Path, exported_step: int | None) -> dict[str, Any] | None:
+def evaluation_of(folder: Path, exported_step: int | None) -> Json | None:
     """What `farthing eval` has measured of the model of this step; None where it has not, or it can't be read."""
     try:
         values = kept(folder / EVALUATION)

@@ -7,6 +7,7 @@ to know what a line says.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -18,14 +19,13 @@ from typing import IO
 from farthing.durability.files import Json, open_own, parse_json, write_text
 
 SUM = "crc32"
-_TAIL = re.compile(rb', "crc32": "([0-9a-f]{8})"\}')
-_TAIL_BYTES = len(', "crc32": "01234567"}')
+_TAIL = re.compile(rb', "(\w+)": "([0-9a-f]{8})"\}')
 
 
-def with_sum(row: Json) -> Json:
-    """A row with the CRC-32 of its own content, eight hex digits, as its last value."""
-    content = {key: value for key, value in row.items() if key != SUM}
-    return {**content, SUM: f"{zlib.crc32(_as_text(content).encode()):08x}"}
+def line_of(row: Json, key: str = SUM, *, ensure_ascii: bool = False) -> str:
+    """A row as a line without its end, with the CRC-32 of its own content, eight hex digits, as its last value."""
+    text = json.dumps(row, allow_nan=False, ensure_ascii=ensure_ascii)
+    return f'{text[:-1]}, "{key}": "{zlib.crc32(text.encode()):08x}"}}'
 
 
 def read_line(line: bytes) -> tuple[Json | None, bool]:
@@ -50,19 +50,33 @@ def newest_lines(path: Path, most_bytes: int) -> list[bytes]:
         return []
 
 
-def checked(line: bytes) -> tuple[bytes | None, bool]:
+def checked(line: bytes, key: bytes = SUM.encode()) -> tuple[bytes | None, bool]:
     """(a line's text without its checksum, whether it had one), not taken apart; None in place of text that is damaged."""
-    whole = line.rstrip(b"\n")
-    end = whole[-_TAIL_BYTES:]  # a line may be long: only its end is looked at
-    found = _TAIL.fullmatch(end)
-    if found is None:
+    whole, n_bytes = line.rstrip(b"\n"), len(key) + len(b', "": "01234567"}')
+    found = _TAIL.fullmatch(whole[-n_bytes:])  # a line may be long: only its end is looked at
+    if found is None or found[1] != key:
         return whole, False
-    text = whole[:-_TAIL_BYTES] + b"}"
-    return (text, True) if zlib.crc32(text) == int(found[1], 16) else (None, False)
+    text = whole[:-n_bytes] + b"}"
+    return (text, True) if zlib.crc32(text) == int(found[2], 16) else (None, False)
 
 
-def _as_text(row: Json) -> str:
-    return json.dumps(row, allow_nan=False, ensure_ascii=False)
+def append_line(path: Path, row: Json) -> None:
+    """Add a line in one write and force it to the disk: processes that do so together don't tear each other's.
+
+    Raises `OSError`.
+    """
+    line = line_of(row) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        data = (("\n" if is_torn else "") + line).encode()
+        if os.write(descriptor, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class SummedLines:
@@ -81,7 +95,7 @@ class SummedLines:
             self._file = open_own(self.path, "a")
             if torn:
                 self._file.write("\n")
-        self._file.write(_as_text(with_sum(row)) + "\n")
+        self._file.write(line_of(row) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
@@ -116,7 +130,7 @@ class SummedLines:
         """Drop the lines that are not wanted, in one step."""
         self.close()
         if self.path.exists():
-            write_text(self.path, (_as_text(with_sum(row)) + "\n" for row in self.rows() if wanted(row)))
+            write_text(self.path, (line_of(row) + "\n" for row in self.rows() if wanted(row)))
 
     def _ends_a_line(self) -> bool:
         with open(self.path, "rb") as file:

@@ -20,7 +20,7 @@ from typing import IO, Any, Protocol
 
 from farthing.durability.accounts import read_ledger
 from farthing.durability.opening import PAUSED
-from farthing.durability.preemption import heeded
+from farthing.durability.preemption import handled
 from farthing.durability.run_folder import LEDGER
 from farthing.errors import EXIT_CRASH, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE
 from farthing.units import plural, say_seconds
@@ -84,13 +84,11 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code of the last attempt (1 where it was killed)."""
-        before = {number: signal.signal(number, self._hand_on) for number in heeded()}
         try:
-            return self._run()
+            with handled(self._hand_on):
+                return self._run()
         finally:
             os.environ.pop(PAUSED, None)
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _run(self) -> int:
         n_started = n_in_vain = 0

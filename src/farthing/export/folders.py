@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +151,12 @@ def export_run(
     quiet_libraries()
     source = whole_model(run)
     refuse_used(folder)
-    is_adapter = (source / ADAPTER_CONFIG).exists()
-    if form == "adapter":
-        if not is_adapter:
-            raise UserMistake("a full fine-tune has no adapter", where=str(run), to_do="use --format merged")
+    if form == "merged":
+        _write_merged(run, source, folder, dtype, trust_remote_code)
+    elif (source / ADAPTER_CONFIG).exists():
         install_folder(folder, lambda draft: _copy_adapter(run, source, draft))
-    elif is_adapter:
-        _merge(run, source, folder, dtype, trust_remote_code)
     else:
-        _recast(run, source, folder, dtype, trust_remote_code)
+        raise UserMistake("a full fine-tune has no adapter", where=str(run), to_do="use --format merged")
     n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return {"folder": str(folder), "format": form, "bytes": n_bytes}
 
@@ -192,9 +188,7 @@ def trained_model(run: Path, dtype: torch.dtype = torch.float32, *, trust_remote
     job = trusted_job(run, trust_remote_code)
     if (source / ADAPTER_CONFIG).exists():
         return _adapted(job, source, dtype, trust_remote_code)
-    auto = auto_class(job["task"])
-    trust = {"trust_remote_code": trust_remote_code}
-    return auto.from_pretrained(source, use_safetensors=True, dtype=dtype, **trust).eval()
+    return _read(source, job, dtype, trust_remote_code)
 
 
 def untrained_model(run: Path, dtype: torch.dtype = torch.float32, *, trust_remote_code: bool = False) -> Any:
@@ -203,7 +197,7 @@ def untrained_model(run: Path, dtype: torch.dtype = torch.float32, *, trust_remo
     return _base_of(job, tuned_config(whole_model(run)), dtype, trust_remote_code).eval()
 
 
-def _base_of(job: dict[str, Any], tuned: dict[str, Any], dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _base_of(job: Json, tuned: Json, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     section = job["model"]
     choice = ModelChoice(
         section["model_name_or_path"],
@@ -225,7 +219,7 @@ def _base_of(job: dict[str, Any], tuned: dict[str, Any], dtype: torch.dtype, tru
     )
 
 
-def _adapted(job: dict[str, Any], source: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _adapted(job: Json, source: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """The adapter in `source` on its base."""
     import peft
 
@@ -243,36 +237,40 @@ def _adapted(job: dict[str, Any], source: Path, dtype: torch.dtype, trust_remote
         return peft.PeftModel.from_pretrained(base, source).eval()
 
 
-def _merge(run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool) -> None:
-    job = trusted_job(run, trust_remote_code)
-    model = _adapted(job, source, getattr(torch, dtype or "float32"), trust_remote_code)
-    tokenizer = load_tokenizer(ModelChoice(str(source)), None)
-    examples = check_examples(job, tokenizer, model.config.get_text_config().vocab_size)
-    expected = answers(model, examples)
-    with warnings.catch_warnings():  # of weights that are no longer tied
-        warnings.simplefilter("ignore")
-        model = model.merge_and_unload()
-    _write_whole(run, model, tokenizer, folder, lambda draft: _check(draft, job, examples, expected, trust_remote_code))
-
-
-def _recast(run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool) -> None:
-    job = trusted_job(run, trust_remote_code)
-    wanted = getattr(torch, dtype) if dtype else "auto"
+def _read(folder: Path, job: Json, dtype: torch.dtype | str, trust_remote_code: bool) -> Any:
+    """A whole model in a folder, in evaluation mode."""
     auto, trust = auto_class(job["task"]), {"trust_remote_code": trust_remote_code}
-    tokenizer = load_tokenizer(ModelChoice(str(source)), None)
-    model = auto.from_pretrained(source, use_safetensors=True, dtype="auto", **trust).eval()
+    return auto.from_pretrained(folder, use_safetensors=True, dtype=dtype, **trust).eval()
+
+
+def _write_merged(run: Path, source: Path, folder: Path, dtype: str | None, trust_remote_code: bool) -> None:
+    """The whole model into a folder; read back from there it has to answer as it did. Raises `ModelError`."""
+    job, tokenizer = trusted_job(run, trust_remote_code), load_tokenizer(ModelChoice(str(source)), None)
+    is_adapter = (source / ADAPTER_CONFIG).exists()
+    if is_adapter:
+        model = _adapted(job, source, getattr(torch, dtype or "float32"), trust_remote_code)
+    else:
+        model = _read(source, job, "auto", trust_remote_code)
     examples = check_examples(job, tokenizer, model.config.get_text_config().vocab_size)
-    expected = answers(model, examples)
-    del model
-    model = auto.from_pretrained(source, use_safetensors=True, dtype=wanted, **trust)
-    _write_whole(run, model, tokenizer, folder, lambda draft: _check(draft, job, examples, expected, trust_remote_code))
+    expected, receipt = answers(model, examples), build_receipt(run)
+    if is_adapter:
+        with warnings.catch_warnings():  # of weights that are no longer tied
+            warnings.simplefilter("ignore")
+            model = model.merge_and_unload()
+    elif dtype:
+        del model
+        model = _read(source, job, getattr(torch, dtype), trust_remote_code)
 
+    def fill(draft: Path) -> None:
+        model.config.use_cache = True
+        model.save_pretrained(draft, safe_serialization=True)
+        save_tokenizer(tokenizer, draft)
+        (draft / CARD).write_text(model_card(receipt, step_of(receipt), is_merged=True), encoding="utf-8")
+        model.to("meta")  # its memory is for the copy that is read back
+        written = _read(draft, job, "auto", trust_remote_code)
+        refuse_other_answers(answers(written, examples), expected, written.dtype, job["model"]["model_name_or_path"])
 
-def _check(draft: Path, job: Json, examples: list[dict[str, Tensor]], expected: list[Tensor], trust: bool) -> None:
-    """Read the written model back and hold its answers against those expected. Raises `ModelError`."""
-    auto = auto_class(job["task"])
-    written = auto.from_pretrained(draft, use_safetensors=True, dtype="auto", trust_remote_code=trust).eval()
-    refuse_other_answers(answers(written, examples), expected, written.dtype, job["model"]["model_name_or_path"])
+    install_folder(folder, fill)
 
 
 def tuned_config(source: Path) -> Json:
@@ -297,17 +295,3 @@ def _label_names(tuned: Json) -> tuple[str, ...]:
     """The names of the classes in order; transformers leaves out those that it would make up itself."""
     names = {int(index): str(name) for index, name in tuned.get("id2label", {}).items()}
     return tuple(name for _, name in sorted(names.items())) or ("LABEL_0", "LABEL_1")
-
-
-def _write_whole(run: Path, model: Any, tokenizer: Any, folder: Path, check: Callable[[Path], None]) -> None:
-    receipt = build_receipt(run)
-
-    def fill(draft: Path) -> None:
-        model.config.use_cache = True
-        model.save_pretrained(draft, safe_serialization=True)
-        save_tokenizer(tokenizer, draft)
-        (draft / CARD).write_text(model_card(receipt, step_of(receipt), is_merged=True), encoding="utf-8")
-        model.to("meta")  # its memory is for the copy that is read back
-        check(draft)
-
-    install_folder(folder, fill)

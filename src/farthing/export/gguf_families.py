@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from farthing.durability.files import Json
 from farthing.errors import UserMistake
 from farthing.tasks.registry import task_of
 from farthing.units import plural
@@ -120,7 +121,7 @@ def head_width(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def settings_of(config: Any, family: Family) -> tuple[dict[str, Any], dict[str, Array], list[str]]:
+def settings_of(config: Any, family: Family) -> tuple[dict[str, object], dict[str, Array], list[str]]:
     """(settings by the name of the method of `gguf.GGUFWriter` that writes them, further tensors, what is to be said)."""
     if config.model_type == "gpt2":
         return _gpt2_settings(config), {}, []
@@ -132,7 +133,7 @@ def settings_of(config: Any, family: Family) -> tuple[dict[str, Any], dict[str, 
         notes.append(
             f"llama.cpp has no sliding window for it: the context is {plural(window, 'token')}, up to which both agree"
         )
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "context_length": context,
         "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers,
@@ -152,7 +153,7 @@ def settings_of(config: Any, family: Family) -> tuple[dict[str, Any], dict[str, 
     return values | rope, tensors, notes
 
 
-def _gpt2_settings(config: Any) -> dict[str, Any]:
+def _gpt2_settings(config: Any) -> dict[str, object]:
     return {
         "context_length": config.n_positions,
         "embedding_length": config.n_embd,
@@ -163,12 +164,12 @@ def _gpt2_settings(config: Any) -> dict[str, Any]:
     }
 
 
-def _rope(config: Any, family: Family) -> tuple[dict[str, Any], dict[str, Array]]:
+def _rope(config: Any, family: Family) -> tuple[dict[str, object], dict[str, Array]]:
     """Rotary embeddings: settings, and the factors that divide each frequency where they are no rule of llama.cpp."""
     every = config.rope_parameters
     main = every.get("full_attention", every)
     turned = int(head_width(config) * main.get("partial_rotary_factor", 1.0))
-    values: dict[str, Any] = {"rope_freq_base": float(main["rope_theta"]), "rope_dimension_count": turned}
+    values: dict[str, object] = {"rope_freq_base": float(main["rope_theta"]), "rope_dimension_count": turned}
     if turned != head_width(config) and family.architecture != "phi3":
         refuse("only a part of each head is turned by position", "partial_rotary_factor", config)
     if "sliding_attention" in every:
@@ -199,7 +200,7 @@ def _slowed(config: Any) -> Array:
     return (plain / scaled.double()).float().numpy()
 
 
-def _long_rope(config: Any, main: dict[str, Any]) -> dict[str, Any]:
+def _long_rope(config: Any, main: Json) -> dict[str, object]:
     before = int(main.get("original_max_position_embeddings") or config.original_max_position_embeddings)
     longer = main.get("factor") or config.max_position_embeddings / before
     factor = main.get("attention_factor") or (

@@ -36,7 +36,7 @@ class Plan:
 
     config: Any
     family: Family
-    settings: dict[str, Any]
+    settings: dict[str, object]
     tensors: dict[str, Array]
     notes: tuple[str, ...]
 

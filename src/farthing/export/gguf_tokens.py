@@ -11,6 +11,7 @@ import itertools
 import json
 from typing import Any, NoReturn
 
+from farthing.durability.files import Json
 from farthing.errors import UserMistake
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # kinds of a token
@@ -34,7 +35,7 @@ SPLITS = {
 """Steps of a pre-tokenizer -> llama.cpp's name of it, and its name where whole words of the vocabulary are not merged."""
 
 
-def tokenizer_settings(tokenizer: Any, n_rows: int, *, is_chat: bool) -> tuple[dict[str, Any], list[str]]:
+def tokenizer_settings(tokenizer: Any, n_rows: int, *, is_chat: bool) -> tuple[dict[str, object], list[str]]:
     """(settings by the name of the method of `gguf.GGUFWriter`, what is to be said) for a model that embeds `n_rows` tokens.
 
     `is_chat`: it was trained on chats, which begin with a special token, not on texts as they are.
@@ -69,7 +70,7 @@ def _refuse(why: str) -> NoReturn:
     )
 
 
-def _tokens(tokenizer: Any, said: dict[str, Any], n_rows: int) -> tuple[list[str], list[int]]:
+def _tokens(tokenizer: Any, said: Json, n_rows: int) -> tuple[list[str], list[int]]:
     """Every token's text and kind, in the order of the embeddings; rows without a token have a name of their own."""
     texts = {index: text for text, index in tokenizer.get_vocab().items()}
     added = {entry["id"]: entry for entry in said["added_tokens"]}
@@ -92,13 +93,13 @@ def _tokens(tokenizer: Any, said: dict[str, Any], n_rows: int) -> tuple[list[str
     return tokens, kinds
 
 
-def _merges(said: dict[str, Any]) -> list[tuple[str, str]]:
+def _merges(said: Json) -> list[tuple[str, str]]:
     """Pairs in their order; older files have them as texts."""
     pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in said["model"]["merges"]]
     return [(left, right) for left, right in pairs]
 
 
-def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _steps(step: Json | None) -> list[Json]:
     """A sequence of normalizers or pre-tokenizers as a list."""
     if step is None:
         return []
@@ -106,7 +107,7 @@ def _steps(step: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [each for part in inner for each in _steps(part)] if step["type"] == "Sequence" and inner else [step]
 
 
-def _byte_level(said: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _byte_level(said: Json) -> tuple[dict[str, object], list[str]]:
     signs: list[str] = []
     for step in _steps(said["pre_tokenizer"]):
         kind = step["type"]
@@ -132,8 +133,8 @@ def _byte_level(said: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _sentence_piece(
-    tokenizer: Any, said: dict[str, Any], tokens: list[str], kinds: list[int], is_chat: bool
-) -> tuple[dict[str, Any], list[str]]:
+    tokenizer: Any, said: Json, tokens: list[str], kinds: list[int], is_chat: bool
+) -> tuple[dict[str, object], list[str]]:
     """Pieces have scores in place of merges: the earlier a merge, the higher the score of the piece that it makes."""
     for step in _steps(said["normalizer"]):
         if step["type"] == "Replace" and (step["pattern"].get("String"), step["content"]) == (" ", SPACE):
@@ -177,14 +178,14 @@ def _begins_with_space(tokenizer: Any, before: str) -> bool:
     return bool(pieces) and str(pieces[0]).startswith(SPACE)
 
 
-def _special(tokenizer: Any) -> dict[str, Any]:
+def _special(tokenizer: Any) -> dict[str, object]:
     """Ids of special tokens, whether texts begin and end with one, and the templates."""
     plain, whole = (tokenizer("a", add_special_tokens=each)["input_ids"] for each in (False, True))
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "add_bos_token": whole[0] == tokenizer.bos_token_id and whole[: len(plain)] != plain,
         "add_eos_token": whole[-1] == tokenizer.eos_token_id and whole[-len(plain) :] != plain,
     }
-    if len(whole) - len(plain) != sum(values.values()):
+    if len(whole) - len(plain) != sum(map(bool, values.values())):
         _refuse("it puts other tokens around a text than the first and the last")
     for name in ("bos", "eos", "unk", "sep", "pad"):
         if (index := getattr(tokenizer, f"{name}_token_id", None)) is not None:

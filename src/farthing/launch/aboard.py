@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from farthing.durability.files import Json, only_writer, parse_json
 from farthing.durability.object_store import Retrying, Store, open_store
-from farthing.durability.preemption import heeded
+from farthing.durability.preemption import handled
 from farthing.durability.supervisor import begin
 from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, FarthingError, RunBusy, UserMistake
 from farthing.launch.ask import CREATED_AT, GRACE_S
@@ -69,19 +69,16 @@ class Aboard:
         """The exit code of the run here."""
         self.speaker.booted()
         code, why = EXIT_INTERRUPTED, "asked to leave before it began"
-        before = {number: signal.signal(number, self._hand_on) for number in heeded()}
-        try:
-            if self.facts.get("inputs"):
-                fetch_inputs(Retrying(self.store, STORE_S), self.facts["inputs"], self.job.parent)
-            self._until_free()
-            if not self._was_told:
-                code, why = self._train()
-        except FarthingError as error:
-            code, why = error.exit_code, str(error).splitlines()[0]
-            sys.stderr.write(f"farthing: {error}\n")
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with handled(self._hand_on):
+            try:
+                if self.facts.get("inputs"):
+                    fetch_inputs(Retrying(self.store, STORE_S), self.facts["inputs"], self.job.parent)
+                self._until_free()
+                if not self._was_told:
+                    code, why = self._train()
+            except FarthingError as error:
+                code, why = error.exit_code, str(error).splitlines()[0]
+                sys.stderr.write(f"farthing: {error}\n")
         self.speaker.left(code, why)
         return code
 

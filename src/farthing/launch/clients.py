@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,13 +20,10 @@ from farthing.errors import UserMistake
 from farthing.launch.ask import CREATED_AT, ENDS_AT, Ask, values_of
 from farthing.launch.driver import Driver, Refused, Seen, Unclear, refusal
 from farthing.launch.http import Api
-from farthing.launch.target import Files
 from farthing.launch.targets import lambda_cloud, runpod, vast
 
-Render = Callable[[Ask], Files]
 _PLACE = re.compile(r"\$\{([A-Z][A-Z0-9_]*)\}")
-RUNPOD_REST, RUNPOD_GRAPHQL = "https://api.runpod.io", "https://api.runpod.io"
-VAST, LAMBDA = "https://console.vast.ai", "https://cloud.lambda.ai"
+RUNPOD, VAST, LAMBDA = "https://api.runpod.io", "https://console.vast.ai", "https://cloud.lambda.ai"
 END_WINDOW_S = 3 * 3600
 """For how long Vast's scheduled job tries to delete."""
 
@@ -59,15 +56,15 @@ def filled(value: Any, values: Mapping[str, Any]) -> Any:
 class RunPod(Driver):
     """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of words but a stream."""
 
-    def __init__(self, rest: Api, graphql: Api) -> None:
-        self._rest, self._graphql = rest, graphql
+    def __init__(self, api: Api) -> None:
+        self._api = api
 
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`."""
         ends = datetime.fromtimestamp(asked_at + ask.most_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         request = json.loads(runpod.render(ask)[runpod.REQUEST])
         body = filled(request, {CREATED_AT: f"{asked_at:.0f}", ENDS_AT: ends})
-        answer = self._graphql.ask("POST", "/graphql", body, n_tries=1) or {}
+        answer = self._api.ask("POST", "/graphql", body, n_tries=1) or {}
         errors = answer.get("errors")
         if errors:
             why = "; ".join(str(error.get("message", error)) for error in errors)[:300]
@@ -79,16 +76,13 @@ class RunPod(Driver):
 
     def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`."""
-        answer = _sure(self._rest, "GET", "/v2/pods")
+        answer = _sure(self._api, "GET", "/v2/pods")
         pods = answer.get("pods") or answer.get("data") or [] if isinstance(answer, dict) else answer or []
-        return [
-            Seen(str(pod.get("name")), str(pod["id"]), is_over=pod.get("status") in ("EXITED", "ERROR"))
-            for pod in pods if pod.get("status") != "TERMINATED"
-        ]  # fmt: skip
+        return _seen(pods, "name", "status", over=("EXITED", "ERROR"), gone=("TERMINATED",))
 
     def delete(self, machine: Machine) -> None:
         """See `Driver`."""
-        _sure(self._rest, "DELETE", f"/v2/pods/{machine.id}")
+        _sure(self._api, "DELETE", f"/v2/pods/{machine.id}")
 
 
 class Vast(Driver):
@@ -137,14 +131,7 @@ class Vast(Driver):
             if not answer.get("next_token"):
                 break
             path = f"/api/v1/instances/?limit=25&after_token={answer['next_token']}"
-        return [
-            Seen(
-                str(each.get("label")),
-                str(each["id"]),
-                is_over=each.get("actual_status") in ("exited", "offline", "dead"),
-            )
-            for each in found
-        ]
+        return _seen(found, "label", "actual_status", over=("exited", "offline", "dead"))
 
     def delete(self, machine: Machine) -> None:
         """See `Driver`."""
@@ -178,14 +165,17 @@ class Lambda(Driver):
     def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`."""
         found = (_sure(self._api, "GET", "/api/v1/instances") or {}).get("data") or []
-        return [
-            Seen(str(each.get("name")), str(each["id"]), is_over=each.get("status") == "unhealthy")
-            for each in found if each.get("status") not in ("terminated", "preempted")
-        ]  # fmt: skip
+        return _seen(found, "name", "status", over=("unhealthy",), gone=("terminated", "preempted"))
 
     def delete(self, machine: Machine) -> None:
         """See `Driver`."""
         _sure(self._api, "POST", "/api/v1/instance-operations/terminate", {"instance_ids": [machine.id]})
+
+
+def _seen(rows: list[Json], name: str, state: str, *, over: Sequence[str], gone: Sequence[str] = ()) -> list[Seen]:
+    """Machines as a provider lists them, by the names of its fields."""
+    left = [row for row in rows if row.get(state) not in gone]
+    return [Seen(str(row.get(name)), str(row["id"]), is_over=row.get(state) in over) for row in left]
 
 
 def _sure(api: Api, method: str, path: str, body: Any = None) -> Any:
@@ -207,5 +197,5 @@ def connect(target: str) -> Driver:
         return Api(other or base, {"Authorization": f"Bearer {key_of(key)}"})
 
     if target == "runpod":
-        return RunPod(api(RUNPOD_REST, "RUNPOD_API_KEY"), api(RUNPOD_GRAPHQL, "RUNPOD_API_KEY"))
+        return RunPod(api(RUNPOD, "RUNPOD_API_KEY"))
     return Vast(api(VAST, "VAST_API_KEY")) if target == "vast" else Lambda(api(LAMBDA, "LAMBDA_API_KEY"))

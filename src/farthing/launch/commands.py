@@ -6,7 +6,6 @@ so it is `Unclear`, and the job is looked for by its name.
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -69,17 +68,21 @@ class CommandDriver(Driver):
         return run_command(self._commands.log(machine))
 
 
-def run_command(words: Sequence[str]) -> str:
-    """What a command of the user's prints. Raises `Refused` where there is no such command, else `Unclear`."""
+def ended(
+    words: Sequence[str], said: str = "", timeout_s: float = TIMEOUT_S, who: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """A command that has read `said` and ended. Raises `Refused` where there is none, `Unclear` where it takes too long."""
     try:
-        done = subprocess.run(
-            list(words), capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env={**os.environ},
-            stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        return subprocess.run(list(words), input=said, capture_output=True, text=True, timeout=timeout_s, check=False)
     except FileNotFoundError as error:
         raise Refused(f"there is no command `{words[0]}` here: see `farthing doctor --target`") from error
     except subprocess.TimeoutExpired as error:
-        raise Unclear(f"`{words[0]}` has not ended after {TIMEOUT_S:.0f} s") from error
+        raise Unclear(f"{who or f'`{words[0]}`'} has not answered in {timeout_s:.0f} s") from error
+
+
+def run_command(words: Sequence[str]) -> str:
+    """What a command of the user's prints. Raises as `ended`, and `Unclear` where it fails."""
+    done = ended(words)
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())[-300:]
         raise Unclear(f"`{words[0]}` ended with {done.returncode}: {said}")

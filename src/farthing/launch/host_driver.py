@@ -11,13 +11,13 @@ import contextlib
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from farthing.durability.machines import Machine
 from farthing.launch.ask import CREATED_AT, SCRIPT, Ask, script_of, values_of
+from farthing.launch.commands import ended
 from farthing.launch.driver import Driver, Refused, Seen, Unclear
 
 HERE = "local"
@@ -67,12 +67,7 @@ class HostDriver(Driver):
         """What a shell there prints. Raises `Unclear`."""
         program = shlex.split(os.environ.get("FARTHING_SSH", "ssh"))
         words = ["sh", "-s"] if host == HERE else [*program, *SSH_OPTIONS, "--", host, "sh -s"]
-        try:
-            done = subprocess.run(words, input=script, capture_output=True, text=True, timeout=PATIENT_S, check=False)
-        except FileNotFoundError as error:
-            raise Refused(f"there is no command `{words[0]}` here") from error
-        except subprocess.TimeoutExpired as error:
-            raise Unclear(f"{host} has not answered in {PATIENT_S:.0f} s") from error
+        done = ended(words, script, PATIENT_S, host)
         if done.returncode == 255 and (found := _NEVER_THERE.search(done.stderr)):
             raise Unreached(f"{host}: {found[0].strip()}")
         if done.returncode:

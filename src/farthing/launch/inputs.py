@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from farthing.config.job import Job
+from farthing.durability.commits import fetch_whole, is_here
 from farthing.durability.files import Damaged, Json, seal, sha256_of, unseal
 from farthing.durability.object_store import NoSuchObject, Store, StoreFault
 from farthing.errors import StoreDown, UserMistake
@@ -129,13 +130,11 @@ def fetch_inputs(store: Store, key: str, folder: Path) -> None:
         listed = unseal(store.get(key).decode("utf-8"), key)["files"]
         for entry in listed:
             path = folder / _safe(str(entry["path"]))
-            if path.is_file() and path.stat().st_size == entry["size"] and sha256_of(path) == entry["sha256"]:
+            if is_here(path, entry):
                 continue
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             draft = path.with_name(f"{path.name}.draft")
-            store.fetch(str(entry["object"]), draft, int(entry["size"]))
-            if sha256_of(draft) != entry["sha256"]:
-                raise Damaged(f"{entry['path']} differs from what was sent (sha256)")
+            fetch_whole(store, entry, draft)
             os.replace(draft, path)
     except (NoSuchObject, Damaged, UnicodeDecodeError, KeyError, TypeError) as error:
         raise UserMistake(

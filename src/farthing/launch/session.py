@@ -31,7 +31,6 @@ from farthing.launch.host_driver import HostDriver
 from farthing.launch.inputs import inputs_key, send_inputs, with_token_sets
 from farthing.launch.prepare import TEARDOWN_S, Prepared, launch_id_of, secrets_of
 from farthing.launch.supervise import Launch, Patience
-from farthing.launch.targets import hf_jobs, kubernetes, skypilot, slurm, vertex
 from farthing.launch.words import StoreWords
 from farthing.prices.boot import boot_of
 from farthing.prices.offers import Offer
@@ -234,23 +233,17 @@ class Session:
 
     def driver(self) -> Driver:
         """What speaks to the target. Raises `UserMistake` where its command is not there or a key is not set."""
-        target, at = self.prepared.target.name, self.prepared.at
-        program = self.prepared.target.program
-        if target == "ssh":
+        target = self.prepared.target
+        program = target.program
+        if target.name == "ssh":
             program = shlex.split(os.environ.get("FARTHING_SSH", program))[0]
         if program and shutil.which(program) is None:
-            raise UserMistake(f"there is no command `{program}` here", where="PATH", to_do=self.prepared.target.install)
-        if target in ("local", "ssh"):
-            hosts = [offer.instance for offer in self.prepared.offers]
-            return HostDriver(hosts, self.prepared.folder)
-        if target in ("runpod", "vast", "lambda"):
-            return connect(target)
-        tables = {
-            "slurm": lambda: slurm.COMMANDS, "skypilot": lambda: skypilot.COMMANDS,
-            "kubernetes": lambda: kubernetes.commands(at), "vertex": lambda: vertex.commands(at),
-            "hf": lambda: hf_jobs.commands(at),
-        }  # fmt: skip
-        return CommandDriver(tables[target](), self.write, restarts=target != "hf")
+            raise UserMistake(f"there is no command `{program}` here", where="PATH", to_do=target.install)
+        if target.commands is not None:
+            return CommandDriver(target.commands(self.prepared.at), self.write, restarts=target.name != "hf")
+        if target.name in ("local", "ssh"):
+            return HostDriver([offer.instance for offer in self.prepared.offers], self.prepared.folder)
+        return connect(target.name)
 
     # ---- afterwards, and meanwhile ----
 

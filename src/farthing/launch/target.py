@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from farthing.launch.ask import Ask
+from farthing.launch.commands import Commands
 
 Files = dict[str, str]
 """Name -> text."""
@@ -20,8 +19,6 @@ class Target:
     name: str
     title: str
     render: Callable[[Ask], Files]
-    check: Callable[[Mapping[str, str]], list[str]]
-    """What of the files the target would refuse or misunderstand: our own rules, where its schema is blind."""
     ends: str
     """What ends the machine when every process of ours is dead; empty where nothing does."""
     is_rented: bool = False
@@ -36,26 +33,9 @@ class Target:
     """The command of its own that is used."""
     install: str = ""
     """How to get it."""
+    commands: Callable[[str], Commands] | None = None
+    """How that command is used, by what stands behind the colon of --on."""
     picks_gpus: bool = False
     """Whether a GPU has to have a name in facts/launch.csv to be had there."""
-
-
-def missing(value: Any, where: str, *paths: str) -> list[str]:
-    """Which of the dotted paths lead to nothing in a document: what a schema without required fields lets pass."""
-    found = []
-    for path in paths:
-        at = value
-        for part in path.split("."):
-            if isinstance(at, list):
-                at = at[int(part)] if part.isdigit() and int(part) < len(at) else None
-            else:
-                at = at.get(part) if isinstance(at, dict) else None
-        if at in (None, "", [], {}):
-            found.append(f"{where}: `{path}` is missing")
-    return found
-
-
-def not_a_name(name: str, most: int = 63) -> list[str]:
-    """A complaint about a name that is none for DNS: what most targets ask of the names of jobs."""
-    is_name = re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name) and len(name) <= most
-    return [] if is_name else [f"`{name}` is no name: small letters, digits and dashes, at most {most}"]
+    check: Callable[[Mapping[str, str]], list[str]] = lambda files: []
+    """What of the files the target would refuse for something that the user has said."""

@@ -19,9 +19,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from farthing.durability.accounts import Account, read_ledger, take_in
+from farthing.durability.accounts import Account, accounts_of, read_ledger
 from farthing.durability.commits import list_commits
 from farthing.durability.files import Damaged, Json, parse_json, seal, unseal
+from farthing.durability.lease import newest_words
 from farthing.durability.object_store import NoSuchObject, Store, StoreFault
 from farthing.durability.run_folder import LEDGER
 from farthing.errors import UserMistake
@@ -102,12 +103,7 @@ class StoreWords:
         if self._folder is not None:
             return read_ledger(self._folder / LEDGER).ordered
         with self._store() as store:
-            links = sorted(key for key in store.list("writers/") if key.endswith(".json"))
-            rows = _get(store, links[-1]).get("ledger") if links else []
-        told: dict[int, Account] = {}
-        for row in rows if isinstance(rows, list) else []:
-            if isinstance(row, dict):
-                take_in(told, row)
+            told = accounts_of(newest_words(store))
         return [told[number] for number in sorted(told)]
 
     def keep(self, name: str, rows: list[Json]) -> None:

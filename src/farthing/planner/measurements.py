@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.files import append_line, write_json
-from farthing.durability.summed_lines import newest_lines, read_line, with_sum
+from farthing.durability.files import write_json
+from farthing.durability.summed_lines import append_line, newest_lines, read_line
 
 MEASUREMENTS = "measurements.jsonl"  # in the cache
 OF_RUN = "measurements.json"  # in a run's folder
@@ -204,7 +204,7 @@ def append_measurement(path: Path, measurement: Measurement) -> None:
 
     Raises `OSError`.
     """
-    append_line(path, with_sum(dataclasses.asdict(measurement)))
+    append_line(path, dataclasses.asdict(measurement))
 
 
 def read_measurements(path: Path) -> Measurements:

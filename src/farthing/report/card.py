@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from farthing.config.job import Job
@@ -65,25 +65,23 @@ def model_card(receipt: Receipt, step: int, *, is_merged: bool, in_form: Sequenc
 def _measured(metrics: Json) -> list[str]:
     """The run's own evaluation, and that of each class."""
     lines: list[str] = []
-    numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+    numbers = [(name, f"{value:.4f}") for name, value in metrics.items() if isinstance(value, float)]
     if numbers:
-        lines += [
-            "",
-            "## Evaluation",
-            "",
-            f"On {metrics.get('n_examples', 0):,} held-out examples.",
-            "",
-            "| metric | value |",
-        ]
-        lines += ["|---|---|", *(f"| {name} | {value:.4f} |" for name, value in numbers.items())]
-    classes = metrics.get("per_class")
-    if classes:
-        lines += ["", "| class | precision | recall | F1 | examples |", "|---|---|---|---|---|"]
-        lines += [
-            f"| {_cell(name)} | {row['precision']:.3f} | {row['recall']:.3f} | {row['f1']:.3f} | {row['n']} |"
+        lines += ["", "## Evaluation", "", f"On {metrics.get('n_examples', 0):,} held-out examples."]
+        lines += _table("metric", "value", rows=numbers)
+    if classes := metrics.get("per_class"):
+        rows = [
+            (_cell(name), f"{row['precision']:.3f}", f"{row['recall']:.3f}", f"{row['f1']:.3f}", str(row["n"]))
             for name, row in classes.items()
         ]
+        lines += _table("class", "precision", "recall", "F1", "examples", rows=rows)
     return lines
+
+
+def _table(*heads: str, rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of Markdown, the first of them empty."""
+    lines = [f"| {' | '.join(row)} |" for row in (heads, *rows)]
+    return ["", lines[0], "|" + "---|" * len(heads), *lines[1:]]
 
 
 def _beside_base(evaluation: Json | None) -> list[str]:
@@ -91,14 +89,10 @@ def _beside_base(evaluation: Json | None) -> list[str]:
     if evaluation is None or "tuned" not in evaluation:
         return []
     base, tuned = evaluation.get("base", {}), evaluation["tuned"]
-    numbers = {name: value for name, value in tuned.items() if isinstance(value, float)}
     before = {name: f"{value:.4f}" for name, value in base.items() if isinstance(value, float)}
-    lines = ["", "## Before and after", "", f"On {_cell(evaluation['examples'])}.", "", "| metric | before | after |"]
-    return [
-        *lines,
-        "|---|---|---|",
-        *(f"| {name} | {before.get(name, '')} | {value:.4f} |" for name, value in numbers.items()),
-    ]
+    rows = [(name, before.get(name, ""), f"{value:.4f}") for name, value in tuned.items() if isinstance(value, float)]
+    lines = ["", "## Before and after", "", f"On {_cell(evaluation['examples'])}."]
+    return lines + _table("metric", "before", "after", rows=rows)
 
 
 def _how_to_load(receipt: Receipt, base: str) -> list[str]:
@@ -138,14 +132,11 @@ def _bill(receipt: Receipt) -> list[str]:
         f"| cost | {cost} |",
         f"| time | {receipt.wall_s:.1f} s, {plural(receipt.interruptions, 'interruption')} |",
         f"| peak memory | {say_bytes(receipt.peak_bytes)} |",
-        "",
     ]
-    spans = [span for span in receipt.spans if span.seconds >= 0.005]
-    if not receipt.usd_is_known:
-        lines += ["| where the time went | seconds |", "|---|---|"]
-        return lines + [f"| {span.what} | {span.seconds:.1f} |" for span in spans]
-    lines += ["| where the time went | seconds | dollars |", "|---|---|---|"]
-    return lines + [f"| {span.what} | {span.seconds:.1f} | {dollars(span.usd)} |" for span in spans]
+    n = 3 if receipt.usd_is_known else 2
+    heads = ("where the time went", "seconds", "dollars")[:n]
+    spans = [(s.what, f"{s.seconds:.1f}", dollars(s.usd)) for s in receipt.spans if s.seconds >= 0.005]
+    return lines + _table(*heads, rows=[span[:n] for span in spans])
 
 
 def _learning_rate(job: Json) -> str:

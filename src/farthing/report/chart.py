@@ -13,17 +13,6 @@ from dataclasses import dataclass, field
 from farthing.report.page import colour, escape, in_order, key, wide
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 860, 300, 62, 14, 26, 40
-STYLE = """
-svg .band{opacity:.18;stroke:none}
-svg .line{fill:none;stroke-width:1.8;stroke-linejoin:round}
-svg .best{fill:none;stroke:var(--ink);stroke-width:1.5}
-svg .mark{stroke:var(--ink);stroke-width:1;opacity:.45}
-svg .tick{stroke:var(--card);stroke-width:1}
-svg .f1{fill:var(--c1)}svg .f2{fill:var(--c2)}svg .f3{fill:var(--c3)}svg .f4{fill:var(--c4)}
-svg .f5{fill:var(--c5)}svg .f6{fill:var(--c6)}svg .f7{fill:var(--c7)}svg .f8{fill:var(--c8)}
-svg .s1{stroke:var(--c1)}svg .s2{stroke:var(--c2)}svg .s3{stroke:var(--c3)}svg .s4{stroke:var(--c4)}
-svg .s5{stroke:var(--c5)}svg .s6{stroke:var(--c6)}svg .s7{stroke:var(--c7)}svg .s8{stroke:var(--c8)}
-"""
 _SIGNS = {"interruption": "✕", "out of memory": "!", "evaluation": "●", "checkpoint": "▾"}
 
 

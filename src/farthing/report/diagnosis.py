@@ -15,10 +15,6 @@ from farthing.durability.ledger import SPANS
 from farthing.report.receipt_types import Advice, Diagnosis, Finding, Receipt
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
-AREAS = (
-    "data", "memory", "compute", "host", "communication", "checkpoints", "evaluation", "start-up", "waiting",
-)  # fmt: skip
-"""In the order in which they are looked at."""
 WORTH = 0.03
 """A finding is worth telling when it takes this share of the run's time."""
 EVALUATION_SHARE, SAVE_SHARE, START_SHARE = 0.05, 0.02, 0.15
@@ -44,7 +40,6 @@ _START_FIXES = {
 class _Cost:
     """What was found to cost too much."""
 
-    area: str
     cause: str
     evidence: str
     fix: str
@@ -81,17 +76,21 @@ class _Run:
 def diagnose(receipt: Receipt) -> Diagnosis:
     """The diagnosis of a run; without findings where nothing stands out or too little has happened."""
     run = _Run(receipt)
-    costs = [cost for check in _CHECKS for cost in check(run) if cost.seconds >= WORTH * run.wall_s]
-    found = sorted((_finding(run, cost) for cost in costs), key=lambda finding: AREAS.index(finding.area))
+    found = [
+        _finding(run, area, cost)
+        for area, check in CHECKS.items()
+        for cost in check(run)
+        if cost.seconds >= WORTH * run.wall_s
+    ]
     largest = max(found, key=lambda finding: finding.saves_s, default=None)
     return Diagnosis(found, largest.cause if largest else "", list(_advice(run)))
 
 
-def _finding(run: _Run, cost: _Cost) -> Finding:
+def _finding(run: _Run, area: str, cost: _Cost) -> Finding:
     whole = run.whole if cost.recurs else 1.0
     rest_s = 0.0 if run.is_over or not cost.recurs else cost.seconds * max(0.0, run.whole - 1)
     return Finding(
-        cost.area,
+        area,
         cost.cause,
         cost.evidence,
         cost.fix,
@@ -109,7 +108,6 @@ def _finding(run: _Run, cost: _Cost) -> Finding:
 def _data(run: _Run) -> Iterator[_Cost]:
     waited_s, tokenized_s = run.span("data_wait"), run.span("tokenize")
     yield _Cost(
-        "data",
         "slow storage",
         f"training waited {run.share(waited_s)} for batches",
         "cache_dir",
@@ -119,7 +117,6 @@ def _data(run: _Run) -> Iterator[_Cost]:
     n_tokens = run.work.get("n_tokens", 0)
     pace = f", {say_count(n_tokens / tokenized_s)} tokens a second" if n_tokens and tokenized_s > 1 else ""
     yield _Cost(
-        "data",
         "slow tokenizer",
         f"reading and tokenizing took {run.share(tokenized_s)}{pace}",
         "cache_dir",
@@ -137,7 +134,6 @@ def _memory(run: _Run) -> Iterator[_Cost]:
         of_forward = work.get("recomputed_of_forward", 0.0) * work.get("forward_share", 0.0)
         share = of_forward or work.get("recomputed_share", 0.0)
         yield _Cost(
-            "memory",
             "checkpointing not needed",
             f"activations are computed twice, {share:.0%} of forward and backward; without that {say_bytes(need)} would be"
             f" needed and {say_bytes(free)} were free",
@@ -149,7 +145,6 @@ def _memory(run: _Run) -> Iterator[_Cost]:
     if redone := [event for event in run.receipt.out_of_memory if "micro_batch_tokens" in event]:
         last = redone[-1]
         yield _Cost(
-            "memory",
             "memory ran out",
             f"{plural(len(redone), 'step')} ran out of memory and were taken again",
             f"train.micro_batch_tokens={last['micro_batch_tokens']}",
@@ -173,7 +168,6 @@ def _micro_batches(run: _Run) -> Iterator[_Cost]:
     fixed_s = share * run.span("compute") + run.span("host_to_device")
     each_s = fixed_s / (n * max(1, run.receipt.steps))
     yield _Cost(
-        "memory",
         "micro-batches too small",
         f"a step has {n:.1f} micro-batches of up to {plural(now, 'token')}, each of which takes {1000 * each_s:,.1f} ms"
         " whatever its size",
@@ -188,7 +182,6 @@ def _compute(run: _Run) -> Iterator[_Cost]:
     share, longest, long = (work.get(name, 0) for name in ("share_beyond_long", "longest", "long"))
     if longest > 1.5 * long > 0 and share:
         yield _Cost(
-            "compute",
             "max_length too long",
             f"the longest 5 % of the examples (over {long:,} tokens, up to {longest:,}) hold {share:.0%} of all tokens beyond"
             f" that length",
@@ -200,7 +193,6 @@ def _compute(run: _Run) -> Iterator[_Cost]:
     useful, padded = receipt.tokens_per_s or 0.0, receipt.padded_tokens_per_s or 0.0
     if useful and padded > 1.1 * useful:
         yield _Cost(
-            "compute",
             "padding",
             f"{1 - useful / padded:.0%} of the computed tokens are padding",
             "",
@@ -210,7 +202,6 @@ def _compute(run: _Run) -> Iterator[_Cost]:
     if receipt.mfu and receipt.mfu < MFU_TARGET:
         wasted_s = (1 - receipt.mfu / MFU_TARGET) * compute_s
         yield _Cost(
-            "compute",
             "utilisation under target",
             f"{receipt.mfu:.0%} of the device's peak, where {MFU_TARGET:.0%} can be had",
             "train.probe=true",
@@ -222,9 +213,8 @@ def _compute(run: _Run) -> Iterator[_Cost]:
 def _host(run: _Run) -> Iterator[_Cost]:
     copies_s, idle_s = run.span("host_to_device"), run.span("idle")
     to_do = "`farthing profile` shows what runs between the steps; other programs on the machine may take its cores"
-    yield _Cost("host", "copies to the device", f"copies took {run.share(copies_s)}", "", to_do, copies_s)
+    yield _Cost("copies to the device", f"copies took {run.share(copies_s)}", "", to_do, copies_s)
     yield _Cost(
-        "host",
         "the host is busy",
         f"{run.share(idle_s)} went to none of the parts that are measured",
         "",
@@ -237,7 +227,6 @@ def _communication(run: _Run) -> Iterator[_Cost]:
     """Ranks meet once a step, to add their gradients: a step of twice as many examples waits half as often."""
     waited_s, batch = run.span("ranks"), int(run.train.get("global_batch_size") or 0)
     yield _Cost(
-        "communication",
         "waiting for other ranks",
         f"the first rank waited {run.share(waited_s)} until the others had computed and sent their gradients",
         f"train.global_batch_size={2 * batch}" if batch else "",
@@ -255,7 +244,6 @@ def _checkpoints(run: _Run) -> Iterator[_Cost]:
     each_s, left = spent_s / saves.n, max(1, math.ceil(SAVE_SHARE / 2 * run.wall_s * saves.n / spent_s))
     fix = f"train.save_steps={math.ceil(steps / left)}"
     yield _Cost(
-        "checkpoints",
         "saves too often",
         f"{plural(saves.n, 'checkpoint')} stopped training for {run.share(spent_s)}, {say_seconds(each_s)} each",
         fix,
@@ -277,13 +265,16 @@ def _evaluation(run: _Run) -> Iterator[_Cost]:
         left = max(FEW_EVALUATIONS, math.floor(may_take_s / each_s))
         also = f" and on fewer examples (data.max_eval_samples={fewer})" if 0 < fewer < n_examples else ""
         yield _Cost(
-            *("evaluation", "evaluation too often", evidence, f"train.eval_steps={math.ceil(steps / left)}"),
+            "evaluation too often",
+            evidence,
+            f"train.eval_steps={math.ceil(steps / left)}",
             f"evaluate more seldom{also}",
             (n - left) * each_s,
         )
     elif 0 < fewer < n_examples:
         yield _Cost(
-            *("evaluation", "evaluation on too many examples", f"{evidence}, on {plural(n_examples, 'example')}"),
+            "evaluation on too many examples",
+            f"{evidence}, on {plural(n_examples, 'example')}",
             f"data.max_eval_samples={fewer}",
             "evaluate on fewer examples",
             spent_s - may_take_s,
@@ -300,7 +291,7 @@ def _start_up(run: _Run) -> Iterator[_Cost]:
     fix, to_do = _START_FIXES[worst]
     words = ", ".join(f"{SPANS[name]} {say_seconds(s)}" for name, s in parts.items() if s > 0.1 * total_s)
     evidence = f"the start took {run.share(total_s)}: {words}"
-    yield _Cost("start-up", "start-up", evidence, fix, to_do, parts[worst], recurs=False)
+    yield _Cost("start-up", evidence, fix, to_do, parts[worst], recurs=False)
 
 
 def _waiting(run: _Run) -> Iterator[_Cost]:
@@ -310,7 +301,6 @@ def _waiting(run: _Run) -> Iterator[_Cost]:
         return
     share = receipt.redone_s > receipt.restart_s
     yield _Cost(
-        "waiting",
         "interruptions",
         f"{plural(receipt.interruptions, 'interruption')}: starting again and redoing work took {run.share(lost_s)}",
         "where.spot=true" if share else "",
@@ -319,9 +309,11 @@ def _waiting(run: _Run) -> Iterator[_Cost]:
     )
 
 
-_CHECKS: tuple[Callable[[_Run], Iterator[_Cost]], ...] = (
-    _data, _memory, _compute, _host, _communication, _checkpoints, _evaluation, _start_up, _waiting,
-)  # fmt: skip
+CHECKS: dict[str, Callable[[_Run], Iterator[_Cost]]] = {
+    "data": _data, "memory": _memory, "compute": _compute, "host": _host, "communication": _communication,
+    "checkpoints": _checkpoints, "evaluation": _evaluation, "start-up": _start_up, "waiting": _waiting,
+}  # fmt: skip
+"""The check of each area, in their order."""
 
 
 # ---- more training, or less ----

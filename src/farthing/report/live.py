@@ -6,7 +6,6 @@ Read from another terminal or machine, so a run is never slowed: nothing is aske
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from farthing.report.receipt_types import Receipt
 
@@ -37,7 +36,7 @@ class Progress:
         """Whether nothing more will come of this attempt."""
         return self.state in _ENDED
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values by name."""
         return asdict(self)
 

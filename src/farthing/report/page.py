@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from farthing.printable import printable
 
@@ -25,60 +26,7 @@ _COLOURS = {
         "everything else": 8,
     },
 }
-STYLE = """
-:root{color-scheme:light dark;--page:#fbfaf7;--card:#fff;--ink:#1d2125;--soft:#5b636d;--line:#d9d6ce;--grid:#e9e6de;
---c1:#3566ad;--c2:#cf7f1f;--c3:#2f8f6d;--c4:#b04a86;--c5:#7c5fc0;--c6:#6c8a22;--c7:#bf4740;--c8:#8b919a;--free:#ece9e1}
-@media (prefers-color-scheme:dark){:root{--page:#15181b;--card:#1d2125;--ink:#e7e9ec;--soft:#a3abb5;--line:#363c43;
---grid:#2a2f35;--c1:#78a9e8;--c2:#eaae5c;--c3:#63c7a2;--c4:#de8abd;--c5:#b29cee;--c6:#a6c65d;--c7:#ec8781;--c8:#9aa1aa;
---free:#2a2f35}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
-main{max-width:76rem;margin:0 auto;padding:1.5rem 1rem 4rem}
-h1{font-size:1rem;font-weight:600;color:var(--soft);margin:0 0 .4rem}
-h2{font-size:1.2rem;margin:2.4rem 0 .6rem}
-p{margin:.4rem 0}
-.answer{font-size:1.45rem;line-height:1.3;font-weight:600;margin:0 0 .6rem;overflow-wrap:anywhere}
-.soft,figcaption,caption{color:var(--soft);font-size:.9rem}
-caption{text-align:left;padding:0 0 .4rem}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:.6rem;margin:1.2rem 0;padding:0}
-.facts div{background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.6rem .8rem}
-.facts dt{color:var(--soft);font-size:.85rem}
-.facts dd{margin:0;font-size:1.25rem;font-weight:600}
-.facts small{display:block;font-size:.85rem;font-weight:400;color:var(--soft)}
-.wide{overflow-x:auto;background:var(--card);border:1px solid var(--line);border-radius:.5rem;padding:.6rem .8rem}
-.wide:focus-visible{outline:2px solid var(--c1)}
-figure{margin:0}
-figcaption{margin-top:.4rem}
-svg{display:block;width:100%;min-width:40rem;height:auto}
-svg text{font:12px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink)}
-svg .axis{fill:var(--soft)}
-svg .halo{stroke:var(--card);stroke-width:4;paint-order:stroke;stroke-linejoin:round}
-svg .grid{stroke:var(--grid)}
-table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
-th,td{text-align:left;padding:.28rem .75rem .28rem 0;vertical-align:top;border-bottom:1px solid var(--grid)}
-th{font-weight:600}
-thead th{color:var(--soft);font-size:.85rem;white-space:nowrap}
-.n{text-align:right;white-space:nowrap}
-.k{white-space:nowrap}
-.words{min-width:13rem}
-.bar{width:45%;min-width:9rem;vertical-align:middle}
-.stack{display:flex;height:.95rem;border-radius:.2rem;overflow:hidden;background:var(--free)}
-.stack i{display:block;height:100%}
-.c1{background:var(--c1)}.c2{background:var(--c2)}.c3{background:var(--c3)}.c4{background:var(--c4)}
-.c5{background:var(--c5)}.c6{background:var(--c6)}.c7{background:var(--c7)}.c8{background:var(--c8)}
-.free{background:var(--free);border:1px solid var(--line)}
-.key{display:flex;flex-wrap:wrap;gap:.2rem 1rem;list-style:none;margin:.6rem 0 0;padding:0;font-size:.9rem}
-.key i{display:inline-block;width:.8rem;height:.8rem;border-radius:.15rem;margin-right:.35rem;vertical-align:-.05rem}
-.two{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(26rem,100%),1fr));gap:1rem;align-items:start}
-details{margin-top:.6rem}
-summary{cursor:pointer;color:var(--soft)}
-ul,ol{padding-left:1.2rem}
-li{overflow-wrap:anywhere}
-@media (max-width:40rem){.answer{font-size:1.2rem}main{padding-top:1rem}.bar{min-width:6rem}th,td{padding-right:.6rem}}
-@media print{:root{color-scheme:light;--page:#fff;--ink:#000}main{max-width:none;padding:0}.wide{overflow:visible}
-.wide,.facts div,figure,tr{break-inside:avoid}h2{break-after:avoid}svg{min-width:0}details:not([open])>*{display:block}
-*{print-color-adjust:exact;-webkit-print-color-adjust:exact}@page{size:A4;margin:14mm}}
-"""
+STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 
 def escape(text: str) -> str:

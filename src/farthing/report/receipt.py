@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.accounts import LOST, Account, Attempt, Found, attempts_of, read_ledger
-from farthing.durability.files import parse_json, write_json
+from farthing.durability.accounts import LOST, Account, Found, read_ledger, with_redone
+from farthing.durability.files import Json, parse_json, write_json
 from farthing.durability.ledger import SPANS
 from farthing.durability.machines import bill_of
 from farthing.durability.run_folder import (
@@ -35,7 +35,7 @@ from farthing.errors import UserMistake
 from farthing.planner.estimate import Estimate
 from farthing.report.diagnosis import diagnose
 from farthing.report.receipt_serving import serving_of
-from farthing.report.receipt_types import Curves, Forecast, Json, Pair, Promised, Receipt, Saves, Span, Trust
+from farthing.report.receipt_types import Curves, Forecast, Pair, Promised, Receipt, Saves, Span, Trust
 from farthing.report.timeline import timeline_of
 from farthing.report.training_log import TrainingLog, read_log
 from farthing.settings import renamed
@@ -60,15 +60,14 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
     found = read_ledger(folder / LEDGER, witnesses_of(folder))
     if not found.accounts and not (folder / LEDGER).exists():
         raise UserMistake("not a run folder", where=str(folder), to_do="name the output_dir of a job that has started")
-    accounts, log = found.ordered, log or read_log(folder / LOG)
-    attempts = attempts_of(accounts)
+    accounts, log = with_redone(found.ordered), log or read_log(folder / LOG)
     job, estimate, facts = _read_json(folder / JOB), _estimate_in(folder / PLAN), _read_json(folder / RUN) or {}
     bill = _Bill(
         accounts[-1].ended if accounts else "killed",
-        {name: sum(a.spans.get(name, 0.0) for a in attempts) for name in SPANS},
-        {name: sum(a.spans.get(name, 0.0) / 3600 * a.usd_per_hour for a in attempts) for name in SPANS},
-        sum(a.wall_s for a in attempts),
-        sum(a.usd for a in attempts),
+        {name: sum(a.spans.get(name, 0.0) for a in accounts) for name in SPANS},
+        {name: sum(a.spans.get(name, 0.0) / 3600 * a.usd_per_hour for a in accounts) for name in SPANS},
+        sum(a.wall_s for a in accounts),
+        sum(a.usd for a in accounts),
         max((a.peak_bytes for a in accounts if a.peak_bytes), default=None),
     )
     exported_step = _newest(accounts, lambda a: a.exported)
@@ -84,7 +83,13 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         data_notes=_read_json(folder / DATA_NOTES) or [],
         schedule=_read_json(folder / SCHEDULE),
         settings=_read_json(folder / SETTINGS),
-        **_of_log(log, facts.get("steps_per_epoch")),
+        steps=log.step,
+        steps_per_epoch=facts.get("steps_per_epoch"),
+        epochs=log.step / facts["steps_per_epoch"] if facts.get("steps_per_epoch") else None,
+        tokens=log.n_tokens,
+        target_tokens=log.n_targets,
+        final_loss=log.loss,
+        skipped_steps=log.n_skipped,
         out_of_memory=[renamed(event) for a in accounts for event in a.out_of_memory],
         best_step=best["step"] if best else None,
         exported_step=exported_step,
@@ -94,19 +99,19 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         usd=bill.usd,
         ancestor=facts.get("ancestor"),
         usd_with_ancestor=bill.usd + (facts.get("ancestor") or {}).get("usd", 0.0),
-        usd_is_known=any(a.usd_per_hour > 0 for a in attempts),
+        usd_is_known=any(a.usd_per_hour > 0 for a in accounts),
         usd_per_million_tokens=bill.usd / (log.n_tokens / 1e6) if log.n_tokens else None,
         spans=_spans(bill),
         ledger=_trust(found),
-        checkpoints=_checkpoints(job, estimate, attempts, bill.wall_s),
-        attempts=[_attempt(a) for a in attempts],
+        checkpoints=_checkpoints(job, estimate, accounts, bill.wall_s),
+        attempts=[_attempt(a) for a in accounts],
         notices=[_notice(each, a) for a in accounts for each in a.notices],
-        interruptions=max(0, len([a for a in attempts if a.began]) - 1),
-        redone_s=sum(a.redone_s for a in attempts),
-        redone_usd=sum(a.redone_s / 3600 * a.usd_per_hour for a in attempts),
-        restart_s=sum(_start_up_s(a) for a in attempts[1:]),
-        restart_usd=sum(_start_up_s(a) / 3600 * a.usd_per_hour for a in attempts[1:]),
-        promised=_against_estimate(estimate, bill, attempts),
+        interruptions=max(0, len([a for a in accounts if a.began]) - 1),
+        redone_s=sum(a.redone_s for a in accounts),
+        redone_usd=sum(a.redone_s / 3600 * a.usd_per_hour for a in accounts),
+        restart_s=sum(_start_up_s(a) for a in accounts[1:]),
+        restart_usd=sum(_start_up_s(a) / 3600 * a.usd_per_hour for a in accounts[1:]),
+        promised=_against_estimate(estimate, bill, accounts),
         forecast=_forecast(next((a.forecast for a in accounts if a.forecast), None), bill),
         peak_bytes=bill.peak_bytes,
         machines=bill_of(folder, accounts, datetime.now(UTC).timestamp()),
@@ -127,19 +132,6 @@ class _Bill:
     wall_s: float
     usd: float
     peak_bytes: int | None
-
-
-def _of_log(log: TrainingLog, steps_per_epoch: int | None) -> Json:
-    """The fields that the training log fills."""
-    return {
-        "steps": log.step,
-        "steps_per_epoch": steps_per_epoch,
-        "epochs": log.step / steps_per_epoch if steps_per_epoch else None,
-        "tokens": log.n_tokens,
-        "target_tokens": log.n_targets,
-        "final_loss": log.loss,
-        "skipped_steps": log.n_skipped,
-    }
 
 
 def _of_afterwards(folder: Path, exported_step: int | None, job: Json | None, log: TrainingLog) -> Json:
@@ -330,18 +322,21 @@ def _unlike(run: Receipt, baseline: Receipt) -> dict[str, str]:
     return found
 
 
-def _attempt(attempt: Attempt) -> Json:
-    values = asdict(attempt)
-    values["started_at"] = datetime.fromtimestamp(attempt.started_at, UTC).isoformat(timespec="seconds")
-    return {**values, "wall_s": attempt.wall_s, "usd": attempt.usd}
+def _attempt(account: Account) -> Json:
+    same = ("number", "spans", "usd_per_hour", "first_step", "began", "ended", "redone_s", "n_saves", "wall_s", "usd")
+    return {name: getattr(account, name) for name in same} | {
+        "started_at": datetime.fromtimestamp(account.started_at, UTC).isoformat(timespec="seconds"),
+        "last_step": account.step,
+        "save_held_up_s": account.held_up_s,
+    }
 
 
-def _checkpoints(job: Any, estimate: Estimate | None, attempts: list[Attempt], wall_s: float) -> Saves:
+def _checkpoints(job: Any, estimate: Estimate | None, attempts: list[Account], wall_s: float) -> Saves:
     train = job["train"] if isinstance(job, dict) else {}
     interval_s = 60 * train["save_minutes"] if train.get("save_minutes") else None
     if interval_s is None and not train.get("save_steps") and estimate is not None:
         interval_s = estimate.interval_s
-    held_up_s = sum(attempt.save_held_up_s for attempt in attempts)
+    held_up_s = sum(attempt.held_up_s for attempt in attempts)
     n = sum(attempt.n_saves for attempt in attempts)
     return Saves(n, interval_s, held_up_s, held_up_s / wall_s if wall_s else 0.0)
 
@@ -353,7 +348,7 @@ def _notice(said: Json, account: Account) -> Json:
     return {"attempt": account.number, "step": said["step"], **notice, "left_after_s": left_after_s}
 
 
-def _start_up_s(attempt: Attempt) -> float:
+def _start_up_s(attempt: Account) -> float:
     """What it took an attempt to get going."""
     return sum(attempt.spans.get(name, 0.0) for name in ("start_up", "tokenize", "load_model", "restore"))
 
@@ -384,7 +379,7 @@ def _estimate_in(path: Path) -> Estimate | None:
     return None
 
 
-def _against_estimate(estimate: Estimate | None, bill: _Bill, attempts: Sequence[Attempt]) -> Promised | None:
+def _against_estimate(estimate: Estimate | None, bill: _Bill, attempts: Sequence[Account]) -> Promised | None:
     """What the plan had said before the first attempt against what happened, whole and by component.
 
     Restarts, work that was done again and waiting say nothing of the estimate, and are apart.

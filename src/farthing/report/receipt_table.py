@@ -11,7 +11,7 @@ from rich.table import Table
 
 from farthing.durability.files import Json
 from farthing.report.receipt import ROW_NAMES, Comparison, Forecast, Pair, Promised, Receipt
-from farthing.report.safe import escape
+from farthing.report.safe import escape, table_of
 from farthing.settings import Settings
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
@@ -21,10 +21,7 @@ _BLOCKS, _MOST_BLOCKS = "▁▂▃▄▅▆▇█", 36
 def draw_probe(console: Console, found: dict[str, Any]) -> None:
     """What a probe has tried, the best first."""
     has_price = any(trial["usd_per_million_tokens"] for trial in found["trials"] if trial["fits"])
-    table = Table(box=None, padding=(0, 2), show_edge=False)
-    table.add_column("settings")
-    for name in ("useful tok/s", "useful", "peak", *(["$ a million"] if has_price else [])):
-        table.add_column(name, justify="right")
+    table = table_of("settings", "#useful tok/s", "#useful", "#peak", *(["#$ a million"] if has_price else []))
     for number, trial in enumerate(found["trials"]):
         words = escape(Settings.from_json(trial).in_words())
         speed = f"{trial['tokens_per_s']:,.0f}" if trial["fits"] else "out of memory"
@@ -103,12 +100,10 @@ def draw_diagnosis(console: Console, receipt: Receipt) -> None:
 
 def evaluation_table(found: Json) -> Table:
     """What `farthing eval` has measured: the model, what it began with, the gain and what a hundredth of it has cost."""
-    table = Table(box=None, padding=(0, 2), show_edge=False, title=escape(found["examples"]), title_justify="left")
     sides = [side for side in ("base", "tuned") if side in found]
     gains = found.get("gains") or {}
-    table.add_column("metric")
-    for name in (*sides, *(["gain", "dollars a point"] if gains else [])):
-        table.add_column(name, justify="right")
+    heads = [f"#{name}" for name in (*sides, *(["gain", "dollars a point"] if gains else []))]
+    table = table_of("metric", *heads, title=escape(found["examples"]))
     for name, value in found.get("tuned", {}).items():
         if not isinstance(value, float):
             continue
@@ -123,10 +118,7 @@ def evaluation_table(found: Json) -> Table:
 
 def _draw_spans(console: Console, receipt: Receipt) -> None:
     """Where seconds and dollars went, the largest part first."""
-    table = Table(box=None, padding=(0, 2), show_edge=False)
-    table.add_column("where the time went")
-    for name in ("seconds", "share", *(["dollars"] if receipt.usd_is_known else [])):
-        table.add_column(name, justify="right")
+    table = table_of("where the time went", "#seconds", "#share", *(["#dollars"] if receipt.usd_is_known else []))
     dollars = digits_of(receipt.usd)
     for span in sorted(receipt.spans, key=lambda span: -span.seconds):
         if span.seconds >= 0.005:
@@ -137,14 +129,11 @@ def _draw_spans(console: Console, receipt: Receipt) -> None:
     console.print(table)
 
 
-def _draw_machines(console: Console, machines: list[dict[str, Any]]) -> None:
+def _draw_machines(console: Console, machines: list[Json]) -> None:
     """What was paid for each rented machine, from the request to the confirmed deletion; training is a part of it."""
     total = sum(row["usd"] for row in machines)
     dollars = digits_of(total)
-    table = Table(box=None, padding=(0, 2), show_edge=False)
-    table.add_column("machine")
-    for name in ("boot", "train", "idle", "teardown", "dollars"):
-        table.add_column(name, justify="right")
+    table = table_of("machine", "#boot", "#train", "#idle", "#teardown", "#dollars")
     for row in machines:
         where = f"{row['provider']} {row['instance'] or row['gpu']}" + (
             "" if row["gone_at"] else ", not confirmed gone"
@@ -208,9 +197,7 @@ def _of_trouble(receipt: Receipt) -> dict[str, str]:
 
 def draw_comparison(console: Console, comparison: Comparison) -> None:
     """Two runs side by side."""
-    table = Table(box=None, padding=(0, 2), show_edge=False)
-    for name in ("", "run", "baseline", "ratio"):
-        table.add_column(name, justify="left" if not name else "right")
+    table = table_of("", "#run", "#baseline", "#ratio")
     for name, row in comparison.rows.items():
         say = {"wall_s": say_seconds, "peak_bytes": say_bytes}.get(name, _number)
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
@@ -249,9 +236,7 @@ def _draw_estimate(console: Console, receipt: Receipt) -> None:
     if promised is None and forecast is None:
         return
     dollars = digits_of(receipt.usd)
-    table = Table(box=None, padding=(0, 2), show_edge=False)
-    for name in ("estimated before the start" if promised else "", "estimated", "happened", "ratio"):
-        table.add_column(name, justify="right" if name in ("estimated", "happened", "ratio") else "left")
+    table = table_of("estimated before the start" if promised else "", "#estimated", "#happened", "#ratio")
 
     def rows(of: Promised | Forecast, words: dict[str, str]) -> None:
         for name, say in (("wall_s", say_seconds), ("usd", dollars), ("peak_bytes", say_bytes)):
@@ -287,14 +272,11 @@ def _draw_metrics(console: Console, receipt: Receipt) -> None:
     console.print(line)
     classes = metrics.get("per_class")
     if classes and len(classes) <= 30:
-        table = Table(box=None, padding=(0, 2), show_edge=False)
-        for name in ("class", "precision", "recall", "F1", "examples"):
-            table.add_column(name, justify="left" if name == "class" else "right")
-        for name, row in classes.items():
-            table.add_row(
-                escape(name), f"{row['precision']:.3f}", f"{row['recall']:.3f}", f"{row['f1']:.3f}", str(row["n"])
-            )
-        console.print(table)
+        rows = (
+            (escape(name), f"{row['precision']:.3f}", f"{row['recall']:.3f}", f"{row['f1']:.3f}", str(row["n"]))
+            for name, row in classes.items()
+        )
+        console.print(table_of("class", "#precision", "#recall", "#F1", "#examples", rows=rows))
 
 
 def _number(value: Any) -> str:

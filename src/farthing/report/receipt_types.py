@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from farthing.durability.files import Json
 from farthing.report.receipt_serving import Serving
 from farthing.report.timeline import Timeline
-
-Json = dict[str, Any]
-"""An object of a JSON file."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +186,13 @@ class Receipt:
     """What answering with the model would cost, of a finished run."""
     diagnosis: Diagnosis | None = None
     """None only while the rest is put together."""
+
+    @property
+    def against_estimate(self) -> Pair | None:
+        """The dollars, or the seconds where there is no price, that were estimated; None where nothing was."""
+        if self.promised is None:
+            return None
+        return self.promised.usd if self.usd_is_known else self.promised.wall_s
 
     def to_json(self) -> Json:
         """What `receipt.json` holds."""

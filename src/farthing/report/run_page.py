@@ -17,7 +17,6 @@ import farthing
 from farthing.durability.files import write_text
 from farthing.durability.run_folder import PAGE
 from farthing.report import page
-from farthing.report.chart import STYLE as CHART_STYLE
 from farthing.report.chart import Axes, Bars, Line, curves, stacked, ticks, time_ticks
 from farthing.report.page import escape
 from farthing.report.receipt import ROW_NAMES, Comparison
@@ -25,21 +24,7 @@ from farthing.report.receipt_types import Diagnosis, Pair, Receipt
 from farthing.report.timeline import Column, grouped
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
-_STYLE = (
-    CHART_STYLE
-    + """
-h3{font-size:1rem;margin:1.4rem 0 .4rem}
-.finding{background:var(--card);border:1px solid var(--line);border-left:4px solid var(--c8);border-radius:.5rem;
-padding:.6rem .9rem;margin:.6rem 0}
-.finding.first{border-left-color:var(--c7)}
-.finding p{margin:.2rem 0}
-.finding code{overflow-wrap:anywhere}
-th[scope=row]{min-width:7.5rem}
-code,pre{font:.85rem/1.45 ui-monospace,SFMono-Regular,Menlo,monospace}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0}
-td.words,.wide td{overflow-wrap:anywhere}
-"""
-)
+_STYLE = (Path(__file__).parent / "run_page.css").read_text(encoding="utf-8")
 _STATES = {"finished": "Finished", "limit": "Stopped at a limit", "interrupted": "Interrupted", "failed": "Failed"}
 _N_ATTEMPTS, _N_POINTS = 20, 400
 
@@ -107,11 +92,7 @@ def _headline(receipt: Receipt) -> str:
     words = say_seconds(receipt.wall_s)
     if receipt.usd_is_known:
         words = f"{say_usd(receipt.usd)} in {words}"
-    pair = (
-        None
-        if receipt.promised is None
-        else (receipt.promised.usd if receipt.usd_is_known else receipt.promised.wall_s)
-    )
+    pair = receipt.against_estimate
     if pair is not None and pair.ratio is not None:
         off = abs(pair.ratio - 1)
         words += (

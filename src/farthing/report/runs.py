@@ -72,11 +72,7 @@ def row_of(folder: Path, now: float, *, name: str) -> Row:
         month = str(attempt["started_at"])[:7]
         months[month] = months.get(month, 0.0) + attempt["usd"]
     metric, best = _best(receipt)
-    pair = (
-        None
-        if receipt.promised is None
-        else (receipt.promised.usd if receipt.usd_is_known else receipt.promised.wall_s)
-    )
+    pair = receipt.against_estimate
     return Row(
         name,
         progress_of(receipt, now).state,

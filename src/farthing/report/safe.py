@@ -8,6 +8,7 @@ from typing import Any
 from rich import markup
 from rich.console import Console
 from rich.segment import Segment
+from rich.table import Table
 
 from farthing.printable import printable, printable_lines
 
@@ -20,6 +21,16 @@ def escape(text: object) -> str:
 def escape_lines(text: object) -> str:
     """The same for a text of several lines."""
     return markup.escape(printable_lines(text))
+
+
+def table_of(*heads: str, rows: Iterable[Iterable[str]] = (), title: str | None = None) -> Table:
+    """A table without lines, of rich markup. Heads that begin with # are of numbers."""
+    table = Table(box=None, padding=(0, 2), show_edge=False, title=title, title_justify="left")
+    for name in heads:
+        table.add_column(name.removeprefix("#"), justify="right" if name.startswith("#") else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 class SafeConsole(Console):

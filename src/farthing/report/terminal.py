@@ -11,23 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from farthing.events import (
-    DataRead,
-    Decided,
-    Evaluated,
-    Evaluating,
-    Event,
-    Exported,
-    KeepingFrozen,
-    Note,
-    Probed,
-    ReadingData,
-    Restored,
-    StepTaken,
-    Tokenizing,
-    Warned,
-    Working,
-)
+from farthing import events
 from farthing.printable import printable
 from farthing.report.safe import escape
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
@@ -48,7 +32,7 @@ class Terminal:
         self._last_at = 0.0
         self._n_said = 0
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: events.Event) -> None:
         """One event; of those that concern nobody at a terminal nothing is shown."""
         self._show(event)
 
@@ -61,33 +45,33 @@ class Terminal:
     # ---- events ----
 
     @functools.singledispatchmethod
-    def _show(self, event: Event) -> None:
+    def _show(self, event: events.Event) -> None:
         """Shown nowhere, such as that a checkpoint is written."""
 
     @_show.register
-    def _(self, event: Note) -> None:
+    def _(self, event: events.Note) -> None:
         self._say(escape(event.text))
 
     @_show.register
-    def _(self, event: Warned) -> None:
+    def _(self, event: events.Warned) -> None:
         self._say(f"[yellow]warning:[/] {escape(event.text)}")
 
     @_show.register
-    def _(self, event: Working) -> None:
+    def _(self, event: events.Working) -> None:
         self._alive(event.on)
 
     @_show.register
-    def _(self, event: ReadingData) -> None:
+    def _(self, event: events.ReadingData) -> None:
         words = say_bytes(event.done_bytes) + (f" of {say_bytes(event.total_bytes)}" if event.total_bytes else "")
         self._on_the_way(event.what, event.done_bytes / event.total_bytes if event.total_bytes else None, words)
 
     @_show.register
-    def _(self, event: Tokenizing) -> None:
+    def _(self, event: events.Tokenizing) -> None:
         words = f"{plural(event.n_rows, 'row')}, {say_count(event.n_tokens)} tokens"
         self._on_the_way(f"tokenizing {event.role}", event.share, words)
 
     @_show.register
-    def _(self, event: DataRead) -> None:
+    def _(self, event: events.DataRead) -> None:
         words = [
             plural(event.n_examples, "example"),
             f"{say_count(event.n_tokens)} tokens",
@@ -102,14 +86,16 @@ class Terminal:
         formats = ", ".join(sorted(set(event.formats)))
         self._say(f"[bold]{event.role}[/] {escape(', '.join(event.names))} ({formats}): {', '.join(words)}")
         for text in event.notes:
-            self._show(Warned(text))
+            self._show(events.Warned(text))
         if event.n_bad:
-            self._show(Warned(f"{event.n_bad:,} of {plural(event.n_rows, 'row')} can't be used and are left out:"))
+            self._show(
+                events.Warned(f"{event.n_bad:,} of {plural(event.n_rows, 'row')} can't be used and are left out:")
+            )
             for place, reason in event.bad_rows[:5]:
                 self._say(f"  {escape(place)}: {escape(reason)}")
 
     @_show.register
-    def _(self, event: Decided) -> None:
+    def _(self, event: events.Decided) -> None:
         share = event.n_trainable / max(1, event.n_parameters)
         held_out = f"{event.n_eval_examples:,} for evaluation" if event.n_eval_examples else "none for evaluation"
         rows = {
@@ -132,22 +118,22 @@ class Terminal:
         self.console.print(table)
 
     @_show.register
-    def _(self, event: KeepingFrozen) -> None:
+    def _(self, event: events.KeepingFrozen) -> None:
         done = f"{say_count(event.n_done_tokens)} of {say_count(event.n_tokens)} tokens"
         self._alive(f"computing the frozen layers, once for all epochs: {done}")
 
     @_show.register
-    def _(self, event: Probed) -> None:
+    def _(self, event: events.Probed) -> None:
         words = event.settings.in_words()
         self._alive(f"probing: {words}: {say_count(event.tokens_per_s)} useful tok/s")
 
     @_show.register
-    def _(self, event: Restored) -> None:
+    def _(self, event: events.Restored) -> None:
         at = f"step {event.step:,} of {event.n_steps:,} (attempt {event.attempt})"
         self._say(f"[green]resumed[/] at {at}; checkpoint verified")
 
     @_show.register
-    def _(self, event: StepTaken) -> None:
+    def _(self, event: events.StepTaken) -> None:
         line, is_last = _step_line(event), event.step == event.n_steps
         is_due = event.step % self._logging_steps == 0 or is_last
         has_waited = self._clock() - self._last_at >= _PLAIN_EVERY_S
@@ -161,17 +147,17 @@ class Terminal:
             self._n_said += 1
 
     @_show.register
-    def _(self, event: Evaluating) -> None:
+    def _(self, event: events.Evaluating) -> None:
         self._alive(f"evaluating: {event.n_done:,} of {event.n_examples:,}")
 
     @_show.register
-    def _(self, event: Evaluated) -> None:
+    def _(self, event: events.Evaluated) -> None:
         numbers = [f"{name} {value:.4g}" for name, value in event.metrics.items() if isinstance(value, float)]
         mark = " [green](best)[/]" if event.is_best else ""
         self._say(f"[bold]evaluation[/] at step {event.step:,}: {', '.join(numbers)}{mark}")
 
     @_show.register
-    def _(self, event: Exported) -> None:
+    def _(self, event: events.Exported) -> None:
         self._say(f"model of step {event.step:,} written to {escape(event.folder)}")
 
     # ---- drawing ----
@@ -212,7 +198,7 @@ class Terminal:
             self._live = None
 
 
-def _step_line(event: StepTaken) -> str:
+def _step_line(event: events.StepTaken) -> str:
     """What matters most stands first: a narrow terminal cuts the end."""
     loss = "not a number" if event.loss is None else f"{event.loss:.4f}"
     parts = [f"step {event.step:,}/{event.n_steps:,}", f"loss {loss}"]

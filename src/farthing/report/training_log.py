@@ -9,7 +9,6 @@ digest that is damaged, or of another log, is ignored.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import zlib
 from dataclasses import asdict, dataclass, field
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from farthing.durability.files import Json, parse_json, write_text
-from farthing.durability.summed_lines import checked, with_sum
+from farthing.durability.summed_lines import checked, line_of
 
 DIGEST = "log.digest.json"  # beside the log
 _STEP = re.compile(
@@ -158,7 +157,7 @@ def keep_digest(path: Path, kept_bytes: int = 0, *, worth_bytes: int = _WORTH_BY
             log.add_line(line)
             end += len(line)
         facts = {"version": _VERSION, "end": end, "ends": _ends(file, end), "log": asdict(log)}
-    write_text(path.with_name(DIGEST), json.dumps(with_sum(facts), ensure_ascii=False))
+    write_text(path.with_name(DIGEST), line_of(facts))
     return end
 
 

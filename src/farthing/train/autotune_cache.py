@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.config.job import Job
-from farthing.durability.files import append_line
-from farthing.durability.summed_lines import newest_lines, read_line, with_sum
+from farthing.durability.summed_lines import append_line, newest_lines, read_line
 from farthing.model.hardware import Numerics, hardware_key
 from farthing.planner.lengths import from_token_set
 from farthing.settings import Settings
@@ -86,7 +85,7 @@ def leave_probe(
 ) -> None:
     """Add what a probe has found. Raises `OSError`."""
     row = {"when": when, "subject": dataclasses.asdict(subject), "settings": tried(settings), "trials": trials}
-    append_line(path, with_sum(row))
+    append_line(path, row)
 
 
 def known_settings(path: Path, subject: Subject) -> Settings | None:

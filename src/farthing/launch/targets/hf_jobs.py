@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from farthing.launch.ask import SCRIPT, Ask, script_of
 from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen, job_seen
-from farthing.launch.target import Files, Target, missing
+from farthing.launch.target import Files, Target
 
 CALL = "run_job.json"
-FIELDS = {"image", "command", "env", "secrets", "flavor", "timeout", "labels", "name", "namespace"}
 _OVER = {"COMPLETED": 0, "CANCELED": None, "ERROR": None, "DELETED": None}
 
 
@@ -30,14 +28,6 @@ def render(ask: Ask) -> Files:
     }
     call |= {"namespace": ask.at} if ask.at else {}
     return {CALL: json.dumps(call, indent=1) + "\n", SCRIPT: script_of(ask)}
-
-
-def check(files: Mapping[str, str]) -> list[str]:
-    """What it needs."""
-    call = json.loads(files.get(CALL, "{}"))
-    found = missing(call, CALL, "image", "command.2", "flavor", "timeout", "name")
-    found += [f"{CALL}: no such field: {name}" for name in sorted(set(call) - FIELDS)]
-    return found + ([] if isinstance(call.get("secrets"), list) else [f"{CALL}: secrets are names"])
 
 
 def _submit(ask: Ask, folder: Path) -> list[str]:
@@ -75,10 +65,11 @@ def commands(at: str) -> Commands:
 
 
 TARGET = Target(
-    "hf", "Hugging Face Jobs", render, check,
+    "hf", "Hugging Face Jobs", render,
     ends="Hugging Face, at the timeout of the job",
     is_rented=True,
     at="[NAMESPACE]",
+    commands=commands,
     program="hf",
     install="pip install huggingface-hub, then: hf auth login",
     picks_gpus=True,

@@ -13,7 +13,7 @@ from farthing.durability.files import Json
 from farthing.launch.ask import GRACE_S, SCRIPT, Ask, script_of
 from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen, job_seen
-from farthing.launch.target import Files, Target, missing, not_a_name
+from farthing.launch.target import Files, Target
 
 MANIFEST = "job.k8s.yaml"
 SECRET = "farthing"
@@ -69,31 +69,9 @@ def render(ask: Ask) -> Files:
 
 
 def check(files: Mapping[str, str]) -> list[str]:
-    """Enums and rules across fields, which the schema does not hold, and what it does not require."""
-    documents = list(yaml.safe_load_all(files.get(MANIFEST, "")))
-    if [document.get("kind") for document in documents] != ["ConfigMap", "Job"]:
-        return [f"{MANIFEST}: a ConfigMap and a Job are wanted"]
-    config, job = documents
-    pod = job["spec"]["template"]["spec"]
-    found = missing(
-        job, MANIFEST, "metadata.name", "spec.activeDeadlineSeconds", "spec.template.spec.containers.0.image"
-    )
-    found += not_a_name(job["metadata"]["name"])
-    rules = job["spec"].get("podFailurePolicy", {}).get("rules", [])
-    if rules and pod.get("restartPolicy") != "Never":
-        found.append(f"{MANIFEST}: a podFailurePolicy needs restartPolicy: Never")
-    for rule in rules:
-        if rule.get("action") not in ("Ignore", "FailJob", "FailIndex", "Count"):
-            found.append(f"{MANIFEST}: no such action: {rule.get('action')}")
-        if ("onExitCodes" in rule) == ("onPodConditions" in rule):
-            found.append(f"{MANIFEST}: a rule has either onExitCodes or onPodConditions")
-    names = {volume["name"] for volume in pod["volumes"]}
-    found += [
-        f"{MANIFEST}: no volume {m['name']}" for m in pod["containers"][0]["volumeMounts"] if m["name"] not in names
-    ]
-    if sum(len(text.encode()) for text in config["data"].values()) > MOST_CONFIG_BYTES:
-        found.append(f"{MANIFEST}: a ConfigMap holds 1 MiB at most")
-    return found
+    """A job may be too long for it."""
+    is_too_long = len(files[SCRIPT].encode()) > MOST_CONFIG_BYTES
+    return [f"{MANIFEST}: a ConfigMap holds 1 MiB at most"] if is_too_long else []
 
 
 def _parse(text: str) -> list[Seen]:
@@ -129,10 +107,12 @@ def commands(at: str) -> Commands:
 
 
 TARGET = Target(
-    "kubernetes", "Kubernetes", render, check,
+    "kubernetes", "Kubernetes", render,
+    check=check,
     ends="the cluster, at activeDeadlineSeconds",
     may_share_folders=True,
     at="[NAMESPACE[/CLAIM]]",
+    commands=commands,
     program="kubectl",
     install="https://kubernetes.io/docs/tasks/tools/",
 )  # fmt: skip

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from farthing.launch.ask import SCRIPT, Ask, script_of
-from farthing.launch.target import Files, Target, missing
+from farthing.launch.target import Files, Target
 
 REQUEST = "launch.json"
 MOST_USER_DATA_BYTES = 1_000_000
@@ -27,20 +27,21 @@ def render(ask: Ask) -> Files:
 
 
 def check(files: Mapping[str, str]) -> list[str]:
-    """What it needs, and its limits."""
-    request = json.loads(files.get(REQUEST, "{}"))
-    found = missing(request, REQUEST, "region_name", "instance_type_name", "ssh_key_names.0", "name")
-    if len(request.get("ssh_key_names", [])) != 1:
-        found.append(f"{REQUEST}: exactly one ssh key")
-    if len(request.get("user_data", "").encode()) > MOST_USER_DATA_BYTES:
-        found.append(f"{REQUEST}: more than 1 MB of user data")
-    if not re.fullmatch(r"gpu_\d+x_\w+", request.get("instance_type_name") or ""):
-        found.append(f"{REQUEST}: no such instance type: {request.get('instance_type_name')}")
-    return found
+    """What --on, the offer or the job may lack, and its limits."""
+    request = json.loads(files[REQUEST])
+    kind = request["instance_type_name"]
+    wrong = {
+        "`region_name` is missing": not request["region_name"],
+        "`ssh_key_names.0` is missing": request["ssh_key_names"] in ([], [""]),
+        "more than 1 MB of user data": len(request["user_data"].encode()) > MOST_USER_DATA_BYTES,
+        f"no such instance type: {kind}": not re.fullmatch(r"gpu_\d+x_\w+", kind),
+    }
+    return [f"{REQUEST}: {what}" for what, is_so in wrong.items() if is_so]
 
 
 TARGET = Target(
-    "lambda", "Lambda", render, check,
+    "lambda", "Lambda", render,
+    check=check,
     ends="",
     is_rented=True,
     at="REGION/SSH_KEY",

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
 
 from farthing.durability.files import Json
 from farthing.launch.ask import CREATED_AT, ENDS_AT, SCRIPT, Ask, script_of
-from farthing.launch.target import Files, Target, missing
+from farthing.launch.target import Files, Target
 
 REQUEST = "pod.json"
-INPUTS = {
-    "name", "imageName", "dockerArgs", "gpuTypeId", "gpuCount", "cloudType", "containerDiskInGb", "volumeInGb", "env",
-    "terminateAfter", "bidPerGpu", "dataCenterId",
-}  # fmt: skip
-"""The fields of its input types that are used here."""
 _COMMAND = (
     "cd; echo $FARTHING_SCRIPT | base64 -d > run.sh && sh run.sh; "
     'runpodctl remove pod "$RUNPOD_POD_ID"; exec sleep infinity'
@@ -54,25 +48,8 @@ def render(ask: Ask) -> Files:
     return {REQUEST: json.dumps(request, indent=1) + "\n", SCRIPT: script}
 
 
-def check(files: Mapping[str, str]) -> list[str]:
-    """Fields that it does not know, and those that it needs."""
-    request = json.loads(files.get(REQUEST, "{}"))
-    pod = request.get("variables", {}).get("input", {})
-    found = missing(pod, REQUEST, "name", "imageName", "gpuTypeId", "gpuCount", "terminateAfter", "containerDiskInGb")
-    found += [f"{REQUEST}: no such field: {name}" for name in sorted(set(pod) - INPUTS)]
-    if pod.get("cloudType") not in ("SECURE", "COMMUNITY", "ALL"):
-        found.append(f"{REQUEST}: no such cloudType: {pod.get('cloudType')}")
-    if ("Interruptable" in request.get("query", "")) != ("bidPerGpu" in pod):
-        found.append(f"{REQUEST}: spot, and nothing else, has a bidPerGpu")
-    if "entrypoint" not in str(pod.get("dockerArgs")):
-        found.append(f"{REQUEST}: the ENTRYPOINT of an image would get the command as its arguments")
-    if pod.get("volumeInGb"):
-        found.append(f"{REQUEST}: a volume is paid for after the pod is gone")
-    return found
-
-
 TARGET = Target(
-    "runpod", "RunPod", render, check,
+    "runpod", "RunPod", render,
     ends="RunPod, at terminateAfter",
     is_rented=True,
     keys=("RUNPOD_API_KEY",),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from farthing.durability.files import Json
 from farthing.launch.ask import SCRIPT, Ask, script_of
 from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen, job_seen
-from farthing.launch.target import Files, Target, missing, not_a_name
+from farthing.launch.target import Files, Target
 
 TASK, CONFIG = "task.sky.yaml", "config.sky.yaml"
 INFRA = {"AWS": "aws", "GCP": "gcp", "Azure": "azure", "Lambda": "lambda", "RunPod": "runpod", "Vast.ai": "vast",
@@ -61,25 +60,6 @@ def _resource(offer: Any, gpu: str) -> Json:
     return {"infra": infra, "accelerators": f"{gpu}:{offer.n_gpus}", "use_spot": offer.is_spot}
 
 
-def check(files: Mapping[str, str]) -> list[str]:
-    """What its schema lets pass."""
-    task = yaml.safe_load(files.get(TASK, "")) or {}
-    found = missing(task, TASK, "name", "run", "resources.ordered.0.accelerators", "resources.ordered.0.infra")
-    recovery = (task.get("resources") or {}).get("job_recovery") or {}
-    if recovery.get("recover_on_exit_codes") != [75] or recovery.get("max_restarts_on_errors") != 0:
-        found.append(f"{TASK}: 75, and nothing else, has to begin the job again")
-    if "any_of" in (task.get("resources") or {}):
-        found.append(f"{TASK}: `any_of` loses the order of the offers; use `ordered`")
-    if any((task.get("secrets") or {}).values()):
-        found.append(f"{TASK}: the value of a secret stands in it")
-    if "\ntimeout --signal=TERM" not in task.get("run", ""):
-        found.append(f"{TASK}: nothing ends it in time")
-    config = yaml.safe_load(files.get(CONFIG, "")) or {}
-    found += [f"{CONFIG}: {cloud} would get the credentials of this machine" for cloud in STRANGERS
-              if config.get(cloud, {}).get("remote_identity") != "NO_UPLOAD"]  # fmt: skip
-    return found + not_a_name(task.get("name", ""))
-
-
 def _submit(ask: Ask, folder: Path) -> list[str]:
     secrets = [word for name in ask.secrets for word in ("--secret", name)]
     config = ["--config", str(folder / CONFIG)]
@@ -107,9 +87,10 @@ COMMANDS = Commands(
     log=lambda m: ["sky", "jobs", "logs", "--no-follow", "--name", m.name],
 )
 TARGET = Target(
-    "skypilot", "SkyPilot", render, check,
+    "skypilot", "SkyPilot", render,
     ends="`timeout` around the run; SkyPilot's controller, a small machine of yours, then takes the rest down",
     is_rented=True,
+    commands=lambda at: COMMANDS,
     program="sky",
     install="pip install 'skypilot[runpod]' (or [aws], [gcp] ...) in an environment of its own, then: sky check",
     picks_gpus=True,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from farthing.durability.machines import Machine
 from farthing.launch.ask import GRACE_S, Ask, script_of
 from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen, job_seen
-from farthing.launch.target import Files, Target, not_a_name
+from farthing.launch.target import Files, Target
 
 BATCH = "run.sbatch"
 _OVER = ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"]
@@ -32,23 +30,6 @@ def render(ask: Ask) -> Files:
     body = script_of(ask).removeprefix("#!/bin/sh\n").removesuffix('exit "$code"\n')
     again = '[ "$code" -eq 75 ] && scontrol requeue "$SLURM_JOB_ID"\n'
     return {BATCH: f'#!/bin/sh\n{head}{body}{again}exit "$code"\n'}
-
-
-def check(files: Mapping[str, str]) -> list[str]:
-    """What our own rules find wrong; `sbatch --test-only` knows more, where there is a controller."""
-    text = files.get(BATCH, "")
-    options = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE))
-    found = [f"{BATCH}: --{name} is missing" for name in ("job-name", "output", "requeue", "signal", "open-mode")
-             if name not in options]  # fmt: skip
-    if not options.get("output", "").startswith("/"):
-        found.append(f"{BATCH}: --output has to be an absolute path on the shared file system")
-    lines = text.splitlines()
-    first = next((at for at, line in enumerate(lines) if line and not line.startswith("#")), len(lines))
-    if any(line.startswith("#SBATCH") for line in lines[first:]):
-        found.append(f"{BATCH}: an #SBATCH line behind the first command is ignored")
-    if "scontrol requeue" not in text:
-        found.append(f"{BATCH}: nothing queues it again after 75")
-    return found + not_a_name(options.get("job-name", ""))
 
 
 def _rows(text: str) -> list[Seen]:
@@ -75,10 +56,11 @@ COMMANDS = Commands(
     log=_log,
 )
 TARGET = Target(
-    "slurm", "Slurm", render, check,
+    "slurm", "Slurm", render,
     ends="the controller, at --time",
     may_share_folders=True,
     at="[PARTITION]",
+    commands=lambda at: COMMANDS,
     program="sbatch",
     install="log in to a node of the cluster",
 )  # fmt: skip

@@ -7,12 +7,10 @@ key into every instance (CONTAINER_API_KEY, CONTAINER_ID) that can destroy this 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
 
 from farthing.durability.files import Json
 from farthing.launch.ask import CREATED_AT, ENDS_AT, SCRIPT, Ask, script_of
-from farthing.launch.target import Files, Target, missing
+from farthing.launch.target import Files, Target
 
 SEARCH, CREATE, END = "search.json", "create.json", "schedule.json"
 INSTANCE = "FARTHING_INSTANCE"
@@ -31,7 +29,6 @@ _END_IT = (
     'web.urlopen(web.Request(url, b"{}", key, method="DELETE"), timeout=30)'
 )
 AGAIN_S = 20
-KEYS = {"client_id", "image", "env", "price", "disk", "label", "onstart", "runtype", "args", "cancel_unavail", "force"}
 
 
 def own_end(script: str, most_s: int) -> str:
@@ -80,24 +77,8 @@ def render(ask: Ask) -> Files:
     return {name: json.dumps(value, indent=1) + "\n" for name, value in values.items()} | {SCRIPT: script_of(ask)}
 
 
-def check(files: Mapping[str, str]) -> list[str]:
-    """Fields that it does not know, and those that it needs."""
-    search, create, end = (json.loads(files.get(name, "{}")) for name in (SEARCH, CREATE, END))
-    found = missing(create, CREATE, "image", "label", "disk", "args.2", "onstart")
-    found += missing(search, SEARCH, "gpu_name.eq", "num_gpus.eq", "dph_total.lte")
-    found += missing(end, END, "start_time", "api_endpoint", "request_method", "instance_id")
-    found += [f"{CREATE}: no such field: {name}" for name in sorted(set(create) - KEYS)]
-    if (search.get("type") == "bid") != ("price" in create):
-        found.append(f"{CREATE}: a bid, and nothing else, has a price")
-    if create.get("cancel_unavail") is not True:
-        found.append(f"{CREATE}: without cancel_unavail an instance that can't start is paid for")
-    if not re.search(r'^\(sleep "\$left"; end_it\) &$', "".join(create.get("args", [])), re.MULTILINE):
-        found.append(f"{CREATE}: nothing in the instance ends it")
-    return found
-
-
 TARGET = Target(
-    "vast", "Vast.ai", render, check,
+    "vast", "Vast.ai", render,
     ends="the instance, by a key of its own, and a scheduled job at Vast.ai: either deletes it",
     is_rented=True,
     keys=("VAST_API_KEY",),

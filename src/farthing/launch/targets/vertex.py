@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 
 from farthing.durability.files import Json
 from farthing.launch.ask import SCRIPT, Ask, script_of
 from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen, job_seen
-from farthing.launch.target import Files, Target, missing
+from farthing.launch.target import Files, Target
 
 DOCUMENT = "custom_job.json"
 _OVER = ("JOB_STATE_SUCCEEDED", "JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_EXPIRED")
 _WAITS = ("JOB_STATE_QUEUED", "JOB_STATE_PENDING")
-FAMILIES = {"g2": "L4", "a2": "A100", "a3": "H100|H200", "n1": "T4|V100|P100|K80", "g4": "RTX_PRO", "a4": "B200"}
-"""Which accelerators a family of machine types has: the prefix of the type, and words of the accelerator's name."""
 
 
 _SECRET = (
@@ -84,25 +80,6 @@ def render(ask: Ask) -> Files:
     }
 
 
-def check(files: Mapping[str, str]) -> list[str]:
-    """What its schema lets pass: missing fields, and machine types that do not have the accelerator."""
-    document = json.loads(files.get(DOCUMENT, "{}"))
-    spec = "jobSpec.workerPoolSpecs.0"
-    found = missing(
-        document, DOCUMENT, "displayName", f"{spec}.machineSpec.machineType", f"{spec}.replicaCount",
-        f"{spec}.containerSpec.imageUri", "jobSpec.scheduling.timeout",
-    )  # fmt: skip
-    if found:
-        return found
-    if not re.fullmatch(r"[1-9]\d*s", document["jobSpec"]["scheduling"]["timeout"]):
-        found.append(f"{DOCUMENT}: timeout is seconds, as in 3600s")
-    machine = document["jobSpec"]["workerPoolSpecs"][0]["machineSpec"]
-    family, accelerator = machine["machineType"].partition("-")[0], machine.get("acceleratorType", "")
-    if accelerator and not re.search(FAMILIES.get(family, "no such"), accelerator):
-        found.append(f"{DOCUMENT}: machines {machine['machineType']} have no {accelerator}")
-    return found
-
-
 def _parse(text: str) -> list[Seen]:
     return [
         job_seen(
@@ -137,10 +114,11 @@ def commands(at: str) -> Commands:
 
 
 TARGET = Target(
-    "vertex", "Vertex AI", render, check,
+    "vertex", "Vertex AI", render,
     ends="Vertex, at scheduling.timeout",
     is_rented=True,
     at="PROJECT/REGION[/SERVICE_ACCOUNT]",
+    commands=commands,
     program="gcloud",
     install="https://cloud.google.com/sdk/docs/install",
     picks_gpus=True,
