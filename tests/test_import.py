@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from farthing.config.importers.recognise import import_file
 from farthing.config.importers.record import UNKNOWN, Imported
 from farthing.config.job import Job
 from farthing.config.load import load_job
+from farthing.data.formats import converter
 from farthing.errors import UserMistake
 
 AXOLOTL = """\
@@ -134,6 +136,34 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path: Path) -> None:
     assert job.data.of_train[0].columns == {"instruction": ("{ask}\n{more}", "{ask}"), "output": "{say}"}
     assert job.data.of_train[1].name == "small"
     assert (job.data.eval_fraction, job.train.num_train_epochs) == (0.1, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "learned"),
+    [
+        ("alpaca", "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+         "\n\n### Instruction:\nHi?\n\n### Response:\n", "Yo.</s>\n\n"),
+        ("default", "Human: Hi?</s>\nAssistant:", "Yo.</s>\n"),
+        ("vicuna", "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+         "detailed, and polite answers to the user's questions.USER: Hi? ASSISTANT:", "Yo.</s>"),
+    ],
+)  # fmt: skip
+def test_a_frame_of_llama_factory_is_a_template_beside_the_job(
+    tmp_path: Path, name: str, text: str, learned: str
+) -> None:
+    settings = f"model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\ndataset: mine\ntemplate: {name}\n"
+    found = imported(tmp_path, settings)
+    assert found.job["data.chat_template"] == f"{name}.jinja"
+    tokenizer = SimpleNamespace(
+        chat_template=found.files[f"{name}.jinja"], special_tokens_map={"eos_token": "</s>"}, other_templates=()
+    )
+    row = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yo."}]}
+    read = converter("messages", {}, {}, tokenizer, "causal-lm")
+    assert read(row).segments == ((text, False), (learned, True))
+    more = [{"role": "system", "content": "Be brief."}, *row["messages"] * 2]
+    assert [part for part, is_learned in read({"messages": more}).segments if is_learned] == [learned] * 2
+    assert "Be brief." in read({"messages": more}).segments[0][0]
+    assert "data.chat_template" not in imported(tmp_path, settings.replace("sft", "pt")).job
 
 
 def test_a_trl_configuration_and_a_command_line_say_the_same(tmp_path: Path) -> None:
