@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from farthing.config.importers.recognise import import_file
 from farthing.config.importers.record import UNKNOWN, Imported
 from farthing.config.job import Job
 from farthing.config.load import load_job
+from farthing.data.formats import converter
 from farthing.errors import UserMistake
 
 AXOLOTL = """\
@@ -134,6 +136,120 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path: Path) -> None:
     assert job.data.of_train[0].columns == {"instruction": ("{ask}\n{more}", "{ask}"), "output": "{say}"}
     assert job.data.of_train[1].name == "small"
     assert (job.data.eval_fraction, job.train.num_train_epochs) == (0.1, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "learned"),
+    [
+        ("alpaca", "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+         "\n\n### Instruction:\nHi?\n\n### Response:\n", "Yo.</s>\n\n"),
+        ("default", "Human: Hi?</s>\nAssistant:", "Yo.</s>\n"),
+        ("vicuna", "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+         "detailed, and polite answers to the user's questions.USER: Hi? ASSISTANT:", "Yo.</s>"),
+    ],
+)  # fmt: skip
+def test_a_frame_of_llama_factory_is_a_template_beside_the_job(
+    tmp_path: Path, name: str, text: str, learned: str
+) -> None:
+    settings = f"model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\ndataset: mine\ntemplate: {name}\n"
+    found = imported(tmp_path, settings)
+    assert found.job["data.chat_template"] == f"{name}.jinja"
+    tokenizer = SimpleNamespace(
+        chat_template=found.files[f"{name}.jinja"], special_tokens_map={"eos_token": "</s>"}, other_templates=()
+    )
+    row = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yo."}]}
+    read = converter("messages", {}, {}, tokenizer, "causal-lm")
+    assert read(row).segments == ((text, False), (learned, True))
+    more = [{"role": "system", "content": "Be brief."}, *row["messages"] * 2]
+    assert [part for part, is_learned in read({"messages": more}).segments if is_learned] == [learned] * 2
+    assert "Be brief." in read({"messages": more}).segments[0][0]
+    assert "data.chat_template" not in imported(tmp_path, settings.replace("sft", "pt")).job
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [
+        ("meta-llama/Llama-3.2-1B", ("q_proj", "v_proj")),
+        ("google/flan-t5-base", ("q", "v")),
+        ("tiiuae/falcon-7b", ("query_key_value",)),
+        ("openai-community/gpt2", ("c_attn",)),
+        ("bigcode/starcoder2-3b", ("q_proj", "v_proj")),
+        ("FacebookAI/roberta-base", ("query", "value")),
+    ],
+)
+def test_an_adapter_whose_layers_are_not_named_is_put_where_peft_puts_it(
+    tmp_path: Path, model: str, layers: tuple[str, ...]
+) -> None:
+    of_trl = imported(tmp_path, f"model_name_or_path: {model}\ndataset_name: c/d\nuse_peft: true\n")
+    of_script = imported(
+        tmp_path,
+        "from trl import SFTConfig, SFTTrainer\nfrom peft import LoraConfig\nconfig = LoraConfig(r=4)\n"
+        f"trainer = SFTTrainer(model='{model}', args=SFTConfig('out'), peft_config=config)\n",
+        "sft.py",
+    )
+    of_command = imported(tmp_path, f"python run_clm_lora.py --model_name_or_path {model} --lora_r 4\n", "run.sh")
+    for found in (of_trl, of_script, of_command):
+        assert job_of(tmp_path, found).method.target_modules == layers
+
+
+def test_unsloth_puts_an_adapter_on_all_layers(tmp_path: Path) -> None:
+    found = imported(
+        tmp_path,
+        "from unsloth import FastLanguageModel\nfrom trl import SFTTrainer\n"
+        "model, tokenizer = FastLanguageModel.from_pretrained('a/b', load_in_4bit=False)\n"
+        "model = FastLanguageModel.get_peft_model(model, r=8)\ntrainer = SFTTrainer(model=model)\n",
+        "unsloth.py",
+    )
+    assert job_of(tmp_path, found).method.target_modules == ("all-linear",)
+
+
+def test_recipes_of_hugging_face_name_several_data_sets(tmp_path: Path) -> None:
+    found = imported(
+        tmp_path,
+        'model_name_or_path: a/b\nuse_peft: false\nmax_length: 64\nchat_template: "{{ messages }}"\n'
+        "dataset_mixture:\n  seed: 1\n  test_split_size: 0.1\n  datasets:\n"
+        "  - {id: c/d, config: small, split: train_sft, columns: [messages], weight: 0.5}\n  - {id: e/f}\n",
+    )
+    job = job_of(tmp_path, found)
+    assert (job.data.train, job.data.eval_fraction) == (("c/d", "e/f"), 0.1)
+    assert job.data.of_train[0][1:] == (0.5, "train_sft", "small")
+    assert found.files["chat_template.jinja"] == "{{ messages }}"
+    older = imported(
+        tmp_path,
+        "model_name_or_path: a/b\nmax_length: 64\ndataset_mixer: {c/d: 0.5, e/f: 1.0}\ndataset_splits: [train_sft]\n",
+    )
+    assert [(each.weight, each.split) for each in job_of(tmp_path, older).data.of_train] == [
+        (0.5, "train_sft"),
+        (1.0, "train_sft"),
+    ]
+    assert UNKNOWN not in {line.why for line in [*found.named, *older.named]}
+
+
+def test_a_script_of_another_makes_an_adapter_and_its_shell_variables_are_left_open(tmp_path: Path) -> None:
+    found = imported(
+        tmp_path,
+        "torchrun fastchat/train/train_lora.py --model_name_or_path a/b --lora_r 8 --lora_alpha 16 --q_lora True "
+        "--data_path $DATA --seed $RANDOM --model_max_length 512\n",
+        "run.sh",
+    )
+    job = job_of(tmp_path, found)
+    assert (job.method.name, job.method.lora_r, job.data.max_length) == ("qlora", 8, 512)
+    assert {key: found.lines[key].effect for key in ("data_path", "seed")} == {
+        "data_path": "differs",
+        "seed": "differs",
+    }
+    assert "$" not in job.data.train[0]
+
+
+def test_names_that_grow_out_of_one_another_are_worked_out_once(tmp_path: Path) -> None:
+    chain = "".join(f"a{i + 1} = a{i} + a{i}\n" for i in range(64)) + "b = x\n" + "b = b + b\n" * 64
+    found = imported(
+        tmp_path,
+        f"from transformers import TrainingArguments\na0 = 1\n{chain}args = TrainingArguments(seed=a3, logging_steps=b)\n",
+        "train.py",
+    )
+    assert found.job["train.seed"] == 8
+    assert found.lines["TrainingArguments.logging_steps"].effect == "differs"
 
 
 def test_a_trl_configuration_and_a_command_line_say_the_same(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         _say(found, written)
     else:
         print(text, end="")
+        if found.files:
+            print(f"note: this job needs {', '.join(found.files)} beside it: -o writes both", file=sys.stderr)
     return EXIT_MISTAKE if found.blockers else EXIT_FINISHED
 
 

@@ -191,6 +191,11 @@ def _defaults(values: Mapping[str, Any], out: Imported) -> None:
     if values.get("adapter") in ("lora", "qlora"):
         out.default("method.lora_dropout", 0.0)
     out.notes.append(NO_COUNT_OF_GPUS)
+    if out.job.get("train.gradient_accumulation_steps", 1) > 1:
+        out.notes.append(
+            "Axolotl takes the mean of its micro-batches' losses; here every target of a step weighs the same, however many "
+            "its micro-batch has"
+        )
     if values.get("sample_packing"):
         out.notes.append(
             "sample_packing: a step there held micro_batch_size x gradient_accumulation_steps packed sequences of sequence_len"

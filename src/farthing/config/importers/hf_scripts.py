@@ -7,7 +7,7 @@ from typing import Any
 
 from farthing.config.importers import hf_trainer as hf
 from farthing.config.importers import trl
-from farthing.config.importers.record import Imported, To, Why, flat, read_keys, rows, scheduler, text, whole
+from farthing.config.importers.record import Imported, To, Why, flat, names, read_keys, rows, scheduler, text, whole
 from farthing.config.importers.script_job import Script
 from farthing.config.importers.scripts import Call
 from farthing.durability.files import Json
@@ -19,10 +19,13 @@ NAME = "hf-trainer"
 TABLE: dict[str, To] = {
     **hf.ARGUMENTS,
     **hf.MODEL,
+    **hf.ADAPTER,
+    **rows("method", names, "lora_target_modules=target_modules modules_to_save"),
     **rows(
         "data",
         whole,
         "max_seq_length=max_length max_length max_source_length=max_length max_target_length "
+        "model_max_length=max_length max_seq_len=max_length "
         "max_train_samples max_eval_samples max_val_samples=max_eval_samples",
     ),
     **rows("data", text, "source_lang target_lang"),
@@ -51,7 +54,7 @@ GROUPS = (
 _TASKS = {
     "run_glue": CLASSIFICATION.name, "run_classification": CLASSIFICATION.name, "run_xnli": CLASSIFICATION.name,
     "run_summarization": SEQ2SEQ.name, "run_translation": SEQ2SEQ.name,
-    "run_clm": CAUSAL_LM.name, "finetune_trainer": SEQ2SEQ.name,
+    "run_clm": CAUSAL_LM.name, "run_sft": CAUSAL_LM.name, "run_pt": CAUSAL_LM.name, "finetune_trainer": SEQ2SEQ.name,
 }  # fmt: skip
 
 
@@ -64,7 +67,7 @@ def read_script(calls: Sequence[Call], out: Imported) -> None:
 def read(values: Mapping[str, Any], out: Imported, program: str = "") -> None:
     """Flat settings of one of the `run_*.py` scripts, named by `program`."""
     name = program.removesuffix(".py").removesuffix("_no_trainer")
-    task = _TASKS.get(name)
+    task = next((task for begins, task in _TASKS.items() if name.startswith(begins)), None)
     if name.startswith("run_") and task is None:
         out.name("(script)", program, f"{program} is a task that farthing does not have", "blocks")
     out.job["task"] = task or _guessed(values)
@@ -74,9 +77,34 @@ def read(values: Mapping[str, Any], out: Imported, program: str = "") -> None:
     trl.data(values, out)
     _columns(values, out)
     hf.warmups(out, values)
+    _method(values, out, name)
     read_keys(out, flat(values), TABLE, GROUPS)
-    out.default("method.name", "full")
+    if out.job["method.name"] != "full":
+        hf.peft_defaults(out, r=8, alpha=8, dropout=0.0)
+        hf.peft_targets(out)
     hf.trainer_defaults(out)
+
+
+def _method(values: Mapping[str, Any], out: Imported, program: str) -> None:
+    """An adapter where the script is told of one: by a switch, by the adapter's settings or by its own name."""
+    switches = {key: values[key] for key in ("q_lora", "qlora", "use_lora", "use_peft", "use_qlora") if key in values}
+    wanted = {key for key, value in switches.items() if str(value).lower() == "true"}
+    has_settings = any(key in values for key in ("lora_r", "lora_rank", "lora_alpha"))
+    has_adapter = bool(wanted) or (has_settings and not {"use_lora", "use_peft"} & set(switches)) or "lora" in program
+    is_4bit = hf.quantized(out, dict(values), {"load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit"})
+    method = "full" if not has_adapter else "qlora" if is_4bit or any("q" in key for key in wanted) else "lora"
+    for key, value in switches.items():
+        out.put(key, value, "method.name", method)
+    if "load_in_4bit" in values:
+        out.name("load_in_4bit", values["load_in_4bit"], "method: qlora is the 4-bit base")
+    out.default("method.name", method, "the script" if has_adapter else "")
+    if has_adapter:
+        targets = values.get("trainable")
+        if isinstance(targets, str) and targets:
+            out.put("trainable", targets, "method.target_modules", targets.split(","))
+    else:
+        for key in [key for key in values if key.startswith("lora_")]:
+            out.name(key, values[key], "about an adapter, and there is none")
 
 
 _GLUE = {

@@ -5,6 +5,7 @@ Defaults are those of transformers 5 (`TrainingArguments`) and peft (`LoraConfig
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -224,3 +225,27 @@ def peft_defaults(out: Imported, *, r: int, alpha: float, dropout: float) -> Non
     out.default("method.lora_r", r)
     out.default("method.lora_alpha", alpha)
     out.default("method.lora_dropout", dropout)
+
+
+_QUERY_AND_VALUE = (
+    (r"(^|[^a-z])m?t5|ul2", "q v"),
+    (r"deberta-v[23]", "query_proj value_proj"),
+    (r"deberta", "in_proj"),
+    (r"bert|electra|xlm-r", "query value"),
+    (r"gpt-?2|bigcode|starcoder(base)?(-|$)|santacoder", "c_attn"),
+    (r"bloom|falcon|pythia|neox|chatglm", "query_key_value"),
+    (r"(^|-)mpt-", "Wqkv"),
+    (r"codegen", "qkv_proj"),
+    (r"^phi-(1|2)", "q_proj v_proj fc1 fc2"),
+    (r"nemotron-h|nemotron.*nano", "q_proj k_proj v_proj o_proj"),
+    (r"", "q_proj v_proj"),
+)
+"""A model's name -> the layers that `peft` adapts where `target_modules` is not said: its table
+`TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING`, as of version 0.21."""
+
+
+def peft_targets(out: Imported) -> None:
+    """Which layers an adapter is put on where nothing is said."""
+    name = str(out.job.get("model.model_name_or_path", "")).rstrip("/").rpartition("/")[2].lower()
+    layers = next(layers for pattern, layers in _QUERY_AND_VALUE if re.search(pattern, name))
+    out.default("method.target_modules", layers.split(), "peft for models of this name")

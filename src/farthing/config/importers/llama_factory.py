@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.config.importers import hf_trainer as hf
-from farthing.config.importers.prompts import chat_columns
+from farthing.config.importers.prompts import FRAMES, chat_columns
 from farthing.config.importers.record import (
     Imported,
     Odd,
@@ -211,11 +211,17 @@ def _template(values: Mapping[str, Any], out: Imported) -> None:
     name = values.get("template")
     if name in (None, ""):
         return
-    plain = ("default", "empty", "alpaca", "vicuna", "fewshot", "original")
-    why = "the tokenizer's own chat template is used; for models of that family it writes the same turns"
-    if name in plain:
-        why = f"LLaMA-Factory's own `{name}` frame; farthing uses the tokenizer's chat template: the text differs"
-    out.name("template", name, why, "differs" if name in plain else "none")
+    if values.get("stage") == "pt":
+        out.name("template", name, "text without turns: no template is used")
+    elif name in FRAMES:
+        out.files[f"{name}.jinja"] = FRAMES[name]
+        out.put("template", name, "data.chat_template", f"{name}.jinja")
+    elif name in ("empty", "fewshot", "original"):
+        out.name("template", name, f"LLaMA-Factory's own `{name}` frame; farthing uses the tokenizer's chat template: the text "
+                 "differs", "differs")  # fmt: skip
+    else:
+        out.name("template", name, "the tokenizer's own chat template is used; for models of that family it writes the same "
+                 "turns. The line break behind a turn, which LLaMA-Factory learns too, is not learned")  # fmt: skip
 
 
 def _registry(directory: str, folder: Path) -> tuple[Json | None, Path | None]:

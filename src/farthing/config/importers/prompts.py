@@ -81,6 +81,40 @@ CHATML = (
 """ChatML, with marks around what the assistant says."""
 
 
+def _frame(asked: str, answer: str, *, system: str = "{}", default_system: str = "") -> str:
+    """A Jinja template from texts with {} for what is said and {eos}; all of the answer's is learned, as there."""
+
+    def written(form: str, said: str) -> str:
+        before, _, after = form.partition("{}")
+        behind = " + eos_token + ".join(repr(part) for part in after.split("{eos}"))
+        return f"{before!r} + {said} + {behind}"
+
+    content = "message['content']"
+    return (
+        "{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+        f"{{%- else %}}{{% set system = {default_system!r} %}}{{% endif %}}"
+        f"{{%- if system %}}{{{{- {written(system, 'system')} }}}}{{% endif %}}"
+        "{%- for message in messages %}"
+        "{%- if message['role'] == 'assistant' %}"
+        f"{{% generation %}}{{{{- {written(answer, content)} }}}}{{% endgeneration %}}"
+        f"{{%- elif message['role'] != 'system' %}}{{{{- {written(asked, content)} }}}}{{% endif %}}"
+        "{%- endfor %}"
+    )
+
+
+FRAMES: dict[str, str] = {
+    "alpaca": _frame("### Instruction:\n{}\n\n### Response:\n", "{}{eos}\n\n", default_system=f"{_WITHOUT}\n\n"),
+    "default": _frame("Human: {}{eos}\nAssistant:", "{}{eos}\n", system="System: {}{eos}\n"),
+    "vicuna": _frame(
+        "USER: {} ASSISTANT:",
+        "{}{eos}",
+        default_system="A chat between a curious user and an artificial intelligence assistant. "
+        "The assistant gives helpful, detailed, and polite answers to the user's questions.",
+    ),
+}
+"""LLaMA-Factory's frames for models without a chat template, by name; a turn asked for begins where the last text ends."""
+
+
 def chat_columns(field: Any, role: Any, content: Any) -> dict[str, str]:
     """`data.columns` of chats in a column of this name, whose turns have these keys."""
     in_sharegpt = role == "from" or content == "value"

@@ -374,7 +374,10 @@ def _commands(path: Path, commands: list[Command], source: str | None, program: 
             source = hf_scripts.NAME
         elif "dataset_name" in best.values and not program.startswith("run_"):
             source = trl.NAME
-    out = _read(source, best.values, path, program)
+    open_ones = {key: each for key, each in best.values.items() if re.search(r"\$[\w({]", str(each))}
+    out = _read(source, {key: each for key, each in best.values.items() if key not in open_ones}, path, program)
+    for key, value in open_ones.items():
+        out.name(key, value, "a value that only running the script would tell: set it by hand", "differs")
     for key, value in flat(best.launcher):
         out.name(
             f"launcher.{key}",

@@ -127,7 +127,7 @@ class Script:
                 self.out.name(key, _plain(value), "a later call of the same kind; the first one is read")
             elif (
                 isinstance(value, Computed)
-                and name in table
+                and (name in table or name in ("warmup_steps", "warmup_ratio"))
                 and not value.startswith(("torch.", "IntervalStrategy", "SchedulerType"))
             ):
                 self._computed(key, name, value)
@@ -242,6 +242,8 @@ class Script:
         if is_first:
             unsloth = call.last == "get_peft_model"
             hf.peft_defaults(self.out, r=16 if unsloth else 8, alpha=16 if unsloth else 8, dropout=0.0)
+            if unsloth:
+                self.out.default("method.target_modules", ["all-linear"])
 
     def _data(self, call: Call) -> None:
         keys = self._keys(call, call.named, ("path", "name"))
@@ -293,6 +295,7 @@ class Script:
     def _method(self) -> None:
         if self.has_adapter and self.out.job.get("method.name") != "full":
             self.out.default("method.name", "qlora" if self.is_4bit else "lora", "the script's calls")
+            hf.peft_targets(self.out)
         else:
             self.out.default("method.name", "full", "the script, which makes no adapter")
             if self.out.job.get("method.name") == "full":

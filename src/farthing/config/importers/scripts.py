@@ -170,11 +170,17 @@ class _Values:
 
     def __init__(self, assigned: dict[str, list[tuple[int, ast.expr]]], defaults: dict[str, ast.expr]) -> None:
         self.assigned, self.defaults = assigned, defaults
+        self._known: dict[tuple[ast.expr, int], Any] = {}
 
     def of(self, node: ast.expr, line: int, depth: int = 0) -> Any:
-        """The value of an expression on a line, or `Computed`."""
+        """The value of an expression on a line, or `Computed`. Each is worked out once: names grow out of one another."""
         if depth > MAX_DEPTH:
             return Computed("...")
+        if (node, line) not in self._known:
+            self._known[node, line] = self._of(node, line, depth)
+        return self._known[node, line]
+
+    def _of(self, node: ast.expr, line: int, depth: int) -> Any:
         if isinstance(node, ast.Constant):
             return (
                 node.value
@@ -207,9 +213,9 @@ class _Values:
 
     def _named(self, node: ast.Name | ast.Attribute, line: int, depth: int) -> Any:
         name = ast.unparse(node)
-        before = [value for at, value in self.assigned.get(name, ()) if at < line]
+        before = [(at, value) for at, value in self.assigned.get(name, ()) if at < line]
         if before:
-            value = self.of(before[-1], line, depth + 1)
+            value = self.of(before[-1][1], before[-1][0], depth + 1)
             return value if not isinstance(value, Computed) else Computed(value if _is_constant_name(value) else name)
         last = name.rpartition(".")[2]
         if isinstance(node, ast.Attribute) and last in self.defaults and not _is_constant_name(name):

@@ -27,7 +27,8 @@ KERNELS = Why(
     "use_*_kernels fused_attn_kernel gemma4_hybrid_attn_impl use_scattermoe use_sonicmoe experts_implementation "
     "cut_cross_entropy* chunked_cross_entropy* tiled_mlp* large_head_attention use_v1_kernels shift_attn* moe_grouped_gemm "
     "use_unsloth use_unsloth_gc use_reentrant_gc unsloth_force_compile unsloth_tiled_mlp fast_inference float8_kv_cache "
-    "scaling_softmax_kernel kernel_config* torch_compile_* compile_* use_cache sample_backend init_config* "
+    "scaling_softmax_kernel use_liger use_flash_attention* kernel_config* "
+    "torch_compile_* compile_* use_cache sample_backend init_config* "
     "enable_liger_kernel bias_activation_fusion apply_rope_fusion *_fusion dsv4_* cuda_graph*",
 )
 GPUS = Why(

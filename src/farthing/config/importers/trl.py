@@ -35,7 +35,10 @@ SFT: dict[str, To] = {
 TABLE: dict[str, To] = {
     **SFT,
     **hf.ADAPTER,
-    **{key: hf.MODEL[key] for key in ("model_name_or_path", "model_revision", "trust_remote_code")},
+    **{
+        key: hf.MODEL[key]
+        for key in ("model_name_or_path", "model_revision", "trust_remote_code", "tokenizer_name_or_path")
+    },
     "lora_target_modules": To(
         "method.target_modules", lambda value: value.split() if isinstance(value, str) else names(value)
     ),
@@ -47,8 +50,12 @@ GROUPS = (
     Why("none", "the column of the text; a column `text` is found by its name", "dataset_text_field"),
     Why("none", "settings of the data set's preparation", "dataset_kwargs* dataset_streaming ignore_bias_buffers streaming"),
     Why("differs", "special tokens; farthing takes the tokenizer as it is", "eos_token pad_token"),
-    Why("none", "farthing's order is a permutation of all examples that follows from the seed", "shuffle_dataset"),
-    Why("none", "the task of the adapter is that of the job", "lora_task_type"),
+    Why("none", "farthing's order is a permutation of all examples that follows from the seed",
+        "shuffle_dataset dataset_mixture.seed"),
+    Why("none", "how many rows are held out; set data.eval_fraction", "dataset_mixture.test_split_size"),
+    Why("differs", "another chat template, by name; give it as a Jinja file in data.chat_template", "chat_template"),
+    Why("none", "the revision that the result is pushed to", "hub_model_revision"),
+    Why("none", "the task of the adapter is that of the job", "lora_task_type task_type"),
     *COMMON,
 )  # fmt: skip
 
@@ -56,6 +63,10 @@ GROUPS = (
 def read(values: Mapping[str, Any], out: Imported) -> None:
     """The flat settings of `trl sft`."""
     data(values, out)
+    template = values.get("chat_template")
+    if isinstance(template, str) and "{" in template:
+        out.files["chat_template.jinja"] = template
+        out.put("chat_template", template, "data.chat_template", "chat_template.jinja")
     is_4bit = hf.quantized(out, dict(values), {"load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit"})
     if "load_in_4bit" in values:
         out.name("load_in_4bit", values["load_in_4bit"], "method: qlora is the 4-bit base")
@@ -72,6 +83,7 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     read_keys(out, flat(values), TABLE, GROUPS)
     if has_adapter:
         hf.peft_defaults(out, r=16, alpha=32, dropout=0.05)
+        hf.peft_targets(out)
     defaults(out)
 
 
@@ -84,11 +96,13 @@ def defaults(out: Imported) -> None:
 
 
 def data(values: Mapping[str, Any], out: Imported) -> None:
-    """`dataset_name` and what goes with it, or the list `datasets`."""
-    name = values.get("dataset_name") or values.get("train_file")
-    if isinstance(name, str):
+    """`dataset_name` and what goes with it, or the lists `datasets` (TRL) and `dataset_mixture` (Hugging Face's recipes)."""
+    key = next((key for key in _NAMES_OF_DATA if isinstance(values.get(key), str) and values[key]), "")
+    held_key = "dataset_test_split" if values.get("dataset_test_split") else "validation_file"
+    held_out, evaluates = values.get(held_key), str(values.get("eval_strategy", "no")) not in ("no", "False")
+    if key:
+        name = values[key]
         source: Json = {"path": name}
-        key = "dataset_name" if values.get("dataset_name") else "train_file"
         for own, theirs in (("name", ("dataset_config", "dataset_config_name")), ("split", ("dataset_train_split",))):
             for each in theirs:
                 if isinstance(values.get(each), str):
@@ -98,23 +112,47 @@ def data(values: Mapping[str, Any], out: Imported) -> None:
         if isinstance(field, str) and field not in ("", "text"):
             source["columns"] = {"text": field}
         out.put(key, name, "data.train", [source])
-        held_out = values.get("dataset_test_split") or values.get("validation_file")
-        if held_out and str(values.get("eval_strategy", "no")) != "no":
-            key = "dataset_test_split" if values.get("dataset_test_split") else "validation_file"
-            path = name if key == "dataset_test_split" else str(held_out)
-            out.put(
-                key, held_out, "data.eval", [{**source, "path": path, **({"split": held_out} if path == name else {})}]
-            )
-        elif values.get("dataset_test_split"):
-            out.name("dataset_test_split", held_out, "not evaluated there (eval_strategy: no)")
-    mixture = values.get("datasets")
-    if isinstance(mixture, list) and mixture and all(isinstance(each, Mapping) for each in mixture):
-        found = []
-        for index, each in enumerate(mixture):
-            keys = {"path": "path", "name": "name", "split": "split", "fraction": "weight"}
-            found.append({keys[key]: value for key, value in each.items() if key in keys and value is not None})
-            for key, value in flat(each, f"datasets[{index}]."):
-                known = key.partition(".")[2].split(".")[0] in keys
-                out.name(key, value, "is in data.train" if known else "farthing has no such setting for a data set",
-                         "none" if known else "differs")  # fmt: skip
+        if held_out and evaluates:
+            other = "split" if held_key == "dataset_test_split" else "path"
+            out.put(held_key, held_out, "data.eval", [{**source, other: str(held_out)}])
+    if held_out and not evaluates:
+        out.name(held_key, held_out, "not evaluated there (eval_strategy: no)")
+    _mixture(values.get("datasets"), "datasets", out)
+    mixer = values.get("dataset_mixer")
+    if isinstance(mixer, Mapping) and mixer:
+        split = next(iter(names(values.get("dataset_splits") or ["train"])))
+        for name, weight in mixer.items():
+            out.keep(f"dataset_mixer.{name}", weight, "data.train")
+        found = [{"path": name, "split": split, "weight": weight} for name, weight in mixer.items()]
         out.job.setdefault("data.train", found)
+        if "dataset_splits" in values:
+            out.name("dataset_splits", values["dataset_splits"], "the first is `split` of data.train")
+    mixed = values.get("dataset_mixture")
+    if isinstance(mixed, Mapping):
+        _mixture(mixed.get("datasets"), "dataset_mixture.datasets", out)
+        if isinstance(mixed.get("test_split_size"), float):
+            out.put("dataset_mixture.test_split_size", mixed["test_split_size"], "data.eval_fraction",
+                    mixed["test_split_size"])  # fmt: skip
+
+
+_NAMES_OF_DATA = ("dataset_name", "dataset_id_or_path", "train_file", "data_path")
+_OF_SOURCE = {"path": "path", "id": "path", "name": "name", "config": "name", "split": "split", "fraction": "weight",
+              "weight": "weight"}  # fmt: skip
+
+
+def _mixture(given: Any, at: str, out: Imported) -> None:
+    """Several data sets, each with the share of its rows that is taken."""
+    if not (isinstance(given, list) and given and all(isinstance(each, Mapping) for each in given)):
+        return
+    found = []
+    for index, each in enumerate(given):
+        found.append({_OF_SOURCE[key]: value for key, value in each.items() if key in _OF_SOURCE and value is not None})
+        for key, value in flat(each, f"{at}[{index}]."):
+            name = key.rpartition("].")[2].split(".")[0]
+            if name in _OF_SOURCE:
+                out.name(key, value, "is in data.train")
+            elif name == "columns" and isinstance(value, list):
+                out.name(key, value, "the columns that are kept; farthing reads those it knows and names the others")
+            else:
+                out.name(key, value, "farthing has no such setting for a data set", "differs")
+    out.job.setdefault("data.train", found)
