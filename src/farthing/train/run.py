@@ -265,8 +265,9 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     context.run_id, begun.is_accepted = run_facts["run_id"], True
     keep_job(folder, job.model_dump(mode="json"), run_facts)
     was_finished = is_finished(folder)
-    if ended := _why_not_let_in(job, context, inputs, was_finished):
-        lead(context, ended)
+    ended = _why_not_let_in(job, context, inputs, was_finished)
+    lead(context, ended)
+    if ended:
         return ended
     attempt = _open(job, context, inputs, numerics, run_facts)
     run_facts = same_examples(folder, run_facts, examples_sha256(attempt.train_examples, attempt.eval_examples))
@@ -455,13 +456,17 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, run_fa
         loading = None
         if task_of(job.task).labels is None:  # else the head waits for them; the model is read meanwhile
             loading = stack.enter_context(Meanwhile(lambda: build(())))
+        if not ranks.is_first:  # it has tokenized, and estimated, for all
+            follow(context)
         examples, held_out = open_examples(job, inputs, emit, lambda: bool(notice) or ranks.others_ask_to_leave)
         sets = [each.tokens for each in (examples, held_out) if each is not None]
         notes = list(dict.fromkeys(note for each in sets for note in notes_of(each.facts)))
         write_json(context.folder / DATA_NOTES, notes)
         estimate = estimated(job, context.folder, inputs, numerics, examples, held_out, emit)
         settings = first_settings(job, context, inputs, numerics, examples, estimate)
-        settings = replace(settings, lanes=lanes_to_use(job, ranks, settings, run_facts or {}, emit))
+        lane_by_lane = settings.lane_by_lane if settings.lanes else True  # a run of before stays as it was cut
+        lanes = lanes_to_use(job, ranks, settings, run_facts or {}, emit)
+        settings = replace(settings, lanes=lanes, lane_by_lane=lane_by_lane)
         if ranks.is_first:
             lead(context)
         settings = Settings.from_json(ranks.tell_all(settings.to_json()))
