@@ -17,7 +17,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -208,7 +208,8 @@ class Ranks:
         device. Raises `ModelError` where the model can't be spread."""
         from farthing.train.spread import Spread
 
-        self.spreads = Spread(model, self.device, self.index, self.n, how)
+        self.bring(model.buffers())
+        self.spreads = Spread(model, self.device, self.index, self.n, how, self.bring)
         if self.n > 1:
             self._of_saves = dist.new_group(backend="gloo", timeout=LONG)
 
@@ -388,6 +389,19 @@ class Ranks:
             with self.together():
                 dist.all_reduce(figures)
         return figures
+
+    def bring(self, tensors: Iterable[Tensor]) -> None:
+        """Bring whole tensors to the device with the values, and in the precision, that the first rank has."""
+        found = list(tensors)
+        for tensor, dtype in zip(found, self.tell_all([str(each.dtype) for each in found]), strict=True):
+            if self.is_first:
+                tensor.data = tensor.data.to(self.device).contiguous()
+            else:
+                kind = getattr(torch, dtype.removeprefix("torch."))
+                tensor.data = torch.empty(tensor.shape, dtype=kind, device=self.device)
+            if self.n > 1 and tensor.numel():
+                with self.together():
+                    dist.broadcast(tensor.data.view(-1).view(torch.uint8), 0)
 
     def bring_together(self, parts: Mapping[str, Part]) -> None:
         """Make every rank's state that of the first rank."""

@@ -104,7 +104,7 @@ from farthing.train.setup import (
     open_examples,
     open_inputs,
 )
-from farthing.train.strategy import may_be_spread, spread_weights
+from farthing.train.strategy import may_be_spread, read_where_it_differs, spread_weights
 from farthing.train.summary import emit_summary
 from farthing.train.trackers import tracked
 from farthing.units import say_seconds
@@ -451,7 +451,8 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, run_fa
     """The attempt at step 0: tokenized, planned, with its model on the device."""
     meter, ledger, notice, emit = context.meter, context.ledger, context.notice, context.emit
     before_bytes, ranks = taken_bytes(numerics.device), context.ranks
-    build = partial(build_model, job, inputs, numerics, on_host=may_be_spread(job, ranks))
+    on_host = may_be_spread(job, ranks)
+    build = partial(build_model, job, inputs, numerics, on_host=on_host, reads=ranks.is_first or not on_host)
     with contextlib.ExitStack() as stack:
         loading = None
         if task_of(job.task).labels is None:  # else the head waits for them; the model is read meanwhile
@@ -474,6 +475,7 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, run_fa
         meter.enter("load_model")
         emit(Working("loading the model"))
         model = loading.result() if loading else build(examples.tokens.label_names)
+        model = read_where_it_differs(job, ranks, model, lambda: build(examples.tokens.label_names, reads=True))
     refuse_running_statistics(model, settings.lanes or 1)
     spread_weights(job, ranks, model, numerics.autocast, emit)
     attempt = assemble(job, context, inputs, numerics, model, (examples, held_out), estimate, settings)

@@ -128,7 +128,8 @@ class Steps:
 
     def __post_init__(self) -> None:
         self.trained = list(self.ranks.trained_of(self.forward.model).values())
-        self.guards_on_device = all(group.get("fused") for group in self.optimizer.param_groups)
+        is_there = all(weight.device.type == self.forward.numerics.device.type for weight in self.trained)
+        self.guards_on_device = is_there and all(group.get("fused") for group in self.optimizer.param_groups)
         self._feed: Feed | None = None
         self._fed_step = -1
         self._step = 0
