@@ -41,6 +41,8 @@ class Settings:
     lanes: int | None = None
     """Columns of a step's micro-batches, whose gradients are added up in a fixed order, whichever of several GPUs computes
     them."""
+    lane_by_lane: bool | None = None
+    """Whether examples are dealt to lanes before these are split into micro-batches; None: as in earlier versions."""
     probed: bool = False
     """Whether tokens, checkpointing and tile are what a probe has found quickest."""
     least_tokens: int = 0
@@ -86,6 +88,7 @@ class Settings:
             found.packed,
             found.reads_first,
             found.compiled,
+            found.lane_by_lane,
             found.probed,
         )
         if (

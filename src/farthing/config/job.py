@@ -348,6 +348,9 @@ class WhereSection(Section):
     reshard_after_forward: bool = True
     """fsdp and hsdp. true: a layer is gathered again for its backward pass (ZeRO-3). false: it is kept from the forward pass
     on (ZeRO-2): less traffic, more memory."""
+    offload_weights: bool = False
+    """fsdp and hsdp: rows of the weights stay in main memory, with gradients and optimizer state of those that are trained, and
+    each layer comes to the GPU while it computes. Slow: for what has no room with optim: adamw_torch_offload either."""
     spot: bool = False
     """The machine may be taken away: checkpoints are taken as often as that asks for."""
     notices: Literal["auto", "aws", "gcp", "azure", "off"] = "auto"

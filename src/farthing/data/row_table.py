@@ -6,8 +6,10 @@ not change: every example stands in exactly one cell. Refuses to know the model,
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,8 @@ Examples = NDArray[np.int64]
 """Examples of a micro-batch."""
 Split = Callable[[NDArray[np.int64], int], list[Examples]]
 """(examples, tokens of a micro-batch at most) -> micro-batches, see `packing`."""
+Costs = Callable[[Examples], NDArray[np.int64]]
+"""What each of some examples costs to compute; whole numbers, which are the same on every machine."""
 TIGHTER = (1.0, 1.02, 1.05, 1.1, 1.2, 1.3, 1.45, 1.6, 1.8, 2.1, 2.5)
 """Budgets that are tried for even micro-batches, in shares of the tokens of an average one."""
 
@@ -51,29 +55,75 @@ def rows_of(
     *,
     split: Split,
     squares_at: int = 0,
+    costs: Costs | None = None,
 ) -> Table:
     """The step's examples in rows of `n_lanes` micro-batches of about the same cost, dearest row first.
 
-    `lengths` [n_examples of the set] are tokens of each. The cost of an example is its tokens x (1 + tokens /
-    `squares_at`): a causal layer of the usual shape attends as long as it multiplies at 12 x hidden tokens; 0 counts tokens
-    alone. One lane has the micro-batches of `split` as they are. Else the number of micro-batches is a multiple of the lanes,
-    and rows are dealt there and back, so that columns cost alike too.
+    `lengths` [n_examples of the set] are tokens of each. One lane has the micro-batches of `split` as they are. With `costs`
+    examples are dealt to lanes, neighbours costing alike too, and each lane is split apart: where examples may be computed
+    together in any way. Else the step is split, the number of micro-batches a multiple of the lanes, and rows are dealt there
+    and back; an example then costs its tokens x (1 + tokens / `squares_at`), 0: its tokens.
     """
     micro_batches = split(examples, micro_batch_tokens)
     if n_lanes == 1:
         return Table(len(micro_batches), 1, in_one_lane(micro_batches))
-    cost = _costs(lengths, squares_at)
+    if costs is not None:
+        return _lane_by_lane(examples, lengths, micro_batch_tokens, n_lanes, split, costs)
+
+    def cost(some: Examples) -> NDArray[np.int64]:
+        tokens = lengths[some].astype(np.int64)
+        return tokens * squares_at + tokens * tokens if squares_at else tokens
+
     n_wanted = -(-len(micro_batches) // n_lanes) * n_lanes
     micro_batches = _split_dearest(_even(examples, lengths, micro_batch_tokens, n_wanted, split), n_lanes, cost)
-    order = sorted(
-        range(len(micro_batches)), key=lambda at: (-_sum(cost, micro_batches[at]), int(micro_batches[at].min()))
-    )
     cells = []
-    for place, at in enumerate(order):
+    for place, micro_batch in enumerate(_dearest_first(micro_batches, cost)):
         row, lane = divmod(place, n_lanes)
         lane = n_lanes - 1 - lane if row % 2 else lane
-        cells.append(Cell(row * n_lanes + lane, lane, micro_batches[at]))
+        cells.append(Cell(row * n_lanes + lane, lane, micro_batch))
     return Table(-(-len(micro_batches) // n_lanes), n_lanes, tuple(sorted(cells, key=lambda cell: cell.number)))
+
+
+def _lane_by_lane(
+    examples: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    micro_batch_tokens: int,
+    n_lanes: int,
+    split: Split,
+    costs: Costs,
+) -> Table:
+    """The examples dealt to lanes, each of which is split into as many micro-batches as the one that needs most."""
+    parts = [
+        examples[places] for places in _dealt([(cost, at) for at, cost in enumerate(costs(examples).tolist())], n_lanes)
+    ]
+    n_rows = max(len(split(part, micro_batch_tokens)) for part in parts if len(part))
+    cells = []
+    for lane, part in enumerate(parts):
+        if len(part):
+            micro_batches = _split_dearest(_even(part, lengths, micro_batch_tokens, n_rows, split), n_rows, costs)
+            ordered = _dearest_first(micro_batches, costs)
+            cells += [Cell(row * n_lanes + lane, lane, micro_batch) for row, micro_batch in enumerate(ordered)]
+    return Table(n_rows, n_lanes, tuple(sorted(cells, key=lambda cell: cell.number)))
+
+
+def _dealt(costs: list[tuple[int, int]], n: int) -> list[list[int]]:
+    """Places of (cost, place) in `n` parts that cost alike: halves of halves, so that neighbours together cost alike too.
+
+    An odd number at once. By the largest differences (Karmarkar and Karp 1982): the two sets of parts that differ most among
+    themselves are joined, the dearest part of one with the cheapest of the other.
+    """
+    if n == 1 or not costs:
+        return [sorted(place for _, place in costs), *([] for _ in range(n - 1))]
+    n_parts = n if n % 2 else 2
+    nothing: list[Any] = [(0, [])] * (n_parts - 1)
+    sets = [(-cost, place, [(cost, [(cost, place)]), *nothing]) for cost, place in costs]  # parts: (cost of all, what)
+    heapq.heapify(sets)
+    while len(sets) > 1:
+        (_, place, one), (_, _, other) = heapq.heappop(sets), heapq.heappop(sets)
+        parts = [(a + b, [*mine, *its]) for (a, mine), (b, its) in zip(one, reversed(other), strict=True)]
+        parts.sort(key=lambda part: -part[0])
+        heapq.heappush(sets, (parts[-1][0] - parts[0][0], place, parts))
+    return [places for _, part in sets[0][2] for places in _dealt(part, n // n_parts)]
 
 
 def in_one_lane(micro_batches: list[Examples]) -> tuple[Cell, ...]:
@@ -81,14 +131,8 @@ def in_one_lane(micro_batches: list[Examples]) -> tuple[Cell, ...]:
     return tuple(Cell(number, 0, micro_batch) for number, micro_batch in enumerate(micro_batches))
 
 
-def _costs(lengths: NDArray[np.int64], squares_at: int) -> NDArray[np.int64]:
-    """Of each example; whole numbers, which are the same on every machine."""
-    tokens = lengths.astype(np.int64)
-    return tokens * squares_at + tokens * tokens if squares_at else tokens
-
-
-def _sum(cost: NDArray[np.int64], micro_batch: Examples) -> int:
-    return int(cost[micro_batch].sum())
+def _dearest_first(micro_batches: list[Examples], costs: Costs) -> list[Examples]:
+    return sorted(micro_batches, key=lambda each: (-int(costs(each).sum()), int(each.min())))
 
 
 def _even(
@@ -103,16 +147,16 @@ def _even(
     return split(examples, micro_batch_tokens)
 
 
-def _split_dearest(micro_batches: list[Examples], n_lanes: int, cost: NDArray[np.int64]) -> list[Examples]:
-    """Part the dearest micro-batches in two until their number is a multiple of the lanes, or none has two examples."""
+def _split_dearest(micro_batches: list[Examples], multiple: int, costs: Costs) -> list[Examples]:
+    """Part the dearest micro-batches in two until their number is a multiple of that, or none has two examples."""
     micro_batches = list(micro_batches)
-    while len(micro_batches) % n_lanes:
+    while len(micro_batches) % multiple:
         dear = [at for at, micro_batch in enumerate(micro_batches) if len(micro_batch) > 1]
         if not dear:
             break
-        at = max(dear, key=lambda at: (_sum(cost, micro_batches[at]), -at))
+        at = max(dear, key=lambda at: (int(costs(micro_batches[at]).sum()), -at))
         micro_batch = micro_batches[at]
-        upto = np.cumsum(cost[micro_batch])
+        upto = np.cumsum(costs(micro_batch))
         first = 1 + int(np.abs(2 * upto[:-1] - upto[-1]).argmin())
         micro_batches[at : at + 1] = [micro_batch[:first], micro_batch[first:]]
     return micro_batches

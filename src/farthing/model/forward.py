@@ -110,8 +110,14 @@ class Forward:
         self._first_position = first_position(inner.config)
         self.drops_no_tokens = lift_capacity(inner)
         """Whether experts would have dropped some by themselves."""
-        self.squares_at = 12 * int(getattr(inner.config.get_text_config(), "hidden_size", 0) or 0)
+        width, n_layers, n_words = (
+            int(getattr(inner.config.get_text_config(), name, 0) or 0)
+            for name in ("hidden_size", "num_hidden_layers", "vocab_size")
+        )
+        self.squares_at = 12 * width
         """Tokens of a document whose attention takes about as long as its products with weights; 0 where not known."""
+        self.head_at = n_words // max(1, n_layers) if self.of.scores_tokens else 0
+        """What a labelled token costs besides, where a token costs `squares_at`: the head beside 12 x width^2 a layer."""
         self.within: Callable[[Callable[[], Any]], Any] = lambda compute: compute()
         """Computes where the weights are whole: several processes may have a part of them each."""
         self.apart = kept_apart(inner, task, is_packed=self.is_packed)
@@ -158,6 +164,17 @@ class Forward:
         parts = [examples[classes == each] for each in np.unique(classes)]
         micro_batches = [micro_batch for part in parts for micro_batch in self._split(tokens, part, micro_batch_tokens)]
         return sorted(micro_batches, key=lambda micro_batch: -int(tokens.lengths[micro_batch].sum()))
+
+    def costs(self, tokens: TokenSet, examples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n]: what each example costs beside the others: its tokens in the layers, its attention, its targets in the head."""
+        lengths = tokens.lengths[examples].astype(np.int64)
+        of_body = lengths * (self.squares_at + lengths) if self.squares_at else lengths
+        return of_body + self.head_at * target_lengths_of(tokens, examples) if self.head_at else of_body
+
+    @property
+    def mixes_freely(self) -> bool:
+        """Whether a micro-batch costs what its examples do, whichever they are."""
+        return self.is_packed and not self.shares and self.apart is None
 
     def split_to_write(
         self, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int, max_new_tokens: int

@@ -23,6 +23,7 @@ from farthing.data.encode import first_tokens, sides_of
 from farthing.durability.files import parse_json, sha256_of
 from farthing.errors import HardwareError, ModelError
 from farthing.model.adapters import new_heads
+from farthing.model.hollow import hollow
 from farthing.model.loss import decoder_inputs
 from farthing.model.positions import scale_positions, stretch
 from farthing.model.weights import ends_of_weights, weights_sha256
@@ -228,8 +229,10 @@ def load_model(
     label_names: tuple[str, ...] = (),
     pad_id: int | None = None,
     in_four_bits: FourBits | None = None,
+    reads: bool = True,
 ) -> PreTrainedModel:
-    """The model in `dtype` on the CPU, or in 4 bits on the device of `in_four_bits`, but for its head.
+    """The model in `dtype` on the CPU, or in 4 bits on the device of `in_four_bits`, but for its head; without weights where
+    it does not read them, see `hollow`.
 
     A new classification head, or all of it with `init: random`, is drawn from `seed`. Raises `ModelError`.
     """
@@ -242,7 +245,9 @@ def load_model(
     torch.manual_seed(seed)
     attention = {"attn_implementation": choice.attn_implementation} if choice.attn_implementation else {}
     try:
-        if choice.init == "random":
+        if not reads:
+            model = hollow(auto, config, dtype, trust_remote_code=choice.trust_remote_code, **attention)
+        elif choice.init == "random":
             if in_four_bits is not None:
                 raise ModelError("qlora needs pretrained weights", where="model.init", to_do="use method: lora")
             model = _drawn(auto, config, dtype, trust_remote_code=choice.trust_remote_code, **attention)

@@ -19,7 +19,7 @@ LANES = 4
 Node = tuple[int, int]
 """(first lane, end) of a subtree."""
 Gradients = list[Tensor | None]
-"""Of each trained weight; None where it had no part in the loss."""
+"""None where a weight had no part in the loss."""
 
 
 def n_lanes_for(n_ranks: int, fixed_order: bool) -> int:
@@ -66,45 +66,50 @@ def add_up(nodes: dict[Node, Tensor], n_lanes: int) -> Tensor:
 
 @dataclass
 class LaneSums:
-    """The subtrees of the lanes that this process has computed so far."""
+    """The gradients of the lanes that this process has computed so far, added up by subtrees."""
 
     n_lanes: int
     weights: Sequence[Tensor]
     lanes: range
 
     def __post_init__(self) -> None:
-        self.nodes: list[tuple[Node, Gradients]] = []
+        self.has_gradient = [0] * len(self.weights)
+        """Of each weight, 1 where any of these lanes has a gradient of it."""
         self._next = self.lanes.start
+        self.forget()
+
+    def forget(self) -> None:
+        """Keep nothing of what was added up."""
+        self.nodes: list[Gradients] = [[] for _ in self.weights]
+        """Of each weight: the sums of the subtrees so far, see `nodes_of`."""
 
     def up_to(self, lane: int) -> None:
         """The lanes before `lane` are complete."""
         for each in range(self._next, lane):
-            self._close(each)
+            self._close(each, range(len(self.weights)))
         self._next = max(self._next, lane)
 
-    def _close(self, lane: int) -> None:
+    def end(self, places: Sequence[int]) -> None:
+        """All lanes are complete, as far as these weights go."""
+        for each in range(self._next, self.lanes.stop):
+            self._close(each, places)
+
+    def _close(self, lane: int, places: Sequence[int]) -> None:
         """Take the weights' gradients as those of a lane, and add up what is complete."""
-        gradients: Gradients = [weight.grad for weight in self.weights]
-        for weight in self.weights:
-            weight.grad = None
-        self.nodes.append(((lane, lane + 1), gradients))
-        while len(self.nodes) > 1 and self._are_siblings(self.nodes[-2][0], self.nodes[-1][0]):
-            (left, mine), (right, other) = self.nodes[-2:]
-            self.nodes[-2:] = [((left[0], right[1]), _added(mine, other))]
-
-    def _are_siblings(self, left: Node, right: Node) -> bool:
-        whole = left[0], right[1]
-        return middle(whole) == left[1] and nodes_of(range(*whole), self.n_lanes) == [whole]
-
-    def has_gradient(self) -> list[int]:
-        """Of each weight, 1 where any of these lanes has a gradient of it, else 0."""
-        return [int(any(of[at] is not None for _, of in self.nodes)) for at in range(len(self.weights))]
+        for at in places:
+            gradient, self.weights[at].grad = self.weights[at].grad, None
+            self.has_gradient[at] |= int(gradient is not None)
+            self.nodes[at].append(gradient)
+        n_before, n_now = (len(nodes_of(range(self.lanes.start, end), self.n_lanes)) for end in (lane, lane + 1))
+        for _ in range(n_before + 1 - n_now):
+            others = [self.nodes[at].pop() for at in places]
+            totals = _added([self.nodes[at].pop() for at in places], others)
+            for at, total in zip(places, totals, strict=True):
+                self.nodes[at].append(total)
 
     def give_back(self) -> None:
-        """Put the gradients of the one node that is left, all lanes, to the weights."""
-        ((_, gradients),) = self.nodes
-        self.nodes = []
-        for weight, gradient in zip(self.weights, gradients, strict=True):
+        """Put the gradients of the one subtree that is left, all lanes, to the weights."""
+        for weight, (gradient,) in zip(self.weights, self.nodes, strict=True):
             weight.grad = gradient
 
 

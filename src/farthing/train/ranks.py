@@ -17,7 +17,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,6 @@ JOIN_S = 120.0
 """Besides the patience: so much later may a rank come than the first, which reads libraries from a slow disk."""
 LONG = timedelta(days=30)
 """The beat judges who is lost; everything else waits as long as it takes."""
-BUCKET = 1 << 24
-"""Numbers of a gradient that are sent at once."""
 _GONE = 1000
 EXIT_NO_ROOM = 77
 """What a rank without memory tells the others; no process ends with it."""
@@ -210,7 +208,8 @@ class Ranks:
         device. Raises `ModelError` where the model can't be spread."""
         from farthing.train.spread import Spread
 
-        self.spreads = Spread(model, self.device, self.index, self.n, how)
+        self.bring(model.buffers())
+        self.spreads = Spread(model, self.device, self.index, self.n, how, self.bring)
         if self.n > 1:
             self._of_saves = dist.new_group(backend="gloo", timeout=LONG)
 
@@ -305,7 +304,7 @@ class Ranks:
         return self._others_ask
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         """What fails in here fails because another rank is gone: wait for the beat, which ends this process in order."""
         with self.waiting():
             try:
@@ -322,7 +321,7 @@ class Ranks:
         if self.n == 1:
             return word, list(marks)
         words = torch.tensor([word, *marks], dtype=torch.int32)
-        with self._together():
+        with self.together():
             dist.all_reduce(words, dist.ReduceOp.MAX, group=self._to_all)
         worst, *largest = words.tolist()
         return worst, largest
@@ -368,7 +367,7 @@ class Ranks:
         """The plain values of all ranks, by rank. A stack of bytes each: nothing is pickled."""
         if self.n == 1:
             return [value]
-        with self._together():
+        with self.together():
             return self._gathered(value, self._to_all)
 
     def _gathered(self, value: Any, group: Any) -> list[Any]:
@@ -387,9 +386,22 @@ class Ranks:
     def sum_up(self, figures: Tensor) -> Tensor:
         """Elementwise sums over all ranks, on the device; each entry must be 0 on all ranks but one to be exact."""
         if self.n > 1:
-            with self._together():
+            with self.together():
                 dist.all_reduce(figures)
         return figures
+
+    def bring(self, tensors: Iterable[Tensor]) -> None:
+        """Bring whole tensors to the device with the values, and in the precision, that the first rank has."""
+        found = list(tensors)
+        for tensor, dtype in zip(found, self.tell_all([str(each.dtype) for each in found]), strict=True):
+            if self.is_first:
+                tensor.data = tensor.data.to(self.device).contiguous()
+            else:
+                kind = getattr(torch, dtype.removeprefix("torch."))
+                tensor.data = torch.empty(tensor.shape, dtype=kind, device=self.device)
+            if self.n > 1 and tensor.numel():
+                with self.together():
+                    dist.broadcast(tensor.data.view(-1).view(torch.uint8), 0)
 
     def bring_together(self, parts: Mapping[str, Part]) -> None:
         """Make every rank's state that of the first rank."""
@@ -407,52 +419,39 @@ class Ranks:
             for each in names:
                 own = tensors[each]
                 whole = own.detach().clone().contiguous()
-                with self._together():
+                with self.together():
                     dist.broadcast(whole.view(torch.uint8) if whole.ndim else whole, 0)
                 told[each] = whole
             if not self.is_first:
                 parts[name].restore(told, values)
 
-    def sum_gradients(self, sums: LaneSums, has_gradient: Sequence[int]) -> None:
-        """Leave the gradients of all lanes, added up by the tree, with the weights of every rank.
+    def sum_bucket(self, bucket: Sequence[int], sums: LaneSums) -> None:
+        """Leave the gradients of all lanes, added up by the tree, with the weights at these places on every rank.
 
-        `has_gradient` says of each weight whether any rank has one; the others keep none. Bucket by bucket: each rank adds
-        up a slice, then the slices go to all. A rank that has one lane sends 2 (n - 1) / n of the gradient, as in a ring.
+        Each rank adds up a slice, then the slices go to all. A rank that has one lane sends 2 (n - 1) / n of the gradient, as
+        in a ring. What a rank does not have counts as zeros. Called within `together`.
         """
-        if self.n == 1:
-            sums.give_back()
-            return
-        weights, n_lanes = sums.weights, sums.n_lanes
-        for bucket in _buckets([at for at, each in enumerate(has_gradient) if each], weights):
-            self._sum_bucket(bucket, sums, n_lanes)
-        sums.nodes = []
-
-    def _sum_bucket(self, bucket: list[int], sums: LaneSums, n_lanes: int) -> None:
         weights = [sums.weights[at] for at in bucket]
-        n = sum(weight.numel() for weight in weights)
-        size = -(-n // self.n)  # of a slice
+        size = -(-sum(weight.numel() for weight in weights) // self.n)  # of a slice
         like = weights[0]
-        held = [nodes_of(lanes_of(rank, self.n, n_lanes), n_lanes) for rank in range(self.n)]
+        held = [nodes_of(lanes_of(rank, self.n, sums.n_lanes), sums.n_lanes) for rank in range(self.n)]
         mine = like.new_zeros(len(held[self.index]), size * self.n)
-        for row, (_, gradients) in zip(mine, sums.nodes, strict=True):
-            start = 0
-            for at, weight in zip(bucket, weights, strict=True):
-                gradient = gradients[at]
+        start = 0
+        for at, weight in zip(bucket, weights, strict=True):
+            for row, gradient in zip(mine, sums.nodes[at], strict=False):
                 if gradient is not None:
                     row[start : start + weight.numel()].copy_(gradient.reshape(-1))
-                    gradients[at] = None
-                start += weight.numel()
+            sums.nodes[at] = []
+            start += weight.numel()
         sent = torch.cat([mine[:, rank * size : (rank + 1) * size].reshape(-1) for rank in range(self.n)])
         got = like.new_empty(sum(len(nodes) for nodes in held) * size)
         self.n_sums += 2
-        with self._together():
-            dist.all_to_all_single(
-                got, sent, [len(nodes) * size for nodes in held], [len(held[self.index]) * size] * self.n
-            )
-            slices = got.view(-1, size)
-            whole = add_up(dict(zip([node for nodes in held for node in nodes], slices, strict=True)), n_lanes)
-            flat = like.new_empty(size * self.n)
-            _all_gather(flat, whole.contiguous())
+        dist.all_to_all_single(
+            got, sent, [len(nodes) * size for nodes in held], [len(held[self.index]) * size] * self.n
+        )
+        slices = dict(zip([node for nodes in held for node in nodes], got.view(-1, size), strict=True))
+        flat = like.new_empty(size * self.n)
+        _all_gather(flat, add_up(slices, sums.n_lanes).contiguous())
         start = 0
         for weight in weights:
             weight.grad = flat[start : start + weight.numel()].view_as(weight).clone()
@@ -465,17 +464,3 @@ def refuse(word: int) -> None:
         raise Interrupted("a rank was asked to leave")
     if word == NO_ROOM:
         raise torch.OutOfMemoryError("a rank has no memory left")
-
-
-def _buckets(wanted: list[int], weights: Sequence[Tensor]) -> list[list[int]]:
-    """Places of weights, in order, of one dtype and about `BUCKET` numbers each."""
-    buckets: list[list[int]] = []
-    n, dtype = 0, None
-    for at in wanted:
-        weight = weights[at]
-        if not buckets or weight.dtype != dtype or n + weight.numel() > BUCKET:
-            buckets.append([])
-            n, dtype = 0, weight.dtype
-        buckets[-1].append(at)
-        n += weight.numel()
-    return buckets

@@ -104,7 +104,7 @@ from farthing.train.setup import (
     open_examples,
     open_inputs,
 )
-from farthing.train.strategy import may_be_spread, spread_weights
+from farthing.train.strategy import may_be_spread, read_where_it_differs, spread_weights
 from farthing.train.summary import emit_summary
 from farthing.train.trackers import tracked
 from farthing.units import say_seconds
@@ -265,8 +265,9 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     context.run_id, begun.is_accepted = run_facts["run_id"], True
     keep_job(folder, job.model_dump(mode="json"), run_facts)
     was_finished = is_finished(folder)
-    if ended := _why_not_let_in(job, context, inputs, was_finished):
-        lead(context, ended)
+    ended = _why_not_let_in(job, context, inputs, was_finished)
+    lead(context, ended)
+    if ended:
         return ended
     attempt = _open(job, context, inputs, numerics, run_facts)
     run_facts = same_examples(folder, run_facts, examples_sha256(attempt.train_examples, attempt.eval_examples))
@@ -450,18 +451,23 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, run_fa
     """The attempt at step 0: tokenized, planned, with its model on the device."""
     meter, ledger, notice, emit = context.meter, context.ledger, context.notice, context.emit
     before_bytes, ranks = taken_bytes(numerics.device), context.ranks
-    build = partial(build_model, job, inputs, numerics, on_host=may_be_spread(job, ranks))
+    on_host = may_be_spread(job, ranks)
+    build = partial(build_model, job, inputs, numerics, on_host=on_host, reads=ranks.is_first or not on_host)
     with contextlib.ExitStack() as stack:
         loading = None
         if task_of(job.task).labels is None:  # else the head waits for them; the model is read meanwhile
             loading = stack.enter_context(Meanwhile(lambda: build(())))
+        if not ranks.is_first:  # it has tokenized, and estimated, for all
+            follow(context)
         examples, held_out = open_examples(job, inputs, emit, lambda: bool(notice) or ranks.others_ask_to_leave)
         sets = [each.tokens for each in (examples, held_out) if each is not None]
         notes = list(dict.fromkeys(note for each in sets for note in notes_of(each.facts)))
         write_json(context.folder / DATA_NOTES, notes)
         estimate = estimated(job, context.folder, inputs, numerics, examples, held_out, emit)
         settings = first_settings(job, context, inputs, numerics, examples, estimate)
-        settings = replace(settings, lanes=lanes_to_use(job, ranks, settings, run_facts or {}, emit))
+        lane_by_lane = settings.lane_by_lane if settings.lanes else True  # a run of before stays as it was cut
+        lanes = lanes_to_use(job, ranks, settings, run_facts or {}, emit)
+        settings = replace(settings, lanes=lanes, lane_by_lane=lane_by_lane)
         if ranks.is_first:
             lead(context)
         settings = Settings.from_json(ranks.tell_all(settings.to_json()))
@@ -469,6 +475,7 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, run_fa
         meter.enter("load_model")
         emit(Working("loading the model"))
         model = loading.result() if loading else build(examples.tokens.label_names)
+        model = read_where_it_differs(job, ranks, model, lambda: build(examples.tokens.label_names, reads=True))
     refuse_running_statistics(model, settings.lanes or 1)
     spread_weights(job, ranks, model, numerics.autocast, emit)
     attempt = assemble(job, context, inputs, numerics, model, (examples, held_out), estimate, settings)

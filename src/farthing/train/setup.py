@@ -357,10 +357,16 @@ class Meanwhile(Generic[T]):
 
 
 def build_model(
-    job: Job, inputs: Inputs, numerics: Numerics, label_names: tuple[str, ...], *, on_host: bool = False
+    job: Job,
+    inputs: Inputs,
+    numerics: Numerics,
+    label_names: tuple[str, ...],
+    *,
+    on_host: bool = False,
+    reads: bool = True,
 ) -> Any:
-    """The model with what the method trains, in training mode, on its device unless it stays `on_host`. `label_names` are
-    those of classification."""
+    """The model with what the method trains, in training mode, on its device unless it stays `on_host`; without weights, and
+    not looked at, where it does not read them. `label_names` are those of classification."""
     method = job.method
     quantize = method.name == "qlora"
     model: Any = load_model(
@@ -372,6 +378,7 @@ def build_model(
         label_names=label_names,
         pad_id=inputs.pad_id,
         in_four_bits=FourBits(numerics.device, method.modules_to_save) if quantize else None,
+        reads=reads,
     )
     if inputs.recipe.target_lang:
         speak(model, inputs.tokenizer, inputs.recipe.target_lang)
@@ -390,9 +397,9 @@ def build_model(
         model = add_adapter(model, adapter, job.task, job.train.seed)
     if not quantize and not on_host:
         model.to(numerics.device)
-    if task_of(job.task).predicts_next:
+    if task_of(job.task).predicts_next and reads:
         refuse_looking_ahead(model, inputs.choice.name)
-    if method.name != "full":
+    if method.name != "full" and reads:
         refuse_unreached(model, adapter, job.task)
     model.train()
     return model

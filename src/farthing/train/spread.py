@@ -9,14 +9,15 @@ Refuses to decide who spreads what, weights that two layers share, and weights w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from farthing.errors import ModelError
@@ -31,6 +32,8 @@ class How(NamedTuple):
     """Ranks that have all rows together, neighbours; 0: all ranks. As many others have copies of them (HSDP)."""
     gathers_in: torch.dtype | None = None
     """Precision in which trained weights are sent; None: as they are."""
+    offloads: bool = False
+    """Rows stay in main memory, where trained ones are updated; a layer comes to the device while it computes."""
 
 
 class Root(nn.Module):
@@ -49,13 +52,22 @@ class Root(nn.Module):
 class Spread:
     """A model that was spread. Every rank must go through it as often."""
 
-    def __init__(self, model: nn.Module, device: torch.device, index: int, n: int, how: How) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        index: int,
+        n: int,
+        how: How,
+        bring: Callable[[Iterable[Tensor]], None] = lambda tensors: None,
+    ) -> None:
+        """`bring` leaves whole tensors on the device as the first rank has them, who may be alone in having any: a layer is
+        spread before the next one comes."""
         layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
         is_adapter = hasattr(model, "peft_config")
         whole = {weight for weight in model.parameters() if weight.requires_grad == is_adapter}
         _refuse_odd(model, layers, whole)
-        for weight in whole:
-            weight.data = weight.data.to(device)
+        bring(weight for weight in model.parameters() if weight in whole)
         self.n_shards = how.n_shards or n
         self.shard, self.is_copy = index % self.n_shards, index >= self.n_shards
         self.trains_rows = not is_adapter
@@ -65,11 +77,12 @@ class Spread:
         policy = MixedPrecisionPolicy()
         if how.gathers_in is not None and self.trains_rows:
             policy = MixedPrecisionPolicy(how.gathers_in, torch.float32, cast_forward_inputs=False)
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if how.offloads else OffloadPolicy()
         mesh, root = _mesh(device, n, self.n_shards), Root(model)
-        for layer in reversed(layers):  # inner ones first
-            fully_shard(layer, mesh=mesh, ignored_params=whole, mp_policy=policy,
-                        reshard_after_forward=how.reshard_after_forward)  # fmt: skip
-        fully_shard(root, mesh=mesh, ignored_params=whole, mp_policy=policy)
+        for unit in (*reversed(layers), root):  # inner ones first
+            bring(each for each in unit.parameters() if each not in whole and not isinstance(each, DTensor))
+            more = {} if unit is root else {"reshard_after_forward": how.reshard_after_forward}
+            fully_shard(unit, mesh=mesh, ignored_params=whole, mp_policy=policy, offload_policy=offload, **more)
         self._root = root
         for unit in self._units():
             unit.set_gradient_divide_factor(1.0)  # it averages otherwise; and the call does not recurse

@@ -35,6 +35,7 @@ from farthing.model.hardware import free_cached
 from farthing.settings import Settings
 from farthing.train.lanes import LaneSums, lanes_of
 from farthing.train.ranks import GO_ON, Ranks, refuse
+from farthing.train.sending import Sending
 from farthing.train.update_guard import UpdateGuard, forget_unscaling, reserve_for_update
 
 T = TypeVar("T")
@@ -128,7 +129,8 @@ class Steps:
 
     def __post_init__(self) -> None:
         self.trained = list(self.ranks.trained_of(self.forward.model).values())
-        self.guards_on_device = all(group.get("fused") for group in self.optimizer.param_groups)
+        is_there = all(weight.device.type == self.forward.numerics.device.type for weight in self.trained)
+        self.guards_on_device = is_there and all(group.get("fused") for group in self.optimizer.param_groups)
         self._feed: Feed | None = None
         self._fed_step = -1
         self._step = 0
@@ -240,18 +242,20 @@ class Steps:
         `torch.OutOfMemoryError`.
         """
         gradients, sums, word = LaneSums(self.n_lanes, self.trained, self._lanes), Sums(), GO_ON
+        sending = Sending(self.ranks, gradients)
         try:
-            sums = self.accumulate(self._micro_batches_of(step), gradients)
-            gradients.up_to(self._lanes.stop)
-            self._keep_up(step, sums)
+            sums = self.accumulate(self._micro_batches_of(step), gradients, sending.last_pass_begins)
+            self._keep_up(step, sums, gradients)
             reserve_for_update(self.optimizer)
         except Exception as error:
             word = self.ranks.word_for(error)
         of_ranks = [sums.n_computed if rank == self.ranks.index else 0 for rank in range(self.ranks.n)]
-        word, marks = self.ranks.agree(word, [*of_ranks, *gradients.has_gradient()])
+        has_gradient = sending.passes_end(word != GO_ON)
+        word, marks = self.ranks.agree(word, [*of_ranks, *has_gradient])
+        sending.wait()
         refuse(word)
         self._is_agreed = self.ranks.n > 1  # from here on no rank can take the step again by itself
-        self.ranks.sum_gradients(gradients, marks[self.ranks.n :])
+        sending.finish(marks[self.ranks.n :])
         table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
         places = {cell.number: place for place, cell in enumerate(table.cells)}
         losses = torch.zeros(len(places), device=self.forward.numerics.device)
@@ -261,10 +265,11 @@ class Steps:
         sums.n_computed = sum(marks[: self.ranks.n])
         return sums
 
-    def _keep_up(self, step: int, sums: Sums) -> None:
+    def _keep_up(self, step: int, sums: Sums, gradients: LaneSums) -> None:
         """Where weights are spread: go through the model as often as the busiest rank, for nothing. Raises `Interrupted`."""
         if not self.ranks.is_spread:
             return
+        gradients.up_to(self._lanes.stop)  # what comes now is not counted
         table = self.table_of(self.batches.examples_of(step), self.settings.micro_batch_tokens)
         n_lanes, ranks = self.n_lanes, self.ranks
         n_most = max(len(table.of_lanes(lanes_of(rank, ranks.n, n_lanes))) for rank in range(ranks.n))
@@ -279,12 +284,17 @@ class Steps:
             raise Interrupted("stopped within a step; it is taken again")
 
     def accumulate(
-        self, micro_batches: Iterator[MicroBatch], gradients: LaneSums | None = None, counts: bool = True
+        self,
+        micro_batches: Iterator[MicroBatch],
+        gradients: LaneSums | None = None,
+        last_pass_begins: Callable[[], None] = lambda: None,
+        counts: bool = True,
     ) -> Sums:
         """Add up the gradients of a step's micro-batches, each divided by the targets of all, or zeros where they do not
         count. Raises `Interrupted`.
 
-        With `gradients` those of each lane are kept apart there, and dropout follows from the place in the table.
+        With `gradients` those of each lane are kept apart there, and dropout follows from the place in the table;
+        `last_pass_begins` is called before the step's last backward pass.
         """
         sums = Sums()
         for micro_batch in micro_batches:
@@ -304,6 +314,8 @@ class Steps:
             with self.meter.span("compute"):
                 loss = self.forward.loss(batch, self._gradient_scale(sums.n_targets))
             forward_s = self.meter.spans["compute"] - before_s
+            if micro_batch.is_last:
+                last_pass_begins()
             with self.meter.span("compute"), self.ranks.computing():
                 self.scaler.scale(loss / sums.n_targets if counts else 0.0 * loss).backward()
             if self.forward.numerics.device.type == "cpu":
@@ -371,6 +383,10 @@ class Steps:
 
     def table_of(self, examples: NDArray[np.int64], micro_batch_tokens: int) -> Table:
         """The micro-batches of a step's examples, whichever rank computes them."""
+
+        def costs(some: NDArray[np.int64]) -> NDArray[np.int64]:
+            return self.forward.costs(self.tokens, some)
+
         return rows_of(
             examples,
             self.tokens.lengths,
@@ -378,6 +394,7 @@ class Steps:
             self.n_lanes,
             split=lambda some, most: self.forward.split(self.tokens, some, most),
             squares_at=self.forward.squares_at,
+            costs=costs if self.settings.lane_by_lane and self.forward.mixes_freely else None,
         )
 
     # ---- memory that runs out ----
@@ -435,6 +452,10 @@ def seed_everything(seed: int, *place: int) -> None:
     resume, and on another rank, is what it would have been."""
     digest = hashlib.blake2b("/".join(str(each) for each in (seed, *place)).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
-    torch.manual_seed(number)
+    torch.default_generator.manual_seed(
+        number
+    )  # torch.manual_seed notes a stack trace for each kind of device not in use
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
     np.random.seed(number % 2**32)
     random.seed(number)

@@ -7,6 +7,7 @@ on every machine. Refuses in words what can't be spread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,27 +32,43 @@ def may_be_spread(job: Job, ranks: Ranks) -> bool:
     return job.method.name != "qlora" and (job.where.strategy in ("fsdp", "hsdp") or is_open)
 
 
+def read_where_it_differs(job: Job, ranks: Ranks, model: Any, read: Callable[[], Any]) -> Any:
+    """The model whose weights come from the first rank, alone in reading them; read here too where its configuration makes
+    another one than its files have."""
+    if ranks.n == 1 or not may_be_spread(job, ranks):
+        return model
+    own = [[name, list(tensor.shape)] for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    return model if ranks.tell_all(own) == own else read()
+
+
 def spread_weights(job: Job, ranks: Ranks, model: Any, autocast: torch.dtype | None, emit: Emit) -> None:
     """Spread the weights over the ranks where the job says so, or they fit no other way. Raises `UserMistake`."""
     way, because = _way_of(job, ranks, model)
     if way == "ddp":
+        if job.where.offload_weights:
+            raise UserMistake(
+                "weights that every GPU has all of are not kept in main memory",
+                where="where.offload_weights",
+                to_do="set where.strategy: fsdp as well",
+            )
         if may_be_spread(job, ranks):
-            model.to(ranks.device)
+            ranks.bring((*model.parameters(), *model.buffers()))
         return
-    if why := why_not_spread(job):
+    if why := why_not_spread(job, autocast):
         raise UserMistake(f"the weights can't be spread: {why[0]}", where=f"where.strategy: {way}", to_do=why[1])
     from farthing.train.spread import How  # takes FSDP2 along, which other runs have no use for
 
     n_shards = _n_shards(ranks) if way == "hsdp" else ranks.n
     gathers_in = autocast if autocast == torch.bfloat16 else None
-    ranks.spread(model, How(job.where.reshard_after_forward, n_shards, gathers_in))
+    ranks.spread(model, How(job.where.reshard_after_forward, n_shards, gathers_in, job.where.offload_weights))
     zero = "ZeRO-3" if job.where.reshard_after_forward else "ZeRO-2"
     what = "all weights are" if ranks.trains_rows else "the frozen weights are"
     copies = f", with a copy on each of {ranks.n // n_shards} machines" if n_shards < ranks.n else ""
-    emit(Note(f"{way} ({zero}): {what} spread over {plural(n_shards, 'rank')}{copies}{because}"))
+    kept = ", and kept in main memory" if job.where.offload_weights else ""
+    emit(Note(f"{way} ({zero}): {what} spread over {plural(n_shards, 'rank')}{copies}{kept}{because}"))
 
 
-def why_not_spread(job: Job) -> tuple[str, str] | None:
+def why_not_spread(job: Job, autocast: torch.dtype | None = None) -> tuple[str, str] | None:
     """(why the weights of this job can't be spread, what to do about it); None where they can."""
     is_full = job.method.name == "full"
     if job.method.name == "qlora":
@@ -59,6 +76,8 @@ def why_not_spread(job: Job) -> tuple[str, str] | None:
     if is_full and any(word in job.train.optim for word in _BY_BLOCKS):
         return (f"the state of optim: {job.train.optim} is not by rows of the weights",
                 "use adamw_torch_fused, or adamw_torch_offload, which takes no memory of the GPUs")  # fmt: skip
+    if job.where.offload_weights and autocast == torch.float16:
+        return "gradients in fp16 are not scaled in main memory", "use bf16: true, or leave where.offload_weights out"
     if job.train.torch_compile is True:
         return "layers are not compiled where their weights are gathered", "leave train.torch_compile out, or use ddp"
     if is_full and job.where.same_bits is True:

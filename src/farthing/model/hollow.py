@@ -1,0 +1,23 @@
+"""A model without its weights, for a process that gets them from another one. Refuses to read any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def hollow(auto: Any, config: Any, dtype: torch.dtype, **how: Any) -> Any:
+    """The model as it is read, but for its weights, one number in memory each: who has none gets them from another process."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = auto.from_config(config, dtype=dtype, **how)
+    model.tie_weights()
+    found: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                one = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+                module._parameters[name] = found.setdefault(weight, torch.nn.Parameter(one, weight.requires_grad))
+    return model
