@@ -15,6 +15,8 @@ from farthing.after import evaluation
 from farthing.after.chat import trained_on_chats
 from farthing.cli import main
 from farthing.durability.run_folder import kept
+from farthing.errors import UserMistake
+from farthing.report.receipt import build_receipt
 from farthing.tiny import write_jsonl
 
 
@@ -85,11 +87,61 @@ def test_an_evaluation_that_is_interrupted_goes_on_with_what_is_left(
     assert json.loads(capsys.readouterr().out)["base"] == first["base"]
 
 
-def evaluation_set(run: Path) -> evaluation.HeldOut:
+def evaluation_set(run: Path) -> evaluation.Measure:
     """The held-out examples of a run."""
     from farthing.after.held_out import held_out_of
 
-    return held_out_of(run)
+    return evaluation.OnExamples(held_out_of(run))
+
+
+class TwoTasks(evaluation.OnExamples):
+    """The same examples as two tasks, of which the second can be torn."""
+
+    kept_in = "standard_tasks.json"
+    is_torn = True
+
+    def __init__(self, run: Path) -> None:
+        from farthing.after.held_out import held_out_of
+
+        super().__init__(held_out_of(run))
+        self.parts, self.asked, self.better = ["one", "two"], [], {"one loss": False, "two loss": False}
+
+    def measure(self, model: Any, part: str, progress: Any) -> dict[str, Any]:
+        """The loss, under the name of the part."""
+        self.asked.append(part)
+        if part == "two" and self.is_torn:
+            raise KeyboardInterrupt
+        return {f"{part} loss": super().measure(model, part, progress)["loss"]}
+
+
+def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path, "llama")
+    assert main(["eval", str(run), "--base"]) == 0
+    first = TwoTasks(run)
+    quiet: evaluation.Progress = lambda side, done, total: None  # noqa: E731
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.evaluate_run(run, first, with_base=False, progress=quiet)
+    again = TwoTasks(run)
+    again.is_torn = False
+    found = evaluation.evaluate_run(run, again, with_base=True, progress=quiet)
+    assert again.asked == ["one", "two", "two"], "of the tuned model one was done"
+    assert found["gains"]["two loss"]["gain"] == pytest.approx(found["base"]["two loss"] - found["tuned"]["two loss"])
+    receipt = build_receipt(run)
+    assert receipt.evaluation is not None
+    assert receipt.standard_tasks is not None
+    card = (run / "model" / "README.md").read_text()
+    assert card.index("## Before and after\n") < card.index("## Before and after, by standard tasks")
+    values = json.loads((run / "job.json").read_text())
+    values["limits"]["max_usd"] = receipt.usd + receipt.evaluation["usd"] + found["usd"] / 2
+    (run / "job.json").write_text(json.dumps(values))
+    workshop.change_facts(run, job_sha256=None)
+    again = TwoTasks(run)
+    again.parts = ["one", "two", "three"]
+    again.what = "three tasks"
+    with pytest.raises(UserMistake, match="all that its job allows"):
+        evaluation.evaluate_run(run, again, with_base=False, progress=quiet)
 
 
 def test_a_cap_that_is_spent_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

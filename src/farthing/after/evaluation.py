@@ -1,18 +1,23 @@
-"""The model of a run and what it began with, on the same held-out examples in the same batches, side by side.
+"""The model of a run and what it began with, on the same held-out examples or standard tasks, side by side.
 
-What was measured is kept in the run folder (`evaluation.json`) as soon as one of the two is done: a call that is interrupted
-goes on with the other. Refuses to mix figures of different examples, models or precisions.
+What was measured is kept in the run folder (`evaluation.json`, `standard_tasks.json`) as soon as a part is done: a call that is
+interrupted goes on with the others. Refuses to mix figures of different examples, models or precisions.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, Protocol
+
+import torch
 
 from farthing.after.held_out import HeldOut
+from farthing.config.job import Job
 from farthing.durability.files import Damaged, Json
-from farthing.durability.run_folder import EVALUATION, keep, kept
+from farthing.durability.run_folder import EVALUATION, STANDARD_TASKS, keep, kept
 from farthing.errors import UserMistake
 from farthing.export.folders import trained_model, untrained_model, write_card
 from farthing.metrics import Metrics
@@ -23,34 +28,84 @@ Progress = Callable[[str, int, int], None]
 SIDES = ("base", "tuned")
 
 
+class Measure(Protocol):
+    """What a model is measured by, in parts that are kept as soon as each is done."""
+
+    job: Job
+    parts: list[str]
+    dtype: torch.dtype
+    """That the model is loaded in."""
+    precision: str
+    n_examples: int | None
+    kept_in: str
+    """File of the run folder."""
+
+    @property
+    def what(self) -> str:
+        """In words."""
+
+    @property
+    def sha256(self) -> str:
+        """Identity of what is measured."""
+
+    @property
+    def better(self) -> Mapping[str, bool]:
+        """Metrics that have a better and a worse: whether greater is better."""
+
+    def measure(self, model: Any, part: str, progress: Callable[[int, int], None]) -> Metrics:
+        """Figures of a part, by name."""
+
+
+class OnExamples:
+    """Loss and the task's metrics on held-out examples, in one part."""
+
+    kept_in: str = EVALUATION
+    n_examples: int | None
+
+    def __init__(self, held_out: HeldOut) -> None:
+        self.job, self._held_out, self._numerics = held_out.job, held_out, held_out.numerics()
+        self.parts, self.n_examples = [""], len(held_out.indices)
+        self.dtype, self.precision = self._numerics.base_dtype, self._numerics.name
+        self.what, self.sha256, self.better = held_out.what, held_out.sha256, task_of(held_out.job.task).metrics
+
+    def measure(self, model: Any, part: str, progress: Callable[[int, int], None]) -> Metrics:
+        """See `HeldOut.measure`."""
+        return self._held_out.measure(model, self._numerics, generates=True, emit=progress)
+
+
 def evaluate_run(
-    run: Path, held_out: HeldOut, *, with_base: bool, trust_remote_code: bool = False, progress: Progress
+    run: Path, by: Measure, *, with_base: bool, trust_remote_code: bool = False, progress: Progress
 ) -> Json:
-    """Metrics of `tuned`, of `base` where asked for, and what each point of gain has cost; kept beside the run."""
-    numerics, job = held_out.numerics(), held_out.job
+    """Figures of `tuned`, of `base` where asked for, and what each point of gain has cost; kept beside the run.
+
+    Each part is kept when it is done, and not measured again. Raises `UserMistake` where the run and what was measured
+    of it have cost what the job allows.
+    """
     receipt = build_receipt(run)
     subject = {
-        "examples_sha256": held_out.sha256,
-        "examples": held_out.what,
-        "n_examples": len(held_out.indices),
+        "examples_sha256": by.sha256,
+        "examples": by.what,
+        "n_examples": by.n_examples,
         "exported_step": receipt.exported_step,
-        "precision": numerics.name,
+        "precision": by.precision,
     }
-    found = _earlier(run, subject)
+    found = _earlier(run / by.kept_in, subject)
     makers = {"base": untrained_model, "tuned": trained_model}
     for side in SIDES[0 if with_base else 1 :]:
-        if side in found:
-            continue
-        _refuse_past_cap(job.limits.max_usd, receipt.usd + found.get("usd", 0.0))
-        started_s = time.monotonic()
-        model = makers[side](run, numerics.base_dtype, trust_remote_code=trust_remote_code)
-        metrics = held_out.measure(
-            model, numerics, generates=True, emit=lambda done, total, side=side: progress(side, done, total)
-        )
-        found[side] = metrics
-        found["usd"] = found.get("usd", 0.0) + (time.monotonic() - started_s) / 3600 * job.usd_per_hour
-        found["gains"] = _gains(found, receipt.usd, job.task)
-        keep(run / EVALUATION, {"kind": "farthing evaluation", **subject, **found})
+        model = None
+        for part in by.parts:
+            if [side, part] in found["done"]:
+                continue
+            _refuse_past_cap(by.job.limits.max_usd, receipt.usd + _measured_usd(run))
+            started_s = time.monotonic()
+            if model is None:
+                model = makers[side](run, by.dtype, trust_remote_code=trust_remote_code)
+            figures = by.measure(model, part, functools.partial(progress, side))
+            found[side] = found.get(side, {}) | figures
+            found["done"].append([side, part])
+            found["usd"] = found.get("usd", 0.0) + (time.monotonic() - started_s) / 3600 * by.job.usd_per_hour
+            found["gains"] = found.get("gains", {}) | _gains(found, receipt.usd, by.better)
+            keep(run / by.kept_in, {"kind": "farthing evaluation", **subject, **found})
     write_card(run, build_receipt(run))
     return {"run": str(run), **subject, **found}
 
@@ -64,19 +119,29 @@ def _refuse_past_cap(cap_usd: float | None, spent_usd: float) -> None:
         )
 
 
-def _earlier(run: Path, subject: Mapping[str, object]) -> Json:
-    """What an earlier call has measured of the same subject."""
+def _measured_usd(run: Path) -> float:
+    """Dollars of everything that was measured of the run."""
+    return sum(_kept(run / name).get("usd", 0.0) for name in (EVALUATION, STANDARD_TASKS))
+
+
+def _kept(path: Path) -> Json:
     try:
-        values = kept(run / EVALUATION) or {}
+        return kept(path) or {}
     except Damaged:
         return {}
-    is_same = all(values.get(key) == value for key, value in subject.items())
-    return {key: values[key] for key in (*SIDES, "usd", "gains") if key in values} if is_same else {}
 
 
-def _gains(found: Mapping[str, Metrics], usd: float, task: str) -> dict[str, dict[str, float | None]]:
+def _earlier(path: Path, subject: Mapping[str, object]) -> Json:
+    """What an earlier call has measured of the same subject, and which parts of it."""
+    values = _kept(path)
+    if any(values.get(key) != value for key, value in subject.items()):
+        return {"done": []}
+    found = {key: values[key] for key in (*SIDES, "usd", "gains") if key in values}
+    return found | {"done": values.get("done", [[side, ""] for side in SIDES if side in values])}
+
+
+def _gains(found: Json, usd: float, better: Mapping[str, bool]) -> dict[str, dict[str, float | None]]:
     """By metric: what the run has gained on its base, and the dollars for each point: a hundredth of it."""
-    better = task_of(task).metrics
     gains: dict[str, dict[str, float | None]] = {}
     for name, value in found.get("tuned", {}).items():
         before = found.get("base", {}).get(name)

@@ -70,6 +70,16 @@ class HeldOut:
         )
 
 
+def job_of(run: Path, trust_remote_code: bool = False) -> Job:
+    """The job of a run that has ended. Raises `UserMistake`, as `trusted_job` does."""
+    try:
+        return Job.model_validate(trusted_job(run, trust_remote_code))
+    except ValueError as error:
+        raise UserMistake(
+            "its job is that of another version of farthing", where=str(run), to_do="use the version that trained it"
+        ) from error
+
+
 def held_out_of(
     run: Path,
     data: Path | None = None,
@@ -82,13 +92,7 @@ def held_out_of(
 
     Raises `UserMistake` and `DataError` where the run's data is gone, or is another.
     """
-    values = trusted_job(run, trust_remote_code)
-    try:
-        job = Job.model_validate(values)
-    except ValueError as error:
-        raise UserMistake(
-            "its job is that of another version of farthing", where=str(run), to_do="use the version that trained it"
-        ) from error
+    job = job_of(run, trust_remote_code)
     if data is not None:
         if not data.exists():
             raise UserMistake("no such file", where=str(data), to_do="check --data")

@@ -2,25 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from farthing.durability.run_folder import MODEL
+from farthing.after.held_out import job_of
+from farthing.config.job import Job
+from farthing.durability.run_folder import MODEL, STANDARD_TASKS
 from farthing.errors import UserMistake
-from farthing.export.folders import trained_model, trusted_job, untrained_model
 from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.tasks.registry import task_of
 
 
-def standard_tasks(
-    run: Path, names: list[str], sides: Sequence[str], limit: int | None, *, trust_remote_code: bool = False
-) -> dict[str, object]:
-    """lm-eval's results of each side (`base`, `tuned`), by task. Raises `UserMistake` without it, or for unknown tasks."""
-    try:
+@dataclass
+class StandardTasks:
+    """Tasks that a model is measured by, one after the other. See `evaluation.Measure`."""
+
+    job: Job
+    parts: list[str]
+    """Names of the tasks."""
+    tokenizer: Any
+    manager: Any
+    limit: int | None
+    sha256: str
+    """Identity of the tasks: lm-eval's version, their names, and the files of those that are not its own."""
+    kept_in: str = STANDARD_TASKS
+    dtype: torch.dtype = torch.float32
+    precision: str = "fp32"
+    n_examples: int | None = None
+    better: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def what(self) -> str:
+        """In words."""
+        few = f", at most {self.limit:,} examples of each" if self.limit else ""
+        return f"standard tasks: {', '.join(self.parts)}{few}"
+
+    def measure(self, model: Any, part: str, progress: Callable[[int, int], None]) -> dict[str, Any]:
+        """lm-eval's figures of one task, and what they say of the direction in which they are better."""
         import lm_eval
         from lm_eval.models.huggingface import HFLM
+
+        progress(self.parts.index(part), len(self.parts))
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        asked = HFLM(pretrained=model, tokenizer=self.tokenizer)
+        found = lm_eval.simple_evaluate(model=asked, tasks=[part], limit=self.limit, task_manager=self.manager)
+        for name, metrics in found["higher_is_better"].items():
+            self.better |= {f"{name} {metric}": better for metric, better in metrics.items() if better is not None}
+        progress(self.parts.index(part) + 1, len(self.parts))
+        return {
+            f"{name} {metric.removesuffix(',none')}": float(value)
+            for name, metrics in found["results"].items()
+            for metric, value in metrics.items()
+            if isinstance(value, float)
+        }
+
+
+def standard_tasks(run: Path, names: list[str], limit: int | None, *, trust_remote_code: bool = False) -> StandardTasks:
+    """The tasks of these names, and those in folders among them. Raises `UserMistake` without lm-eval, or for unknown ones."""
+    try:
+        import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise UserMistake(
@@ -28,10 +73,12 @@ def standard_tasks(
             where="--tasks",
             to_do="pip install 'farthing[eval]'",
         ) from error
-    task = trusted_job(run, trust_remote_code)["task"]
-    if not task_of(task).predicts_next:
+    job = job_of(run, trust_remote_code)
+    if not task_of(job.task).predicts_next:
         raise UserMistake(
-            f"standard tasks are for models that continue a text, not for {task}", where="--tasks", to_do="leave it out"
+            f"standard tasks are for models that continue a text, not for {job.task}",
+            where="--tasks",
+            to_do="leave it out",
         )
     folders = [name for name in names if Path(name).is_dir()]
     own = TaskManager(include_path=folders, include_defaults=False).all_tasks if folders else []
@@ -43,18 +90,8 @@ def standard_tasks(
         raise UserMistake(f"lm-eval has no task {unknown[0]!r}", where="--tasks", to_do="see `lm-eval ls tasks`")
     if not names:
         raise UserMistake("there is no task in it", where=", ".join(folders), to_do="put YAML files of lm-eval there")
+    identity = hashlib.sha256(repr((lm_eval.__version__, names, limit)).encode())
+    for path in sorted(path for folder in folders for path in Path(folder).rglob("*") if path.is_file()):
+        identity.update(path.read_bytes())
     tokenizer = load_tokenizer(ModelChoice(str(run / MODEL)), None)
-    found: dict[str, object] = {"run": str(run), "examples": f"standard tasks: {', '.join(names)}"}
-    for side in sides:
-        make = trained_model if side == "tuned" else untrained_model
-        model = make(run, torch.float32, trust_remote_code=trust_remote_code)
-        model.to("cuda" if torch.cuda.is_available() else "cpu")
-        asked = HFLM(pretrained=model, tokenizer=tokenizer)
-        results = lm_eval.simple_evaluate(model=asked, tasks=names, limit=limit, task_manager=manager)["results"]
-        found[side] = {
-            f"{name} {metric.removesuffix(',none')}": float(value)
-            for name, metrics in results.items()
-            for metric, value in metrics.items()
-            if isinstance(value, float)
-        }
-    return found
+    return StandardTasks(job, names, tokenizer, manager, limit, identity.hexdigest())

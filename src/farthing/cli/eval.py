@@ -31,15 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     from farthing.model.load import quiet_libraries
 
     quiet_libraries()
-    trust = arguments.trust_remote_code
-    if arguments.tasks:
-        from farthing.after.standard_tasks import standard_tasks
-
-        names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
-        sides = ("base", "tuned") if arguments.base else ("tuned",)
-        found = standard_tasks(folder, names, sides, arguments.limit, trust_remote_code=trust)
-    else:
-        found = _on_examples(folder, arguments)
+    found = _measured(folder, arguments)
     if arguments.json:
         print_json(found)
     else:
@@ -49,20 +41,26 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
-def _on_examples(folder: Path, arguments: argparse.Namespace) -> Json:
+def _measured(folder: Path, arguments: argparse.Namespace) -> Json:
     from rich.progress import Progress
 
-    from farthing.after.evaluation import evaluate_run
+    from farthing.after.evaluation import Measure, OnExamples, evaluate_run
     from farthing.after.held_out import held_out_of
+    from farthing.after.standard_tasks import standard_tasks
 
-    data = None if arguments.data is None else Path(arguments.data)
-    held_out = held_out_of(folder, data, arguments.limit, trust_remote_code=arguments.trust_remote_code)
+    trust = arguments.trust_remote_code
+    if arguments.tasks:
+        names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
+        by: Measure = standard_tasks(folder, names, arguments.limit, trust_remote_code=trust)
+    else:
+        data = None if arguments.data is None else Path(arguments.data)
+        by = OnExamples(held_out_of(folder, data, arguments.limit, trust_remote_code=trust))
     with Progress(console=rich_console(stderr=True), transient=True, disable=arguments.json) as bars:
         shown = {side: bars.add_task(side, total=None) for side in ("base", "tuned")}
         return evaluate_run(
             folder,
-            held_out,
+            by,
             with_base=arguments.base,
-            trust_remote_code=arguments.trust_remote_code,
+            trust_remote_code=trust,
             progress=lambda side, done, total: bars.update(shown[side], completed=done, total=total),
         )

@@ -43,8 +43,8 @@ LOG, LEDGER, RECEIPT, CHECKPOINTS, MODEL = "log.jsonl", "ledger.jsonl", "receipt
 PAGE = "report.html"
 DECIDING = (RUN, PLAN, SETTINGS, SCHEDULE)
 """The files that decide the result."""
-EVALUATION = "evaluation.json"
-"""What `farthing eval` has measured of the run's model."""
+EVALUATION, STANDARD_TASKS = "evaluation.json", "standard_tasks.json"
+"""What `farthing eval` has measured of the run's model: on held-out examples, and by tasks of lm-eval."""
 PUBLISHED = "published.json"
 """What of the run was sent to the Hub, and what is still to be."""
 COPIES = "run_files"
@@ -235,10 +235,10 @@ def kept_job(folder: Path) -> Json:
 # ---- what was measured of its model afterwards ----
 
 
-def evaluation_of(folder: Path, exported_step: int | None) -> Json | None:
-    """What `farthing eval` has measured of the model of this step; None where it has not, or it can't be read."""
+def evaluation_of(folder: Path, exported_step: int | None, name: str = EVALUATION) -> Json | None:
+    """What `farthing eval` has measured of the model of this step and kept under `name`; None where that can't be read."""
     try:
-        values = kept(folder / EVALUATION)
+        values = kept(folder / name)
     except Damaged:
         return None
     return values if values is not None and values.get("exported_step") == exported_step else None

@@ -55,7 +55,8 @@ def model_card(receipt: Receipt, step: int, *, is_merged: bool, in_form: Sequenc
         f"| machine | {_machine(receipt)} |",
     ]
     lines += _measured(receipt.metrics or {})
-    lines += _beside_base(receipt.evaluation)
+    lines += _beside_base("Before and after", receipt.evaluation)
+    lines += _beside_base("Before and after, by standard tasks", receipt.standard_tasks)
     lines += _how_to_load(receipt, shown) if is_adapter else []
     lines += in_form
     lines += _bill(receipt)
@@ -84,14 +85,14 @@ def _table(*heads: str, rows: Iterable[Sequence[str]]) -> list[str]:
     return ["", lines[0], "|" + "---|" * len(heads), *lines[1:]]
 
 
-def _beside_base(evaluation: Json | None) -> list[str]:
+def _beside_base(title: str, evaluation: Json | None) -> list[str]:
     """What `farthing eval` has measured of the model, and of what the run began with."""
     if evaluation is None or "tuned" not in evaluation:
         return []
     base, tuned = evaluation.get("base", {}), evaluation["tuned"]
     before = {name: f"{value:.4f}" for name, value in base.items() if isinstance(value, float)}
     rows = [(name, before.get(name, ""), f"{value:.4f}") for name, value in tuned.items() if isinstance(value, float)]
-    lines = ["", "## Before and after", "", f"On {_cell(evaluation['examples'])}."]
+    lines = ["", f"## {title}", "", f"On {_cell(evaluation['examples'])}."]
     return lines + _table("metric", "before", "after", rows=rows)
 
 

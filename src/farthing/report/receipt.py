@@ -28,6 +28,7 @@ from farthing.durability.run_folder import (
     RUN,
     SCHEDULE,
     SETTINGS,
+    STANDARD_TASKS,
     evaluation_of,
     witnesses_of,
 )
@@ -138,8 +139,11 @@ def _of_afterwards(folder: Path, exported_step: int | None, job: Json | None, lo
     """The fields on what becomes of the model."""
     published = _read_json(folder / PUBLISHED)
     sent = published.get("publications", []) if isinstance(published, dict) else []
-    evaluation = evaluation_of(folder, exported_step)
-    return {"evaluation": evaluation, "published": sent, "serving": serving_of(folder, job, log)}
+    measured = {
+        "evaluation": evaluation_of(folder, exported_step),
+        "standard_tasks": evaluation_of(folder, exported_step, STANDARD_TASKS),
+    }
+    return {**measured, "published": sent, "serving": serving_of(folder, job, log)}
 
 
 def _spans(bill: _Bill) -> list[Span]:

@@ -66,8 +66,9 @@ def draw_receipt(console: Console, receipt: Receipt) -> None:
     console.print(facts)
     _draw_estimate(console, receipt)
     _draw_metrics(console, receipt)
-    if receipt.evaluation is not None:
-        console.print(evaluation_table(receipt.evaluation))
+    for measured in (receipt.evaluation, receipt.standard_tasks):
+        if measured is not None:
+            console.print(evaluation_table(measured))
     draw_diagnosis(console, receipt)
     for one in receipt.published:
         state = f"commit {one['commit']}" if one["commit"] else "not sent yet: run the same command again"

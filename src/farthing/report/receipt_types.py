@@ -151,7 +151,8 @@ class Receipt:
     exported_step: int | None
     metrics: Json | None
     evaluation: Json | None
-    """What `farthing eval` has measured of the model, beside what the run began with."""
+    standard_tasks: Json | None
+    """What `farthing eval` has measured of the model, beside what the run began with: on examples, and by lm-eval's tasks."""
     wall_s: float
     usd: float
     ancestor: Json | None
