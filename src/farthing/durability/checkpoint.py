@@ -31,7 +31,7 @@ from farthing.durability.files import (
     commit_folder,
     discard,
     make_private,
-    parse_json,
+    read_json,
     read_manifest,
     seal_file,
     set_aside,
@@ -304,7 +304,7 @@ def _values_of(folder: Path) -> dict[str, Json]:
     try:
         if path.stat().st_size > MAX_STATE_BYTES:
             raise Damaged(f"{path.name} is larger than {MAX_STATE_BYTES} bytes")
-        values = parse_json(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except (OSError, ValueError) as error:
         raise Damaged(f"{path.name} can't be read: {error}") from error
     is_whole = isinstance(values, dict) and all(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.durability.accounts import LOST, Account, Found, read_ledger, with_redone
-from farthing.durability.files import Json, parse_json, write_json
+from farthing.durability.files import Json, read_json, write_json
 from farthing.durability.ledger import SPANS
 from farthing.durability.machines import bill_of
 from farthing.durability.run_folder import (
@@ -429,6 +429,6 @@ def _utilisation(accounts: list[Account]) -> list[list[float]]:
 
 def _read_json(path: Path) -> Any:
     with contextlib.suppress(OSError, ValueError):
-        value = parse_json(path.read_text(encoding="utf-8"))
+        value = read_json(path)
         return {key: item for key, item in value.items() if key != "sha256"} if isinstance(value, dict) else value
     return None
