@@ -492,9 +492,9 @@ def test_inputs_travel_by_content_and_only_once(demo: Path, tmp_path: Path) -> N
     (tokens / "ids.bin").write_bytes(b"123")
     packed = with_token_sets(pack(_job(demo)), [tokens])
     store = LocalStore(tmp_path / "store")
-    first = send_inputs(store, packed, "launch/x/inputs.json", lambda done, total: None)
+    first = send_inputs(store, packed, "launch/x/inputs.json")
     assert first == packed.n_bytes
-    assert send_inputs(store, packed, "launch/x/inputs.json", lambda done, total: None) == 0
+    assert send_inputs(store, packed, "launch/x/inputs.json") == 0
     there = tmp_path / "there"
     there.mkdir()
     fetch_inputs(store, "launch/x/inputs.json", there)
@@ -508,7 +508,7 @@ def test_damaged_and_malicious_inputs_are_refused(demo: Path, tmp_path: Path) ->
 
     store, there = LocalStore(tmp_path / "store"), tmp_path / "there"
     there.mkdir()
-    send_inputs(store, pack(_job(demo)), "launch/x/inputs.json", lambda done, total: None)
+    send_inputs(store, pack(_job(demo)), "launch/x/inputs.json")
     data = next(
         path
         for path in (tmp_path / "store/inputs").iterdir()

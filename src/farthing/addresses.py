@@ -19,13 +19,13 @@ def without_secrets(name: str) -> str:
     return re.sub(r"://[^/?#]*@", "://", re.sub(r"[?#].*", "", name, flags=re.DOTALL))
 
 
-_METADATA_NAMES = (
+_METADATA_NAMES = [
     "metadata.google.internal",
     "metadata.goog",
     "metadata",
     "instance-data",
     "instance-data.ec2.internal",
-)
+]
 # AWS, Google Cloud, Alibaba, Azure, Oracle: beside the link-local 169.254.169.254 of them all
 _METADATA_ADDRESSES = ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "168.63.129.16", "192.0.0.192")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")

@@ -14,15 +14,15 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from farthing.config.job import Job
 from farthing.config.load import load_job
-from farthing.durability.files import parse_json
+from farthing.durability.files import read_json
 from farthing.durability.run_folder import CHECKPOINTS, RUN
-from farthing.errors import DataError, FarthingError, JobError, Mistakes, ModelError
+from farthing.errors import Check, DataError, FarthingError, JobError, Mistakes, ModelError
 from farthing.planner.preflight import load_job_or_tell_all, look_over
 from farthing.units import plural, say_bytes, say_usd
 
@@ -38,20 +38,6 @@ EXTRAS = {
     "mlflow": ("mlflow", "train.report_to: [mlflow]"),
     "trackio": ("trackio", "train.report_to: [trackio]"),
 }
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the list."""
-
-    name: str
-    state: str
-    found: str
-    to_do: str = ""
-
-    def as_dict(self) -> dict[str, str]:
-        """For `--json`."""
-        return asdict(self)
 
 
 def check_before(path: Path, overrides: list[str]) -> list[Check]:
@@ -262,7 +248,7 @@ def _first_rows(source: Any, inputs: Any) -> str:
     n_bad, first = len(reasons), plural(len(rows), "row")
     known = "" if reader.understood is None else f"format {reader.understood.format}; "
     if n_bad == len(rows):
-        what = f"{known}none of the first {first} can be used ({reasons[0]})"
+        what = f"{known}none of the first {first} can be used ({reasons[0] if reasons else 'there are none'})"
         raise DataError(what, to_do="correct these rows, or see data.columns")
     is_whole = len(rows) < _N_ROWS and len(inputs.train_sources) == 1
     if is_whole and n_bad > recipe.max_bad_rows * len(rows):
@@ -277,7 +263,7 @@ def _run_folder(folder: Path) -> Iterator[Check]:
     free = shutil.disk_usage(_nearest(folder)).free
     state = "a new run"
     if (folder / RUN).exists():
-        facts = parse_json((folder / RUN).read_text(encoding="utf-8"))
+        facts = read_json(folder / RUN)
         n_saved = len(list((folder / CHECKPOINTS).glob("step-*"))) if (folder / CHECKPOINTS).is_dir() else 0
         state = (
             "a finished run" if facts.get("finished") else f"an unfinished run with {n_saved} checkpoints: it goes on"

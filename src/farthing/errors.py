@@ -5,6 +5,7 @@ Refuses to hold any logic: raising is the caller's business, exit codes are the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 # What the process tells its caller. 75 is EX_TEMPFAIL of sysexits.h: "try the same command again".
@@ -39,6 +40,16 @@ class UserMistake(FarthingError):
     """Something the person at the keyboard can fix: exit code 2."""
 
     exit_code = EXIT_MISTAKE
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that was looked at, before it could become an error: ok, warning or failed, and what to do about it."""
+
+    name: str
+    state: str
+    found: str
+    to_do: str = ""
 
 
 class JobError(UserMistake):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, dataclass_transform
 
 from farthing.settings import Settings
 
@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from farthing.metrics import Metrics
 
 
-@dataclass(frozen=True)
+@dataclass_transform(frozen_default=True)
 class Event:
-    """Something that a run says. Everything a listener needs is in its fields."""
+    """Something that a run says. Everything a listener needs is in its fields: each kind is a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
 
 Emit = Callable[[Event], None]
@@ -28,28 +31,24 @@ def ignore(event: Event) -> None:
     """An `Emit` for callers who don't listen."""
 
 
-@dataclass(frozen=True)
 class Note(Event):
     """Something worth knowing, in words."""
 
     text: str
 
 
-@dataclass(frozen=True)
 class Warned(Event):
     """Something to look at, in words; the run goes on."""
 
     text: str
 
 
-@dataclass(frozen=True)
 class Working(Event):
     """What the run is doing before it can tell how far it has got, such as `loading the model`."""
 
     on: str
 
 
-@dataclass(frozen=True)
 class ReadingData(Event):
     """How far a file has been read."""
 
@@ -58,7 +57,6 @@ class ReadingData(Event):
     total_bytes: int | None
 
 
-@dataclass(frozen=True)
 class Tokenizing(Event):
     """How far a set of examples has been tokenized. `share`: of the bytes of its files, from 0 to 1."""
 
@@ -69,7 +67,6 @@ class Tokenizing(Event):
     share: float
 
 
-@dataclass(frozen=True)
 class DataRead(Event):
     """What the rows of a set became."""
 
@@ -94,7 +91,6 @@ class DataRead(Event):
     """Columns that are not used, and the like."""
 
 
-@dataclass(frozen=True)
 class Decided(Event):
     """What the run uses where the job left it open, before its first step; texts unless a unit says otherwise."""
 
@@ -121,7 +117,6 @@ class Decided(Event):
     estimate: str
 
 
-@dataclass(frozen=True)
 class KeepingFrozen(Event):
     """How far the output of the frozen layers has been computed and kept."""
 
@@ -129,7 +124,6 @@ class KeepingFrozen(Event):
     n_tokens: int
 
 
-@dataclass(frozen=True)
 class Probed(Event):
     """Settings were tried."""
 
@@ -138,7 +132,6 @@ class Probed(Event):
     """Without padding."""
 
 
-@dataclass(frozen=True)
 class Restored(Event):
     """A checkpoint was verified and read; the run goes on behind `step`."""
 
@@ -147,7 +140,6 @@ class Restored(Event):
     attempt: int
 
 
-@dataclass(frozen=True)
 class StepTaken(Event):
     """An optimizer step was taken, whose update may have been skipped."""
 
@@ -186,7 +178,6 @@ class StepTaken(Event):
         return {**row, "examples": list(self.examples)}
 
 
-@dataclass(frozen=True)
 class StepSkipped(Event):
     """The update of a step was left out. `skipped` says why; `samples` are the places (file:line) it may come from."""
 
@@ -200,7 +191,6 @@ class StepSkipped(Event):
         return {"step": self.step, "skipped": self.skipped, **samples}
 
 
-@dataclass(frozen=True)
 class Evaluating(Event):
     """How far an evaluation has got, in examples."""
 
@@ -208,7 +198,6 @@ class Evaluating(Event):
     n_examples: int
 
 
-@dataclass(frozen=True)
 class Evaluated(Event):
     """An evaluation is done. `metrics`: name -> value, with counts and the table of classes where there is one."""
 
@@ -221,7 +210,6 @@ class Evaluated(Event):
         return {"step": self.step, "metrics": self.metrics, "is_best": self.is_best}
 
 
-@dataclass(frozen=True)
 class Saved(Event):
     """A checkpoint is whole on the disk."""
 
@@ -229,7 +217,6 @@ class Saved(Event):
     n_bytes: int
 
 
-@dataclass(frozen=True)
 class Exported(Event):
     """The model of `step` was written."""
 

@@ -52,13 +52,8 @@ class Settings:
 
     def with_probed(self, found: Settings) -> Settings:
         """These with what a probe has found: tokens of a micro-batch, checkpointing and tile."""
-        return replace(
-            self,
-            micro_batch_tokens=found.micro_batch_tokens,
-            checkpoint_every=found.checkpoint_every,
-            tile_tokens=found.tile_tokens,
-            probed=True,
-        )
+        tried = {name: getattr(found, name) for name in ("micro_batch_tokens", "checkpoint_every", "tile_tokens")}
+        return replace(self, **tried, probed=True)
 
     def lowered_by(self, events: Sequence[Mapping[str, Any]]) -> Settings:
         """These as they are after memory has run out: `events` in their order, as the ledger has them."""

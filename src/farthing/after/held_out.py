@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from farthing.config.job import Job
 from farthing.data.token_set import TokenSet
 from farthing.errors import UserMistake
-from farthing.events import Emit, ignore
+from farthing.events import ignore
 from farthing.export.folders import trusted_job
 from farthing.metrics import Metrics
 from farthing.model.forward import Forward
@@ -86,7 +86,6 @@ def held_out_of(
     most: int | None = None,
     *,
     trust_remote_code: bool = False,
-    emit: Emit = ignore,
 ) -> HeldOut:
     """At most `most` held-out examples, evenly spread over all; of the file `data` where it is given.
 
@@ -100,8 +99,8 @@ def held_out_of(
             update={"eval": [str(data.resolve())], "eval_fraction": 0.0, "max_eval_samples": None}
         )
         job = job.model_copy(update={"data": own})
-    inputs = open_inputs(job, emit)
-    train, held = open_examples(job, inputs, emit, lambda: False)
+    inputs = open_inputs(job)
+    train, held = open_examples(job, inputs, ignore, lambda: False)
     what = "held-out examples" if held is not None else "training examples, as the run held none out"
     chosen = held if held is not None else train
     if data is not None:

@@ -18,7 +18,7 @@ from farthing.after.chat import trained_on_chats
 from farthing.after.held_out import held_out_of
 from farthing.after.judge import Verdict, judge
 from farthing.durability.exported import CARD
-from farthing.durability.files import Json, install_folder
+from farthing.durability.files import Json, bytes_below, install_folder
 from farthing.errors import ModelError, UserMistake
 from farthing.export.compressed import plan_compressed, write_compressed
 from farthing.export.folders import (
@@ -114,7 +114,7 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> Json:
             (draft / CARD).write_text(card, encoding="utf-8")
 
         install_folder(folder, fill)
-    said["bytes"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    said["bytes"] = bytes_below(folder)
     return said
 
 

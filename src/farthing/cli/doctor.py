@@ -4,6 +4,7 @@ with --try it trains a few examples, in a folder of their own."""
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserMistake(
             "a trial needs a job and 2 examples or more", where="--try", to_do="farthing doctor JOB --try 16"
         )
-    from farthing.doctor import Check, check_before, check_job, check_machine, check_trial
+    from farthing.doctor import check_before, check_job, check_machine, check_trial
 
     if arguments.target:
         from farthing.launch.check import check_target
 
-        return _show([Check(*found) for found in check_target(arguments.target)], arguments, next_step="")
+        return _show(list(check_target(arguments.target)), arguments, next_step="")
     faults = check_before(Path(arguments.job), arguments.set) if arguments.job else []
     checks = list(check_machine(Path.cwd(), with_device=not faults)) + faults
     if arguments.job and not faults:
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _show(checks: list[Any], arguments: argparse.Namespace, *, next_step: str) -> int:
     failed = [check for check in checks if check.state == "failed"]
     if arguments.json:
-        print_json({"ok": not failed, "checks": [check.as_dict() for check in checks]})
+        print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
     else:
         from farthing.report.safe import escape, escape_lines
         from farthing.units import plural

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from farthing.cli.console import print_json
 from farthing.cli.parser import add_run_argument, run_folder
-from farthing.durability.files import Json
+from farthing.durability.files import Json, bytes_below, read_json
 from farthing.errors import EXIT_FINISHED, UserMistake
 from farthing.printable import printable
 
@@ -71,7 +71,6 @@ def _refuse_options(arguments: argparse.Namespace) -> None:
 
 def _publish(run: Path, arguments: argparse.Namespace) -> Json:
     """Write the model, or take the one that the same command has written, and send it."""
-    from farthing.durability.files import parse_json
     from farthing.export.folders import refuse_used
     from farthing.export.publish import announce, noted, publish, wanted_at
     from farthing.report.receipt import leave_receipt
@@ -79,10 +78,10 @@ def _publish(run: Path, arguments: argparse.Namespace) -> Json:
     wanted = wanted_at(arguments.push, is_private=not arguments.public, where="--push")
     output, form = Path(arguments.output), " ".join(filter(None, (arguments.format, arguments.bits, arguments.dtype)))
     if noted(run, output, form):
-        n_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+        n_bytes = bytes_below(output)
         written = {"folder": str(output), "format": arguments.format, "bytes": n_bytes}
         if (said := output / "export.json").exists():
-            written |= parse_json(said.read_text(encoding="utf-8"))
+            written |= read_json(said)
     else:
         refuse_used(output)
         announce(run, output, form, wanted)

@@ -5,7 +5,6 @@ Refuses to import transformers and to reach the network; what it can't read coun
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from farthing.data.chat import default_template
 from farthing.data.encode import Encoding, first_tokens
-from farthing.durability.files import Json
+from farthing.durability.files import Json, read_json
 from farthing.errors import DataError
 
 
@@ -101,7 +100,7 @@ def _settings(folder: Path | None) -> tuple[Json, dict[str, str]]:
     found: Json = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
-            read = json.loads((folder / name).read_text(encoding="utf-8")) if folder else {}
+            read = read_json(folder / name) if folder else {}
             found |= {key: value for key, value in read.items() if value is not None}
         except (OSError, ValueError, AttributeError):
             continue

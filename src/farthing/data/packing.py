@@ -19,9 +19,8 @@ from farthing.data.encode import sums_of
 from farthing.data.token_set import TokenSet
 from farthing.tasks.registry import task_of
 
-LEAST_SHARE = (
-    0.97  # of the computed tokens are useful, where they are padded and more micro-batches cost less than padding
-)
+LEAST_SHARE = 0.97
+"""Of the computed tokens are useful, where they are padded and more micro-batches cost less than padding."""
 
 
 class MicroBatchCost(NamedTuple):

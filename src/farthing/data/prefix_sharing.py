@@ -25,9 +25,8 @@ from farthing.data.token_set import TokenSet
 LEAST_TOKENS = 32  # to take over: for fewer it is not worth copying keys and values
 # of all tokens, saved: at 5 % the copies and the masks took the time that was saved, at 13 % the step was 11 % quicker,
 # at 61 % 2.3 times as quick (6 layers of 256 on one thread of a CPU)
-WORTH = (
-    0.1  # of the computed tokens, from where sharing was clearly quicker: 9.5 % gave 3 % of the time, 13 % gave 11 %
-)
+WORTH = 0.1
+"""Of the computed tokens, from where sharing was clearly quicker: 9.5 % gave 3 % of the time, 13 % gave 11 %."""
 # what the copy of a token's keys and values takes, in computed tokens: between 1/50 and 1/25 of all that is kept of one
 # with grouped heads, about 1/9 without (worked out from the shapes of models, not measured)
 COPY_SHARE = 1 / 16

@@ -25,7 +25,7 @@ from farthing.addresses import is_remote, without_secrets
 from farthing.data.arrow import bytes_of_rows, open_parquet, parquet_rows, table_rows
 from farthing.data.fetch import fetch
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Own, Reading, Row, RowValue, too_large
-from farthing.durability.files import belongs_to_another, discard, own_folder, sha256_of
+from farthing.durability.files import belongs_to_another, discard, files_below, own_folder, sha256_of
 from farthing.errors import DataError
 from farthing.units import say_bytes
 
@@ -250,7 +250,7 @@ def _refuse_unfolding(path: Path, name: str) -> None:
 def folder_sha256(folder: Path, split: str) -> str:
     """Identity of a data set in a folder: the split and every file's name and bytes."""
     digest = hashlib.sha256(split.encode())
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+    for path in files_below(folder):
         digest.update(f"{path.relative_to(folder)}:{sha256_of(path)}".encode())
     return digest.hexdigest()
 

@@ -12,8 +12,18 @@ from farthing.data.foreign import Watch, say_ignored
 from farthing.data.formats import Text, Understood, converter, recognise, used_columns
 from farthing.data.read import Source
 from farthing.data.rows import BadRow, Row, RowValue
+from farthing.data.shown import Shown
 from farthing.data.token_set import Recipe
 from farthing.tasks.columns import Unusable
+
+
+def converter_by(
+    understood: Understood, recipe: Recipe, tokenizer: Any, shown: Shown | None = None
+) -> Callable[[RowValue], Text]:
+    """`converter` as a recipe has it."""
+    name, columns, _ = understood
+    given = (name, columns, recipe.label_map, tokenizer, recipe.task)
+    return converter(*given, on=recipe.date, version=recipe.version, shown=shown)
 
 
 class SourceReader:
@@ -31,12 +41,8 @@ class SourceReader:
         """Raises `DataError` for rows of another kind, or of no known format."""
         self._watch(rows)
         if self.understood is None and self._watch.n_rows:
-            recipe = self._recipe
-            self.understood = recognise(self._watch.columns, recipe.task, self._columns, self.name)
-            self._convert = converter(
-                *self.understood[:2], recipe.label_map, self._tokenizer, recipe.task,
-                on=recipe.date, version=recipe.version, shown=self._watch.shown,
-            )  # fmt: skip
+            self.understood = recognise(self._watch.columns, self._recipe.task, self._columns, self.name)
+            self._convert = converter_by(self.understood, self._recipe, self._tokenizer, self._watch.shown)
 
     def text(self, row: Row | BadRow) -> Text:
         """Raises `Unusable` with the reason."""

@@ -15,12 +15,8 @@ from farthing.data.rows import RowValue
 Render = Callable[[list[RowValue], Any], str]
 """A chat's messages and tools as text."""
 _MOST_TRIES = 100
-_SILENT = (
-    "role",
-    "content",
-    "tool_call_id",
-    "id",
-)  # `content` goes by role; ids say which call is meant, few show them
+_SILENT = ("role", "content", "tool_call_id", "id")
+"""Keys that are not tried: `content` goes by role; ids say which call is meant, and few templates show them."""
 _OTHER = "Qj7wZk"
 """A text that no chat holds."""
 

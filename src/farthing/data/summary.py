@@ -17,8 +17,9 @@ import numpy as np
 
 from farthing.data.encode import Encoder
 from farthing.data.foreign import LEARNED, foreign_kind, say_ignored
-from farthing.data.formats import Text, converter, hash_of_input, recognise, used_columns
+from farthing.data.formats import Text, hash_of_input, recognise, used_columns
 from farthing.data.read import Source
+from farthing.data.reader import converter_by
 from farthing.data.rows import BadRow, Row
 from farthing.data.tokens import Recipe
 from farthing.errors import DataError
@@ -89,15 +90,7 @@ def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) 
     used = used_columns(understood.format, understood.columns)
     shapes = Counter(name for row in good for name in row.value if name not in used)
     found.ignored = say_ignored(dict(sorted(shapes.items())), len(good))
-    convert = converter(
-        understood.format,
-        understood.columns,
-        recipe.label_map,
-        tokenizer,
-        found.task,
-        on=recipe.date,
-        version=recipe.version,
-    )
+    convert = converter_by(understood, recipe, tokenizer)
     texts: list[Text] = []
     inputs: set[int] = set()
     for row in good:

@@ -146,9 +146,7 @@ def tokenizer_sha256(tokenizer: Any) -> str:
 def _definition_sha256(definition: str, others: str) -> str:
     """Remembered, as it takes a tenth of a second and a job asks several times."""
     content = json.loads(definition)
-    content["truncation"] = content["padding"] = (
-        None  # by the last call that asked for it, not by the tokenizer's files
-    )
+    content |= {"truncation": None, "padding": None}  # by the last call that asked for it, not by the tokenizer's files
     return hashlib.sha256(json.dumps([content, *json.loads(others)], sort_keys=True).encode()).hexdigest()
 
 

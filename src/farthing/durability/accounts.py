@@ -30,6 +30,7 @@ WORK = ("compile", "data_wait", "host_to_device", "compute", "optimizer")
 LOST = 0
 """The number of the attempt that stands for all whose lines are lost."""
 _OPEN_STATES = ("starting", "started", "running")
+_DETAIL = ("began", "marks", "saved", "utilisation", "stretches", "notices", "out_of_memory")
 _KEPT = ("tokens_per_s", "padded_tokens_per_s", "mfu", "takes", "tokens", "padded_tokens", "work")
 
 
@@ -141,25 +142,14 @@ class Account:
         """The account as a line has it."""
         row: Json = {
             "attempt": self.number,
-            "id": self.id,
-            "line": self.line,
-            "state": self.state,
+            **{name: getattr(self, name) for name in ("id", "line", "state", "usd_per_hour", "first_step", "step")},
             "at": round(self.at, 3),
-            "usd_per_hour": self.usd_per_hour,
-            "first_step": self.first_step,
-            "step": self.step,
             "spans": {name: round(seconds, 4) for name, seconds in self.spans.items()},
             "past": {"s": self.past_s, "usd": self.past_usd},
             "saves": {"n": self.n_saves, "held_up_s": round(self.held_up_s, 5)},
             "account": {
                 "started_at": round(self.started_at, 3),
-                "began": self.began,
-                "marks": self.marks,
-                "saved": self.saved,
-                "utilisation": self.utilisation,
-                "stretches": self.stretches,
-                "notices": self.notices,
-                "out_of_memory": self.out_of_memory,
+                **{name: getattr(self, name) for name in _DETAIL},
             },
             **self.facts,
         }

@@ -31,14 +31,14 @@ from farthing.durability.files import (
     commit_folder,
     discard,
     make_private,
-    parse_json,
+    read_json,
     read_manifest,
     seal_file,
     set_aside,
     sweep_drafts,
     verify_folder,
 )
-from farthing.durability.parts import Shared, files_of, read_part
+from farthing.durability.parts import ALONE, Shared, files_of, read_part
 from farthing.durability.snapshot import CudaLane, Later, can_wait
 from farthing.errors import RunChanged, RunDamaged, SaveFailing
 
@@ -88,7 +88,7 @@ class Checkpoints:
         copy: Callable[[int, list[Path]], None] | None = None,
         shared: Shared | None = None,
     ) -> None:
-        self._shared = shared  # None: this process alone has everything, and saves it
+        self._shared = shared or ALONE
         self.folder = make_private(folder)
         self._run_id, self._keep, self._warn = run_id, keep, warn
         self._facts = facts  # asked at each save, for its manifest
@@ -97,7 +97,7 @@ class Checkpoints:
         self._result: SaveResult | None = None
         self._later: Later | None = None
         self._n_failed = 0
-        self.n_swept = sweep_drafts(folder)
+        sweep_drafts(folder)
 
     # ---- saving ----
 
@@ -170,12 +170,11 @@ class Checkpoints:
                 "step": step,
                 **more,
             }
-            if self._shared is not None and not self._shared.is_first:
+            if not self._shared.is_first:
                 fill_along(self._shared, fill)
             else:
                 serial = 1 + max((serial for _, serial in self._saves()), default=0)
-                commit = _commit_alone if self._shared is None else partial(commit_together, self._shared)
-                manifest = commit(self._folder(step, serial), fill, facts)
+                manifest = commit_together(self._shared, self._folder(step, serial), fill, facts)
                 result.n_bytes = sum(entry["size"] for entry in manifest["files"])
                 if self._copy is not None:
                     self._copy(step, self.to_go_on(step, best_step))
@@ -243,7 +242,7 @@ class Checkpoints:
             raise RunChanged(f"the checkpoint holds {sorted(values)}, this run {sorted(parts)}", where=step)
         for name, part in parts.items():
             try:
-                part.restore(read_part(folder, name, self._rows_of), values[name])
+                part.restore(read_part(folder, name, self._shared.rows_of), values[name])
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 if is_out_of_memory(error):  # nothing is wrong with the checkpoint
                     raise
@@ -252,9 +251,6 @@ class Checkpoints:
                     where=str(folder.parent),
                     to_do="bring one back from a copy, or start from step 0 with --allow-restart",
                 ) from error
-
-    def _rows_of(self, name: str) -> tuple[int, int] | None:
-        return None if self._shared is None else self._shared.rows_of(name)
 
     def forget_all(self) -> None:
         """Set every checkpoint aside: the run starts from zero on purpose."""
@@ -308,7 +304,7 @@ def _values_of(folder: Path) -> dict[str, Json]:
     try:
         if path.stat().st_size > MAX_STATE_BYTES:
             raise Damaged(f"{path.name} is larger than {MAX_STATE_BYTES} bytes")
-        values = parse_json(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except (OSError, ValueError) as error:
         raise Damaged(f"{path.name} can't be read: {error}") from error
     is_whole = isinstance(values, dict) and all(
@@ -332,12 +328,12 @@ def _check_header(path: Path) -> None:
         raise Damaged(f"{path.name} is no file of tensors: {error}") from error
 
 
-def _fill(snapshot: dict[str, State], later: Later | None, shared: Shared | None, draft: Path) -> list[Path]:
+def _fill(snapshot: dict[str, State], later: Later | None, shared: Shared, draft: Path) -> list[Path]:
     """Write what this process has of a checkpoint; returns the files."""
     paths = []
     for name, (tensors, _) in snapshot.items():
         own = later.copies(name) if later is not None else {}
-        path = draft / (f"{name}.safetensors" if shared is None else shared.name_of(name))
+        path = draft / shared.name_of(name)
         if later is not None and own and not later.keeps_in_memory:
             later.write(name, tensors, path)
         elif tensors or own:
@@ -347,7 +343,7 @@ def _fill(snapshot: dict[str, State], later: Later | None, shared: Shared | None
         paths.append(path)
     if later is not None:
         later.release()
-    if shared is None or shared.is_first:
+    if shared.is_first:
         values = {name: values for name, (_, values) in snapshot.items()}
         with open(draft / "state.json", "w", encoding="utf-8") as file:
             json.dump(values, file, allow_nan=False)
@@ -357,13 +353,6 @@ def _fill(snapshot: dict[str, State], later: Later | None, shared: Shared | None
 
 def _give_up(error: Exception, draft: Path) -> list[Path]:
     raise error
-
-
-def _commit_alone(final: Path, fill: Fill, facts: Json) -> Json:
-    def fill_draft(draft: Path) -> None:
-        fill(draft)
-
-    return commit_folder(final, fill_draft, facts)
 
 
 def commit_together(shared: Shared, final: Path, fill: Fill, facts: Json) -> Json:
@@ -409,7 +398,7 @@ def _sealed_by(fill: Fill, draft: Path) -> list[FileEntry] | str:
         return str(error) or type(error).__name__
 
 
-def _snapshot(parts: Mapping[str, Part], shared: Shared | None) -> tuple[dict[str, State], Later | None]:
+def _snapshot(parts: Mapping[str, Part], shared: Shared) -> tuple[dict[str, State], Later | None]:
     """(every part apart from what training will change next, what of it is fetched from a GPU later).
 
     Of `shared` checkpoints what this rank writes.
@@ -419,9 +408,8 @@ def _snapshot(parts: Mapping[str, Part], shared: Shared | None) -> tuple[dict[st
     for is_last in (False, True):
         try:
             states = {name: part.state() for name, part in parts.items()}
-            if shared is not None:
-                states = {part: ({name: tensor for name, tensor in tensors.items() if shared.writes(name)}, values)
-                          for part, (tensors, values) in states.items()}  # fmt: skip
+            states = {part: ({name: tensor for name, tensor in tensors.items() if shared.writes(name)}, values)
+                      for part, (tensors, values) in states.items()}  # fmt: skip
             waiting = {name: {k: t for k, t in tensors.items() if can_wait(t)} for name, (tensors, _) in states.items()}
             now = {
                 name: _copied(({k: t for k, t in tensors.items() if k not in waiting[name]}, values))

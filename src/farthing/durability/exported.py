@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from farthing.durability.files import MANIFEST, Damaged, parse_json, seal, sha256_of, verify_folder
+from farthing.durability.files import MANIFEST, Damaged, read_json, seal, sha256_of, verify_folder
 from farthing.durability.run_folder import MODEL, RUN
 
 CARD = "README.md"
@@ -45,6 +45,6 @@ def damage_of(run: Path) -> str | None:
 def _wrote_manifest(run: Path) -> bool:
     """Whether the run finished under a farthing that seals what it exports."""
     try:
-        return bool(parse_json((run / RUN).read_text(encoding="utf-8")).get("sealed"))
+        return bool(read_json(run / RUN).get("sealed"))
     except (OSError, ValueError, AttributeError):
         return False

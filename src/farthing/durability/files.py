@@ -52,6 +52,21 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deep") from error
 
 
+def read_json(path: Path) -> Any:
+    """`parse_json` of a file. Raises `OSError` too."""
+    return parse_json(path.read_text(encoding="utf-8"))
+
+
+def files_below(folder: Path) -> list[Path]:
+    """The files of a folder and of those within it, in their order."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def bytes_below(folder: Path) -> int:
+    """Of all these files."""
+    return sum(path.stat().st_size for path in files_below(folder))
+
+
 def open_own(path: Path, mode: str) -> IO[str]:
     """Open a file of a run folder for text, readable by its owner alone. A link is not followed: `OSError`."""
 

@@ -30,7 +30,7 @@ from farthing.errors import UserMistake
 TRY_S = 30.0
 MOST_SMALL_BYTES = 16 << 20  # of what is read whole: leases and commits
 LEAST_BYTES_PER_S = 250e3  # a transfer slower than this is broken off and tried again
-PAUSE_S, MOST_PAUSE_S = 0.5, 20.0
+PAUSE_S, MOST_PAUSE_S, MOST_TRIES = 0.5, 20.0, 8
 
 # The libraries' own retries are few: parts of a large object are worth one, all else is for `Retrying`.
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -322,10 +322,9 @@ class Retrying:
         stop: threading.Event | None = None,
         *,
         pause_s: float = PAUSE_S,
-        most_tries: int = 8,
     ) -> None:
         self.name, self._store = store.name, store
-        self._stop, self._pause_s, self._most_tries = stop or threading.Event(), pause_s, most_tries
+        self._stop, self._pause_s = stop or threading.Event(), pause_s
         self._until = time.monotonic() + total_s
 
     def create(self, key: str, data: bytes) -> bool:
@@ -365,7 +364,7 @@ class Retrying:
                 raise
             except StoreFault as fault:
                 n_tries += 1
-                most = 3 if isinstance(fault, StoreRefuses) else self._most_tries
+                most = 3 if isinstance(fault, StoreRefuses) else MOST_TRIES
                 pause_s = min(MOST_PAUSE_S, self._pause_s * 2 ** (n_tries - 1)) * random.uniform(0.5, 1.5)
                 late = time.monotonic() + pause_s > self._until
                 if n_tries >= most or late or self._stop.wait(pause_s):

@@ -40,11 +40,17 @@ class Shared:
 
     def name_of(self, part: str) -> str:
         """The file of this rank."""
+        if self.n_shards == 1:
+            return f"{part}.safetensors"
         return f"{part}-{self.shard + 1:05d}-of-{self.n_shards:05d}.safetensors"
 
     def writes(self, name: str) -> bool:
         """Whether this rank has to write what it has of a tensor."""
         return not self.is_copy and (self.shard == 0 or self.rows_of(name) is not None)
+
+
+ALONE = Shared(True, 0, 1, False, lambda name: None, lambda value: [value])
+"""Of a process that has everything, and saves it."""
 
 
 def files_of(folder: Path, part: str) -> list[Path]:

@@ -35,8 +35,9 @@ from farthing.durability.commits import (
 from farthing.durability.files import (
     Damaged,
     Json,
+    files_below,
     make_private,
-    parse_json,
+    read_json,
     seal,
     sha256_of,
     verify_folder,
@@ -184,7 +185,7 @@ class Mirror:
     def _seen_epoch(self) -> int:
         """The epoch this folder held last, in this store: commits of later ones were made elsewhere."""
         try:
-            seen = parse_json((self.folder / SEEN).read_text(encoding="utf-8"))
+            seen = read_json(self.folder / SEEN)
             return int(seen["epoch"]) if seen["store"] == self._store.name else 0
         except (OSError, ValueError, KeyError, TypeError):
             return 0
@@ -200,7 +201,7 @@ class Mirror:
             folder = self._new_folder()
             sources = [path for checkpoint in checkpoints for path in checkpoint.iterdir()]
             if with_model:
-                sources += [path for path in (self.folder / MODEL).rglob("*") if path.is_file()]
+                sources += files_below(self.folder / MODEL)
             names = [path.relative_to(self.folder).as_posix() for path in sorted(sources)]
             for name in names:
                 _link(self.folder / name, folder / name)

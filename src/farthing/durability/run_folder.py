@@ -34,7 +34,17 @@ from typing import Any, NamedTuple, TypeVar
 import farthing
 from farthing.clock import today
 from farthing.durability.accounts import Witness, read_ledger, witnesses_in
-from farthing.durability.files import Damaged, Json, make_private, parse_json, read_manifest, seal, unseal, write_text
+from farthing.durability.files import (
+    Damaged,
+    Json,
+    make_private,
+    parse_json,
+    read_json,
+    read_manifest,
+    seal,
+    unseal,
+    write_text,
+)
 from farthing.errors import RunChanged, RunDamaged
 
 DATA_NOTES = "data_notes.json"  # columns that are not used, and the like
@@ -344,7 +354,7 @@ def claim(
         return facts
     now = json.loads(json.dumps(identity))
     try:
-        job = parse_json((folder / JOB).read_text(encoding="utf-8"))
+        job = read_json(folder / JOB)
     except (OSError, ValueError):
         job = None
     changed = _changed(facts["identity"], now, former(facts, job) if facts["identity"] != now else {})

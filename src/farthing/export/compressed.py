@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from farthing.durability.files import parse_json
+from farthing.durability.files import read_json
 from farthing.errors import UserMistake
 from farthing.model.load import skeleton
 
@@ -154,7 +154,7 @@ def write_compressed(plan: Compression, source: Path, folder: Path) -> None:
     for path in source.glob("*config.json"):
         if not path.name.startswith("tokenizer"):
             shutil.copy(path, folder / path.name)
-    values = parse_json((folder / CONFIG).read_text(encoding="utf-8"))
+    values = read_json(folder / CONFIG)
     (folder / CONFIG).write_text(json.dumps(values | {"dtype": "bfloat16"}, indent=2) + "\n", encoding="utf-8")
     ModelCompressor(quantization_config=settings).update_config(folder)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from farthing.durability.exported import CARD, damage_of, seal_export
-from farthing.durability.files import MANIFEST, Json, install_folder, parse_json, write_text
+from farthing.durability.files import MANIFEST, Json, bytes_below, install_folder, read_json, write_text
 from farthing.durability.run_folder import JOB, MODEL, kept_job
 from farthing.errors import ModelError, UserMistake
 from farthing.model.adapters import break_ties
@@ -94,7 +94,7 @@ def step_of(receipt: Receipt) -> int:
 
 def _in_one_order(path: Path) -> None:
     """Sort the names of layers, which `peft` keeps as a set: its order is another one in every process."""
-    values = parse_json(path.read_text(encoding="utf-8"))
+    values = read_json(path)
     for key, value in values.items():
         if key in ("target_modules", "exclude_modules") and isinstance(value, list):
             values[key] = sorted(value)
@@ -157,7 +157,7 @@ def export_run(
         install_folder(folder, lambda draft: _copy_adapter(run, source, draft))
     else:
         raise UserMistake("a full fine-tune has no adapter", where=str(run), to_do="use --format merged")
-    n_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    n_bytes = bytes_below(folder)
     return {"folder": str(folder), "format": form, "bytes": n_bytes}
 
 
@@ -279,7 +279,7 @@ def tuned_config(source: Path) -> Json:
     if not path.exists():
         path = source / "config.json"  # where an older farthing has put it
     try:
-        values = parse_json(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         if not isinstance(values, dict):
             raise ValueError("no object")
     except (OSError, ValueError) as error:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from farthing.durability.files import Damaged, Json, sha256_of
+from farthing.durability.files import Damaged, Json, files_below, sha256_of
 from farthing.durability.run_folder import PUBLISHED, keep, kept
 from farthing.errors import FarthingError, UserMistake
 
@@ -74,7 +74,7 @@ def _token() -> str:
 
 def content_of(folder: Path) -> str:
     """A digest of the files of a folder; the card is of the receipt, not of the model."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in ("README.md", *LEFT_OUT))
+    files = [path for path in files_below(folder) if path.name not in ("README.md", *LEFT_OUT)]
     return hashlib.sha256("".join(f"{path.name} {sha256_of(path)}\n" for path in files).encode()).hexdigest()
 
 

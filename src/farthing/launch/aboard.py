@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from farthing.durability.files import Json, only_writer, parse_json
+from farthing.durability.files import Json, only_writer, read_json
 from farthing.durability.object_store import Retrying, Store, open_store
 from farthing.durability.preemption import handled
 from farthing.durability.supervisor import begin
-from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, FarthingError, RunBusy, UserMistake
+from farthing.errors import EXIT_INTERRUPTED, EXIT_LIMIT, FarthingError, RunBusy
 from farthing.launch.ask import CREATED_AT, GRACE_S
 from farthing.launch.inputs import fetch_inputs
 from farthing.launch.words import Speaker
@@ -155,14 +155,5 @@ def _exit_code(child: subprocess.Popen[bytes]) -> int | None:
 
 
 def go_aboard(job: str, told: str) -> int:
-    """Run the job on this machine as an `Ask` says; the exit code. Raises `UserMistake` for a file that is none."""
-    try:
-        facts = parse_json(Path(told).read_text(encoding="utf-8"))
-        missing = [key for key in ("name", "store", "most_s", "boot_limit_s", "usd_per_hour") if key not in facts]
-    except (OSError, ValueError, TypeError) as error:
-        raise UserMistake(
-            f"can't be read ({type(error).__name__})", where=told, to_do="`farthing launch` writes it"
-        ) from error
-    if missing:
-        raise UserMistake(f"{', '.join(missing)} is missing", where=told, to_do="`farthing launch` writes it")
-    return Aboard(Path(job), facts).run()
+    """Run the job on this machine as the script of an `Ask` has it told in a file beside; the exit code."""
+    return Aboard(Path(job), read_json(Path(told))).run()

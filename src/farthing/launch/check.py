@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from farthing.durability.machines import Machine
-from farthing.errors import UserMistake
+from farthing.errors import Check, UserMistake
 from farthing.launch.ask import PLAIN_IMAGE
 from farthing.launch.clients import connect
 from farthing.launch.commands import run_command
@@ -34,24 +33,15 @@ QUOTA = {
 }
 
 
-class Found(NamedTuple):
-    """One line of the list: ok, warning or failed."""
-
-    name: str
-    state: str
-    found: str
-    to_do: str = ""
+def _ok(name: str, is_so: bool, found: str, to_do: str) -> Check:
+    return Check(name, "ok" if is_so else "failed", found, to_do)
 
 
-def _ok(name: str, is_so: bool, found: str, to_do: str) -> Found:
-    return Found(name, "ok" if is_so else "failed", found, to_do)
-
-
-def check_target(text: str) -> Iterator[Found]:
+def check_target(text: str) -> Iterator[Check]:
     """Everything that is known to be needed. Raises `UserMistake` where there is no such target."""
     target, at = find_target(text if ":" in text else _with_anything(text))
-    yield Found("target", "ok", target.title)
-    yield Found(
+    yield Check("target", "ok", target.title)
+    yield Check(
         "ended by", "ok" if target.ends else "warning", target.ends or "nothing but us", "launch with --attended"
     )
     if target.program:
@@ -70,13 +60,13 @@ def check_target(text: str) -> Iterator[Found]:
         absent = ", ".join(name for name in S3_KEYS if not os.environ.get(name))
         found = f"{absent} not set" if absent else "keys for s3:// are set"
         to_do = "export them, of a user who may write to the store's prefix only"
-        yield Found("store", "warning" if absent else "ok", found, to_do)
+        yield Check("store", "warning" if absent else "ok", found, to_do)
     if target.name in QUOTA:
-        yield Found("quota", "warning", "not asked", QUOTA[target.name])
+        yield Check("quota", "warning", "not asked", QUOTA[target.name])
     if target.name not in ("local", "ssh", "slurm"):
         to_do = "docker build --target cuda at the root of farthing's repository, push it, name it with --image"
         found = f"without --image {PLAIN_IMAGE}, on which farthing is installed at every start"
-        yield Found("image", "warning", found, to_do)
+        yield Check("image", "warning", found, to_do)
 
 
 def _with_anything(name: str) -> str:
@@ -84,7 +74,7 @@ def _with_anything(name: str) -> str:
     return f"{name}:WHERE/KEY" if name.strip().lower() in ("vertex", "lambda", "ssh") else name
 
 
-def _login(command: str, to_do: str) -> Found:
+def _login(command: str, to_do: str) -> Check:
     try:
         why = "" if run_command(command.split()).strip() else f"`{command}` fails: nobody is logged in"
     except (Unclear, Refused) as error:
@@ -92,25 +82,25 @@ def _login(command: str, to_do: str) -> Found:
     return _ok("login", not why, why or f"`{command}` works", to_do)
 
 
-def _answers(target: Target) -> Found:
+def _answers(target: Target) -> Check:
     """Whether the provider takes the key."""
     try:
         connect(target.name).look(Machine("farthing-none"))
-        return Found("login", "ok", "the key is taken")
+        return Check("login", "ok", "the key is taken")
     except (Unclear, Refused, UserMistake) as error:
-        return Found("login", "failed", str(error).splitlines()[0], "check the key, and what it may do")
+        return Check("login", "failed", str(error).splitlines()[0], "check the key, and what it may do")
 
 
-def _hosts(at: str) -> Iterator[Found]:
+def _hosts(at: str) -> Iterator[Check]:
     script = "command -v farthing || true; command -v pgrep || true; command -v timeout || true"
     for host in at.split(","):
         try:
             there = HostDriver([host]).tell(host, script)
         except (Unclear, Refused) as error:
-            yield Found(host, "failed", str(error), f"ssh {host} has to work without a password (keys, ssh-agent)")
+            yield Check(host, "failed", str(error), f"ssh {host} has to work without a password (keys, ssh-agent)")
             continue
         lacks = ", ".join(name for name in ("pgrep", "timeout") if f"/{name}" not in there)
         yield _ok(host, not lacks, f"lacks {lacks}" if lacks else "answers", "install procps, coreutils")
         if "/farthing" not in there:
             found = "not on its PATH: pip installs it at the start"
-            yield Found(f"{host}: farthing", "warning", found, "install it there once")
+            yield Check(f"{host}: farthing", "warning", found, "install it there once")

@@ -34,13 +34,10 @@ class Commands:
 class CommandDriver(Driver):
     """A target by its own command, see `Driver`. `files` gives the folder where an ask was written."""
 
-    is_paid_in_queue = False
+    is_paid_in_queue, late_s = False, 30.0
 
-    def __init__(
-        self, commands: Commands, files: Callable[[Ask], Path], *, restarts: bool, late_s: float = 30.0
-    ) -> None:
-        self._commands, self._files = commands, files
-        self.restarts, self.late_s = restarts, late_s
+    def __init__(self, commands: Commands, files: Callable[[Ask], Path], *, restarts: bool) -> None:
+        self._commands, self._files, self.restarts = commands, files, restarts
 
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`. Secrets are in this process' environment, where the command finds them."""

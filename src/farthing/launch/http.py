@@ -43,9 +43,9 @@ class Api:
 
     def __init__(
         self, base: str, headers: Mapping[str, str], *, send: Transport = transport,
-        sleep: Callable[[float], None] = time.sleep, timeout_s: float = TIMEOUT_S,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:  # fmt: skip
-        self._base, self._send, self._sleep, self._timeout_s = base.rstrip("/"), send, sleep, timeout_s
+        self._base, self._send, self._sleep = base.rstrip("/"), send, sleep
         self._headers = {"Content-Type": "application/json", "User-Agent": "farthing", **headers}
 
     def ask(self, method: str, path: str, body: Any = None, *, n_tries: int = 3) -> Any:
@@ -59,7 +59,7 @@ class Api:
             if n:
                 self._sleep(2.0**n)
             try:
-                status, text = self._send(method, self._base + path, self._headers, data, self._timeout_s)
+                status, text = self._send(method, self._base + path, self._headers, data, TIMEOUT_S)
             except (OSError, ValueError) as error:
                 why = f"no answer ({type(error).__name__})"
                 continue

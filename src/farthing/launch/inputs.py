@@ -10,7 +10,7 @@ in first, so that no second of a rented machine is spent on that. Refuses to wri
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -91,12 +91,12 @@ def inputs_key(launch_id: str) -> str:
     return f"launch/{launch_id}/inputs.json"
 
 
-def send_inputs(store: Store, packed: Packed, key: str, progress: Callable[[int, int], None]) -> int:
-    """Bring to the store what it lacks, and the list last; bytes sent. `progress(done, total)` counts bytes.
+def send_inputs(store: Store, packed: Packed, key: str) -> int:
+    """Bring to the store what it lacks, and the list last; bytes sent.
 
     Raises `StoreDown`, `UserMistake` for a file that can't be read.
     """
-    total, done, sent, entries = packed.n_bytes, 0, 0, []
+    sent, entries = 0, []
     try:
         there = store.list(f"{INPUTS}/")
         for path, to in packed.files:
@@ -111,8 +111,6 @@ def send_inputs(store: Store, packed: Packed, key: str, progress: Callable[[int,
                 store.put(name, path)
                 sent += size
             entries.append({"path": to, "object": name, "size": size, "sha256": digest})
-            done += size
-            progress(done, total)
         text = seal({"kind": "farthing inputs", "files": entries})
         store.remove([key])
         store.create(key, text.encode())

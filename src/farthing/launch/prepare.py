@@ -39,14 +39,14 @@ TEARDOWN_S = 120
 NO_LIMIT_S = 366 * 86400
 LEAST_USE_S = 60.0
 """A machine that could train for less is not rented."""
-SETTINGS = (
+SETTINGS = [
     "AWS_ENDPOINT_URL",
     "AWS_ENDPOINT_URL_S3",
     "AWS_DEFAULT_REGION",
     "AWS_REGION",
     "HF_ENDPOINT",
     "HF_HUB_OFFLINE",
-)
+]
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 OWN_FOLDERS = ("local", "slurm")
 """Targets whose machines see the files of this one: nothing has to travel."""

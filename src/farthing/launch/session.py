@@ -73,10 +73,9 @@ class Session:
 
     # ---- dry ----
 
-    def next_ask(self, offer: Offer | None = None) -> Ask:
+    def next_ask(self) -> Ask:
         """What would be asked for first. Raises `Spent`."""
-        accounts = self._local_accounts()
-        first = offer or self.prepared.offers[0]
+        accounts, first = self._local_accounts(), self.prepared.offers[0]
         return self.prepared.ask(self.ledger.next_number, first, self.ledger, accounts, self.clock())
 
     def _local_accounts(self) -> list[Account]:
@@ -215,7 +214,7 @@ class Session:
     def _send(self, tokenize: Callable[[], list[Path]]) -> None:
         packed = with_token_sets(self.prepared.packed, tokenize())
         self.say(f"inputs: {len(packed.files)} files, {say_bytes(packed.n_bytes)}; the store gets what it lacks")
-        sent = send_inputs(self._store(), packed, inputs_key(self.prepared.launch_id), lambda done, total: None)
+        sent = send_inputs(self._store(), packed, inputs_key(self.prepared.launch_id))
         self.say(f"inputs: {say_bytes(sent)} sent")
 
     @cached_property

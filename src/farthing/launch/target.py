@@ -23,8 +23,6 @@ class Target:
     """What ends the machine when every process of ours is dead; empty where nothing does."""
     is_rented: bool = False
     """From somebody who bills: a cap is asked for, and a store that can be reached from anywhere."""
-    may_share_folders: bool = False
-    """Whether its machines can have a file system in common, so that a run needs no store."""
     at: str = ""
     """What stands behind the colon of --on; in brackets where it may be left out."""
     keys: tuple[str, ...] = ()

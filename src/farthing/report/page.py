@@ -124,6 +124,16 @@ def body(rows: Iterable[str]) -> str:
     return f"<tbody>{''.join(rows)}</tbody>"
 
 
+def row(name: str, *cells: str) -> str:
+    """A row of a table: its head, then its cells."""
+    return f"<tr>{row_head(name)}{''.join(cells)}</tr>"
+
+
+def table(name: str, heads: Iterable[str], rows: Iterable[str]) -> str:
+    """A whole table, which scrolls by itself."""
+    return wide(name, f"<table>{head(*heads)}{body(rows)}</table>")
+
+
 def wide(name: str, table: str) -> str:
     """What may be wider than a phone scrolls by itself."""
     return f'<div class="wide" tabindex="0" role="region" aria-label="{escape(name)}">{table}</div>'

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.durability.accounts import LOST, Account, Found, read_ledger, with_redone
-from farthing.durability.files import Json, parse_json, write_json
+from farthing.durability.files import Json, read_json, write_json
 from farthing.durability.ledger import SPANS
 from farthing.durability.machines import bill_of
 from farthing.durability.run_folder import (
@@ -63,14 +63,7 @@ def build_receipt(folder: Path, log: TrainingLog | None = None) -> Receipt:
         raise UserMistake("not a run folder", where=str(folder), to_do="name the output_dir of a job that has started")
     accounts, log = with_redone(found.ordered), log or read_log(folder / LOG)
     job, estimate, facts = _read_json(folder / JOB), _estimate_in(folder / PLAN), _read_json(folder / RUN) or {}
-    bill = _Bill(
-        accounts[-1].ended if accounts else "killed",
-        {name: sum(a.spans.get(name, 0.0) for a in accounts) for name in SPANS},
-        {name: sum(a.spans.get(name, 0.0) / 3600 * a.usd_per_hour for a in accounts) for name in SPANS},
-        sum(a.wall_s for a in accounts),
-        sum(a.usd for a in accounts),
-        max((a.peak_bytes for a in accounts if a.peak_bytes), default=None),
-    )
+    bill = _bill_of(accounts)
     exported_step = _newest(accounts, lambda a: a.exported)
     best, of_model = _evaluations_of_note(log.evaluations, exported_step)
     receipt = Receipt(
@@ -133,6 +126,17 @@ class _Bill:
     wall_s: float
     usd: float
     peak_bytes: int | None
+
+
+def _bill_of(accounts: list[Account]) -> _Bill:
+    return _Bill(
+        accounts[-1].ended if accounts else "killed",
+        {name: sum(a.spans.get(name, 0.0) for a in accounts) for name in SPANS},
+        {name: sum(a.spans.get(name, 0.0) / 3600 * a.usd_per_hour for a in accounts) for name in SPANS},
+        sum(a.wall_s for a in accounts),
+        sum(a.usd for a in accounts),
+        max((a.peak_bytes for a in accounts if a.peak_bytes), default=None),
+    )
 
 
 def _of_afterwards(folder: Path, exported_step: int | None, job: Json | None, log: TrainingLog) -> Json:
@@ -415,27 +419,16 @@ def _sums(said: Json, bill: _Bill) -> dict[str, Pair]:
     return {name: _pair(said[name], getattr(bill, name), bill) for name in ("wall_s", "usd", "peak_bytes")}
 
 
-def _curve(steps: Sequence[int], values: Sequence[float]) -> list[list[float]]:
-    """At most `N_CURVE_POINTS` points [step, mean of its stretch]."""
-    size = -(-len(values) // N_CURVE_POINTS) or 1
-    starts = range(0, len(values), size)
-    return [
-        [
-            steps[min(start + size, len(values)) - 1],
-            sum(values[start : start + size]) / len(values[start : start + size]),
-        ]
-        for start in starts
-    ]
-
-
 def _utilisation(accounts: list[Account]) -> list[list[float]]:
-    """How busy the GPU was, as a curve over all attempts."""
-    stretches = [stretch for account in accounts for stretch in account.utilisation]
-    return _curve([int(step) for step, *_ in stretches], [mean for _, mean, _ in stretches])
+    """How busy the GPU was over all attempts: at most `N_CURVE_POINTS` points [step, mean of its stretch]."""
+    points = [(int(step), mean) for account in accounts for step, mean, _ in account.utilisation]
+    size = -(-len(points) // N_CURVE_POINTS) or 1
+    stretches = [points[start : start + size] for start in range(0, len(points), size)]
+    return [[stretch[-1][0], sum(mean for _, mean in stretch) / len(stretch)] for stretch in stretches]
 
 
 def _read_json(path: Path) -> Any:
     with contextlib.suppress(OSError, ValueError):
-        value = parse_json(path.read_text(encoding="utf-8"))
+        value = read_json(path)
         return {key: item for key, item in value.items() if key != "sha256"} if isinstance(value, dict) else value
     return None

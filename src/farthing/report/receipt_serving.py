@@ -13,7 +13,7 @@ from pathlib import Path
 
 from farthing.clock import today
 from farthing.config.job import Job
-from farthing.durability.files import Json, parse_json
+from farthing.durability.files import Json, read_json
 from farthing.durability.run_folder import MODEL
 from farthing.errors import UserMistake
 from farthing.planner.serving import Traffic, serve
@@ -65,7 +65,7 @@ def serving_of(folder: Path, values: Json | None, log: TrainingLog) -> Serving |
     traffic = Traffic(REQUESTS_PER_DAY, max(1.0, log.n_tokens / n_examples - n_out), n_out)
     with contextlib.suppress(OSError, ValueError, UserMistake, StopIteration):
         path = next(path for name in CONFIGS if (path := folder / MODEL / name).exists())
-        shape = read_shape(parse_json(path.read_text(encoding="utf-8")), job.task, n_labels=2)
+        shape = read_shape(read_json(path), job.task, n_labels=2)
         found, _ = serve(shape, traffic, list(_prices().offers))
         if found:
             best = found[0]

@@ -65,7 +65,7 @@ def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]
     parts = [
         "<h1>farthing runs compared</h1>",
         f'<p class="answer">{escape(words[:1].upper() + words[1:])}</p>',
-        _side_by_side(receipts, names, comparisons),
+        _side_by_side(names, comparisons),
         page.listed("What can't be compared", notes),
         _losses(receipts, names),
         _groups(receipts, names),
@@ -330,11 +330,9 @@ def _spans(receipt: Receipt) -> str:
             bar = f'<td class="bar">{page.stack({_group_of(span.name): span.seconds}, receipt.wall_s)}</td>'
             usd = [_cost(receipt, span.usd)] if receipt.usd_is_known else []
             figures = page.cells("n", f"{span.seconds:,.1f} s", page.percent(span.share), *usd)
-            rows.append(f"<tr>{page.row_head(span.what)}{bar}{figures}</tr>")
-    head = page.head("part", "", "#seconds", "#share", *(["#dollars"] if receipt.usd_is_known else []))
-    return "<h2>Where each second went</h2>\n" + page.wide(
-        "Parts of the bill", f"<table>{head}{page.body(rows)}</table>"
-    )
+            rows.append(page.row(span.what, bar, figures))
+    heads = ["part", "", "#seconds", "#share", *(["#dollars"] if receipt.usd_is_known else [])]
+    return f"<h2>Where each second went</h2>\n{page.table('Parts of the bill', heads, rows)}"
 
 
 def _group_of(span: str) -> str:
@@ -348,7 +346,7 @@ def _estimate(receipt: Receipt) -> str:
 
     def row(name: str, pair: Pair, say: Callable[[Any], str]) -> None:
         ratio = "" if pair.ratio is None else f"{pair.ratio:.2f}"
-        rows.append(f"<tr>{page.row_head(name)}{page.cells('n', say(pair.promised), say(pair.happened), ratio)}</tr>")
+        rows.append(page.row(name, page.cells("n", say(pair.promised), say(pair.happened), ratio)))
 
     if receipt.usd_is_known:
         row("dollars", promised.usd, digits_of(receipt.usd))
@@ -358,9 +356,9 @@ def _estimate(receipt: Receipt) -> str:
     row("peak memory", promised.peak_bytes, say_bytes)
     if receipt.forecast:
         row(f"time, forecast after step {receipt.forecast.made_after_step:,}", receipt.forecast.wall_s, say_seconds)
-    table = f"<table>{page.head('', '#estimated', '#happened', '#ratio')}{page.body(rows)}</table>"
+    table = page.table("Estimated and happened", ("", "#estimated", "#happened", "#ratio"), rows)
     words = f'<p class="soft">The estimate is based on: {escape(promised.calibration)}</p>'
-    return f"<h2>Estimated and happened</h2>\n{page.wide('Estimated and happened', table)}\n{words}"
+    return f"<h2>Estimated and happened</h2>\n{table}\n{words}"
 
 
 def _attempts(receipt: Receipt) -> str:
@@ -372,31 +370,29 @@ def _attempts(receipt: Receipt) -> str:
         usd = [_cost(receipt, each["usd"])] if receipt.usd_is_known else []
         figures = page.cells("n", steps, say_seconds(each["wall_s"]), say_seconds(each["redone_s"]), *usd)
         began = str(each["started_at"]).replace("T", " ")[:19]
-        rows.append(f"<tr>{page.row_head(str(each['number']))}{page.cells('k', began, each['ended'])}{figures}</tr>")
-    head = page.head(
-        "attempt", "began (UTC)", "ended", "#steps", "#time", "#redone", *(["#dollars"] if receipt.usd_is_known else [])
-    )
+        rows.append(page.row(str(each["number"]), page.cells("k", began, each["ended"]), figures))
+    heads = ["attempt", "began (UTC)", "ended", "#steps", "#time", "#redone"]
+    heads += ["#dollars"] if receipt.usd_is_known else []
     n_more = len(receipt.attempts) - len(rows)
     more = f'<p class="soft">The newest; {n_more:,} earlier ones are in receipt.json.</p>' if n_more else ""
-    return f"<h2>Attempts</h2>\n{page.wide('Attempts', f'<table>{head}{page.body(rows)}</table>')}{more}"
+    return f"<h2>Attempts</h2>\n{page.table('Attempts', heads, rows)}{more}"
 
 
 def _settings(receipt: Receipt) -> str:
-    machine = {str(name): str(value) for name, value in (receipt.machine or {}).items()}
     command = f"farthing train {shlex.quote(receipt.run + '/job.json')} --set output_dir={shlex.quote(receipt.run + '-again')}"
-    rows = [
-        f"<tr>{page.row_head(name)}{page.cells('words', value)}</tr>" for name, value in _flat(receipt.settings or {})
-    ]
-    rows += [f"<tr>{page.row_head(name)}{page.cells('words', value)}</tr>" for name, value in machine.items()]
-    rows.append(f"<tr>{page.row_head('farthing')}{page.cells('words', farthing.__version__)}</tr>")
-    job = [f"<tr>{page.row_head(name)}{page.cells('words', value)}</tr>" for name, value in _flat(receipt.job or {})]
-    head = page.head("setting", "value")
+    machine = [(str(name), str(value)) for name, value in (receipt.machine or {}).items()]
+    settings = [*_flat(receipt.settings or {}), *machine, ("farthing", farthing.__version__)]
+    job = _flat(receipt.job or {})
     return (
         f"<h2>The same again</h2>\n{page.wide('Command', f'<pre>{escape(command)}</pre>')}"
-        f"<h2>How it was computed</h2>\n{page.wide('Settings', f'<table>{head}{page.body(rows)}</table>')}"
-        f"<details><summary>The whole job, {plural(len(job), 'key')}</summary>"
-        f"{page.wide('Job', f'<table>{head}{page.body(job)}</table>')}</details>"
+        f"<h2>How it was computed</h2>\n{_values('Settings', settings)}"
+        f"<details><summary>The whole job, {plural(len(job), 'key')}</summary>{_values('Job', job)}</details>"
     )
+
+
+def _values(name: str, values: Sequence[tuple[str, str]]) -> str:
+    rows = [page.row(key, page.cells("words", value)) for key, value in values]
+    return page.table(name, ("setting", "value"), rows)
 
 
 def _flat(values: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
@@ -419,7 +415,7 @@ def _distinct(receipts: Sequence[Receipt]) -> list[str]:
     return [name if names.count(name) == 1 else receipt.run for name, receipt in zip(names, receipts, strict=True)]
 
 
-def _side_by_side(receipts: Sequence[Receipt], names: Sequence[str], comparisons: Sequence[Comparison]) -> str:
+def _side_by_side(names: Sequence[str], comparisons: Sequence[Comparison]) -> str:
     says: dict[str, Callable[[Any], str]] = {"wall_s": say_seconds, "peak_bytes": say_bytes}
     rows = []
     for name, row in comparisons[0].rows.items():
@@ -427,11 +423,9 @@ def _side_by_side(receipts: Sequence[Receipt], names: Sequence[str], comparisons
         values = [row.run, *(each.rows[name].baseline if name in each.rows else None for each in comparisons)]
         texts = ["not known" if value is None else say(value) for value in values]
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-        rows.append(
-            f"<tr>{page.row_head(ROW_NAMES.get(name, name.replace('_', ' ')))}{page.cells('n', *texts, ratio)}</tr>"
-        )
-    table = f"<table>{page.head('', *(f'#{name}' for name in names), '#first / second')}{page.body(rows)}</table>"
-    return f"<h2>Side by side</h2>\n{page.wide('Side by side', table)}"
+        rows.append(page.row(ROW_NAMES.get(name, name.replace("_", " ")), page.cells("n", *texts, ratio)))
+    heads = ("", *(f"#{name}" for name in names), "#first / second")
+    return f"<h2>Side by side</h2>\n{page.table('Side by side', heads, rows)}"
 
 
 def _say_number(value: Any) -> str:
@@ -459,6 +453,6 @@ def _groups(receipts: Sequence[Receipt], names: Sequence[str]) -> str:
         parts = grouped({span.name: span.seconds for span in receipt.spans})
         seen |= set(parts)
         bar = f'<td class="bar">{page.stack(parts, longest)}</td>'
-        rows.append(f"<tr>{page.row_head(name)}{bar}{page.cells('n', say_seconds(receipt.wall_s))}</tr>")
-    table = f"<table>{page.head('run', '', '#time')}{page.body(rows)}</table>"
-    return f"<h2>Where the time went</h2>\n{page.wide('Where the time went', table)}{page.key(page.in_order(seen))}"
+        rows.append(page.row(name, bar, page.cells("n", say_seconds(receipt.wall_s))))
+    table = page.table("Where the time went", ("run", "", "#time"), rows)
+    return f"<h2>Where the time went</h2>\n{table}{page.key(page.in_order(seen))}"

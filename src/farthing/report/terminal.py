@@ -114,7 +114,7 @@ class Terminal:
         table = Table.grid(padding=(0, 2))
         for name, value in rows.items():
             table.add_row(f"[dim]{name}[/]", escape(value))
-        self._clear()
+        self.close()
         self.console.print(table)
 
     @_show.register
@@ -163,7 +163,7 @@ class Terminal:
     # ---- drawing ----
 
     def _say(self, markup: str) -> None:
-        self._clear()
+        self.close()
         # a terminal is given whole words, a log whole lines
         self.console.print(markup, highlight=False, soft_wrap=not self.console.is_terminal)
 
@@ -191,11 +191,6 @@ class Terminal:
             self._live = Live(console=self.console, refresh_per_second=8, transient=True)
             self._live.start()
         self._live.update(Text(text, overflow="ellipsis", no_wrap=True))
-
-    def _clear(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
 
 def _step_line(event: events.StepTaken) -> str:

@@ -14,12 +14,10 @@ def render(ask: Ask) -> Files:
 LOCAL = Target(
     "local", "this machine", render,
     ends="`timeout` around the run, a process of its own",
-    may_share_folders=True,
 )  # fmt: skip
 SSH = Target(
     "ssh", "machines by ssh", render,
     ends="`timeout` around the run ends the run; a rented host is yours to end: its provider counts on",
-    may_share_folders=True,
     at="HOST[,HOST...], each as ssh knows it",
     program="ssh",
     install="apt-get install openssh-client",

@@ -110,7 +110,6 @@ TARGET = Target(
     "kubernetes", "Kubernetes", render,
     check=check,
     ends="the cluster, at activeDeadlineSeconds",
-    may_share_folders=True,
     at="[NAMESPACE[/CLAIM]]",
     commands=commands,
     program="kubectl",

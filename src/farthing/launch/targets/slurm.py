@@ -58,7 +58,6 @@ COMMANDS = Commands(
 TARGET = Target(
     "slurm", "Slurm", render,
     ends="the controller, at --time",
-    may_share_folders=True,
     at="[PARTITION]",
     commands=lambda at: COMMANDS,
     program="sbatch",
