@@ -231,7 +231,7 @@ def _recipe(plan: Plan) -> dict[str, Any]:
         "checkpoint_every": recipe.settings.checkpoint_every,
         "optimizer": recipe.optim,
         "sharding": recipe.sharding,
-        "to_set": list(recipe.to_set),
+        "to_set": list(plan.to_set),
         "n_shards": recipe.n_gpus if recipe.sharding == "fsdp" else 1,
     }
 
@@ -265,7 +265,7 @@ def _name(plan: Plan) -> str:
     what = f"{max(1, plan.offer.n_gpus)}x {plan.place.device.name}"
     kind = _kind(plan.offer)
     if kind == "here":
-        return f"{LOCAL} ({plan.place.device.name})"
+        return f"{LOCAL} ({what.removeprefix('1x ')})"
     return (
         f"own {what.removeprefix('1x ')}"
         if kind == "own"
