@@ -400,6 +400,25 @@ def by_hand(capsys: pytest.CaptureFixture[str], job: str, n: int, n_epochs: int,
     return run_json(capsys, job, *SMALL, "--examples", str(n), *epochs, *argv)["by_hand"]
 
 
+def test_a_throughput_that_no_gpu_reaches_is_told_apart_from_one_that_is_likely(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama = (
+        "--set",
+        "model.model_name_or_path=meta-llama/Llama-3.1-8B",
+        "--examples",
+        "100000",
+        "--mean-tokens",
+        "1024",
+    )
+    ask = (job, *llama, "--gpu", "RTX 4090", "--samples-per-min")
+    found = run_json(capsys, *ask, "1100")["by_hand"]
+    assert found["share_of_peak"] > 2
+    assert found["words"][-1].endswith("of its peak FLOP/s, more than it has")
+    assert "samples/min of 1,024 tokens there; 1,100 would take" in found["words"][-1]
+    assert "share_of_peak" not in run_json(capsys, *ask, "130")["by_hand"]
+
+
 def test_a_throughput_that_is_known_is_reckoned_with_by_hand(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     spot = ("--spot-discount", "50%")
     found = by_hand(capsys, job, 100_000, 3, "--samples-per-min", "1100", *spot, "--spot-overhead", "10%")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import farthing
 from farthing.planner.confidence import how_sure
 from farthing.planner.lengths import Lengths
 from farthing.planner.serving import Traffic
-from farthing.planner.throughput_arithmetic import OwnFigures, by_hand
+from farthing.planner.throughput_arithmetic import ByHand, Known, OwnFigures, by_hand
 from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Offer
@@ -73,30 +74,44 @@ def plan_view(
     view["answer"] = _answer(view, rows)
     view["own"] = [own_machine(owned, rows, best, study, runs_per_month) for owned in study.own]
     view["years"] = years_of(rows, view, study, runs_per_month) if runs_per_month else None
-    view["by_hand"] = _by_hand(study, figures or OwnFigures(), best)
+    found = _by_hand(study, figures or OwnFigures(), best)
+    view["by_hand"] = None if found is None else found.to_json()
     view["runs"] = runs_view(view, n_runs) if n_runs else None
     view["serving"] = serving_view(study, traffic) if traffic is not None else None
     return dict(plain(view))
 
 
-def _by_hand(study: Study, figures: OwnFigures, best: Any) -> dict[str, Any] | None:
+def _by_hand(study: Study, figures: OwnFigures, best: Any) -> ByHand | None:
     """What somebody's own figures come to; the throughput that the job's cap on GPU-hours asks for."""
-    wanted = study.wanted
+    wanted, plan = study.wanted, study.answer.best
     if not figures.is_any and wanted.max_gpu_hours is None:
         return None
-    n_samples, n_epochs = wanted.lengths.n_examples, wanted.n_epochs
-    if wanted.max_steps is not None:
-        n_samples, n_epochs = wanted.n_steps * wanted.global_batch, 1.0
-    return by_hand(
-        figures,
-        n_samples=n_samples,
-        n_epochs=n_epochs,
+    known = Known(
+        n_samples=wanted.lengths.n_examples,
+        n_epochs=wanted.n_epochs,
         tokens_per_sample=wanted.tokens_per_example,
         save_every_s=wanted.save_every_s,
         max_gpu_hours=wanted.max_gpu_hours,
-        usd_per_hour=best["usd_per_hour"] if best is not None and best["kind"] in RENTED else None,
-        paid_gb=best["paid_gb"] if best is not None else None,
     )
+    if wanted.max_steps is not None:
+        known = replace(known, n_samples=wanted.n_steps * wanted.global_batch, n_epochs=1.0)
+    if best is not None and plan is not None:
+        known = replace(
+            known,
+            usd_per_hour=best["usd_per_hour"] if best["kind"] in RENTED else None,
+            paid_gb=best["paid_gb"],
+            machine=best["name"],
+            samples_per_min=wanted.global_batch / plan.step.seconds * 60,
+            share_of_peak=_share_of_peak(plan),
+        )
+    return by_hand(figures, known)
+
+
+def _share_of_peak(plan: Plan) -> float:
+    """What a step reaches of the peak rate of its GPUs; 0 where that is not known."""
+    gpu = gpus().get(plan.offer.gpu)
+    peak = gpu.flops.get(plan.recipe.precision) if gpu is not None else None
+    return plan.step.flops / plan.step.seconds / (peak * plan.recipe.n_gpus) if peak else 0.0
 
 
 # ---- the job, the prices ----
