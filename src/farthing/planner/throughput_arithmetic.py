@@ -217,8 +217,10 @@ def _with_peak(found: ByHand, known: Known, rate: float) -> ByHand:
         if share > REACHED
         else "ask how it was measured"
     )
-    words = f"{known.machine}: the plan expects {known.samples_per_min:,.0f} samples/min of {known.tokens_per_sample:,.0f} tokens "
-    words += f"there; {rate:,.0f} would take {share:.0%} of its peak FLOP/s, {verdict}"
+    words = f"{known.machine}: the plan expects {known.samples_per_min:,.0f} samples/min of "
+    words += (
+        f"{known.tokens_per_sample:,.0f} tokens there; {rate:,.0f} would take {share:.0%} of its peak FLOP/s, {verdict}"
+    )
     return found.and_say(words, share_of_peak=share)
 
 
