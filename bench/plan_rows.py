@@ -15,7 +15,8 @@ from farthing.errors import FarthingError
 from farthing.planner.lengths import Largest, Padded, from_mean
 from farthing.planner.model_config import known_config, known_models
 from farthing.planner.recipe import CHUNKED, FUSED, SAVED, TILED, WHOLE, Recipe, Stack
-from farthing.planner.shapes import Adapters, Shape, Weight, read_shape
+from farthing.planner.shapes import Shape, read_shape
+from farthing.planner.weights import Adapters, Weight
 from farthing.prices.gpus import Gpu, find_gpu
 from farthing.settings import Settings
 

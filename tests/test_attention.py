@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from farthing.model import attention_kernels
@@ -26,8 +27,11 @@ from farthing.model.attention import (
     first_position,
     go_packed,
     packed_logits,
+    read_alone,
 )
+from farthing.model.flops import flops_per_token
 from farthing.planner.families import DECODERS, ENCODERS
+from farthing.planner.shapes import read_shape
 from farthing.tasks.task import IGNORED
 from thinned import thinned
 
@@ -228,6 +232,28 @@ def test_the_last_layer_of_an_encoder_is_computed_for_the_tokens_that_are_read(f
     body.encoder.layer[-1].register_forward_hook(lambda *_: None)
     packed_logits(model, flat(model, documents), "classification")
     assert seen[2:] == [32], "who listens to the layer hears of every token"
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_plan_and_receipt_count_the_last_layer_of_an_encoder_for_the_tokens_that_are_read(family: str) -> None:
+    model, lengths = model_of(family, "classification"), [12] * 4
+    go_packed(model)
+    with FlopCounterMode(display=False) as counter:
+        packed_logits(model, flat(model, documents_of(lengths)), "classification").sum().backward()
+    counted = {str(kind): n for kind, n in counter.get_flop_counts()["Global"].items()}
+    products = sum(counted.get(f"aten.{name}", 0) for name in ("mm", "addmm", "bmm")) / len(lengths)
+    shape = read_shape(model.config.to_dict(), "classification", model.config.num_labels)
+    planned, whole = (shape.training_flops(12, reads_first=reads_first) for reads_first in (True, False))
+    assert planned.body + planned.head == pytest.approx(products, rel=0.02)
+    assert whole.body - planned.body > 0.6 * whole.body / shape.n_layers
+    assert planned.attention == pytest.approx(whole.attention * (1 - (1 - 1 / 12) / shape.n_layers))
+    assert (
+        flops_per_token(model, read_alone(model), 12.0)
+        < flops_per_token(model)
+        == pytest.approx(6 * (shape.n_matmul + shape.n_head_matmul))
+    )
+    saved = (flops_per_token(model) - flops_per_token(model, read_alone(model), 12.0)) * 12
+    assert saved == pytest.approx(whole.body - planned.body)
 
 
 def test_a_head_that_reads_the_last_token_passes_over_padding_in_the_text() -> None:

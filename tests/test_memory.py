@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from transformers import AutoConfig
+from transformers.integrations import moe
 
 import farthing.model.head
 import farthing.planner.memory
@@ -74,6 +76,16 @@ QV = {
     "mt5": ("q", "v"),
 }
 ALL = ("all-linear",)
+SIZES = {"vocab_size": 1000, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+FEW, MANY = {"num_local_experts": 8, "num_experts_per_tok": 2}, {"num_experts": 16, "num_experts_per_tok": 4}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": SIZES | FEW | {"intermediate_size": 512},
+    "qwen3_moe": SIZES | MANY | {"moe_intermediate_size": 192, "head_dim": 32},
+    "qwen2_moe": SIZES | MANY | {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 512},
+    "olmoe": SIZES | MANY | {"intermediate_size": 192},
+    "gpt_oss": SIZES | FEW | {"intermediate_size": 256, "head_dim": 32},
+}
+"""Mixtures of experts, small enough for a test."""
 
 
 UPPER = tuple(f"layers.{n}.{name}" for n in (2, 3) for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"))
@@ -150,8 +162,25 @@ OURS_SWEEP = [
 ]
 
 
+MIXED = [
+    Traced(model, method, dtype, every, targets, n_tokens=1024, share=0.25)
+    for model in MIXTURES
+    for method, dtype, targets in (
+        ("lora", "frozen", ALL),
+        ("lora", "frozen", ("q_proj", "v_proj")),
+        ("full", "amp", ()),
+    )
+    for every in (0, 1)
+    if not (
+        model == "gpt_oss" and targets == ALL
+    )  # peft has no adapter for its experts, and scores are all of the rest
+]
+
+
 def cut_config(model: str, n_layers: int) -> dict[str, Any]:
     """The config of a known model with a few of its layers."""
+    if model in MIXTURES:
+        return MIXTURES[model] | {"model_type": model, "num_hidden_layers": n_layers}
     config = known_config(NAMES[model])
     assert config is not None
     for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"):
@@ -243,6 +272,18 @@ def test_the_peak_of_others_is_that_of_the_modelling_code(case: Traced) -> None:
 @pytest.mark.parametrize("case", thinned(OURS, 3), ids=named)
 def test_the_peak_is_that_of_the_loop(case: Traced) -> None:
     agree(case, is_ours=True)
+
+
+@pytest.mark.usefixtures("_large_blocks")
+@pytest.mark.parametrize("case", thinned(MIXED, 4), ids=named)
+@pytest.mark.parametrize("is_ours", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_the_peak_of_experts_is_that_of_the_modelling_code(
+    case: Traced, is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # without data there is a kernel of torch for bf16 alone; for fp32 the one that transformers has itself
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda _, weight, __: weight.dtype == torch.bfloat16)
+    monkeypatch.setattr(sys.modules[__name__], "DOCUMENTS", (1200, 600, 1800, 496))
+    agree(case, is_ours)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import re
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from farthing.report.plan_brief import span
 from farthing.tiny import demo_rows, write_jsonl
 from farthing.units import said_apart, say_usd
 
+CARD = "NVIDIA GeForce RTX 4090"
 MACHINE = Machine("cpu", "Old CPU", 0, 8 << 30, 2, Cpu("Old CPU", 2, 2.0, frozenset({"avx2", "fma"})))
 BIG = ("--set", "model.model_name_or_path=meta-llama/Llama-3.1-8B", "--examples", "10000", "--mean-tokens", "400")
 
@@ -398,6 +400,25 @@ def by_hand(capsys: pytest.CaptureFixture[str], job: str, n: int, n_epochs: int,
     return run_json(capsys, job, *SMALL, "--examples", str(n), *epochs, *argv)["by_hand"]
 
 
+def test_a_throughput_that_no_gpu_reaches_is_told_apart_from_one_that_is_likely(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama = (
+        "--set",
+        "model.model_name_or_path=meta-llama/Llama-3.1-8B",
+        "--examples",
+        "100000",
+        "--mean-tokens",
+        "1024",
+    )
+    ask = (job, *llama, "--gpu", "RTX 4090", "--samples-per-min")
+    found = run_json(capsys, *ask, "1100")["by_hand"]
+    assert found["share_of_peak"] > 2
+    assert found["words"][-1].endswith("of its peak FLOP/s, more than it has")
+    assert "samples/min of 1,024 tokens there; 1,100 would take" in found["words"][-1]
+    assert "share_of_peak" not in run_json(capsys, *ask, "130")["by_hand"]
+
+
 def test_a_throughput_that_is_known_is_reckoned_with_by_hand(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     spot = ("--spot-discount", "50%")
     found = by_hand(capsys, job, 100_000, 3, "--samples-per-min", "1100", *spot, "--spot-overhead", "10%")
@@ -515,3 +536,26 @@ def test_a_cap_and_what_passes_it_are_said_with_digits_that_tell_them_apart() ->
     assert said_apart(5.004, 5.0, say_usd, "${}") == ("$5.004", "$5.000")
     assert said_apart(6.0, 5.0, say_usd, "${}") == ("$6.00", "$5.00")
     assert said_apart(2.0, 2.0, say_usd, "${}") == ("$2.00", "$2.00")
+
+
+def test_a_machine_with_several_gpus_shows_each_way_to_use_them(
+    job: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        study, "local_machine", lambda: replace(MACHINE, kind="cuda", device_name=CARD, n_gpus=6, memory_bytes=24 << 30)
+    )
+
+    def ways(*argv: str) -> dict[int, list[str]]:
+        found = run_json(capsys, job, *BIG, *argv)
+        return {row["n_gpus"]: row["recipe"]["to_set"] for row in found["plans"] if row["kind"] == "here"}
+
+    every = ways()
+    assert sorted(every) == [1, 2, 4, 6]
+    assert (every[1], every[2], every[6]) == ([], ["where.gpus: 2"], ["where.gpus: all"])
+    assert list(ways("--set", "where.gpus=2")) == [2]
+    assert list(ways("--set", "where.gpus=all")) == [6]
+    assert list(ways("--set", "where.device=cpu", "--set", "where.gpus=2")) in ([], [1])
+    found = run_json(capsys, job, *BIG, "--set", "where.usd_per_hour=0.1")
+    rows = {row["n_gpus"]: row for row in found["plans"] if row["kind"] == "here"}
+    assert rows[6]["wall_s"] < rows[2]["wall_s"] < rows[1]["wall_s"]
+    assert rows[2]["name"] == "this machine (2x RTX 4090)"

@@ -57,6 +57,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"model_type": "qwen3_moe"}
     | WIDE
     | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+    "qwen2-moe": {"model_type": "qwen2_moe"}
+    | WIDE
+    | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 24},
+    "olmoe": {"model_type": "olmoe"} | DECODER | {"num_experts": 6, "num_experts_per_tok": 3},
     "gpt-oss": {"model_type": "gpt_oss"} | WIDE | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phi3": {"model_type": "phi3"} | DECODER | {"attention_bias": False},
     "gpt2": {"model_type": "gpt2"} | GPT2,
@@ -302,7 +306,7 @@ def test_query_and_value_are_pefts_own_default(name: str) -> None:
     try:
         wrapped = peft.get_peft_model(model_of(CONFIGS[name], shape.task), wrapper)
     except ValueError:
-        without = ("phi3", "distilbert", "mixtral", "qwen3_moe", "gpt_oss")
+        without = ("phi3", "distilbert", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
         assert shape.model_type in without, "families that peft has no default for"
         return
     n_adapter = sum(p.numel() for key, p in wrapped.named_parameters() if ".lora_" in key)

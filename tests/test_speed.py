@@ -11,7 +11,7 @@ from farthing.planner.lengths import Padded
 from farthing.planner.memory import in_layers
 from farthing.planner.model_config import known_config
 from farthing.planner.recipe import FARTHING, Recipe, stack_for
-from farthing.planner.shapes import Adapters, Shape, read_shape
+from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import (
     ATTENTION_SHARE,
     BANDWIDTH_SHARE,
@@ -33,6 +33,7 @@ from farthing.planner.speed import (
     step_time,
     work_of,
 )
+from farthing.planner.weights import Adapters
 from farthing.prices.gpus import find_gpu
 from farthing.settings import Settings
 

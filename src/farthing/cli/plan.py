@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import shlex
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from farthing.cli.console import complain, print_json, rich_console
 from farthing.cli.parser import add_job_arguments
 from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, UserMistake
 from farthing.printable import printable
+
+View = Mapping[str, Any]
+"""What `plan_view` says."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         gc.enable()
 
 
-def _view(arguments: argparse.Namespace) -> dict[str, Any]:
+def _view(arguments: argparse.Namespace) -> View:
     from farthing.planner.ownership import parse_owned
     from farthing.planner.serving import parse_traffic
     from farthing.planner.throughput_arithmetic import parse_figures
@@ -95,6 +99,7 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
     from farthing.planner.inputs import Asked, study_job
     from farthing.planner.preflight import load_job_or_tell_all, look_over
     from farthing.report.plan_services import paid_view
+    from farthing.report.plan_types import plain
     from farthing.report.plan_view import plan_view
 
     with_data = arguments.examples is None
@@ -117,10 +122,10 @@ def _view(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     study = study_job(job, asked, now=now)
     view = plan_view(study, runs, figures, traffic, arguments.runs)
-    return view | {"paid": paid_view(view["best"], _dollars(arguments.paid, "--paid"))}
+    return {**view, "paid": plain(paid_view(view["best"], _dollars(arguments.paid, "--paid")))}
 
 
-def _impossible(arguments: argparse.Namespace, view: dict[str, Any]) -> UserMistake:
+def _impossible(arguments: argparse.Namespace, view: View) -> UserMistake:
     from farthing.report.plan_words import ways_out
 
     ways = "".join(f"\n    {number}. {way}" for number, way in enumerate(ways_out(view), 1))
@@ -128,7 +133,7 @@ def _impossible(arguments: argparse.Namespace, view: dict[str, Any]) -> UserMist
     return UserMistake(what, where=arguments.job, to_do=f"the nearest ways:{ways}")
 
 
-def _show(arguments: argparse.Namespace, view: dict[str, Any], impossible: UserMistake | None) -> int:
+def _show(arguments: argparse.Namespace, view: View, impossible: UserMistake | None) -> int:
     from farthing.report.plan_compare import compare_plans, find_plan
 
     pair = (
@@ -137,13 +142,13 @@ def _show(arguments: argparse.Namespace, view: dict[str, Any], impossible: UserM
         else []
     )
     if pair:
-        view["comparison"] = compare_plans(*pair)
+        view = {**view, "comparison": compare_plans(*pair)}
     if arguments.html is not None:
         _write_page(Path(arguments.html), view)
     if arguments.json:
         if arguments.limit:
-            view["plans"] = view["plans"][: arguments.limit]
-        print_json(view | (impossible.as_dict() if impossible else {}))
+            view = {**view, "plans": view["plans"][: arguments.limit]}
+        print_json({**view, **(impossible.as_dict() if impossible else {})})
         if impossible:
             complain(impossible)
         return EXIT_MISTAKE if impossible else EXIT_FINISHED
@@ -153,7 +158,7 @@ def _show(arguments: argparse.Namespace, view: dict[str, Any], impossible: UserM
     return EXIT_FINISHED
 
 
-def _draw(arguments: argparse.Namespace, view: dict[str, Any], impossible: UserMistake | None) -> None:
+def _draw(arguments: argparse.Namespace, view: View, impossible: UserMistake | None) -> None:
     from farthing.report import plan_table as table
     from farthing.report.plan_brief import draw_brief
     from farthing.report.plan_compare import find_plan
@@ -242,7 +247,7 @@ def _check_page_path(path: Path) -> None:
         raise UserMistake("no such folder", where=f"--html {path.parent}", to_do="make it first")
 
 
-def _write_page(path: Path, view: dict[str, Any]) -> None:
+def _write_page(path: Path, view: View) -> None:
     from farthing.durability.files import write_text
     from farthing.report.plan_page import plan_page
 

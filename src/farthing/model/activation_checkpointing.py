@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from farthing.device_memory import is_out_of_memory
 from farthing.model.loss import inner_of
-from farthing.planner.memory import WORKING_MLP_PLAIN, WORKING_STREAM
+from farthing.planner.activations import WORKING_MLP_PLAIN, WORKING_STREAM
 
 SHARE_OF_FREE = 0.9  # the rest is for the allocator's slack
 

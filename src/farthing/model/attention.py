@@ -149,6 +149,13 @@ def _head_kind(inner: Any) -> str | None:
     return "first" if hasattr(inner, "classifier") else None
 
 
+def read_alone(model: Any) -> Any:
+    """The layer of a packed classifier that `packed_logits` computes for the tokens that are read; None without one."""
+    inner = inner_of(model)
+    is_last = _head_kind(inner) in (None, "last")
+    return None if is_last else _last_layer(getattr(inner, inner.base_model_prefix))
+
+
 def _last_layer(body: Any) -> Any:
     """The last layer of an encoder like BERT's; None where something else answers for it or listens to it."""
     layers: Any = getattr(getattr(body, "encoder", None), "layer", ())

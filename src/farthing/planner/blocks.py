@@ -29,6 +29,8 @@ BLOCKS = {
     "gemma3_text": _GATED._replace(n_norms=4, has_head_norms=True, scales_fp32=True),
     "qwen3": _GATED._replace(has_head_norms=True),
     "qwen3_moe": _GATED._replace(has_head_norms=True),
+    "olmoe": _GATED._replace(has_head_norms=True),
+    "gpt_oss": _GATED._replace(activation=6),  # clamped halves, a sigmoid, and both factors
     "phi3": _GATED._replace(n_attention_inputs=1, n_mlp_inputs=1, is_sliced=True),
     "gpt2": Block(2, 4, False, 1, 1, 2, False),
     "gpt_bigcode": Block(2, 1, False, 1, 1, 2, False),

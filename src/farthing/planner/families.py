@@ -6,7 +6,8 @@ classes; the tests build every family on the meta device and compare name by nam
 A row of a block: name of the weight (* is the number of the layer), what it is part of, its size, and what else is to say.
   sizes    h->f a linear layer; V*h an embedding table of V rows; h a norm. V vocabulary,
            h hidden, f feed-forward, q and k all heads of queries and keys, d one head, a number of heads, P positions,
-           T token types, B distance buckets, n labels, e experts; 2f, 3h, h2d and qkv are several of them in one layer
+           T token types, B distance buckets, n labels, e experts,
+           s features of an expert for all tokens; 2f, 3h, h2d and qkv are several of them in one layer
   bias     has one; `bias:key` when the config's key says so
   tied     has no weight of its own but the embedding's; `tied:key` when the config's key says so
   if:key   is there only when the key holds

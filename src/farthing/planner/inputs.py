@@ -123,10 +123,9 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
     notes.append(f"software: {runs_in_words(software)}")
     found: list[Place | Rejected] = []
     if asked.is_local:
-        here = place_here(wanted, machine, job, measurements, today)
-        if here is not None:
-            found.append(here)
-        else:
+        ways = [place_here(wanted, machine, job, measurements, today, n) for n in _counts_here(machine, job, asked)]
+        found += [way for way in ways if way is not None]
+        if None in ways:
             notes.append(
                 f"this machine: {machine.device_name} is no GPU that is known here, so nothing is planned on it"
             )
@@ -303,17 +302,27 @@ def _lengths(
 # ---- places ----
 
 
+def _counts_here(machine: Machine, job: Job, asked: Asked) -> list[int]:
+    """How many GPUs of this machine may share the run: as the job says; else one, two, four and so on, and all of them."""
+    if machine.kind != "cuda" or job.where.device == "cpu":
+        return [1]
+    most = min(machine.n_gpus, asked.max_gpus)
+    if job.where.gpus is not None:
+        return [most if job.where.gpus == "all" else min(job.where.gpus, machine.n_gpus)]
+    return sorted({*(2**power for power in range(most.bit_length())), most})
+
+
 def place_here(
-    wanted: JobSpec, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
+    wanted: JobSpec, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date, n_gpus: int = 1
 ) -> Place | Rejected | None:
-    """This machine as the trainer would use it; None for a GPU that is not known.
+    """This machine as the trainer would use it, on `n_gpus` of its GPUs; None for a GPU that is not known.
 
     A CPU computes in fp32 unless asked for bf16.
     """
     is_cuda = machine.kind == "cuda" and job.where.device != "cpu"
     note = ""
     offer = Offer(
-        HERE, machine.device_name if is_cuda else machine.cpu.name, "", 1, "", "", job.where.spot, "machine_hour",
+        HERE, machine.device_name if is_cuda else machine.cpu.name, "", n_gpus, "", "", job.where.spot, "machine_hour",
         job.usd_per_hour, "the job's own price: where.usd_per_hour and electricity", today, Billing(HERE),
     )  # fmt: skip
     if is_cuda:
@@ -337,7 +346,10 @@ def place_here(
         return None
     known = _calibration(wanted, measurements, hardware, precision, device)
     memory_bytes -= memory_bytes % 2**30 if memory_bytes > 2**30 else 0  # what is free moves; a plan should not
-    return Place(offer, device, precision, memory_bytes, known, is_local=True, is_cuda=is_cuda, precision_note=note)
+    return Place(
+        offer, device, precision, memory_bytes, known, is_local=True, is_cuda=is_cuda, precision_note=note,
+        is_part=is_cuda and n_gpus < machine.n_gpus,
+    )  # fmt: skip
 
 
 def rented_torch() -> Torch:

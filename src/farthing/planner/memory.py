@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from farthing.planner.blocks import block_of
+from farthing.planner.activations import Layers, layers_of
 from farthing.planner.lengths import Largest
 from farthing.planner.recipe import CHUNKED, DDP, FSDP, FUSED, LABELLED, POSITIONS, SAVED, TILED, WHOLE, Recipe
-from farthing.planner.shapes import Adapters, Shape, Weight
+from farthing.planner.shapes import Shape
 from farthing.planner.tiles import CPU_BLOCK_BYTES, CUDA_BLOCK_BYTES, default_tile_tokens
+from farthing.planner.weights import Adapters
 
 SLACK = 0.05  # of what torch has allocated: blocks that the allocator can't use
 CUDA_CONTEXT_BYTES = int(0.8 * 2**30)
@@ -45,15 +47,8 @@ STATE_BYTES = {
     "paged_adamw_8bit": 0.0,
     "paged_adamw_32bit": 0.0,
 }
-WORKING_MLP, WORKING_STREAM = 6, 5  # bytes for each feature of the feed-forward, and of the stream
-WORKING_MLP_PLAIN = 4  # the first of them in the trainer's own flat pass, where the activation is one kernel
 TILE_BYTES = 256 << 20  # of a loss that never has more than a tile of the logits
-
-
 _CAPS_LOGITS = {"gemma2"}  # a tanh of them is kept
-_EAGER = {"gemma2", "gpt_oss"}  # soft-capping, sinks: scores are computed and kept whole
-_ATTENTION_OUTPUTS = {"o_proj", "dense", "out_lin", "c_proj", "out_proj", "o"}
-_DROPS_SCORES = {"bert", "roberta", "xlm-roberta", "distilbert", "t5", "mt5", "gpt2", "gpt_bigcode"}
 
 
 @dataclass(frozen=True)
@@ -104,76 +99,116 @@ def estimate_memory(
 
     `adapters` is what `Shape.with_lora` counts, for lora and qlora. Sharding divides what it divides evenly.
     """
-    stack = recipe.stack
+    standing = _standing(shape, recipe, adapters)
+    layers = layers_of(shape, recipe, largest, adapters, is_cuda)
+    logits = logits_bytes(shape, recipe, largest, labelled_share, is_cuda=is_cuda, is_trained=adapters is None)
+    moments = _moments(shape, recipe, largest, adapters, standing, layers, logits)
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    parts = {name: int(value) for name, value in moments[moment].items() if value >= 1}
+    if not is_cuda:
+        return Memory(parts, moment, is_cuda)
+    cached = CACHED_LOGITS * logits if recipe.stack.loss in (LABELLED, WHOLE, FUSED, SAVED) else 0.0
+    return Memory(parts, moment, is_cuda, int(cached) + COMMUNICATION_BYTES.get(recipe.sharding, 0))
+
+
+class _Standing(NamedTuple):
+    """Bytes of one GPU that a micro-batch has no say in."""
+
+    weights: float
+    gradients: float  # when all are there
+    held: float  # of them, while the next micro-batch is computed
+    state: float
+    casts: float
+    gathered: float  # weights that are spread and whole for the moment
+    head_gradients: float
+
+
+def _shards(recipe: Recipe) -> int:
+    return recipe.n_gpus if recipe.sharding == FSDP else 1
+
+
+def _standing(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> _Standing:
+    """Weights, gradients, the optimizer's state and casts. Sharding divides what it divides evenly."""
+    stack, shards = recipe.stack, _shards(recipe)
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
-    shards = recipe.n_gpus if recipe.sharding == FSDP else 1
-    own = 1 if adapters is not None and recipe.stack.keeps_adapters_whole else shards  # trained weights are spread over
+    own = 1 if adapters is not None and stack.keeps_adapters_whole else shards  # trained weights are spread over
     weights = _weights_bytes(shape, recipe, adapters) / shards
     weights += n_trained * recipe.trained_bytes * (1 / own - 1 / shards)
     # beside the part of a step that is being computed: the sums of those that this GPU has computed
     gradients = (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) * n_trained * recipe.trained_bytes / own
-    gathered = _gathered_bytes(shape, recipe) if shards > 1 else 0.0
-    state = n_trained * optimizer_bytes(recipe) / own
     head_gradients = shape.n_head_matmul * recipe.trained_bytes / shards if adapters is None else 0.0
     if stack.frees_gradients:
         gradients = max(gradients / max(1, shape.n_layers), head_gradients)
-    held = gradients if recipe.n_micro_batches > 1 and not stack.frees_gradients else 0.0
-    by_positions = stack.loss == POSITIONS and shape.scores_tokens
+    return _Standing(
+        weights,
+        gradients,
+        gradients if recipe.n_micro_batches > 1 and not stack.frees_gradients else 0.0,
+        n_trained * optimizer_bytes(recipe) / own,
+        _casts_bytes(shape, recipe, adapters) / shards,
+        _gathered_bytes(shape, recipe) if shards > 1 else 0.0,
+        head_gradients,
+    )
+
+
+def _moments(
+    shape: Shape,
+    recipe: Recipe,
+    largest: Largest,
+    adapters: Adapters | None,
+    standing: _Standing,
+    layers: Layers,
+    logits: float,
+) -> dict[str, dict[str, float]]:
+    """What is there at each moment of a step, part by part."""
+    stack, shards, every = recipe.stack, _shards(recipe), recipe.settings.checkpoint_every
+    gradients, held, gathered, head_gradients = (
+        standing.gradients, standing.held, standing.gathered, standing.head_gradients,
+    )  # fmt: skip
+    saved, boundaries = (0.0, 0.0) if stack.offloads_activations else (layers.saved, layers.boundaries)
     # made in the forward pass; where the embeddings share its weight it waits for theirs, beside what is held
-    in_loss = head_gradients if by_positions else 0.0
+    in_loss = head_gradients if stack.loss == POSITIONS and shape.scores_tokens else 0.0
     in_backward = in_loss if shape.is_tied and held else 0.0
-    casts = _casts_bytes(shape, recipe, adapters) / shards
-
-    saved, of_encoder, boundaries, top, working = _layers(shape, recipe, largest, adapters, is_cuda)
-    logits = logits_bytes(shape, recipe, largest, labelled_share, is_cuda=is_cuda, is_trained=adapters is None)
     last = largest.n_rows * (largest.targets or largest.tokens) * shape.hidden * (4 + recipe.residual_bytes)
-    if stack.offloads_activations:
-        saved, boundaries = 0.0, 0.0
     embedding = shape.vocab * shape.hidden * recipe.trained_bytes if adapters is None else 0.0
-    more = embedding * ((2 if shape.is_tied else 0) + (1 if held else 0))
-    step = n_trained * recipe.trained_bytes / own if recipe.optim == "adamw_torch" else 0.0
-    if stack.frees_gradients:
-        step = 0.0
-
+    more = embedding * ((2 if shape.is_tied else 0) + (1 if held else 0)) / shards
+    is_plain = recipe.optim == "adamw_torch" and not stack.frees_gradients
+    step = standing.gradients / (1 + math.ceil(math.log2(recipe.lanes_of_gpu))) if is_plain else 0.0
+    beside = _dora_working(recipe, adapters) + _merging_bytes(shape, adapters, largest)
     n_layers = max(1, shape.n_layers + shape.n_decoder_layers)
-    base = {"weights": weights, "optimizer": state}
-    dora = _dora_working(recipe, adapters) + _merged_bytes(shape, recipe, adapters)
     before_last = head_gradients + shape.n_matmul * recipe.trained_bytes / shards * (1 - 1 / n_layers)
     if adapters is not None or stack.frees_gradients:
         before_last = gradients
+    base = {"weights": standing.weights, "optimizer": standing.state}
     at_work = base | {"gathered weights": gathered}
     # a trained layer's gradient is whole, in fp32 as it is summed, until each GPU has its part of the sum
     of_layer = 4.0 * in_layers(shape) / n_layers if shards > 1 and adapters is None else 0.0
     going_back = base | {"gathered weights": gathered + of_layer}
+    going_on = at_work | {"gradients": held, "casts": standing.casts}
     moments = {
-        "forward": at_work | {"gradients": held, "casts": casts, "activations": saved, "working": dora},
-        "loss": at_work | {"gradients": held + in_loss, "casts": casts, "activations": saved + last, "logits": logits},
+        "forward": going_on | {"activations": saved, "working": beside},
+        "loss": going_on | {"gradients": held + in_loss, "activations": saved + last, "logits": logits},
         "backward": going_back
         | {
             "gradients": (held or head_gradients) + in_backward,
-            "casts": 0.0 if recipe.settings.checkpoint_every == 1 else casts,
-            "activations": saved if recipe.settings.checkpoint_every != 1 else recipe.edge_copies * boundaries + top,
-            "working": max(working, dora if recipe.settings.checkpoint_every else 0.0),
+            "casts": 0.0 if every == 1 else standing.casts,
+            "activations": saved if every != 1 else recipe.edge_copies * boundaries + layers.top,
+            "working": max(layers.working, beside if every else 0.0),
         },
         "last layer": going_back
-        | {"gradients": (held or before_last) + in_backward, "activations": top, "working": max(working, dora)},
-        "embeddings": at_work | {"gradients": gradients, "working": more / shards},
+        | {
+            "gradients": (held or before_last) + in_backward,
+            "activations": layers.top,
+            "working": max(layers.working, beside),
+        },
+        "embeddings": at_work | {"gradients": gradients, "working": more},
         "optimizer": base | {"gradients": gradients, "working": step},
     }
     if shape.n_decoder_layers and shape.is_tied and adapters is None:  # they come before the encoder's layers
         of_decoder = sum(w.copies * w.n_weights for w in shape.linear_layers if w.name.startswith("decoder."))
         so_far = head_gradients + of_decoder * recipe.trained_bytes / shards
-        moments["decoder's embeddings"] = at_work | {
-            "gradients": held or so_far,
-            "activations": of_encoder,
-            "working": more / shards,
-        }
-    moment = max(moments, key=lambda name: sum(moments[name].values()))
-    parts = {name: int(value) for name, value in moments[moment].items() if value >= 1}
-    if not is_cuda:
-        return Memory(parts, moment, is_cuda)
-    cached = CACHED_LOGITS * logits if stack.loss in (LABELLED, WHOLE, FUSED, SAVED) else 0.0
-    return Memory(parts, moment, is_cuda, int(cached) + COMMUNICATION_BYTES.get(recipe.sharding, 0))
+        both = {"gradients": held or so_far, "activations": layers.of_encoder, "working": more}
+        moments["decoder's embeddings"] = at_work | both
+    return moments
 
 
 def evaluation_memory(
@@ -186,9 +221,9 @@ def evaluation_memory(
     is_cuda: bool = True,
 ) -> Memory:
     """Peak of an evaluation whose largest batch is `largest`: the optimizer's state stays, and no layer keeps anything."""
-    shards = recipe.n_gpus if recipe.sharding == FSDP else 1
+    shards = _shards(recipe)
     n_trained = shape.n_parameters if adapters is None else adapters.n_trainable
-    _, _, _, layer, _ = _layers(shape, recipe, largest, adapters, is_cuda)
+    layer = layers_of(shape, recipe, largest, adapters, is_cuda).top
     logits = logits_bytes(shape, recipe, largest, labelled_share, is_cuda=is_cuda)
     base = {
         "weights": _weights_bytes(shape, recipe, adapters) / shards,
@@ -218,7 +253,8 @@ def _casts_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> flo
         kept = 1 - (1 / recipe.settings.checkpoint_every if recipe.settings.checkpoint_every else 0)
         return adapters.n_adapter * recipe.compute_bytes * kept if recipe.stack.fuses_adapters else 0.0
     of_head = 0 if recipe.stack.loss == POSITIONS else shape.n_head_matmul  # cast for the time of its tiles only
-    return float((shape.n_matmul + of_head) * recipe.compute_bytes)
+    of_experts = sum(w.copies * w.n_weights for w in shape.experts)  # autocast leaves them alone
+    return float((shape.n_matmul - of_experts + of_head) * recipe.compute_bytes)
 
 
 def _gathered_bytes(shape: Shape, recipe: Recipe) -> float:
@@ -304,171 +340,6 @@ def _tiles_bytes(shape: Shape, recipe: Recipe, n_scored: int, is_cuda: bool, is_
     return found
 
 
-def _layers(
-    shape: Shape, recipe: Recipe, largest: Largest, adapters: Adapters | None, is_cuda: bool
-) -> tuple[float, float, float, float, float]:
-    """(all saved activations, those of the encoder, inputs of checkpointed layers, all of a layer, what works beside it)."""
-    attention, feed_forward = saved_per_token(shape, recipe, adapters, is_cuda)
-    squares = scores_per_pair(shape, recipe, is_cuda)
-    source, target = largest.n_rows * largest.tokens, largest.n_rows * largest.targets
-    own, of_decoder, across = _adapter_inputs(shape, recipe, adapters, is_cuda)
-    layer = (attention + feed_forward + own) * source + squares * (largest.pairs or source * largest.tokens)
-    decoder = 0.0
-    if shape.n_decoder_layers:  # attends twice: to its own tokens, and to the source's
-        decoder = (2 * attention + feed_forward + of_decoder) * target + across * source
-        ratio = largest.targets / max(1, largest.tokens)  # end to end, squares are known of the inputs alone
-        pairs = largest.pairs * (ratio**2 + ratio) if largest.pairs else target * (largest.targets + largest.tokens)
-        decoder += squares * pairs
-        of_number = 4 if _is_math(shape, is_cuda) else recipe.compute_bytes
-        decoder += 2 * of_number * shape.n_kv_heads * shape.head_dim * (source - target)
-    every = recipe.settings.checkpoint_every
-    first = 0 if adapters is None else adapters.first_layer  # nothing is kept below
-    of_all = shape.n_layers + shape.n_decoder_layers
-    reached = range(min(first, shape.n_layers), shape.n_layers), range(max(first, shape.n_layers), of_all)
-    # the numbers that `every` divides are computed again, as transformers counts them, through both stacks
-    n_kept = [sum(not every or number % every > 0 for number in numbers) for numbers in reached]
-    edge = shape.hidden * recipe.edge_bytes
-    boundaries = edge * ((len(reached[0]) - n_kept[0]) * source + (len(reached[1]) - n_kept[1]) * target)
-    saved = n_kept[0] * layer + n_kept[1] * decoder + boundaries
-    if recipe.stack.is_packed and shape.attention == "bidirectional" and not every and n_kept[0]:
-        # all of the last layer but keys and values is of one token a document; the most is kept when the one below goes back
-        trained = 2.0 * shape.hidden * (shape.n_heads * shape.head_dim + shape.n_kv_heads * shape.head_dim + shape.ffn)
-        saved = float(saved) - max(0.0, layer - (recipe.trained_bytes * trained if adapters is None else 0.0))
-    of_encoder = n_kept[0] * layer + edge * (len(reached[0]) - n_kept[0]) * source
-    top = max(layer, decoder)
-    is_plain = recipe.stack.is_packed and block_of(shape).activation == 1
-    works = (WORKING_MLP_PLAIN if is_plain else WORKING_MLP) * shape.ffn + WORKING_STREAM * shape.hidden
-    if recipe.stack.fused_mlp or recipe.stack.is_compiled:
-        works = 2 * shape.ffn + 4 * shape.hidden
-    return saved, of_encoder, boundaries, top, float(works * max(source, target))
-
-
-def saved_per_token(
-    shape: Shape, recipe: Recipe, adapters: Adapters | None, is_cuda: bool = True
-) -> tuple[float, float]:
-    """Bytes that autograd keeps of one layer for each token: (of its attention, of its feed-forward).
-
-    Adapters and attention scores aside. In order: norms, the products' inputs, attention, activation, dropout masks.
-    """
-    block, stack = block_of(shape), recipe.stack
-    c, r, h, f = recipe.compute_bytes, recipe.residual_bytes, shape.hidden, shape.ffn
-    q, k = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-    is_full = adapters is None
-    is_mixed = stack.has_autocast and r > c  # products get copies in the precision of the run
-    is_fused = stack.fused_norms or stack.is_compiled
-
-    if block.has_norm_copies and not is_fused:
-        norm = h * (4 + ((4 if block.scales_fp32 else r) if is_full else 0))
-    else:  # autocast on a GPU normalizes in fp32
-        norm = h * (4 if stack.has_autocast and is_cuda and not is_fused else r)
-    mask = h * (1 if is_cuda else c) * block.dropouts / 2
-    both = block.n_norms / 2 * norm + mask
-    to_attention = to_mlp = 0
-    if is_full:
-        to_attention = c * h * (block.n_attention_inputs if is_mixed else 1)
-        to_mlp = c * h * (block.n_mlp_inputs if is_mixed else 1)
-
-    # queries, keys, values and what comes out; keys and values are repeated for their groups but in flash attention
-    attention = 4 * c * q if not stack.is_flash and shape.n_kv_heads > 1 else 2 * c * q + 2 * c * k
-    if stack.is_packed and not is_cuda and _keeps_outputs(shape, adapters):
-        attention += c * q  # what comes out of each document, and all of them in one
-    if shape.model_type in _EAGER and not is_full:
-        attention -= c * q
-    if _is_biased(shape, recipe):
-        attention = 3 * c * q + (c * q if is_full else 0)
-    elif _is_math(shape, is_cuda):
-        attention = 12 * q + (c * q if is_full else 0)
-    if block.is_sliced:
-        attention += c * (q + k)
-        attention += 0 if is_cuda or not is_full else c * q  # a CPU leaves heads in an order that has to be copied
-    if shape.n_active:  # what comes of experts, weighed; where they are trained also what goes in
-        attention += c * h * shape.n_active * (2 if is_full or (adapters and adapters.n_merged) else 1)
-    if block.has_head_norms:
-        of_scaled = 4 if block.scales_fp32 and not is_fused else c
-        attention += (q + k) * ((0 if is_fused else 4) + (of_scaled if is_full or is_fused else 0))
-
-    is_lean = stack.fused_mlp or stack.is_compiled
-    activation = (2 if is_lean and block.is_gated else block.activation) * c * f
-    if (is_full or _adapts_down(shape, adapters)) and not stack.fused_mlp:
-        activation += c * f
-    return both + to_attention + attention, both + to_mlp + activation
-
-
-def _is_math(shape: Shape, is_cuda: bool) -> bool:
-    """Whether attention is computed with whole scores, in fp32: with dropout on a CPU."""
-    return shape.model_type in _DROPS_SCORES and not is_cuda
-
-
-def _is_biased(shape: Shape, recipe: Recipe) -> bool:
-    """Whether whole scores are computed in plain operations for their bias by distance: T5's, end to end."""
-    return recipe.stack.is_packed and shape.n_decoder_layers > 0
-
-
-def scores_per_pair(shape: Shape, recipe: Recipe, is_cuda: bool) -> float:
-    """Bytes of one layer for each pair of tokens, where attention does keep its scores."""
-    if shape.model_type in _EAGER:
-        return shape.n_heads * 8.0  # of the capped scores, their softmax in fp32 and a copy in the precision of the run
-    stack = recipe.stack
-    if _is_biased(shape, recipe):
-        # softmax in fp32, its copy in the precision of the run, what is dropped of it, and the rest
-        c = recipe.compute_bytes
-        return shape.n_heads * (4.0 + (c if c < 4 else 0) + (1 if is_cuda else c) + c)
-    if _is_math(shape, is_cuda):
-        return shape.n_heads * 12.0
-    if stack.is_eager:  # their softmax in fp32, and its copy in the precision of the run
-        return shape.n_heads * (4.0 + recipe.compute_bytes)
-    if shape.attention == "causal" and stack.masks_padding and not (stack.is_flash or stack.is_packed):
-        # kept as numbers, layer by layer
-        return float(recipe.compute_bytes)
-    return 0.0
-
-
-def _adapter_inputs(
-    shape: Shape, recipe: Recipe, adapters: Adapters | None, is_cuda: bool
-) -> tuple[float, float, float]:
-    """Bytes for each token that adapters keep: of a layer, of a decoder's layer, and of its reading of the source."""
-    found = [0.0, 0.0, 0.0]
-    if adapters is None:
-        return 0.0, 0.0, 0.0
-    shared = [set[str](), set[str](), set[str]()]
-    n_above = shape.n_above(adapters.first_layer)  # only those are kept
-    for weight, n in adapters.adapted:
-        if weight.kind != "linear" or weight.copies == 1:
-            continue
-        group = 0
-        if shape.n_decoder_layers and weight.name.startswith("decoder"):
-            group = 2 if weight.tokens == "source" else 1
-        share = n / max(1, n_above[1 if group else 0])
-        found[group] += share * _adapter_input(weight, shape, recipe, is_cuda, shared[group])
-    return found[0], found[1], found[2]
-
-
-def _adapter_input(weight: Weight, shape: Shape, recipe: Recipe, is_cuda: bool, shared: set[str]) -> float:
-    """Bytes for each token of one adapter: its input in the dtype that it multiplies, what dropout keeps, its middle."""
-    stack, c, width = recipe.stack, recipe.compute_bytes, weight.n_in
-    is_down = weight.part == "mlp" and weight.n_in == shape.ffn and weight.n_in != shape.hidden
-    kept = 0.0
-    if recipe.trained_bytes == 4 and c == 2 and not stack.has_autocast:
-        kept = 4.0 * width  # the adapter casts its input, and keeps the copy
-    elif recipe.trained_bytes == 4 and c == 2 and not stack.fuses_adapters:
-        kept = 0.0 if is_down else float(c * width)  # a down projection's is counted with the feed-forward
-    elif not is_down:  # products of one input share it where dtypes agree, and so does attention with what it gave
-        is_output = weight.part == "attention" and weight.name.rsplit(".", 1)[-1] in _ATTENTION_OUTPUTS
-        is_there = is_output and not (
-            shape.model_type in _EAGER or (not is_cuda and (block_of(shape).is_sliced or _is_math(shape, is_cuda)))
-        )
-        source = f"{weight.name.rsplit('.', 1)[0] if not is_output else weight.name}"
-        kept = 0.0 if is_there or source in shared else float(c * width)
-        if recipe.lora_dropout > 0:  # each has dropped other numbers of it
-            kept = float(c * width)
-        shared.add(source)
-    if recipe.lora_dropout > 0:
-        kept += width * (1 if is_cuda else 4)
-    if recipe.use_dora:
-        kept += 2 * c * weight.n_out
-    return kept + recipe.lora_r * c
-
-
 def _dora_working(recipe: Recipe, adapters: Adapters | None) -> float:
     """Bytes with which the norm of one adapted weight is worked out: peft multiplies the adapters with a unit matrix."""
     if adapters is None or not recipe.use_dora:
@@ -480,21 +351,8 @@ def _dora_working(recipe: Recipe, adapters: Adapters | None) -> float:
     )
 
 
-def _merged_bytes(shape: Shape, recipe: Recipe, adapters: Adapters | None) -> float:
-    """Experts with their adapters added, of each layer that is not computed again, and the gradient of one of them."""
+def _merging_bytes(shape: Shape, adapters: Adapters | None, largest: Largest) -> float:
+    """What the last layer's experts give, weighed in fp32 and put in order, while all is kept: where experts have adapters."""
     if adapters is None or not adapters.n_merged:
         return 0.0
-    every = recipe.settings.checkpoint_every
-    n_kept = 1 + (shape.n_layers - 1) * (1 - 1 / every if every else 1.0)
-    return recipe.compute_bytes * adapters.n_merged / shape.n_layers * (n_kept + 1)
-
-
-def _keeps_outputs(shape: Shape, adapters: Adapters | None) -> bool:
-    """Whether the product that reads attention's output keeps it: where it is trained, or adapted."""
-    return adapters is None or any(
-        w.part == "attention" and w.name.rsplit(".", 1)[-1] in _ATTENTION_OUTPUTS for w, _ in adapters.adapted
-    )
-
-
-def _adapts_down(shape: Shape, adapters: Adapters | None) -> bool:
-    return adapters is not None and any(w.n_in == shape.ffn and w.part == "mlp" for w, _ in adapters.adapted)
+    return 8.0 * shape.hidden * shape.n_active * largest.n_rows * largest.tokens

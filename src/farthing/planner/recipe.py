@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from farthing.data.packing import MicroBatchCost
-from farthing.planner.families import KNOWN_HEADS, PACKED
+from farthing.planner.families import ENCODERS, KNOWN_HEADS, PACKED
 from farthing.settings import Settings
 from farthing.tasks.registry import task_of
 
@@ -61,6 +61,8 @@ class Stack:
     """Attention computes all scores, and keeps them."""
     is_packed: bool = False
     """Documents end to end: neither padding nor a mask of it. Comes with `is_flash`, which a CPU does in its own way."""
+    reads_first: bool = False
+    """Documents end to end through an encoder: its last layer is computed for the tokens that a classifier reads."""
     fuses_adapters: bool = False
     """LoRA layers are one function each: what they read is kept once, in the precision of the run."""
     masks_padding: bool = True
@@ -105,6 +107,7 @@ def stack_for(
         FARTHING,
         has_autocast=precision != "fp32",
         is_packed=is_packed,
+        reads_first=is_packed and model_type in ENCODERS,
         # old GPUs, which compute in fp16, have no kernel that takes grouped heads as they are
         is_flash=is_packed and precision != "fp16",
         loss=POSITIONS if has_plain_head and model_type in KNOWN_HEADS.get(task_of(task).head, ()) else LABELLED,

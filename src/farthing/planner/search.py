@@ -8,7 +8,7 @@ Pure: values in, values out. Refuses to import torch, and to ask a clock, a file
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from farthing.data.packing import ON_CPU, MicroBatchCost
@@ -80,7 +80,7 @@ class _Search:
         self._candidates: dict[tuple[str, int, bool, MicroBatchCost], list[tuple[Recipe, Memory, Work]]] = {}
         self._chosen: dict[Any, Chosen | Rejected] = {}
         self._pricing = Pricing(wanted, assumptions, hazard)
-        self._changes: dict[Any, tuple[list[tuple[str, int]], Iterator[dict[str, Any]]]] = {}
+        self._changes: dict[Any, tuple[list[tuple[str, int]], Iterator[_Saver]]] = {}
 
     def judge(self, place: Place) -> Plan | Rejected:
         """The plan for a place, or why there is none."""
@@ -139,12 +139,14 @@ class _Search:
 
     def memory_of(self, wanted: JobSpec, recipe: Recipe, is_cuda: bool) -> Memory:
         """Peak memory of a recipe, in training or evaluation."""
-        how: dict[str, Any] = {"labelled_share": wanted.labelled_share, "is_cuda": is_cuda}
+        share = wanted.labelled_share
         largest = wanted.largest(recipe.settings.micro_batch_tokens, recipe.n_gpus, recipe.cost)
-        memory = estimate_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
+        memory = estimate_memory(wanted.shape, recipe, largest, wanted.adapters, labelled_share=share, is_cuda=is_cuda)
         if wanted.eval_lengths is not None:  # an evaluation takes as many tokens at once as training does
             largest = wanted.eval_cut(recipe.settings.micro_batch_tokens, recipe.cost).largest
-            other = evaluation_memory(wanted.shape, recipe, largest, wanted.adapters, **how)
+            other = evaluation_memory(
+                wanted.shape, recipe, largest, wanted.adapters, labelled_share=share, is_cuda=is_cuda
+            )
             memory = max(memory, other, key=lambda one: one.allocated_bytes)
         return memory
 
@@ -223,14 +225,14 @@ class _Search:
         key = precision, n_gpus, is_cuda
         known, rest = self._changes.setdefault(key, ([], _memory_savers(self.wanted, is_cuda)))
         yield from known
-        for changed in rest:
-            other = replace(self.wanted, **changed)
+        for saver in rest:
+            other = saver.applied_to(self.wanted)
             most = min(budgets(other, n_gpus, is_cuda))
             every = other.checkpoint_every if other.checkpoint_every is not None else 1
             accumulates = _one_pass(other, precision, Settings(most, every))
             sharding = shardings_of(other, n_gpus)[-1]
             recipe = replace(accumulates, n_gpus=n_gpus, sharding=sharding, mean_passes=2.0)
-            known.append((_in_words(changed), self.memory_of(other, recipe, is_cuda).reserved_bytes))
+            known.append((saver.in_words(self.wanted), self.memory_of(other, recipe, is_cuda).reserved_bytes))
             yield known[-1]
 
 
@@ -262,49 +264,69 @@ def shardings_of(wanted: JobSpec, n_gpus: int) -> list[str]:
     return {None: [DDP, FSDP], True: [FSDP], False: [DDP]}[wanted.spreads]
 
 
-def _memory_savers(wanted: JobSpec, is_cuda: bool) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True)
+class _Saver:
+    """Settings that save memory; None: as the job has them."""
+
+    method: str | None = None
+    optim: str | None = None
+    checkpoint_every: int | None = None
+    micro_batch_tokens: int | None = None
+    max_length: int | None = None
+
+    def applied_to(self, wanted: JobSpec) -> JobSpec:
+        """The job with these settings."""
+        found = wanted
+        if self.max_length is not None:
+            held_out = wanted.eval_lengths
+            shorter = wanted.lengths.truncated(self.max_length)
+            found = replace(found, lengths=shorter, eval_lengths=held_out and held_out.truncated(self.max_length))
+        at_once = self.micro_batch_tokens if self.micro_batch_tokens is not None else wanted.micro_batch_tokens
+        if at_once is not None and self.max_length is not None:
+            at_once = min(at_once, found.lengths.longest_example)
+        return replace(
+            found,
+            method=self.method or wanted.method,
+            optim=self.optim or wanted.optim,
+            checkpoint_every=wanted.checkpoint_every if self.checkpoint_every is None else self.checkpoint_every,
+            micro_batch_tokens=at_once,
+        )
+
+    def in_words(self, wanted: JobSpec) -> str:
+        """The settings as a job file has them."""
+        other = self.applied_to(wanted)
+        says = {
+            f"method: {self.method}": self.method,
+            f"train.optim: {self.optim}": self.optim,
+            "train.gradient_checkpointing: true": self.checkpoint_every,
+            f"train.micro_batch_tokens: {other.micro_batch_tokens}": self.micro_batch_tokens
+            or (self.max_length and wanted.micro_batch_tokens),
+            f"data.max_length: {other.lengths.longest}": self.max_length,
+        }
+        return " with ".join(words for words, is_said in says.items() if is_said)
+
+
+def _memory_savers(wanted: JobSpec, is_cuda: bool) -> Iterator[_Saver]:
     """Settings to change: the mildest first, each with those before."""
-    longest = wanted.lengths.longest
-    milder: dict[str, Any] = {}
+    longest, milder = wanted.lengths.longest, _Saver()
     if wanted.micro_batch_tokens is not None and wanted.micro_batch_tokens > wanted.lengths.longest_example:
-        milder["micro_batch_tokens"] = wanted.lengths.longest_example
-        yield dict(milder)
+        milder = replace(milder, micro_batch_tokens=wanted.lengths.longest_example)
+        yield milder
     if wanted.checkpoint_every not in (None, 1):
-        milder["checkpoint_every"] = 1
-        yield dict(milder)
+        milder = replace(milder, checkpoint_every=1)
+        yield milder
     if wanted.method == "full" and is_cuda and "8bit" not in wanted.optim:
-        yield milder | {"optim": "adamw_8bit"}
+        yield replace(milder, optim="adamw_8bit")
     methods = [name for name in (["lora", "qlora"] if is_cuda else ["lora"]) if name != wanted.method]
     if wanted.method == "qlora":
         methods = []
     for name in methods:
-        yield milder | {"method": name}
-    for n in (int(longest * share) for share in (0.5, 0.25)):
-        if n >= 64:
-            yield _shortened(wanted, milder, n)
-    if methods and int(longest * 0.25) >= 64:
-        yield _shortened(wanted, milder, int(longest * 0.25)) | {"method": methods[-1]}
-
-
-def _shortened(wanted: JobSpec, milder: dict[str, Any], longest: int) -> dict[str, Any]:
-    """Changes with inputs of at most `longest` tokens besides."""
-    held_out = wanted.eval_lengths
-    found = milder | {"lengths": wanted.lengths.truncated(max(1, longest))}
-    if wanted.micro_batch_tokens is not None:
-        found["micro_batch_tokens"] = min(wanted.micro_batch_tokens, found["lengths"].longest_example)
-    return found | {"eval_lengths": None if held_out is None else held_out.truncated(max(1, longest))}
-
-
-def _in_words(changed: dict[str, Any]) -> str:
-    """The settings as a job file has them."""
-    says: dict[str, Callable[[Any], str]] = {
-        "method": lambda name: f"method: {name}",
-        "optim": lambda name: f"train.optim: {name}",
-        "checkpoint_every": lambda _: "train.gradient_checkpointing: true",
-        "micro_batch_tokens": lambda n: f"train.micro_batch_tokens: {n}",
-        "lengths": lambda lengths: f"data.max_length: {lengths.longest}",
-    }
-    return " with ".join(say(changed[name]) for name, say in says.items() if name in changed)
+        yield replace(milder, method=name)
+    shorter = [n for n in (longest // 2, longest // 4) if n >= 64]
+    for n in shorter:
+        yield replace(milder, max_length=n)
+    if methods and longest // 4 >= 64:
+        yield replace(milder, max_length=longest // 4, method=methods[-1])
 
 
 def recipe_of(

@@ -14,97 +14,18 @@ from typing import Any, NamedTuple
 from farthing.errors import UserMistake
 from farthing.planner.config_sizes import ConfigSizes, windows_of
 from farthing.planner.families import BODY, FAMILIES, Family
+from farthing.planner.weights import Adapters, Flops, Weight
 from farthing.tasks.registry import task_of
 
 # they change layers or masks in ways not told here
 _NOT_READ = ("add_cross_attention", "use_bidirectional_attention", "mlp_only_layers")
 
+_OF_ALL_TOKENS = (".key", ".value")  # what a token reads of the others, in encoders like BERT's
 _PEFT_ADAPTS_EXPERTS = {  # by the names that their layers have in a checkpoint; in other mixtures it leaves experts alone
     "mixtral": ("w1", "w3", "w2"),
     "qwen3_moe": ("gate_proj", "up_proj", "down_proj"),
+    "olmoe": ("gate_proj", "up_proj", "down_proj"),
 }
-
-
-class Weight(NamedTuple):
-    """One module with a weight; `copies` of them in the model, alike but for the number of their layer."""
-
-    name: str  # as transformers names it; * stands for the number of the layer
-    part: str  # embeddings, positions, attention, mlp, norms, pooler or head
-    kind: str  # linear, embedding or norm; experts (of a layer, in one) and router, which are no linear layers; raw
-    n_in: int  # features in, or rows of an embedding; 1 for a norm
-    n_out: int
-    has_bias: bool
-    copies: int
-    is_tied: bool  # its weight is the embedding's
-    tokens: str  # what a linear layer multiplies: all, source or target tokens, or one vector per sequence
-    share: float = 1.0  # of those tokens: experts see those that are sent to them
-    n_experts: int = 1  # in it
-
-    @property
-    def n_weights(self) -> int:
-        """Numbers in one weight, without its bias."""
-        return self.n_in * self.n_out * self.n_experts
-
-    @property
-    def n_bias(self) -> int:
-        """Numbers in one bias."""
-        return self.n_out * self.n_experts if self.has_bias else 0
-
-    def n_adapter(self, r: int) -> int:
-        """Parameters of a LoRA of rank `r` on it: of each expert, and of two where two layers are one."""
-        n_layers = 2 if self.kind == "experts" and self.name.endswith("gate_up_proj") else 1
-        return n_layers * self.n_experts * r * (self.n_in + self.n_out)
-
-    @property
-    def n_parameters(self) -> int:
-        """Parameters the model has through all of them; a tied weight is counted where it lives."""
-        return self.copies * (self.n_bias + (0 if self.is_tied else self.n_weights))
-
-    def names(self) -> list[str]:
-        """The names in full."""
-        return [self.name.replace("*", str(i)) for i in range(self.copies)]
-
-
-class Flops(NamedTuple):
-    """Floating-point operations for one sequence, 2 for each multiply-add (Kaplan et al. 2020, arXiv 2001.08361).
-
-    Matrix products only: norms, activations, softmax, rotary embeddings and the loss are not counted.
-    """
-
-    body: float  # linear layers but for the head
-    attention: float  # scores and their product with the values
-    head: float
-    adapters: float
-    n_tokens: int
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return self.body + self.attention + self.head + self.adapters
-
-
-class Adapters(NamedTuple):
-    """A LoRA on a model (Hu et al. 2021, arXiv 2106.09685): what is trained, counted as `peft` makes it."""
-
-    r: int
-    adapted: tuple[tuple[Weight, int], ...]  # with how many of its copies
-    saved: tuple[tuple[Weight, int], ...]  # copied and trained whole (`modules_to_save`)
-    n_adapter: int  # parameters of A and B, and with DoRA of the magnitudes
-    n_saved: int
-    n_total: int  # of model and adapters; a module trained whole counts once, its frozen original not at all
-    first_layer: int = (
-        0  # the lowest with anything trained in or below it, counted from 0, a decoder's after its encoder's
-    )
-
-    @property
-    def n_trainable(self) -> int:
-        """Adapters and modules trained whole."""
-        return self.n_adapter + self.n_saved
-
-    @property
-    def n_merged(self) -> int:
-        """Weights of experts with adapters, which peft adds up in whole before every product."""
-        return sum(n * w.n_weights for w, n in self.adapted if w.kind == "experts")
 
 
 class Shape(NamedTuple):
@@ -126,7 +47,7 @@ class Shape(NamedTuple):
     windows: tuple[int | None, ...]  # by layer: tokens a token attends to, itself included; None is all before it
     weights: tuple[Weight, ...]
     query_and_value: tuple[str, ...]
-    n_active: int = 0  # experts that a token goes to, in a mixture of them; `ffn` is that of all of these
+    n_active: int = 0  # experts that a token goes to, in a mixture of them; `ffn` is that of these, and of one for all
 
     @property
     def scores_tokens(self) -> bool:
@@ -145,6 +66,11 @@ class Shape(NamedTuple):
         for weight in self.weights:
             found[weight.part] = found.get(weight.part, 0) + weight.n_parameters
         return found
+
+    @property
+    def experts(self) -> tuple[Weight, ...]:
+        """The experts' weights: of what goes into them, and of what comes out."""
+        return tuple(weight for weight in self.weights if weight.kind == "experts")
 
     @property
     def linear_layers(self) -> tuple[Weight, ...]:
@@ -287,12 +213,19 @@ class Shape(NamedTuple):
         return max(0, self.n_layers - first_layer), max(0, min(self.n_decoder_layers, of_all - first_layer))
 
     def forward_flops(
-        self, n_tokens: int, n_targets: int = 0, n_head_tokens: int | None = None, first_layer: int = 0
+        self,
+        n_tokens: int,
+        n_targets: int = 0,
+        n_head_tokens: int | None = None,
+        first_layer: int = 0,
+        *,
+        reads_first: bool = False,
     ) -> Flops:
         """FLOPs of one forward pass over a sequence of `n_tokens` (the source, and `n_targets` tokens of a seq2seq).
 
         `n_head_tokens` go through the head: all of them unless said. Attention counts the pairs that the mask lets
-        through: half the square where it is causal, fewer in a window. Layers below `first_layer` are left out.
+        through: half the square where it is causal, fewer in a window. Layers below `first_layer` are left out. With
+        `reads_first` the last layer of an encoder is computed for the first token, but for its keys and values.
         """
         n_above = self.n_above(first_layer)
         of_stack = {True: n_above[1], False: n_above[0]}
@@ -300,12 +233,19 @@ class Shape(NamedTuple):
             (weight, of_stack[weight.name.startswith("decoder.")] if "*" in weight.name else weight.copies)
             for weight in self.products
         ]
-        body, head, _ = self._products(every, n_tokens, n_targets, n_head_tokens)
+        body, head, _ = self._products(every, n_tokens, n_targets, n_head_tokens, reads_first)
         pairs = 4.0 * self.n_heads * self.head_dim  # queries with keys, and scores with values
-        return Flops(body, pairs * self._n_pairs(n_tokens, n_targets, n_above), head, 0.0, n_tokens + n_targets)
+        n_pairs = self._n_pairs(n_tokens, n_targets, n_above) - reads_first * (n_tokens**2 - n_tokens)
+        return Flops(body, pairs * n_pairs, head, 0.0, n_tokens + n_targets)
 
     def training_flops(
-        self, n_tokens: int, n_targets: int = 0, n_head_tokens: int | None = None, adapters: Adapters | None = None
+        self,
+        n_tokens: int,
+        n_targets: int = 0,
+        n_head_tokens: int | None = None,
+        adapters: Adapters | None = None,
+        *,
+        reads_first: bool = False,
     ) -> Flops:
         """FLOPs of forward and backward for one sequence, without recomputation; without `adapters` all is trained.
 
@@ -313,13 +253,14 @@ class Shape(NamedTuple):
         three times its forward. The input's gradient is counted down to the first layer with anything trained.
         """
         lengths = n_tokens, n_targets, n_head_tokens
-        once = self.forward_flops(*lengths)
+        once = self.forward_flops(*lengths, reads_first=reads_first)
         if adapters is None:
             return Flops(3 * once.body, 3 * once.attention, 3 * once.head, 0.0, once.n_tokens)
         products = self.products
         body, head, _ = self._products([(w, n) for w, n in adapters.saved if w in products], *lengths)
-        low_rank = self._products([(w, n) for w, n in adapters.adapted if w.kind == "linear"], *lengths)[2]
-        back = self.forward_flops(*lengths, first_layer=adapters.first_layer)
+        linear = [(w, n) for w, n in adapters.adapted if w.kind == "linear"]
+        low_rank = self._products(linear, *lengths, reads_first)[2]
+        back = self.forward_flops(*lengths, first_layer=adapters.first_layer, reads_first=reads_first)
         merged = self._products([(w, n) for w, n in adapters.adapted if w.kind == "experts"], *lengths)[0]
         return Flops(
             once.body
@@ -333,7 +274,12 @@ class Shape(NamedTuple):
         )
 
     def _products(
-        self, layers: Sequence[tuple[Weight, int]], n_tokens: int, n_targets: int, n_head_tokens: int | None
+        self,
+        layers: Sequence[tuple[Weight, int]],
+        n_tokens: int,
+        n_targets: int,
+        n_head_tokens: int | None,
+        reads_first: bool = False,
     ) -> tuple[float, float, float]:
         """Forward FLOPs of linear layers outside and inside the head, and of a LoRA of rank 1 on them."""
         seen = {"all": n_tokens, "source": n_tokens, "target": n_targets, "sequence": 1}
@@ -341,9 +287,11 @@ class Shape(NamedTuple):
         body = head = low_rank = 0.0
         for weight, n in layers:
             in_head = weight.part == "head" and weight.tokens != "sequence"
-            n_seen = of_head if in_head else seen[weight.tokens] * weight.share
-            product = 2.0 * n * weight.n_weights * n_seen
-            low_rank += 2.0 * n * (weight.n_in + weight.n_out) * n_seen
+            n_seen = n * (of_head if in_head else seen[weight.tokens] * weight.share)
+            if reads_first and n and "*" in weight.name and not weight.name.endswith(_OF_ALL_TOKENS):
+                n_seen -= n_tokens - 1  # in the last of its layers
+            product = 2.0 * weight.n_weights * n_seen
+            low_rank += 2.0 * (weight.n_in + weight.n_out) * n_seen
             body, head = (body, head + product) if weight.part == "head" else (body + product, head)
         return body, head, low_rank
 
@@ -384,7 +332,8 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
     sizes |= {"q": n_heads * head_dim, "k": n_kv_heads * head_dim, "3h": 3 * hidden, "P": positions or 0}
     sizes |= {"qkv": sizes["q"] + 2 * sizes["k"], "T": says.n("type_vocab_size", 1)}
     sizes |= {"h2d": hidden + 2 * head_dim, "B": says.n("relative_attention_num_buckets", 1)}
-    sizes["e"] = says.n("num_local_experts", 1)
+    shared = says.n("shared_expert_intermediate_size") if "shared_expert_intermediate_size" in family.defaults else 0
+    sizes |= {"e": says.n("num_local_experts", 1), "s": shared, "1": 1}
     n_active = says.n("num_experts_per_tok") if sizes["e"] > 1 else 0
     if says.value("decoder_sparse_step") not in (None, 1):
         what = "layers with and without experts are not known here"
@@ -401,7 +350,7 @@ def read_shape(config: Mapping[str, Any], task: str | None = None, n_labels: int
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         head_dim=head_dim,
-        ffn=ffn * max(1, n_active),
+        ffn=ffn * max(1, n_active) + shared,
         vocab=vocab,
         max_positions=positions,
         is_tied=says.holds("tie_word_embeddings"),

@@ -9,13 +9,16 @@ Refuses to predict a throughput: `speed` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from farthing.errors import UserMistake
 from farthing.planner.ownership import faster, hours_of, needed_samples_per_min, run_on_rent
 from farthing.planner.pricing import LONGEST_INTERVAL_S
 from farthing.units import parse_hours, parse_share, say_seconds, say_usd
+
+MUCH_FASTER = 1.5  # than the plan expects: from here on it is said
+REACHED = 0.75  # of the peak of a GPU: more than the best published runs reach, recomputation included
 
 
 @dataclass(frozen=True)
@@ -101,74 +104,146 @@ def parse_figures(
     return figures
 
 
-def by_hand(
-    figures: OwnFigures,
-    *,
-    n_samples: int,
-    n_epochs: float,
-    tokens_per_sample: float,
-    save_every_s: float | None = None,
-    max_gpu_hours: float | None = None,
-    usd_per_hour: float | None = None,
-    paid_gb: float | None = None,
-) -> dict[str, Any]:
-    """The figures as plain values, and `words` with a line for each of them. `max_gpu_hours` is the job's cap; `paid_gb` is
-    the memory that an hour is paid by, where it is paid by that."""
-    found: dict[str, Any] = {"words": []}
-    words: list[str] = found["words"]
-    rate = figures.samples_per_min
+@dataclass(frozen=True)
+class Known:
+    """What the plan knows of a run that somebody's figures are reckoned with."""
+
+    n_samples: int
+    n_epochs: float
+    tokens_per_sample: float
+    save_every_s: float | None = None
+    max_gpu_hours: float | None = None
+    """The job's cap."""
+    usd_per_hour: float | None = None
+    """Of the first choice, where it is rented."""
+    paid_gb: float | None = None
+    """The memory that an hour is paid by, where it is paid by that."""
+    machine: str = ""
+    """The first choice, with ..."""
+    samples_per_min: float = 0.0
+    """... the throughput that the plan expects there, and ..."""
+    share_of_peak: float = 0.0
+    """... the share of its GPUs' peak rate that this is."""
+
+
+@dataclass(frozen=True)
+class OnSpot:
+    """Hours, and what they come to in hours on demand."""
+
+    hours: float
+    overhead: float
+    price_hours: float
+    saved_share: float
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """What somebody's figures come to, and a line of words for each of them; None where nothing is known of it."""
+
+    words: tuple[str, ...] = ()
+    needed_samples_per_min: float | None = None
+    samples_per_min: float | None = None
+    hours: float | None = None
+    price_hours: float | None = None
+    usd: float | None = None
+    units: float | None = None
+    share_of_peak: float | None = None
+    fits_the_cap: bool | None = None
+    n_interruptions: float | None = None
+    lost_s_each: float | None = None
+    lost_s: float | None = None
+    spot: OnSpot | None = None
+    times_as_fast: float | None = None
+    saved_share: float | None = None
+
+    def and_say(self, words: str, **found: Any) -> ByHand:
+        """The same with more that was found, and words for it."""
+        return replace(self, words=(*self.words, words), **found)
+
+    def to_json(self) -> dict[str, object]:
+        """Plain values, without what is not known."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def by_hand(figures: OwnFigures, known: Known) -> ByHand:
+    """What the figures come to for a run."""
+    found = ByHand()
+    rate, cap = figures.samples_per_min, known.max_gpu_hours
     if rate is None and figures.tokens_per_s is not None:
-        rate = figures.tokens_per_s * 60 / max(1.0, tokens_per_sample)
-    if max_gpu_hours is not None:
-        found["needed_samples_per_min"] = needed = needed_samples_per_min(n_samples, n_epochs, max_gpu_hours)
-        words.append(f"{max_gpu_hours:g} GPU-hours are enough at {needed:,.0f} samples/min")
+        rate = figures.tokens_per_s * 60 / max(1.0, known.tokens_per_sample)
+    if cap is not None:
+        needed = needed_samples_per_min(known.n_samples, known.n_epochs, cap)
+        found = found.and_say(
+            f"{cap:g} GPU-hours are enough at {needed:,.0f} samples/min", needed_samples_per_min=needed
+        )
     if rate is not None:
-        hours = hours_of(n_samples, n_epochs, rate)
-        found |= {"samples_per_min": rate, "hours": hours, "price_hours": run_on_rent(1.0, hours)}
-        text = f"{n_samples:,} samples x {n_epochs:g} at {rate:,.0f} a minute: {hours:.2f} h, {hours:.2f} P on demand"
-        if usd_per_hour:
-            found["usd"] = run_on_rent(usd_per_hour, hours)
-            text += f", {say_usd(found['usd'])} at {say_usd(usd_per_hour)} an hour"
-        if paid_gb:
-            found["units"] = paid_gb * hours
-            text += f" ({paid_gb:g} GB x {hours:.2f} h = {found['units']:.1f} units)"
-        words.append(text)
-        if max_gpu_hours is not None:
-            found["fits_the_cap"] = hours <= max_gpu_hours
-        _add_spot(found, figures, hours, save_every_s)
+        hours = hours_of(known.n_samples, known.n_epochs, rate)
+        found = _with_bill(found, known, rate, hours)
+        found = _with_peak(found, known, rate)
+        found = _with_spot(found, figures, hours, known.save_every_s)
     if figures.step_s is not None:
         times, saved = faster(*figures.step_s)
-        found |= {"times_as_fast": times, "saved_share": saved}
         before, after = (f"{1000 * s:g} ms" for s in figures.step_s)
-        words.append(f"a step of {after} instead of {before}: {times:.2f} x as fast, {saved:.0%} fewer dollars")
+        words = f"a step of {after} instead of {before}: {times:.2f} x as fast, {saved:.0%} fewer dollars"
+        found = found.and_say(words, times_as_fast=times, saved_share=saved)
     return found
 
 
-def _add_spot(found: dict[str, Any], figures: OwnFigures, hours: float, save_every_s: float | None) -> None:
+def _with_bill(found: ByHand, known: Known, rate: float, hours: float) -> ByHand:
+    """Hours and dollars on demand."""
+    usd = run_on_rent(known.usd_per_hour, hours) if known.usd_per_hour else None
+    units = known.paid_gb * hours if known.paid_gb else None
+    text = f"{known.n_samples:,} samples x {known.n_epochs:g} at {rate:,.0f} a minute: {hours:.2f} h, {hours:.2f} P on demand"
+    if usd is not None:
+        text += f", {say_usd(usd)} at {say_usd(known.usd_per_hour)} an hour"
+    if units is not None:
+        text += f" ({known.paid_gb:g} GB x {hours:.2f} h = {units:.1f} units)"
+    cap = known.max_gpu_hours
+    return found.and_say(
+        text, samples_per_min=rate, hours=hours, price_hours=run_on_rent(1.0, hours), usd=usd, units=units,
+        fits_the_cap=None if cap is None else hours <= cap,
+    )  # fmt: skip
+
+
+def _with_peak(found: ByHand, known: Known, rate: float) -> ByHand:
+    """Whether the first choice could do it: against what the plan expects there, and against its peak."""
+    if not known.samples_per_min or rate < MUCH_FASTER * known.samples_per_min:
+        return found
+    share = known.share_of_peak * rate / known.samples_per_min
+    verdict = (
+        "more than it has"
+        if share > 1
+        else "more than training reaches"
+        if share > REACHED
+        else "ask how it was measured"
+    )
+    words = f"{known.machine}: the plan expects {known.samples_per_min:,.0f} samples/min of "
+    words += (
+        f"{known.tokens_per_sample:,.0f} tokens there; {rate:,.0f} would take {share:.0%} of its peak FLOP/s, {verdict}"
+    )
+    return found.and_say(words, share_of_peak=share)
+
+
+def _with_spot(found: ByHand, figures: OwnFigures, hours: float, save_every_s: float | None) -> ByHand:
     """Interruptions, what they lose, and what spot costs with them."""
     overhead = figures.spot_overhead or 0.0
     if figures.interrupted_every_s is not None:
         interval_s = save_every_s if save_every_s is not None else LONGEST_INTERVAL_S
         n = hours * 3600 / figures.interrupted_every_s
         each_s = interval_s / 2 + figures.restart_s
-        found |= {"n_interruptions": n, "lost_s_each": each_s, "lost_s": n * each_s}
         if figures.spot_overhead is None:
             overhead = n * each_s / (hours * 3600)
-        found["words"].append(
+        words = (
             f"{n:.2g} expected interruptions, {say_seconds(each_s)} lost each (half of the {say_seconds(interval_s)} "
             f"between checkpoints, and the restart): {say_seconds(n * each_s)} in all"
         )
+        found = found.and_say(words, n_interruptions=n, lost_s_each=each_s, lost_s=n * each_s)
     if figures.spot_discount is None:
-        return
+        return found
     price_hours = run_on_rent(1 - figures.spot_discount, hours * (1 + overhead))
     saved = 1 - price_hours / hours
-    found["spot"] = {
-        "hours": hours * (1 + overhead),
-        "overhead": overhead,
-        "price_hours": price_hours,
-        "saved_share": saved,
-    }
-    found["words"].append(
+    words = (
         f"on spot, {figures.spot_discount:.0%} cheaper with {overhead:.1%} more hours: {price_hours:.2g} P, "
         f"{abs(saved):.0%} {'less' if saved > 0 else 'more'} than on demand"
     )
+    return found.and_say(words, spot=OnSpot(hours * (1 + overhead), overhead, price_hours, saved))

@@ -17,10 +17,11 @@ from farthing.planner.frozen_cache_cost import frozen_cache_bytes
 from farthing.planner.lengths import Cut, Largest, Lengths
 from farthing.planner.memory import Memory
 from farthing.planner.recipe import Recipe, Stack, n_lanes_of, stack_for
-from farthing.planner.shapes import Adapters, Shape
+from farthing.planner.shapes import Shape
 from farthing.planner.software import Torch, host_note, why_no_code
 from farthing.planner.speed import Calibration, Device, StepTime, device_of
 from farthing.planner.spot import Expected
+from farthing.planner.weights import Adapters
 from farthing.prices.gpus import Gpu, gpus
 from farthing.prices.offers import (
     ASSUMED_EGRESS_USD_PER_GB,
@@ -239,6 +240,8 @@ class Place:
     """What is to be said of the precision; empty where nothing is."""
     price_age_days: int = 0
     """Since the price was read."""
+    is_part: bool = False
+    """Whether the machine has more GPUs than these."""
     host_note: str = ""
     """What has to be installed by hand; empty where nothing has."""
 
@@ -312,6 +315,14 @@ class Plan:
     def total_usd(self) -> float:
         """The bill."""
         return sum(self.usd.values())
+
+    @property
+    def to_set(self) -> tuple[str, ...]:
+        """What the job has to say for it, beside what it says by itself."""
+        said = self.recipe.to_set
+        if self.place.is_part and said:
+            return (f"where.gpus: {self.recipe.n_gpus}", *said[1:])
+        return said
 
     @property
     def is_tight(self) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from farthing.errors import UserMistake
 from farthing.planner.ownership import saving
 from farthing.prices.gpus import find_gpu, gpus
+from farthing.report.plan_types import plain
 from farthing.report.plan_words import LOCAL, say_cost, say_saving, say_short
 from farthing.units import say_bytes, say_count, say_seconds, say_usd
 
@@ -18,7 +18,7 @@ SERVICE = "service"
 Row = Mapping[str, Any]
 
 
-def find_plan(view: Mapping[str, Any], text: str, *, or_service: bool = False) -> dict[str, Any]:
+def find_plan(view: Row, text: str, *, or_service: bool = False) -> Row:
     """The plan that a rank or a name means: `3`, `H100`, `2x RTX 4090 spot`, `verda/A100-80GB`, `own`.
 
     With `or_service` a service too: `Together`, which has machines as well: those are `Together/H100`.
@@ -26,7 +26,7 @@ def find_plan(view: Mapping[str, Any], text: str, *, or_service: bool = False) -
     The first that answers to the name. Raises `UserMistake`, with the reason where all that
     answer were rejected.
     """
-    rows: list[dict[str, Any]] = view["plans"]
+    rows: Sequence[Row] = view["plans"]
     wanted = text.strip()
     if re.fullmatch(r"#?\d+", wanted):
         rank = int(wanted.lstrip("#"))
@@ -46,7 +46,7 @@ def find_plan(view: Mapping[str, Any], text: str, *, or_service: bool = False) -
     raise UserMistake(f"no plan is called `{wanted}`", where="plan", to_do=to_do)
 
 
-def _service(view: Row, text: str) -> dict[str, Any] | None:
+def _service(view: Row, text: str) -> Row | None:
     """The service for a fee that a name means, with the little that there is to compare."""
     for one in view["managed"]:
         name = f"{one['provider']}, {one['what']}"
@@ -99,7 +99,7 @@ def _key(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
-def compare_plans(a: Row, b: Row) -> dict[str, Any]:
+def compare_plans(a: Row, b: Row) -> Row:
     """Two choices side by side: figures of both with the ratio b / a, the same in words for those who draw, and a sentence.
 
     A service's has dollars alone.
@@ -113,7 +113,7 @@ def compare_plans(a: Row, b: Row) -> dict[str, Any]:
         "memory_bytes": ("memory", lambda row: _of(row, "memory", "needed_bytes"), say_bytes),
         "capacity_bytes": ("of", lambda row: _of(row, "memory", "capacity_bytes"), say_bytes),
     }
-    rows: dict[str, Any] = {}
+    rows: dict[str, dict[str, float | None]] = {}
     table: list[list[str]] = []
     for name, (words, figure, say) in figures.items():
         rows[name] = _pair(figure(a), figure(b))
@@ -181,17 +181,3 @@ def _sum_of(row: Row) -> str:
     price = "" if row["usd_per_gpu_hour"] is None else f" at {say_usd(row['usd_per_gpu_hour'])}{each}"
     kind = " spot" if row["kind"] == "spot" else ""
     return f"{row['n_gpus']}x {row['gpu']}{kind}{price} for {say_seconds(row['wall_s'])} = {say_cost(row['total_usd'])}"
-
-
-def plain(value: Any) -> Any:
-    """Values that JSON has: numbers of numpy become Python's, what is not finite becomes null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    number = float(value)
-    if not math.isfinite(number):
-        return None
-    return float(f"{number:.10g}")

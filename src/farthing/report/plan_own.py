@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from farthing.planner.managed import bills, say_size
@@ -22,6 +23,7 @@ from farthing.units import say_seconds
 
 if TYPE_CHECKING:
     from farthing.planner.inputs import Study
+from farthing.report.plan_types import Against, OwnView, YearsView
 from farthing.report.plan_words import OWN, say_cost
 
 RENTED = ("on-demand", "spot")
@@ -93,35 +95,23 @@ def _takes(offer: Offer, study: Study) -> bool:
 
 def own_machine(
     owned: Owned, rows: Sequence[Mapping[str, Any]], best: Any, study: Study, runs_per_month: float | None
-) -> dict[str, Any]:
+) -> OwnView:
     """A machine of one's own: what this run costs on it, and when buying it pays back."""
     mine = [row for row in rows if row["kind"] == "own" and (row["gpu"], row["n_gpus"]) == (owned.gpu, owned.n_gpus)]
-    found: dict[str, Any] = {
-        "name": f"{owned.n_gpus}x {owned.gpu}",
-        "price_usd": owned.price_usd,
-        "power_kw": owned.power_kw,
-        "usd_per_kwh": owned.usd_per_kwh,
-        "running_usd_per_h": owned.running_usd_per_h,
-        "wear_usd_per_h": owned.wear_usd_per_h,
-        "hours_per_month": owned.hours_per_month,
-        "rank": None,
-        "hours": None,
-        "usd": None,
-        "total_usd": None,
-        "against": [],
-        "words": "",
-    }
+    found = OwnView(
+        f"{owned.n_gpus}x {owned.gpu}", owned.price_usd, owned.power_kw, owned.usd_per_kwh, owned.running_usd_per_h,
+        owned.wear_usd_per_h, owned.hours_per_month,
+    )  # fmt: skip
     if not mine:
         why = [
             one
             for one in study.answer.rejected
             if one.offer.provider == OWN and (one.offer.gpu, one.offer.n_gpus) == (owned.gpu, owned.n_gpus)
         ]
-        found["words"] = f"{why[0].reason}; {why[0].change}" if why else "not among the offers"
-        return found
+        return replace(found, words=f"{why[0].reason}; {why[0].change}" if why else "not among the offers")
     row = mine[0]
     usd = {name: value for name, value in run_on_own(owned, row["hours"]).items() if value}
-    found |= {"rank": row["rank"], "hours": row["hours"], "usd": usd, "total_usd": sum(usd.values())}
+    against: list[Against] = []
     hours_per_month = runs_per_month * row["hours"] if runs_per_month else owned.hours_per_month
     equal = min(
         (r for r in rows if r["kind"] == "on-demand" and (r["gpu"], r["n_gpus"]) == (owned.gpu, owned.n_gpus)),
@@ -130,17 +120,20 @@ def own_machine(
     )
     rented = best_of([r for r in rows if r["kind"] in RENTED])
     for is_equal, other in ((True, equal), (False, rented)):
-        if other is None or any(other["rank"] == one["rank"] for one in found["against"]):
+        if other is None or any(other["rank"] == one.rank for one in against):
             continue
         # against other GPUs: what the rent for the work of an own hour comes to
         per_hour = float(other["usd_per_hour"] if is_equal else other["total_usd"] / row["hours"])
-        found["against"].append(
+        against.append(
             _against(owned, other["name"], per_hour, min(hours_per_month, HOURS_PER_MONTH), other["rank"], is_equal)
         )
     for name, fee_usd in fees(services(study)).items() if runs_per_month else ():
-        found["against"].append(_against(owned, name, fee_usd / row["hours"], hours_per_month))
-    found["words"] = f"{say_cost(found['total_usd'])} and {say_seconds(row['wall_s'])} for this run"
-    return found
+        against.append(_against(owned, name, fee_usd / row["hours"], hours_per_month))
+    total_usd = sum(usd.values())
+    words = f"{say_cost(total_usd)} and {say_seconds(row['wall_s'])} for this run"
+    return replace(
+        found, rank=row["rank"], hours=row["hours"], usd=usd, total_usd=total_usd, against=tuple(against), words=words
+    )
 
 
 def _against(
@@ -150,23 +143,15 @@ def _against(
     hours_per_month: float,
     rank: int | None = None,
     is_equal: bool = False,
-) -> dict[str, Any]:
+) -> Against:
     """When an owned machine pays back against what `usd_per_hour` buys elsewhere of the work of its hour."""
     months = break_even_months(owned, rent_usd_per_h=usd_per_hour, hours_per_month=hours_per_month)
-    return {
-        "rank": rank,
-        "name": name,
-        "is_equal": is_equal,
-        "usd_per_own_hour": usd_per_hour,
-        "break_even_hours": break_even_hours(owned, usd_per_hour),
-        "break_even_months": months,
-        "hours_per_month": hours_per_month,
-    }
+    return Against(rank, name, is_equal, usd_per_hour, break_even_hours(owned, usd_per_hour), months, hours_per_month)
 
 
 def years_of(
     rows: Sequence[Mapping[str, Any]], view: Mapping[str, Any], study: Study, runs_per_month: float
-) -> dict[str, Any]:
+) -> YearsView:
     """What a project of so many runs a month comes to, in a year and in three."""
     ways: dict[str, Way] = {}
     notes: list[str] = []
@@ -175,20 +160,20 @@ def years_of(
         if row is not None:
             ways[f"rent {row['name']}"] = Way(row["total_usd"])
     for owned, found in zip(study.own, view["own"], strict=True):
-        if found["hours"] is None:
+        if found.hours is None:
             continue
-        name = f"{'buy' if owned.price_usd else 'own'} {found['name']}"
-        ways[name] = own_way(owned, found["hours"])
-        busy = found["hours"] * runs_per_month
+        name = f"{'buy' if owned.price_usd else 'own'} {found.name}"
+        ways[name] = own_way(owned, found.hours)
+        busy = found.hours * runs_per_month
         if busy > HOURS_PER_MONTH:
             notes.append(f"{name}: {busy:,.0f} hours a month are more than one machine has")
     ways |= {name: Way(fee_usd) for name, fee_usd in fees(view["managed"]).items()}
     yearly = yearly_usd(ways, runs_per_month)
     dearest = max(yearly.values(), default=0.0)
-    return {
-        "runs_per_month": runs_per_month,
-        "saved_in_a_year": {name: saving(usd, dearest)._asdict() for name, usd in yearly.items()},
-        "one_year_usd": yearly,
-        "three_years_usd": yearly_usd(ways, runs_per_month, 3),
-        "notes": notes,
-    }
+    return YearsView(
+        runs_per_month,
+        {name: saving(usd, dearest)._asdict() for name, usd in yearly.items()},
+        yearly,
+        yearly_usd(ways, runs_per_month, 3),
+        notes,
+    )

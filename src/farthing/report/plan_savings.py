@@ -9,6 +9,7 @@ from farthing.planner.alternatives import is_rented
 from farthing.planner.ownership import saving
 from farthing.planner.types import Plan
 from farthing.report.plan_own import fees
+from farthing.report.plan_types import MethodView, RunsView
 from farthing.report.plan_words import say_cost, say_saving
 from farthing.units import say_seconds
 
@@ -57,19 +58,19 @@ def savings_view(study: Study) -> dict[str, Any] | None:
     }
 
 
-def methods_view(study: Study) -> list[dict[str, Any]]:
+def methods_view(study: Study) -> list[MethodView]:
     """The first choice by each method, the cheapest first."""
     found = [
-        {
-            "method": method,
-            "is_asked": method == study.wanted.method,
-            "usd": None if plan is None else plan.total_usd,
-            "hours": None if plan is None else plan.wall_s / 3600,
-            "where": "" if plan is None else _where(plan),
-        }
+        MethodView(
+            method,
+            method == study.wanted.method,
+            None if plan is None else plan.total_usd,
+            None if plan is None else plan.wall_s / 3600,
+            "" if plan is None else _where(plan),
+        )
         for method, plan in study.methods
     ]
-    return sorted(found, key=lambda one: (one["usd"] is None, one["usd"] or 0.0))
+    return sorted(found, key=lambda one: (one.usd is None, one.usd or 0.0))
 
 
 def _where(plan: Plan) -> str:
@@ -88,7 +89,7 @@ def methods_in_words(methods: list[Row]) -> str:
     )
 
 
-def runs_view(view: Row, n_runs: int) -> dict[str, Any]:
+def runs_view(view: Row, n_runs: int) -> RunsView:
     """What so many runs come to: the first choice, the plain way, a service that takes the model."""
     ways: dict[str, float] = {}
     best = view["best"]
@@ -101,4 +102,4 @@ def runs_view(view: Row, n_runs: int) -> dict[str, Any]:
     if best is not None and len(ways) > 1:
         mine, dearest = ways[best["name"]], max(ways.values())
         words.append(f"against the dearest {say_cost(dearest - mine)} saved, {say_saving(saving(mine, dearest))}")
-    return {"n_runs": n_runs, "usd": ways, "words": words}
+    return RunsView(n_runs, ways, words)

@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from farthing.report.plan_types import Paid
 from farthing.units import say_usd
 
 
-def paid_view(best: Mapping[str, Any] | None, paid_usd: float | None) -> dict[str, Any] | None:
+def paid_view(best: Mapping[str, Any] | None, paid_usd: float | None) -> Paid | None:
     """`paid` of a plan's view: what was paid beside what the best plan costs."""
     if paid_usd is None:
         return None
     here = best["total_usd"] if best else None
-    return {
-        "usd": paid_usd,
-        "here_usd": here,
-        "saved_usd": None if here is None else paid_usd - here,
-        "ratio": paid_usd / here if here else None,
-    }
+    return Paid(paid_usd, here, None if here is None else paid_usd - here, paid_usd / here if here else None)
 
 
 def service_lines(view: Mapping[str, Any]) -> list[str]:

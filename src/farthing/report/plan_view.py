@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import farthing
 from farthing.planner.confidence import how_sure
 from farthing.planner.lengths import Lengths
 from farthing.planner.serving import Traffic
-from farthing.planner.throughput_arithmetic import OwnFigures, by_hand
+from farthing.planner.throughput_arithmetic import ByHand, Known, OwnFigures, by_hand
 from farthing.planner.types import OLD_PRICE_DAYS, Plan, Rejected, up_front
 from farthing.prices.gpus import gpus
 from farthing.prices.offers import Offer
@@ -24,10 +25,24 @@ from farthing.units import plural, say_bytes, say_seconds
 if TYPE_CHECKING:
     from farthing.planner.inputs import Study
 from farthing.report.plan_beside import UNTRIED, sooner, spot_or_not, two_or_one
-from farthing.report.plan_compare import plain
 from farthing.report.plan_own import RENTED, best_of, own_machine, services, years_of
 from farthing.report.plan_savings import methods_view, runs_view, savings_view
 from farthing.report.plan_serving import serving_view
+from farthing.report.plan_types import (
+    AgesView,
+    AlsoAt,
+    HereView,
+    JobView,
+    LimitsView,
+    MemoryView,
+    PlanRow,
+    PricesView,
+    RecipeView,
+    RejectedRow,
+    SpotView,
+    StepView,
+    plain,
+)
 from farthing.report.plan_words import LOCAL, OWN, cause_of, has_price, say_cost
 
 KIND = "farthing plan"
@@ -43,7 +58,7 @@ def plan_view(
     """Everything a plan says. `runs_per_month` adds what a project of so many comes to in a year, `figures` what somebody
     knows of the run from elsewhere, `traffic` what answering with the model costs, `n_runs` what so many runs come to."""
     choices = _choices(study.answer.plans)
-    rows = [_plan(rank, group, study.law, study.wanted.shape.model_type) for rank, group in enumerate(choices, 1)]
+    rows = [plain(_plan(i, group, study.law, study.wanted.shape.model_type)) for i, group in enumerate(choices, 1)]
     best = best_of(rows)
     view = {
         "kind": KIND,
@@ -56,7 +71,7 @@ def plan_view(
         "data_notes": list(dict.fromkeys(note for each in _lengths_of(study) for note in each.notes)),
         "answer": "",
         "best": best,
-        "n_offers": len(study.answer.plans) + len(study.answer.rejected),
+        "n_offers": _n_offers(study),
         "n_plans": len(study.answer.plans),
         "n_choices": len(rows),
         "plans": rows,
@@ -70,79 +85,88 @@ def plan_view(
         "savings": savings_view(study),
         "methods": methods_view(study),
     }
-    view["answer"] = _answer(view, rows)
+    view["answer"] = _answer(best, rows, study)
     view["own"] = [own_machine(owned, rows, best, study, runs_per_month) for owned in study.own]
     view["years"] = years_of(rows, view, study, runs_per_month) if runs_per_month else None
-    view["by_hand"] = _by_hand(study, figures or OwnFigures(), best)
+    found = _by_hand(study, figures or OwnFigures(), best)
+    view["by_hand"] = None if found is None else found.to_json()
     view["runs"] = runs_view(view, n_runs) if n_runs else None
     view["serving"] = serving_view(study, traffic) if traffic is not None else None
     return dict(plain(view))
 
 
-def _by_hand(study: Study, figures: OwnFigures, best: Any) -> dict[str, Any] | None:
+def _by_hand(study: Study, figures: OwnFigures, best: Any) -> ByHand | None:
     """What somebody's own figures come to; the throughput that the job's cap on GPU-hours asks for."""
-    wanted = study.wanted
+    wanted, plan = study.wanted, study.answer.best
     if not figures.is_any and wanted.max_gpu_hours is None:
         return None
-    n_samples, n_epochs = wanted.lengths.n_examples, wanted.n_epochs
-    if wanted.max_steps is not None:
-        n_samples, n_epochs = wanted.n_steps * wanted.global_batch, 1.0
-    return by_hand(
-        figures,
-        n_samples=n_samples,
-        n_epochs=n_epochs,
+    known = Known(
+        n_samples=wanted.lengths.n_examples,
+        n_epochs=wanted.n_epochs,
         tokens_per_sample=wanted.tokens_per_example,
         save_every_s=wanted.save_every_s,
         max_gpu_hours=wanted.max_gpu_hours,
-        usd_per_hour=best["usd_per_hour"] if best is not None and best["kind"] in RENTED else None,
-        paid_gb=best["paid_gb"] if best is not None else None,
     )
+    if wanted.max_steps is not None:
+        known = replace(known, n_samples=wanted.n_steps * wanted.global_batch, n_epochs=1.0)
+    if best is not None and plan is not None:
+        known = replace(
+            known,
+            usd_per_hour=best["usd_per_hour"] if best["kind"] in RENTED else None,
+            paid_gb=best["paid_gb"],
+            machine=best["name"],
+            samples_per_min=wanted.global_batch / plan.step.seconds * 60,
+            share_of_peak=_share_of_peak(plan),
+        )
+    return by_hand(figures, known)
+
+
+def _share_of_peak(plan: Plan) -> float:
+    """What a step reaches of the peak rate of its GPUs; 0 where that is not known."""
+    gpu = gpus().get(plan.offer.gpu)
+    peak = gpu.flops.get(plan.recipe.precision) if gpu is not None else None
+    return plan.step.flops / plan.step.seconds / (peak * plan.recipe.n_gpus) if peak else 0.0
 
 
 # ---- the job, the prices ----
 
 
-def _job(study: Study) -> dict[str, Any]:
+def _job(study: Study) -> JobView:
     job, wanted = study.job, study.wanted
     shape, lengths = wanted.shape, wanted.lengths
-    return {
-        "model": job.model.model_name_or_path,
-        "revision": job.model.revision,
-        "task": job.task,
-        "method": wanted.method,
-        "optimizer": wanted.optim,
-        "n_parameters": shape.n_parameters,
-        "n_trainable": wanted.n_trainable,
-        "n_examples": lengths.n_examples,
-        "n_epochs": None if wanted.max_steps is not None else wanted.n_epochs,
-        "n_steps": study.answer.n_steps,
-        "global_batch": wanted.global_batch,
-        "mean_tokens": wanted.tokens_per_example,
-        "longest_tokens": lengths.longest_example,
-        "longest_target_tokens": lengths.longest_target or None,
-        "n_tokens": study.answer.n_steps * wanted.global_batch * wanted.tokens_per_example,
-        "lengths_are_exact": lengths.is_exact,
-        "lengths_source": lengths.source,
-        "n_evaluations": wanted.n_evaluations,
-        "n_eval_examples": wanted.eval_lengths.n_examples if wanted.eval_lengths is not None else 0,
-        "limits": {
-            "max_usd": wanted.max_usd,
-            "max_hours": wanted.max_hours,
-            "max_gpu_hours": wanted.max_gpu_hours,
-            "deadline_s": wanted.deadline_s,
-            "confidence": wanted.confidence if wanted.deadline_s is not None else None,
-        },
-    }
+    return JobView(
+        model=job.model.model_name_or_path,
+        revision=job.model.revision,
+        task=job.task,
+        method=wanted.method,
+        optimizer=wanted.optim,
+        n_parameters=shape.n_parameters,
+        n_trainable=wanted.n_trainable,
+        n_examples=lengths.n_examples,
+        n_epochs=None if wanted.max_steps is not None else wanted.n_epochs,
+        n_steps=study.answer.n_steps,
+        global_batch=wanted.global_batch,
+        mean_tokens=wanted.tokens_per_example,
+        longest_tokens=lengths.longest_example,
+        longest_target_tokens=lengths.longest_target or None,
+        n_tokens=study.answer.n_steps * wanted.global_batch * wanted.tokens_per_example,
+        lengths_are_exact=lengths.is_exact,
+        lengths_source=lengths.source,
+        n_evaluations=wanted.n_evaluations,
+        n_eval_examples=wanted.eval_lengths.n_examples if wanted.eval_lengths is not None else 0,
+        limits=LimitsView(
+            wanted.max_usd,
+            wanted.max_hours,
+            wanted.max_gpu_hours,
+            wanted.deadline_s,
+            wanted.confidence if wanted.deadline_s is not None else None,
+        ),
+    )
 
 
-def _prices(study: Study) -> dict[str, Any]:
-    newest, median, oldest = study.catalog.ages_days
-    return {
-        "words": study.catalog.words,
-        "where": study.catalog.where,
-        "is_stale": study.catalog.is_stale,
-        "age_days": {"newest": newest, "median": median, "oldest": oldest},
-    }
+def _prices(study: Study) -> PricesView:
+    found = study.catalog
+    return PricesView(found.words, found.where, found.is_stale, AgesView(*found.ages_days))
 
 
 def _choices(plans: Iterable[Plan]) -> list[list[Plan]]:
@@ -155,98 +179,92 @@ def _choices(plans: Iterable[Plan]) -> list[list[Plan]]:
     return list(groups.values())
 
 
-def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> dict[str, Any]:
+def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> PlanRow:
     plan, offer, step = group[0], group[0].offer, group[0].step
-    return {
-        "rank": rank,
-        "name": _name(plan),
-        "provider": offer.provider,
-        "instance": offer.instance,
-        "gpu": plan.place.device.name,
-        "is_cpu": not plan.place.is_cuda,
-        "n_gpus": max(1, offer.n_gpus),
-        "region": offer.region,
-        "zone": offer.zone,
-        "kind": _kind(offer),
-        "usd_per_hour": offer.usd_per_hour,
-        "usd_per_gpu_hour": None if offer.usd_per_hour is None else offer.usd_per_hour / max(1, offer.n_gpus),
-        "paid_gb": offer.n_gpus * gpus()[offer.gpu].memory_gib if offer.unit == "gb_hour" else None,
-        "price_source": offer.source,
-        "price_date": offer.date.isoformat(),
-        "price_age_days": plan.place.price_age_days,
-        "price_is": "from" if plan.place.is_from_price else "",
-        "price_notes": price_notes(plan),
-        "recipe": _recipe(plan),
-        "memory": _memory(plan),
-        "seconds": plan.seconds,
-        "wall_s": plan.wall_s,
-        "hours": plan.wall_s / 3600,
-        "hours_range": plan.hours_range.as_list(),
-        "step": {
-            "seconds": step.seconds,
-            "parts": step.parts,
-            "tokens_per_s": step.tokens_per_s,
-            "useful_share": min(1.0, step.n_tokens / max(1.0, step.n_padded_tokens)),
-            "flops_per_s": step.flops / step.seconds,
-        },
-        "usd": plan.usd,
-        "total_usd": plan.total_usd,
-        "usd_range": plan.usd_range.as_list(),
-        "up_front_usd": up_front(plan),
-        "save_every_s": plan.interval_s,
-        "cache_bytes": plan.cache_bytes,
-        "spot": _spot(plan, law),
-        "chance": plan.chance,
-        "confidence": how_sure(plan.place, family),
-        "why": "; ".join(words for words in (plan.why, plan.mixture, plan.place.precision_note) if words),
-        "on_front": any(one.on_front for one in group),
-        "also_at": [
-            {
-                "instance": other.offer.instance,
-                "region": other.offer.region,
-                "zone": other.offer.zone,
-                "usd_per_hour": other.offer.usd_per_hour,
-                "total_usd": other.total_usd,
-                "hours": other.wall_s / 3600,
-            }
+    return PlanRow(
+        rank=rank,
+        name=_name(plan),
+        provider=offer.provider,
+        instance=offer.instance,
+        gpu=plan.place.device.name,
+        is_cpu=not plan.place.is_cuda,
+        n_gpus=max(1, offer.n_gpus),
+        region=offer.region,
+        zone=offer.zone,
+        kind=_kind(offer),
+        usd_per_hour=offer.usd_per_hour,
+        usd_per_gpu_hour=None if offer.usd_per_hour is None else offer.usd_per_hour / max(1, offer.n_gpus),
+        paid_gb=offer.n_gpus * gpus()[offer.gpu].memory_gib if offer.unit == "gb_hour" else None,
+        price_source=offer.source,
+        price_date=offer.date.isoformat(),
+        price_age_days=plan.place.price_age_days,
+        price_is="from" if plan.place.is_from_price else "",
+        price_notes=price_notes(plan),
+        recipe=_recipe(plan),
+        memory=_memory(plan),
+        seconds=plan.seconds,
+        wall_s=plan.wall_s,
+        hours=plan.wall_s / 3600,
+        hours_range=plan.hours_range.as_list(),
+        step=StepView(
+            step.seconds,
+            step.parts,
+            step.tokens_per_s,
+            min(1.0, step.n_tokens / max(1.0, step.n_padded_tokens)),
+            step.flops / step.seconds,
+        ),
+        usd=plan.usd,
+        total_usd=plan.total_usd,
+        usd_range=plan.usd_range.as_list(),
+        up_front_usd=up_front(plan),
+        save_every_s=plan.interval_s,
+        cache_bytes=plan.cache_bytes,
+        spot=_spot(plan, law),
+        chance=plan.chance,
+        confidence=how_sure(plan.place, family),
+        why="; ".join(words for words in (plan.why, plan.mixture, plan.place.precision_note) if words),
+        on_front=any(one.on_front for one in group),
+        also_at=[
+            AlsoAt(one.instance, one.region, one.zone, one.usd_per_hour, other.total_usd, other.wall_s / 3600)
             for other in group[1:]
+            for one in (other.offer,)
         ],
-    }
+    )
 
 
-def _recipe(plan: Plan) -> dict[str, Any]:
+def _recipe(plan: Plan) -> RecipeView:
     """How it is computed."""
     recipe, step = plan.recipe, plan.step
-    return {
-        "words": recipe.in_words(),
-        "method": recipe.method,
-        "precision": recipe.precision,
-        "precision_note": plan.place.precision_note,
-        "micro_batch_tokens": recipe.settings.micro_batch_tokens,
-        "mean_tokens_at_once": step.n_padded_tokens / recipe.n_gpus / recipe.n_micro_batches,
-        "n_micro_batches": recipe.n_micro_batches,
-        "is_flat": recipe.stack.is_packed,
-        "global_batch": recipe.global_batch,
-        "checkpointing": recipe.settings.checkpointing,
-        "checkpoint_every": recipe.settings.checkpoint_every,
-        "optimizer": recipe.optim,
-        "sharding": recipe.sharding,
-        "to_set": list(recipe.to_set),
-        "n_shards": recipe.n_gpus if recipe.sharding == "fsdp" else 1,
-    }
+    return RecipeView(
+        words=recipe.in_words(),
+        method=recipe.method,
+        precision=recipe.precision,
+        precision_note=plan.place.precision_note,
+        micro_batch_tokens=recipe.settings.micro_batch_tokens,
+        mean_tokens_at_once=step.n_padded_tokens / recipe.n_gpus / recipe.n_micro_batches,
+        n_micro_batches=recipe.n_micro_batches,
+        is_flat=recipe.stack.is_packed,
+        global_batch=recipe.global_batch,
+        checkpointing=recipe.settings.checkpointing,
+        checkpoint_every=recipe.settings.checkpoint_every,
+        optimizer=recipe.optim,
+        sharding=recipe.sharding,
+        to_set=list(plan.to_set),
+        n_shards=recipe.n_gpus if recipe.sharding == "fsdp" else 1,
+    )
 
 
-def _memory(plan: Plan) -> dict[str, Any]:
+def _memory(plan: Plan) -> MemoryView:
     """What it needs of a GPU, and what is there."""
-    return {
-        "parts": _memory_parts(plan),
-        "needed_bytes": plan.memory_range.likely,
-        "range_bytes": plan.memory_range.as_list(),
-        "capacity_bytes": plan.place.memory_bytes,
-        "spare_bytes": plan.place.memory_bytes - plan.memory_range.likely,
-        "moment": plan.memory.moment,
-        "is_tight": plan.is_tight,
-    }
+    return MemoryView(
+        parts=_memory_parts(plan),
+        needed_bytes=plan.memory_range.likely,
+        range_bytes=plan.memory_range.as_list(),
+        capacity_bytes=plan.place.memory_bytes,
+        spare_bytes=plan.place.memory_bytes - plan.memory_range.likely,
+        moment=plan.memory.moment,
+        is_tight=plan.is_tight,
+    )
 
 
 def _lengths_of(study: Study) -> list[Lengths]:
@@ -265,7 +283,7 @@ def _name(plan: Plan) -> str:
     what = f"{max(1, plan.offer.n_gpus)}x {plan.place.device.name}"
     kind = _kind(plan.offer)
     if kind == "here":
-        return f"{LOCAL} ({plan.place.device.name})"
+        return f"{LOCAL} ({what.removeprefix('1x ')})"
     return (
         f"own {what.removeprefix('1x ')}"
         if kind == "own"
@@ -283,33 +301,32 @@ def _memory_parts(plan: Plan) -> dict[str, float]:
     return parts
 
 
-def _spot(plan: Plan, law: str) -> dict[str, Any] | None:
+def _spot(plan: Plan, law: str) -> SpotView | None:
     if plan.spot is None:
         return None
     found = plan.spot
-    return {
-        "n_interruptions": found.n_interruptions,
-        "lost_s": found.lost_s,
-        "restart_s": found.restart_s,
-        "waiting_s": found.waiting_s,
-        "checkpoint_s": found.checkpoint_s,
-        "save_every_s": plan.interval_s,
-        "cache_bytes": plan.cache_bytes,
-        "law": law,
-        "mixture": plan.mixture,
-    }
+    return SpotView(
+        n_interruptions=found.n_interruptions,
+        lost_s=found.lost_s,
+        restart_s=found.restart_s,
+        waiting_s=found.waiting_s,
+        checkpoint_s=found.checkpoint_s,
+        save_every_s=plan.interval_s,
+        cache_bytes=plan.cache_bytes,
+        law=law,
+        mixture=plan.mixture,
+    )
 
 
-def _answer(view: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    best = view["best"]
+def _answer(best: Any, rows: Sequence[Mapping[str, Any]], study: Study) -> str:
     if best is None:
-        return f"Nothing can do this job as it is: none of {plural(view['n_offers'], 'offer')}."
+        return f"Nothing can do this job as it is: none of {plural(_n_offers(study), 'offer')}."
     verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
     with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
     text = f"{verb}{best['name']}{with_own}: {_figures(best)}."
     if best["recipe"]["to_set"]:
         text += f" Set {' and '.join(best['recipe']['to_set'])}; {UNTRIED}."
-    cap = view["job"]["limits"]["max_usd"]
+    cap = study.wanted.max_usd
     if cap is not None and best["usd_range"][2] > cap:
         text += f" It may come to {say_cost(best['usd_range'][2])}: at {say_cost(cap)} the run saves and stops."
     rented = best_of([row for row in rows if row["kind"] in RENTED])
@@ -319,6 +336,10 @@ def _answer(view: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     if here is not None and here is not best:
         text += f" This machine: {_hours_in_words(here)}, no price is given."
     return text
+
+
+def _n_offers(study: Study) -> int:
+    return len(study.answer.plans) + len(study.answer.rejected)
 
 
 def _hours_in_words(row: Mapping[str, Any]) -> str:
@@ -363,53 +384,48 @@ def _figures(row: Mapping[str, Any]) -> str:
     return f"{usd}, {_hours_in_words(row)}, {fits} with {say_bytes(row['memory']['spare_bytes'])} to spare{notes}"
 
 
-def _here(rows: Sequence[Mapping[str, Any]], study: Study) -> dict[str, Any] | None:
+def _here(rows: Sequence[Mapping[str, Any]], study: Study) -> HereView | None:
     """This machine: a plan, or why not."""
     row = next((row for row in rows if row["kind"] == "here"), None)
     if row is not None:
         words = f"{_hours_in_words(row)}, "
         words += say_cost(row["total_usd"]) if has_price(row) else "no price given (where.usd_per_hour)"
         words += f", fits with {say_bytes(row['memory']['spare_bytes'])} to spare"
-        return {"name": row["name"], "rank": row["rank"], "words": words, "reason": "", "change": ""}
+        return HereView(row["name"], row["rank"], words, "", "")
     one = next((one for one in study.answer.rejected if one.offer.provider == LOCAL), None)
     if one is None:
         return None
-    return {
-        "name": f"{LOCAL} ({study.machine.device_name})",
-        "rank": None,
-        "words": f"{cause_of(one.reason)}; {one.change}",
-        "reason": one.reason,
-        "change": one.change,
-    }
+    name = f"{LOCAL} ({study.machine.device_name})"
+    return HereView(name, None, f"{cause_of(one.reason)}; {one.change}", one.reason, one.change)
 
 
 # ---- why not ----
 
 
-def _grouped(rejected: Iterable[Rejected]) -> list[dict[str, Any]]:
+def _grouped(rejected: Iterable[Rejected]) -> list[RejectedRow]:
     """Rejections that are alike together, the nearest first."""
     groups: dict[Any, list[Rejected]] = {}
     for one in rejected:
         offer = one.offer
         groups.setdefault((offer.gpu, offer.n_gpus, offer.is_spot, one.reason, one.change), []).append(one)
     rows = [_rejected(group) for group in groups.values()]
-    return sorted(rows, key=lambda row: (row["distance"], row["gpu"], row["n_gpus"], row["kind"], row["reason"]))
+    return sorted(rows, key=lambda row: (row.distance, row.gpu, row.n_gpus, row.kind, row.reason))
 
 
-def _rejected(group: Sequence[Rejected]) -> dict[str, Any]:
+def _rejected(group: Sequence[Rejected]) -> RejectedRow:
     cheapest = min(group, key=lambda one: _usd_key(one.offer))
     offer = cheapest.offer
-    return {
-        "gpu": offer.gpu or offer.instance,
-        "n_gpus": max(1, offer.n_gpus),
-        "kind": _kind(offer),
-        "reason": cheapest.reason,
-        "change": cheapest.change,
-        "n_offers": len(group),
-        "usd_per_hour": offer.usd_per_hour,
-        "provider": offer.provider,
-        "distance": cheapest.distance,
-    }
+    return RejectedRow(
+        gpu=offer.gpu or offer.instance,
+        n_gpus=max(1, offer.n_gpus),
+        kind=_kind(offer),
+        reason=cheapest.reason,
+        change=cheapest.change,
+        n_offers=len(group),
+        usd_per_hour=offer.usd_per_hour,
+        provider=offer.provider,
+        distance=cheapest.distance,
+    )
 
 
 def _usd_key(offer: Offer) -> tuple[float, str, str, str]:

@@ -21,6 +21,7 @@ from farthing.durability.summed_lines import SummedLines
 from farthing.events import Warned
 from farthing.model.activation_checkpointing import MemoryNeed, checkpointed_layers
 from farthing.model.adapters import count_parameters
+from farthing.model.attention import read_alone
 from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.flops import flops_per_token, recomputed_of_forward, recomputed_share
@@ -154,7 +155,7 @@ def assemble(
         },
         checkpoints=_checkpoints(job, context),
         log=SummedLines(context.folder / LOG),
-        pace=Pace(numerics, flops_per_token(model, job.method.name), context.meter),
+        pace=Pace(numerics, _flops_per_token(forward, train_examples), context.meter),
         record=Record(loaded_bytes=before_bytes),
         work=Work(train_examples.tokens.lengths[train_examples.indices], _work_facts(model, memory, free)),
         saving=Saving(_save_every_s(job, estimate), context.meter.wall_s, (0, 0, False)),
@@ -188,6 +189,13 @@ def _compile(
         full_determinism=job.train.full_determinism,
     )
     return compile_blocks(model) if pays else "it would not pay"
+
+
+def _flops_per_token(forward: Forward, examples: Examples) -> float:
+    """FLOPs of a useful token as the loop computes it: less where the last layer is of the tokens that are read."""
+    reads_first = forward.is_packed and forward.reads_first and not forward.of.scores_tokens
+    alone = read_alone(forward.model) if reads_first else None
+    return flops_per_token(forward.model, alone, float(examples.tokens.lengths[examples.indices].mean()))
 
 
 def _work_facts(model: Any, memory: MemoryNeed, free_bytes: int) -> dict[str, Any]:
