@@ -30,7 +30,16 @@ from farthing.tiny import demo_rows, make_model_folder
 def pytest_configure() -> None:
     """Under nohup SIGHUP is ignored, and processes that tests begin would ignore it too. What is compiled is kept."""
     sys.dont_write_bytecode = False
+    gc.disable()  # imports and the tests themselves are no garbage
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """What was collected is kept out of garbage collection."""
+    global _n_frozen
+    _n_frozen = len(sys.modules)
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_teardown() -> None:
