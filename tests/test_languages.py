@@ -38,7 +38,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "lora of an older farthing"])
-@pytest.mark.parametrize("family", thinned(CODES, 2))
+@pytest.mark.parametrize("family", thinned(CODES, 4))
 def test_a_model_of_every_form_answers_in_the_language_it_was_taught(tmp_path: Path, family: str, method: str) -> None:
     base_of(tmp_path / "base", family, num_beams=2)
     source, target = CODES[family]

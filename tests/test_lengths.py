@@ -564,7 +564,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), thinned(CASES, 2))
+@pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), thinned(CASES, 4))
 def test_samples_of_real_sets(
     file: str, task: str, tokenizer: str, limit: int, data: dict[str, Any], data_dir: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

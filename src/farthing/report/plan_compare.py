@@ -185,12 +185,13 @@ def _sum_of(row: Row) -> str:
 
 def plain(value: Any) -> Any:
     """Values that JSON has: numbers of numpy become Python's, what is not finite becomes null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    if value is None or isinstance(value, str | bool | int):
+    if value is None or isinstance(value, str | int):  # most are leaves
         return value
+    if not isinstance(value, float):
+        if isinstance(value, Mapping):
+            return {str(key): plain(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(one) for one in value]
     number = float(value)
     if not math.isfinite(number):
         return None
