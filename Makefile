@@ -25,7 +25,9 @@ check: setup  ## style, types, and the site
 pages: setup  ## write docs/reference from the code and its facts
 	$(RUN)/python docs/pages.py
 
+# where Python may not keep what it compiles, every process would compile farthing again
 setup: $(VENV)/.ready
+	@$(RUN)/python -m compileall -q src
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -11,6 +11,7 @@ step is when its line is in log.jsonl. Linux only, as it reads /proc.
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import farthing
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PATIENCE_S = 300.0
@@ -90,6 +93,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    compileall.compile_dir(Path(farthing.__file__).parent, quiet=1)  # as pip does where it installs farthing
     with tempfile.TemporaryDirectory() as name:
         folder, job = Path(name), arguments.job
         words = [word for each in arguments.set for word in ("--set", each)]

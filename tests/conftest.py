@@ -20,6 +20,7 @@ os.environ["FARTHING_METADATA"] = "http://127.0.0.1:9"  # where nobody listens
 if os.environ.get("FARTHING_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # else each of the many processes here compiles farthing again
 
 import pytest
 
@@ -28,8 +29,18 @@ from small_models import make_model_folder
 
 
 def pytest_configure() -> None:
-    """Under nohup SIGHUP is ignored, and processes that tests begin would ignore it too."""
+    """Under nohup SIGHUP is ignored, and processes that tests begin would ignore it too. What is compiled is kept."""
+    sys.dont_write_bytecode = False
+    gc.disable()  # imports and the tests themselves are no garbage
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """What was collected is kept out of garbage collection."""
+    global _n_frozen
+    _n_frozen = len(sys.modules)
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_teardown() -> None:

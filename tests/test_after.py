@@ -18,6 +18,7 @@ from farthing.durability.run_folder import kept
 from farthing.errors import UserMistake
 from farthing.report.receipt import build_receipt
 from farthing.tiny import write_jsonl
+from thinned import thinned
 
 
 def run_of(folder: Path, family: str) -> Path:
@@ -35,7 +36,7 @@ def run_of(folder: Path, family: str) -> Path:
     return Path(job.output_dir)
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+@pytest.mark.parametrize("family", thinned(["llama", "bert", "t5"], 3))
 def test_base_and_tuned_are_measured_on_the_same_examples(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +225,7 @@ def test_tasks_of_lm_eval_have_its_own_figures(tmp_path: Path, capsys: pytest.Ca
     assert "no task 'no_such_task'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+@pytest.mark.parametrize("family", thinned(["llama", "bert", "t5"], 3))
 def test_a_model_answers_in_its_own_way(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path, family)
     row = workshop.rows_of(family, 1)[0]

@@ -15,6 +15,7 @@ import workshop
 from farthing.cli import main
 from farthing.errors import ModelError, RunChanged, UserMistake
 from farthing.report.receipt import build_receipt
+from thinned import thinned
 from workshop import Watched, losses_of, make_job
 
 
@@ -33,7 +34,7 @@ def second(folder: Path, source: str, **keys: Any) -> Any:
     return load_job(path)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", thinned(["full", "lora"], 2))
 def test_a_run_begins_with_the_weights_of_another(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys: dict[str, Any] = {"method": method, "max_steps": 6, "n_rows": 24, "save_steps": 3}
     first = make_job(tmp_path, "llama", **keys)

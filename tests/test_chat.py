@@ -22,6 +22,7 @@ from farthing.data.tokens import tokenize
 from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.tasks.columns import Unusable
 from farthing.tiny import write_jsonl
+from thinned import thinned
 
 LLAMA_2 = (
     "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set system = '<<SYS>>\n' + messages[0]['content']"
@@ -197,7 +198,7 @@ def test_the_last_answer_follows_the_prompt_that_the_model_is_given(made: Any, n
     assert is_target[len(prompt) - 1] == 0
 
 
-@pytest.mark.parametrize("name", ["llama-2", "mistral", "zephyr", "qwen-2.5", "plain"])
+@pytest.mark.parametrize("name", thinned(["llama-2", "mistral", "zephyr", "qwen-2.5", "plain"], 3))
 def test_chats_in_sentencepiece(data_dir: Path, name: str) -> None:
     """Mistral's tokenizer, which adds its first token, and has no words for the ends of ChatML."""
     tokenizer = load_tokenizer(ModelChoice(str(data_dir / "tokenizers" / "mistral-7b-v0.1")), None)

@@ -83,6 +83,18 @@ def test_init_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(out_of(capsys, "init", "--schema")) == job_schema()
 
 
+def test_keys_have_the_words_that_stand_below_them_in_the_code() -> None:
+    schema = job_schema()
+    keys = {
+        f"{name}.{key}": value for name, d in schema["$defs"].items() for key, value in d.get("properties", {}).items()
+    }
+    assert keys["ModelSection.attn_implementation"]["description"].startswith("Attention of transformers: sdpa")
+    assert keys["LimitsSection.max_gpu_hours"]["description"] == "Hours times GPUs."
+    assert list(keys["LimitsSection.max_gpu_hours"]) == sorted(keys["LimitsSection.max_gpu_hours"])
+    assert schema["properties"]["output_dir"]["description"]
+    assert sum(bool(value.get("description")) for value in keys.values()) >= 70
+
+
 def test_the_starters_satisfy_the_schema_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schema = json.loads(out_of(capsys, "init", "--schema"))
     out_of(capsys, "init", tmp_path / "job.yaml")

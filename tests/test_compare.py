@@ -22,6 +22,7 @@ from peers.assignment import IGNORED, Assignment
 from peers.clock import Clock
 from peers.race import Piece, Race
 from peers.table import draw, draw_leaks
+from thinned import thinned
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
@@ -265,8 +266,17 @@ def test_the_peak_is_of_the_process_and_not_of_who_began_it() -> None:
 
 @pytest.mark.parametrize(
     ("task", "method"),
-    [("causal-lm", "full"), ("causal-lm", "lora"), ("causal-lm", "lora-top"), ("seq2seq", "full"), ("classification", "full")],
-)  # fmt: skip
+    thinned(
+        [
+            ("causal-lm", "full"),
+            ("causal-lm", "lora"),
+            ("causal-lm", "lora-top"),
+            ("seq2seq", "full"),
+            ("classification", "full"),
+        ],
+        2,
+    ),
+)
 def test_farthing_ends_where_the_naive_loop_ends(
     task: str, method: str, places: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ from farthing.errors import DataError
 from farthing.tasks.columns import Unusable
 from farthing.tasks.task import IGNORED
 from farthing.tiny import write_jsonl
+from thinned import thinned
 from workshop import cut
 
 ROWS = [{"prompt": "one\ntwo", "completion": 'say "hi", ü'}, {"prompt": "three", "completion": "four"}]
@@ -926,7 +927,7 @@ def same_text(one: str, other: str) -> bool:
 
 
 @REAL
-@pytest.mark.parametrize("name", ["gpt2", "gpt-neox-mpt", "mistral-7b-v0.1"])
+@pytest.mark.parametrize("name", thinned(["gpt2", "gpt-neox-mpt", "mistral-7b-v0.1"], 3))
 def test_real_completions_are_learned_exactly(data_dir: Path, tmp_path: Path, name: str) -> None:
     tokenizer = real_tokenizer(data_dir, name)
     source, rows = head_of(data_dir, "p3_open_license_sample", 200, tmp_path)
@@ -948,7 +949,7 @@ def test_real_completions_are_learned_exactly(data_dir: Path, tmp_path: Path, na
 
 
 @REAL
-@pytest.mark.parametrize("name", ["gpt2", "mistral-7b-v0.1"])
+@pytest.mark.parametrize("name", thinned(["gpt2", "mistral-7b-v0.1"], 2))
 def test_real_chats_learn_what_the_assistant_says(data_dir: Path, tmp_path: Path, name: str) -> None:
     tokenizer = real_tokenizer(data_dir, name)
     source, rows = head_of(data_dir, "chat_messages", 300, tmp_path)

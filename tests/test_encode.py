@@ -26,6 +26,7 @@ from farthing.data.tokens import tokenize
 from farthing.errors import DataError, Interrupted
 from farthing.tasks.task import IGNORED
 from farthing.tiny import write_jsonl
+from thinned import thinned
 
 PIECES = [
     "hello", " world", "don't", "1234567", "!!!", " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", "é", "e\u0301", "\u212b", "ﬁ",
@@ -312,7 +313,7 @@ CHATML = (
 
 @pytest.mark.parametrize(
     ("name", "tokenizer_name", "n_rows", "recipe", "template", "expected"),
-    [
+    thinned([
         ("p3_open_license_sample", "gpt2", 600, Recipe("causal-lm", 512), None, "e62148ff1069dc3dd63b84638c3d29e2"),
         ("p3_open_license_sample", "gpt-neox-mpt", 600, Recipe("causal-lm", 512), None, "d263e61818e808b70c8fbe26c91cbd27"),
         ("p3_open_license_sample", "mistral-7b-v0.1", 300, Recipe("causal-lm", 512), None, "3fea49a991fcbfe443e55683a4269575"),
@@ -323,7 +324,7 @@ CHATML = (
             "complaints_narratives", "bert-base-uncased", 300, Recipe("classification", 128, columns={"label": "product"}),
             None, "d6d873baec180fa4d449f4fb8654c42f",
         ),
-    ],
+    ], 3),
 )  # fmt: skip
 def test_sets_of_real_data_are_what_they_were(
     data_dir: Path,

@@ -119,16 +119,19 @@ def test_an_adapter_folder_of_an_older_farthing_is_exported_and_merged(tmp_path:
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [
-        ("llama", {"target_modules": ["q_proj", "embed_tokens"]}),
-        ("llama", {"target_modules": ["q_proj", "lm_head"]}),
-        ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
-        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
-        ("llama", {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}),
-        ("t5", {"target_modules": ["q", "lm_head"]}),
-        ("t5", {"target_modules": ["q", "embed_tokens"]}),
-        ("t5", {"target_modules": ["q"], "modules_to_save": ["lm_head"]}),
-    ],
+    thinned(
+        [
+            ("llama", {"target_modules": ["q_proj", "embed_tokens"]}),
+            ("llama", {"target_modules": ["q_proj", "lm_head"]}),
+            ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
+            ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+            ("llama", {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}),
+            ("t5", {"target_modules": ["q", "lm_head"]}),
+            ("t5", {"target_modules": ["q", "embed_tokens"]}),
+            ("t5", {"target_modules": ["q"], "modules_to_save": ["lm_head"]}),
+        ],
+        4,
+    ),
 )
 def test_an_adapter_on_a_shared_weight_changes_its_own_use_alone(
     family: str, method: dict[str, Any], tmp_path: Path
@@ -172,7 +175,7 @@ def test_all_four_uses_of_an_encoder_decoder_embedding_get_their_own() -> None:
         assert len({p.data_ptr() for p in words}) == len(words) == 4
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("dtype", thinned([None, "bfloat16"], 2))
 def test_a_merged_model_that_answers_otherwise_is_refused_and_not_kept(
     dtype: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from farthing.planner.shapes import read_shape
 from farthing.train.optim import state_bytes
 from on_gpu import others, table, work
 from on_gpu.work import FULL, LABELLED, SHAPES, SMALL
+from thinned import thinned
 
 ROOT = Path(__file__).parent.parent
 PEERS = ROOT / ".venv" / "peers" / "bin" / "python"
@@ -179,7 +180,9 @@ exit 0
 """
 
 
-@pytest.mark.parametrize("fails", ["", "--only-ceilings", "tests/test_gpu.py", "--only-ceilings tests/test_gpu.py"])
+@pytest.mark.parametrize(
+    "fails", thinned(["", "--only-ceilings", "tests/test_gpu.py", "--only-ceilings tests/test_gpu.py"], 2)
+)
 def test_a_part_that_fails_does_not_keep_the_others_from_running(fails: str, tmp_path: Path) -> None:
     fake = tmp_path / "python"
     fake.write_text(FAKE_PYTHON)

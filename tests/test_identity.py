@@ -40,6 +40,7 @@ from farthing.events import Decided, Event, Restored, StepTaken
 from farthing.model import weights
 from farthing.model.load import ModelChoice, load_config, model_sha256, model_sha256_by_place
 from farthing.tiny import write_jsonl
+from thinned import thinned
 from workshop import Heard, change_facts, job_file, log_of, make_folder, make_job, rows_of, train
 
 KEYS: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2, "size": {"hidden": 32}, "n_rows": 24}
@@ -73,7 +74,7 @@ def are_equal(left: Job, right: Job) -> bool:
 # ---- places ----
 
 
-@pytest.mark.parametrize("has_store", [True, False], ids=["store", "folder"])
+@pytest.mark.parametrize("has_store", thinned([True, False], 2), ids=["store", "folder"])
 def test_a_run_goes_on_where_every_path_user_and_machine_is_another(
     has_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,7 +155,7 @@ def earlier_run(folder: Path, job: Job) -> None:
     (folder / "log.jsonl").write_text("".join(line + "\n" for line in log))
 
 
-@pytest.mark.parametrize("init", ["random", "pretrained"])
+@pytest.mark.parametrize("init", thinned(["random", "pretrained"], 2))
 def test_runs_of_earlier_versions_go_on_at_their_path_and_at_another(
     init: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +282,7 @@ def test_a_failed_check_leaves_the_bill_and_nothing_else(tmp_path: Path) -> None
     assert outcome.receipt.usd > outcome.receipt.attempts[1]["usd"]
 
 
-@pytest.mark.parametrize("has_store", [False, True], ids=["folder", "store"])
+@pytest.mark.parametrize("has_store", thinned([False, True], 2), ids=["folder", "store"])
 def test_a_run_that_has_saved_nothing_follows_the_corrected_job(has_store: bool, tmp_path: Path) -> None:
     store = {"data": {}, "output_dir": "./run"}
     path = job_file(tmp_path, **KEYS, **store)
@@ -449,7 +450,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+@pytest.mark.parametrize("damage", thinned(DAMAGES.values(), 3), ids=DAMAGES.keys())
 def test_a_run_with_damaged_files_ends_as_one_without(
     damage: Callable[[Path], None], stopped: tuple[Path, Job], tmp_path: Path
 ) -> None:

@@ -320,7 +320,7 @@ def test_evaluation_data_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["data", "tokenizer", "model", "max_length", "columns", "chat_template", "set", "size"]
+    "change", thinned(["data", "tokenizer", "model", "max_length", "columns", "chat_template", "set", "size"], 4)
 )
 def test_a_stale_note_is_never_used(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = job_file(tmp_path, n_rows=20, max_steps=1, data={"eval_fraction": 0.1})
@@ -564,7 +564,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), thinned(CASES, 2))
+@pytest.mark.parametrize(("file", "task", "tokenizer", "limit", "data"), thinned(CASES, 4))
 def test_samples_of_real_sets(
     file: str, task: str, tokenizer: str, limit: int, data: dict[str, Any], data_dir: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

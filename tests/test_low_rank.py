@@ -19,6 +19,7 @@ from farthing.model.head import language_model_loss
 from farthing.model.lora_kernels import LowRankLinear, leave_low_rank, use_low_rank
 from farthing.model.loss import summed_loss
 from test_head import N_WORDS, assert_same, gradients_of, make_batch, make_model, task_of
+from thinned import thinned
 
 CLOSE, CLOSE_BF16 = 1e-5, 3e-2
 KINDS = {"causal-lm": "CAUSAL_LM", "seq2seq": "SEQ_2_SEQ_LM"}
@@ -64,16 +65,19 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize("is_bf16", [False, True])
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [
-        ("llama", {}),
-        ("qwen2", {"use_rslora": True, "r": 8}),  # with biases
-        ("llama", {"rank_pattern": {"q_proj": 2, "layers.1.*down_proj": 8}, "alpha_pattern": {"v_proj": 3}}),
-        ("llama", {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head", "norm"]}),
-        ("gpt2", {"fan_in_fan_out": True}),
-        ("gpt_neox", {}),
-        ("phi3", {}),
-        ("t5", {}),
-    ],
+    thinned(
+        [
+            ("llama", {}),
+            ("qwen2", {"use_rslora": True, "r": 8}),  # with biases
+            ("llama", {"rank_pattern": {"q_proj": 2, "layers.1.*down_proj": 8}, "alpha_pattern": {"v_proj": 3}}),
+            ("llama", {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head", "norm"]}),
+            ("gpt2", {"fan_in_fan_out": True}),
+            ("gpt_neox", {}),
+            ("phi3", {}),
+            ("t5", {}),
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_outputs_and_gradients_are_those_of_peft(family: str, settings: dict[str, Any], is_bf16: bool) -> None:

@@ -51,7 +51,7 @@ def on_its_own(code: str, **environment: str) -> str:
     "environment",
     thinned(
         [{}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "99"}, {"OMP_NUM_THREADS": "2,1"}, {"MKL_NUM_THREADS": "1"}],
-        3,
+        5,
     ),
 )
 def test_the_trainer_and_the_planner_name_the_hardware_alike(environment: dict[str, str]) -> None:

@@ -31,6 +31,7 @@ from farthing.planner.measurements import (
     read_measurements,
 )
 from farthing.planner.shapes import read_shape
+from thinned import thinned
 from workshop import ESTIMATE, TASK, Heard, make_job, rows_of, train
 
 VALUES: dict[str, Any] = {
@@ -174,7 +175,7 @@ def test_a_record_leaves_the_first_step_out() -> None:
 # ---- real runs ----
 
 
-@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+@pytest.mark.parametrize("family", thinned(["llama", "t5", "bert"], 3))
 def test_a_run_measures_what_it_did(family: str, tmp_path: Path) -> None:
     job = make_job(
         tmp_path, family, n_rows=40, eval_rows=rows_of(family, 9, seed=1), method="lora", global_batch_size=8,
@@ -332,7 +333,7 @@ def no_space(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("breaks", ["write", "fsync", "line", "folder", "numbers"])
+@pytest.mark.parametrize("breaks", thinned(["write", "fsync", "line", "folder", "numbers"], 2))
 def test_a_run_never_fails_for_its_measurement(breaks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_job(tmp_path)
     assert job.cache_dir is not None

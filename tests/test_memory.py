@@ -263,13 +263,13 @@ def _large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(farthing.model.head, "CPU_BLOCK_BYTES", BLOCK_BYTES // torch.get_num_threads())
 
 
-@pytest.mark.parametrize("case", thinned(OTHERS, 3), ids=named)
+@pytest.mark.parametrize("case", thinned(OTHERS, 5), ids=named)
 def test_the_peak_of_others_is_that_of_the_modelling_code(case: Traced) -> None:
     agree(case, is_ours=False)
 
 
 @pytest.mark.usefixtures("_large_blocks")
-@pytest.mark.parametrize("case", thinned(OURS, 3), ids=named)
+@pytest.mark.parametrize("case", thinned(OURS, 5), ids=named)
 def test_the_peak_is_that_of_the_loop(case: Traced) -> None:
     agree(case, is_ours=True)
 

@@ -49,7 +49,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 # ---- what learns ----
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
 @pytest.mark.parametrize("method", thinned(["full", *ADAPTERS], 2))
 def test_the_loss_falls_and_only_what_should_be_trained_changes(
     family: str, method: str, tmp_path: Path, watched: Watched
@@ -80,13 +80,16 @@ def test_a_classifier_trains_query_value_and_its_head_by_default(tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("family", "target_modules", "adapted"),
-    [
-        ("llama", (), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
-        ("llama", "all-linear", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
-        ("llama", ["q_proj", "v_proj"], {"q_proj", "v_proj"}),
-        ("t5", ["q"], {"q"}),
-        ("bert", "all-linear", {"query", "key", "value", "dense"}),
-    ],
+    thinned(
+        [
+            ("llama", (), {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+            ("llama", "all-linear", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+            ("llama", ["q_proj", "v_proj"], {"q_proj", "v_proj"}),
+            ("t5", ["q"], {"q"}),
+            ("bert", "all-linear", {"query", "key", "value", "dense"}),
+        ],
+        2,
+    ),
 )
 def test_target_modules_are_the_layers_that_get_an_adapter(
     family: str, target_modules: Any, adapted: set[str], tmp_path: Path, watched: Watched
@@ -130,13 +133,16 @@ def test_a_module_that_is_never_computed_is_refused_by_name(tmp_path: Path, meth
 
 @pytest.mark.parametrize(
     ("family", "names"),
-    [
-        ("t5", {"target_modules": ["q"], "modules_to_save": ["lm_head"]}),
-        ("t5", {"target_modules": ["embed_tokens"]}),
-        ("llama", {"target_modules": ["embed_tokens"]}),
-        ("llama", {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}),
-        ("bert", {"target_modules": ["word_embeddings", "position_embeddings"]}),
-    ],
+    thinned(
+        [
+            ("t5", {"target_modules": ["q"], "modules_to_save": ["lm_head"]}),
+            ("t5", {"target_modules": ["embed_tokens"]}),
+            ("llama", {"target_modules": ["embed_tokens"]}),
+            ("llama", {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}),
+            ("bert", {"target_modules": ["word_embeddings", "position_embeddings"]}),
+        ],
+        2,
+    ),
     ids=["t5 head", "t5 embeddings", "llama embeddings", "llama both", "bert embeddings"],
 )
 def test_whatever_a_job_names_is_trained(tmp_path: Path, watched: Watched, family: str, names: dict[str, Any]) -> None:
@@ -156,7 +162,7 @@ def test_unknown_modules_to_save_are_refused_in_words(tmp_path: Path) -> None:
 # ---- precision ----
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", thinned(["full", "lora"], 2))
 def test_bf16_keeps_frozen_weights_in_bf16_and_trained_ones_in_fp32(
     method: str, tmp_path: Path, watched: Watched
 ) -> None:
@@ -257,7 +263,7 @@ def test_a_cpu_computes_in_fp32_and_in_bf16_when_asked() -> None:
 # ---- optimizers and schedules ----
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
+@pytest.mark.parametrize("optim", thinned(["adamw_torch", "adamw_torch_fused", "sgd"], 2))
 def test_every_torch_optimizer_learns(optim: str, tmp_path: Path) -> None:
     job = make_job(tmp_path, optim=optim, max_steps=12, learning_rate=0.5 if optim == "sgd" else 0.01)
     workshop.train(job)
@@ -289,7 +295,10 @@ def test_schedules_are_those_of_transformers_step_by_step(name: str, n_warmup_st
 
 @pytest.mark.parametrize(
     "name",
-    ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"],
+    thinned(
+        ["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"],
+        3,
+    ),
 )
 def test_every_schedule_trains(name: str, tmp_path: Path) -> None:
     job = make_job(tmp_path, lr_scheduler_type=name, max_steps=5, warmup_steps=2)
@@ -569,7 +578,7 @@ def test_a_frozen_embedding_stays_out_of_the_backward_pass(tmp_path: Path) -> No
     assert not out[0].requires_grad
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, 3))
 def test_training_with_and_without_checkpointing_ends_in_the_same_weights(family: str, tmp_path: Path) -> None:
     ends = []
     for wanted in (False, True):

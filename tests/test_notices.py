@@ -37,6 +37,7 @@ from farthing.events import Evaluating, Event, Saved, StepTaken, Tokenizing
 from farthing.train.run import train
 from mirrored import QUICK
 from test_survive import job_in, quiet
+from thinned import thinned
 
 ACTION, REBALANCE, TOKEN = (
     "/latest/meta-data/spot/instance-action",
@@ -445,7 +446,9 @@ def noticed(cloud: str, metadata: Metadata) -> None:
     }[cloud]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("cloud", "kind"), [("aws", StepTaken), ("gcp", Evaluating), ("azure", Tokenizing)])
+@pytest.mark.parametrize(
+    ("cloud", "kind"), thinned([("aws", StepTaken), ("gcp", Evaluating), ("azure", Tokenizing)], 3)
+)
 def test_a_run_that_is_noticed_leaves_with_75_and_goes_on_to_the_bit(
     cloud: str, kind: type[Event], quick: Metadata, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ import workshop
 from farthing.config.load import load_job
 from farthing.durability.run_folder import PLAN, kept
 from farthing.settings import Settings
+from thinned import thinned
 
 ARCHIVE = Path(__file__).parent / "fixtures" / "old_runs.tar.xz"
 
@@ -42,7 +43,7 @@ def weights_sha256(model: Path) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("came_from", ["folder", "store"])
+@pytest.mark.parametrize("came_from", thinned(["folder", "store"], 2))
 @pytest.mark.parametrize("case", ["full", "lora", "shared", "short"])
 def test_an_old_run_goes_on_as_it_would_have(
     case: str, came_from: str, old_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

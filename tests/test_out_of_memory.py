@@ -29,6 +29,7 @@ from farthing.model.hardware import Numerics
 from farthing.train.optim import allocate_state, load_state, make_optimizer, state_bytes, state_tensors
 from farthing.train.run import opened_attempt
 from farthing.train.update_guard import UpdateGuard, forget_unscaling, temporary_bytes, update_bytes
+from thinned import thinned
 from workshop import Heard, losses_of, make_job
 
 FULL = [
@@ -270,10 +271,13 @@ def ended(folder: Path, heard: Heard | None = None, **keys: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("place", "scales"),
-    [
-        *((place, False) for place in PLACES),
-        *((place, True) for place in ("clipping", "before the first update", "the update, before it writes")),
-    ],
+    thinned(
+        [
+            *((place, False) for place in PLACES),
+            *((place, True) for place in ("clipping", "before the first update", "the update, before it writes")),
+        ],
+        3,
+    ),
 )
 def test_memory_that_runs_out_once_is_survived_to_the_bit(
     place: str, scales: bool, untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.planner.families import PACKED, PADS_SAFELY
 from test_alone import examples_of, small
+from thinned import thinned
 
 CPU = Numerics(torch.device("cpu"), None)
 LENGTHS = [9, 30, 17, 12, 9, 80, 31, 3, 64, 5]
@@ -60,7 +61,7 @@ def by_itself(model: Any, tokens: TokenSet, index: int, smoothing: float = 0.0) 
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", thinned(FAMILIES, 3))
 def test_losses_and_gradients_are_those_of_one_example_at_a_time(name: str, smoothing: float) -> None:
     model, tokens = model_of(name), examples_of(LENGTHS)
     tokens.ids[tokens.offsets[4] + 2] = model.config.pad_token_id  # in the midst of a source; some count no padding

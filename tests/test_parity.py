@@ -29,6 +29,7 @@ from farthing.train.settled import first_settings
 from farthing.train.setup import build_model, open_examples, open_inputs
 from farthing.train.step import Sums
 from small_models import make_model_folder
+from thinned import thinned
 
 TASKS = ["causal-lm", "seq2seq", "classification"]
 FAMILY = {"causal-lm": "llama", "seq2seq": "t5", "classification": "bert"}
@@ -174,7 +175,7 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor],
         assert difference < CLOSE, (what, name, difference)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", thinned(TASKS, 3))
 def test_the_first_twenty_losses_and_gradients_are_those_of_plain_transformers(task: str, tmp_path: Path) -> None:
     job = job_for(task, tmp_path)
     train(job, quiet)

@@ -19,6 +19,7 @@ from farthing.config.load import load_job
 from farthing.errors import DataError, Mistakes, ModelError, UserMistake
 from farthing.planner.preflight import look_over
 from test_bad_input import Desk, Said, desk, left_behind, run  # noqa: F401 - fixtures
+from thinned import thinned
 
 HEAVY = ("torch", "transformers", "datasets", "peft")
 
@@ -40,7 +41,7 @@ def in_a_process(folder: Path, *argv: str, **environment: str) -> tuple[int, str
     return done.returncode, out + done.stderr, heavy.split()
 
 
-@pytest.mark.parametrize("verb", ["train", "plan", "doctor", "probe"])
+@pytest.mark.parametrize("verb", thinned(["train", "plan", "doctor", "probe"], 2))
 def test_every_fault_is_told_at_once_and_nothing_heavy_is_imported(verb: str, desk: Desk) -> None:
     desk.rows([{"left": "a", "right": "b"}])
     desk.rows([{"prompt": "a", "chosen": "b", "rejected": "c"}], "eval.jsonl")
@@ -60,7 +61,7 @@ def test_every_fault_is_told_at_once_and_nothing_heavy_is_imported(verb: str, de
     assert left_behind(desk.folder / "run") == set()
 
 
-@pytest.mark.parametrize("verb", ["train", "plan", "doctor", "probe"])
+@pytest.mark.parametrize("verb", thinned(["train", "plan", "doctor", "probe"], 2))
 def test_what_is_wrong_with_the_job_hides_nothing_of_its_data_and_model(verb: str, desk: Desk) -> None:
     desk.rows([{"left": "a", "right": "b"}])
     desk.values["model"] = "./no-such-model"
@@ -83,14 +84,17 @@ def test_what_is_wrong_with_the_job_hides_nothing_of_its_data_and_model(verb: st
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [
-        (
-            [{"question": "is it?", "choices": ["no", "yes"], "answer": i % 2} for i in range(80)],
-            ("`completion` is a number, not text", 'completion: "{answer}"}', '"{choices[answer]}"'),
-        ),
-        ([{"prompt": "is it?", "completion": True}], ("`completion` is true/false, not text", '"{completion}"}')),
-        ([{"prompt": "", "completion": "b"}] * 3, ("line 1: `prompt` is empty",)),
-    ],
+    thinned(
+        [
+            (
+                [{"question": "is it?", "choices": ["no", "yes"], "answer": i % 2} for i in range(80)],
+                ("`completion` is a number, not text", 'completion: "{answer}"}', '"{choices[answer]}"'),
+            ),
+            ([{"prompt": "is it?", "completion": True}], ("`completion` is true/false, not text", '"{completion}"}')),
+            ([{"prompt": "", "completion": "b"}] * 3, ("line 1: `prompt` is empty",)),
+        ],
+        2,
+    ),
 )
 def test_values_of_which_none_can_be_used_are_told_before_torch(
     rows: list[dict[str, Any]], words: tuple[str, ...], desk: Desk
@@ -162,7 +166,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
         server.shutdown()
 
 
-@pytest.mark.parametrize(("status", "words"), [(404, "no such model"), (401, "does not show it"), (503, "answers 503")])
+@pytest.mark.parametrize(
+    ("status", "words"), thinned([(404, "no such model"), (401, "does not show it"), (503, "answers 503")], 2)
+)
 def test_the_hub_is_asked_once_for_a_model(status: int, words: str, desk: Desk, hub: type[Hub]) -> None:
     hub.status = status
     desk.values["model"] = "some-org/some-model"

@@ -139,7 +139,7 @@ def test_no_attempts_no_timeline() -> None:
     assert timeline_of([], []).columns == []
 
 
-@pytest.mark.parametrize("width", thinned([390, 768, 1280], 2))
+@pytest.mark.parametrize("width", thinned([390, 768, 1280], 3))
 def test_a_browser_lays_the_page_out_without_a_sideways_scroll(runs: list[Path], tmp_path: Path, width: int) -> None:
     for name, text in (
         ("one", run_page(build_receipt(runs[0]))),

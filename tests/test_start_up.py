@@ -98,7 +98,8 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
     code = (
         "import gc, sys, farthing.cli\n"
         f"code = farthing.cli.main(['train', {str(path)!r}, *sys.argv[1:]])\n"
-        "heavy = ['torch', 'transformers', 'transformers.trainer_utils', 'peft', 'datasets', 'pandas']\n"
+        "heavy = ['torch', 'transformers', 'transformers.trainer_utils', 'peft', 'datasets', 'pandas', 'torch._dynamo',\n"
+        "         'sympy', 'accelerate', 'torch.distributed.tensor', 'torch.distributed.checkpoint']\n"
         "print(','.join(name for name in heavy if name in sys.modules) or '-', file=sys.stderr)\n"
         "print(sum(each['collections'] for each in gc.get_stats()), file=sys.stderr)\n"
         "sys.exit(code)\n"
@@ -112,6 +113,9 @@ def test_a_run_imports_what_it_uses_and_a_finished_one_is_answered_without_torch
     returncode, _, heavy, n_collections = again("--json")
     assert (returncode, heavy) == (0, "torch,transformers"), "a full run has no use for the others"
     assert n_collections < 100, "garbage was looked for while libraries were imported"
+    beside = workshop.train(workshop.load_job(path, [f"output_dir={tmp_path / 'beside'}"]))  # here all is imported
+    assert beside.state == "finished"
+    assert (run / "model/model.safetensors").read_bytes() == (tmp_path / "beside/model/model.safetensors").read_bytes()
     before = {name: (run / name).read_bytes() for name in ("ledger.jsonl", "receipt.json", "run.json", "log.jsonl")}
     returncode, printed, heavy, _ = again("--json")
     assert (returncode, heavy) == (0, "-")

@@ -25,6 +25,7 @@ from farthing.durability.run_folder import COPIES, is_finished, kept
 from farthing.errors import JobError, RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
 from farthing.events import Event, Exported, Restored, StepTaken
 from mirrored import QUICK, delivered, folder_of_run, mirror_of, step_done
+from thinned import thinned
 from workshop import Heard, job_file, make_job, train
 
 
@@ -633,7 +634,7 @@ def same_result(left: Path, right: Path) -> list[str]:
     return [name for name in found if name != "model/README.md"]  # it names the data by its address
 
 
-@pytest.mark.parametrize("scheme", ["folder", "memory"])
+@pytest.mark.parametrize("scheme", thinned(["folder", "memory"], 2))
 def test_an_empty_machine_goes_on_to_the_same_bits_with_the_money_on_the_bill(
     scheme: str, quick: None, tmp_path: Path
 ) -> None:
@@ -680,7 +681,7 @@ def test_a_run_that_another_machine_takes_over_stops_in_words(
         train(machine(tmp_path, "run", tmp_path / "store", num_train_epochs=50), take_over)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fault", ["fails", "hangs", "slow", "refuses"])
+@pytest.mark.parametrize("fault", thinned(["fails", "hangs", "slow", "refuses"], 2))
 def test_a_store_that_goes_away_holds_nothing_up_and_gets_its_backlog(
     fault: str, quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

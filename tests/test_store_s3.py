@@ -23,6 +23,7 @@ from farthing.events import ReadingData, Restored
 from fault_proxy import FaultProxy
 from mirrored import PATIENT, delivered, folder_of_run, mirror_of, step_done, upload
 from test_store import behaves_like_a_store, machine, newest_objects, same_result, stop_after
+from thinned import thinned
 from workshop import Heard, train
 
 pytest.importorskip("s3fs", reason="s3fs is not installed: nothing is tried against S3")
@@ -78,16 +79,19 @@ def test_s3_behaves_like_the_model_of_a_store(proxy: FaultProxy, address: str, t
 
 @pytest.mark.parametrize(
     ("fault", "method"),
-    [
-        ("503", "PUT"),
-        ("reset", "PUT"),
-        ("lost reply", "PUT"),
-        ("flip", "PUT"),
-        ("slow", "PUT"),
-        ("truncate", "GET"),
-        ("503", "GET"),
-        ("reset", "GET"),
-    ],
+    thinned(
+        [
+            ("503", "PUT"),
+            ("reset", "PUT"),
+            ("lost reply", "PUT"),
+            ("flip", "PUT"),
+            ("slow", "PUT"),
+            ("truncate", "GET"),
+            ("503", "GET"),
+            ("reset", "GET"),
+        ],
+        2,
+    ),
 )
 def test_a_fault_that_passes_is_waited_out(
     fault: str, method: str, proxy: FaultProxy, address: str, tmp_path: Path
@@ -237,7 +241,7 @@ def kills(context: Any, proxy: FaultProxy, address: str, folder: Path, ks: range
     return outcomes
 
 
-@pytest.mark.parametrize("fault", ["kill", "kill after"])
+@pytest.mark.parametrize("fault", thinned(["kill", "kill after"], 2))
 def test_a_kill_at_some_requests_of_an_upload_leaves_a_whole_copy(
     fault: str, processes: Any, proxy: FaultProxy, address: str, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ from farthing.events import Decided, Emit, Evaluating, Event, Restored, Saved, S
 from farthing.tiny import demo_rows, make_model_folder, write_jsonl
 from farthing.train.run import train
 from kills import moments
+from thinned import thinned
 
 Tell = Callable[[str, dict[str, Any]], None]
 
@@ -90,7 +91,7 @@ def chains(*arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(("first_seed", "n"), [(0, 3), pytest.param(3, 7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first_seed", "n"), [(0, 2), pytest.param(2, 8, marks=pytest.mark.slow)])
 def test_a_chain_of_kills_changes_nothing_for_ten_seeds(first_seed: int, n: int) -> None:
     result = chains("--seeds", str(n), "--first-seed", str(first_seed))
     assert [chain["differences"] for chain in result["chains"]] == [[]] * n
@@ -144,7 +145,7 @@ def test_moments_follow_from_the_seed_and_are_spread() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "step"),
-    [(StepTaken, 1), (StepTaken, 5), (Evaluating, None), (Tokenizing, None), (Saved, 4), (Decided, None)],
+    thinned([(StepTaken, 1), (StepTaken, 5), (Evaluating, None), (Tokenizing, None), (Saved, 4), (Decided, None)], 3),
 )
 def test_a_stop_signal_at_any_time_can_be_continued(
     kind: type[Event], step: int | None, alone: dict[str, Any], tmp_path: Path
@@ -172,7 +173,9 @@ def test_a_finished_run_trains_nothing_more(alone: dict[str, Any], tmp_path: Pat
     assert survive.result_of(run) == alone
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "file", thinned(["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"], 2)
+)
 def test_after_damage_the_run_goes_on_from_the_checkpoint_before(
     file: str, alone: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -187,7 +190,7 @@ def test_after_damage_the_run_goes_on_from_the_checkpoint_before(
     assert survive.differences(alone, survive.result_of(tmp_path / "damaged")) == []
 
 
-@pytest.mark.parametrize("how", ["damaged", "removed"])
+@pytest.mark.parametrize("how", thinned(["damaged", "removed"], 2))
 def test_without_a_whole_checkpoint_a_restart_has_to_be_asked_for(
     how: str, alone: dict[str, Any], tmp_path: Path
 ) -> None:

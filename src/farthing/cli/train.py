@@ -159,6 +159,10 @@ def _train_once(arguments: argparse.Namespace, job: Any, offer: str, attempt: An
     try:
         with handled(leave):  # until the run itself listens
             with contextlib.nullcontext() if "torch" in sys.modules else attempt.ledger.watched():
+                from farthing.model.light_imports import import_lightly
+
+                if not seat_in(os.environ).by:
+                    import_lightly()
                 from farthing.train.run import train
 
             gc.freeze()  # what the loop looks through later is what the run has made

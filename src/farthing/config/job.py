@@ -58,9 +58,7 @@ Paths = Annotated[tuple[Name, ...], OneOrMany]
 class Section(BaseModel):
     """A frozen part of the job; unknown keys are mistakes."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class ModelSection(Section):

@@ -11,6 +11,7 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from farthing.addresses import is_remote
+from farthing.config import job as sections
 from farthing.config.data_keys import OWN_SCHEMA
 from farthing.config.foreign_keys import Foreign, adopt, answer
 from farthing.config.job import Job
@@ -112,9 +114,29 @@ def _without(values: Json, places: Iterable[tuple[int | str, ...]]) -> Job | Non
         return None
 
 
+def _words_of_keys() -> dict[str, dict[str, str]]:
+    """What is written below each key in `job.py`, by section. Read when asked for: pydantic would at every start."""
+    import ast
+    import inspect
+
+    found: dict[str, dict[str, str]] = {}
+    for section in ast.parse(inspect.getsource(sections)).body:
+        if not isinstance(section, ast.ClassDef):
+            continue
+        for key, words in pairwise(section.body):
+            match key, words:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(told))):
+                    found.setdefault(section.name, {})[name] = inspect.cleandoc(told)
+    return found
+
+
 def job_schema() -> Json:
     """The JSON Schema of the job file, for editors. The short forms (`model: NAME`) are in it."""
     schema = Job.model_json_schema()
+    for name, words in _words_of_keys().items():
+        properties = schema["$defs"].get(name, schema)["properties"]
+        for key, told in words.items():
+            properties[key] = dict(sorted({**properties[key], "description": told}.items()))
     for section, key in SHORTHAND.items():
         short = {"type": "string", "description": f"short for {section}: {{{key}: ...}}"}
         schema["properties"][section] = {"anyOf": [short, schema["properties"][section]]}

@@ -26,6 +26,7 @@ from farthing.model.attention_choice import CALL_FLOPS, CPU_CALL_FLOPS, Asked, M
 from farthing.model.cpu_attention import blocked_attention, is_quicker_in_blocks
 from farthing.model.documents import Documents, owners_of, sent
 from farthing.model.hardware import find_compiler
+from farthing.model.light_imports import tell_compiler
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -410,6 +411,7 @@ def _flex() -> Callable[..., Any] | None:
         from torch.nn.attention.flex_attention import flex_attention
     except ImportError:
         return None
+    tell_compiler()
     return None if find_compiler("cuda") is None else torch.compile(flex_attention, dynamic=True)
 
 

@@ -24,6 +24,7 @@ import torch
 from farthing.model.attention import NAME as ATTENTION
 from farthing.model.attention import attend
 from farthing.model.hardware import find_compiler
+from farthing.model.light_imports import tell_compiler
 from farthing.model.loss import inner_of
 
 # of a step's seconds. Published: torchtune 21 % (Llama 3.2 3B, A100, README), Axolotl 14 to 19 % (8B LoRA, RTX 3090 and 5090),
@@ -153,6 +154,7 @@ def _compile(function: Callable[..., Any], how: dict[str, object]) -> Callable[.
 
     torch keeps its settings by thread, and layers on CUDA are recomputed in autograd's.
     """
+    tell_compiler()
     compiled = torch.compile(function, **how)
 
     def call(*args: Any, **kwargs: Any) -> Any:

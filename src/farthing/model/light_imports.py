@@ -1,0 +1,207 @@
+"""transformers imported without the parts of torch that it names and a run on one device never calls.
+
+Every model class imports torch's compiler, its tensors over several machines, and accelerate: as much work as torch itself.
+After `import_lightly` a name that transformers takes from them is a `Later`, which imports the module when it is first used
+and answers `isinstance` as the class would. Optimizers step without the compiler, by the same code. Nothing that is computed
+changes. Is for a process that is ours alone, the command line's; refuses to undo what is loaded already.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+COMPILER = "torch._dynamo"
+HEAVY = (
+    COMPILER,
+    *(f"torch.distributed.{part}" for part in ("_composable", "checkpoint", "fsdp", "tensor")),
+    "accelerate",
+)
+_LIBRARY = "transformers"
+_IMPORTERS = (f"{_LIBRARY}.", "huggingface_hub.", "peft.")
+_MARK = "__dynamo_disable"
+"""Where `torch._disable_dynamo` keeps what it calls."""
+_plain_import = builtins.__import__
+_allowed: list[Callable[..., Any]] = []
+"""Functions that transformers wants the compiler to leave as they are."""
+_bare: list[Callable[..., Any]] = []
+"""Functions of torch that run as they are, without telling the compiler that they want to."""
+
+
+class Later:
+    """A class or function of a module, or what calling it gives, found when it is first used."""
+
+    def __init__(self, module: str, find: Callable[[], Any]) -> None:
+        self._module, self._find = module, functools.cache(find)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._find(), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def call() -> Any:
+            return self._find()(*args, **kwargs)
+
+        return Later(self._module, call) if _is_importing(sys._getframe(1)) else call()
+
+    def __getitem__(self, item: Any) -> Any:
+        return self._find()[item]
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._find(),)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        """No: while the module is not imported, there is no instance."""
+        return self._module in sys.modules and isinstance(value, self._find())
+
+    def __subclasscheck__(self, kind: Any) -> bool:
+        return self._module in sys.modules and issubclass(kind, self._find())
+
+    def __or__(self, other: Any) -> Any:
+        return _OneOf(self, other)
+
+    def __ror__(self, other: Any) -> Any:
+        return _OneOf(other, self)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether this is done for a constant of a library's module that is being imported."""
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and str(frame.f_globals.get("__name__")).startswith(_IMPORTERS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _OneOf:
+    """`Tensor | Later`, in annotations and for `isinstance`."""
+
+    def __init__(self, *kinds: Any) -> None:
+        self._kinds = tuple(type(None) if kind is None else kind for kind in kinds)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, self._kinds)
+
+    def __or__(self, other: Any) -> Any:
+        return _OneOf(*self._kinds, other)
+
+    __ror__ = __or__
+
+
+class _Module:
+    """A module of which names are taken, and which is not imported for that. Constants and private parts of Python are."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        def find() -> Any:
+            return getattr(importlib.import_module(self._name), name)
+
+        if name == "extract_model_from_parallel":
+            return functools.partial(_taken_out, find)
+        return find() if name.startswith("__") or name.isupper() else Later(self._name, find)
+
+
+def _taken_out(find: Callable[[], Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model in what accelerate or torch has put around it, which is asked of every model that is saved."""
+    is_plain = COMPILER not in sys.modules and isinstance(model, sys.modules[_LIBRARY].PreTrainedModel)
+    return model if is_plain else find()(model, *args, **kwargs)
+
+
+class _Compiler:
+    """`torch._dynamo` until somebody compiles: it notes what transformers wants it to know."""
+
+    def assume_constant_result(self, function: Any) -> Any:
+        """As the compiler's own: a mark."""
+        function._dynamo_marked_constant = True
+        return function
+
+    def allow_in_graph(self, function: Any) -> Any:
+        """Told to the compiler by `tell_compiler`."""
+        _allowed.append(function)
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(COMPILER), name)
+
+
+def import_lightly() -> None:
+    """From here on transformers is imported without what it may never use. Does nothing where it is imported already."""
+    import torch
+
+    if _LIBRARY in sys.modules or COMPILER in sys.modules:
+        return
+    disable, allow, compiler = torch.compiler.disable, torch.compiler.allow_in_graph, _Compiler()
+
+    @functools.wraps(disable)
+    def disable_later(fn: Any = None, recursive: bool = True, **how: Any) -> Any:
+        if COMPILER in sys.modules or not (fn is None or inspect.isfunction(fn)):
+            return disable(fn, recursive, **how)
+        return torch._disable_dynamo(fn, recursive)
+
+    @functools.wraps(allow)
+    def allow_later(fn: Any) -> Any:
+        return allow(fn) if COMPILER in sys.modules else compiler.allow_in_graph(fn)
+
+    torch.compiler.disable, torch.compiler.allow_in_graph = disable_later, allow_later
+    vars(torch)["_dynamo"] = compiler  # the import of the real one puts itself there
+    for name in HEAVY:
+        parent, _, part = name.rpartition(".")
+        if parent and name not in sys.modules and not hasattr(sys.modules[parent], part):
+            setattr(sys.modules[parent], part, _Module(name))  # read by who relies on others to import it
+    builtins.__import__ = _import
+    _step_without_compiler()
+
+
+def tell_compiler() -> None:
+    """Before something is compiled: the compiler hears what it would have heard."""
+    import torch
+
+    while _bare:
+        del vars(_bare.pop())[_MARK]
+    while _allowed:
+        torch.compiler.allow_in_graph(_allowed.pop())
+
+
+def _import(
+    name: str,
+    globals: Mapping[str, Any] | None = None,
+    locals: Mapping[str, Any] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> Any:
+    """Python's own `__import__`, but for `from HEAVY import NAME` and `import accelerate` in those libraries."""
+    by = str(globals.get("__name__")) if globals and name.startswith(HEAVY) else ""
+    if level == 0 and by.startswith(_IMPORTERS) and name not in sys.modules and (fromlist or "." not in name):
+        return _Module(name)
+    found = _plain_import(name, globals, locals, fromlist, level)
+    if name == "utils.import_utils" and (scan := sys.modules.get(f"{_LIBRARY}.utils.import_utils")) is not None:
+        _look_once(scan)
+    return found
+
+
+def _look_once(scan: Any) -> None:
+    """transformers looks for `__all__` in its 1,600 files twice, line by line: once is enough, from the last mention on."""
+    structure_of = getattr(getattr(scan, "create_import_structure_from_path", None), "__wrapped__", None)
+    names_in = getattr(scan, "fetch__all__", None)
+    if structure_of is not None and names_in is not None and names_in.__module__ == scan.__name__:  # else it is done
+        scan.create_import_structure_from_path = functools.cache(structure_of)
+        scan.fetch__all__ = lambda text: names_in(text[text.rfind("\n__all__") + 1 :])
+
+
+def _step_without_compiler() -> None:
+    """Optimizers import the compiler, to tell it something that means nothing unless it runs."""
+    from torch import no_grad, optim
+
+    for marked in (optim.Optimizer.add_param_group, optim.Optimizer.zero_grad):
+        bare = inspect.unwrap(marked)
+        vars(bare)[_MARK] = bare
+        _bare.append(bare)
+    for kind in (optim.AdamW, optim.SGD, optim.Adagrad, optim.RMSprop):
+        kind.step = no_grad()(inspect.unwrap(kind.step))

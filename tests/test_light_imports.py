@@ -1,0 +1,210 @@
+"""Names that are taken from a module which is imported when they are used; optimizers that step without torch's compiler.
+
+What a whole run imports, and that it ends in the same bits, is in `test_start_up.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from farthing.model import light_imports
+from farthing.model.light_imports import Later
+
+ORIGINAL = """
+class Shape:
+    def __init__(self, n=0):
+        self.n = n
+
+    def __class_getitem__(cls, item):
+        return (cls, item)
+
+class Square(Shape):
+    pass
+
+def doubled(n):
+    return 2 * n
+
+SIDES = 4
+"""
+USER = """
+from farthing_heavy.parts import SIDES, Shape, doubled
+
+class Holder:
+    def __init__(self):
+        self.shape = Shape(3)
+
+HELD = Holder()
+Annotated = int | Shape | None
+
+def is_shape(value):
+    return isinstance(value, Shape), isinstance(value, (str, Shape)), isinstance(value, Annotated)
+
+def make(n):
+    return Shape(n), doubled(n)
+
+def derived():
+    class Own(Shape):
+        pass
+    return Own
+"""
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module that takes names from a heavy one, as transformers would."""
+    (tmp_path / "farthing_heavy").mkdir()
+    (tmp_path / "farthing_heavy/__init__.py").touch()
+    (tmp_path / "farthing_heavy/parts.py").write_text(ORIGINAL)
+    (tmp_path / "farthing_library").mkdir()
+    (tmp_path / "farthing_library/__init__.py").touch()
+    (tmp_path / "farthing_library/user.py").write_text(USER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(light_imports, "HEAVY", ("farthing_heavy",))
+    monkeypatch.setattr(light_imports, "_IMPORTERS", ("farthing_library.",))
+    monkeypatch.setattr("builtins.__import__", light_imports._import)
+    yield importlib.import_module("farthing_library.user")
+    for name in [name for name in sys.modules if name.startswith(("farthing_heavy", "farthing_library"))]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def light(user: Any) -> Any:
+    """The module, where the heavy one is not imported: it was for the constant."""
+    for name in ("farthing_heavy.parts", "farthing_heavy"):
+        sys.modules.pop(name, None)
+    return user
+
+
+def test_a_constant_is_taken_at_once(user: Any) -> None:
+    assert user.SIDES == 4
+
+
+def test_nothing_is_an_instance_of_a_class_that_is_not_imported(light: Any) -> None:
+    assert light.is_shape(torch.nn.Linear(1, 1)) == (False, False, False)
+    assert light.is_shape("text") == (False, True, False)
+    assert light.is_shape(7) == (False, False, True)
+    assert light.is_shape(None) == (False, False, True)
+    assert not issubclass(int, light.Shape)
+    assert "farthing_heavy.parts" not in sys.modules
+
+
+def test_a_name_is_what_it_stands_for_once_it_is_used(light: Any) -> None:
+    assert "farthing_heavy.parts" not in sys.modules
+    shape, twice = light.make(5)
+    parts = sys.modules["farthing_heavy.parts"]
+    assert type(shape) is parts.Shape
+    assert (shape.n, twice) == (5, 10)
+    assert light.is_shape(shape) == (True, True, True)
+    assert light.is_shape(parts.Square()) == (True, True, True)
+    assert light.is_shape(7) == (False, False, True)
+    assert issubclass(parts.Square, light.Shape)
+    assert issubclass(light.derived(), parts.Shape)
+    assert light.Shape[int] == (parts.Shape, int)
+    assert light.Shape.__name__ == "Shape"
+
+
+def test_what_a_module_makes_while_it_is_imported_is_made_when_it_is_used(light: Any) -> None:
+    assert isinstance(light.HELD.shape, Later)
+    assert "farthing_heavy.parts" not in sys.modules
+    assert light.HELD.shape.n == 3
+
+
+def test_others_import_as_ever(light: Any) -> None:
+    from farthing_heavy.parts import Shape  # type: ignore[import-not-found]
+
+    assert isinstance(Shape, type)
+    assert light.is_shape(Shape())[0]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "RMSprop"])
+def test_an_optimizer_steps_to_the_same_bits_without_the_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = getattr(torch.optim, name)
+
+    def stepped() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(7))]
+        optimizer = kind([{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:]}], lr=0.01)
+        for _ in range(3):
+            sum((weight**2).sum() for weight in weights).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*weights, *(v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))]
+
+    expected = stepped()
+    for each in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop):
+        monkeypatch.setattr(each, "step", each.step)
+    light_imports._step_without_compiler()
+    try:
+        found = stepped()
+    finally:
+        light_imports.tell_compiler()
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_the_compiler_hears_what_it_would_have_heard() -> None:
+    heard = []
+    compiler = light_imports._Compiler()
+
+    def left_alone() -> None: ...
+
+    def constant() -> None: ...
+
+    assert compiler.allow_in_graph(left_alone) is left_alone
+    assert compiler.assume_constant_result(constant)._dynamo_marked_constant is True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.compiler, "allow_in_graph", heard.append)
+        light_imports.tell_compiler()
+        light_imports.tell_compiler()
+    assert heard == [left_alone]
+
+
+def test_files_are_looked_through_once_and_give_the_same_names(tmp_path: Path) -> None:
+    scan = importlib.import_module("transformers.utils.import_utils")
+    texts = [
+        "x = 1\n",
+        "__all__ = ['A', 'B']",
+        "import a\n__all__ = ['A']\n\nfor __all__ in []: pass\n__all__ = [\n    'C',\n    'D',\n]\n",
+        "# about __all__\ny = 2\n",
+    ]
+    expected = [scan.fetch__all__(text) for text in texts]
+
+    class Copy:
+        __name__ = scan.__name__
+        fetch__all__ = staticmethod(scan.fetch__all__)
+        create_import_structure_from_path = staticmethod(functools.lru_cache(lambda path: path))
+
+    copy = Copy()
+    light_imports._look_once(copy)
+    assert [copy.fetch__all__(text) for text in texts] == expected
+    assert copy.create_import_structure_from_path.cache_info().maxsize is None
+    once = copy.fetch__all__
+    light_imports._look_once(copy)
+    assert copy.fetch__all__ is once
+    light_imports._look_once(object())  # another version of the library, which has no such functions
+
+
+def test_a_plain_model_is_saved_as_it_is_and_others_are_taken_out() -> None:
+    import transformers
+
+    class Model(transformers.PreTrainedModel):
+        def __init__(self) -> None: ...
+
+    def find() -> Any:
+        return lambda model, recursive=False: ("taken out", model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, light_imports.COMPILER, raising=False)
+        model = Model()
+        assert light_imports._taken_out(find, model, recursive=True) is model
+        assert light_imports._taken_out(find, "another", recursive=True) == ("taken out", "another")
+        patch.setitem(sys.modules, light_imports.COMPILER, torch)
+        assert light_imports._taken_out(find, model) == ("taken out", model)
