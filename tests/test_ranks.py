@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
@@ -27,6 +28,7 @@ from farthing.durability.group import Elastic, Seat, device_of, not_followed, se
 from farthing.durability.run_folder import SETTINGS, kept
 from farthing.errors import Interrupted, UserMistake
 from farthing.model.forward import Forward
+from farthing.planner.measurements import MEASUREMENTS, append_measurement, read_measurements
 from farthing.settings import Settings
 from farthing.train.joining import lanes_to_use
 from farthing.train.lanes import LaneSums, add_up, lanes_of, n_lanes_for, nodes_of
@@ -218,6 +220,7 @@ def words(rank: int) -> dict[str, Any]:
         "told": ranks.tell_all(["of", rank]),
         "agreed": ranks.agree(LEAVE if rank == 1 else GO_ON, [rank, -rank]),
         "sum": ranks.sum_up(torch.tensor([1.5, 0.0, float(rank)], dtype=torch.float64)).tolist(),
+        "link": ranks.link_bytes_per_s(),
     }
     for kind in (Interrupted, torch.OutOfMemoryError):
         try:
@@ -233,6 +236,7 @@ def words(rank: int) -> dict[str, Any]:
 def test_every_rank_hears_the_same(tmp_path: Path) -> None:
     found = on_ranks(3, tmp_path, words)
     assert found[0] == found[1] == found[2]
+    assert 1e6 < found[0].pop("link") < 1e12
     assert found[0] == {
         "gather": [{"rank": rank, "text": "ü" * rank} for rank in range(3)],
         "told": ["of", 0],
@@ -285,7 +289,9 @@ def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None, sends_e
             return take(steps, step)
 
         Steps._take = mishap_in  # type: ignore[method-assign]
-    loop, held = farthing.train.run.loop, [0, 0]
+    loop, held, links = farthing.train.run.loop, [0, 0], list[float]()
+    link_bytes_per_s = Ranks.link_bytes_per_s
+    Ranks.link_bytes_per_s = lambda ranks: links.append(link_bytes_per_s(ranks)) or links[-1]  # type: ignore[assignment,func-returns-value]
 
     def looked_at(attempt: Any) -> Any:
         of_layers = [weight for name, weight in attempt.model.named_parameters() if ".layers." in name]
@@ -297,6 +303,7 @@ def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None, sends_e
     outcome = farthing.train.run.train(Job.model_validate(job), heard)
     return {
         "held": held,
+        "links": links,
         "code": outcome.exit_code,
         "receipt": outcome.receipt and outcome.receipt.to_json(),
         "warnings": heard.warnings,
@@ -328,8 +335,15 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
     killed = train_on(2, tmp_path, others, [1, 4, "kill"])
     assert killed == [76, -signal.SIGKILL], "the other one ends, and says why"
     others = others.model_copy(update={"where": others.where.model_copy(update={"strategy": "fsdp"})})
+    measured = read_measurements(Path(four.cache_dir or ".") / MEASUREMENTS)[-1]
+    assert [measured.link_bytes_per_s] == found[0]["links"] == found[3]["links"], "measured once, and kept"
+    (tmp_path / "known").mkdir()
+    append_measurement(tmp_path / "known" / MEASUREMENTS, replace(measured, n_devices=3, link_bytes_per_s=5e9))
+    others = others.model_copy(update={"cache_dir": str(tmp_path / "known")})
     found = train_on(3, tmp_path, others)
     assert [each["code"] for each in found] == [0] * 3
+    assert all(not each["links"] for each in found), "what is known of a machine is not measured at each start"
+    assert read_measurements(tmp_path / "known" / MEASUREMENTS)[-1].link_bytes_per_s == 5e9
     held, whole = [each["held"][0] for each in found], found[0]["held"][1]
     assert sum(held) == whole, "each rank holds its rows of the layers' frozen weights"
     assert max(held) < 0.5 * whole

@@ -22,7 +22,7 @@ from farthing.planner.estimate import Estimate
 from farthing.planner.job_lengths import read_lengths
 from farthing.planner.lengths import Lengths, from_mean
 from farthing.planner.machine import Machine, free_memory_bytes, installed_torch, local_machine
-from farthing.planner.measurements import MEASUREMENTS, Measurement, read_measurements
+from farthing.planner.measurements import MEASUREMENTS, Measurement, link_of, read_measurements
 from farthing.planner.model_config import find_config
 from farthing.planner.ownership import Owned
 from farthing.planner.search import CPU_TOKENS, decide, recipe_of
@@ -306,14 +306,16 @@ def _lengths(
 def place_here(
     wanted: JobSpec, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date
 ) -> Place | Rejected | None:
-    """This machine as the trainer would use it; None for a GPU that is not known.
+    """This machine as the trainer would use it, with as many of its GPUs as the job says; None for a GPU that is not known.
 
     A CPU computes in fp32 unless asked for bf16.
     """
     is_cuda = machine.kind == "cuda" and job.where.device != "cpu"
+    n_gpus = machine.n_gpus if job.where.gpus == "all" else min(job.where.gpus or 1, machine.n_gpus)
+    n_gpus = n_gpus if is_cuda else 1
     note = ""
     offer = Offer(
-        HERE, machine.device_name if is_cuda else machine.cpu.name, "", 1, "", "", job.where.spot, "machine_hour",
+        HERE, machine.device_name if is_cuda else machine.cpu.name, "", n_gpus, "", "", job.where.spot, "machine_hour",
         job.usd_per_hour, "the job's own price: where.usd_per_hour and electricity", today, Billing(HERE),
     )  # fmt: skip
     if is_cuda:
@@ -328,6 +330,8 @@ def place_here(
         precision, note = judged.precision, judged.precision_note
         device = device_of(gpu, precision)
         memory_bytes, hardware = min(machine.memory_bytes, gpu.usable_bytes), machine.hardware
+        if device is not None and (link := link_of(measurements, hardware, n_gpus)):
+            device = device._replace(link_bytes_per_s=link, knows_link=True)
     else:
         precision = wanted.precision or "fp32"
         device = cpu_device(machine.cpu.name, machine.cpu.peak_flops(precision, machine.n_threads), machine.n_threads)

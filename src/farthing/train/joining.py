@@ -25,6 +25,8 @@ from farthing.durability.group import not_followed, seat_in
 from farthing.durability.run_folder import DECIDING, RUN, SCHEDULE, keep, kept
 from farthing.errors import EXIT_CRASH, FarthingError, ModelError, RunChanged, UserMistake
 from farthing.events import Emit, Warned
+from farthing.model.hardware import hardware_key
+from farthing.planner.measurements import MEASUREMENTS, link_of, read_measurements
 from farthing.settings import Settings
 from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.attempt import Attempt, Context
@@ -150,6 +152,9 @@ def take_over(attempt: Attempt) -> None:
     ranks, steps, forward = attempt.context.ranks, attempt.steps, attempt.forward
     if ranks.n == 1:
         return
+    measured = read_measurements(Path(attempt.job.cache_dir or ".") / MEASUREMENTS) if ranks.is_first else []
+    known = ranks.tell_all(link_of(measured, hardware_key(attempt.numerics.device), ranks.n))
+    attempt.record.link_bytes_per_s = known or ranks.link_bytes_per_s()
     fit = attempt.schedule.fit
     settings, fit_values = ranks.tell_all([steps.settings.to_json(), None if fit is None else asdict(fit)])
     if not ranks.is_first:
