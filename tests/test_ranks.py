@@ -178,13 +178,17 @@ def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(monkeypatch: pyte
     monkeypatch.setattr("farthing.train.sending.pays_early", lambda ranks, weights: True)
     monkeypatch.setattr("farthing.train.sending.BUCKET", 9)
     sent = {}
-    for case in ("whole", "unused", "fails under way", "fails before", "nothing to do"):
+    for case in ("whole", "unused", "fails under way", "fails before", "fails in the second lane", "nothing to do"):
         layers = [torch.nn.Linear(3, 3) for _ in range(3)]
         weights = [weight for layer in layers for weight in (layer.weight, layer.bias)]
         ranks = Sends()
-        sending = Sending(ranks, LaneSums(4, weights, range(2)))  # type: ignore[arg-type]
+        sums = LaneSums(4, weights, range(2))
+        sending = Sending(ranks, sums)  # type: ignore[arg-type]
+        if case == "fails in the second lane":
+            layers[0](torch.ones(1, 3)).sum().backward()
+            sums.up_to(1)
         x = torch.ones(1, 3)
-        if case not in ("fails before", "nothing to do"):
+        if case in ("whole", "unused", "fails under way"):
             for layer in [layers[0], layers[2]] if case == "unused" else layers:
                 x = layer(x)
                 if case == "fails under way" and layer is layers[1]:
@@ -390,6 +394,10 @@ def test_a_run_of_one_lane_goes_on_with_more_to_rounding_and_says_so(tmp_path: P
     assert not heard
     assert lanes_to_use(job, two, Settings(), before, heard) == 4
     assert "equal to rounding" in heard.warnings
+    assert "no GPU" not in heard.warnings
+    anywhere = job.model_copy(update={"where": job.where.model_copy(update={"device": "auto"})})
+    lanes_to_use(anywhere, two, Settings(), {}, heard)
+    assert "no GPU is here: 2 processes share the processor" in heard.warnings
     assert lanes_to_use(job, Ranks(), Settings(lanes=4), before, heard) == 4, "on fewer it stays as it was cut"
     assert lanes_to_use(make_job(tmp_path / "plain"), Ranks(), Settings(), {}, heard) == 1
 

@@ -361,6 +361,7 @@ def test_auto_spreads_what_leaves_no_room_on_one_gpu(tmp_path: Path, monkeypatch
     ranks = Ranks()
     ranks.n, ranks.device = 2, torch.device("cuda")
     monkeypatch.setattr(ranks, "least", lambda number: number)
+    monkeypatch.setattr(ranks, "tell_all", lambda value: value)
     monkeypatch.setattr(ranks, "spread", lambda model, how: spread.append(how))
     monkeypatch.setattr(ranks, "bring", lambda tensors: None)
     for total_bytes, n_spread in ((6_000_000, 0), (4_500_000, 1)):

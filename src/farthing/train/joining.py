@@ -117,6 +117,12 @@ def lanes_to_use(job: Job, ranks: Ranks, settings: Settings, facts: dict[str, An
                 f"where.gpus is {job.where.gpus}, and this is one process: `farthing train` or torchrun starts as many"
             )
         )
+    if ranks.n > 1 and ranks.device.type == "cpu" and job.where.device == "auto":
+        emit(
+            Warned(
+                f"no GPU is here: {ranks.n} processes share the processor; where.device: cpu says that this is meant"
+            )
+        )
     if not (job.method.name != "full" if job.where.same_bits == "auto" else job.where.same_bits):
         return ranks.n
     before = settings.lanes or (1 if "examples_sha256" in facts else None)
