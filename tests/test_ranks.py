@@ -26,11 +26,11 @@ from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.row_table import rows_of as table_of
 from farthing.durability.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.durability.run_folder import SETTINGS, kept
-from farthing.errors import Interrupted, UserMistake
+from farthing.errors import EXIT_INTERRUPTED, Interrupted, UserMistake
 from farthing.model.forward import Forward
 from farthing.planner.measurements import MEASUREMENTS, append_measurement, read_measurements
 from farthing.settings import Settings
-from farthing.train.joining import lanes_to_use
+from farthing.train.joining import with_lanes
 from farthing.train.lanes import LaneSums, add_up, lanes_of, n_lanes_for, nodes_of
 from farthing.train.ranks import GO_ON, LEAVE, Ranks
 from farthing.train.run import opened_attempt
@@ -251,6 +251,23 @@ def test_every_rank_hears_the_same(tmp_path: Path) -> None:
     }
 
 
+def leaves(rank: int, was_asked: bool) -> None:
+    ranks = Ranks(seat_in(os.environ), patience_s=20.0)
+    if rank == 1:
+        ranks.listen(lambda: was_asked, contextlib.nullcontext, lambda: None)
+        ranks.fail(EXIT_INTERRUPTED)
+        ranks.close()
+    else:
+        ranks.gather(None)
+
+
+@pytest.mark.parametrize("was_asked", [True, False])
+def test_nothing_is_begun_again_where_a_rank_was_asked_to_leave_before_the_first_step(
+    was_asked: bool, tmp_path: Path
+) -> None:
+    assert on_ranks(2, tmp_path, leaves, was_asked) == [75 if was_asked else 76, None]
+
+
 # ---- whole runs ----
 
 
@@ -389,17 +406,22 @@ def test_what_one_rank_meets_is_met_by_all(tmp_path: Path) -> None:
 def test_a_run_of_one_lane_goes_on_with_more_to_rounding_and_says_so(tmp_path: Path) -> None:
     job, heard, two = lora_job(tmp_path), Heard(), Ranks()
     two.n = 2
-    before = {"examples_sha256": "of a run that has begun"}
-    assert lanes_to_use(job, Ranks(), Settings(), before, heard) == 1
+
+    def lanes_to_use(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit: Any) -> int | None:
+        return with_lanes(job, ranks, settings, has_begun, emit).lanes
+
+    assert lanes_to_use(job, Ranks(), Settings(), True, heard) == 1
     assert not heard
-    assert lanes_to_use(job, two, Settings(), before, heard) == 4
+    assert lanes_to_use(job, two, Settings(), True, heard) == 4
     assert "equal to rounding" in heard.warnings
+    now, was = with_lanes(job, two, Settings(), False, heard), with_lanes(job, two, Settings(lanes=4), True, heard)
+    assert (now.lane_by_lane, was.lane_by_lane) == (True, None), "what an earlier version has cut stays so"
     assert "no GPU" not in heard.warnings
     anywhere = job.model_copy(update={"where": job.where.model_copy(update={"device": "auto"})})
-    lanes_to_use(anywhere, two, Settings(), {}, heard)
+    lanes_to_use(anywhere, two, Settings(), False, heard)
     assert "no GPU is here: 2 processes share the processor" in heard.warnings
-    assert lanes_to_use(job, Ranks(), Settings(lanes=4), before, heard) == 4, "on fewer it stays as it was cut"
-    assert lanes_to_use(make_job(tmp_path / "plain"), Ranks(), Settings(), {}, heard) == 1
+    assert lanes_to_use(job, Ranks(), Settings(lanes=4), True, heard) == 4, "on fewer it stays as it was cut"
+    assert lanes_to_use(make_job(tmp_path / "plain"), Ranks(), Settings(), False, heard) == 1
 
 
 # ---- who sits where, and how processes end together ----

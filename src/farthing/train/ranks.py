@@ -170,7 +170,8 @@ class Ranks:
                 f"farthing: rank {self.index} of {self.n} ends, as another was lost ({why}); the last save is whole\n"
             )
             os.write(2, text.encode())
-        os._exit(EXIT_RANK_LOST if self.seat.by == "farthing" and code == EXIT_INTERRUPTED else code)
+        begins_again = self.seat.by == "farthing" and code == EXIT_INTERRUPTED and not self._others_ask
+        os._exit(EXIT_RANK_LOST if begins_again else code)
 
     def fail(self, exit_code: int, error: BaseException | None = None) -> bool:
         """Tell the others that this one ends with an error, and that they should. Whether this rank should speak of it:
