@@ -131,7 +131,7 @@ def draw(seed: int) -> dict[str, Any]:
 
 def case_of(what: str, part: str, n: int, way: str, drawn: random.Random) -> dict[str, Any]:
     by_first = part in BY_FIRST_ONLY and not what.startswith("SIG")
-    calls = {"step": 9, "update": 4, "saving": 2, "writing": 3, "between parts and commit": 2}.get(part, 1)
+    calls = {"step": 5, "update": 4, "saving": 2, "writing": 3, "between parts and commit": 2}.get(part, 1)
     return {
         "way": way,
         "what": what,

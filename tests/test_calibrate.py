@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from datetime import date
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from farthing.config.job import Job
 from farthing.planner.calibration import N_AGREE, N_NEWEST, SPREAD_FEW, SPREAD_SAME, as_run, calibrate
+from farthing.planner.confidence import link_error
 from farthing.planner.estimate import Estimate
+from farthing.planner.inputs import place_here, plan_here
+from farthing.planner.lengths import from_arrays
+from farthing.planner.machine import Cpu, Machine
 from farthing.planner.measurements import Measurement
 from farthing.planner.memory import estimate_memory
 from farthing.planner.model_config import known_config
 from farthing.planner.recipe import Recipe, stack_for
 from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import Calibration, cpu_device, step_time, work_of
+from farthing.planner.types import JobSpec, Place, Plan
 from farthing.report.receipt import APART, _against_estimate, _Bill
 from farthing.settings import Settings
 
@@ -160,3 +168,36 @@ def test_restarts_and_work_done_again_are_not_the_estimates_error() -> None:
     assert (killed.wall_s.happened, killed.wall_s.ratio) == (210.0, pytest.approx(1.0))
     assert (killed.seconds[APART].promised, killed.seconds[APART].happened) == (0.0, 110.0)
     assert (whole.wall_s.ratio, APART in whole.seconds) == (pytest.approx(2.1), False)
+
+
+def test_links_that_runs_have_measured_here_are_what_a_plan_for_this_machine_sends_over(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two cards without peer access reach a fraction of their bus, or, on a better board, twice what is supposed."""
+    monkeypatch.setattr("farthing.planner.inputs.installed_torch", lambda: ("2.13.0", "cu126"))
+    name, shape = "NVIDIA GeForce RTX 4090", shape_of("meta-llama/Llama-3.2-1B")
+    machine = Machine("cuda", name, 4, 24 << 30, 8, Cpu("Old CPU", 8, 2.0, frozenset()))
+    wanted = JobSpec(shape=shape, method="full", optim="adamw_torch_offload", global_batch=32, n_epochs=1.0,
+                     lengths=from_arrays(np.full(64, 200), source="made"))  # fmt: skip
+    ran = ((2, 3e9, 19), (2, 12e9, 20), (4, 2e9, 21), (2, 0.0, 22))
+    measured = [
+        run_of(shape, 1.0, hardware=name, device="cuda", n_devices=n, link_bytes_per_s=link, when=f"2026-11-{day}")
+        for n, link, day in ran
+    ]
+    found = {}
+    for gpus, runs in ((2, []), (2, measured), ("all", measured), (9, measured), (None, measured)):
+        job = Job.model_validate({"model": "m", "data": "d", "task": "causal-lm", "output_dir": "run",
+                                  "where": {"gpus": gpus, "usd_per_hour": 1.0}})  # fmt: skip
+        place = place_here(wanted, machine, job, runs, date(2026, 11, 22))
+        assert isinstance(place, Place)
+        plan = plan_here(wanted, machine, job, runs, date(2026, 11, 22))
+        assert isinstance(plan, Plan)
+        found[gpus, bool(runs)] = place, plan
+    (table, guessed), (known, told) = found[2, False], found[2, True]
+    assert not table.device.knows_link
+    assert (known.offer.n_gpus, known.device.link_bytes_per_s) == (2, 12e9), "the newest of two GPUs that has one"
+    assert [found[gpus, True][0].offer.n_gpus for gpus in ("all", 9, None)] == [4, 4, 1]
+    assert found["all", True][0].device.link_bytes_per_s == 2e9
+    assert not found[None, True][0].device.knows_link
+    assert told.step.parts["communication"] < guessed.step.parts["communication"]
+    assert link_error(told.step, known.device) < link_error(guessed.step, table.device)

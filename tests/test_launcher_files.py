@@ -32,7 +32,7 @@ ZERO = {
 FSDP = {
     "compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": 1,
     "num_processes": 8, "use_cpu": False, "machine_rank": 0, "rdzv_backend": "static",
-    "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": False,
+    "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True,
                     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_state_dict_type": "SHARDED_STATE_DICT",
                     "fsdp_cpu_ram_efficient_loading": True, "fsdp_activation_checkpointing": True},
 }  # fmt: skip
@@ -81,8 +81,11 @@ def test_each_line_of_accelerate_becomes_a_key_or_is_named(tmp_path: Path) -> No
     found, said = read(tmp_path, "accelerate", FSDP)
     assert found == {
         "where.strategy": "fsdp", "where.reshard_after_forward": False, "where.gpus": 8, "train.bf16": True,
+        "where.offload_weights": True,
     }  # fmt: skip
     assert all(sum(f": {key}: " in line for line in said) == 1 for key, _ in flat(FSDP))
+    zero = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    assert read(tmp_path / "zero", "deepspeed", zero)[0]["where.offload_weights"] is True
     older = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": 4}, "mixed_precision": False}
     found, _ = read(tmp_path / "older", "accelerate", older)
     assert (found["where.strategy"], found["train.bf16"]) == ("hsdp", False)
@@ -95,7 +98,7 @@ def test_each_line_of_accelerate_becomes_a_key_or_is_named(tmp_path: Path) -> No
     [
         (
             "deepspeed",
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
             "weights are off-loaded",
         ),
         ("deepspeed", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "to main memory"),
@@ -105,7 +108,7 @@ def test_each_line_of_accelerate_becomes_a_key_or_is_named(tmp_path: Path) -> No
         ("accelerate", {"distributed_type": "MEGATRON_LM"}, "does not train by MEGATRON_LM"),
         (
             "accelerate",
-            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": True}},
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_offload_params": "nvme"}},
             "weights are off-loaded",
         ),
         ("accelerate", {"mixed_precision": "fp8"}, "not in fp8"),

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
@@ -25,10 +26,11 @@ from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.row_table import rows_of as table_of
 from farthing.durability.group import Elastic, Seat, device_of, not_followed, seat_in
 from farthing.durability.run_folder import SETTINGS, kept
-from farthing.errors import Interrupted, UserMistake
+from farthing.errors import EXIT_INTERRUPTED, Interrupted, UserMistake
 from farthing.model.forward import Forward
+from farthing.planner.measurements import MEASUREMENTS, append_measurement, read_measurements
 from farthing.settings import Settings
-from farthing.train.joining import lanes_to_use
+from farthing.train.joining import with_lanes
 from farthing.train.lanes import LaneSums, add_up, lanes_of, n_lanes_for, nodes_of
 from farthing.train.ranks import GO_ON, LEAVE, Ranks
 from farthing.train.run import opened_attempt
@@ -176,13 +178,17 @@ def test_buckets_leave_in_one_order_whatever_happens_to_a_rank(monkeypatch: pyte
     monkeypatch.setattr("farthing.train.sending.pays_early", lambda ranks, weights: True)
     monkeypatch.setattr("farthing.train.sending.BUCKET", 9)
     sent = {}
-    for case in ("whole", "unused", "fails under way", "fails before", "nothing to do"):
+    for case in ("whole", "unused", "fails under way", "fails before", "fails in the second lane", "nothing to do"):
         layers = [torch.nn.Linear(3, 3) for _ in range(3)]
         weights = [weight for layer in layers for weight in (layer.weight, layer.bias)]
         ranks = Sends()
-        sending = Sending(ranks, LaneSums(4, weights, range(2)))  # type: ignore[arg-type]
+        sums = LaneSums(4, weights, range(2))
+        sending = Sending(ranks, sums)  # type: ignore[arg-type]
+        if case == "fails in the second lane":
+            layers[0](torch.ones(1, 3)).sum().backward()
+            sums.up_to(1)
         x = torch.ones(1, 3)
-        if case not in ("fails before", "nothing to do"):
+        if case in ("whole", "unused", "fails under way"):
             for layer in [layers[0], layers[2]] if case == "unused" else layers:
                 x = layer(x)
                 if case == "fails under way" and layer is layers[1]:
@@ -218,6 +224,7 @@ def words(rank: int) -> dict[str, Any]:
         "told": ranks.tell_all(["of", rank]),
         "agreed": ranks.agree(LEAVE if rank == 1 else GO_ON, [rank, -rank]),
         "sum": ranks.sum_up(torch.tensor([1.5, 0.0, float(rank)], dtype=torch.float64)).tolist(),
+        "link": ranks.link_bytes_per_s(),
     }
     for kind in (Interrupted, torch.OutOfMemoryError):
         try:
@@ -233,6 +240,7 @@ def words(rank: int) -> dict[str, Any]:
 def test_every_rank_hears_the_same(tmp_path: Path) -> None:
     found = on_ranks(3, tmp_path, words)
     assert found[0] == found[1] == found[2]
+    assert 1e6 < found[0].pop("link") < 1e12
     assert found[0] == {
         "gather": [{"rank": rank, "text": "ü" * rank} for rank in range(3)],
         "told": ["of", 0],
@@ -241,6 +249,23 @@ def test_every_rank_hears_the_same(tmp_path: Path) -> None:
         "Interrupted": "Interrupted",
         "OutOfMemoryError": "OutOfMemoryError",
     }
+
+
+def leaves(rank: int, was_asked: bool) -> None:
+    ranks = Ranks(seat_in(os.environ), patience_s=20.0)
+    if rank == 1:
+        ranks.listen(lambda: was_asked, contextlib.nullcontext, lambda: None)
+        ranks.fail(EXIT_INTERRUPTED)
+        ranks.close()
+    else:
+        ranks.gather(None)
+
+
+@pytest.mark.parametrize("was_asked", [True, False])
+def test_nothing_is_begun_again_where_a_rank_was_asked_to_leave_before_the_first_step(
+    was_asked: bool, tmp_path: Path
+) -> None:
+    assert on_ranks(2, tmp_path, leaves, was_asked) == [75 if was_asked else 76, None]
 
 
 # ---- whole runs ----
@@ -285,7 +310,9 @@ def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None, sends_e
             return take(steps, step)
 
         Steps._take = mishap_in  # type: ignore[method-assign]
-    loop, held = farthing.train.run.loop, [0, 0]
+    loop, held, links = farthing.train.run.loop, [0, 0], list[float]()
+    link_bytes_per_s = Ranks.link_bytes_per_s
+    Ranks.link_bytes_per_s = lambda ranks: links.append(link_bytes_per_s(ranks)) or links[-1]  # type: ignore[assignment,func-returns-value]
 
     def looked_at(attempt: Any) -> Any:
         of_layers = [weight for name, weight in attempt.model.named_parameters() if ".layers." in name]
@@ -297,6 +324,7 @@ def run(rank: int, job: dict[str, Any], mishap: list[Any] | None = None, sends_e
     outcome = farthing.train.run.train(Job.model_validate(job), heard)
     return {
         "held": held,
+        "links": links,
         "code": outcome.exit_code,
         "receipt": outcome.receipt and outcome.receipt.to_json(),
         "warnings": heard.warnings,
@@ -328,8 +356,15 @@ def test_the_same_bits_on_one_four_and_on_two_of_which_one_is_killed_then_three_
     killed = train_on(2, tmp_path, others, [1, 4, "kill"])
     assert killed == [76, -signal.SIGKILL], "the other one ends, and says why"
     others = others.model_copy(update={"where": others.where.model_copy(update={"strategy": "fsdp"})})
+    measured = read_measurements(Path(four.cache_dir or ".") / MEASUREMENTS)[-1]
+    assert [measured.link_bytes_per_s] == found[0]["links"] == found[3]["links"], "measured once, and kept"
+    (tmp_path / "known").mkdir()
+    append_measurement(tmp_path / "known" / MEASUREMENTS, replace(measured, n_devices=3, link_bytes_per_s=5e9))
+    others = others.model_copy(update={"cache_dir": str(tmp_path / "known")})
     found = train_on(3, tmp_path, others)
     assert [each["code"] for each in found] == [0] * 3
+    assert all(not each["links"] for each in found), "what is known of a machine is not measured at each start"
+    assert read_measurements(tmp_path / "known" / MEASUREMENTS)[-1].link_bytes_per_s == 5e9
     held, whole = [each["held"][0] for each in found], found[0]["held"][1]
     assert sum(held) == whole, "each rank holds its rows of the layers' frozen weights"
     assert max(held) < 0.5 * whole
@@ -371,13 +406,22 @@ def test_what_one_rank_meets_is_met_by_all(tmp_path: Path) -> None:
 def test_a_run_of_one_lane_goes_on_with_more_to_rounding_and_says_so(tmp_path: Path) -> None:
     job, heard, two = lora_job(tmp_path), Heard(), Ranks()
     two.n = 2
-    before = {"examples_sha256": "of a run that has begun"}
-    assert lanes_to_use(job, Ranks(), Settings(), before, heard) == 1
+
+    def lanes_to_use(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit: Any) -> int | None:
+        return with_lanes(job, ranks, settings, has_begun, emit).lanes
+
+    assert lanes_to_use(job, Ranks(), Settings(), True, heard) == 1
     assert not heard
-    assert lanes_to_use(job, two, Settings(), before, heard) == 4
+    assert lanes_to_use(job, two, Settings(), True, heard) == 4
     assert "equal to rounding" in heard.warnings
-    assert lanes_to_use(job, Ranks(), Settings(lanes=4), before, heard) == 4, "on fewer it stays as it was cut"
-    assert lanes_to_use(make_job(tmp_path / "plain"), Ranks(), Settings(), {}, heard) == 1
+    now, was = with_lanes(job, two, Settings(), False, heard), with_lanes(job, two, Settings(lanes=4), True, heard)
+    assert (now.lane_by_lane, was.lane_by_lane) == (True, None), "what an earlier version has cut stays so"
+    assert "no GPU" not in heard.warnings
+    anywhere = job.model_copy(update={"where": job.where.model_copy(update={"device": "auto"})})
+    lanes_to_use(anywhere, two, Settings(), False, heard)
+    assert "no GPU is here: 2 processes share the processor" in heard.warnings
+    assert lanes_to_use(job, Ranks(), Settings(lanes=4), True, heard) == 4, "on fewer it stays as it was cut"
+    assert lanes_to_use(make_job(tmp_path / "plain"), Ranks(), Settings(), False, heard) == 1
 
 
 # ---- who sits where, and how processes end together ----

@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import farthing.train.run
+import farthing.train.setup
 from farthing.config.job import Job
 from farthing.durability.checkpoint import Checkpoints, commit_together, fill_along
 from farthing.durability.files import Damaged, verify_folder
+from farthing.durability.group import seat_in
 from farthing.durability.parts import Shared, files_of, read_part
 from farthing.durability.run_folder import SETTINGS, kept
 from farthing.errors import ModelError, UserMistake
@@ -28,7 +30,7 @@ from farthing.train.rehearsal import dearest_step
 from farthing.train.run import opened_attempt
 from farthing.train.spread import How, Spread
 from farthing.train.step import Steps
-from farthing.train.strategy import resident_bytes, spread_weights
+from farthing.train.strategy import read_where_it_differs, resident_bytes, spread_weights
 from together import on_ranks
 from workshop import Heard, losses_of, make_job, rows_of
 
@@ -50,6 +52,7 @@ def run(
 ) -> dict[str, Any]:
     """Train the job on this rank; `killed` is (rank, step) of one that is lost, or whose memory `is_full`."""
     take, loop, held = Steps._take, farthing.train.run.loop, [0, 0]
+    note_loaded(Path(job["output_dir"]).parent / f"loaded-{rank}")
     if n_local:
         os.environ |= {"LOCAL_RANK": str(rank % n_local), "LOCAL_WORLD_SIZE": str(n_local)}
 
@@ -72,6 +75,21 @@ def run(
     except NoRoomLeft as error:
         return {"code": error.exit_code, "why": str(error)}
     return {"code": outcome.exit_code, "warnings": heard.warnings, "held": held, "said": [str(each) for each in heard]}
+
+
+def note_loaded(path: Path) -> None:
+    """Write down the bytes of weights that this process has once it has its model."""
+    load = farthing.train.setup.load_model
+
+    def noted(*arguments: Any, **more: Any) -> Any:
+        model = load(*arguments, **more)
+        stores = {
+            weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in model.parameters()
+        }
+        path.write_text(str(sum(stores.values())))
+        return model
+
+    farthing.train.setup.load_model = noted
 
 
 def no_room(*_: Any) -> Any:
@@ -114,14 +132,19 @@ def test_full_training_on_two_then_three_then_one_is_that_of_one_process_also_be
     assert {path.name for path in saves_of(spread)[2].glob("*.safetensors")} == {
         f"{part}-0000{number}-of-00002.safetensors" for part in ("model", "optimizer") for number in (1, 2)
     }
-    assert train_on(3, tmp_path, spread, [2, 6]) == [76, 76, -signal.SIGKILL]
+    loaded = [int((tmp_path / "spread" / f"loaded-{rank}").read_text()) for rank in range(2)]
+    assert loaded[0] > 100_000
+    assert loaded[1] < 1000, "one rank reads the model for all"
+    offloads = spread.model_copy(update={"where": spread.where.model_copy(update={"offload_weights": True})})
+    assert train_on(3, tmp_path, offloads, [2, 6]) == [76, 76, -signal.SIGKILL]
     newest = saves_of(spread)[max(saves_of(spread))]
     assert (newest / "optimizer-00003-of-00003.safetensors").exists()
     with open(newest / "optimizer-00002-of-00003.safetensors", "r+b") as file:
         file.seek(-9, os.SEEK_END)
         file.write(b"\x55")
-    found = train_on(1, tmp_path, spread)
+    found = train_on(1, tmp_path, offloads)
     assert found[0]["code"] == 0
+    assert "kept in main memory" in str(found[0]["said"])
     assert "optimizer-00002-of-00003.safetensors differs" in found[0]["warnings"]
     assert any("ZeRO-3" in text for text in found[0]["said"]), "how weights are spread is said"
     refuse_difference(spread, alone)
@@ -133,6 +156,7 @@ def test_full_training_on_two_then_three_then_one_is_that_of_one_process_also_be
     [
         ("llama", {"optim": "adamw_torch_offload"}, {"reshard_after_forward": False}, [(4, 2), (3, None)]),
         ("t5", {"optim": "adamw_torch"}, {}, [(1, 2), (2, 5), (4, None)]),
+        ("llama", {"tie": False}, {"offload_weights": True, "reshard_after_forward": False}, [(2, 2), (3, None)]),
         ("bert", {"gradient_checkpointing": True}, {"reshard_after_forward": False}, [(3, 4), (2, None)]),
         ("llama", {"global_batch_size": 2, "optim": "sgd"}, {"strategy": "hsdp"}, [(4, 3), (2, 4), (4, None)]),
         ("llama", {"train_ddp": 1}, {}, [(2, 3), (1, None)]),
@@ -232,6 +256,36 @@ def test_the_largest_micro_batch_is_rehearsed_and_lowered_until_it_has_room(
         assert dearest_step(attempt) is None, "nothing is left to take"
 
 
+def told(rank: int) -> list[Any]:
+    """Another rank has its model from the first, or reads it where its configuration makes another."""
+    ranks, found = Ranks(seat_in(os.environ), patience_s=20.0), []
+    for width in (2, 3):
+        torch.manual_seed(rank)
+        model = torch.nn.Linear(2, 2 if ranks.is_first else width).to(
+            torch.bfloat16 if ranks.is_first else torch.float32
+        )
+        model.register_buffer("kept", torch.full((2,), float(rank)))
+        job = Job.model_validate({"model": "m", "data": "d.jsonl", "task": "causal-lm", "output_dir": "run",
+                                  "where": {"strategy": "fsdp"}})  # fmt: skip
+        model = read_where_it_differs(job, ranks, model, lambda: torch.nn.ParameterDict({"read": torch.nn.Parameter()}))
+        if width == 2:
+            ranks.bring((*model.parameters(), *model.buffers()))
+            found.append(
+                [str(model.weight.dtype), *(each.float().tolist() for each in (model.weight, model.bias, model.kept))]
+            )
+        found.append(type(model).__name__)
+    ranks.close()
+    return found
+
+
+def test_ranks_have_the_model_that_the_first_one_has_read(tmp_path: Path) -> None:
+    first, second = on_ranks(2, tmp_path, told)
+    assert first[0] == second[0]
+    assert first[0][0] == "torch.bfloat16"
+    assert first[0][3] == [0.0, 0.0]
+    assert (first[1:], second[1:]) == (["Linear", "Linear"], ["Linear", "ParameterDict"])
+
+
 # ---- what is spread ----
 
 
@@ -287,6 +341,7 @@ def test_experts_that_nobody_asks_have_no_gradient_as_on_one_process() -> None:
         ("full", "llama", {"torch_compile": True}, "are not compiled"),
         ("full", "llama", {"where": {"same_bits": True}}, "equal to rounding"),
         ("lora", "t5", {"predict_with_generate": True}, "texts of different lengths"),
+        ("full", "llama", {"where": {"offload_weights": True}}, "fp16"),
     ],
 )
 def test_weights_that_cannot_be_spread_are_refused_in_words(
@@ -295,7 +350,7 @@ def test_weights_that_cannot_be_spread_are_refused_in_words(
     where = {"gpus": 2, "strategy": "fsdp", **keys.pop("where", {})}
     job = make_job(tmp_path, family, method=method, where=where, **keys)
     with pytest.raises(UserMistake, match=f"can't be spread: .*{why}") as refused:
-        spread_weights(job, Ranks(), torch.nn.Linear(1, 1), None, Heard())
+        spread_weights(job, Ranks(), torch.nn.Linear(1, 1), torch.float16, Heard())
     assert refused.value.to_do
 
 
@@ -306,8 +361,9 @@ def test_auto_spreads_what_leaves_no_room_on_one_gpu(tmp_path: Path, monkeypatch
     ranks = Ranks()
     ranks.n, ranks.device = 2, torch.device("cuda")
     monkeypatch.setattr(ranks, "least", lambda number: number)
+    monkeypatch.setattr(ranks, "tell_all", lambda value: value)
     monkeypatch.setattr(ranks, "spread", lambda model, how: spread.append(how))
-    monkeypatch.setattr(model, "to", lambda device: None)
+    monkeypatch.setattr(ranks, "bring", lambda tensors: None)
     for total_bytes, n_spread in ((6_000_000, 0), (4_500_000, 1)):
         memory = type("Properties", (), {"total_memory": total_bytes})()
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, memory=memory: memory)

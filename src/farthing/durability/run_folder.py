@@ -60,7 +60,9 @@ PUBLISHED = "published.json"
 COPIES = "run_files"
 """Under this name a checkpoint's manifest has a copy of each, None where there is no such file."""
 CHECKPOINT_NAME = re.compile(r"step-\d{8,}-\d{4,}")
-_OF_ATTEMPTS = ("keeps_frozen_output", "shares_beginnings", "steps_per_epoch", "examples_sha256", "finished")
+EXAMPLES = "examples_sha256"
+"""In run.json once an attempt knew the run's examples."""
+_OF_ATTEMPTS = ("keeps_frozen_output", "shares_beginnings", "steps_per_epoch", EXAMPLES, "finished")
 _SEAL = "sha256"
 
 Warn = Callable[[str], None]
@@ -310,9 +312,9 @@ def began(folder: Path, text_version: int) -> Began:
 
 def same_examples(folder: Path, facts: Json, sha256: str) -> Json:
     """Note which examples the run has, or check that they are those it began with. Raises `RunChanged`."""
-    before = facts.get("examples_sha256")
+    before = facts.get(EXAMPLES)
     if before is None:
-        facts = {**facts, "examples_sha256": sha256}
+        facts = {**facts, EXAMPLES: sha256}
         keep(folder / RUN, facts)
     elif before != sha256:
         raise RunChanged(

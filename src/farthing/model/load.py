@@ -229,12 +229,11 @@ def load_model(
     label_names: tuple[str, ...] = (),
     pad_id: int | None = None,
     in_four_bits: FourBits | None = None,
-    reads: bool = True,
 ) -> PreTrainedModel:
-    """The model in `dtype` on the CPU, or in 4 bits on the device of `in_four_bits`, but for its head; without weights where
-    it does not read them, see `hollow`.
+    """The model in `dtype` on the CPU, or in 4 bits on the device of `in_four_bits`, but for its head.
 
-    A new classification head, or all of it with `init: random`, is drawn from `seed`. Raises `ModelError`.
+    A new classification head, or all of it with `init: random`, is drawn from `seed`; with `init: hollow` there are no weights,
+    see `hollow`. Raises `ModelError`.
     """
     labels = task_of(task).labels
     if labels is not None:
@@ -245,7 +244,7 @@ def load_model(
     torch.manual_seed(seed)
     attention = {"attn_implementation": choice.attn_implementation} if choice.attn_implementation else {}
     try:
-        if not reads:
+        if choice.init == "hollow":
             model = hollow(auto, config, dtype, trust_remote_code=choice.trust_remote_code, **attention)
         elif choice.init == "random":
             if in_four_bits is not None:

@@ -10,14 +10,14 @@ import csv
 from functools import cache
 from typing import NamedTuple
 
-from farthing.planner.speed import StepTime
+from farthing.planner.speed import Device, StepTime
 from farthing.planner.types import OLD_PRICE_DAYS, Place
 from farthing.prices.gpus import FACTS
 
 HUMBLE = 0.30  # the narrowest range of seconds until several runs of the same model on a machine agree
 CPU_SPEED_ERROR = 0.60  # of a processor that nothing was measured on: by assumption
 OLD_PRICE_ERROR = 0.30  # of a year, either way: by assumption
-LINK_ERROR = 0.5  # of the seconds that GPUs send to each other: by assumption
+LINK_ERROR, KNOWN_LINK_ERROR = 0.5, 0.2  # of the seconds that GPUs send to each other; once measured: by assumption
 FROM_PRICE_ERROR = 0.30  # upwards, of a marketplace's lowest price: by assumption
 
 
@@ -77,9 +77,9 @@ def published_error(place: Place, family: str = "") -> float:
     return _row_of("speed", place.device.name, family).error
 
 
-def link_error(step: StepTime) -> float:
-    """What the links between GPUs add to the error of the seconds: farthing has measured none, their rate may be half."""
-    return LINK_ERROR * step.parts.get("communication", 0.0) / step.seconds
+def link_error(step: StepTime, device: Device) -> float:
+    """What the links between GPUs add to the error of the seconds: of those that were not measured the rate may be half."""
+    return (KNOWN_LINK_ERROR if device.knows_link else LINK_ERROR) * step.parts.get("communication", 0.0) / step.seconds
 
 
 def price_error(place: Place) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from farthing.planner.estimate import Estimate
 from farthing.planner.job_lengths import read_lengths
 from farthing.planner.lengths import Lengths, from_mean
 from farthing.planner.machine import Machine, free_memory_bytes, installed_torch, local_machine
-from farthing.planner.measurements import MEASUREMENTS, Measurement, read_measurements
+from farthing.planner.measurements import MEASUREMENTS, Measurement, link_of, read_measurements
 from farthing.planner.model_config import find_config
 from farthing.planner.ownership import Owned
 from farthing.planner.search import CPU_TOKENS, decide, recipe_of
@@ -313,13 +313,22 @@ def _counts_here(machine: Machine, job: Job, asked: Asked) -> list[int]:
 
 
 def place_here(
-    wanted: JobSpec, machine: Machine, job: Job, measurements: Sequence[Measurement], today: date, n_gpus: int = 1
+    wanted: JobSpec,
+    machine: Machine,
+    job: Job,
+    measurements: Sequence[Measurement],
+    today: date,
+    n_gpus: int | None = None,
 ) -> Place | Rejected | None:
-    """This machine as the trainer would use it, on `n_gpus` of its GPUs; None for a GPU that is not known.
+    """This machine as the trainer would use it, on `n_gpus` of its GPUs or as many as the job says; None for a GPU that is not
+    known.
 
     A CPU computes in fp32 unless asked for bf16.
     """
     is_cuda = machine.kind == "cuda" and job.where.device != "cpu"
+    if n_gpus is None:
+        n_gpus = machine.n_gpus if job.where.gpus == "all" else min(job.where.gpus or 1, machine.n_gpus)
+    n_gpus = n_gpus if is_cuda else 1
     note = ""
     offer = Offer(
         HERE, machine.device_name if is_cuda else machine.cpu.name, "", n_gpus, "", "", job.where.spot, "machine_hour",
@@ -337,6 +346,8 @@ def place_here(
         precision, note = judged.precision, judged.precision_note
         device = device_of(gpu, precision)
         memory_bytes, hardware = min(machine.memory_bytes, gpu.usable_bytes), machine.hardware
+        if device is not None and (link := link_of(measurements, hardware, n_gpus)):
+            device = device._replace(link_bytes_per_s=link, knows_link=True)
     else:
         precision = wanted.precision or "fp32"
         device = cpu_device(machine.cpu.name, machine.cpu.peak_flops(precision, machine.n_threads), machine.n_threads)

@@ -99,6 +99,9 @@ class Measurement:
 
     promised: dict[str, Any] = field(default_factory=dict)  # what a plan had said of this run, as it said it
     version: int = VERSION
+    link_bytes_per_s: float = (
+        0.0  # that each of `n_devices` sent to the others, of all together; 0: one alone, not known
+    )
 
     @property
     def step_s(self) -> float:
@@ -115,6 +118,7 @@ class Record:
         self.first_step_s = 0.0
         self.peak_bytes_by_step: list[list[int]] = []
         self.largest_examples = self.largest_tokens = 0
+        self.link_bytes_per_s = 0.0
         self.evaluations_s: list[float] = []
         self.saves_bytes: list[int] = []
         self._counts = [0, 0, 0, 0]
@@ -176,6 +180,7 @@ class Record:
             "peak_bytes_by_step": self.peak_bytes_by_step,
             "largest_examples": self.largest_examples,
             "largest_tokens": self.largest_tokens,
+            "link_bytes_per_s": self.link_bytes_per_s,
         }
 
 
@@ -230,8 +235,18 @@ def matching(measurements: Iterable[Measurement], *, hardware: str, **wanted: An
     return sorted(found, key=lambda m: m.when, reverse=True)
 
 
+def link_of(measurements: Iterable[Measurement], hardware: str, n_devices: int) -> float:
+    """Bytes a second that each of so many of this hardware was last seen to send to the others; 0 where none was measured."""
+    found = matching(measurements, hardware=hardware, n_devices=n_devices)
+    return next((m.link_bytes_per_s for m in found if m.link_bytes_per_s > 0), 0.0)
+
+
 _TYPES = {f.name: str(f.type) for f in dataclasses.fields(Measurement)}
-_REQUIRED = {f.name for f in dataclasses.fields(Measurement) if f.default_factory is dataclasses.MISSING} - {"version"}
+_REQUIRED = {
+    f.name
+    for f in dataclasses.fields(Measurement)
+    if f.default is f.default_factory  # neither of the two is there
+}
 
 
 def _parsed(line: bytes) -> Measurement | None:

@@ -193,7 +193,7 @@ class _Search:
             step, (recipe, memory, work) = min(timed, key=cheapness)
             family = self.wanted.shape.model_type
             seconds = self._pricing.seconds_of(place, recipe, step, work)
-            error = speed_error(place, family) + link_error(step)
+            error = speed_error(place, family) + link_error(step, place.device)
             return Chosen(recipe, memory, step, seconds, error, memory_error(place, family))
         least = min((self.needed_bytes(place, memory), recipe.in_words()) for recipe, memory, _ in found)
         gib = said_apart(least[0] / 2**30, place.memory_bytes / 2**30, lambda n: say_bytes(n * 2**30), "{} GiB")

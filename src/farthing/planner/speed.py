@@ -82,6 +82,7 @@ class Device(NamedTuple):
     link_bytes_per_s: float  # of one GPU, one direction; 0 alone
     is_cuda: bool
     attention_share: float = OTHER_ATTENTION  # of `flops_per_s`
+    knows_link: bool = False  # `link_bytes_per_s` was measured on this machine
 
 
 def device_of(gpu: Gpu, precision: str) -> Device | None:

@@ -15,14 +15,15 @@ Triple = list[float]
 
 def plain(value: Any) -> Any:
     """Values that JSON has: frozen ones by their fields, numbers of numpy become Python's, what is not finite becomes null."""
-    if is_dataclass(value):
-        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    if value is None or isinstance(value, str | bool | int):
+    if value is None or isinstance(value, str | int):  # most are leaves
         return value
+    if not isinstance(value, float):
+        if is_dataclass(value):
+            return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+        if isinstance(value, Mapping):
+            return {str(key): plain(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(one) for one in value]
     number = float(value)
     return float(f"{number:.10g}") if math.isfinite(number) else None
 

@@ -11,10 +11,10 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,9 +22,11 @@ from torch import nn
 from farthing.config.job import Job, LimitsSection
 from farthing.data.packing import MicroBatchCost
 from farthing.durability.group import not_followed, seat_in
-from farthing.durability.run_folder import DECIDING, RUN, SCHEDULE, keep, kept
+from farthing.durability.run_folder import DECIDING, EXAMPLES, RUN, SCHEDULE, keep, kept
 from farthing.errors import EXIT_CRASH, FarthingError, ModelError, RunChanged, UserMistake
 from farthing.events import Emit, Warned
+from farthing.model.hardware import hardware_key
+from farthing.planner.measurements import MEASUREMENTS, link_of, read_measurements
 from farthing.settings import Settings
 from farthing.train.ancestor import begin_from, find_ancestor
 from farthing.train.attempt import Attempt, Context
@@ -83,20 +85,31 @@ def lead(context: Context, ended: tuple[str, str] | None = None) -> None:
         ranks.tell_all({"ended": ended, "run_id": context.run_id, "files": files})
 
 
-def follow(context: Context) -> tuple[tuple[str, str] | None, dict[str, Any]]:
-    """Another rank is let in: (how the run has ended already, or None; what run.json says)."""
+class LetIn(NamedTuple):
+    """What another rank hears from the first."""
+
+    ended: tuple[str, str] | None
+    """How the run has ended already: (state, reason)."""
+    identity: Mapping[str, object]
+    """Of what the run reads."""
+    has_begun: bool
+    """Whether earlier attempts knew its examples."""
+
+
+def follow(context: Context) -> LetIn:
+    """Another rank is let in, with the files that decide the result."""
     told = context.ranks.tell_all(None)
     for name, value in told["files"].items():
         if value is not None:
             keep(context.folder / name, value)
     context.run_id = told["run_id"]
-    ended = told["ended"]
-    return (None if ended is None else (str(ended[0]), str(ended[1]))), told["files"].get(RUN) or {}
+    facts, ended = told["files"].get(RUN) or {}, told["ended"]
+    return LetIn(None if ended is None else (ended[0], ended[1]), facts.get("identity", {}), EXAMPLES in facts)
 
 
-def must_be_the_same(context: Context, identity: dict[str, Any], facts: dict[str, Any]) -> None:
+def must_be_the_same(context: Context, identity: Mapping[str, object], of_first: Mapping[str, object]) -> None:
     """Refuse a rank that reads other data, or another model, than the first. Raises `RunChanged`."""
-    odd = [key for key, value in facts["identity"].items() if identity.get(key) != value]
+    odd = [key for key, value in of_first.items() if identity.get(key) != value]
     if odd:
         raise RunChanged(
             f"rank {context.ranks.index} has another {', '.join(odd[:3])} than the first rank",
@@ -104,28 +117,30 @@ def must_be_the_same(context: Context, identity: dict[str, Any], facts: dict[str
         )
 
 
-def lanes_to_use(job: Job, ranks: Ranks, settings: Settings, facts: dict[str, Any], emit: Emit) -> int:
-    """How many lanes the run's steps have: as before, more where there are more ranks than that. `facts` are run.json's.
+def with_lanes(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit: Emit) -> Settings:
+    """The settings with how many lanes the run's steps have: as before, more where there are more ranks than that.
 
-    A run of one process whose job names no GPUs has one lane, and is computed as if there were no others.
+    A run of one process whose job names no GPUs has one lane, and is computed as if there were no others. `has_begun`: earlier
+    attempts knew the examples, and have cut steps as `settings` say.
     """
     if isinstance(job.where.gpus, int) and job.where.gpus > 1 and not ranks.seat.by:
-        emit(
-            Warned(
-                f"where.gpus is {job.where.gpus}, and this is one process: `farthing train` or torchrun starts as many"
-            )
-        )
+        text = f"where.gpus is {job.where.gpus}, and this is one process: `farthing train` or torchrun starts as many"
+        emit(Warned(text))
+    if ranks.n > 1 and ranks.device.type == "cpu" and job.where.device == "auto":
+        text = f"no GPU is here: {ranks.n} processes share the processor; where.device: cpu says that this is meant"
+        emit(Warned(text))
+    by_lane = settings.lane_by_lane if settings.lanes else True
     if not (job.method.name != "full" if job.where.same_bits == "auto" else job.where.same_bits):
-        return ranks.n
-    before = settings.lanes or (1 if "examples_sha256" in facts else None)
+        return replace(settings, lanes=ranks.n, lane_by_lane=by_lane)
+    before = settings.lanes or (1 if has_begun else None)
     if before is not None and ranks.n <= before:
-        return before
+        return replace(settings, lanes=before, lane_by_lane=by_lane)
     is_shared = job.where.gpus is not None or bool(ranks.seat.by) or job.where.same_bits is True
     n_lanes = n_lanes_for(ranks.n, is_shared)
     if before is not None:
         text = f"the run's steps were shared out among {before}, now among {n_lanes}: equal to rounding, not to the bit"
         emit(Warned(text))
-    return n_lanes
+    return replace(settings, lanes=n_lanes, lane_by_lane=by_lane)
 
 
 def keeps_statistics(model: nn.Module) -> str:
@@ -150,6 +165,9 @@ def take_over(attempt: Attempt) -> None:
     ranks, steps, forward = attempt.context.ranks, attempt.steps, attempt.forward
     if ranks.n == 1:
         return
+    measured = read_measurements(Path(attempt.job.cache_dir or ".") / MEASUREMENTS) if ranks.is_first else []
+    known = ranks.tell_all(link_of(measured, hardware_key(attempt.numerics.device), ranks.n))
+    attempt.record.link_bytes_per_s = known or ranks.link_bytes_per_s()
     fit = attempt.schedule.fit
     settings, fit_values = ranks.tell_all([steps.settings.to_json(), None if fit is None else asdict(fit)])
     if not ranks.is_first:

@@ -75,13 +75,14 @@ class LaneSums:
     def __post_init__(self) -> None:
         self.has_gradient = [0] * len(self.weights)
         """Of each weight, 1 where any of these lanes has a gradient of it."""
-        self._next = self.lanes.start
-        self.forget()
-
-    def forget(self) -> None:
-        """Keep nothing of what was added up."""
         self.nodes: list[Gradients] = [[] for _ in self.weights]
         """Of each weight: the sums of the subtrees so far, see `nodes_of`."""
+        self._next = self.lanes.start
+
+    def forget(self) -> None:
+        """Keep nothing of what was added up, and add nothing any more."""
+        self.nodes = [[] for _ in self.weights]
+        self._next = self.lanes.stop
 
     def up_to(self, lane: int) -> None:
         """The lanes before `lane` are complete."""

@@ -29,6 +29,7 @@ from farthing.durability.preemption import Notice
 from farthing.durability.replica import Mirror, open_mirror
 from farthing.durability.run_folder import (
     DATA_NOTES,
+    EXAMPLES,
     LEDGER,
     LOG,
     MODEL,
@@ -82,11 +83,11 @@ from farthing.train.identity import former_names
 from farthing.train.joining import (
     follow,
     joined,
-    lanes_to_use,
     lead,
     must_be_the_same,
     refuse_running_statistics,
     take_over,
+    with_lanes,
     words_for_launchers,
 )
 from farthing.train.loop import loop, note_news
@@ -269,7 +270,7 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
     lead(context, ended)
     if ended:
         return ended
-    attempt = _open(job, context, inputs, numerics, run_facts)
+    attempt = _open(job, context, inputs, numerics, EXAMPLES in run_facts)
     run_facts = same_examples(folder, run_facts, examples_sha256(attempt.train_examples, attempt.eval_examples))
     meter.enter("restore")
     emit(Working("looking for a checkpoint"))
@@ -294,12 +295,12 @@ def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tu
 
 def _compute_along(job: Job, context: Context) -> tuple[str, str]:
     """(state, reason) of an attempt that the first rank leads."""
-    ended, run_facts = follow(context)
-    if ended is not None:
-        return ended
+    let_in = follow(context)
+    if let_in.ended is not None:
+        return let_in.ended
     numerics, inputs = _identify(job, context.meter, context.emit)
-    must_be_the_same(context, inputs.identity, run_facts)
-    attempt = _open(job, context, inputs, numerics, run_facts)
+    must_be_the_same(context, inputs.identity, let_in.identity)
+    attempt = _open(job, context, inputs, numerics, let_in.has_begun)
     take_over(attempt)
     return loop(attempt)
 
@@ -447,7 +448,7 @@ def _identify(job: Job, meter: Meter, emit: Emit) -> tuple[Numerics, Inputs]:
     return choose_numerics(*asked, fp16_risk(inputs.config.to_dict())), inputs
 
 
-def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, run_facts: Json | None = None) -> Attempt:
+def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, has_begun: bool = False) -> Attempt:
     """The attempt at step 0: tokenized, planned, with its model on the device."""
     meter, ledger, notice, emit = context.meter, context.ledger, context.notice, context.emit
     before_bytes, ranks = taken_bytes(numerics.device), context.ranks
@@ -465,9 +466,7 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, run_fa
         write_json(context.folder / DATA_NOTES, notes)
         estimate = estimated(job, context.folder, inputs, numerics, examples, held_out, emit)
         settings = first_settings(job, context, inputs, numerics, examples, estimate)
-        lane_by_lane = settings.lane_by_lane if settings.lanes else True  # a run of before stays as it was cut
-        lanes = lanes_to_use(job, ranks, settings, run_facts or {}, emit)
-        settings = replace(settings, lanes=lanes, lane_by_lane=lane_by_lane)
+        settings = with_lanes(job, ranks, settings, has_begun, emit)
         if ranks.is_first:
             lead(context)
         settings = Settings.from_json(ranks.tell_all(settings.to_json()))

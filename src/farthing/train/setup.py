@@ -370,7 +370,7 @@ def build_model(
     method = job.method
     quantize = method.name == "qlora"
     model: Any = load_model(
-        inputs.choice,
+        inputs.choice if reads else replace(inputs.choice, init="hollow"),
         inputs.config,
         job.task,
         dtype=torch.float32 if method.name == "full" else numerics.base_dtype,
@@ -378,7 +378,6 @@ def build_model(
         label_names=label_names,
         pad_id=inputs.pad_id,
         in_four_bits=FourBits(numerics.device, method.modules_to_save) if quantize else None,
-        reads=reads,
     )
     if inputs.recipe.target_lang:
         speak(model, inputs.tokenizer, inputs.recipe.target_lang)

@@ -10,7 +10,7 @@ Refuses to decide who spreads what, weights that two layers share, and weights w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -92,11 +92,9 @@ class Spread:
         self._units()[-1].set_reduce_scatter_unused_params(self._may_skip)
         self._is_within = self._has_begun = False
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        self._spread: dict[str, Any] = {name: weight for name, weight in trained.items() if weight not in whole}
-        self.local: dict[str, nn.Parameter] = {
-            name: nn.Parameter(weight.detach().to_local()) if name in self._spread else weight
-            for name, weight in trained.items()
-        }
+        self._spread = {name: cast(DTensor, weight) for name, weight in trained.items() if weight not in whole}
+        rows = {name: nn.Parameter(weight.detach().to_local()) for name, weight in self._spread.items()}
+        self.local = {name: rows.get(name, weight) for name, weight in trained.items()}
         """Trained weights by name: of those that are spread the rows of this rank."""
 
     def _units(self) -> list[Any]:
@@ -142,7 +140,8 @@ class Spread:
     def take_gradients(self) -> None:
         """Give the rows of `local` their gradients, which FSDP2 has summed over all ranks."""
         for name, weight in self._spread.items():
-            self.local[name].grad = None if weight.grad is None else weight.grad.to_local().detach()
+            gradient = cast(DTensor | None, weight.grad)
+            self.local[name].grad = None if gradient is None else gradient.to_local().detach()
             weight.grad = None
         if self._may_skip:
             self._drop_unused()

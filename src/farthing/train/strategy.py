@@ -95,7 +95,7 @@ def _way_of(job: Job, ranks: Ranks, model: Any) -> tuple[str, str]:
         return job.where.strategy, ""
     if not may_be_spread(job, ranks) or why_not_spread(job):
         return "ddp", ""
-    need_bytes = resident_bytes(model, job.train.optim)
+    need_bytes = ranks.tell_all(resident_bytes(model, job.train.optim))
     have_bytes = ranks.least(torch.cuda.get_device_properties(ranks.device).total_memory)
     if need_bytes <= SHARE * have_bytes:
         return "ddp", ""

@@ -56,12 +56,12 @@ def _offloaded(value: Any) -> str:
     return "adamw_torch_offload"
 
 
-def _weights_stay(value: Any) -> None:
+def _weights_offloaded(value: Any) -> bool:
     if value in ("none", None, False):
         raise Odd("weights stay on the GPUs", "none")
-    raise Odd(
-        "weights are off-loaded there; farthing keeps them on the GPUs: more GPUs, or method: lora or qlora", "blocks"
-    )
+    if value not in ("cpu", True):
+        raise Odd(f"weights are off-loaded to {say(value)}; farthing keeps them in main memory: say cpu", "blocks")
+    return True
 
 
 def _off(value: Any) -> None:
@@ -72,7 +72,7 @@ def _off(value: Any) -> None:
 
 DEEPSPEED: dict[str, To] = {
     "zero_optimization.offload_optimizer.device": To("train.optim", _offloaded),
-    "zero_optimization.offload_param.device": To("train.optim", _weights_stay),
+    "zero_optimization.offload_param.device": To("where.offload_weights", _weights_offloaded),
     "bf16.enabled": To("train.bf16", _given(truth)),
     "bfloat16.enabled": To("train.bf16", _given(truth)),
     "fp16.enabled": To("train.fp16", _given(truth)),
@@ -160,10 +160,10 @@ def _precision(value: Any) -> bool:
 ACCELERATE: dict[str, To] = {
     "num_processes": To("where.gpus", whole),
     "gradient_clipping": To("train.max_grad_norm", number),
-    "fsdp_config.fsdp_offload_params": To("where.strategy", _weights_stay),
+    "fsdp_config.fsdp_offload_params": To("where.offload_weights", _weights_offloaded),
     "deepspeed_config.gradient_clipping": To("train.max_grad_norm", _given(number)),
     "deepspeed_config.offload_optimizer_device": To("train.optim", _offloaded),
-    "deepspeed_config.offload_param_device": To("train.optim", _weights_stay),
+    "deepspeed_config.offload_param_device": To("where.offload_weights", _weights_offloaded),
     **{f"parallelism_config.parallelism_config_{kind}_size": To("where.strategy", _off) for kind in ("tp", "cp", "sp")},
 }
 ACCELERATE_GROUPS = (
