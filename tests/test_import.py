@@ -113,7 +113,10 @@ def test_another_kind_of_training_is_refused_by_name(tmp_path: Path, key: str, w
 def test_llama_factory_and_the_registry_of_its_data(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     registry = {
-        "mine": {"file_name": "mine.json", "columns": {"prompt": "ask", "query": "more", "response": "say"}},
+        "mine": {
+            "file_name": "mine.json",
+            "columns": {"prompt": "ask", "query": "more", "response": "say", "history": "before"},
+        },
         "talks": {"hf_hub_url": "org/talks", "formatting": "sharegpt", "subset": "small"},
     }
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(registry))
@@ -133,7 +136,9 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path: Path) -> None:
     )
     assert job.method.target_modules == ("all-linear",)
     assert job.data.train == (str(tmp_path / "data" / "mine.json"), "org/talks")
-    assert job.data.of_train[0].columns == {"instruction": ("{ask}\n{more}", "{ask}"), "output": "{say}"}
+    assert job.data.of_train[0].columns == {
+        "instruction": ("{ask}\n{more}", "{ask}"), "output": "{say}", "history": "before",
+    }  # fmt: skip
     assert job.data.of_train[1].name == "small"
     assert (job.data.eval_fraction, job.train.num_train_epochs) == (0.1, 3)
 
