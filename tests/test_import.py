@@ -197,6 +197,21 @@ def test_an_adapter_whose_layers_are_not_named_is_put_where_peft_puts_it(
         assert job_of(tmp_path, found).method.target_modules == layers
 
 
+@pytest.mark.parametrize(
+    ("keys", "init"), [("pissa_iter: 8", "pissa_niter_8"), ("pissa_iter: -1", "pissa"), ("", "pissa_niter_16")]
+)
+def test_an_adapter_of_llama_factory_begins_as_pissa(tmp_path: Path, keys: str, init: str) -> None:
+    text = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ndataset: c/d\npissa_init: true\npissa_convert: true\n"
+    found = imported(tmp_path, text + keys + "\n")
+    assert job_of(tmp_path, found).method.init_lora_weights == init
+    assert not [line for line in found.named if line.effect == "differs"]
+
+
+def test_a_way_to_begin_that_farthing_has_not_is_named(tmp_path: Path) -> None:
+    found = imported(tmp_path, AXOLOTL + "peft_init_lora_weights: loftq\n")
+    assert "quantized base of its own" in found.lines["peft_init_lora_weights"].why
+
+
 def test_unsloth_puts_an_adapter_on_all_layers(tmp_path: Path) -> None:
     found = imported(
         tmp_path,

@@ -146,12 +146,10 @@ def _method(values: Mapping[str, Any], out: Imported) -> None:
         out.name("finetuning_type", kind, f"{kind}, which farthing does not do", "blocks")
     if values.get("pissa_init") is True:
         n = values.get("pissa_iter", 16)
-        why = (
-            "PiSSA changes the base weights, which farthing can't resume or export exactly: the adapter begins as usual"
-        )
-        out.name("pissa_init", True, why, "differs")
-        out.name("pissa_iter", n, "settles PiSSA")
-        out.name("pissa_convert", values.get("pissa_convert"), "settles PiSSA")
+        out.put("pissa_init", True, "method.init_lora_weights", "pissa" if n == -1 else f"pissa_niter_{n}")
+        if "pissa_iter" in values:
+            out.keep("pissa_iter", n, "method.init_lora_weights")
+        out.name("pissa_convert", values.get("pissa_convert"), "the exported adapter always fits the base as it was")
     elif "pissa_init" in values:
         out.name("pissa_init", values["pissa_init"], "off there, and off here")
 
