@@ -285,7 +285,7 @@ BAD = [
     (misspelt_key, ["job.yaml:{lerning_rate}: unknown key", "did you mean `learning_rate`?"]),
     (wrong_type, ["job.yaml:{seed}: `train.seed` can't be 'many'", "a whole number"]),
     (missing_data_file, ["trian.jsonl: no such file", "did you mean", "train.jsonl?"]),
-    (missing_column, ["train.jsonl: the columns (left, right)", "data.columns: {{prompt: question"]),
+    (missing_column, ["train.jsonl: the columns (left, right)", "data.columns: {{prompt: left, completion: right}}"]),
     (missing_mapped_column, ["train.jsonl: no column `question`", "there are: completion, prompt"]),
     (
         too_many_bad_rows,
@@ -323,7 +323,7 @@ BAD = [
         template_with_a_mistake,
         ["train.jsonl:1: the chat template refuses it", "to do: correct these rows: none can be used"],
     ),
-    (columns_of_another_task, ["train.jsonl: the columns (label, left)", "{{text: narrative, label: product}}"]),
+    (columns_of_another_task, ["train.jsonl: the columns (label, left)", "{{text: left, label: label}}"]),
     (seq2seq_with_a_causal_model, ["can't be loaded for seq2seq", "task"]),
     (nothing_left_to_hold_out, ["train.jsonl: too few distinct inputs", "data.eval"]),
 ]

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from farthing.config.load import load_job
 from farthing.data.batches import Batches
+from farthing.data.chat import TEXT_VERSION
 from farthing.data.columns import columns_of, guessed, renamed
-from farthing.data.formats import converter, recognise
+from farthing.data.formats import converter, recognise, used_columns
+from farthing.data.read import open_sources
+from farthing.data.rows import Row
 from farthing.errors import DataError, JobError
 from farthing.tasks.columns import Unusable
 
@@ -170,3 +176,76 @@ def test_weights_repeat_examples_and_the_order_follows_from_seed_and_step() -> N
     for step in (11, 0, 5, 7):
         fresh = Batches(examples, 7, seed=3, weights=weights)
         assert fresh.examples_of(step).tolist() == one.examples_of(step).tolist()
+
+
+def test_a_part_of_an_object_is_a_column() -> None:
+    columns = {"input": "{translation.en}", "target": "translation.de"}
+    row = {"translation": {"en": "bread", "de": "Brot"}, "id": 1}
+    assert segments(row, columns, "seq2seq") == [("bread", False), ("Brot", True)]
+    assert used_columns("input/target", columns) >= {"translation"}
+    with pytest.raises(Unusable, match=r"`translation\.fr` is empty"):
+        renamed(row, {"input": "{translation.fr}"})
+    with pytest.raises(DataError, match=r"no column `translatoin\.en`"):
+        recognise(set(row), "seq2seq", {"input": "translatoin.en", "target": "translation.de"}, "rows.jsonl")
+    flat = {"translation.en": "bread", "translation": {"en": "other"}}
+    assert renamed(flat, {"text": "{translation.en}"}) == {"translation": {"en": "other"}, "text": "bread"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "task", "row"),
+    [
+        (
+            {"sentence1", "sentence2", "label", "idx"},
+            "classification",
+            {"sentence1": "a", "sentence2": "b", "label": "x"},
+        ),
+        ({"Premise", "Hypothesis", "gold"}, "classification", {"Premise": "a", "Hypothesis": "b", "gold": "x"}),
+        ({"question", "passage", "answer"}, "classification", {"question": "a", "passage": "b", "answer": "x"}),
+    ],
+)
+def test_a_pair_of_texts_with_a_label_is_suggested_as_it_can_be_written(
+    columns: set[str], task: str, row: dict[str, Any]
+) -> None:
+    with pytest.raises(DataError) as caught:
+        recognise(columns, task, {}, "rows.csv")
+    written = re.search(r"data\.columns: (\{.*\})`", str(caught.value))
+    assert written is not None
+    assert segments(row, yaml.safe_load(written[1]), task) == [("a\nb", False)]
+
+
+def test_the_languages_of_a_translation_are_suggested() -> None:
+    with pytest.raises(DataError, match=r'prompt: "\{translation.en\}", completion: "\{translation.de\}"'):
+        recognise({"translation"}, "seq2seq", {}, "rows.jsonl")
+
+
+def test_spaces_around_the_names_of_a_csv_file_are_left_out_and_said(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("instruction , input, output\nSay it, bread,Bread.\n")
+    said: list[str] = []
+    (source,) = open_sources((str(tmp_path / "rows.csv"),), cache_dir=tmp_path, split="train", warn=said.append)
+    (row,) = [row for row in source.rows() if isinstance(row, Row)]
+    assert row.value == {"instruction": "Say it", "input": " bread", "output": "Bread."}
+    assert "'instruction ', ' input', ' output'" in said[0]
+    found = recognise(set(row.value), "seq2seq", {"prompt": " input", "completion": "{output}"}, "rows.csv")
+    assert found.columns["prompt"] == "input"  # a job that names them as the file has them goes on working
+
+
+def test_earlier_turns_of_an_instruction_are_a_chat_and_learned() -> None:
+    tokenizer = SimpleNamespace(
+        chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}",
+        special_tokens_map={"eos_token": "</s>"}, other_templates=(), all_special_tokens=["</s>"],
+        added_tokens_decoder={}, added_tokens=("</s>",),
+    )  # fmt: skip
+    row = {"instruction": "And soup?", "input": "", "output": "Food too.", "history": [["What is bread?", "Food."]]}
+
+    def read(version: int) -> list[str]:
+        text = converter("instruction", {}, {}, tokenizer, "causal-lm", version=version)(row)
+        return ["".join(part for part, _ in text.segments), *(part for part, is_learned in text.segments if is_learned)]
+
+    whole, *learned = read(TEXT_VERSION)
+    assert whole == "<user>What is bread?</s><assistant>Food.</s><user>And soup?</s><assistant>Food too.</s>"
+    assert [part.removesuffix("</s>").removeprefix("<assistant>") for part in learned] == ["Food.", "Food too."]
+    assert "bread" not in read(4)[0]  # as runs that began before read it
+    with pytest.raises(Unusable, match="no list of"):
+        converter("instruction", {}, {}, tokenizer, "causal-lm")(row | {"history": [["What?"]]})
+    with pytest.raises(Unusable, match="earlier turns"):
+        converter("instruction", {}, {}, None, "seq2seq")(row)

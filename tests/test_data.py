@@ -405,7 +405,7 @@ def test_columns_of_no_format_say_what_would_do() -> None:
     with pytest.raises(DataError) as caught:
         recognise({"left", "right"}, "causal-lm", {}, "a.jsonl")
     assert "left, right" in str(caught.value)
-    assert "data.columns: {prompt: question, completion: answer}" in str(caught.value)
+    assert "data.columns: {prompt: left, completion: right}" in str(caught.value)
     with pytest.raises(DataError, match="did you mean `narrative`"):
         recognise({"narrative", "product"}, "classification", {"text": "naratve", "label": "product"}, "a.jsonl")
 

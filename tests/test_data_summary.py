@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from farthing.cli import main
+from farthing.tiny import make_tokenizer
 
 
 def look(folder: Path, rows: list[Any], capsys: Any, *more: str) -> tuple[int, dict[str, Any], str]:
@@ -95,3 +96,25 @@ def test_control_characters_of_a_file_do_not_steer_the_terminal(tmp_path: Path, 
     said = look(tmp_path, [{"text": "red \u001b[31m [bold]not[/]"}], capsys)[2]
     assert "\u001b[31m" not in said
     assert "[bold]not[/]" in said
+
+
+def test_the_template_of_a_model_says_what_it_leaves_out_and_without_one_that_is_not_known(
+    tmp_path: Path, capsys: Any
+) -> None:
+    make_tokenizer(tmp_path / "model", ["user assistant"])
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    )
+    rows = [{**chat("user", "assistant", name="Ann"), "tools": [{"type": "function", "function": {"name": "f"}}]}] * 2
+    code, found, said = look(tmp_path, rows, capsys, "--model", str(tmp_path / "model"))
+    assert (code, found["is_exact"]) == (0, True)
+    assert "left out   the chat template leaves out `tools` (in 2 chats)" in said
+    assert [part["text"] for part in found["examples"][0]][-1].endswith("assistant 1</s>")
+    code, found, said = look(tmp_path, rows, capsys)
+    assert found["left_out"] == []
+    assert "what the model's leaves out is not seen here" in said
+    assert main(["doctor", "--data", str(tmp_path / "rows.jsonl"), "--model", "org/not-here"]) == 2
+    assert main(["doctor", "--model", "org/not-here"]) == 2
+    said = capsys.readouterr().err
+    assert "not in the cache of the Hub" in said
+    assert "only for a data file" in said

@@ -113,7 +113,10 @@ def test_another_kind_of_training_is_refused_by_name(tmp_path: Path, key: str, w
 def test_llama_factory_and_the_registry_of_its_data(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     registry = {
-        "mine": {"file_name": "mine.json", "columns": {"prompt": "ask", "query": "more", "response": "say"}},
+        "mine": {
+            "file_name": "mine.json",
+            "columns": {"prompt": "ask", "query": "more", "response": "say", "history": "before"},
+        },
         "talks": {"hf_hub_url": "org/talks", "formatting": "sharegpt", "subset": "small"},
     }
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(registry))
@@ -133,7 +136,9 @@ def test_llama_factory_and_the_registry_of_its_data(tmp_path: Path) -> None:
     )
     assert job.method.target_modules == ("all-linear",)
     assert job.data.train == (str(tmp_path / "data" / "mine.json"), "org/talks")
-    assert job.data.of_train[0].columns == {"instruction": ("{ask}\n{more}", "{ask}"), "output": "{say}"}
+    assert job.data.of_train[0].columns == {
+        "instruction": ("{ask}\n{more}", "{ask}"), "output": "{say}", "history": "before",
+    }  # fmt: skip
     assert job.data.of_train[1].name == "small"
     assert (job.data.eval_fraction, job.train.num_train_epochs) == (0.1, 3)
 
@@ -190,6 +195,21 @@ def test_an_adapter_whose_layers_are_not_named_is_put_where_peft_puts_it(
     of_command = imported(tmp_path, f"python run_clm_lora.py --model_name_or_path {model} --lora_r 4\n", "run.sh")
     for found in (of_trl, of_script, of_command):
         assert job_of(tmp_path, found).method.target_modules == layers
+
+
+@pytest.mark.parametrize(
+    ("keys", "init"), [("pissa_iter: 8", "pissa_niter_8"), ("pissa_iter: -1", "pissa"), ("", "pissa_niter_16")]
+)
+def test_an_adapter_of_llama_factory_begins_as_pissa(tmp_path: Path, keys: str, init: str) -> None:
+    text = "model_name_or_path: a/b\nstage: sft\nfinetuning_type: lora\ndataset: c/d\npissa_init: true\npissa_convert: true\n"
+    found = imported(tmp_path, text + keys + "\n")
+    assert job_of(tmp_path, found).method.init_lora_weights == init
+    assert not [line for line in found.named if line.effect == "differs"]
+
+
+def test_a_way_to_begin_that_farthing_has_not_is_named(tmp_path: Path) -> None:
+    found = imported(tmp_path, AXOLOTL + "peft_init_lora_weights: loftq\n")
+    assert "quantized base of its own" in found.lines["peft_init_lora_weights"].why
 
 
 def test_unsloth_puts_an_adapter_on_all_layers(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ import torch
 
 import workshop
 from farthing.config.load import load_job
+from farthing.durability.parts import read_part
 from farthing.errors import JobError
 from farthing.events import Event, StepTaken
-from farthing.model.adapters import Adapter, add_adapter
+from farthing.export.folders import export_run, trained_model, untrained_model
+from farthing.model.adapters import Adapter, add_adapter, count_parameters, put_back, trained_tensors
 from farthing.model.load import ModelChoice, load_config, load_model
 from farthing.train.optim import make_optimizer
 from workshop import Heard, log_of, losses_of, make_job
@@ -95,6 +97,66 @@ def test_an_adapter_begins_as_in_peft(init: str, tiny_folders: dict[str, Path]) 
     assert changes == (init in ("false", "orthogonal"))
 
 
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora"])
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_an_adapter_that_begins_as_part_of_the_weights_moves_as_in_peft(
+    init: str, use_rslora: bool, tiny_folders: dict[str, Path]
+) -> None:
+    import peft
+
+    base, theirs = tiny(tiny_folders["llama"]), tiny(tiny_folders["llama"])
+    ours = tiny(tiny_folders["llama"], r=4, alpha=8.0, init=init, use_rslora=use_rslora)
+    torch.manual_seed(7)
+    settings = {"r": 4, "lora_alpha": 8, "use_rslora": use_rslora, "init_lora_weights": init}
+    theirs = peft.get_peft_model(
+        theirs, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **settings)
+    )
+    kept = ours.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight
+    assert torch.equal(kept, base.model.layers[0].mlp.up_proj.weight)
+    moved = [
+        steps_of(each, torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-3))
+        for each in (ours, theirs)
+    ]
+    assert (moved[0] - moved[1]).abs().max() < 1e-5
+    ids = torch.arange(24).reshape(2, 12) + 5
+    with torch.no_grad():
+        assert (ours(ids).logits - theirs(ids).logits).abs().max() < 1e-5
+    assert count_parameters(ours)["adapter"] == count_parameters(theirs)["adapter"]
+
+
+def test_pissa_resumes_where_another_machine_decomposes_otherwise_and_its_export_fits_the_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = {"name": "lora", "lora_r": 4, "use_rslora": True, "init_lora_weights": "pissa"}
+    whole = make_job(tmp_path / "a", "llama", method=method, max_steps=6, n_rows=24)
+    workshop.train(whole)
+    decompose, calls = torch.linalg.svd, []
+
+    def other(weight: torch.Tensor, **settings: Any) -> Any:
+        calls.append(1)
+        u, s, v = decompose(weight, **settings)
+        return (-u, s * 1.5, -v) if len(calls) > 14 else (u, s, v)  # of the resumed attempt: another start altogether
+
+    monkeypatch.setattr(torch.linalg, "svd", other)
+    assert losses_of(stopped_and_resumed(tmp_path / "b", method=method)) == losses_of(whole)
+    assert len(calls) == 28  # fourteen layers, twice
+    monkeypatch.undo()
+    run = Path(whole.output_dir)
+    model = trained_model(run)
+    assert model.peft_config["default"].r == 8
+    again = add_adapter(untrained_model(run), Adapter(4, 32.0, init="pissa", use_rslora=True), "causal-lm", 0)
+    trained = {name: weight for name, weight in again.named_parameters() if weight.requires_grad}
+    newest = max((run / "checkpoints").glob("*"), key=lambda path: path.name)
+    put_back(trained_tensors(again, trained), read_part(newest, "model"))
+    ids = torch.arange(24).reshape(2, 12) + 5
+    with torch.no_grad():
+        expected = again.eval()(ids).logits
+        assert (model(ids).logits - expected).abs().max() < 1e-5
+        with model.disable_adapter():
+            assert (model(ids).logits - expected).abs().max() > 1e-3  # it has learned
+    export_run(run, tmp_path / "merged", "merged")
+
+
 @pytest.mark.parametrize(("name", "kind"), [("adagrad", torch.optim.Adagrad), ("rmsprop", torch.optim.RMSprop)])
 def test_an_optimizer_moves_as_torchs_own_and_resumes(
     name: str, kind: Any, tmp_path: Path, tiny_folders: dict[str, Path]
@@ -126,7 +188,12 @@ def test_warm_up_by_epochs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("method: {name: lora, init_lora_weights: pissa}", "init_lora_weights"),
+        ("method: {name: lora, init_lora_weights: eva}", "looks at a sample of the data"),
+        ("method: {name: lora, init_lora_weights: loftq}", "LoftQ makes a quantized base"),
+        ("method: {name: lora, init_lora_weights: pissa_niter_0}", "use true, false"),
+        ("method: {name: qlora, init_lora_weights: pissa}", "pissa does not go with qlora"),
+        ("method: {name: lora, init_lora_weights: olora, use_dora: true}", "olora does not go with use_dora"),
+        ("method: {name: lora, init_lora_weights: olora}\nwhere: {strategy: fsdp}", "strategy: fsdp"),
         ("train: {warmup_steps: 3, warmup_epochs: 1}", "exclude each other"),
         ("method: {name: lora, loraplus_lr_ratio: 0}", "loraplus_lr_ratio"),
     ],

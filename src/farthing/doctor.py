@@ -154,10 +154,11 @@ def check_job(path: Path, overrides: list[str]) -> Iterator[Check]:
         yield Check("price", "warning", "none given", "set where.usd_per_hour, or power_watts and usd_per_kwh")
 
 
-def look_at_data(path: Path, job_file: Path | None, overrides: list[str]) -> Any:
-    """The `Summary` of a data file, read as a job reads it where one is named. Raises `DataError`, `JobError`.
+def look_at_data(path: Path, job_file: Path | None, overrides: list[str], model: str | None = None) -> Any:
+    """The `Summary` of a data file, read as a job reads it, or by the tokenizer and template of `model`.
 
-    Without a job tokens are guessed from characters, and chats are rendered by farthing's own template.
+    Without both, tokens are guessed from characters, and chats are rendered by farthing's own template. Raises `DataError`,
+    `JobError`, and `ModelError` for a model that is not on this machine.
     """
     from farthing.data.chat import TEXT_VERSION
     from farthing.data.light_tokenizer import light_tokenizer
@@ -175,7 +176,7 @@ def look_at_data(path: Path, job_file: Path | None, overrides: list[str]) -> Any
         raise DataError("no ordinary file", where=shown, to_do="write it to a file first")
     source = Source(shown, "", kind_of_file(path, shown), path)
     if job_file is None:
-        tokenizer, task = light_tokenizer(None, None), None
+        tokenizer, task = light_tokenizer(_folder_here(model) if model else None, None), None
         recipe = Recipe(CAUSAL_LM.name, CAUSAL_LM.max_length)
     else:
         from farthing.clock import today
@@ -190,6 +191,17 @@ def look_at_data(path: Path, job_file: Path | None, overrides: list[str]) -> Any
     if not found.n_rows:
         raise DataError("there are no rows in it", where=shown, to_do="check how it was written")
     return found
+
+
+def _folder_here(model: str) -> Path:
+    """The folder of a model on this machine. Raises `ModelError`."""
+    from farthing.planner.model_config import cached_snapshot
+
+    folder = Path(model) if Path(model).is_dir() else cached_snapshot(model, None)
+    if folder is None:
+        to_do = "name a folder, or a Hub model that was fetched once; with a job: farthing doctor JOB --data FILE"
+        raise ModelError("no such folder, and not in the cache of the Hub", where=model, to_do=to_do)
+    return folder
 
 
 def check_choices(job: Job) -> Iterator[Check]:

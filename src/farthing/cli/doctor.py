@@ -20,6 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_set_argument(parser)
     parser.add_argument("--data", metavar="FILE", help="say what a data file is; with a job, as that job reads it")
     parser.add_argument(
+        "--model", metavar="NAME", help="with --data and no job: by the tokenizer and template of this model"
+    )
+    parser.add_argument(
         "--try",
         dest="trial",
         type=int,
@@ -33,6 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print every check; 2 when one has failed."""
     if arguments.data:
         return _look_at_data(arguments)
+    if arguments.model:
+        raise UserMistake("only for a data file", where="--model", to_do="farthing doctor --data FILE --model NAME")
     if arguments.set and not arguments.job:
         raise UserMistake("there is no job to override", where="--set", to_do="name the job file as well")
     if arguments.trial is not None and (arguments.trial < 2 or not arguments.job):
@@ -86,7 +91,10 @@ def _look_at_data(arguments: argparse.Namespace) -> int:
     from farthing.doctor import look_at_data
     from farthing.report.data_view import as_json, data_lines
 
-    found = look_at_data(Path(arguments.data), Path(arguments.job) if arguments.job else None, arguments.set)
+    if arguments.model and arguments.job:
+        raise UserMistake("the job names its model", where="--model", to_do="leave it out, or --set model=NAME")
+    job = Path(arguments.job) if arguments.job else None
+    found = look_at_data(Path(arguments.data), job, arguments.set, arguments.model)
     if arguments.json:
         print_json(as_json(found))
     else:

@@ -5,6 +5,7 @@ Refuses values that YAML has changed on the way (`no` becomes false), and says h
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
@@ -106,3 +107,19 @@ def _check(said: dict[Any, Any], role: str) -> None:
     for key in ("split", "name"):
         if key in said and not isinstance(said[key], str):
             raise ValueError(f"{key} of {said['path']} is no text; put it in quotes")
+
+
+_NEED_DATA = {"eva": "EVA", "corda": "CorDA", "lora_ga": "LoRA-GA"}
+
+
+def known_init(name: str) -> str:
+    """A word for `init_lora_weights` that farthing knows. Raises `ValueError` with the reason for others of peft's."""
+    known = ("true", "false", "gaussian", "orthogonal", "pissa", "olora")
+    if name in known or re.fullmatch(r"pissa_niter_[1-9][0-9]*", name):
+        return name
+    why = f"no way to begin that is known ({name})"
+    if name in _NEED_DATA:
+        why = f"{_NEED_DATA[name]} looks at a sample of the data before the adapter is made, which farthing does not do"
+    elif name == "loftq":
+        why = "LoftQ makes a quantized base of its own, and farthing's is that of bitsandbytes"
+    raise ValueError(f"{why}; use {', '.join(known)} or pissa_niter_16")

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from farthing.addresses import is_remote, without_secrets
-from farthing.config.data_keys import ColumnMap, LabelMap, Own, with_own
+from farthing.config.data_keys import ColumnMap, LabelMap, Own, known_init, with_own
 from farthing.tasks.registry import find_task, task_names, task_of
 from farthing.units import parse_hours, parse_usd
 
@@ -162,9 +163,10 @@ class MethodSection(Section):
     """Further modules trained in full and saved. A classification head is always among them."""
     use_dora: bool = False
     use_rslora: bool = False
-    init_lora_weights: Annotated[Literal["true", "false", "gaussian", "orthogonal"], AsWord] = "true"
-    """How an adapter begins, as in peft. true: A as Kaiming draws it, B zero; false: both drawn, so that it begins as noise.
-    What changes the base on the way (pissa, olora, corda, loftq) can't be resumed or exported exactly, and is refused."""
+    init_lora_weights: Annotated[str, AfterValidator(known_init), AsWord] = "true"
+    """How an adapter begins, as in peft: true (A as Kaiming draws it, B zero), false (both drawn: it begins as noise),
+    gaussian, orthogonal, or as the main part of the weights themselves: pissa, pissa_niter_N (by N rounds, much sooner)
+    and olora. For those three the exported adapter has twice the rank, and the base stays as it is."""
     lora_bias: bool = False
     """A bias beside each B matrix, as in peft; for layers that have a bias of their own, else it could not be merged."""
     loraplus_lr_ratio: Annotated[Number, Field(gt=0)] | None = None

@@ -376,6 +376,11 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
             near = difflib.get_close_matches(name, standard_columns(), n=1)
             to_do = f"did you mean `{near[0]}`?" if near else f"use {', '.join(sorted(standard_columns()))}"
             yield ("data", "columns", name), f"`{name}` is no standard column (standard name: name in the data)", to_do
+    if (init := job.method.init_lora_weights).startswith(("pissa", "olora")):
+        odd = {"qlora": job.method.name == "qlora", "use_dora": job.method.use_dora, "lora_bias": job.method.lora_bias,
+               f"strategy: {job.where.strategy}": job.where.strategy in ("fsdp", "hsdp")}  # fmt: skip
+        if names := [name for name, is_so in odd.items() if is_so]:
+            yield ("method", "init_lora_weights"), f"{init} does not go with {names[0]}", "leave one of the two out"
     if job.data.train_on_prompt and not task_of(job.task).predicts_next:
         yield ("data", "train_on_prompt"), f"{job.task} has no prompt to train on", "leave it out"
     if job.train.metric_for_best_model is not None:

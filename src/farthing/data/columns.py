@@ -2,8 +2,8 @@
 
 A value of `data.columns` is a column's name, a template with columns in braces ("{question}\\n{context}"), or a list of
 these of which the first counts whose columns are all filled in a row. `{choices[answer]}` takes the item of a list that
-another column points at: a whole number from 0, a letter from A, or the item's own text. Braces are doubled to stand for
-themselves. Refuses to guess between two columns, and to know what a format is.
+another column points at: a whole number from 0, a letter from A, or the item's own text; `{translation.en}` takes a part of an
+object. Braces are doubled to stand for themselves. Refuses to guess between two columns, and to know what a format is.
 """
 
 from __future__ import annotations
@@ -72,16 +72,25 @@ def columns_of(template: Template) -> tuple[str, ...]:
     return tuple(found)
 
 
+def own_columns(template: Template, there: Iterable[str]) -> set[str]:
+    """The same by the names that the data has: of `translation.en` the column `translation`, unless one is called so."""
+    there = set(there)
+    return {name if name in there else name.partition(".")[0] for name in columns_of(template)}
+
+
 def missing(template: Template, columns: Iterable[str]) -> str:
     """A column that no row has and every alternative needs; empty where one alternative can be filled."""
     there = set(columns)
-    lacking = [next((name for name in columns_of(each) if name not in there), "") for each in templates_of(template)]
+    lacking = [
+        next((name for name in columns_of(each) if not own_columns(name, there) <= there), "")
+        for each in templates_of(template)
+    ]
     return "" if "" in lacking else lacking[0]
 
 
 def renamed(row: RowValue, columns: Columns) -> RowValue:
     """A row as its format reads it. Raises `Unusable` where no template can be filled."""
-    read = {name for template in columns.values() for name in columns_of(template)}
+    read = {name for template in columns.values() for name in own_columns(template, row)}
     kept = {name: value for name, value in row.items() if name not in read}
     return kept | {standard: _value(template, row) for standard, template in columns.items()}
 
@@ -90,8 +99,8 @@ def _value(template: Template, row: Mapping[str, Any]) -> Any:
     alternatives = templates_of(template)
     lacking = ""
     for each in alternatives:
-        if "{" not in each and (len(alternatives) == 1 or not _is_empty(row.get(each))):
-            return row.get(each)  # as it is: the format says what is wrong with it
+        if "{" not in each and (len(alternatives) == 1 or not _is_empty(_part(row, each))):
+            return _part(row, each)  # as it is: the format says what is wrong with it
         filled, why = _filled(each, row)
         if filled is not None:
             return filled
@@ -108,11 +117,20 @@ def _filled(template: str, row: Mapping[str, Any]) -> tuple[str | None, str]:
         if not name:
             continue
         match = _PICK.fullmatch(name)
-        value = _picked(row.get(match[1]), row.get(match[2]), match[1], match[2]) if match else row.get(name)
+        value = _picked(row.get(match[1]), row.get(match[2]), match[1], match[2]) if match else _part(row, name)
         if _is_empty(value):
             return None, f"`{match[1] if match else name}` is empty, which its template in data.columns needs"
         written.append(_as_text(value, name))
     return "".join(written), ""
+
+
+def _part(row: Mapping[str, Any], name: str) -> Any:
+    """A column, or a part of an object in one: `translation.en`."""
+    if name in row:
+        return row[name]
+    column, _, inner = name.partition(".")
+    value = row.get(column)
+    return _part(value, inner) if inner and isinstance(value, Mapping) else None
 
 
 def _is_empty(value: Any) -> bool:
@@ -174,3 +192,36 @@ def guessed(columns: set[str], needed: tuple[str, ...]) -> dict[str, str] | None
             return None
         found[standard] = names[0]
     return found or None
+
+
+_PAIRS = (
+    ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question", "passage"), ("question", "sentence"),
+    ("question1", "question2"), ("text1", "text2"), ("text_a", "text_b"), ("sentence_a", "sentence_b"), ("query", "document"),
+    ("query", "passage"), ("question", "context"), ("claim", "evidence"), ("title", "text"), ("title", "body"),
+)  # fmt: skip
+"""Columns whose two texts are classified together."""
+
+
+def suggested(columns: set[str], needs: tuple[str, ...]) -> str:
+    """What to write as `data.columns` for a format that needs these: by usual names where they are, else by the file's own."""
+    by_lower = {name.lower(): name for name in sorted(columns)}
+    if own := by_lower.get("translation"):
+        source, target = needs if needs in (("input", "target"), ("prompt", "completion")) else ("", "")
+        mapped = f'{{{source}: "{{{own}.en}}", {target}: "{{{own}.de}}"}}, with its languages in place of en and de'
+        return mapped if source else ""
+    left = dict(by_lower)
+    found: dict[str, str] = {}
+    for standard in needs:
+        names = [name for name in (standard, *SYNONYMS.get(standard, ())) if name in left]
+        if names:
+            found[standard] = left.pop(names[0])
+    pair = next((each for each in _PAIRS if set(each) <= set(by_lower)), None)
+    if needs[0] == "text" and pair is not None:
+        found["text"] = '"' + "\\n".join(f"{{{by_lower[name]}}}" for name in pair) + '"'
+        left = {name: own for name, own in left.items() if name not in pair}
+    for standard in needs:
+        if standard not in found and left:
+            found[standard] = left.pop(next(iter(left)))
+    if len(found) < len(needs):
+        return ""
+    return "{" + ", ".join(f"{standard}: {found[standard]}" for standard in needs) + "}"

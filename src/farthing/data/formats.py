@@ -10,13 +10,14 @@ import difflib
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from farthing.data.chat import TEXT_VERSION, ChatReader
 from farthing.data.chat_rows import MARKS, from_openai, without_marks
-from farthing.data.columns import Columns, Template, columns_of, guessed, missing, renamed
+from farthing.data.columns import Columns, Template, columns_of, guessed, missing, own_columns, renamed, suggested
 from farthing.data.rows import RowValue
 from farthing.data.shown import Shown, leaves_an_answer_empty
 from farthing.durability.files import parse_json
@@ -70,6 +71,9 @@ def recognise(columns: set[str], task: str, renamed: Columns, where: str) -> Und
 
     Raises `DataError` that says what was found and what would do.
     """
+    # spaces around the names of a CSV file's columns are no part of them
+    by_name = {name: own for name, own in renamed.items() if isinstance(own, str) and "{" not in own}
+    renamed = {**renamed, **{name: own.strip() for name, own in by_name.items() if own not in columns}}
     for template in renamed.values():
         if name := missing(template, columns):
             near = difflib.get_close_matches(name, columns, n=1)
@@ -77,7 +81,7 @@ def recognise(columns: set[str], task: str, renamed: Columns, where: str) -> Und
             raise DataError(
                 f"no column `{name}` (named in `data.columns`)", where=where, to_do=to_do + _listed(columns)
             )
-    read = {name for template in renamed.values() for name in columns_of(template)}
+    read = {name for template in renamed.values() for name in own_columns(template, columns)}
     present = (columns - read) | set(renamed)
     formats = task_of(task).formats
     for each in formats:
@@ -90,17 +94,20 @@ def recognise(columns: set[str], task: str, renamed: Columns, where: str) -> Und
             note = f"read {words}, by the usual meaning of the name; data.columns says it otherwise"
             return Understood(each.name, dict(found), (note,))
     wanted = [" + ".join(each.needs) for each in formats]
+    usual = task_of(task).example_columns
+    example = suggested(columns, tuple(re.findall(r"(\w+):", usual))) or f"{{{usual}}}"
     raise DataError(
         f"the columns ({_listed(columns)}) match no format for {task}",
         where=where,
-        to_do=f"{task} reads {', or '.join(wanted)}; map yours with `data.columns: {{{task_of(task).example_columns}}}`",
+        to_do=f"{task} reads {', or '.join(wanted)}; say which of yours are meant, such as `data.columns: {example}`",
     )
 
 
 def used_columns(format_name: str, renamed: Columns) -> set[str]:
     """The columns of the data, by their own names, that a format reads; all others are ignored."""
     _, needs, may_have = format_of(format_name)
-    return {own for name in (*needs, *may_have) for own in columns_of(renamed.get(name, name))}
+    read = {own for name in (*needs, *may_have) for own in columns_of(renamed.get(name, name))}
+    return read | {own.partition(".")[0] for own in read}
 
 
 def converter(
@@ -131,7 +138,7 @@ def converter(
     of_tokens: dict[str, Callable[[RowValue], Text]] = {
         "messages": lambda row: _chat(_messages(row, version), _tools_of(row), read, shown),
         "conversations": lambda row: _chat(_conversations(row), row.get("tools"), read, shown),
-        "instruction": lambda row: _instruction(row, read, shown),
+        "instruction": lambda row: _instruction(row, read, shown, version),
         "prompt/completion": lambda row: _pair(row, "prompt", "completion"),
         "input/target": lambda row: _pair(row, "input", "target"),
         "text": lambda row: Text(((text_of(row, "text"), True),), given=(text_of(row, "text"),)),
@@ -167,16 +174,34 @@ def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Text:
     return Text(((text, False),), label=label, given=(text,))
 
 
-def _instruction(row: RowValue, read: ChatReader | None, shown: Shown) -> Text:
-    """Alpaca rows are a chat of one turn, so that the tokenizer's template frames them; seq2seq needs no frame."""
+def _instruction(row: RowValue, read: ChatReader | None, shown: Shown, version: int) -> Text:
+    """Alpaca rows are a chat of one turn, so that the tokenizer's template frames them; seq2seq needs no frame.
+
+    `history` has earlier turns, [[question, answer], ...], which are learned as the last one is: LLaMA-Factory's rule.
+    """
     instruction, more = text_of(row, "instruction"), text_of(row, "input", may_be_empty=True)
     asked, answer = f"{instruction}\n\n{more}" if more.strip() else instruction, text_of(row, "output")
     system = text_of(row, "system", may_be_empty=True)
+    earlier = _history(row) if version > 4 else []
     if read is None:
+        if earlier:
+            raise Unusable("`history` holds earlier turns of a chat, and this task has none: leave the column out")
         asked = f"{system}\n\n{asked}" if system else asked
         return Text(((asked, False), (answer, True)), given=(asked,))
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    messages = [*earlier, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     return _chat(([{"role": "system", "content": system}] if system else []) + messages, None, read, shown)
+
+
+def _history(row: RowValue) -> list[RowValue]:
+    """The turns of a column `history`. Raises `Unusable`."""
+    if row.get("history") in (None, "", [], "[]"):
+        return []
+    messages = []
+    for turn in _as_list(row["history"], "history"):
+        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(said, str) for said in turn):
+            raise Unusable("`history` is no list of [question, answer]")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    return messages
 
 
 def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None, shown: Shown) -> Text:

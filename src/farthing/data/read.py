@@ -106,27 +106,39 @@ def open_sources(
     """Resolve paths, URLs, folders and Hub names. Hashes every byte. Raises `DataError` that names what is missing.
 
     `own` has what is said of each of `names` alone.
-    `progress(what, bytes done, bytes in all or None)` is called every few megabytes, `warn` where the cache can't be used.
+    `progress(what, bytes done, bytes in all or None)` is called every few megabytes, `warn` where the cache can't be used or
+    something of a file is left out.
     """
     found = []
     for name, said in zip(names, own or (Own(),) * len(names), strict=True):
         if is_remote(name):
-            source = _of_file(fetch(name, cache_dir, progress, warn), without_secrets(name), progress)
+            source = _of_file(fetch(name, cache_dir, progress, warn), without_secrets(name), progress, warn)
         elif is_dataset(name):
             source = _open_dataset(name, said.split or split, said.name or config_name, cache_dir, warn)
         else:
-            source = _of_file(Path(name), short_name(name), progress)
+            source = _of_file(Path(name), short_name(name), progress, warn)
         found.append(replace(source, columns=said.columns, weight=said.weight))
     return found
 
 
-def _of_file(path: Path, shown: str, progress: Progress) -> Source:
+def _of_file(path: Path, shown: str, progress: Progress, warn: Callable[[str], None]) -> Source:
     kind = kind_of_file(path, shown)
+    if kind == "csv" and (spaced := _spaced_columns(path, shown)):
+        warn(
+            f"{shown}: spaces around the names of columns are left out: {', '.join(repr(name) for name in spaced[:5])}"
+        )
     try:
         n_bytes = path.stat().st_size
         return Source(shown, sha256_of(path, lambda done: progress(f"reading {shown}", done, n_bytes)), kind, path)
     except OSError as error:
         raise DataError(f"can't be read: {error.strerror}", where=shown) from error
+
+
+def _spaced_columns(path: Path, shown: str) -> list[str]:
+    """Names in the first line of a CSV file that begin or end with spaces."""
+    with _Bytes(path, shown, Reading()) as file:
+        line = file.readline(MAX_ROW_BYTES).decode("utf-8-sig", errors="replace").rstrip("\r\n")
+    return [name for name in line.split("\t" if ".tsv" in path.suffixes else ",") if name != name.strip()]
 
 
 def is_dataset(name: str) -> bool:
@@ -446,7 +458,8 @@ def _csv(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
             header = next(reader, None)
         except (csv.Error, _RowTooLarge) as error:
             raise DataError(f"the header line is invalid CSV: {error}", where=f"{name}:1", to_do=to_do) from error
-        if not header or not any(header):
+        header = [column.strip() for column in header or ()]
+        if not any(header):
             raise DataError("no header line", where=f"{name}:1", to_do=to_do)
         if len(set(header)) < len(header):
             twice = next(column for column in header if header.count(column) > 1)

@@ -21,6 +21,7 @@ from farthing.data.formats import Text, hash_of_input, recognise, used_columns
 from farthing.data.read import Source
 from farthing.data.reader import converter_by
 from farthing.data.rows import BadRow, Row
+from farthing.data.shown import Shown
 from farthing.data.tokens import Recipe
 from farthing.errors import DataError
 from farthing.tasks.causal_lm import CAUSAL_LM
@@ -66,6 +67,8 @@ class Summary:
     n_unlearned_turns: int = 0
     labels: dict[str, int] = field(default_factory=dict)
     ignored: str = ""
+    left_out: list[str] = field(default_factory=list)
+    """What of chats the template does not write, in words."""
     examples: list[list[tuple[str, bool]]] = field(default_factory=list)
     """Rendered: (text, is_learned) in order."""
 
@@ -90,7 +93,8 @@ def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) 
     used = used_columns(understood.format, understood.columns)
     shapes = Counter(name for row in good for name in row.value if name not in used)
     found.ignored = say_ignored(dict(sorted(shapes.items())), len(good))
-    convert = converter_by(understood, recipe, tokenizer)
+    shown = Shown()
+    convert = converter_by(understood, recipe, tokenizer, shown)
     texts: list[Text] = []
     inputs: set[int] = set()
     for row in good:
@@ -104,6 +108,7 @@ def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) 
         texts += text.of_row
     found.n_equal_inputs = found.n_usable - len(inputs)
     found.n_unlearned_turns = sum(text.n_unlearned for text in texts)
+    found.left_out = shown.said() if found.is_exact else []
     _count_turns(good, found)
     _count_tokens(texts, tokenizer, recipe, found)
     return found

@@ -22,6 +22,7 @@ from farthing.durability.exported import CARD, damage_of, seal_export
 from farthing.durability.files import MANIFEST, Json, bytes_below, install_folder, read_json, write_text
 from farthing.durability.run_folder import JOB, MODEL, kept_job
 from farthing.errors import ModelError, UserMistake
+from farthing.model.adapter_start import as_one_adapter
 from farthing.model.adapters import break_ties
 from farthing.model.load import (
     ModelChoice,
@@ -60,7 +61,8 @@ def export_model(
         model.config.use_cache = True
         tensors = None if trained is None else {**_untrained_tensors(model), **trained}
         try:
-            model.save_pretrained(draft, safe_serialization=True, state_dict=tensors)
+            with as_one_adapter(model) as whole:
+                model.save_pretrained(draft, safe_serialization=True, state_dict=whole or tensors)
             if (draft / ADAPTER_CONFIG).exists():
                 _in_one_order(draft / ADAPTER_CONFIG)
                 model.config.to_json_file(draft / MODEL_CONFIG)

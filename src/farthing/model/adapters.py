@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from farthing.errors import ModelError
+from farthing.model.adapter_start import START, base_is_kept, begins_from_base, start_tensors, take_start_away
 from farthing.model.loss import logits_of
 from farthing.tasks.registry import task_of
 
@@ -62,7 +63,7 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
     )
     torch.manual_seed(seed)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), base_is_kept():
             warnings.simplefilter("ignore")
             wrapped = peft.get_peft_model(model, config)
     except (ValueError, KeyError) as error:
@@ -74,6 +75,8 @@ def add_adapter(model: Any, adapter: Adapter, task: str, seed: int) -> Any:
         ) from error
     if adapter.bias:
         _refuse_without_bias(wrapped)
+    if begins_from_base(adapter.init):
+        take_start_away(wrapped)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # masters in fp32 whatever the base is in
@@ -206,7 +209,7 @@ def count_parameters(model: Any) -> dict[str, int]:
     """
     counts = {"total": 0, "trainable": 0, "adapter": 0, "saved_modules": 0}
     for name, parameter in model.named_parameters():
-        if ".original_module." in name:
+        if ".original_module." in name or f".{START}." in name:
             continue
         n = parameter.numel()
         if parameter.__class__.__name__ == "Params4bit":
@@ -226,7 +229,7 @@ def trained_tensors(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tens
     if not hasattr(model, "peft_config"):
         persistent = set(model.state_dict())
         tensors |= {name: b.detach() for name, b in model.named_buffers() if name in persistent}
-    return tensors
+    return tensors | start_tensors(model)
 
 
 @torch.no_grad()

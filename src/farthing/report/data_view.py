@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from farthing.data.formats import RENDERED
 from farthing.data.summary import Summary
 from farthing.report.safe import escape
 from farthing.tasks.registry import task_of
@@ -32,6 +33,11 @@ def data_lines(found: Summary) -> list[str]:
         )
     for what, n in found.odd_roles.items():
         rows.append(f"[yellow]odd[/]        {plural(n, 'chat')}: {escape(what)}")
+    rows += [f"[yellow]left out[/]   {escape(what)}" for what in found.left_out]
+    if found.format in RENDERED and not found.is_exact and task_of(found.task).predicts_next:
+        rows.append(
+            "template   farthing's own; what the model's leaves out is not seen here: name a job, or --model NAME"
+        )
     if found.labels:
         total = sum(found.labels.values())
         labels = ", ".join(f"{escape(label)} {n / total:.0%}" for label, n in list(found.labels.items())[:12])
@@ -49,7 +55,7 @@ def data_lines(found: Summary) -> list[str]:
 def _tokens(found: Summary) -> list[str]:
     tokens = found.tokens
     source = f"of {plural(found.n_tokenized, 'row')}" + (
-        "" if found.is_exact else ", guessed at 4 characters each: name a job for its tokenizer"
+        "" if found.is_exact else ", guessed at 4 characters each: name a job, or --model NAME, for its tokenizer"
     )
     rows = [
         f"tokens     {tokens['all']:,.0f} in all; {tokens['mean']:,.0f} on average, half under {tokens['median']:,.0f},"

@@ -25,7 +25,7 @@ class Format(NamedTuple):
 
 MESSAGES = Format("messages", ("messages",), ("tools", "functions"))
 CONVERSATIONS = Format("conversations", ("conversations",), ("system", "tools"))
-INSTRUCTION = Format("instruction", ("instruction", "output"), ("input", "system"))
+INSTRUCTION = Format("instruction", ("instruction", "output"), ("input", "system", "history"))
 PROMPT_COMPLETION = Format("prompt/completion", ("prompt", "completion"))
 INPUT_TARGET = Format("input/target", ("input", "target"))
 TEXT_LABEL = Format("text/label", ("text", "label"))

@@ -15,6 +15,7 @@ import torch
 from farthing.config.job import Job
 from farthing.errors import UserMistake
 from farthing.events import Emit, Note
+from farthing.model.adapter_start import begins_from_base
 from farthing.tasks.registry import task_of
 from farthing.train.ranks import Ranks
 from farthing.units import plural, say_bytes
@@ -71,6 +72,8 @@ def spread_weights(job: Job, ranks: Ranks, model: Any, autocast: torch.dtype | N
 def why_not_spread(job: Job, autocast: torch.dtype | None = None) -> tuple[str, str] | None:
     """(why the weights of this job can't be spread, what to do about it); None where they can."""
     is_full = job.method.name == "full"
+    if begins_from_base(job.method.init_lora_weights) and not is_full:
+        return "what the adapter began as has no rows of its own", "use ddp, or leave method.init_lora_weights out"
     if job.method.name == "qlora":
         return "4-bit weights lose their quantization when they are gathered", "use ddp, or method: lora"
     if is_full and any(word in job.train.optim for word in _BY_BLOCKS):

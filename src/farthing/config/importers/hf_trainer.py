@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from farthing.config.data_keys import known_init
 from farthing.config.importers.record import (
     Imported,
     Odd,
@@ -72,11 +73,12 @@ def strategy(value: Any) -> str:
 
 
 def scratch(value: Any) -> str:
-    """Adapter initialisation of peft, as a word. Raises `Odd` for those that change the base."""
+    """Adapter initialisation of peft, as a word. Raises `Odd` for those that farthing has not."""
     name = value.lower() if isinstance(value, str) else str(truth(value)).lower()
-    if name not in ("true", "false", "gaussian", "orthogonal"):
-        raise Odd(f"{name} changes the base weights, which farthing can't resume or export exactly: it begins as usual")
-    return name
+    try:
+        return known_init(name)
+    except ValueError as error:
+        raise Odd(f"{str(error).partition(';')[0]}: it begins as usual") from None
 
 
 def no_bias(value: Any) -> str:

@@ -146,12 +146,10 @@ def _method(values: Mapping[str, Any], out: Imported) -> None:
         out.name("finetuning_type", kind, f"{kind}, which farthing does not do", "blocks")
     if values.get("pissa_init") is True:
         n = values.get("pissa_iter", 16)
-        why = (
-            "PiSSA changes the base weights, which farthing can't resume or export exactly: the adapter begins as usual"
-        )
-        out.name("pissa_init", True, why, "differs")
-        out.name("pissa_iter", n, "settles PiSSA")
-        out.name("pissa_convert", values.get("pissa_convert"), "settles PiSSA")
+        out.put("pissa_init", True, "method.init_lora_weights", "pissa" if n == -1 else f"pissa_niter_{n}")
+        if "pissa_iter" in values:
+            out.keep("pissa_iter", n, "method.init_lora_weights")
+        out.name("pissa_convert", values.get("pissa_convert"), "the exported adapter always fits the base as it was")
     elif "pissa_init" in values:
         out.name("pissa_init", values["pissa_init"], "off there, and off here")
 
@@ -265,11 +263,11 @@ def _source(name: str, registry: Json | None, at: Path | None, out: Imported) ->
             "images, sound or video, which farthing does not train on",
             "blocks",
         )
-    found = _columns(entry, columns, out, name)
+    found = _columns(entry, columns)
     return source | ({"columns": found} if found else {})
 
 
-def _columns(entry: Mapping[str, Any], columns: Mapping[str, Any], out: Imported, name: str) -> Json:
+def _columns(entry: Mapping[str, Any], columns: Mapping[str, Any]) -> Json:
     given = entry.get("tags")
     tags: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     if entry.get("formatting", "alpaca") in ("sharegpt", "openai"):
@@ -280,13 +278,6 @@ def _columns(entry: Mapping[str, Any], columns: Mapping[str, Any], out: Imported
         return chat_columns(columns.get("messages", "messages" if is_openai else "conversations"), role, content)
     question, more = columns.get("prompt", "instruction"), columns.get("query", "input" if not columns else None)
     answer = columns.get("response", "output" if not columns else None)
-    if columns.get("history"):
-        out.name(
-            f"dataset_info.{name}.columns.history",
-            columns["history"],
-            "earlier turns in a column of their own are not read",
-            "differs",
-        )
     if not answer:
         return {"text": str(question)}
     asked: Any = f"{{{question}}}"
@@ -295,4 +286,6 @@ def _columns(entry: Mapping[str, Any], columns: Mapping[str, Any], out: Imported
     found = {"instruction": asked, "output": f"{{{answer}}}"}
     if columns.get("system"):
         found["system"] = f"{{{columns['system']}}}"
+    if columns.get("history"):
+        found["history"] = str(columns["history"])
     return found
