@@ -554,7 +554,6 @@ def test_a_machine_with_several_gpus_shows_each_way_to_use_them(
     assert (every[1], every[2], every[6]) == ([], ["where.gpus: 2"], ["where.gpus: all"])
     assert list(ways("--set", "where.gpus=2")) == [2]
     assert list(ways("--set", "where.gpus=all")) == [6]
-    assert list(ways("--set", "where.device=cpu", "--set", "where.gpus=2")) in ([], [1])
     found = run_json(capsys, job, *BIG, "--set", "where.usd_per_hour=0.1")
     rows = {row["n_gpus"]: row for row in found["plans"] if row["kind"] == "here"}
     assert rows[6]["wall_s"] < rows[2]["wall_s"] < rows[1]["wall_s"]
@@ -580,7 +579,7 @@ def test_what_is_to_be_known_of_the_precision_is_in_the_short_answer(
 
 
 def test_the_nearest_ways_are_not_gpus_that_no_torch_runs_on(job: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, job, *BIG, "--budget", "0.01")
+    code, _, err = run(capsys, job, *BIG, "--budget", "0.01")
     assert code == 2
     ways = [line for line in err.splitlines() if re.match(r"\s+\d\. ", line)]
     assert len(ways) == 3
