@@ -151,7 +151,10 @@ def print_coverage(found: dict[str, Any]) -> None:
         for way in ("source left out", "family left out"):
             for one in ways[way]:
                 held = f"{one['n_held']:4d} of {one['n']:3d} = {one['share']:.1%}"
-                print(f"  {way}: {one['left_out']:42} within {one['width']:6.1%}: {held}")
+                alike = (
+                    f"; each {way.split()[0]} alike {one['share_of_groups']:.1%}" if "share_of_groups" in one else ""
+                )
+                print(f"  {way}: {one['left_out']:42} within {one['width']:6.1%}: {held}{alike}")
         for way in ("by facts/estimate_errors.csv", "as plans say it"):
             print(f"  {way}: {ways[way]['n_held']} of {ways[way]['n']} = {ways[way]['share']:.1%}")
 

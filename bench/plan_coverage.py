@@ -46,7 +46,9 @@ def left_out(rows: Sequence[Row], key: str, of: str = "source") -> list[dict[str
         found.append({"left_out": name, "width": width, "n": len(own), "n_held": sum(abs(e) <= width for e in own)})
     n, n_held = (sum(one[what] for one in found) for what in ("n", "n_held"))
     whole = {"left_out": "each in turn", "width": width_of(errors), "n": n, "n_held": n_held}
-    return [one | {"share": one["n_held"] / one["n"]} for one in (whole, *found)]
+    judged = [one | {"share": one["n_held"] / one["n"]} for one in (whole, *found)]
+    judged[0]["share_of_groups"] = sum(one["share"] for one in judged[1:]) / len(found)
+    return judged
 
 
 def held_by(rows: Sequence[Row], key: str, width: Callable[[Row], float]) -> dict[str, Any]:

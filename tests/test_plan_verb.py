@@ -554,8 +554,33 @@ def test_a_machine_with_several_gpus_shows_each_way_to_use_them(
     assert (every[1], every[2], every[6]) == ([], ["where.gpus: 2"], ["where.gpus: all"])
     assert list(ways("--set", "where.gpus=2")) == [2]
     assert list(ways("--set", "where.gpus=all")) == [6]
-    assert list(ways("--set", "where.device=cpu", "--set", "where.gpus=2")) in ([], [1])
     found = run_json(capsys, job, *BIG, "--set", "where.usd_per_hour=0.1")
     rows = {row["n_gpus"]: row for row in found["plans"] if row["kind"] == "here"}
     assert rows[6]["wall_s"] < rows[2]["wall_s"] < rows[1]["wall_s"]
     assert rows[2]["name"] == "this machine (2x RTX 4090)"
+
+
+def test_a_job_for_the_processor_is_planned_on_no_gpu(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_json(capsys, job, *BIG[2:], "--set", "where.device=cpu", "--own", "RTX 4090:1600usd:0.45kW")
+    assert [row["kind"] for row in found["plans"]] == ["here"]
+    assert {one["change"] for one in found["rejected"]} == {"where.device: auto"}
+
+
+def test_what_is_to_be_known_of_the_precision_is_in_the_short_answer(
+    job: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = (job, *BIG[2:], "--set", "model.model_name_or_path=Qwen/Qwen2.5-0.5B", "--gpu", "T4")
+    for more, words in (
+        ((), "fp32, because it was trained in bf16"),
+        (("--set", "train.fp16=true"), "fp16 was asked for, but"),
+    ):
+        out = run(capsys, *ask, *more)[1]
+        assert words in " ".join(out.split()), more
+
+
+def test_the_nearest_ways_are_not_gpus_that_no_torch_runs_on(job: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, job, *BIG, "--budget", "0.01")
+    assert code == 2
+    ways = [line for line in err.splitlines() if re.match(r"\s+\d\. ", line)]
+    assert len(ways) == 3
+    assert not [way for way in ways if "K80" in way or "V100" in way]

@@ -17,7 +17,9 @@ from farthing.errors import UserMistake
 from farthing.planner.inputs import Asked, Study, study_job
 from farthing.planner.ownership import break_even_hours, parse_owned, run_on_own
 from farthing.planner.search import decide
+from farthing.planner.serving import Traffic
 from farthing.planner.speed import Calibration, cpu_device
+from farthing.planner.throughput_arithmetic import OwnFigures
 from farthing.planner.types import Assumptions, Place, place_of
 from farthing.prices.offers import Billing, Offer
 from farthing.report.plan_compare import compare_plans, find_plan
@@ -366,3 +368,38 @@ def test_how_sure_a_plan_is_and_why(study: Study) -> None:
     sure = {row["gpu"]: row["confidence"] for row in rows}
     assert "published runs on this GPU" in sure["A100-80GB"]
     assert "no published runs on this GPU" in sure["L4"]
+
+
+BY_NAME = {
+    *("parts", "usd", "seconds", "one_year_usd", "three_years_usd", "saved_in_a_year", "usd_per_million_at_load"),
+    *("usd_per_million",),
+}
+"""Keys whose values are named by what they are of."""
+
+
+def keys_of(value: Any, path: str = "") -> dict[str, list[str]]:
+    """The keys of every object of a JSON value in their order, by where they stand; those of a list's elements together."""
+    found: dict[str, list[str]] = {}
+    if isinstance(value, list):
+        for one in value:
+            for where, keys in keys_of(one, f"{path}[]").items():
+                found[where] = list(dict.fromkeys([*found.get(where, []), *keys]))
+    elif isinstance(value, dict) and path.rpartition(".")[2] not in BY_NAME:
+        found[path] = list(value)
+        for key, one in value.items():
+            found |= keys_of(one, f"{path}.{key}")
+    return found
+
+
+def test_the_keys_of_a_plan_stay_as_they_were(tmp_path: Path) -> None:
+    known = json.loads((Path(__file__).parent / "golden" / "plan_keys.json").read_text(encoding="utf-8"))
+    kept = {path: keys for path, keys in known.items() if not path.startswith((".comparison", ".paid"))}
+    figures = OwnFigures(samples_per_min=1100, spot_discount=0.5, interrupted_every_s=28800.0, restart_s=180.0)
+    asked = ask(tmp_path, {"limits": {"max_gpu_hours": 5}}, own=[parse_owned(OWN)], is_local=True)
+    found = keys_of(plan_view(asked, 24, figures, Traffic(latency_s=2.0), 5))
+    for path, keys in kept.items():
+        missing = [key for key in keys if key not in found.get(path, []) and key not in ("paid", "comparison")]
+        assert not missing, f"{path} has lost {missing}"
+    here = keys_of(plan_view(ask(tmp_path)))
+    assert [key for key in known[""] if key in here[""]] == here[""], "and stand in their order"
+    assert known[".plans[]"] == here[".plans[]"]

@@ -49,6 +49,8 @@ def draw_brief(console: Console, view: Row, next_step: str = "", n_shown: int | 
         facts.add_row("[bold]data[/]", escape(note))
     if best["recipe"]["to_set"]:
         facts.add_row("[bold]set[/]", escape(" and ".join(best["recipe"]["to_set"]) + ": several GPUs share the run"))
+    if best["recipe"]["precision_note"]:
+        facts.add_row("[bold]precision[/]", escape(best["recipe"]["precision_note"]))
     facts.add_row("[bold]check[/]", escape(to_check(best, job)))
     console.print(facts)
     if next_step:

@@ -435,15 +435,22 @@ def _usd_key(offer: Offer) -> tuple[float, str, str, str]:
 def _nearest(rejected: Sequence[Rejected], n: int = 3) -> list[Rejected]:
     """The ways that are nearest to being possible: different kinds of change first, then other GPUs.
 
-    First what fits a GPU that the trainer can use and only passes a limit, which one change mends for certain.
+    First what fits a GPU that the trainer can use and only passes a limit, which one change mends for certain; last what
+    torch has no code for, of which it is not known whether it would fit, and none of it that nothing mends.
     """
 
     def key(one: Rejected) -> Any:
         needs_memory = one.reason.startswith("needs")
-        return one.offer.n_gpus > 1, needs_memory and is_limited, one.distance, _usd_key(one.offer)
+        return (
+            one.change.startswith("pip "),
+            one.offer.n_gpus > 1,
+            needs_memory and is_limited,
+            one.distance,
+            _usd_key(one.offer),
+        )
 
     is_limited = any(not one.reason.startswith("needs") for one in rejected)
-    ordered = sorted(rejected, key=key)
+    ordered = sorted((one for one in rejected if one.change != "another GPU"), key=key)
     found: list[Rejected] = []
     for of_what in (
         lambda one: re.sub(r"[\d.,]+", "#", one.change),
