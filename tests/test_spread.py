@@ -156,7 +156,7 @@ def test_full_training_on_two_then_three_then_one_is_that_of_one_process_also_be
     [
         ("llama", {"optim": "adamw_torch_offload"}, {"reshard_after_forward": False}, [(4, 2), (3, None)]),
         ("t5", {"optim": "adamw_torch"}, {}, [(1, 2), (2, 5), (4, None)]),
-        ("llama", {"tie": False}, {"offload_weights": True, "reshard_after_forward": False}, [(2, 2), (3, None)]),
+        ("llama", {"optim": "adamw_torch"}, {"offload_weights": True, "reshard_after_forward": False}, [(2, 2), (3, None)]),
         ("bert", {"gradient_checkpointing": True}, {"reshard_after_forward": False}, [(3, 4), (2, None)]),
         ("llama", {"global_batch_size": 2, "optim": "sgd"}, {"strategy": "hsdp"}, [(4, 3), (2, 4), (4, None)]),
         ("llama", {"train_ddp": 1}, {}, [(2, 3), (1, None)]),
