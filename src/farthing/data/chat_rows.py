@@ -7,6 +7,7 @@ Refuses to know templates and tokenizers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from farthing.data.rows import RowValue
 from farthing.tasks.columns import Unusable
