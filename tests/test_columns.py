@@ -249,3 +249,84 @@ def test_earlier_turns_of_an_instruction_are_a_chat_and_learned() -> None:
         converter("instruction", {}, {}, tokenizer, "causal-lm")(row | {"history": [["What?"]]})
     with pytest.raises(Unusable, match="earlier turns"):
         converter("instruction", {}, {}, None, "seq2seq")(row)
+
+
+TEMPLATE = SimpleNamespace(
+    chat_template="{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    special_tokens_map={"eos_token": "</s>"}, other_templates=(), all_special_tokens=["</s>"], added_tokens=("</s>",),
+)  # fmt: skip
+ASKED = {"role": "user", "content": "Hi?"}
+
+
+@pytest.mark.parametrize(
+    ("row", "whole", "learned"),
+    [
+        (
+            {"instruction": "Sum up.", "context": "Bread rose.", "response": "Bread."},
+            "<user>Sum up.\n\nBread rose.</s><assistant>Bread.</s>",
+            ["Bread.</s>"],
+        ),
+        (
+            {"system": "Be brief.", "messages": [ASKED, {"role": "assistant", "content": "Yo."}]},
+            "<system>Be brief.</s><user>Hi?</s><assistant>Yo.</s>",
+            ["Yo.</s>"],
+        ),
+        (
+            {
+                "schemaVersion": "x",
+                "system": [{"text": "Be brief."}],
+                "messages": [
+                    {"role": "user", "content": [{"text": "Hi?"}]},
+                    {"role": "assistant", "content": [{"text": "Yo."}]},
+                ],
+            },
+            "<system>Be brief.</s><user>Hi?</s><assistant>Yo.</s>",
+            ["Yo.</s>"],
+        ),
+        (
+            {"messages": [{"role": "User", "content": "Hi?"}, {"role": "Chatbot", "content": "Yo."}]},
+            "<user>Hi?</s><assistant>Yo.</s>",
+            ["Yo.</s>"],
+        ),
+        (
+            {
+                "prompt": [ASKED, {"role": "assistant", "content": "Yo."}, ASKED],
+                "completion": [{"role": "assistant", "content": "Again."}],
+            },
+            "<user>Hi?</s><assistant>Yo.</s><user>Hi?</s><assistant>Again.</s>",
+            ["Again.</s>"],
+        ),
+    ],
+    ids=["dolly", "system beside messages", "bedrock", "cohere", "prompt of messages"],
+)
+def test_chats_as_other_services_write_them(row: dict[str, Any], whole: str, learned: list[str]) -> None:
+    found = recognise(set(row), "causal-lm", {}, "rows.jsonl")
+    text = converter(found.format, found.columns, {}, TEMPLATE, "causal-lm")(row)
+    assert "".join(part for part, _ in text.segments) == whole
+    assert [part for part, is_learned in text.segments if is_learned] == learned
+
+
+def test_a_run_that_began_before_reads_its_data_as_it_did() -> None:
+    assert recognise({"instruction", "context", "response"}, "causal-lm", {}, "a", 4).columns == {"output": "response"}
+    row = {"system": "Be brief.", "messages": [ASKED, {"role": "assistant", "content": "Yo."}]}
+    text = converter("messages", {}, {}, TEMPLATE, "causal-lm", version=4)(row)
+    assert "brief" not in text.segments[0][0]
+    with pytest.raises(Unusable, match="`prompt` is a list"):
+        converter("prompt/completion", {}, {}, TEMPLATE, "causal-lm", version=4)(
+            {"prompt": [ASKED], "completion": [ASKED]}
+        )
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"contents", "systemInstruction"}, "Gemini's chats"),
+        ({"id", "data", "annotations"}, "Label Studio"),
+        ({"title", "paragraphs"}, "SQuAD"),
+        ({"0", "a sentence"}, "put one before it"),
+    ],
+)
+def test_files_of_others_are_known_by_their_columns(columns: set[str], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        recognise(columns, "causal-lm", {}, "rows.tsv")

@@ -23,7 +23,8 @@ from farthing.tasks.columns import Unusable
 TEXT_VERSION = 5
 """How rows become texts, tokens and a split. A run goes on with the version that it began with.
 
-4: earlier turns in the column `history` of instructions are not read.
+4: not read are `history` and `context` of instructions, `system` beside `messages`, prompts and completions that are messages,
+roles in capitals or by the names of Cohere and Gemini.
 3: a call of a tool that the template leaves out is learned as an empty answer.
 2: answers that a template shows in another form once the chat goes on are not learned; an answer ends with the first special
 token behind it, though a template may write two, and with none where a template leaves the end to the next turn. Content in

@@ -7,6 +7,7 @@ Refuses to know templates and tokenizers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from farthing.data.rows import RowValue
 from farthing.tasks.columns import Unusable
@@ -41,20 +42,30 @@ def without_marks(messages: Sequence[RowValue]) -> tuple[list[RowValue], frozens
     return kept, frozenset(unlearned)
 
 
+_ROLES = {"chatbot": "assistant", "model": "assistant", "bot": "assistant", "gpt": "assistant", "human": "user"}
+
+
+def of_usual_role(message: RowValue) -> RowValue:
+    """A message with the role as templates know it: `User`, `CHATBOT` (Cohere), `model` (Gemini)."""
+    role = message["role"].lower()
+    return {**message, "role": _ROLES.get(role, role)}
+
+
 def from_openai(message: RowValue) -> RowValue:
     """A message of the API as templates read it: text parts joined, `function_call` as a tool call, role `function` as tool."""
     content = message.get("content")
-    if (
-        isinstance(content, list)
-        and content
-        and all(isinstance(part, dict) and part.get("type") in _TEXT_PARTS for part in content)
-    ):
+    if isinstance(content, list) and content and all(_is_text(part) for part in content):
         message = {
             **message,
-            "content": "".join([str(part.get(part["type"], part.get("text", ""))) for part in content]),
+            "content": "".join([str(part.get(part.get("type", "text"), part.get("text", ""))) for part in content]),
         }
     call = message.get("function_call")
     if isinstance(call, dict) and not message.get("tool_calls"):
         others = {key: value for key, value in message.items() if key != "function_call"}
         message = {**others, "tool_calls": [{"type": "function", "function": call}]}
     return {**message, "role": "tool"} if message.get("role") == "function" else message
+
+
+def _is_text(part: Any) -> bool:
+    """Also without a type, as Bedrock has it."""
+    return isinstance(part, dict) and (part.get("type") in _TEXT_PARTS or set(part) == {"text"})

@@ -36,6 +36,22 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
 """Other names that the columns of formats go by. What is read so is said."""
 
 
+_MORE = {"input": ("context",), "system": ("system_prompt", "system_message")}
+"""The same of columns that a format reads where they are."""
+ELSEWHERE = {
+    "contents": "these are Gemini's chats: write each row as `messages`, [{role: user, content: ...}, {role: assistant, ...}]",
+    "annotations": "an export of Label Studio has its values nested: export it as CSV or JSON-MIN",
+    "paragraphs": "SQuAD nests its questions: write a row for each, with `context`, `question` and `answer`",
+}
+"""Columns of other services' files, by which they are known: what to do."""
+
+
+def guessed_more(columns: set[str], may_have: Iterable[str]) -> dict[str, str]:
+    """Columns of the data that stand for those that a format reads where they are (Dolly's `context` for `input`)."""
+    found = {standard: [own for own in _MORE.get(standard, ()) if own in columns] for standard in may_have}
+    return {standard: own[0] for standard, own in found.items() if len(own) == 1 and standard not in columns}
+
+
 def templates_of(template: Template) -> tuple[str, ...]:
     """The alternatives of a value of `data.columns`, in their order."""
     return (template,) if isinstance(template, str) else tuple(template)

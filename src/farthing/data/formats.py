@@ -7,6 +7,7 @@ rendered by the tokenizer's own template. Refuses to tokenize and to read files.
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import itertools
 import json
@@ -16,8 +17,19 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from farthing.data.chat import TEXT_VERSION, ChatReader
-from farthing.data.chat_rows import MARKS, from_openai, without_marks
-from farthing.data.columns import Columns, Template, columns_of, guessed, missing, own_columns, renamed, suggested
+from farthing.data.chat_rows import MARKS, from_openai, of_usual_role, without_marks
+from farthing.data.columns import (
+    ELSEWHERE,
+    Columns,
+    Template,
+    columns_of,
+    guessed,
+    guessed_more,
+    missing,
+    own_columns,
+    renamed,
+    suggested,
+)
 from farthing.data.rows import RowValue
 from farthing.data.shown import Shown, leaves_an_answer_empty
 from farthing.durability.files import parse_json
@@ -66,7 +78,7 @@ class Understood(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def recognise(columns: set[str], task: str, renamed: Columns, where: str) -> Understood:
+def recognise(columns: set[str], task: str, renamed: Columns, where: str, version: int = TEXT_VERSION) -> Understood:
     """The format these columns are in: by their names, as `renamed` says, or by usual other names where it says nothing.
 
     Raises `DataError` that says what was found and what would do.
@@ -84,22 +96,33 @@ def recognise(columns: set[str], task: str, renamed: Columns, where: str) -> Und
     read = {name for template in renamed.values() for name in own_columns(template, columns)}
     present = (columns - read) | set(renamed)
     formats = task_of(task).formats
+    may_guess = not renamed
     for each in formats:
         if set(each.needs) <= present:
-            return Understood(each.name, dict(renamed))
-    for each in formats if not renamed else ():
+            more = guessed_more(columns, each.may_have) if may_guess and version > 4 else {}
+            return _by_usual_names(each.name, more) if more else Understood(each.name, dict(renamed))
+    for each in formats if may_guess else ():
         found = guessed(columns, each.needs)
         if found is not None:
-            words = ", ".join(f"`{own}` as `{standard}`" for standard, own in found.items())
-            note = f"read {words}, by the usual meaning of the name; data.columns says it otherwise"
-            return Understood(each.name, dict(found), (note,))
+            more = guessed_more(columns, each.may_have) if version > 4 else {}
+            return _by_usual_names(each.name, found | more)
+    if to_do := next((ELSEWHERE[name] for name in sorted(columns) if name in ELSEWHERE), ""):
+        raise DataError(f"the columns ({_listed(columns)}) match no format for {task}", where=where, to_do=to_do)
     wanted = [" + ".join(each.needs) for each in formats]
     usual = task_of(task).example_columns
     example = suggested(columns, tuple(re.findall(r"(\w+):", usual))) or f"{{{usual}}}"
     raise DataError(
         f"the columns ({_listed(columns)}) match no format for {task}",
         where=where,
-        to_do=f"{task} reads {', or '.join(wanted)}; say which of yours are meant, such as `data.columns: {example}`",
+        to_do=f"{task} reads {', or '.join(wanted)}; say which of yours are meant, such as `data.columns: {example}`"
+        + ("; if its first line names no columns, put one before it" if re.search(r"\.[ct]sv", where) else ""),
+    )
+
+
+def _by_usual_names(name: str, found: dict[str, str]) -> Understood:
+    words = ", ".join(f"`{own}` as `{standard}`" for standard, own in found.items())
+    return Understood(
+        name, dict(found), (f"read {words}, by the usual meaning of the name; data.columns says it otherwise",)
     )
 
 
@@ -135,11 +158,17 @@ def converter(
             to_do="write the one to learn with to a file, and name that: data.chat_template: FILE.jinja",
         )
     read = ChatReader.of(tokenizer, on, version) if is_chat else None
+    reads_chats = version > 4 and task_of(task).predicts_next
+    reader = functools.cache(lambda: ChatReader.of(tokenizer, on, version))
     of_tokens: dict[str, Callable[[RowValue], Text]] = {
         "messages": lambda row: _chat(_messages(row, version), _tools_of(row), read, shown),
         "conversations": lambda row: _chat(_conversations(row), row.get("tools"), read, shown),
         "instruction": lambda row: _instruction(row, read, shown, version),
-        "prompt/completion": lambda row: _pair(row, "prompt", "completion"),
+        "prompt/completion": lambda row: (
+            _pair_of_chats(row, reader, version, shown)
+            if reads_chats and isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list)
+            else _pair(row, "prompt", "completion")
+        ),
         "input/target": lambda row: _pair(row, "input", "target"),
         "text": lambda row: Text(((text_of(row, "text"), True),), given=(text_of(row, "text"),)),
     }
@@ -167,6 +196,13 @@ def _listed(columns: set[str]) -> str:
 def _pair(row: RowValue, source: str, target: str) -> Text:
     given = text_of(row, source)
     return Text(((given, False), (text_of(row, target), True)), given=(given,))
+
+
+def _pair_of_chats(row: RowValue, reader: Callable[[], ChatReader], version: int, shown: Shown) -> Text:
+    """Prompt and completion as messages, TRL's form: of the turns those of the completion are learned."""
+    asked = _messages(row, version, "prompt")
+    unlearned = [{**each, "weight": 0} if each["role"] == "assistant" else each for each in asked]
+    return _chat(unlearned + _messages(row, version, "completion"), _tools_of(row), reader(), shown)
 
 
 def _labelled(row: RowValue, labels: Labels, label_map: dict[str, str]) -> Text:
@@ -238,13 +274,17 @@ def _as_list(value: Any, column: str) -> list[Any]:
     return value
 
 
-def _messages(row: RowValue, version: int = TEXT_VERSION) -> list[RowValue]:
+def _messages(row: RowValue, version: int = TEXT_VERSION, column: str = "messages") -> list[RowValue]:
     messages = []
-    for index, message in enumerate(_as_list(row.get("messages"), "messages"), start=1):
+    system = row.get("system") if version > 4 and column == "messages" else None
+    given = _as_list(row.get(column), column)
+    if system and not (isinstance(given[0], dict) and given[0].get("role") == "system"):
+        given = [{"role": "system", "content": system}, *given]
+    for index, message in enumerate(given, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Unusable(f"message {index} has no `role`")
         if version > 2:
-            message = from_openai(message)
+            message = from_openai(message if version < 5 else of_usual_role(message))
         content = message.get("content")
         if content is not None and not isinstance(content, str):
             raise Unusable(f"message {index}: `content` is {kind_of(content)}, not text")

@@ -106,8 +106,7 @@ def open_sources(
     """Resolve paths, URLs, folders and Hub names. Hashes every byte. Raises `DataError` that names what is missing.
 
     `own` has what is said of each of `names` alone.
-    `progress(what, bytes done, bytes in all or None)` is called every few megabytes, `warn` where the cache can't be used or
-    something of a file is left out.
+    `progress(what, bytes done, bytes in all or None)` is called every few megabytes, `warn` with what is left out.
     """
     found = []
     for name, said in zip(names, own or (Own(),) * len(names), strict=True):
@@ -156,7 +155,8 @@ def kind_of_file(path: Path, shown: str) -> str:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     kind = KINDS.get(suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1])
     if kind is None:
-        raise DataError("unknown kind of data file", where=shown, to_do=f"use one of {', '.join(sorted(KINDS))}")
+        to_do = f'use one of {", ".join(sorted(KINDS))}; plain text is a .jsonl of {{"text": ...}}'
+        raise DataError("unknown kind of data file", where=shown, to_do=to_do)
     try:
         if path.stat().st_size == 0:
             raise DataError("the file is empty", where=shown, to_do="check how it was written")

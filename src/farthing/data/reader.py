@@ -41,7 +41,9 @@ class SourceReader:
         """Raises `DataError` for rows of another kind, or of no known format."""
         self._watch(rows)
         if self.understood is None and self._watch.n_rows:
-            self.understood = recognise(self._watch.columns, self._recipe.task, self._columns, self.name)
+            self.understood = recognise(
+                self._watch.columns, self._recipe.task, self._columns, self.name, self._recipe.version
+            )
             self._convert = converter_by(self.understood, self._recipe, self._tokenizer, self._watch.shown)
 
     def text(self, row: Row | BadRow) -> Text:

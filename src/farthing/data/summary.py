@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from farthing.data.chat_rows import of_usual_role
 from farthing.data.encode import Encoder
 from farthing.data.foreign import LEARNED, foreign_kind, say_ignored
 from farthing.data.formats import Text, hash_of_input, recognise, used_columns
@@ -122,7 +123,7 @@ def _task_of(columns: set[str], recipe: Recipe) -> str:
             continue
         if task_of(task).labels is None or "label" in columns or "text" not in columns:
             return task
-    return CAUSAL_LM.name
+    return CLASSIFICATION.name if "label" in columns else CAUSAL_LM.name
 
 
 def _hash(value: Any) -> bytes:
@@ -150,7 +151,11 @@ def _count_turns(rows: list[Row], found: Summary) -> None:
     for row in rows:
         turns = row.value.get(str(found.columns.get(found.format, found.format)))
         turns = turns if isinstance(turns, list) else []
-        said = [str(turn.get("role", turn.get("from"))) for turn in turns if isinstance(turn, dict)]
+        said = [
+            str(of_usual_role({"role": str(turn.get("role", turn.get("from")))})["role"])
+            for turn in turns
+            if isinstance(turn, dict)
+        ]
         roles.update(said)
         lengths.append(len(said))
         odd.update({f"role `{role}`": 1 for role in set(said) - _USUAL_ROLES})

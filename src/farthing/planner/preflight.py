@@ -151,6 +151,8 @@ def _look_at_values(task: str, source: Source, first: list[Row | BadRow], unders
     convert, reason = converter(understood.format, understood.columns, {}, None, task), ""
     for row in itertools.chain(first, _rows_behind(source, len(first))):
         if isinstance(row, Row):
+            if isinstance(row.value.get("prompt"), list):
+                return  # of messages, as above
             try:
                 convert(row.value)
             except Unusable as error:

@@ -23,10 +23,10 @@ class Format(NamedTuple):
     may_have: tuple[str, ...] = ()
 
 
-MESSAGES = Format("messages", ("messages",), ("tools", "functions"))
+MESSAGES = Format("messages", ("messages",), ("tools", "functions", "system"))
 CONVERSATIONS = Format("conversations", ("conversations",), ("system", "tools"))
 INSTRUCTION = Format("instruction", ("instruction", "output"), ("input", "system", "history"))
-PROMPT_COMPLETION = Format("prompt/completion", ("prompt", "completion"))
+PROMPT_COMPLETION = Format("prompt/completion", ("prompt", "completion"), ("tools",))
 INPUT_TARGET = Format("input/target", ("input", "target"))
 TEXT_LABEL = Format("text/label", ("text", "label"))
 TEXT = Format("text", ("text",))
