@@ -310,6 +310,7 @@ def test_other_examples_than_the_order_says_are_no_comparison(
         ours.train(replace(assignment, order=assignment.order[::-1]), Clock())
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--workload", "short", "--scale", "0.1", "--contestants", "naive", "--steps", "3", "--eval-examples", "2"]
     words += ["--hidden", "32", "--layers", "1", "--words", "300", "--no-leaks", "--folder", str(tmp_path / "race")]

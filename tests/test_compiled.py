@@ -224,7 +224,8 @@ def test_evaluation_is_computed_as_ever_and_compiles_nothing() -> None:
     assert n_graphs() == before
 
 
-@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2])
 def test_fused_adapters_in_checkpointed_layers_compile_and_agree(every: int) -> None:
     """In bf16 over an fp32 base every input is cast, which is where the layers share what they cast."""
     plain = flat(with_adapter(causal_model(), *(["q_proj", "k_proj", "up_proj"] if every == 1 else [])))

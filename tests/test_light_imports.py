@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,7 +126,7 @@ def test_others_import_as_ever(light: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "RMSprop"])
-def test_an_optimizer_steps_to_the_same_bits_without_the_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_steps_to_the_same_bits_without_the_compiler(name: str) -> None:
     kind = getattr(torch.optim, name)
 
     def stepped() -> list[torch.Tensor]:
@@ -138,14 +139,25 @@ def test_an_optimizer_steps_to_the_same_bits_without_the_compiler(name: str, mon
             optimizer.zero_grad()
         return [*weights, *(v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v))]
 
+    def bare() -> list[Any]:
+        return [
+            f
+            for f in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad)
+            if hasattr(inspect.unwrap(f), light_imports._MARK)
+        ]
+
     expected = stepped()
-    for each in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop):
-        monkeypatch.setattr(each, "step", each.step)
-    light_imports._step_without_compiler()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for method in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
+            patch.delattr(inspect.unwrap(method), light_imports._MARK)
+        patch.delitem(sys.modules, light_imports.COMPILER)
+        patch.setattr(torch, "_dynamo", light_imports._Compiler())
+        patch.setattr("builtins.__import__", light_imports._import)
         found = stepped()
-    finally:
+        assert light_imports.COMPILER not in sys.modules
+        assert len(bare()) == 2
         light_imports.tell_compiler()
+        assert not bare()
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 

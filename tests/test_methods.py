@@ -507,7 +507,7 @@ def gradients(model: Any, forward: Callable[[], Any]) -> dict[str, torch.Tensor]
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_checkpointing_saves_memory_and_changes_no_bit_of_the_gradients(
     family: str, method: str, tmp_path: Path
@@ -533,7 +533,7 @@ def choose(model: Any, forward: Callable[..., Any], free_bytes: int, wanted: boo
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_auto_checkpoints_no_more_than_the_memory_asks_for(family: str, method: str, tmp_path: Path) -> None:
     model, forward = small_model(family, tmp_path / "base", method)

@@ -186,6 +186,7 @@ def test_a_small_job_is_planned_from_its_data(job: str, capsys: pytest.CaptureFi
     assert any(note.startswith("model: ") for note in found["notes"])
 
 
+@pytest.mark.slow
 def test_the_same_question_gives_the_same_bytes(job: str, capsys: pytest.CaptureFixture[str]) -> None:
     one = run(capsys, job, *BIG, "--json")
     other = run(capsys, job, *BIG, "--json")

@@ -155,6 +155,7 @@ def test_a_browser_lays_the_page_out_without_a_sideways_scroll(runs: list[Path],
         assert needed <= width, f"{name}: {needed} pixels are needed"
 
 
+@pytest.mark.slow
 def test_a_browser_draws_light_and_dark_and_prints_on_a4(runs: list[Path], tmp_path: Path) -> None:
     page = runs[0] / PAGE
     shots = []

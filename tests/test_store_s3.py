@@ -130,7 +130,16 @@ def test_a_fault_that_passes_is_waited_out(
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [("503", StoreFault), ("403", StoreRefuses), ("reset", StoreFault), ("hang", StoreFault), ("truncate", StoreFault)],
+    thinned(
+        [
+            ("503", StoreFault),
+            ("403", StoreRefuses),
+            ("reset", StoreFault),
+            ("hang", StoreFault),
+            ("truncate", StoreFault),
+        ],
+        2,
+    ),
 )
 def test_a_fault_that_lasts_ends_in_bounded_time(
     fault: str, kind: type[Exception], proxy: FaultProxy, address: str, monkeypatch: pytest.MonkeyPatch

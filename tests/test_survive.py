@@ -214,6 +214,7 @@ def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
         train(job, quiet)
 
 
+@pytest.mark.slow
 def test_a_resume_late_in_a_large_index_takes_no_time(tmp_path: Path) -> None:
     """Which examples a step has is looked up, not replayed: ten million examples, 99 % of the epoch done."""
     import numpy as np

@@ -38,6 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserMistake("which prompt?", where="--json", to_do="give --prompt TEXT, or a text on stdin")
     if prompt is not None and not prompt.strip():
         raise UserMistake("the prompt is empty", where="--prompt", to_do="write a text")
+    from farthing.model.light_imports import import_lightly
+
+    import_lightly()
     from farthing.after.chat import Speaker
     from farthing.model.load import quiet_libraries
 

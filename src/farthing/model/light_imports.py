@@ -25,6 +25,8 @@ HEAVY = (
 )
 _LIBRARY = "transformers"
 _IMPORTERS = (f"{_LIBRARY}.", "huggingface_hub.", "peft.")
+_TELLERS = ("torch._compile", "torch.optim.optimizer")
+"""Modules of torch that import its compiler to tell it something, in optimizers and in random weights without memory."""
 _MARK = "__dynamo_disable"
 """Where `torch._disable_dynamo` keeps what it calls."""
 _plain_import = builtins.__import__
@@ -115,7 +117,15 @@ def _taken_out(find: Callable[[], Any], model: Any, *args: Any, **kwargs: Any) -
 
 
 class _Compiler:
-    """`torch._dynamo` until somebody compiles: it notes what transformers wants it to know."""
+    """`torch._dynamo` until somebody compiles: it notes what it is told by transformers and torch, and does nothing."""
+
+    def graph_break(self) -> None:
+        """Means nothing where nothing is compiled."""
+
+    def disable(self, function: Any, recursive: bool = True, **how: Any) -> Any:
+        """The function itself, which torch will call from now on; `tell_compiler` has it forget that."""
+        _bare.append(function)
+        return function
 
     def assume_constant_result(self, function: Any) -> Any:
         """As the compiler's own: a mark."""
@@ -156,7 +166,6 @@ def import_lightly() -> None:
         if parent and name not in sys.modules and not hasattr(sys.modules[parent], part):
             setattr(sys.modules[parent], part, _Module(name))  # read by who relies on others to import it
     builtins.__import__ = _import
-    _step_without_compiler()
 
 
 def tell_compiler() -> None:
@@ -164,7 +173,7 @@ def tell_compiler() -> None:
     import torch
 
     while _bare:
-        del vars(_bare.pop())[_MARK]
+        vars(_bare.pop()).pop(_MARK, None)
     while _allowed:
         torch.compiler.allow_in_graph(_allowed.pop())
 
@@ -178,6 +187,8 @@ def _import(
 ) -> Any:
     """Python's own `__import__`, but for `from HEAVY import NAME` and `import accelerate` in those libraries."""
     by = str(globals.get("__name__")) if globals and name.startswith(HEAVY) else ""
+    if name == COMPILER and not fromlist and by in _TELLERS and name not in sys.modules:
+        return sys.modules["torch"]
     if level == 0 and by.startswith(_IMPORTERS) and name not in sys.modules and (fromlist or "." not in name):
         return _Module(name)
     found = _plain_import(name, globals, locals, fromlist, level)
@@ -193,15 +204,3 @@ def _look_once(scan: Any) -> None:
     if structure_of is not None and names_in is not None and names_in.__module__ == scan.__name__:  # else it is done
         scan.create_import_structure_from_path = functools.cache(structure_of)
         scan.fetch__all__ = lambda text: names_in(text[text.rfind("\n__all__") + 1 :])
-
-
-def _step_without_compiler() -> None:
-    """Optimizers import the compiler, to tell it something that means nothing unless it runs."""
-    from torch import no_grad, optim
-
-    for marked in (optim.Optimizer.add_param_group, optim.Optimizer.zero_grad):
-        bare = inspect.unwrap(marked)
-        vars(bare)[_MARK] = bare
-        _bare.append(bare)
-    for kind in (optim.AdamW, optim.SGD, optim.Adagrad, optim.RMSprop):
-        kind.step = no_grad()(inspect.unwrap(kind.step))
