@@ -235,7 +235,8 @@ def _routed_working(shape: Shape, recipe: Recipe) -> float:
     routed = shape.hidden * shape.n_active
     if recipe.method == "full":
         return recipe.trained_bytes * (shape.ffn + 2.5 * routed)
-    return 2.0 * recipe.compute_bytes * (shape.ffn + routed) + 3.0 * shape.hidden
+    of_experts = shape.n_active * shape.experts[-1].n_in  # an expert for all tokens comes before or after them
+    return 2.0 * recipe.compute_bytes * (of_experts + routed) + 3.0 * shape.hidden
 
 
 def _keeps_outputs(shape: Shape, adapters: Adapters | None) -> bool:

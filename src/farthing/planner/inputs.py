@@ -8,7 +8,7 @@ Refuses to import torch, to train and to print. The clock's time is handed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
@@ -41,8 +41,8 @@ from farthing.planner.types import (
     open_ended,
     place_of,
 )
-from farthing.prices.catalog import Catalog, read_catalog, select
-from farthing.prices.gpus import find_gpu, gpu_of_device, gpus
+from farthing.prices.catalog import Catalog, read_catalog, select_any
+from farthing.prices.gpus import gpu_of_device, gpus
 from farthing.prices.offers import Billing, Offer
 from farthing.tasks.registry import task_of
 from farthing.units import say_count
@@ -168,7 +168,7 @@ def _beside(
 def _offers(catalog: Catalog, job: Job, asked: Asked) -> list[Offer]:
     """Those that are asked for. Raises `UserMistake` where there are none."""
     may = job.where
-    chosen = _selected(
+    chosen = select_any(
         catalog,
         asked.gpu or may.gpu,
         asked.provider or may.provider,
@@ -475,42 +475,3 @@ def _calibration(
         measurements, hardware, wanted.shape, recipe, device, wanted.adapters,
         labelled_share=wanted.labelled_share, mean_tokens=wanted.lengths.mean,
     )  # fmt: skip
-
-
-def _selected(
-    catalog: Catalog, gpu: Sequence[str], provider: Sequence[str], region: Sequence[str], kind: str | None
-) -> list[Offer]:
-    """Offers that have any of the names of each sort. Raises `UserMistake` for names that nothing has, alone or together."""
-    found = list(catalog.offers)
-    asked: list[str] = []
-    for names, narrow in ((gpu, "gpu"), (provider, "provider"), (region, "region")):
-        if not names:
-            continue
-        keep: set[int] = set()
-        for name in names:
-            if narrow == "gpu":
-                find_gpu(name)
-            keep |= {id(offer) for offer in select(catalog, **{narrow: name})}  # type: ignore[arg-type]
-        asked.append(f"{narrow} {' or '.join(names)}")
-        found = _left(found, lambda offer, keep=keep: id(offer) in keep, asked)  # type: ignore[misc]
-    if kind is not None:
-        asked.append(f"offers {kind}")
-        found = _left(found, lambda offer: offer.kind == kind, asked)
-    return found
-
-
-def _left(offers: Sequence[Offer], is_asked_for: Callable[[Offer], bool], asked: Sequence[str]) -> list[Offer]:
-    """Those that are asked for. Raises `UserMistake` with what was asked for where none is left."""
-    found = [offer for offer in offers if is_asked_for(offer)]
-    if found:
-        return found
-    last = asked[-1].partition(" ")[0]
-    to_do = "`farthing prices` lists what there is"
-    if len(asked) > 1:
-        to_do = f"leave out {asked[-1]}; {to_do}"
-    elif last == "gpu":
-        to_do = (
-            "the GPU is known, but no price of it is here: bring one with --prices FILE, or `farthing prices update`"
-        )
-    what = f"no offer has {', '.join(asked)}"
-    raise UserMistake(what, where=f"--{last}, or where.{last} in the job", to_do=to_do)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
@@ -128,6 +128,30 @@ def select(
         )
 
     return [offer for offer in catalog.offers if answers(offer)]
+
+
+def select_any(
+    catalog: Catalog, gpu: Sequence[str], provider: Sequence[str], region: Sequence[str], kind: str | None
+) -> list[Offer]:
+    """Offers that have any of the names of each sort. Raises `UserMistake` for names that nothing has, alone or together."""
+    found, asked = list(catalog.offers), list[str]()
+    for narrow, names in (("gpu", gpu), ("provider", provider), ("region", region), ("offers", [kind] if kind else [])):
+        if not names:
+            continue
+        key = "kind" if narrow == "offers" else narrow
+        keep = {id(offer) for name in names for offer in select(catalog, **{key: name})}  # type: ignore[arg-type]
+        found = [offer for offer in found if id(offer) in keep]
+        asked.append(f"{narrow} {' or '.join(names)}")
+        if not found:
+            to_do = "`farthing prices` lists what there is"
+            if len(asked) > 1:
+                to_do = f"leave out {asked[-1]}; {to_do}"
+            elif narrow == "gpu":
+                to_do = "the GPU is known, but no price of it is here: "
+                to_do += "bring one with --prices FILE, or `farthing prices update`"
+            what = f"no offer has {', '.join(asked)}"
+            raise UserMistake(what, where=f"--{narrow}, or where.{narrow} in the job", to_do=to_do)
+    return found
 
 
 def sort_offers(offers: Iterable[Offer], by: str) -> list[Offer]:
