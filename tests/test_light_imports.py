@@ -204,6 +204,17 @@ def test_files_are_looked_through_once_and_give_the_same_names(tmp_path: Path) -
     light_imports._look_once(object())  # another version of the library, which has no such functions
 
 
+def test_beside_a_gpu_everything_is_imported_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    import builtins
+
+    for name in (light_imports._LIBRARY, light_imports.COMPILER):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = builtins.__import__, torch.compiler.disable, torch.optim.AdamW.step
+    light_imports.import_lightly()
+    assert (builtins.__import__, torch.compiler.disable, torch.optim.AdamW.step) == before
+
+
 def test_a_plain_model_is_saved_as_it_is_and_others_are_taken_out() -> None:
     import transformers
 

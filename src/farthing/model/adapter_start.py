@@ -4,8 +4,7 @@ PiSSA (Meng et al. 2024, arXiv 2404.02948) draws B₀A₀ from the singular valu
 2406.01775) from its QR decomposition. `peft` computes both here, and would leave W − s B₀A₀ as the base. Here the base stays as
 it is, and B₀A₀ is a second, frozen adapter that is taken away: W + s (BA − B₀A₀). The same function; but a run is resumed with
 the B₀A₀ of its checkpoint whatever another machine would compute, and the exported adapter, which has both, fits the base that
-everyone has. Refuses to
-read a job.
+everyone has. Refuses to read a job.
 """
 
 from __future__ import annotations

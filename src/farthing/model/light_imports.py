@@ -142,10 +142,13 @@ class _Compiler:
 
 
 def import_lightly() -> None:
-    """From here on transformers is imported without what it may never use. Does nothing where it is imported already."""
+    """From here on transformers is imported without what it may never use.
+
+    Does nothing where it is imported already, and on a machine with a GPU of torch, where this was never run.
+    """
     import torch
 
-    if _LIBRARY in sys.modules or COMPILER in sys.modules:
+    if _LIBRARY in sys.modules or COMPILER in sys.modules or torch.cuda.is_available():
         return
     disable, allow, compiler = torch.compiler.disable, torch.compiler.allow_in_graph, _Compiler()
 
