@@ -113,7 +113,7 @@ def test_each_line_of_accelerate_becomes_a_key_or_is_named(tmp_path: Path) -> No
         ),
         ("accelerate", {"mixed_precision": "fp8"}, "not in fp8"),
         ("accelerate", {"deepspeed_config": {"deepspeed_config_file": "x.json"}}, "--deepspeed"),
-        ("accelerate", ["no", "mapping"], "is no mapping"),
+        ("accelerate", ["no", "mapping"], "not a mapping"),
     ],
 )
 def test_what_farthing_cannot_do_is_refused(kind: str, values: Any, why: str, tmp_path: Path) -> None:
@@ -137,3 +137,13 @@ def test_a_run_takes_the_file_and_says_every_line(tmp_path: Path, capfd: pytest.
     )
     file.write_text("{")
     assert main(["train", str(path), "--deepspeed", str(file)]) == 2
+
+
+def test_a_file_that_unfolds_beyond_measure_is_refused(tmp_path: Path) -> None:
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"b{i}: &b{i} [{', '.join([f'*b{i - 1}' if i else '*a'] * 9)}]\n" for i in range(20)
+    )
+    (tmp_path / "accelerate.yaml").write_text(bomb)
+    job = Job.model_validate({"task": "causal-lm", "model": "m", "data": "d.jsonl", "output_dir": "o"})
+    with pytest.raises(UserMistake, match="too many aliases"):
+        beside(job, [("accelerate", str(tmp_path / "accelerate.yaml"))])

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from farthing.config.importers.recognise import settings_in
 from farthing.config.importers.record import (
     Imported,
     Line,
@@ -29,10 +28,10 @@ from farthing.config.importers.record import (
     whole,
 )
 from farthing.config.job import Job
+from farthing.durability.files import Json
 from farthing.errors import UserMistake
 
 AUTO = "auto there: the job says it"
-MOST_BYTES = 1 << 20
 
 
 def _given(convert: Any) -> Any:
@@ -250,12 +249,12 @@ def beside(job: Job, files: Iterable[tuple[str, str]]) -> tuple[list[str], list[
 
     What the job says itself stays. Raises `UserMistake` for a file that can't be read, or asks for what farthing can't do.
     """
-    overrides: dict[str, Any] = {}
+    overrides: Json = {}
     said: list[str] = []
     for kind, name in files:
         out = Imported(kind)
         read = read_deepspeed if kind == "deepspeed" else read_accelerate
-        read(_values_of(name), out, job.method.name)
+        read(settings_in(Path(name)), out, job.method.name)
         if out.blockers:
             lines = "; ".join(f"{line.key}: {say(line.value)} - {line.why}" for line in out.blockers)
             raise UserMistake(f"asks for what farthing does not do: {lines}", where=name,
@@ -264,22 +263,6 @@ def beside(job: Job, files: Iterable[tuple[str, str]]) -> tuple[list[str], list[
         said += [f"{name}: {_in_words(line, out, stays)}" for line in out.lines.values()]
         overrides |= {key: value for key, value in out.job.items() if key not in stays}
     return [f"{key}={json.dumps(value)}" for key, value in overrides.items()], said
-
-
-def _values_of(name: str) -> dict[str, Any]:
-    try:
-        if Path(name).stat().st_size > MOST_BYTES:
-            raise ValueError("larger than 1 MB")
-        values = yaml.safe_load(Path(name).read_text(encoding="utf-8"))  # JSON too
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise UserMistake(
-            f"can't be read: {str(error).splitlines()[0]}", where=name, to_do="see the name and the file"
-        ) from None
-    if not isinstance(values, dict):
-        raise UserMistake(
-            "is no mapping of keys to values", where=name, to_do="name the file of deepspeed or accelerate"
-        )
-    return {str(key): value for key, value in values.items()}
 
 
 def _says(job: Job, key: str) -> bool:

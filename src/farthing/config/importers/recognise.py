@@ -63,7 +63,7 @@ def _import(path: Path, source: str | None) -> Imported:
         return _script(path, text, source)
     if suffix in (".sh", ".bash", ".md", ".txt"):
         return _commands(path, list(commands_of(text)), source)
-    values = _mapping(path, text)
+    values = _mapping(path, text, is_json=suffix == ".json")
     if source is None and _is_of_machines(values):
         return _machines(values)
     seen = _whose(values)
@@ -227,9 +227,14 @@ def _text(path: Path) -> str:
         raise UserMistake(f"can't be read: {error.strerror}", where=str(path), to_do="check its permissions") from error
 
 
-def _mapping(path: Path, text: str) -> Json:
+def settings_in(path: Path) -> Json:
+    """The keys of a YAML file, of which JSON is one. Raises `UserMistake`."""
+    return _mapping(path, _text(path), is_json=False)
+
+
+def _mapping(path: Path, text: str, *, is_json: bool) -> Json:
     try:
-        if path.suffix.lower() == ".json":
+        if is_json:
             values = json.loads(text)
         else:
             _refuse_depth(text)
