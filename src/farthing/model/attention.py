@@ -31,7 +31,9 @@ from farthing.model.attention_kernels import How, causal_mask, over_documents, p
 from farthing.model.documents import Documents, owners_of
 from farthing.model.head import find_head
 from farthing.model.loss import inner_of
+from farthing.model.norms import use_one_pass
 from farthing.model.pairs import Sides, take_documents
+from farthing.model.short_attention import is_for
 from farthing.planner.families import DECODERS, ENCODERS, PACKED, WHY_NOT_PACKED
 from farthing.tasks.registry import task_of
 
@@ -82,8 +84,8 @@ def can_share(model: Any, task: str) -> str | None:
     return f"{kind}: a token's meaning depends on what follows it" if kind in ENCODERS else can_go_packed(model, task)
 
 
-def go_packed(model: Any) -> None:
-    """Set the model's attention to this entry. It still takes padded batches, as `sdpa` does."""
+def go_packed(model: Any, *, own_kernels: bool = True) -> None:
+    """Set the model's attention to this entry. It still takes padded batches, as `sdpa` does. With `own_kernels` norms too."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -92,6 +94,8 @@ def go_packed(model: Any) -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     inner_of(model).set_attn_implementation(NAME)
     take_documents(inner_of(model))
+    if own_kernels:
+        use_one_pass(inner_of(model))
 
 
 def first_position(config: Any) -> int:
@@ -248,8 +252,11 @@ def attend(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # [T, H, D] with tokens outermost: how every kernel and the projections around it lay them out
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out = over_documents(queries, keys, values, documents, How(causal, scale, window, dropout, softcap, bias))
+    queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    is_plain = window is None and softcap is None
+    is_short = is_plain and is_for(queries, keys, documents, has_bias=bias is not None, causal=causal)
+    how = How(causal, scale, window, dropout, softcap, bias, is_short)
+    out = over_documents(queries, keys, values, documents, how)
     return out[None], None
 
 
