@@ -49,14 +49,14 @@ from farthing.model.head import (
     loss_and_log_probs,
 )
 from farthing.model.loss import inner_of, summed_loss
-from farthing.model.pairs import collate_pairs, pair_batch
+from farthing.model.pairs import collate_pairs, pair_batch, source_states
 from farthing.planner.tiles import default_tile_tokens
 from farthing.tasks.registry import task_of
 
 Host = dict[str, Any]
 """Arrays of a micro-batch by name, int64; hidden states of the frozen layers are a tensor among them."""
 FROZEN_STATES = "frozen_states"
-WRITES_MORE = 4
+WRITES_MORE = 8
 NEARLY = 0.02  # of the tokens: what larger micro-batches must save more to be worth their memory
 
 
@@ -305,6 +305,12 @@ class Forward:
             scores = packed_logits(self.model, rest, self.task, reads_first=self.reads_first)
             assert self.of.labels is not None
             return self.of.labels.loss(scores, rest["labels"], self.label_smoothing), scores
+
+    @_whole
+    def source_states(self, arrays: Host) -> Tensor:
+        """Hidden states [S, h] of the sources of a packed micro-batch of pairs, one after another."""
+        with self.numerics.autocasting():
+            return source_states(self._inner, pair_batch(arrays, self.numerics.device))[0]
 
     @contextlib.contextmanager
     def _resumed(self, batch: Batch) -> Iterator[Batch]:
