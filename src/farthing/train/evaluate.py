@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from farthing.data.batches import collate
 from farthing.data.packing import target_lengths_of
@@ -132,6 +131,8 @@ def _write(
     if forward.is_packed and forward.frozen_layers is None:
         is_source = batch["attention_mask"].bool()
         if bool(is_source.any(1).all()):
+            from transformers.modeling_outputs import BaseModelOutput
+
             states = _read(forward, tokens, micro_batch, micro_batch_tokens)
             whole = states.new_zeros(*is_source.shape, states.shape[-1])
             batch["encoder_outputs"] = BaseModelOutput(
