@@ -153,6 +153,7 @@ OURS = [
     Traced("bert", "lora", "frozen", 0, QV["bert"]),
     Traced("t5", "full", "amp", 0, share=0.25),
     Traced("t5", "lora", "frozen", 2, ALL, share=0.25),
+    Traced("t5", "lora", "fp32", 0, ALL),
 ]
 OURS_SWEEP = [
     Traced(model, method, dtype, every, ALL if method == "lora" else (), share=share, accumulates=accumulates)

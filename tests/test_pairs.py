@@ -19,6 +19,7 @@ from farthing.model.adapters import Adapter, add_adapter
 from farthing.model.forward import Forward
 from farthing.model.hardware import Numerics
 from farthing.planner.families import PACKED, PADS_SAFELY
+from farthing.train.evaluate import Writing, _write
 from test_alone import examples_of, small
 from thinned import thinned
 
@@ -143,10 +144,11 @@ def test_a_classifier_that_began_with_a_whole_last_layer_goes_on_with_it(
     facts, settings = kept(run / RUN) or {}, kept(run / SETTINGS) or {}
     keep(run / RUN, {key: value for key, value in facts.items() if key not in ("finished", "sealed")})
     assert settings.pop("reads_first") is True
+    assert settings.pop("own_kernels") is True
     keep(run / SETTINGS, settings)  # as an earlier version has left it
     assert workshop.train(job).state == "finished"
     after = kept(run / SETTINGS) or {}
-    assert (after["reads_first"], after["packed"]) == (False, True)
+    assert (after["reads_first"], after["own_kernels"], after["packed"]) == (False, False, True)
 
 
 def test_a_run_is_packed_evaluated_and_has_texts_written(tmp_path: Path) -> None:
@@ -169,3 +171,31 @@ def test_a_head_with_an_adapter_is_padded_where_labels_are_smoothed() -> None:
         assert forward.is_packed == (smoothing == 0)
         alone = sum(summed(forward, tokens, [index]).item() for index in range(len(LENGTHS)))
         assert summed(forward, tokens, list(range(len(LENGTHS)))).item() == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bart", "m2m_100", "t5"])
+def test_texts_are_those_that_are_written_for_one_example_at_a_time(name: str) -> None:
+    model = model_of(name).eval()
+    pad_id = model.config.pad_token_id
+    tokens = examples_of(LENGTHS)
+    forward = Forward(model, "seq2seq", pad_id, CPU)
+    tokenizer = Spelling()
+    examples = np.arange(len(LENGTHS))
+    with torch.no_grad():
+        found = _write(forward, tokens, examples, 0, Writing(tokenizer, 5), micro_batch_tokens=64)
+    for index, text in enumerate(found.predictions or ()):
+        ids, is_target = (torch.from_numpy(part.astype(np.int64)) for part in tokens.example(index))
+        source = ids[is_target == 0][None]
+        alone = model.generate(
+            input_ids=source, attention_mask=torch.ones_like(source), max_new_tokens=5, do_sample=False, num_beams=1
+        )
+        assert text.split() == tokenizer.batch_decode(alone.numpy(), skip_special_tokens=True)[0].split(), index
+    assert len({*(found.predictions or ())}) > 1
+
+
+class Spelling:
+    """Writes numbers instead of words, without padding and ends."""
+
+    def batch_decode(self, rows: Any, *, skip_special_tokens: bool) -> list[str]:
+        assert skip_special_tokens
+        return [" ".join(str(int(number)) for number in row if number > 2) for row in rows]

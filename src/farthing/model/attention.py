@@ -21,17 +21,19 @@ Refuses to choose micro-batches, and models whose packed batches were not shown 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farthing.model.attention_kernels import How, causal_mask, over_documents, plain_attention
 from farthing.model.documents import Documents, owners_of
 from farthing.model.head import find_head
 from farthing.model.loss import inner_of
+from farthing.model.norms import use_one_pass
 from farthing.model.pairs import Sides, take_documents
+from farthing.model.short_attention import is_for
 from farthing.planner.families import DECODERS, ENCODERS, PACKED, WHY_NOT_PACKED
 from farthing.tasks.registry import task_of
 
@@ -82,8 +84,8 @@ def can_share(model: Any, task: str) -> str | None:
     return f"{kind}: a token's meaning depends on what follows it" if kind in ENCODERS else can_go_packed(model, task)
 
 
-def go_packed(model: Any) -> None:
-    """Set the model's attention to this entry. It still takes padded batches, as `sdpa` does."""
+def go_packed(model: Any, *, own_kernels: bool = True) -> None:
+    """Set the model's attention to this entry. It still takes padded batches, as `sdpa` does. With `own_kernels` norms too."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -92,6 +94,8 @@ def go_packed(model: Any) -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
     inner_of(model).set_attn_implementation(NAME)
     take_documents(inner_of(model))
+    if own_kernels:
+        use_one_pass(inner_of(model))
 
 
 def first_position(config: Any) -> int:
@@ -181,8 +185,12 @@ def _first_tokens(layer: Any, hidden: Tensor, documents: Documents) -> Tensor:
     """[N, H]: what a layer makes of the first token of each document, from hidden [1, T, H]: keys and values of all tokens,
     all else of one."""
     attention, lengths = layer.attention.self, documents.lengths
-    one_each = Documents.of([1] * len(lengths), hidden.device, lengths, reads_others=True)
     first = hidden[:, documents.bounds[:-1].long()]
+    if _can_fold(attention, hidden, documents):
+        read = layer.attention.output(_folded(attention, first[0], hidden[0].split(lengths))[None], first)
+        whole: Tensor = layer.output(layer.intermediate(read), read)
+        return whole[0]
+    one_each = Documents.of([1] * len(lengths), hidden.device, lengths, reads_others=True)
     query, key, value = (
         projected.unflatten(-1, (-1, attention.attention_head_size)).transpose(1, 2)
         for projected in (attention.query(first), attention.key(hidden), attention.value(hidden))
@@ -192,6 +200,32 @@ def _first_tokens(layer: Any, hidden: Tensor, documents: Documents) -> Tensor:
     read = layer.attention.output(seen.flatten(2), first)
     out: Tensor = layer.output(layer.intermediate(read), read)
     return out[0]
+
+
+def _can_fold(attention: Any, hidden: Tensor, documents: Documents) -> bool:
+    """Whether `_folded` can take this layer's attention: on a CPU in fp32, with plain matrices."""
+    is_here = hidden.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and documents.may_be_short
+    return is_here and all(type(each) is nn.Linear for each in (attention.key, attention.value))
+
+
+def _folded(attention: Any, first: Tensor, each: Sequence[Tensor]) -> Tensor:
+    """[N, H * D]: what one query of each document, from first [N, h], reads of its tokens [L, h].
+
+    q (W x + b) = (q W) x + q b: the matrices of keys and values are multiplied with N rows instead of with all tokens.
+    """
+    width = attention.attention_head_size
+    query = attention.query(first).unflatten(-1, (-1, width)) * attention.scaling  # [N, H, D]
+    key, value = (layer.weight.unflatten(0, (-1, width)) for layer in (attention.key, attention.value))  # [H, D, h]
+    asked = torch.bmm(query.transpose(0, 1), key).transpose(0, 1)  # [N, H, h]
+    shift = (query * attention.key.bias.view(-1, width)).sum(-1, keepdim=True)
+    seen, sums = [], []
+    for tokens, one, at in zip(each, asked.unbind(), shift.unbind(), strict=True):
+        weights = torch.softmax(one @ tokens.t() + at, -1)
+        weights = nn.functional.dropout(weights, attention.dropout.p, attention.training)
+        seen.append(weights @ tokens)
+        sums.append(weights.sum(-1, keepdim=True))
+    out = torch.bmm(torch.stack(seen, 1), value.transpose(1, 2)).transpose(0, 1)  # [N, H, D]
+    return (out + torch.stack(sums) * attention.value.bias.view(-1, width)).flatten(1)
 
 
 def _last_tokens(ids: Tensor, documents: Documents, config: Any) -> Tensor:
@@ -248,8 +282,11 @@ def attend(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     # [T, H, D] with tokens outermost: how every kernel and the projections around it lay them out
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out = over_documents(queries, keys, values, documents, How(causal, scale, window, dropout, softcap, bias))
+    queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    is_plain = window is None and softcap is None
+    is_short = is_plain and is_for(queries, keys, documents, has_bias=bias is not None, causal=causal)
+    how = How(causal, scale, window, dropout, softcap, bias, is_short)
+    out = over_documents(queries, keys, values, documents, how)
     return out[None], None
 
 

@@ -27,6 +27,7 @@ from farthing.model.cpu_attention import blocked_attention, is_quicker_in_blocks
 from farthing.model.documents import Documents, owners_of, sent
 from farthing.model.hardware import find_compiler
 from farthing.model.light_imports import tell_compiler
+from farthing.model.short_attention import short_attention
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -44,6 +45,8 @@ class How:
     bias: Tensor | None = None
     """[1, Hq, L, L], added to scores by the places of query and key in their document, of which none is longer than L; minus
     infinity where a causal query does not see."""
+    is_short: bool = False
+    """Whether `short_attention` may be taken: `is_for` has said so."""
 
 
 def over_documents(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
@@ -65,6 +68,8 @@ def keys_as_seen(tokens: Tensor, documents: Documents) -> Tensor:
 
 def choose_kernel(query: Tensor, how: How) -> str:
     """The name in `KERNELS` of the quickest that is here and can do what is asked of these queries."""
+    if how.is_short:
+        return "short"
     if how.bias is not None:
         return "padded"
     if query.device.type != "cuda":
@@ -169,6 +174,10 @@ def causal_mask(n_keys: int, window: int | None, device: Any, n_queries: int) ->
     before = n_keys - n_queries
     seen = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(before)
     return seen if window is None else seen.triu(before + 1 - window)
+
+
+def _short(query: Tensor, key: Tensor, value: Tensor, documents: Documents, how: How) -> Tensor:
+    return short_attention(query, key, value, documents, how.scale, how.bias, how.dropout)
 
 
 # ---- documents padded in as few calls as pay ----
@@ -375,6 +384,7 @@ def _flex_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Documents
 
 
 KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Documents, How], Tensor]] = {
+    "short": _short,
     "documents": _per_document,
     "padded": _padded,
     "varlen": _varlen_kernel,

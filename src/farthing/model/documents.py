@@ -38,6 +38,8 @@ class Documents:
     key_lengths: tuple[int, ...]
     key_rows: Tensor | None = None
     """int64 [K]: the token of each key, where a document goes on from another; else keys and tokens are the same."""
+    may_be_short: bool = True
+    """Whether `short_attention` may take them."""
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from farthing.data.prefix_sharing import WORTH, collate_shared, saved_by_sharing
 from farthing.data.token_set import TokenSet
 from farthing.model.apart import kept_apart, lift_capacity
 from farthing.model.attention import can_go_packed, can_share, first_position, go_packed, packed_logits
-from farthing.model.documents import Batch, packed_batch
+from farthing.model.documents import Batch, Documents, packed_batch
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.frozen_cache import FrozenCache
 from farthing.model.frozen_layers import FrozenLayers
@@ -48,14 +49,14 @@ from farthing.model.head import (
     loss_and_log_probs,
 )
 from farthing.model.loss import inner_of, summed_loss
-from farthing.model.pairs import collate_pairs, pair_batch
+from farthing.model.pairs import collate_pairs, pair_batch, source_states
 from farthing.planner.tiles import default_tile_tokens
 from farthing.tasks.registry import task_of
 
 Host = dict[str, Any]
 """Arrays of a micro-batch by name, int64; hidden states of the frozen layers are a tensor among them."""
 FROZEN_STATES = "frozen_states"
-WRITES_MORE = 4
+WRITES_MORE = 8
 NEARLY = 0.02  # of the tokens: what larger micro-batches must save more to be worth their memory
 
 
@@ -86,17 +87,18 @@ class Forward:
         label_smoothing: float = 0.0,
         may_go_packed: bool = True,
         reads_first: bool = True,
-        tile_tokens: int | None = None,
+        own_kernels: bool = True,
     ) -> None:
         self.model, self.task, self.pad_id, self.numerics = model, task, pad_id, numerics
-        self.reads_first = reads_first
-        self.label_smoothing, self.tile_tokens = label_smoothing, tile_tokens
+        self.reads_first, self.own_kernels = reads_first, own_kernels
+        self.label_smoothing = label_smoothing
+        self.tile_tokens: int | None = None
         self.micro_batch_cost: MicroBatchCost = ON_CPU
         """By which padded micro-batches are split."""
         other = "the job names another attention, or the run began padded"
         self.why_padded = can_go_packed(model, task) if may_go_packed else other
         if self.why_padded is None:
-            go_packed(model)
+            go_packed(model, own_kernels=own_kernels)
         self.of = task_of(task)
         head = find_head(model, task) if self.of.scores_tokens else None
         if isinstance(head, Head) and not head.is_matrix and label_smoothing:
@@ -256,10 +258,14 @@ class Forward:
         if not self.is_packed:
             return {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
         if self.of.is_pair:
-            return pair_batch(arrays, device)
-        batch = packed_batch({name: array for name, array in arrays.items() if name != FROZEN_STATES}, device)
+            batch = pair_batch(arrays, device)
+        else:
+            batch = packed_batch({name: array for name, array in arrays.items() if name != FROZEN_STATES}, device)
         if FROZEN_STATES in arrays:
             batch[FROZEN_STATES] = arrays[FROZEN_STATES].to(device, non_blocking=True)
+        if not self.own_kernels:
+            for name, each in batch.items():
+                batch[name] = replace(each, may_be_short=False) if isinstance(each, Documents) else each
         return batch
 
     @_whole
@@ -299,6 +305,12 @@ class Forward:
             scores = packed_logits(self.model, rest, self.task, reads_first=self.reads_first)
             assert self.of.labels is not None
             return self.of.labels.loss(scores, rest["labels"], self.label_smoothing), scores
+
+    @_whole
+    def source_states(self, arrays: Host) -> Tensor:
+        """Hidden states [S, h] of the sources of a packed micro-batch of pairs, one after another."""
+        with self.numerics.autocasting():
+            return source_states(self._inner, pair_batch(arrays, self.numerics.device))[0]
 
     @contextlib.contextmanager
     def _resumed(self, batch: Batch) -> Iterator[Batch]:

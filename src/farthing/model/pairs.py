@@ -100,19 +100,26 @@ def pair_batch(arrays: Arrays, device: torch.device) -> Batch:
 
 def decoder_states(inner: Any, batch: Batch) -> Tensor:
     """Hidden states [1, T, h] of the decoder after its last norm, from a batch of `pair_batch`."""
-    encoder, decoder = inner.get_encoder(), inner.get_decoder()
-    sources, targets, across = batch["sources"], batch["documents"], batch["across"]
-    with _placed(encoder, batch["position_ids"], sources.longest):
-        source = encoder(input_ids=batch["input_ids"], attention_mask=sources.no_mask, documents=sources)
+    decoder, targets, across = inner.get_decoder(), batch["documents"], batch["across"]
+    source = source_states(inner, batch)
     with _placed(decoder, batch["decoder_position_ids"], targets.longest):
         states: Tensor = decoder(
             input_ids=batch["decoder_ids"],
             attention_mask=targets.no_mask,
-            encoder_hidden_states=source.last_hidden_state,
+            encoder_hidden_states=source,
             encoder_attention_mask=across.no_mask,
             use_cache=False,
             documents=Sides(targets, across),
         ).last_hidden_state
+    return states
+
+
+def source_states(inner: Any, batch: Batch) -> Tensor:
+    """Hidden states [1, S, h] of the encoder, from a batch of `pair_batch`."""
+    encoder, sources = inner.get_encoder(), batch["sources"]
+    with _placed(encoder, batch["position_ids"], sources.longest):
+        found = encoder(input_ids=batch["input_ids"], attention_mask=sources.no_mask, documents=sources)
+    states: Tensor = found.last_hidden_state
     return states
 
 

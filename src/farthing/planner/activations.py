@@ -95,7 +95,8 @@ def saved_per_token(
     is_mixed = stack.has_autocast and r > c  # products get copies in the precision of the run
     is_fused = stack.fused_norms or stack.is_compiled
 
-    if block.has_norm_copies and not is_fused:
+    is_one_pass = stack.is_packed and not is_cuda and r == 4 and not block.scales_fp32  # model/norms.py
+    if block.has_norm_copies and not is_fused and not is_one_pass:
         norm = h * (4 + ((4 if block.scales_fp32 else r) if is_full else 0))
     else:  # autocast on a GPU normalizes in fp32
         norm = h * (4 if stack.has_autocast and is_cuda and not is_fused else r)
@@ -121,7 +122,8 @@ def saved_per_token(
         attention += 0 if is_cuda or not is_full else c * q  # a CPU leaves heads in an order that has to be copied
     if block.has_head_norms:
         of_scaled = 4 if block.scales_fp32 and not is_fused else c
-        attention += (q + k) * ((0 if is_fused else 4) + (of_scaled if is_full or is_fused else 0))
+        is_short = is_fused or (is_one_pass and c == 4)
+        attention += (q + k) * ((0 if is_short else 4) + (of_scaled if is_full or is_short else 0))
 
     is_lean = stack.fused_mlp or stack.is_compiled
     activation = (2 if is_lean and block.is_gated else block.activation) * c * f
@@ -172,6 +174,8 @@ def scores_per_pair(shape: Shape, recipe: Recipe, is_cuda: bool) -> float:
     if _is_biased(shape, recipe):
         # softmax in fp32, its copy in the precision of the run, what is dropped of it, and the rest
         c = recipe.compute_bytes
+        if c == 4 and not is_cuda:  # what is dropped is dropped again (model/short_attention.py)
+            return shape.n_heads * 8.0
         return shape.n_heads * (4.0 + (c if c < 4 else 0) + (1 if is_cuda else c) + c)
     if _is_math(shape, is_cuda):
         return shape.n_heads * 12.0

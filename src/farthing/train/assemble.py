@@ -23,6 +23,7 @@ from farthing.model.activation_checkpointing import MemoryNeed, checkpointed_lay
 from farthing.model.adapters import count_parameters
 from farthing.model.attention import read_alone
 from farthing.model.compiled import compile_blocks, n_graphs, n_kinds, worth_compiling
+from farthing.model.embedding_gradients import add_by_rows
 from farthing.model.embedding_noise import EmbeddingNoise
 from farthing.model.flops import flops_per_token, recomputed_of_forward, recomputed_share
 from farthing.model.forward import Forward
@@ -79,10 +80,13 @@ def assemble(
         label_smoothing=train.label_smoothing_factor,
         may_go_packed=job.model.attn_implementation is None and settings.packed is not False,
         reads_first=settings.reads_first is not False,
-        tile_tokens=settings.tile_tokens,
+        own_kernels=settings.own_kernels is not False,
     )
+    forward.tile_tokens = settings.tile_tokens
     forward.micro_batch_cost = MicroBatchCost(settings.least_tokens, settings.more_tokens)
     forward.within = context.ranks.within
+    if forward.own_kernels and not context.ranks.is_spread:
+        add_by_rows(model)
     if train.neftune_noise_alpha:
         forward.noise = EmbeddingNoise(model, train.neftune_noise_alpha)
     before_bytes, free = taken_bytes(numerics.device), context.ranks.least(free_bytes(numerics.device))
@@ -107,6 +111,7 @@ def assemble(
         checkpoint_every=memory.checkpoint_every,
         packed=forward.is_packed,
         reads_first=forward.reads_first,
+        own_kernels=forward.own_kernels,
         compiled=isinstance(compiled, int),
         kernels="liger" if liger and not liger.startswith("no ") else "torch",
     )

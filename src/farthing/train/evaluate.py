@@ -86,7 +86,8 @@ def evaluate(
             found = go_through(forward.split(tokens, examples, micro_batch_tokens), _measure)
             if writing is not None and forward.of.is_pair:
                 like_lengths = forward.split_to_write(tokens, examples, micro_batch_tokens, writing.max_new_tokens)
-                found += go_through(like_lengths, functools.partial(_write, writing=writing))
+                write = functools.partial(_write, writing=writing, micro_batch_tokens=micro_batch_tokens)
+                found += go_through(like_lengths, write)
     finally:
         model.train(was_training)
     if ranks.n > 1:
@@ -116,10 +117,27 @@ def _measure(forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64],
     return Found(number, loss.double(), -(log_probs / n_each).double().sum())
 
 
-def _write(forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64], number: int, writing: Writing) -> Found:
+def _write(
+    forward: Forward,
+    tokens: TokenSet,
+    micro_batch: NDArray[np.int64],
+    number: int,
+    writing: Writing,
+    micro_batch_tokens: int,
+) -> Found:
     """What the model writes for one batch, and what it should write."""
     arrays, device = collate(tokens, micro_batch, forward.task, forward.pad_id), forward.numerics.device
     batch = {name: torch.from_numpy(arrays[name]).to(device) for name in ("input_ids", "attention_mask")}
+    if forward.is_packed and forward.frozen_layers is None:
+        is_source = batch["attention_mask"].bool()
+        if bool(is_source.any(1).all()):
+            from transformers.modeling_outputs import BaseModelOutput
+
+            states = _read(forward, tokens, micro_batch, micro_batch_tokens)
+            whole = states.new_zeros(*is_source.shape, states.shape[-1])
+            batch["encoder_outputs"] = BaseModelOutput(
+                last_hidden_state=whole.masked_scatter_(is_source[..., None], states)
+            )
     with forward.numerics.autocasting():
         written = _generate(forward.model, batch, writing.max_new_tokens)
     targets = np.where(arrays["labels"] >= 0, arrays["labels"], forward.pad_id)
@@ -127,6 +145,13 @@ def _write(forward: Forward, tokens: TokenSet, micro_batch: NDArray[np.int64], n
         writing.tokenizer.batch_decode(each, skip_special_tokens=True) for each in (written, targets)
     )
     return Found(number, predictions=predictions, references=references)
+
+
+def _read(forward: Forward, tokens: TokenSet, examples: NDArray[np.int64], micro_batch_tokens: int) -> Tensor:
+    """Hidden states [S, h] of the sources of `examples`, one after another, without padding."""
+    ends = np.cumsum(tokens.lengths[examples]) // max(1, micro_batch_tokens)
+    parts = np.split(examples, np.flatnonzero(np.diff(ends)) + 1)
+    return torch.cat([forward.source_states(forward.collate(tokens, part)) for part in parts])
 
 
 def _of_all(ranks: Ranks, found: list[Found], device: torch.device) -> list[Found]:
@@ -160,8 +185,7 @@ def _fetched(parts: list[Tensor | None]) -> NDArray[Any]:
 def _generate(model: Any, batch: Batch, max_new_tokens: int) -> Any:
     """Greedy continuation [batch, length] of the encoder's input."""
     return model.generate(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
+        **batch,
         max_new_tokens=max_new_tokens,
         do_sample=False,
         num_beams=1,

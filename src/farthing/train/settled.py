@@ -42,10 +42,12 @@ def first_settings(
     longest = int(lengths.max()) * min(job.micro_batch_size, len(lengths))
     n_tokens = job.train.micro_batch_tokens or settings.micro_batch_tokens or longest
     settings = replace(settings, micro_batch_tokens=n_tokens, precision=numerics.name)
-    if None in (settings.packed, settings.reads_first) and has_committed(context.folder):
+    unsaid = None in (settings.packed, settings.reads_first, settings.own_kernels)
+    if unsaid and has_committed(context.folder):
         # as earlier versions did, which did not say so
         packed = False if settings.packed is None and task_of(job.task).is_pair else settings.packed
-        settings = replace(settings, reads_first=bool(settings.reads_first), packed=packed)
+        reads_first, own_kernels = bool(settings.reads_first), bool(settings.own_kernels)
+        settings = replace(settings, packed=packed, reads_first=reads_first, own_kernels=own_kernels)
     # of attempts before the job was corrected nothing holds; earlier versions did not say whose they were
     events = [event for event in context.ledger.out_of_memory if event.get("job") in (None, job.fingerprint)]
     return settings.lowered_by(events)
