@@ -44,6 +44,7 @@ from farthing.model.compiled import (
 )
 from farthing.model.documents import packed_batch
 from farthing.model.lora_kernels import use_low_rank
+from farthing.model.norms import leave_to_compiler
 
 SMALL = {
     **{"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
@@ -207,6 +208,7 @@ def test_documents_of_any_lengths_are_served_by_the_first_programs() -> None:
 
 def test_evaluation_is_computed_as_ever_and_compiles_nothing() -> None:
     plain = flat(causal_model())
+    leave_to_compiler(plain)
     model = copy.deepcopy(plain)
     compile_blocks(model, "eager")
     before = n_graphs()

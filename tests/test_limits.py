@@ -118,7 +118,8 @@ def simulate(patch: pytest.MonkeyPatch) -> None:
         (run.context.folder / MODEL).mkdir(exist_ok=True)
         run.disk["model"] = run.progress.step
 
-    alone = {"take_step": take_step, "evaluate_run": evaluate_run, "save": save, "rehearse": lambda run: None}
+    alone = {"take_step": take_step, "evaluate_run": evaluate_run, "save": save}
+    alone |= dict.fromkeys(("rehearse", "compare_micro_batches"), lambda run: None)
     for name, instead in alone.items():
         patch.setattr(farthing.train.loop, name, instead)
     for name, instead in {"save_last": save_last, "export": export}.items():

@@ -5,8 +5,7 @@ Refuses to hold any logic: raising is the caller's business, exit codes are the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # What the process tells its caller. 75 is EX_TEMPFAIL of sysexits.h: "try the same command again".
 EXIT_FINISHED = 0
@@ -42,8 +41,7 @@ class UserMistake(FarthingError):
     exit_code = EXIT_MISTAKE
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """Something that was looked at, before it could become an error: ok, warning or failed, and what to do about it."""
 
     name: str

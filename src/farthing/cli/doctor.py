@@ -4,7 +4,6 @@ with --try it trains a few examples, in a folder of their own."""
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _show(checks: list[Any], arguments: argparse.Namespace, *, next_step: str) -> int:
     failed = [check for check in checks if check.state == "failed"]
     if arguments.json:
-        print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
+        print_json({"ok": not failed, "checks": [check._asdict() for check in checks]})
     else:
         from farthing.report.safe import escape, escape_lines
         from farthing.units import plural

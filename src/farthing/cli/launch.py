@@ -87,14 +87,16 @@ def _session(arguments: argparse.Namespace) -> Any:
         if not low <= value <= high:
             raise UserMistake(f"{value:g}", where=name, to_do=f"give {low} to {high}")
     job = load_job(arguments.job, arguments.set)
-    look_over(job, only_plans=True)
+    if not (arguments.status or arguments.logs or arguments.stop):
+        look_over(job, only_plans=True)
     on, boot_s = arguments.on or _where_it_is(job, arguments), arguments.boot_limit * 60
     if on is None and arguments.status:
         return None
     wishes = Wishes(
         on, arguments.offer, arguments.image, arguments.install, arguments.disk, boot_s, arguments.prices
     )  # fmt: skip
-    prepared = prepare(job, wishes, datetime.now().astimezone().replace(microsecond=0))
+    asks = not (arguments.status or arguments.logs or arguments.stop)
+    prepared = prepare(job, wishes, datetime.now().astimezone().replace(microsecond=0), asks=asks)
     return Session(prepared, lambda text: write(f"farthing: {printable_lines(text)}"))
 
 

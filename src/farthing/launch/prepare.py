@@ -164,9 +164,10 @@ class Prepared:
         if not self.folder:
             values |= {"output_dir": "./run", "cache_dir": "./cache"}
         if self.target.is_rented:
-            values["where"] = {
-                key: value for key, value in values.get("where", {}).items() if key in ("device", "notices")
-            } | {"usd_per_hour": offer.usd_per_hour or 0.0, "spot": offer.is_spot}
+            values["where"] = {key: value for key, value in values.get("where", {}).items() if key == "notices"} | {
+                "usd_per_hour": offer.usd_per_hour or 0.0,
+                "spot": offer.is_spot,
+            }
         if self.job.limits.deadline is not None:
             moment = datetime.fromtimestamp(self.job.limits.deadline.timestamp(), UTC)
             values["limits"]["deadline"] = moment.isoformat(timespec="seconds")
@@ -214,9 +215,14 @@ def secrets_of(job: Job, target: Target) -> tuple[str, ...]:
 # ---- what may be launched ----
 
 
-def prepare(job: Job, wishes: Wishes, now: datetime) -> Prepared:
-    """Everything up to the first request. Raises `UserMistake`."""
+def prepare(job: Job, wishes: Wishes, now: datetime, *, asks: bool = True) -> Prepared:
+    """Everything up to the first request. Raises `UserMistake`.
+
+    A launch that asks for no machine, only after those that there are, needs no plan and no data: those may have changed.
+    """
     named = find_target(wishes.on) if wishes.on else None
+    if named is not None and not asks and named[0].is_rented:
+        return Prepared(job, *named, wishes, (), {}, Packed())
     if named is not None:
         _refuse_what_cannot_work(job, *named)  # before anything is planned
     if named is not None and (named[0].name not in PROVIDERS):

@@ -26,6 +26,7 @@ from farthing.model.attention import attend
 from farthing.model.hardware import find_compiler
 from farthing.model.light_imports import tell_compiler
 from farthing.model.loss import inner_of
+from farthing.model.norms import leave_to_compiler
 
 # of a step's seconds. Published: torchtune 21 % (Llama 3.2 3B, A100, README), Axolotl 14 to 19 % (8B LoRA, RTX 3090 and 5090),
 # torchtitan 14 % (Llama 3.1 8B, H100), all as of 2026; the least of them is expected
@@ -115,6 +116,7 @@ def compile_blocks(model: Any, backend: str = "inductor") -> int | str:
     if reason := why_not_compiled(model):
         return reason
     _keep_attention_out()
+    leave_to_compiler(model)
     how: dict[str, object] = {"dynamic": True, "backend": backend}
     if backend == "inductor":
         how["options"] = OPTIONS

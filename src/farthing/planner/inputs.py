@@ -129,11 +129,9 @@ def study_job(job: Job, asked: Asked, *, now: datetime) -> Study:
             notes.append(
                 f"this machine: {machine.device_name} is no GPU that is known here, so nothing is planned on it"
             )
+    found += _places(wanted, offers, asked.own, known, software, today)
     if job.where.device == "cpu":
-        found += [_not_on_a_cpu(offer) for offer in offers if offer.usd_per_hour is not None]
-        found += [_not_on_a_cpu(owned_offer(owned, today)) for owned in asked.own]
-    else:
-        found += _places(wanted, offers, asked.own, known, software, today)
+        notes.append("where.device: cpu is of this machine; places with a GPU are planned as with where.device: auto")
     places = [place for place in found if isinstance(place, Place)]
     refused = tuple(place for place in found if isinstance(place, Rejected))
     hazard, law = None, Study.law
@@ -185,10 +183,6 @@ def _offers(catalog: Catalog, job: Job, asked: Asked) -> list[Offer]:
             what = f"no machine of {may.gpus} GPUs is among the offers"
             raise UserMistake(what, where="where.gpus", to_do="give another number, or all")
     return offers
-
-
-def _not_on_a_cpu(offer: Offer) -> Rejected:
-    return Rejected(offer, "the job computes on a processor (where.device: cpu)", "where.device: auto", 1.5)
 
 
 def _places(

@@ -225,7 +225,8 @@ class Shape(NamedTuple):
 
         `n_head_tokens` go through the head: all of them unless said. Attention counts the pairs that the mask lets
         through: half the square where it is causal, fewer in a window. Layers below `first_layer` are left out. With
-        `reads_first` the last layer of an encoder is computed for the first token, but for its keys and values.
+        `reads_first` the last layer of an encoder is computed for the first token, but for its keys and values; that a
+        CPU in fp32 folds those into its queries is not counted.
         """
         n_above = self.n_above(first_layer)
         of_stack = {True: n_above[1], False: n_above[0]}

@@ -24,9 +24,10 @@ def compare_micro_batches(attempt: Attempt) -> None:
     n micro-batches of T tokens in all take n a + b T, joined they take a + b T. Backward passes are taken to be alike.
     Memory that does not suffice for it is no fault: then nothing is known.
     """
-    steps, device = attempt.steps, attempt.numerics.device
-    is_due = attempt.work.n_steps == AFTER_STEPS and attempt.n_steps >= LEAST_STEPS
-    if not is_due or steps.ranks.is_spread or isinstance(attempt.kernels.compiled, int):
+    if attempt.work.n_steps != AFTER_STEPS or attempt.n_steps < LEAST_STEPS:
+        return
+    steps = attempt.steps
+    if steps.ranks.is_spread or isinstance(attempt.kernels.compiled, int):
         return
     examples = steps.batches.examples_of(attempt.progress.step)
     cells = [cell.examples for cell in steps.table_of(examples, attempt.settings.micro_batch_tokens).cells]
@@ -39,7 +40,7 @@ def compare_micro_batches(attempt: Attempt) -> None:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        free_cached(device)
+        free_cached(attempt.numerics.device)
         return
     attempt.work.fixed_share = min(1.0, max(0.0, (apart_s - joined_s) / (len(cells) - 1) * len(cells) / apart_s))
 
