@@ -68,8 +68,8 @@ def cases() -> Iterator[Case]:
     case.waits = True
     case.slowed = lambda: patch("farthing.train.step.micro_batches", _slowly_read)
     yield case
-    case = Case("data", "slow tokenizer", rows=long_rows(6_000, 60), size=small, max_steps=20)
-    case.keeps_cache = True
+    case = Case("data", "slow tokenizer", rows=long_rows(40_000, 60), size=small, max_steps=20)
+    case.keeps_cache = case.waits = True  # tokenizers work in threads of their own
     yield case
     yield Case(
         "memory",

@@ -3,13 +3,15 @@
     python bench/exports.py [--json] [--families llama,qwen2] [--forms f32,q8_0,fp8]
 
 A small model of each family is trained on real sentences (FARTHING_DATA) and exported. `loads`: llama.cpp (the wheel xllamacpp)
-for GGUF, transformers for the others, by reading back what was written where llama.cpp is not here. `formula` is what the
-file should have by its weights and their bits.
+for GGUF, transformers for the others, by reading back what was written where llama.cpp is not here. `same_tokens`: of 32
+that llama.cpp writes, those that the merged model writes up to the first other one. `formula` is what the file should have
+by its weights and their bits.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -19,6 +21,7 @@ from typing import Any
 
 import yaml
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from exported_families import FAMILIES, make_family
 from farthing.after.quantized import Wish, export_quantized
@@ -27,6 +30,7 @@ from farthing.errors import FarthingError
 from farthing.export.folders import export_run
 from farthing.export.gguf_file import BITS
 from farthing.train.run import train
+from llama_cpp import LlamaCpp, greedy_of
 
 FORMS = (*BITS, "fp8", "w8a16", "w4a16")
 BITS_A_WEIGHT = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q4_0": 4.5}
@@ -86,7 +90,18 @@ def row_of(run: Path, folder: Path, family: str, form: str) -> dict[str, Any]:
         tensors = gguf.GGUFReader(folder / form / "model.gguf").tensors
         n_bytes, formula = sum(int(tensor.n_bytes) for tensor in tensors), expected_bytes(folder / "merged", form)
         row |= {"loads": "read back", "bytes": n_bytes, "formula": formula, "off": n_bytes / formula - 1}
+        if importlib.util.find_spec("xllamacpp") is not None:
+            row |= {"loads": "llama.cpp", "same_tokens": same_tokens(folder / form / "model.gguf", folder / "merged")}
     return row
+
+
+def same_tokens(gguf: Path, merged: Path, n: int = 32) -> int:
+    """How many tokens llama.cpp and transformers write alike after one prompt, both greedily, in fp32."""
+    tokenizer = AutoTokenizer.from_pretrained(merged)
+    prompt = tokenizer("name : The Mill , food : English , area : riverside")["input_ids"]
+    expected, _ = greedy_of(AutoModelForCausalLM.from_pretrained(merged), prompt, n)
+    found, _ = LlamaCpp(gguf).greedy(prompt, n)
+    return next((i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b), n)
 
 
 def main() -> None:

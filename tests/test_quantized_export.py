@@ -20,7 +20,7 @@ from farthing.errors import FarthingError, UserMistake
 from farthing.export.gguf_families import family_of, lay_out, taken_back
 from farthing.export.gguf_file import plan_gguf
 from farthing.export.modelfile import modelfile
-from llama_cpp import LlamaCpp
+from llama_cpp import LlamaCpp, greedy_of
 from test_export import body_of
 
 DATA = Path(os.environ.get("FARTHING_DATA", ""))
@@ -332,23 +332,10 @@ def test_llama_cpp_answers_as_transformers_does(family: str, tmp_path: Path) -> 
                     if parameter.ndim > 1:
                         parameter.copy_(parameter.bfloat16().float())
         prompt = tokenizer("name : The Mill , food : English , area : riverside")["input_ids"]
-        ids, first = _greedy(model, prompt, 32)
+        ids, first = greedy_of(model, prompt, 32)
         found, found_first = engine.greedy(prompt, 32)
         assert found == ids
         assert abs(found_first - first) < (1e-3 if bits == "f32" else 5e-3)  # it rounds activations to bf16 too
         if bits == "f32":
             texts = [text.strip() for text in texts if text.strip()][:1000]
             assert [i for i, text in enumerate(texts) if engine.tokenize(text) != tokenizer(text)["input_ids"]] == []
-
-
-@torch.no_grad()
-def _greedy(model: Any, prompt: list[int], n: int) -> tuple[list[int], float]:
-    ends = model.generation_config.eos_token_id
-    ids, first = list(prompt), 0.0
-    for i in range(n):
-        scores = model(torch.tensor([ids])).logits[0, -1].float()
-        if ends is not None:
-            scores[ends] = -torch.inf
-        ids.append(int(scores.argmax()))
-        first = float(scores.log_softmax(-1).max()) if i == 0 else first
-    return ids[len(prompt) :], first

@@ -7,14 +7,16 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import pytest
+import torch
 
 
 class LlamaCpp:
     """A GGUF file served in this process, computing in fp32 on one thread."""
 
     def __init__(self, path: Path, context: int = 512) -> None:
-        engine: Any = pytest.importorskip("xllamacpp", reason="llama.cpp is not here: pip install xllamacpp")
+        import xllamacpp  # type: ignore[import-not-found]
+
+        engine: Any = xllamacpp
         settings = engine.CommonParams()
         settings.model.path, settings.n_ctx, settings.n_parallel = str(path), context, 1
         settings.cpuparams.n_threads, settings.warmup, settings.verbosity = 1, False, -1
@@ -44,3 +46,17 @@ class LlamaCpp:
             ignore_eos=True, cache_prompt=False,
         )  # fmt: skip
         return found["tokens"], found["completion_probabilities"][0]["logprob"]
+
+
+@torch.no_grad()
+def greedy_of(model: Any, prompt: list[int], n: int) -> tuple[list[int], float]:
+    """The same of a model in transformers: ends of texts are passed over."""
+    ends = model.generation_config.eos_token_id
+    ids, first = list(prompt), 0.0
+    for i in range(n):
+        scores = model(torch.tensor([ids])).logits[0, -1].float()
+        if ends is not None:
+            scores[ends] = -torch.inf
+        ids.append(int(scores.argmax()))
+        first = float(scores.log_softmax(-1).max()) if i == 0 else first
+    return ids[len(prompt) :], first
