@@ -55,6 +55,16 @@ def test_a_launch_is_looked_for_where_its_machine_is(job: Path, capsys: Any, mon
     ledger.note("farthing-1-1", "created", time.time(), id="pod")
     code, said = answer(capsys, job, "--stop", "--set", "output_store=s3://bucket/run")
     assert (code, "RUNPOD_API_KEY is not set" in said) == (EXIT_MISTAKE, True)
+    too_little = (
+        "--stop",
+        "--set",
+        "output_store=s3://bucket/run",
+        "--set",
+        "limits.max_usd=0.000001",
+        "--set",
+        "data=./gone",
+    )
+    assert "RUNPOD_API_KEY is not set" in answer(capsys, job, *too_little)[1], "needs neither an offer nor the data"
     code, said = answer(capsys, job, "--stop", "--on", "ssh:nowhere")
     assert (code, "farthing-1-1 of this launch is at runpod" in said) == (EXIT_MISTAKE, True)
     code, said = answer(capsys, job, "--yes", "--on", "ssh:nowhere")
