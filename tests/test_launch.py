@@ -149,6 +149,18 @@ def test_no_gpu_is_rented_that_the_job_would_not_use(demo: Path) -> None:
         assert prepare(job, Wishes(offer="2x RTX 4090"), NOW).offers[0].n_gpus == 2
 
 
+def test_what_a_job_says_of_several_gpus_goes_along_and_what_it_says_of_this_machine_does_not(demo: Path) -> None:
+    said = ("gpus=2", "strategy=fsdp", "reshard_after_forward=false", "patience_s=30", "device=cpu", "power_watts=300")
+    prepared = prepare(_job(demo, *(f"where.{each}" for each in said)), Wishes(offer="2x RTX 4090"), NOW)
+    ask = prepared.ask(1, prepared.offers[0], MachineLedger(Path(prepared.job.output_dir)), [], NOW.timestamp())
+    where = yaml.safe_load(ask.job_text)["where"]
+    assert where.pop("usd_per_hour") == prepared.offers[0].usd_per_hour
+    assert where == {
+        **{"gpus": "all", "strategy": "fsdp", "reshard_after_forward": False, "patience_s": 30},
+        "spot": prepared.offers[0].is_spot,
+    }
+
+
 def test_an_offer_is_taken_by_its_rank_and_by_its_name(demo: Path) -> None:
     named = prepare(_job(demo), Wishes(offer="RunPod/L40S"), NOW)
     assert {(offer.provider, offer.gpu) for offer in named.offers} == {("RunPod", "L40S")}

@@ -48,6 +48,8 @@ SETTINGS = [
     "HF_HUB_OFFLINE",
 ]
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+OF_PLACE = ("device", "usd_per_hour", "power_watts", "usd_per_kwh", "gpu", "provider", "region", "offers", "spot")
+"""What `where` says of this machine, or of which one to rent; the rest is about the run, and goes along."""
 OWN_FOLDERS = ("local", "slurm")
 """Targets whose machines see the files of this one: nothing has to travel."""
 
@@ -164,10 +166,10 @@ class Prepared:
         if not self.folder:
             values |= {"output_dir": "./run", "cache_dir": "./cache"}
         if self.target.is_rented:
-            values["where"] = {key: value for key, value in values.get("where", {}).items() if key == "notices"} | {
-                "usd_per_hour": offer.usd_per_hour or 0.0,
-                "spot": offer.is_spot,
-            }
+            of_run = {key: value for key, value in values.get("where", {}).items() if key not in OF_PLACE}
+            if "gpus" in of_run:
+                of_run["gpus"] = "all"  # of the machine: none with more than the job would use is rented
+            values["where"] = of_run | {"usd_per_hour": offer.usd_per_hour or 0.0, "spot": offer.is_spot}
         if self.job.limits.deadline is not None:
             moment = datetime.fromtimestamp(self.job.limits.deadline.timestamp(), UTC)
             values["limits"]["deadline"] = moment.isoformat(timespec="seconds")
