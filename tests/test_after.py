@@ -134,8 +134,13 @@ def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(
     assert receipt.standard_tasks is not None
     card = (run / "model" / "README.md").read_text()
     assert card.index("## Before and after\n") < card.index("## Before and after, by standard tasks")
+    others = TwoTasks(run)
+    others.is_torn, others.what = False, "other tasks"
+    more = evaluation.evaluate_run(run, others, with_base=False, progress=quiet)
+    spent = (kept(run / "standard_tasks.json") or {})["spent_usd"]
+    assert spent == pytest.approx(found["usd"] + more["usd"]), "what others have cost counts for the cap"
     values = json.loads((run / "job.json").read_text())
-    values["limits"]["max_usd"] = receipt.usd + receipt.evaluation["usd"] + found["usd"] / 2
+    values["limits"]["max_usd"] = receipt.usd + receipt.evaluation["usd"] + found["usd"]
     (run / "job.json").write_text(json.dumps(values))
     workshop.change_facts(run, job_sha256=None)
     again = TwoTasks(run)
@@ -262,6 +267,10 @@ def test_a_chat_needs_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, True),
         ({"instruction": "a", "output": "b"}, True),
         ({"prompt": "a", "completion": "b"}, False),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
+            True,
+        ),
         ({"text": "a"}, False),
     ],
 )

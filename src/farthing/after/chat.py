@@ -127,6 +127,7 @@ def trained_on_chats(job: Json) -> bool:
         (source, *_) = open_sources(data["train"][:1], cache_dir=Path(job["cache_dir"] or "."), **opened)
         rows = [row.value for row in itertools.islice(source.rows(), 16) if isinstance(row, Row)]
         columns: set[str] = set().union(*rows)
-        return recognise(columns, job["task"], data["columns"], source.name).format in RENDERED
+        is_of_messages = any(isinstance(row.get("prompt"), list) for row in rows)
+        return is_of_messages or recognise(columns, job["task"], data["columns"], source.name).format in RENDERED
     except (FarthingError, OSError, ValueError, KeyError):
         return True

@@ -103,7 +103,8 @@ def evaluate_run(
             figures = by.measure(model, part, functools.partial(progress, side))
             found[side] = found.get(side, {}) | figures
             found["done"].append([side, part])
-            found["usd"] = found.get("usd", 0.0) + (time.monotonic() - started_s) / 3600 * by.job.usd_per_hour
+            usd = (time.monotonic() - started_s) / 3600 * by.job.usd_per_hour
+            found |= {name: found.get(name, 0.0) + usd for name in ("usd", "spent_usd")}
             found["gains"] = found.get("gains", {}) | _gains(found, receipt.usd, by.better)
             keep(run / by.kept_in, {"kind": "farthing evaluation", **subject, **found})
     write_card(run, build_receipt(run))
@@ -120,8 +121,12 @@ def _refuse_past_cap(cap_usd: float | None, spent_usd: float) -> None:
 
 
 def _measured_usd(run: Path) -> float:
-    """Dollars of everything that was measured of the run."""
-    return sum(_kept(run / name).get("usd", 0.0) for name in (EVALUATION, STANDARD_TASKS))
+    """Dollars of everything that was measured of the run, on examples and tasks of earlier calls too."""
+    return sum(_spent_usd(_kept(run / name)) for name in (EVALUATION, STANDARD_TASKS))
+
+
+def _spent_usd(values: Json) -> float:
+    return float(values.get("spent_usd", values.get("usd")) or 0.0)
 
 
 def _kept(path: Path) -> Json:
@@ -135,8 +140,8 @@ def _earlier(path: Path, subject: Mapping[str, object]) -> Json:
     """What an earlier call has measured of the same subject, and which parts of it."""
     values = _kept(path)
     if any(values.get(key) != value for key, value in subject.items()):
-        return {"done": []}
-    found = {key: values[key] for key in (*SIDES, "usd", "gains") if key in values}
+        return {"done": [], "spent_usd": _spent_usd(values)}
+    found = {key: values[key] for key in (*SIDES, "usd", "gains") if key in values} | {"spent_usd": _spent_usd(values)}
     return found | {"done": values.get("done", [[side, ""] for side in SIDES if side in values])}
 
 

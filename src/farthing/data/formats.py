@@ -38,9 +38,8 @@ from farthing.tasks.columns import Unusable, kind_of, text_of
 from farthing.tasks.registry import format_of, task_of
 from farthing.tasks.task import Labels
 
-RENDERED = frozenset(
-    {"messages", "conversations", "instruction"}
-)  # by a chat template, where a model predicts the next token
+RENDERED = frozenset({"messages", "conversations", "instruction"})
+"""Formats written by a chat template, where a model predicts the next token."""
 _ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
     "observation": "tool", "tool": "tool", "function_call": "assistant", "function_response": "tool",
