@@ -93,17 +93,14 @@ def _publish(run: Path, arguments: argparse.Namespace) -> Json:
 
 
 def _write(run: Path, arguments: argparse.Namespace) -> Json:
-    output, trust = Path(arguments.output), arguments.trust_remote_code
-    if arguments.format in WHOLE:
-        from farthing.model.light_imports import import_lightly
-
-        import_lightly()
-        from farthing.export.folders import export_run
-
-        return export_run(run, output, arguments.format, arguments.dtype, trust_remote_code=trust)
     from farthing.model.light_imports import import_lightly
 
     import_lightly()
+    output, trust = Path(arguments.output), arguments.trust_remote_code
+    if arguments.format in WHOLE:
+        from farthing.export.folders import export_run
+
+        return export_run(run, output, arguments.format, arguments.dtype, trust_remote_code=trust)
     from farthing.after.quantized import MOST_KL, Wish, export_quantized
     from farthing.export.gguf_file import BITS, K_BITS
 

@@ -37,7 +37,7 @@ SPANS = {
     "load_model": "loading the model",
     "restore": "looking for a checkpoint, and reading it",
     "prefix": "computing the frozen layers for all epochs",
-    "probe": "probing settings",
+    "probe": "probing settings, and what a micro-batch takes",
     "compile": "compiling layers, and the steps in which that happens",
     "data_wait": "waiting for batches",
     "host_to_device": "copying batches to the device",

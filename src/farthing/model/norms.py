@@ -82,9 +82,8 @@ class _Norm(torch.autograd.Function):
             grad, hidden, [width], torch.zeros_like(inverse), inverse, weight, None, wants
         )
         if wants[0]:
-            aligned = (
-                weight.clone()
-            )  # a product's last bits hang on where its numbers lie, and gathered weights lie anywhere
+            # a product's last bits hang on where its numbers lie in memory, and gathered weights lie anywhere
+            aligned = weight.clone()
             mean = torch.mv(grad.reshape(-1, width), aligned).view(inverse.shape).mul_(inverse).div_(width)
             of_hidden += mean
         return of_hidden, of_weight, None

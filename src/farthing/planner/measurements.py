@@ -99,9 +99,8 @@ class Measurement:
 
     promised: dict[str, Any] = field(default_factory=dict)  # what a plan had said of this run, as it said it
     version: int = VERSION
-    link_bytes_per_s: float = (
-        0.0  # that each of `n_devices` sent to the others, of all together; 0: one alone, not known
-    )
+    # that each of `n_devices` sent to the others, of all together; 0: one alone, not known
+    link_bytes_per_s: float = 0.0
 
     @property
     def step_s(self) -> float:

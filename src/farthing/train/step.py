@@ -452,9 +452,8 @@ def seed_everything(seed: int, *place: int) -> None:
     resume, and on another rank, is what it would have been."""
     digest = hashlib.blake2b("/".join(str(each) for each in (seed, *place)).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
-    torch.default_generator.manual_seed(
-        number
-    )  # torch.manual_seed notes a stack trace for each kind of device not in use
+    # as torch.manual_seed, which also notes a stack trace for each kind of device that is not in use
+    torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
     np.random.seed(number % 2**32)
