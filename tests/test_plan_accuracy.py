@@ -23,7 +23,6 @@ from farthing.planner.types import Place
 from farthing.prices.gpus import find_gpu
 from farthing.prices.offers import Billing, Offer
 from plan_accuracy import judge, predict
-from plan_coverage import held_by, left_out, width_of
 from plan_rows import (
     GIB,
     STAND_INS,
@@ -460,24 +459,7 @@ def test_what_fsdp_changes_in_memory() -> None:
     assert predict(found["lora", "4"])[0].allocated_bytes / GIB == pytest.approx(16.3, rel=0.06), "as was measured"
 
 
-# ---- coverage ----
-
-
-def test_a_width_holds_its_share_of_new_rows_and_each_group_counts_the_same() -> None:
-    small = [0.01 * k for k in range(1, 101)]
-    assert width_of({"a": small}) == pytest.approx(0.81), "80 of 100, and one more for the sample"
-    assert width_of({"a": small, "b": [5.0] * 1000}) == 5.0
-    assert width_of({"a": small * 10, "b": [0.1] * 50}) < width_of({"a": small * 10})
-    assert width_of({"a": [0.1, 0.2]}) == 0.2
-
-
-def test_a_source_has_no_say_in_its_own_range() -> None:
-    rows = [{"source": source, "e": error} for source, error in (("a", 0.1), ("a", -0.1), ("b", 0.3), ("c", None))]
-    whole, a, b = left_out(rows, "e")
-    assert (a["width"], a["n_held"], b["width"], b["n_held"]) == (0.3, 2, 0.1, 0)
-    assert (whole["n"], whole["n_held"], whole["share"]) == (3, 2, pytest.approx(2 / 3))
-    assert left_out(rows[:2], "e") == []
-    assert held_by(rows, "e", lambda row: 0.2)["share"] == pytest.approx(2 / 3)
+# ---- ranges ----
 
 
 def test_what_plans_say_of_their_errors_is_wider_where_less_is_known() -> None:
