@@ -147,7 +147,9 @@ def coverage_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def print_coverage(found: dict[str, Any]) -> None:
     """The share of rows in their ranges."""
     for name, ways in found.items():
-        print(f"\n80 % ranges of {name}")
+        whole = ways["source left out"][0] if ways["source left out"] else None
+        said = f": {whole['share_of_groups']:.1%}, each source alike ({whole['share']:.1%} of rows)" if whole else ""
+        print(f"\n80 % ranges of {name}{said}")
         for way in ("source left out", "family left out"):
             for one in ways[way]:
                 held = f"{one['n_held']:4d} of {one['n']:3d} = {one['share']:.1%}"

@@ -4,6 +4,8 @@
 
 Each constant goes up and down by a step that shrinks, as long as that makes the mean of |ln(predicted / measured)| smaller;
 every source counts the same. Nothing is written: the constants of `planner/speed.py` stay as they are.
+
+Refuses rows whose `use` is `judges only` (`bench/published_rows.csv`): a planner fitted to them could not be judged by them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import farthing.planner.speed as speed
-from farthing.errors import FarthingError
+from farthing.errors import FarthingError, UserMistake
 from plan_rows import NotExpressed, gpu_of, read_case
 
 CONSTANTS = {
@@ -45,7 +47,13 @@ def read_rows(path: Path) -> list[Row]:
     """Every row with a speed that can be expressed."""
     found = []
     with open(path, encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
+        for number, row in enumerate(csv.DictReader(file), 2):
+            if row.get("use") == "judges only":
+                raise UserMistake(
+                    "this row judges the planner, so nothing is fitted to it",
+                    where=f"{path.name}:{number}",
+                    to_do="give rows without `judges only` in their column `use`",
+                )
             try:
                 case = read_case(row)
             except (NotExpressed, FarthingError, ValueError):

@@ -14,11 +14,12 @@ from typing import Any
 from farthing.errors import FarthingError
 from farthing.planner.lengths import Largest, Padded, from_mean
 from farthing.planner.model_config import known_config, known_models
-from farthing.planner.recipe import CHUNKED, FUSED, SAVED, TILED, WHOLE, Recipe, Stack
+from farthing.planner.recipe import FUSED, WHOLE, Recipe
 from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.weights import Adapters, Weight
 from farthing.prices.gpus import Gpu, find_gpu
 from farthing.settings import Settings
+from plan_stacks import stack_of
 
 GIB = 2**30
 GPUS_OF_MACHINE = 8
@@ -217,7 +218,7 @@ def gpu_of(text: str, peak_gb: float | None = None) -> Gpu:
     What is in brackets and what is not known of a name is left out where the rest names one. Raises `FarthingError`.
     """
     name = re.sub(r"^\s*\d+\s*[x*]\s*", "", text)
-    name = re.sub(r"(\d+)\s*(?:g|gb|gib)\b", r"\1GB", name, flags=re.IGNORECASE).strip()
+    name = re.sub(r"(?<![a-zA-Z\d])(\d+)\s*(?:g|gb|gib)\b", r"\1GB", name, flags=re.IGNORECASE).strip()
     name = re.sub(r"^(\d{4})( ?ti| ?super)?$", r"RTX \1\2", name, flags=re.IGNORECASE)
     if re.match(r"(?:nvidia )?h100\W*9[46]\s?GB", name, re.IGNORECASE):
         name = "H100-NVL"  # the memory of both, which SXM cards have in some clouds
@@ -252,6 +253,12 @@ def refuse(row: dict[str, str], words: str, method: str) -> None:
         raise NotExpressed("CPU off-load")
     if "config not stated (low" in words or "must differ in settings" in words:
         raise NotExpressed("its settings are not stated")
+    if re.search(r"\bhsdp\b|hybrid.shard", words):
+        raise NotExpressed("weights that are spread within a machine and copied between machines")
+    if re.search(r"deepspeed|\bzero\b", words) and re.search(r"stage (?:is )?not stated", words):
+        raise NotExpressed("DeepSpeed, and what it spreads is not stated")
+    if "checkpointing not stated" in words:
+        raise NotExpressed("whether layers are recomputed is not stated")
     if "unpacked" in words:
         raise NotExpressed("lengths of the unpacked data are not stated")
 
@@ -288,6 +295,8 @@ def read_case(row: dict[str, str]) -> Case:
     sharding = (
         "none"
         if n_gpus == 1
+        else "ddp"
+        if re.search(r"\bddp\b|no_shard", words)
         else "fsdp"
         if of_torchtune or re.search(r"fsdp|zero-?3|zero3|full.?shard", f"{words} {source}")
         else "ddp"
@@ -349,62 +358,6 @@ def limit_of(words: str, cells: str) -> str:
         return "longest"
     is_over = re.search(r"\boom\b|out of memory|does(?:n't| not) fit", f"{words.split(';')[0]} {cells}")
     return "too much" if is_over else ""
-
-
-def stack_of(source: str, words: str, method: str) -> Stack:
-    """How the code behind a row computes."""
-    plain = Stack("hf", has_master_weights=False, has_autocast=False, loss=WHOLE, keeps_adapters_whole=False)
-    if "fms-acceleration" in source:
-        is_mixed = "bf16 autocast" in words or method == "qlora"
-        stack = replace(plain, has_autocast=is_mixed, is_flash=True, upcasts_frozen="baseline-peft-bnb" in words)
-        stack = replace(stack, doubles_edges=True)  # accelerate's FSDP1 with peft
-        if "foak" in words:
-            stack = replace(stack, loss=FUSED, fused_norms=True)
-        return replace(stack, loss=TILED) if "liger" in words else stack
-    if "torchtune" in source:
-        stack = replace(
-            plain, name="torchtune", adapters_fp32=False, masks_padding=False, is_compiled="compile" in words
-        )
-        if re.search(r"chunked|\.\.\.\+|\(same\)", words) or "memory-" in source:
-            stack = replace(stack, loss=CHUNKED, is_compiled=True)
-        offloads = "offload" in words
-        return replace(
-            stack, frees_gradients="in bwd" in words or "in-backward" in words, offloads_activations=offloads
-        )
-    if "llm-foundry" in source:
-        return replace(plain, name="llm-foundry", loss=FUSED, is_flash=True, fused_norms=True)
-    if "unsloth" in source:
-        return Stack("unsloth", has_autocast=True, loss=TILED, fused_norms=True, fused_mlp=True, is_flash=True)
-    if "lit-gpt" in source or "litgpt" in source:  # bf16-true; a mask by index; logits in pieces that all stay
-        return replace(plain, name="litgpt", adapters_fp32=False, masks_padding=False, loss=SAVED)
-    if "nemo" in source:
-        return Stack("nemo", has_autocast=False, adapters_fp32=False, loss=FUSED, fused_norms=True, is_flash=True)
-    if "fsdp_qlora" in source:
-        return replace(plain, name="fsdp_qlora", adapters_fp32=False, has_autocast="autocast" in words, is_flash=True)
-    if "qwen" in source:  # its finetune.py: bf16 weights with autocast, adapters in the dtype of what they adapt
-        plain = replace(plain, name="qwen", adapters_fp32=False)
-    older = (
-        "qwen",
-        "swift",
-        "factory",
-        "huggingface/blog",
-        "ftune",
-    )  # their scripts prepare quantized models for training
-    upcasts = method == "qlora" and any(name in source for name in older)
-    if any(name in source for name in older):  # 5.2 ms for a layer with adapters that is recomputed
-        plain = replace(plain, host_s_per_layer=2.3e-3, host_s_per_adapted_layer=1.6e-3)
-    if upcasts and re.search(r"gptq|int4", words):  # 30 to 45 ms for 1e9 weights, NF4 10 to 15
-        plain = replace(plain, unpacking=3.0)
-    stack = replace(
-        plain, has_autocast=method != "full", upcasts_frozen=upcasts, is_flash=bool(re.search(r"flash|fa2", words))
-    )
-    if "liger" in words or "fused ce" in words:
-        stack = replace(stack, loss=TILED, fused_norms="liger" in words, fused_mlp="liger" in words)
-    if re.search(r"\beager\b|no flash|without flash|flash[- ]attn?[=: ]*(?:false|no|off)", words):
-        stack = replace(stack, is_flash=False, is_eager=True)
-    if "master" in words or "fp32 states" in words or ("deepspeed" in words and method == "full"):
-        stack = replace(stack, has_master_weights=True, has_autocast=True)
-    return stack
 
 
 def precision_of(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from farthing.config.job import Job
 from farthing.errors import UserMistake
@@ -22,6 +24,7 @@ from farthing.planner.speed import Calibration, cpu_device
 from farthing.planner.throughput_arithmetic import OwnFigures
 from farthing.planner.types import Assumptions, Place, place_of
 from farthing.prices.offers import Billing, Offer
+from farthing.report.plan_brief import draw_choices
 from farthing.report.plan_compare import compare_plans, find_plan
 from farthing.report.plan_view import plan_view
 from farthing.report.plan_words import break_even_words, limits_in_words, say_cost, summary, ways_out
@@ -184,6 +187,19 @@ def test_nothing_fits_and_the_three_nearest_ways_are_named(
     assert words in "\n".join(ways)
     assert len(set(ways)) == len(ways) == min(n_ways, len(found["rejected"]))
     json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize("width", [80, 100, 118, 130, 160, 240])
+def test_a_long_reason_for_a_rank_cuts_no_other_column(view: dict[str, Any], width: int) -> None:
+    choices = [{**one, "why": "a reason that is longer than any line. " * 8} for one in view["plans"][:6]]
+    out = io.StringIO()
+    draw_choices(Console(file=out, width=width), choices)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 1 + len(choices)
+    assert all(len(line) <= width for line in lines)
+    for one, line in zip(choices, lines[1:], strict=True):
+        assert one["gpu"] in line
+        assert say_cost(one["usd_range"][2]).removeprefix("$") in line
 
 
 def test_limits_are_told(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ N_SHOWN = 5
 ON_COMMAND_LINE = "given on the command line: "
 _RIGHT = ("#", "$", "time", "wait")
 _SHRINKS = (("at", 6), ("machine", 12))  # columns that are cut where the terminal is narrow, and to what
+_LEAST_WHY = 40  # characters that the reason for a rank takes, or it is left out
 
 
 def draw_brief(console: Console, view: Row, next_step: str = "", n_shown: int | None = None) -> None:
@@ -121,8 +122,7 @@ def to_check(best: Row, job: Row) -> str:
     if best["price_is"]:
         return "the price: the lowest of a marketplace; that machine may be taken"
     if best["spot"]:
-        n = best["spot"]["n_interruptions"]
-        return f"spot: about {n:.1f} interruptions; set output_store to keep checkpoints"
+        return f"spot: about {best['spot']['n_interruptions']:.1f} interruptions; set output_store to keep checkpoints"
     if not has_price(best):
         return "the price of this machine: none is given (where.usd_per_hour)"
     return "the speed: `farthing probe` measures it in a minute on the machine"
@@ -149,15 +149,15 @@ def draw_choices(console: Console, choices: Sequence[Row]) -> None:
         cut = max(0, min(over, widths[name] - least))
         widths[name] -= cut
         over -= cut
-    has_room = console.width >= sum(widths.values()) + gap * len(names) + 40
+    room = console.width - sum(widths.values()) - gap * len(names)
     table = Table(box=None, padding=(0, gap, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
     for name in names:
         justify = "right" if name in _RIGHT else "left"
         table.add_column(name.strip(), justify=justify, no_wrap=True, width=widths[name])  # type: ignore[arg-type]
-    if has_room:
-        table.add_column("why this rank", no_wrap=True)
+    if room >= _LEAST_WHY:  # as wide as is left: with a longer sentence the other columns would give way
+        table.add_column("why this rank", no_wrap=True, width=room - gap)
     for one, row in zip(choices, cells, strict=True):
-        table.add_row(*(escape(row[name]) for name in names), *([escape(one["why"])] if has_room else []))
+        table.add_row(*(escape(row[name]) for name in names), *([escape(one["why"])] if room >= _LEAST_WHY else []))
     console.print(table)
 
 

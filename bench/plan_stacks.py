@@ -1,0 +1,108 @@
+"""How the code behind a row of published measurements computes: what its source and its notes say of kernels, loss and dtypes.
+
+Each is read from the source's own code or page; none is chosen by how far off a row is.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from farthing.planner.recipe import CHUNKED, FUSED, SAVED, TILED, WHOLE, Stack
+
+# their scripts prepare quantized models for training: what is not quantized becomes fp32
+_OLDER = ("qwen", "swift", "factory", "huggingface/blog", "ftune")
+_PREPARES = (*_OLDER, "universal-llm-trainer", "unslothai")  # the last: its Hugging Face column is TRL's SFTTrainer
+_PLAIN = Stack("hf", has_master_weights=False, has_autocast=False, loss=WHOLE, keeps_adapters_whole=False)
+
+
+def stack_of(source: str, words: str, method: str) -> Stack:
+    """How the code behind a row computes; `source` and `words` in small letters."""
+    if is_unsloth(source, words):
+        return _of_unsloth()
+    for name, stack in _OF_PYTORCH.items():
+        if name in source:
+            return replace(stack, is_compiled="torch.compile" in words)
+    if "fms-acceleration" in source:
+        is_mixed = "bf16 autocast" in words or method == "qlora"
+        stack = replace(_PLAIN, has_autocast=is_mixed, is_flash=True, upcasts_frozen="baseline-peft-bnb" in words)
+        stack = replace(stack, doubles_edges=True)  # accelerate's FSDP1 with peft
+        if "foak" in words:
+            stack = replace(stack, loss=FUSED, fused_norms=True)
+        return replace(stack, loss=TILED) if "liger" in words else stack
+    if "torchtune" in source:
+        return _of_torchtune(source, words)
+    if "llm-foundry" in source:
+        return replace(_PLAIN, name="llm-foundry", loss=FUSED, is_flash=True, fused_norms=True)
+    if "lit-gpt" in source or "litgpt" in source:  # bf16-true; a mask by index; logits in pieces that all stay
+        return replace(_PLAIN, name="litgpt", adapters_fp32=False, masks_padding=False, loss=SAVED)
+    if "nemo" in source:
+        return Stack("nemo", has_autocast=False, adapters_fp32=False, loss=FUSED, fused_norms=True, is_flash=True)
+    if "fsdp_qlora" in source:
+        return replace(_PLAIN, name="fsdp_qlora", adapters_fp32=False, has_autocast="autocast" in words, is_flash=True)
+    return _of_transformers(source, words, method)
+
+
+def is_unsloth(source: str, words: str) -> bool:
+    """Whether Unsloth computed a row: its own tables have columns of others, and others' tables have columns of it."""
+    if "not unsloth" in words or "hf + fa2" in words:
+        return False
+    return "unsloth" in source or "unsloth" in words
+
+
+def _of_unsloth() -> Stack:
+    """Its checkpoints are in the host's memory (unsloth/kernels and its notes on long contexts, April 2024)."""
+    return Stack(
+        "unsloth", has_autocast=True, loss=TILED, fused_norms=True, fused_mlp=True, is_flash=True,
+        offloads_activations=True,
+    )  # fmt: skip
+
+
+# Weights in fp32 that FSDP casts to bf16 as it gathers them; keys and values repeated for their groups; a causal kernel
+# without a mask; the loss of fp32 logits (torchtitan/models/llama/model.py and parallelize_llama.py).
+_OF_PYTORCH = {
+    "pytorch/torchtitan": replace(_PLAIN, name="torchtitan", has_master_weights=True, masks_padding=False),
+    # the same weights; its loss takes logits as they are (fms_fsdp/policies/mixed_precision.py, utils/train_utils.py)
+    "fms-fsdp": replace(_PLAIN, name="fms-fsdp", has_master_weights=True, masks_padding=False, loss=FUSED),
+    # all in bf16, adapters too (`lora_model.bfloat16()`), flash attention 2 (vectorlm/utils/model_utils.py)
+    "vectorlm": replace(_PLAIN, name="vectorlm", adapters_fp32=False, is_flash=True),
+    # transformers' layers with Liger's kernels, adapters in the dtype of what they adapt, the loss of whole logits in fp32
+    # (nemo_automodel/_transformers/auto_model.py, components/_peft/lora.py, components/loss/masked_ce.py)
+    "automodel": replace(
+        _PLAIN, name="automodel", adapters_fp32=False, fused_norms=True, fused_mlp=True, is_flash=True
+    ),
+}
+
+
+def _of_torchtune(source: str, words: str) -> Stack:
+    stack = replace(_PLAIN, name="torchtune", adapters_fp32=False, masks_padding=False, is_compiled="compile" in words)
+    if re.search(r"chunked|\.\.\.\+|\(same\)", words) or "memory-" in source:
+        stack = replace(stack, loss=CHUNKED, is_compiled=True)
+    return replace(
+        stack,
+        frees_gradients="in bwd" in words or "in-backward" in words,
+        offloads_activations="offload" in words,
+    )
+
+
+def _of_transformers(source: str, words: str, method: str) -> Stack:
+    """The trainer of transformers, and scripts around it."""
+    plain = _PLAIN
+    if "qwen" in source:  # its finetune.py: bf16 weights with autocast, adapters in the dtype of what they adapt
+        plain = replace(plain, name="qwen", adapters_fp32=False)
+    upcasts = method == "qlora" and any(name in source for name in _PREPARES)
+    if any(name in source for name in _OLDER):  # 5.2 ms for a layer with adapters that is recomputed
+        plain = replace(plain, host_s_per_layer=2.3e-3, host_s_per_adapted_layer=1.6e-3)
+    if upcasts and re.search(r"gptq|int4", words):  # 30 to 45 ms for 1e9 weights, NF4 10 to 15
+        plain = replace(plain, unpacking=3.0)
+    has_autocast = method != "full" and "no autocast" not in words
+    stack = replace(
+        plain, has_autocast=has_autocast, upcasts_frozen=upcasts, is_flash=bool(re.search(r"flash|fa2", words))
+    )
+    if "liger" in words or "fused ce" in words:
+        stack = replace(stack, loss=TILED, fused_norms="liger" in words, fused_mlp="liger" in words)
+    if re.search(r"\beager\b|no flash|without flash|flash[- ]attn?[=: ]*(?:false|no|off)", words):
+        stack = replace(stack, is_flash=False, is_eager=True)
+    if "master" in words or "fp32 states" in words or ("deepspeed" in words and method == "full"):
+        stack = replace(stack, has_master_weights=True, has_autocast=True)
+    return stack
