@@ -36,12 +36,8 @@ from plan_rows import GIB, Case, NotExpressed, gpu_of, read_case
 def predict(case: Case) -> tuple[Memory, float]:
     """(memory, tokens a second)."""
     memory = estimate_memory(case.shape, case.recipe, case.largest, case.adapters)
-    device = device_of(gpu_of(case.gpu), case.recipe.precision)
-    if device is None:
-        raise NotExpressed(f"{case.gpu} has no {case.recipe.precision}")
-    device = device._replace(link_bytes_per_s=min(device.link_bytes_per_s, case.network_bytes_per_s))
     work = work_of(case.shape, case.recipe, case.padded, case.mean_tokens, case.adapters)
-    return memory, step_time(work, device).tokens_per_s
+    return memory, step_time(work, case.device()).tokens_per_s
 
 
 def judge(rows: list[dict[str, str]], all_gpus: bool = False) -> dict[str, Any]:

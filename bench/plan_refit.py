@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 
 import farthing.planner.speed as speed
 from farthing.errors import FarthingError, UserMistake
-from plan_rows import NotExpressed, gpu_of, read_case
+from plan_rows import Case, NotExpressed, read_case
 
 CONSTANTS = {
     **{"A100": speed.GPU_SHARE["A100-80GB"], "RTX 4090": speed.GPU_SHARE["RTX 4090"], "L40S": speed.GPU_SHARE["L40S"]},
     **{"Hopper": speed.MATMUL_SHARE["Hopper"], "HALF_WIDTH": speed.HALF_WIDTH, "EXPOSED": speed.EXPOSED},
-    **{f"attention of {name}": share for name, share in speed.ATTENTION_SHARE.items()},
     **{"WAITING": speed.WAITING, "LAUNCH_TAIL": speed.LAUNCH_TAIL},
 }
 N_ROUNDS, FIRST_STEP, SHRINKS = 7, 0.12, 0.65
@@ -36,9 +35,7 @@ class Row(NamedTuple):
     """A measured speed, with what it asks of its GPU."""
 
     source: str
-    gpu: str
-    precision: str
-    network_bytes_per_s: float
+    case: Case
     work: speed.Work
     tokens_per_s: float
 
@@ -60,8 +57,8 @@ def read_rows(path: Path) -> list[Row]:
                 continue
             if case.measured_tokens_per_s and not case.limit:
                 work = speed.work_of(case.shape, case.recipe, case.padded, case.mean_tokens, case.adapters)
-                where = row["source"].split("github.com/")[-1].split("/blob")[0], case.gpu, case.recipe.precision
-                found.append(Row(*where, case.network_bytes_per_s, work, case.measured_tokens_per_s))
+                source = row["source"].split("github.com/")[-1].split("/blob")[0]
+                found.append(Row(source, case, work, case.measured_tokens_per_s))
     return found
 
 
@@ -70,15 +67,11 @@ def errors(constants: dict[str, float], rows: list[Row]) -> dict[str, list[float
     speed.GPU_SHARE |= {"A100-80GB": constants["A100"], "A100-40GB": constants["A100"]}
     speed.GPU_SHARE |= {name: constants[name] for name in ("RTX 4090", "L40S")}
     speed.MATMUL_SHARE["Hopper"] = constants["Hopper"]
-    speed.ATTENTION_SHARE |= {name: constants[f"attention of {name}"] for name in speed.ATTENTION_SHARE}
     for name in ("HALF_WIDTH", "EXPOSED", "WAITING", "LAUNCH_TAIL"):
         setattr(speed, name, constants[name])
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        device = speed.device_of(gpu_of(row.gpu), row.precision)
-        assert device is not None
-        device = device._replace(link_bytes_per_s=min(device.link_bytes_per_s, row.network_bytes_per_s))
-        found[row.source].append(math.log(speed.step_time(row.work, device).tokens_per_s / row.tokens_per_s))
+        found[row.source].append(math.log(speed.step_time(row.work, row.case.device()).tokens_per_s / row.tokens_per_s))
     return found
 
 

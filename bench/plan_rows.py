@@ -16,10 +16,11 @@ from farthing.planner.lengths import Largest, Padded, from_mean
 from farthing.planner.model_config import known_config, known_models
 from farthing.planner.recipe import FUSED, WHOLE, Recipe
 from farthing.planner.shapes import Shape, read_shape
+from farthing.planner.speed import Device, device_of
 from farthing.planner.weights import Adapters, Weight
 from farthing.prices.gpus import Gpu, find_gpu
 from farthing.settings import Settings
-from plan_stacks import stack_of
+from plan_stacks import attention_share_of, stack_of
 
 GIB = 2**30
 GPUS_OF_MACHINE = 8
@@ -156,6 +157,19 @@ class Case:
     """Between machines, as each GPU of a ring over all of them finds it: the machine's whole network is in every ring."""
     limit: str = ""
     """Of a row that says what fits and not how much it takes: see `limit_of`."""
+    attention_share: float | None = None
+    """Of the GPU's peak, where the row's attention is not that of today."""
+
+    def device(self) -> Device:
+        """The GPU as it computes the row. Raises `NotExpressed` where it has no such precision."""
+        gpu = gpu_of(self.gpu)
+        device = device_of(gpu, self.recipe.precision)
+        if device is None:
+            raise NotExpressed(f"{self.gpu} has no {self.recipe.precision}")
+        if self.attention_share is not None:
+            of_products = device.flops_per_s / gpu.flops[self.recipe.precision]
+            device = device._replace(attention_share=self.attention_share / of_products)
+        return device._replace(link_bytes_per_s=min(device.link_bytes_per_s, self.network_bytes_per_s))
 
 
 _SUFFIXES = (
@@ -340,7 +354,8 @@ def read_case(row: dict[str, str]) -> Case:
     measured = peak * unit if peak and not limit else None
     network = network_of(words, gpu) if n_gpus > GPUS_OF_MACHINE else math.inf
     speed = None if limit else speed
-    return Case(shape, recipe, adapters, largest, padded, mean, gpu, meter, measured, speed, network, limit)
+    older = attention_share_of(source, find_gpu(gpu).architecture)
+    return Case(shape, recipe, adapters, largest, padded, mean, gpu, meter, measured, speed, network, limit, older)
 
 
 def network_of(words: str, gpu: str) -> float:

@@ -43,6 +43,14 @@ def stack_of(source: str, words: str, method: str) -> Stack:
     return _of_transformers(source, words, method)
 
 
+def attention_share_of(source: str, architecture: str) -> float | None:
+    """Of the GPU's peak, where a source's attention is older than today's: fitted to its rows; None: as in a plan.
+
+    llm-foundry's tables are of 2023, with the Triton kernel of FlashAttention 1 (`attn_impl: triton` in its scripts).
+    """
+    return {"Ampere": 0.30, "Hopper": 0.20}.get(architecture) if "llm-foundry" in source else None
+
+
 def is_unsloth(source: str, words: str) -> bool:
     """Whether Unsloth computed a row: its own tables have columns of others, and others' tables have columns of it."""
     if "not unsloth" in words or "hf + fa2" in words:

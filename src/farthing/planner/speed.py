@@ -8,7 +8,7 @@ Physics: FLOPs (Kaplan et al. 2020), with 3 products for a trained weight, 2 for
 layer and one more where a layer is recomputed; bytes that are moved, operation by operation.
 
 Fitted, with published runs in view (docs/plan.md has how far off they were): the shares of the peak of A100, H100
-(mosaicml/llm-foundry, 8 GPUs), L40S (PEFT's method comparison) and RTX 4090 (torchtune), those of attention of A100 and H100,
+(mosaicml/llm-foundry, 8 GPUs), L40S (PEFT's method comparison) and RTX 4090 (torchtune),
 `HALF_WIDTH`, `EXPOSED`, `WAITING` and `LAUNCH_TAIL`. By assumption: the shares of all other GPUs, of links and of CPUs,
 `HALF_TOKENS`, `BUS_BYTES_PER_S`, and `NO_PEER_SHARE`, which stands for about 5 GB/s. `BANDWIDTH_SHARE` is a tenth less than
 copies on an H200 reached (4.3 of 4.8 TB/s); `DEQUANTIZATION_SHARE` makes 8 ms of 1e9 weights on an A100, where LitGPT's tables
@@ -19,9 +19,11 @@ Refuses to import torch and to measure: `calibrate` makes factors of measurement
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from farthing.data.packing import ON_CPU, MicroBatchCost
@@ -31,7 +33,7 @@ from farthing.planner.memory import NF4_BYTES, in_layers
 from farthing.planner.recipe import CHUNKED, FSDP, FUSED, POSITIONS, TILED, Recipe
 from farthing.planner.shapes import Shape
 from farthing.planner.weights import Adapters
-from farthing.prices.gpus import Gpu
+from farthing.prices.gpus import FACTS, Gpu
 
 MATMUL_SHARE = {  # of the dense peak that wide products of a training step reach
     "Pascal": 0.86,
@@ -39,31 +41,29 @@ MATMUL_SHARE = {  # of the dense peak that wide products of a training step reac
     "Turing": 0.54,
     "Ampere": 0.82,
     "Ada": 0.84,
-    "Hopper": 0.69,  # 0.80 for one large product alone
+    "Hopper": 0.67,  # 0.80 for one large product alone
     "Blackwell": 0.60,
 }
 GPU_SHARE = {
-    **{"A100-80GB": 0.93, "A100-40GB": 0.93, "RTX 4090": 0.98, "L40S": 0.72},
+    **{"A100-80GB": 0.84, "A100-40GB": 0.84, "RTX 4090": 1.00, "L40S": 0.70},
     **{"L4": 0.49, "L40": 0.70, "RTX 6000 Ada": 0.65, "A10": 0.54},
 }
-ATTENTION_SHARE = {
-    "Ampere": 0.30,
-    "Hopper": 0.20,
-}  # of the dense peak that fused attention reaches, causal, both passes
-OTHER_ATTENTION = 0.60  # of what products reach, on other GPUs
+OTHER_ATTENTION = 0.60  # of what products reach, on GPUs that `facts/attention_shares.csv` does not name
 BANDWIDTH_SHARE = 0.80
 DEQUANTIZATION_SHARE = 0.30
 HALF_TOKENS = 220  # tokens at which products reach half of that share
-HALF_WIDTH = 340  # and the width of the stream: narrow products end in tiles that are not full
+HALF_WIDTH = 260  # and the width of the stream: narrow products end in tiles that are not full
 LINK_SHARE = {"nvlink": 0.7, "infinity-fabric": 0.7, "pcie": 0.4}  # of the link's rate
 NO_PEER_SHARE = 0.15  # of GeForce cards: their driver has no way from GPU to GPU, all goes through the host's memory
-EXPOSED = 1.2  # seconds that a step is longer for each second of sending: little hides behind computing, which it slows
-WAITING = 0.03  # of the computing: GPUs wait for the slowest
+EXPOSED = (
+    0.96  # seconds that a step is longer for each second of sending: little hides behind computing, which it slows
+)
+WAITING = 0.023  # of the computing: GPUs wait for the slowest
 EXPERTS_LAUNCHES = (
     2.0  # the kernels of a layer with experts, in those of one without: sorting, sums and two grouped products
 )
 EXPERTS_SHARE = 0.7  # of the rate of one large product that products of experts reach: by assumption
-LAUNCH_TAIL = 0.03  # of the host's time: kernels that are too short to keep a GPU busy until the next one begins
+LAUNCH_TAIL = 0.039  # of the host's time: kernels that are too short to keep a GPU busy until the next one begins
 BUS_BYTES_PER_S = 20e9  # PCIe 4.0 x16 one way; with 5.0 it is twice that, in a small machine half
 CPU_MATMUL_SHARE = 0.35
 CPU_BANDWIDTH_BYTES_PER_S = 10e9  # of a thread
@@ -93,10 +93,18 @@ def device_of(gpu: Gpu, precision: str) -> Device | None:
     if peak is None:
         return None
     share = GPU_SHARE.get(gpu.name, MATMUL_SHARE.get(gpu.architecture, 0.5))
-    attention = ATTENTION_SHARE[gpu.architecture] / share if gpu.architecture in ATTENTION_SHARE else OTHER_ATTENTION
+    of_attention = _attention_shares().get(gpu.compute_capability)
+    attention = OTHER_ATTENTION if of_attention is None else of_attention / share
     is_geforce = gpu.link == "pcie" and re.match(r"RTX \d{4}( Ti| Super|$)", gpu.name) is not None
     link = gpu.link_bytes_per_s * (NO_PEER_SHARE if is_geforce else LINK_SHARE[gpu.link])
     return Device(gpu.name, peak * share, gpu.bandwidth_bytes_per_s * BANDWIDTH_SHARE, link, True, attention)
+
+
+@cache
+def _attention_shares() -> dict[str, float]:
+    """Of the dense peak, what fused attention reaches in both passes of causal rows, by compute capability."""
+    with open(FACTS / "attention_shares.csv", encoding="utf-8", newline="") as file:
+        return {row["compute_capability"]: float(row["share"]) for row in csv.DictReader(file)}
 
 
 def cpu_device(name: str, peak_flops: float, n_threads: int) -> Device:
