@@ -98,8 +98,6 @@ def _view(arguments: argparse.Namespace) -> View:
 
     from farthing.planner.inputs import Asked, study_job
     from farthing.planner.preflight import load_job_or_tell_all, look_over
-    from farthing.report.plan_services import paid_view
-    from farthing.report.plan_types import plain
     from farthing.report.plan_view import plan_view
 
     with_data = arguments.examples is None
@@ -121,8 +119,7 @@ def _view(arguments: argparse.Namespace) -> View:
         torch=arguments.torch,
     )
     study = study_job(job, asked, now=now)
-    view = plan_view(study, runs, figures, traffic, arguments.runs)
-    return {**view, "paid": plain(paid_view(view["best"], _dollars(arguments.paid, "--paid")))}
+    return plan_view(study, runs, figures, traffic, arguments.runs, _dollars(arguments.paid, "--paid"))
 
 
 def _impossible(arguments: argparse.Namespace, view: View) -> UserMistake:

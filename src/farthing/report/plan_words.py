@@ -11,6 +11,32 @@ from farthing.planner.ownership import Saving
 from farthing.units import plural, say_count, say_seconds, say_usd
 
 LOCAL, OWN = "this machine", "own"
+RENTED = ("on-demand", "spot")
+"""The kinds of what is rented."""
+
+
+def machine_of(n_gpus: int, gpu: str) -> str:
+    """`2x A100-80GB`, `A100-80GB`."""
+    return f"{n_gpus}x {gpu}" if n_gpus > 1 else gpu
+
+
+def what_to_do(best: Mapping[str, Any]) -> str:
+    """`Rent 1x L4 spot at GCP, on demand when it falls behind the deadline`."""
+    verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
+    with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
+    return f"{verb}{best['name']}{with_own}"
+
+
+def usd_in_words(row: Mapping[str, Any]) -> str:
+    """`$0.40 (0.31 to 0.52)`."""
+    low, likely, high = (say_cost(usd) for usd in row["usd_range"])
+    return f"{likely} ({low.removeprefix('$')} to {high.removeprefix('$')})" if has_price(row) else "no price is given"
+
+
+def hours_in_words(row: Mapping[str, Any]) -> str:
+    """`27 min (19 min to 36 min)`."""
+    low, likely, high = (say_seconds(hours * 3600) for hours in row["hours_range"])
+    return f"{likely} ({low} to {high})"
 
 
 def micro_batches_in_words(recipe: Mapping[str, Any]) -> str:
