@@ -9,6 +9,7 @@ from farthing.config.job import Job
 from farthing.durability.files import Json
 from farthing.printable import printable
 from farthing.report.receipt import Receipt
+from farthing.report.receipt_rows import CLASSES, class_rows
 from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.registry import task_of
 from farthing.units import digits_of, plural, say_bytes, say_count
@@ -70,12 +71,8 @@ def _measured(metrics: Json) -> list[str]:
     if numbers:
         lines += ["", "## Evaluation", "", f"On {metrics.get('n_examples', 0):,} held-out examples."]
         lines += _table("metric", "value", rows=numbers)
-    if classes := metrics.get("per_class"):
-        rows = [
-            (_cell(name), f"{row['precision']:.3f}", f"{row['recall']:.3f}", f"{row['f1']:.3f}", str(row["n"]))
-            for name, row in classes.items()
-        ]
-        lines += _table("class", "precision", "recall", "F1", "examples", rows=rows)
+    if rows := class_rows(metrics):
+        lines += _table(*(head.lstrip("#") for head in CLASSES), rows=[(_cell(name), *row) for name, *row in rows])
     return lines
 
 

@@ -21,6 +21,7 @@ from farthing.report.plan_words import (
     has_price,
     limits_in_words,
     micro_batches_in_words,
+    other_ways,
     saved_in_words,
     say_cost,
     say_short,
@@ -50,7 +51,11 @@ def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
     draw_choices(console, view["plans"][:n_shown])
     _draw_rest(console, len(view["plans"]) - n_shown, view["plans"][:n_shown])
     console.print(f"[dim]{_LEGEND}[/]")
-    _draw_facts(console, view)
+    others = other_ways(view)
+    if others:
+        console.print()
+    for name, words in others.items():
+        console.print(f"[bold]{escape(name)}[/]: {escape(words)}")
     _draw_why_not(console, view)
     if view["runs"] is None:
         _draw_savings(console, view)
@@ -173,22 +178,6 @@ def _draw_rest(console: Console, n_rest: int, shown: Sequence[Row]) -> None:
 # ---- below the table ----
 
 
-def _draw_facts(console: Console, view: Row) -> None:
-    facts: dict[str, str] = {}
-    if view["here"]:
-        facts[view["here"]["name"]] = view["here"]["words"]
-    if view["sooner"]:
-        facts["sooner"] = view["sooner"]["words"]
-    if view["spot_or_not"]:
-        facts["spot or not"] = view["spot_or_not"]["words"]
-    if view["two_or_one"]:
-        facts["two cheap or one dear"] = view["two_or_one"]["words"]
-    if facts:
-        console.print()
-    for name, words in facts.items():
-        console.print(f"[bold]{escape(name)}[/]: {escape(words)}")
-
-
 def _draw_why_not(console: Console, view: Row) -> None:
     """Refusals for one reason, of whatever GPUs, in two lines; the commonest first, or the nearest where nothing can."""
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -271,7 +260,7 @@ def _draw_serving(console: Console, serving: Row) -> None:
     names = [name for name in SERVING_COLUMNS if console.width >= _WIDE or name not in _LEFT_OUT]
     for name in names:
         is_first = name == "machine"
-        table.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left", no_wrap=is_first)
+        table.add_column(name.lstrip("#="), justify="right" if name.startswith("#") else "left", no_wrap=is_first)
     for row in shown(serving):
         cells = dict(zip(SERVING_COLUMNS, serving_cells(row), strict=True))
         table.add_row(*(escape(cells[name]) for name in names))

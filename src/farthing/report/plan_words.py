@@ -89,6 +89,13 @@ def cause_of(reason: str) -> str:
     return re.sub(r" \([^()]*\)$", "", reason)
 
 
+def other_ways(view: Mapping[str, Any]) -> dict[str, str]:
+    """This machine, what is sooner, spot or not, two GPUs or one: what there is to say of each, by name."""
+    here = {} if view["here"] is None else {view["here"]["name"]: view["here"]["words"]}
+    names = {"sooner": "sooner", "spot_or_not": "spot or not", "two_or_one": "two cheap or one dear"}
+    return here | {name: view[key]["words"] for key, name in names.items() if view[key]}
+
+
 def summary(view: Mapping[str, Any]) -> str:
     """The job in one line."""
     job = view["job"]
