@@ -21,15 +21,15 @@ from farthing.report.plan_words import (
     usd_in_words,
     what_to_do,
 )
-from farthing.report.safe import escape
+from farthing.report.safe import escape, fitted_table, widest
 from farthing.units import plural, say_bytes, say_count
 
 Row = Mapping[str, Any]
 N_SHOWN = 5
 ON_COMMAND_LINE = "given on the command line: "
-_RIGHT = ("#", "$", "time", "wait")
-_SHRINKS = (("at", 6), ("machine", 12))  # columns that are cut where the terminal is narrow, and to what
-_LEAST_WHY = 40  # characters that the reason for a rank takes, or it is left out
+_NUMBERS, _WHY = ("#", "$", "time", "wait"), "why this rank"
+_CUTS = {_WHY: 40, "at": 6, "machine": 12}
+"""Columns that are cut where the terminal is narrow, and to what; the first is left out where it has no room."""
 
 
 def draw_brief(console: Console, view: Row, next_step: str = "", n_shown: int | None = None) -> None:
@@ -135,27 +135,13 @@ def _must_buy_more(row: Row) -> bool:
 
 def draw_choices(console: Console, choices: Sequence[Row]) -> None:
     """A line a choice; a column that says nothing is left out."""
-    cells = [_cells(one) for one in choices]
-    if not cells:
+    rows = [_cells(one) for one in choices]
+    if not rows:
         return
-    names = [name for name in cells[0] if any(row[name] for row in cells)]
-    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in names}
-    gap = 2 if sum(widths.values()) + 2 * (len(names) - 1) <= console.width else 1
-    over = sum(widths.values()) + gap * (len(names) - 1) - console.width
-    for name, least in _SHRINKS:
-        cut = max(0, min(over, widths[name] - least))
-        widths[name] -= cut
-        over -= cut
-    room = console.width - sum(widths.values()) - gap * len(names)
-    table = Table(box=None, padding=(0, gap, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
-    for name in names:
-        justify = "right" if name in _RIGHT else "left"
-        table.add_column(name.strip(), justify=justify, no_wrap=True, width=widths[name])  # type: ignore[arg-type]
-    if room >= _LEAST_WHY:  # as wide as is left: with a longer sentence the other columns would give way
-        table.add_column("why this rank", no_wrap=True, width=room - gap)
-    for one, row in zip(choices, cells, strict=True):
-        table.add_row(*(escape(row[name]) for name in names), *([escape(one["why"])] if room >= _LEAST_WHY else []))
-    console.print(table)
+    names = [name for name in rows[0] if name != _WHY and any(row[name] for row in rows)]
+    if sum(widest(name, rows) + 2 for name in names) + _CUTS[_WHY] <= console.width:
+        names.append(_WHY)
+    console.print(fitted_table(console.width, names, rows, _NUMBERS, _CUTS))
 
 
 def _cells(one: Row) -> dict[str, str]:
@@ -173,6 +159,7 @@ def _cells(one: Row) -> dict[str, str]:
         "range ": span(soon, late),
         "wait": span(waiting_s, waiting_s) if waiting_s >= 60 else "",
         "price, age": _price_words(one),
+        _WHY: one["why"],
     }
 
 

@@ -15,6 +15,7 @@ from farthing.report.plan_scatter import cost_against_time
 from farthing.report.plan_services import service_lines
 from farthing.report.plan_serving import COLUMNS, serving_cells, shown
 from farthing.report.plan_words import (
+    YEARS,
     break_even_words,
     comparison_names,
     has_price,
@@ -22,11 +23,11 @@ from farthing.report.plan_words import (
     machine_of,
     micro_batches_in_words,
     other_ways,
-    saved_in_words,
     say_cost,
     say_short,
     summary,
     ways_out,
+    year_rows,
 )
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
@@ -191,16 +192,8 @@ def _own(view: Row) -> str:
             words += [break_even_words(own, one) for one in own["against"]]
     text, years = page.listed("Own or buy", words), view["years"]
     if years:
-        later = years["three_years_usd"]
-        rows = [
-            (name, say_cost(usd), say_cost(later[name]), saved_in_words(years, name))
-            for name, usd in years["one_year_usd"].items()
-        ]
-        heads, caption = (
-            ("way", "#a year", "#three years", "#saved in a year"),
-            f"{years['runs_per_month']:g} runs a month",
-        )
-        text += page.heading("A project") + page.table("A project", heads, rows, caption)
+        caption = f"{years['runs_per_month']:g} runs a month"
+        text += page.heading("A project") + page.table("A project", YEARS, year_rows(years), caption)
         text += "".join(map(page.paragraph, years["notes"]))
     return text
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from farthing.planner.inputs import Study
 
 LOADS = (1.0, 0.3, 0.05)
-COLUMNS = ("machine", "=weights", "#GB", "#streams", "#tok/s", "#first token", "#answer", "#$/month on", "#$/month to zero",
+COLUMNS = ("=machine", "=weights", "#GB", "#streams", "#tok/s", "#first token", "#answer", "#$/month on", "#$/month to zero",
            "#$/M in", "#$/M out")  # fmt: skip
 _N_SHOWN = 8
 _ASKED = ("requests_per_day", "input_tokens", "output_tokens", "latency_s")

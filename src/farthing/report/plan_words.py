@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from farthing.planner.ownership import Saving
@@ -151,10 +151,16 @@ def say_short(seconds: float) -> str:
     return say_seconds(seconds) if seconds >= 1 else f"{seconds * 1000:,.1f} ms"
 
 
-def saved_in_words(years: Mapping[str, Any], name: str) -> str:
-    """`$1,620 (94%)`: what a way saves in a year against the dearest; nothing for that one."""
-    saved = years["saved_in_a_year"].get(name)
-    return f"{say_cost(saved['usd'])} ({saved['share']:.0%})" if saved and saved["usd"] and saved["share"] else ""
+YEARS = ("way", "#a year", "#three years", "#saved in a year")
+"""Heads of the rows of a project; those that begin with # are of numbers."""
+
+
+def year_rows(years: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """What each way comes to, and what it saves in a year against the dearest: `$1,620 (94%)`; nothing for that one."""
+    for name, usd in years["one_year_usd"].items():
+        saved = years["saved_in_a_year"].get(name)
+        words = f"{say_cost(saved['usd'])} ({saved['share']:.0%})" if saved and saved["usd"] and saved["share"] else ""
+        yield name, say_cost(usd), say_cost(years["three_years_usd"][name]), words
 
 
 def comparison_names(comparison: Mapping[str, Any]) -> list[str]:
