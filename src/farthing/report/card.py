@@ -17,12 +17,13 @@ from farthing.units import digits_of, plural, say_bytes, say_count
 _BEFORE_TASKS = CAUSAL_LM.name  # what the job of an older run is of, that names none
 
 
-def model_card(receipt: Receipt, step: int, *, is_merged: bool, in_form: Sequence[str] = ()) -> str:
+def model_card(receipt: Receipt, *, is_merged: bool, step: int | None = None, in_form: Sequence[str] = ()) -> str:
     """Markdown with the metadata block that the Hub reads. Local paths are shortened to their last part.
 
-    `in_form`: the lines of a section on a form that transformers does not have it in.
+    `step`: whose weights these are, where the receipt does not know it yet. `in_form`: the lines of a section on a form
+    that transformers does not have it in.
     """
-    job = receipt.job or {}
+    job, step = receipt.job or {}, step or receipt.exported_step or receipt.steps
     task, method = job.get("task", _BEFORE_TASKS), (job.get("method") or {}).get("name", "full")
     base = (job.get("model") or {}).get("model_name_or_path", "unknown")
     is_local = Path(base).is_absolute()
