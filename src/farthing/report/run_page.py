@@ -22,7 +22,7 @@ from farthing.report.page import escape
 from farthing.report.receipt import Comparison
 from farthing.report.receipt_rows import ESTIMATE, compared_rows, estimate_rows, time_and_price
 from farthing.report.receipt_types import Diagnosis, Receipt
-from farthing.report.timeline import Column, grouped
+from farthing.report.timeline import Column, group_of, grouped
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
 _STATES = {"finished": "Finished", "limit": "Stopped at a limit", "interrupted": "Interrupted", "failed": "Failed"}
@@ -314,7 +314,7 @@ def _spans(receipt: Receipt) -> str:
     rows = [
         (
             span.what,
-            ({_group_of(span.name): span.seconds}, receipt.wall_s),
+            ({group_of(span.name): span.seconds}, receipt.wall_s),
             f"{span.seconds:,.1f} s",
             page.percent(span.share),
             *([_cost(receipt, span.usd)] if receipt.usd_is_known else []),
@@ -324,10 +324,6 @@ def _spans(receipt: Receipt) -> str:
     ]
     heads = ["part", "|", "#seconds", "#share", *(["#dollars"] if receipt.usd_is_known else [])]
     return page.heading("Where each second went") + page.table("Parts of the bill", heads, rows)
-
-
-def _group_of(span: str) -> str:
-    return next(iter(grouped({span: 1.0})))
 
 
 def _estimate(receipt: Receipt) -> str:
