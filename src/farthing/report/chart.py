@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from farthing.report.page import colours, escape, key, wide
 
@@ -37,22 +37,18 @@ class Bars:
     """(where, kind, what is said of it)"""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Axes:
-    """The scales of a drawing; `is_log`: by powers of ten."""
+    """The scales of a drawing; `is_log`: by powers of ten. Ticks that are not given are round values."""
 
     x: tuple[float, float]
     y: tuple[float, float]
     say_x: Callable[[float], str]
     say_y: Callable[[float], str]
-    x_ticks: Sequence[float] = ()
-    y_ticks: Sequence[float] = field(default_factory=list)
+    x_ticks: Sequence[float] | None = None
+    y_ticks: Sequence[float] | None = None
     height: int = 300
     is_log: bool = False
-
-    def __post_init__(self) -> None:
-        self.x_ticks = self.x_ticks or ticks(*self.x, 7)
-        self.y_ticks = self.y_ticks or ticks(*self.y, 5)
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """A point of the drawing."""
@@ -123,10 +119,10 @@ def figure(title: str, caption: str, svg: Sequence[str], axes: Axes, below: str,
     name = "".join(letter if letter.isalnum() else "-" for letter in title.lower())
     bottom, right = axes.height - BOTTOM, WIDTH - RIGHT
     grid = []
-    for x in axes.x_ticks:
+    for x in ticks(*axes.x, 7) if axes.x_ticks is None else axes.x_ticks:
         at = axes.to_x(x)
         grid += [words_at("axis", at, bottom + 18, axes.say_x(x), "middle"), line("grid", at, TOP, at, bottom)]
-    for y in axes.y_ticks:
+    for y in ticks(*axes.y, 5) if axes.y_ticks is None else axes.y_ticks:
         at = axes.to_y(y)
         grid += [words_at("axis", LEFT - 8, at + 4, axes.say_y(y), "end"), line("grid", LEFT, at, right, at)]
     drawing = (

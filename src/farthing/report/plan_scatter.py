@@ -128,7 +128,8 @@ def cost_against_time(rows: Sequence[Row], best: Row) -> str:
     for label in place_labels(wanted, dots, (chart.LEFT + 2, chart.TOP, right, bottom)):
         svg += _label_words(label)
     n_hidden = len(rows) - len(shown)
-    hidden = f" {plural(n_hidden, 'choice')} without a price is not drawn." if n_hidden else ""
+    are = "is" if n_hidden == 1 else "are"
+    hidden = f" {plural(n_hidden, 'choice')} without a price {are} not drawn." if n_hidden else ""
     caption = (
         "Both axes are logarithmic. The line joins the choices that no other choice beats on both cost and time; crosses "
         f"are their ranges, which hold for 4 of 5 runs.{hidden}"

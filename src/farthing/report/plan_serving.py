@@ -16,7 +16,7 @@ from farthing.planner.serving import (
     Traffic,
     serve,
 )
-from farthing.report.plan_words import machine_of, say_cost
+from farthing.report.plan_words import LOCAL, OWN, machine_of, say_cost
 from farthing.units import say_seconds
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ def _answer(rows: list[Json], traffic: Traffic) -> str:
     best = rows[0]
     on, zero = best["always_on_usd_per_month"], best["to_zero_usd_per_month"]
     machines = f"{best['n_machines']} machines of " if best["n_machines"] > 1 else ""
-    where = f"{machines}{best['machine']} at {best['provider']} in {best['precision']}"
+    at = {OWN: " of your own", LOCAL: f" of {LOCAL}"}.get(best["provider"], f" at {best['provider']}")
+    where = f"{machines}{best['machine']}{at} in {best['precision']}"
     way = "always on" if on <= zero else "going to zero between answers"
     other = f"going to zero {say_cost(zero)}" if on <= zero else f"always on {say_cost(on)}"
     return (
