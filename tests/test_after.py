@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,27 +93,22 @@ def evaluation_set(run: Path) -> evaluation.Measure:
     """The held-out examples of a run."""
     from farthing.after.held_out import held_out_of
 
-    return evaluation.OnExamples(held_out_of(run))
+    return evaluation.on_examples(held_out_of(run))
 
 
-class TwoTasks(evaluation.OnExamples):
-    """The same examples as two tasks, of which the second can be torn."""
+def two_tasks(run: Path, asked: list[str], *, is_torn: bool = False, **others: Any) -> evaluation.Measure:
+    """The same examples as two tasks, of which the second can be torn; `asked` becomes what was measured."""
+    whole = evaluation_set(run)
 
-    kept_in = "standard_tasks.json"
-    is_torn = True
-
-    def __init__(self, run: Path) -> None:
-        from farthing.after.held_out import held_out_of
-
-        super().__init__(held_out_of(run))
-        self.parts, self.asked, self.better = ["one", "two"], [], {"one loss": False, "two loss": False}
-
-    def measure(self, model: Any, part: str, progress: Any) -> dict[str, Any]:
-        """The loss, under the name of the part."""
-        self.asked.append(part)
-        if part == "two" and self.is_torn:
+    def measured(model: Any, part: str, progress: Any) -> dict[str, Any]:
+        asked.append(part)
+        if part == "two" and is_torn:
             raise KeyboardInterrupt
-        return {f"{part} loss": super().measure(model, part, progress)["loss"]}
+        return {f"{part} loss": whole.of_part(model, part, progress)["loss"]}
+
+    better = {"one loss": False, "two loss": False}
+    tasks = {"parts": ("one", "two"), "better": better, "of_part": measured, "kept_in": "standard_tasks.json"}
+    return replace(whole, **{**tasks, **others})
 
 
 def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(
@@ -120,22 +116,19 @@ def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(
 ) -> None:
     run = run_of(tmp_path, "llama")
     assert main(["eval", str(run), "--base"]) == 0
-    first = TwoTasks(run)
     quiet: evaluation.Progress = lambda side, done, total: None  # noqa: E731
     with pytest.raises(KeyboardInterrupt):
-        evaluation.evaluate_run(run, first, with_base=False, progress=quiet)
-    again = TwoTasks(run)
-    again.is_torn = False
-    found = evaluation.evaluate_run(run, again, with_base=True, progress=quiet)
-    assert again.asked == ["one", "two", "two"], "of the tuned model one was done"
+        evaluation.evaluate_run(run, two_tasks(run, [], is_torn=True), with_base=False, progress=quiet)
+    asked: list[str] = []
+    found = evaluation.evaluate_run(run, two_tasks(run, asked), with_base=True, progress=quiet)
+    assert asked == ["one", "two", "two"], "of the tuned model one was done"
     assert found["gains"]["two loss"]["gain"] == pytest.approx(found["base"]["two loss"] - found["tuned"]["two loss"])
     receipt = build_receipt(run)
     assert receipt.evaluation is not None
     assert receipt.standard_tasks is not None
     card = (run / "model" / "README.md").read_text()
     assert card.index("## Before and after\n") < card.index("## Before and after, by standard tasks")
-    others = TwoTasks(run)
-    others.is_torn, others.what = False, "other tasks"
+    others = two_tasks(run, [], what="other tasks")
     more = evaluation.evaluate_run(run, others, with_base=False, progress=quiet)
     spent = (kept(run / "standard_tasks.json") or {})["spent_usd"]
     assert spent == pytest.approx(found["usd"] + more["usd"]), "what others have cost counts for the cap"
@@ -143,9 +136,7 @@ def test_tasks_are_kept_one_by_one_beside_the_examples_and_shown(
     values["limits"]["max_usd"] = receipt.usd + receipt.evaluation["usd"] + found["usd"]
     (run / "job.json").write_text(json.dumps(values))
     workshop.change_facts(run, job_sha256=None)
-    again = TwoTasks(run)
-    again.parts = ["one", "two", "three"]
-    again.what = "three tasks"
+    again = two_tasks(run, [], what="three tasks", parts=("one", "two", "three"))
     with pytest.raises(UserMistake, match="all that its job allows"):
         evaluation.evaluate_run(run, again, with_base=False, progress=quiet)
 

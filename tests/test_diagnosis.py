@@ -19,7 +19,7 @@ from farthing.report.diagnosis import CHECKS, diagnose
 from farthing.report.receipt import build_receipt
 from farthing.report.receipt_table import draw_diagnosis
 from farthing.report.receipt_types import Diagnosis, Finding, Receipt, Span
-from farthing.report.timeline import grouped
+from farthing.report.timeline import OF_SPAN, grouped, seconds_of
 from farthing.train import fixed_share
 from farthing.train.work import Work
 from workshop import job_file, make_job, train
@@ -260,3 +260,11 @@ def test_lengths_of_nothing_are_no_error() -> None:
     import numpy as np
 
     assert "longest" not in Work(np.empty(0, np.int64), {}).facts()
+
+
+def test_every_span_of_the_bill_belongs_to_a_group_and_to_a_part_of_the_estimate() -> None:
+    assert list(OF_SPAN) == list(SPANS)
+    seconds = dict.fromkeys(SPANS, 1.0) | {"of another version": 1.0}
+    assert sum(grouped(seconds).values()) == len(seconds)
+    parts = {part for _, part in OF_SPAN.values() if part}
+    assert sum(seconds_of(part, seconds) for part in parts) == len(SPANS) - 1, "all but details that are lost"

@@ -172,6 +172,14 @@ def test_a_page_when_nothing_fits(tmp_path: Path) -> None:
     assert read.count("svg") == 0
 
 
+def test_choices_between_two_times_that_have_a_name_are_drawn(view: dict[str, Any]) -> None:
+    """Between three months and a year no time is named."""
+    hours = {"hours": 4400.0, "hours_range": [4390.0, 4400.0, 4410.0], "wall_s": 4400.0 * 3600}
+    rows = [{**row, **hours} for row in view["plans"][:5]]
+    read = Read(plan_page({**view, "plans": rows, "best": rows[0]}))
+    assert sum(tag == "circle" for tag, _ in read.tags) == len(rows)
+
+
 # ---- labels ----
 
 

@@ -77,24 +77,11 @@ class Settings:
         """What `to_json` or an earlier version wrote; other keys are passed over. Raises `ValueError`."""
         known = renamed(values)
         found = cls(**{field.name: known[field.name] for field in fields(cls) if field.name in known})
-        cut = (found.micro_batch_tokens, found.least_tokens, found.more_tokens)
-        numbers = (*cut, found.checkpoint_every, found.tile_tokens or 1, found.lanes or 1)
-        flags = (
-            found.caches_frozen,
-            found.shares_prefix,
-            found.packed,
-            found.reads_first,
-            found.own_kernels,
-            found.compiled,
-            found.lane_by_lane,
-            found.probed,
-        )
-        if (
-            any(type(number) is not int or number < 0 for number in numbers)
-            or any(flag not in (None, True, False) for flag in flags)
-            or any(not isinstance(word, str | None) for word in (found.kernels, found.precision))
-        ):
-            raise ValueError(f"these are no settings: {found}")
+        for each in fields(cls):
+            value, (kind, _, optional) = getattr(found, each.name), str(each.type).partition(" | ")
+            is_fine = type(value).__name__ == kind and (kind != "int" or value >= 0)
+            if not (is_fine or (optional and value is None)):
+                raise ValueError(f"these are no settings: {found}")
         return found
 
     @property

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,49 +29,39 @@ Progress = Callable[[str, int, int], None]
 SIDES = ("base", "tuned")
 
 
-class Measure(Protocol):
+@dataclass(frozen=True)
+class Measure:
     """What a model is measured by, in parts that are kept as soon as each is done."""
 
     job: Job
-    parts: list[str]
-    dtype: torch.dtype
-    """That the model is loaded in."""
-    precision: str
-    n_examples: int | None
+    what: str
+    """In words."""
+    sha256: str
+    """Identity of what is measured."""
+    of_part: Callable[[Any, str, Callable[[int, int], None]], Metrics]
+    """(model, part, progress) -> figures by name"""
+    better: Mapping[str, bool]
+    """Metrics that have a better and a worse: whether greater is better. May be known only when they are measured."""
     kept_in: str
     """File of the run folder."""
-
-    @property
-    def what(self) -> str:
-        """In words."""
-
-    @property
-    def sha256(self) -> str:
-        """Identity of what is measured."""
-
-    @property
-    def better(self) -> Mapping[str, bool]:
-        """Metrics that have a better and a worse: whether greater is better."""
-
-    def measure(self, model: Any, part: str, progress: Callable[[int, int], None]) -> Metrics:
-        """Figures of a part, by name."""
+    parts: Sequence[str] = ("",)
+    n_examples: int | None = None
+    dtype: torch.dtype = torch.float32
+    """That the model is loaded in."""
+    precision: str = "fp32"
 
 
-class OnExamples:
+def on_examples(held_out: HeldOut) -> Measure:
     """Loss and the task's metrics on held-out examples, in one part."""
+    numerics, better = held_out.numerics(), task_of(held_out.job.task).metrics
 
-    kept_in: str = EVALUATION
-    n_examples: int | None
+    def measured(model: Any, part: str, progress: Callable[[int, int], None]) -> Metrics:
+        return held_out.measure(model, numerics, generates=True, emit=progress)
 
-    def __init__(self, held_out: HeldOut) -> None:
-        self.job, self._held_out, self._numerics = held_out.job, held_out, held_out.numerics()
-        self.parts, self.n_examples = [""], len(held_out.indices)
-        self.dtype, self.precision = self._numerics.base_dtype, self._numerics.name
-        self.what, self.sha256, self.better = held_out.what, held_out.sha256, task_of(held_out.job.task).metrics
-
-    def measure(self, model: Any, part: str, progress: Callable[[int, int], None]) -> Metrics:
-        """See `HeldOut.measure`."""
-        return self._held_out.measure(model, self._numerics, generates=True, emit=progress)
+    return Measure(
+        held_out.job, held_out.what, held_out.sha256, measured, better, EVALUATION,
+        n_examples=len(held_out.indices), dtype=numerics.base_dtype, precision=numerics.name,
+    )  # fmt: skip
 
 
 def evaluate_run(
@@ -100,7 +91,7 @@ def evaluate_run(
             started_s = time.monotonic()
             if model is None:
                 model = makers[side](run, by.dtype, trust_remote_code=trust_remote_code)
-            figures = by.measure(model, part, functools.partial(progress, side))
+            figures = by.of_part(model, part, functools.partial(progress, side))
             found[side] = found.get(side, {}) | figures
             found["done"].append([side, part])
             usd = (time.monotonic() - started_s) / 3600 * by.job.usd_per_hour

@@ -27,7 +27,6 @@ from farthing.export.folders import (
     export_run,
     refuse_used,
     save_tokenizer,
-    step_of,
     trusted_job,
     whole_model,
 )
@@ -109,8 +108,7 @@ def export_quantized(run: Path, folder: Path, wish: Wish) -> Json:
             _refuse_far(verdict, wish)
             public = {key: value for key, value in said.items() if key != "folder"}  # no path of this machine
             (draft / "export.json").write_text(json.dumps(public, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            receipt = build_receipt(run)
-            card = model_card(receipt, step_of(receipt), is_merged=True, in_form=_on_card(said, verdict))
+            card = model_card(build_receipt(run), is_merged=True, in_form=_on_card(said, verdict))
             (draft / CARD).write_text(card, encoding="utf-8")
 
         install_folder(folder, fill)

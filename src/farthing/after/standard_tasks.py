@@ -4,65 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from farthing.after.evaluation import Measure
 from farthing.after.held_out import job_of
-from farthing.config.job import Job
 from farthing.durability.run_folder import MODEL, STANDARD_TASKS
 from farthing.errors import UserMistake
+from farthing.metrics import Metrics
 from farthing.model.load import ModelChoice, load_tokenizer
 from farthing.tasks.registry import task_of
 
 
-@dataclass
-class StandardTasks:
-    """Tasks that a model is measured by, one after the other. See `evaluation.Measure`."""
-
-    job: Job
-    parts: list[str]
-    """Names of the tasks."""
-    tokenizer: Any
-    manager: Any
-    limit: int | None
-    sha256: str
-    """Identity of the tasks: lm-eval's version, their names, and the files of those that are not its own."""
-    kept_in: str = STANDARD_TASKS
-    dtype: torch.dtype = torch.float32
-    precision: str = "fp32"
-    n_examples: int | None = None
-    better: dict[str, bool] = field(default_factory=dict)
-
-    @property
-    def what(self) -> str:
-        """In words."""
-        few = f", at most {self.limit:,} examples of each" if self.limit else ""
-        return f"standard tasks: {', '.join(self.parts)}{few}"
-
-    def measure(self, model: Any, part: str, progress: Callable[[int, int], None]) -> dict[str, Any]:
-        """lm-eval's figures of one task, and what they say of the direction in which they are better."""
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-
-        progress(self.parts.index(part), len(self.parts))
-        model.to("cuda" if torch.cuda.is_available() else "cpu")
-        asked = HFLM(pretrained=model, tokenizer=self.tokenizer)
-        found = lm_eval.simple_evaluate(model=asked, tasks=[part], limit=self.limit, task_manager=self.manager)
-        for name, metrics in found["higher_is_better"].items():
-            self.better |= {f"{name} {metric}": better for metric, better in metrics.items() if better is not None}
-        progress(self.parts.index(part) + 1, len(self.parts))
-        return {
-            f"{name} {metric.removesuffix(',none')}": float(value)
-            for name, metrics in found["results"].items()
-            for metric, value in metrics.items()
-            if isinstance(value, float)
-        }
-
-
-def standard_tasks(run: Path, names: list[str], limit: int | None, *, trust_remote_code: bool = False) -> StandardTasks:
+def standard_tasks(run: Path, names: list[str], limit: int | None, *, trust_remote_code: bool = False) -> Measure:
     """The tasks of these names, and those in folders among them. Raises `UserMistake` without lm-eval, or for unknown ones."""
     try:
         import lm_eval
@@ -94,4 +50,25 @@ def standard_tasks(run: Path, names: list[str], limit: int | None, *, trust_remo
     for path in sorted(path for folder in folders for path in Path(folder).rglob("*") if path.is_file()):
         identity.update(path.read_bytes())
     tokenizer = load_tokenizer(ModelChoice(str(run / MODEL)), None)
-    return StandardTasks(job, names, tokenizer, manager, limit, identity.hexdigest())
+    better: dict[str, bool] = {}
+
+    def measured(model: Any, part: str, progress: Callable[[int, int], None]) -> Metrics:
+        """lm-eval's figures of one task; it says with them in which direction they are better."""
+        from lm_eval.models.huggingface import HFLM
+
+        progress(names.index(part), len(names))
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
+        asked = HFLM(pretrained=model, tokenizer=tokenizer)
+        found = lm_eval.simple_evaluate(model=asked, tasks=[part], limit=limit, task_manager=manager)
+        for name, metrics in found["higher_is_better"].items():
+            better.update({f"{name} {metric}": is_so for metric, is_so in metrics.items() if is_so is not None})
+        progress(names.index(part) + 1, len(names))
+        return {
+            f"{name} {metric.removesuffix(',none')}": float(value)
+            for name, metrics in found["results"].items()
+            for metric, value in metrics.items()
+            if isinstance(value, float)
+        }
+
+    what = f"standard tasks: {', '.join(names)}" + (f", at most {limit:,} examples of each" if limit else "")
+    return Measure(job, what, identity.hexdigest(), measured, better, STANDARD_TASKS, names)

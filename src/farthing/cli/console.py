@@ -6,9 +6,10 @@ import contextlib
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
-from farthing.errors import JobError
+from farthing.errors import JobError, UserMistake
 from farthing.printable import printable_lines
 
 
@@ -40,6 +41,15 @@ def print_json(value: Any) -> None:
         print(json.dumps(value, indent=1, allow_nan=False), flush=True)
     except BrokenPipeError:
         discard(sys.stdout)
+
+
+def write_page(path: Path, text: str) -> None:
+    """A page for a browser. Raises `UserMistake` where it can't be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        what = f"the page can't be written: {error.strerror}"
+        raise UserMistake(what, where=str(path), to_do="name another file") from error
 
 
 def rich_console(*, stderr: bool = False, goes_on: bool = False) -> Any:

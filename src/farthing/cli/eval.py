@@ -44,17 +44,17 @@ def run(arguments: argparse.Namespace) -> int:
 def _measured(folder: Path, arguments: argparse.Namespace) -> Json:
     from rich.progress import Progress
 
-    from farthing.after.evaluation import Measure, OnExamples, evaluate_run
+    from farthing.after.evaluation import evaluate_run, on_examples
     from farthing.after.held_out import held_out_of
     from farthing.after.standard_tasks import standard_tasks
 
     trust = arguments.trust_remote_code
     if arguments.tasks:
         names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
-        by: Measure = standard_tasks(folder, names, arguments.limit, trust_remote_code=trust)
+        by = standard_tasks(folder, names, arguments.limit, trust_remote_code=trust)
     else:
         data = None if arguments.data is None else Path(arguments.data)
-        by = OnExamples(held_out_of(folder, data, arguments.limit, trust_remote_code=trust))
+        by = on_examples(held_out_of(folder, data, arguments.limit, trust_remote_code=trust))
     with Progress(console=rich_console(stderr=True), transient=True, disable=arguments.json) as bars:
         shown = {side: bars.add_task(side, total=None) for side in ("base", "tuned")}
         return evaluate_run(

@@ -75,8 +75,8 @@ def _publish(run: Path, arguments: argparse.Namespace) -> Json:
     from farthing.export.publish import announce, noted, publish, wanted_at
     from farthing.report.receipt import leave_receipt
 
-    wanted = wanted_at(arguments.push, is_private=not arguments.public, where="--push")
     output, form = Path(arguments.output), " ".join(filter(None, (arguments.format, arguments.bits, arguments.dtype)))
+    wanted = wanted_at(arguments.push, output, form, is_private=not arguments.public, where="--push")
     if noted(run, output, form):
         n_bytes = bytes_below(output)
         written = {"folder": str(output), "format": arguments.format, "bytes": n_bytes}
@@ -84,10 +84,10 @@ def _publish(run: Path, arguments: argparse.Namespace) -> Json:
             written |= read_json(said)
     else:
         refuse_used(output)
-        announce(run, output, form, wanted)
+        announce(run, wanted)
         written = _write(run, arguments)
     try:
-        return written | {"published": publish(run, output, form, wanted).to_json()}
+        return written | {"published": publish(run, wanted).to_json()}
     finally:
         leave_receipt(run)
 

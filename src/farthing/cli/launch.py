@@ -159,17 +159,10 @@ def _do(session: Any, arguments: argparse.Namespace) -> int:
         return code
     for row in standing["machines"]:
         parts = ", ".join(f"{name} {say_usd(usd)}" for name, usd in row["usd_of"].items() if usd)
-        print(
-            printable(
-                f"{row['name']}  {row['provider']} {row['instance']}  {say_usd(row['usd'])}  ({parts})  {row['why']}"
-            )
-        )
-    where = (
-        f"; `farthing report {printable(standing['run'])}` has the receipt"
-        if (session.folder / LEDGER).exists()
-        else ""
-    )
-    print(f"{say_usd(standing['usd'])} in all{where}")
+        _say(f"{row['name']}  {row['provider']} {row['instance']}  {say_usd(row['usd'])}  ({parts})  {row['why']}")
+    has_receipt = (session.folder / LEDGER).exists()
+    where = f"; `farthing report {standing['run']}` has the receipt" if has_receipt else ""
+    _say(f"{say_usd(standing['usd'])} in all{where}")
     if code == EXIT_LIMIT:
         write("farthing: stopped by a limit; raise it and launch again to go on")
     return code
@@ -183,22 +176,25 @@ def _show_standing(session: Any, *, as_json: bool) -> int:
         print_json(standing)
         return EXIT_FINISHED
     for row in standing["machines"]:
-        print(
-            printable(
-                f"{row['name']}  {row['state']:8} {row['provider']} {row['instance']}  {say_seconds(row['wall_s'])}  "
-                f"{say_usd(row['usd'])}  {row['why']}"
-            )
+        _say(
+            f"{row['name']}  {row['state']:8} {row['provider']} {row['instance']}  {say_seconds(row['wall_s'])}  "
+            f"{say_usd(row['usd'])}  {row['why']}"
         )
     if not standing["machines"]:
         print(NOTHING_YET)
     strays = sorted(set(standing["there_now"] or {}) - {row["name"] for row in standing["machines"]})
     for name in strays:
-        print(printable(f"{name}  there, and in no line of this folder: --stop destroys it"))
+        _say(f"{name}  there, and in no line of this folder: --stop destroys it")
     if standing["not_known"]:
-        print(printable(f"not asked: {standing['not_known']}"))
+        _say(f"not asked: {standing['not_known']}")
     if standing["committed_step"] is not None:
         print(f"saved up to step {standing['committed_step']:,}; {say_usd(standing['usd'])} so far")
     return EXIT_FINISHED
+
+
+def _say(text: str) -> None:
+    """A line, which may have names of others in it, to stdout."""
+    print(printable(text))
 
 
 def _token_sets(job: Any) -> list[Path]:

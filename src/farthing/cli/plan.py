@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from farthing.cli.console import complain, print_json, rich_console
+from farthing.cli.console import complain, print_json, rich_console, write_page
 from farthing.cli.parser import add_job_arguments
 from farthing.errors import EXIT_FINISHED, EXIT_MISTAKE, UserMistake
 from farthing.printable import printable
@@ -98,8 +98,6 @@ def _view(arguments: argparse.Namespace) -> View:
 
     from farthing.planner.inputs import Asked, study_job
     from farthing.planner.preflight import load_job_or_tell_all, look_over
-    from farthing.report.plan_services import paid_view
-    from farthing.report.plan_types import plain
     from farthing.report.plan_view import plan_view
 
     with_data = arguments.examples is None
@@ -121,8 +119,7 @@ def _view(arguments: argparse.Namespace) -> View:
         torch=arguments.torch,
     )
     study = study_job(job, asked, now=now)
-    view = plan_view(study, runs, figures, traffic, arguments.runs)
-    return {**view, "paid": plain(paid_view(view["best"], _dollars(arguments.paid, "--paid")))}
+    return plan_view(study, runs, figures, traffic, arguments.runs, _dollars(arguments.paid, "--paid"))
 
 
 def _impossible(arguments: argparse.Namespace, view: View) -> UserMistake:
@@ -144,7 +141,9 @@ def _show(arguments: argparse.Namespace, view: View, impossible: UserMistake | N
     if pair:
         view = {**view, "comparison": compare_plans(*pair)}
     if arguments.html is not None:
-        _write_page(Path(arguments.html), view)
+        from farthing.report.plan_page import plan_page
+
+        write_page(Path(arguments.html), plan_page(view))
     if arguments.json:
         if arguments.limit:
             view = {**view, "plans": view["plans"][: arguments.limit]}
@@ -245,13 +244,3 @@ def _check_page_path(path: Path) -> None:
         raise UserMistake("is a folder", where=f"--html {path}", to_do="name a file, such as plan.html")
     if not path.parent.is_dir():
         raise UserMistake("no such folder", where=f"--html {path.parent}", to_do="make it first")
-
-
-def _write_page(path: Path, view: View) -> None:
-    from farthing.durability.files import write_text
-    from farthing.report.plan_page import plan_page
-
-    try:
-        write_text(path, plan_page(view))
-    except OSError as error:
-        raise UserMistake(f"can't be written: {error.strerror}", where=str(path), to_do="check the path") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from farthing.cli.console import complain, print_json, rich_console, write
+from farthing.cli.console import complain, print_json, rich_console, write, write_page
 from farthing.errors import EXIT_FINISHED, UserMistake
 
 
@@ -36,8 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         from farthing.report.run_page import compared_page, run_page
 
-        page = compared_page(receipts, comparisons) if comparisons else run_page(receipts[0])
-        _write_page(Path(arguments.html), page)
+        write_page(Path(arguments.html), compared_page(receipts, comparisons) if comparisons else run_page(receipts[0]))
+        write(f"wrote {arguments.html}")
     if arguments.json:
         model = {"model_damage": damage[arguments.folder]}
         print_json(comparisons[0].to_json() if comparisons else receipts[0].to_json() | model)
@@ -50,13 +50,3 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             draw_receipt(rich_console(), receipts[0])
     return EXIT_FINISHED
-
-
-def _write_page(path: Path, page: str) -> None:
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserMistake(
-            f"the page can't be written: {error.strerror}", where=str(path), to_do="name another file"
-        ) from error
-    write(f"wrote {path}")

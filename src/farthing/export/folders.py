@@ -71,7 +71,7 @@ def export_model(
         finally:
             model.config.use_cache = False
         save_tokenizer(tokenizer, draft)
-        (draft / CARD).write_text(model_card(receipt, step, is_merged=False), encoding="utf-8")
+        (draft / CARD).write_text(model_card(receipt, step=step, is_merged=False), encoding="utf-8")
         seal_export(draft)
 
     install_folder(folder, fill)
@@ -86,12 +86,7 @@ def write_card(run: Path, receipt: Receipt) -> None:
     """Bring the card of a run's exported model up to its receipt. Nothing is done where no model is. Raises `OSError`."""
     folder = run / MODEL
     if folder.is_dir() and not folder.is_symlink():
-        write_text(folder / CARD, model_card(receipt, step_of(receipt), is_merged=False))
-
-
-def step_of(receipt: Receipt) -> int:
-    """The step whose weights were exported."""
-    return receipt.exported_step or receipt.steps
+        write_text(folder / CARD, model_card(receipt, is_merged=False))
 
 
 def _in_one_order(path: Path) -> None:
@@ -168,8 +163,7 @@ def _copy_adapter(run: Path, source: Path, draft: Path) -> None:
     shutil.copytree(source, draft, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
     if (draft / "config.json").exists():
         (draft / "config.json").rename(draft / MODEL_CONFIG)
-    receipt = build_receipt(run)
-    (draft / CARD).write_text(model_card(receipt, step_of(receipt), is_merged=False), encoding="utf-8")
+    (draft / CARD).write_text(model_card(build_receipt(run), is_merged=False), encoding="utf-8")
 
 
 def trusted_job(run: Path, trust_remote_code: bool) -> Json:
@@ -267,7 +261,7 @@ def _write_merged(run: Path, source: Path, folder: Path, dtype: str | None, trus
         model.config.use_cache = True
         model.save_pretrained(draft, safe_serialization=True)
         save_tokenizer(tokenizer, draft)
-        (draft / CARD).write_text(model_card(receipt, step_of(receipt), is_merged=True), encoding="utf-8")
+        (draft / CARD).write_text(model_card(receipt, is_merged=True), encoding="utf-8")
         model.to("meta")  # its memory is for the copy that is read back
         written = _read(draft, job, "auto", trust_remote_code)
         refuse_other_answers(answers(written, examples), expected, written.dtype, job["model"]["model_name_or_path"])

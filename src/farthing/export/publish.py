@@ -29,23 +29,15 @@ class NotPublished(FarthingError):
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Where a model shall go."""
-
-    name: str
-    """`owner/name`, or a name alone for the token's owner."""
-    is_private: bool = True
-
-
-@dataclass(frozen=True)
 class Publication:
     """A folder of this machine, and what it has become on the Hub; `commit` is empty until the Hub has taken it."""
 
     to: str
+    """`owner/name`, or a name alone for the token's owner."""
     folder: str
     form: str
     content: str
-    """Digest of its files."""
+    """Digest of its files; empty until they are written."""
     is_private: bool
     commit: str = ""
     url: str = ""
@@ -55,8 +47,11 @@ class Publication:
         return asdict(self)
 
 
-def wanted_at(address: str, *, is_private: bool, where: str) -> Wanted:
-    """`hub:owner/name` or `owner/name`. Raises `UserMistake` for what is no name, and where there is no token."""
+def wanted_at(address: str, folder: Path, form: str, *, is_private: bool, where: str) -> Publication:
+    """A folder that shall go to `hub:owner/name` or `owner/name`.
+
+    Raises `UserMistake` for what is no name, and where there is no token.
+    """
     name = address.removeprefix(PREFIX)
     parts = name.split("/")
     if len(parts) > 2 or not all(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}", part) for part in parts):
@@ -65,7 +60,7 @@ def wanted_at(address: str, *, is_private: bool, where: str) -> Wanted:
         raise UserMistake(
             "there is no token for the Hub", where=where, to_do=f"set {TOKENS[0]} in the environment, never in the job"
         )
-    return Wanted(name, is_private)
+    return Publication(name, str(folder.resolve()), form, "", is_private)
 
 
 def _token() -> str:
@@ -95,50 +90,45 @@ def noted(run: Path, folder: Path, form: str) -> Publication | None:
     return found if found.content in ("", content_of(folder)) else None
 
 
-def announce(run: Path, folder: Path, form: str, wanted: Wanted) -> None:
-    """Note that a folder, which is about to be written, is to be published. Raises `OSError`."""
-    _note(run, Publication(wanted.name, str(folder.resolve()), form, "", wanted.is_private))
-
-
-def _note(run: Path, note: Publication) -> None:
+def announce(run: Path, note: Publication) -> None:
+    """Note that a folder, which may be yet to be written, is to be published, or was. Raises `OSError`."""
     others = [one for one in publications(run) if (one.folder, one.form) != (note.folder, note.form)]
     keep(run / PUBLISHED, {"kind": "farthing publications", "publications": [asdict(one) for one in [*others, note]]})
 
 
-def publish(run: Path, folder: Path, form: str, wanted: Wanted) -> Publication:
+def publish(run: Path, wanted: Publication) -> Publication:
     """Send a folder to the Hub and note the commit. Raises `NotPublished`, `UserMistake`."""
-    note = Publication(wanted.name, str(folder.resolve()), form, content_of(folder), wanted.is_private)
-    _note(run, note)
+    note = replace(wanted, content=content_of(Path(wanted.folder)))
+    announce(run, note)
     try:
-        repository, commit, url = _send(run, folder, form, wanted)
+        sent = _sent(run, note)
     except FarthingError:
         raise
     except Exception as error:  # of the client: refused, not reached, cut off
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".replace(_token(), "...")
         raise NotPublished(
-            f"the Hub has not taken the model ({why}); it is whole in {folder}",
-            where=f"{PREFIX}{wanted.name}",
+            f"the Hub has not taken the model ({why}); it is whole in {note.folder}",
+            where=f"{PREFIX}{note.to}",
             to_do="run the same command again: it sends what is missing",
         ) from error
-    sent = replace(note, to=repository, commit=commit, url=url)
-    _note(run, sent)
+    announce(run, sent)
     return sent
 
 
-def _send(run: Path, folder: Path, form: str, wanted: Wanted) -> tuple[str, str, str]:
-    """(repository, commit, address)."""
+def _sent(run: Path, note: Publication) -> Publication:
+    """The same with the commit that it has become."""
     from huggingface_hub import HfApi
 
     api: Any = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=_token(), library_name="farthing")
-    repository = api.create_repo(wanted.name, private=wanted.is_private, exist_ok=True).repo_id
-    if wanted.is_private and not api.model_info(repository).private:
+    repository = api.create_repo(note.to, private=note.is_private, exist_ok=True).repo_id
+    if note.is_private and not api.model_info(repository).private:
         raise UserMistake(
             "this repository can be read by everyone, and a private one was asked for; nothing was sent",
             where=f"{PREFIX}{repository}",
             to_do="name another one, or say --public (train.hub_private_repo: false)",
         )
-    message = f"{form} model of the run {run.resolve().name}"
+    message = f"{note.form} model of the run {run.resolve().name}"
     done = api.upload_folder(
-        repo_id=repository, folder_path=folder, commit_message=message, ignore_patterns=list(LEFT_OUT)
+        repo_id=repository, folder_path=note.folder, commit_message=message, ignore_patterns=list(LEFT_OUT)
     )
-    return repository, done.oid, str(done.commit_url)
+    return replace(note, to=repository, commit=done.oid, url=str(done.commit_url))

@@ -9,6 +9,7 @@ from farthing.config.job import Job
 from farthing.durability.files import Json
 from farthing.printable import printable
 from farthing.report.receipt import Receipt
+from farthing.report.receipt_rows import CLASSES, class_rows
 from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.registry import task_of
 from farthing.units import digits_of, plural, say_bytes, say_count
@@ -16,12 +17,13 @@ from farthing.units import digits_of, plural, say_bytes, say_count
 _BEFORE_TASKS = CAUSAL_LM.name  # what the job of an older run is of, that names none
 
 
-def model_card(receipt: Receipt, step: int, *, is_merged: bool, in_form: Sequence[str] = ()) -> str:
+def model_card(receipt: Receipt, *, is_merged: bool, step: int | None = None, in_form: Sequence[str] = ()) -> str:
     """Markdown with the metadata block that the Hub reads. Local paths are shortened to their last part.
 
-    `in_form`: the lines of a section on a form that transformers does not have it in.
+    `step`: whose weights these are, where the receipt does not know it yet. `in_form`: the lines of a section on a form
+    that transformers does not have it in.
     """
-    job = receipt.job or {}
+    job, step = receipt.job or {}, step or receipt.exported_step or receipt.steps
     task, method = job.get("task", _BEFORE_TASKS), (job.get("method") or {}).get("name", "full")
     base = (job.get("model") or {}).get("model_name_or_path", "unknown")
     is_local = Path(base).is_absolute()
@@ -70,12 +72,8 @@ def _measured(metrics: Json) -> list[str]:
     if numbers:
         lines += ["", "## Evaluation", "", f"On {metrics.get('n_examples', 0):,} held-out examples."]
         lines += _table("metric", "value", rows=numbers)
-    if classes := metrics.get("per_class"):
-        rows = [
-            (_cell(name), f"{row['precision']:.3f}", f"{row['recall']:.3f}", f"{row['f1']:.3f}", str(row["n"]))
-            for name, row in classes.items()
-        ]
-        lines += _table("class", "precision", "recall", "F1", "examples", rows=rows)
+    if rows := class_rows(metrics):
+        lines += _table(*(head.lstrip("#") for head in CLASSES), rows=[(_cell(name), *row) for name, *row in rows])
     return lines
 
 

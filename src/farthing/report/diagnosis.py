@@ -22,18 +22,18 @@ EVALUATION_SHARE, SAVE_SHARE, START_SHARE = 0.05, 0.02, 0.15
 FEW_EVALUATIONS = 3
 """Fewer say little of where a run goes: where they take too much, the examples are too many, not the evaluations."""
 MFU_TARGET = 0.40
-_START = ("start_up", "load_model", "restore", "prefix", "probe", "compile")
 _START_FIXES = {
-    "compile": ("train.torch_compile=false", "layers are compiled for longer than it gains in so short a run"),
-    "probe": ("train.probe=false", "settings are probed for longer than it gains in so short a run"),
+    "start_up": ("", "use an image in which the packages are installed, and train more in one run"),
     "load_model": ("", "keep the model on a local disk (HF_HOME, or model.model_name_or_path of a folder there)"),
+    "restore": ("", "keep output_dir on a local disk, or the store in the region of the machine"),
     "prefix": (
         "",
         "keep cache_dir on a disk that outlives the machine: frozen layers are then computed once for all runs",
     ),
-    "restore": ("", "keep output_dir on a local disk, or the store in the region of the machine"),
-    "start_up": ("", "use an image in which the packages are installed, and train more in one run"),
+    "probe": ("train.probe=false", "settings are probed for longer than it gains in so short a run"),
+    "compile": ("train.torch_compile=false", "layers are compiled for longer than it gains in so short a run"),
 }
+"""The spans of a start in their order, and what is to be done where one of them takes long."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def _evaluation(run: _Run) -> Iterator[_Cost]:
 
 def _start_up(run: _Run) -> Iterator[_Cost]:
     first = run.receipt.attempts[0]["spans"] if run.receipt.attempts else {}
-    parts = {name: first.get(name, 0.0) for name in _START}
+    parts = {name: first.get(name, 0.0) for name in _START_FIXES}
     total_s = sum(parts.values())
     if not total_s or total_s <= START_SHARE * run.wall_s:
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from farthing.printable import printable
 
@@ -26,7 +27,7 @@ _COLOURS = {
         "everything else": 8,
     },
 }
-STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+_KINDS = {"#": "n", "=": "k", "|": "bar"}
 
 
 def escape(text: str) -> str:
@@ -34,16 +35,20 @@ def escape(text: str) -> str:
     return html.escape(printable(text))
 
 
-def document(title: str, parts: Iterable[str], end: str, style: str = "") -> str:
-    """The whole page; `end` is its last line, `style` what only this kind of page needs. Empty `parts` are left out."""
+def document(title: str, parts: Iterable[str], end: str, style: str) -> str:
+    """The whole page; `end` is its last line, `style` the file of what only such pages need. Empty `parts` are left out."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{escape(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{escape(title)}</title>\n<style>{_css('page.css')}{_css(style)}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(part for part in parts if part)
         + f'\n<p class="soft">{escape(end)}</p>\n</main>\n</body>\n</html>\n'
     )
+
+
+def _css(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def facts(rows: Iterable[tuple[str, str, str]]) -> str:
@@ -60,26 +65,25 @@ def colour(name: str) -> str:
     return f"c{_COLOURS.get(name, 8)}"
 
 
-def in_order(names: Iterable[str]) -> list[str]:
-    """Names of parts in the order of their colours."""
-    return sorted(names, key=lambda name: (_COLOURS.get(name, 8), name))
+def colours(names: Iterable[str]) -> dict[str, str]:
+    """The classes of the colours of parts, by their names and in their order."""
+    return {name: colour(name) for name in sorted(names, key=lambda name: (_COLOURS.get(name, 8), name))}
 
 
 def stack(parts: Mapping[str, float], whole: float) -> str:
     """Parts side by side; what they leave of the whole stays free."""
     cells = "".join(
-        f'<i class="{colour(name)}" style="width:{100 * parts[name] / whole:.3f}%"></i>'
-        for name in in_order(parts)
+        f'<i class="{its_colour}" style="width:{100 * parts[name] / whole:.3f}%"></i>'
+        for name, its_colour in colours(parts).items()
         if parts[name] > 0 and whole > 0
     )
     return f'<div class="stack" aria-hidden="true">{cells}</div>'
 
 
-def key(names: Iterable[str], free: bool = False) -> str:
-    """What the colours mean."""
-    keys = [f'<li><i class="{colour(name)}"></i>{escape(name)}</li>' for name in names]
-    keys += ['<li><i class="free"></i>free</li>'] if free else []
-    return f'<ul class="key">{"".join(keys)}</ul>'
+def key(classes: Mapping[str, str], signs: str = "") -> str:
+    """What the colours mean, by name; `signs` are further items."""
+    items = "".join(f'<li><i class="{its_class}"></i>{escape(name)}</li>' for name, its_class in classes.items())
+    return f'<ul class="key">{items}{signs}</ul>'
 
 
 def percent(share: float) -> str:
@@ -92,48 +96,50 @@ def listed(title: str, words: Sequence[str], kind: str = "ul") -> str:
     if not words:
         return ""
     items = "".join(f"<li>{escape(word)}</li>" for word in words)
-    return f"<h2>{escape(title)}</h2>\n<{kind}>{items}</{kind}>"
+    return f"{heading(title)}\n<{kind}>{items}</{kind}>"
 
 
-def head(*names: str) -> str:
-    """Column heads; those that begin with # are of numbers."""
-    cells = "".join(
-        f'<th scope="col" class="n">{escape(name[1:])}</th>'
-        if name.startswith("#")
-        else f'<th scope="col">{escape(name)}</th>'
-        if name
-        else "<td></td>"
-        for name in names
-    )
-    return f"<thead><tr>{cells}</tr></thead>"
+def heading(words: str, level: int = 2) -> str:
+    """The heading of a section."""
+    return f"<h{level}>{escape(words)}</h{level}>"
 
 
-def row_head(name: str) -> str:
-    """The first cell of a row."""
-    return f'<th scope="row">{escape(name)}</th>'
+def paragraph(words: str, kind: str = "soft") -> str:
+    """A sentence or two; nothing where there are none."""
+    return f"<p{_class(kind)}>{escape(words)}</p>" if words else ""
 
 
-def cells(kind: str, *texts: str) -> str:
-    """Cells of one kind: n for numbers, k for what is not broken, words for sentences."""
-    of_kind = f' class="{kind}"' if kind else ""
-    return "".join(f"<td{of_kind}>{escape(text)}</td>" for text in texts)
+def table(name: str, heads: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> str:
+    """A table that scrolls by itself; the first column names the rows.
+
+    The first sign of a head says what is in its column: `#` numbers, `=` what is not broken, `|` bars as (parts, whole).
+    """
+    kinds = [_KINDS.get(head[:1], "words") for head in heads]
+    titles = [head.lstrip("".join(_KINDS)) for head in heads]
+    cells = [
+        f'<th scope="col"{_class("n" if kind == "n" else "")}>{escape(title)}</th>' if title else "<td></td>"
+        for kind, title in zip(kinds, titles, strict=True)
+    ]
+    body = [
+        "".join(
+            _cell(kind, cell, is_first=number == 0) for number, (kind, cell) in enumerate(zip(kinds, row, strict=True))
+        )
+        for row in rows
+    ]
+    head = (f"<caption>{escape(caption)}</caption>" if caption else "") + f"<thead><tr>{''.join(cells)}</tr></thead>"
+    return wide(name, f"<table>{head}<tbody>{''.join(f'<tr>{row}</tr>' for row in body)}</tbody></table>")
 
 
-def body(rows: Iterable[str]) -> str:
-    """The rows of a table."""
-    return f"<tbody>{''.join(rows)}</tbody>"
+def _cell(kind: str, cell: Any, *, is_first: bool) -> str:
+    if is_first and kind != "n":
+        return f'<th scope="row"{_class("k" if kind == "k" else "")}>{escape(cell)}</th>'
+    return f"<td{_class(kind)}>{stack(*cell) if kind == 'bar' else escape(cell)}</td>"
 
 
-def row(name: str, *cells: str) -> str:
-    """A row of a table: its head, then its cells."""
-    return f"<tr>{row_head(name)}{''.join(cells)}</tr>"
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
 
 
-def table(name: str, heads: Iterable[str], rows: Iterable[str]) -> str:
-    """A whole table, which scrolls by itself."""
-    return wide(name, f"<table>{head(*heads)}{body(rows)}</table>")
-
-
-def wide(name: str, table: str) -> str:
+def wide(name: str, content: str) -> str:
     """What may be wider than a phone scrolls by itself."""
-    return f'<div class="wide" tabindex="0" role="region" aria-label="{escape(name)}">{table}</div>'
+    return f'<div class="wide" tabindex="0" role="region" aria-label="{escape(name)}">{content}</div>'

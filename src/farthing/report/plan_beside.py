@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from farthing.planner.ownership import Saving, saving
+from farthing.durability.files import Json
+from farthing.planner.ownership import saving
 from farthing.planner.types import OLD_PRICE_DAYS
-from farthing.report.plan_own import RENTED
-from farthing.report.plan_types import Sooner, SpotOrNot, TwoOrOne
-from farthing.report.plan_words import has_price, say_cost, say_saving
+from farthing.report.plan_words import RENTED, has_price, say_cost, say_saving
 from farthing.units import say_seconds
 
 UNTRIED = "farthing was not run on several real GPUs so far"
@@ -18,7 +17,7 @@ _DEARER = 2.0  # what being sooner may cost
 Row = Mapping[str, Any]
 
 
-def sooner(best: Any, rows: Sequence[Row]) -> Sooner | None:
+def sooner(best: Any, rows: Sequence[Row]) -> Json | None:
     """The soonest that costs at most twice as much as the best, when it is at least a quarter sooner."""
     if best is None:
         return None
@@ -28,19 +27,18 @@ def sooner(best: Any, rows: Sequence[Row]) -> Sooner | None:
     if row is None or row["wall_s"] > best["wall_s"] * 0.75:
         return None
     more = f", {row['total_usd'] / best['total_usd'] - 1:+.0%} dollars" if has_price(best) and best["total_usd"] else ""
-    return Sooner(row["rank"], f"{_said(row)}: {best['wall_s'] / row['wall_s']:.1f} x as fast{more}")
+    return {"rank": row["rank"], "words": f"{_said(row)}: {best['wall_s'] / row['wall_s']:.1f} x as fast{more}"}
 
 
-def spot_or_not(rows: Sequence[Row]) -> SpotOrNot | None:
+def spot_or_not(rows: Sequence[Row]) -> Json | None:
     """The best on spot against the best on demand."""
     demand, spot = (next((row for row in rows if row["kind"] == kind), None) for kind in RENTED)
     if demand is None or spot is None:
         return None
-    saved, words = _against(spot, demand, "spot")
-    return SpotOrNot(spot["rank"], demand["rank"], saved.usd, saved.share, words)
+    return {"spot_rank": spot["rank"], "on_demand_rank": demand["rank"], **_against(spot, demand, "spot")}
 
 
-def two_or_one(rows: Sequence[Row]) -> TwoOrOne | None:
+def two_or_one(rows: Sequence[Row]) -> Json | None:
     """The best on two GPUs against the best on one that costs more an hour than each of them: on demand, at prices that can
     be had where there are such."""
     rented = [row for row in rows if row["kind"] == "on-demand"]
@@ -50,14 +48,15 @@ def two_or_one(rows: Sequence[Row]) -> TwoOrOne | None:
     one = next((row for row in rented if row["n_gpus"] == 1 and row["usd_per_gpu_hour"] > least), None)
     if two is None or one is None:
         return None
-    saved, words = _against(two, one, "two")
-    return TwoOrOne(two["rank"], one["rank"], saved.usd, saved.share, f"{words}; {UNTRIED}")
+    found = _against(two, one, "two")
+    return {"two_rank": two["rank"], "one_rank": one["rank"], **found, "words": f"{found['words']}; {UNTRIED}"}
 
 
-def _against(row: Row, other: Row, name: str) -> tuple[Saving, str]:
+def _against(row: Row, other: Row, name: str) -> Json:
     """What a choice saves against another, and the words for it."""
     saved = saving(row["total_usd"], other["total_usd"])
-    return saved, f"{_said(row)}; {_said(other)}: {name} {say_saving(saved)}"
+    words = f"{_said(row)}; {_said(other)}: {name} {say_saving(saved)}"
+    return {"saved_usd": saved.usd, "saved_share": saved.share, "words": words}
 
 
 def _said(row: Row) -> str:

@@ -11,23 +11,32 @@ from rich.table import Table
 
 from farthing.planner.ranking import TIE
 from farthing.planner.types import OLD_PRICE_DAYS
-from farthing.report.plan_own import RENTED
-from farthing.report.plan_words import has_price, limits_in_words, say_cost
-from farthing.report.safe import escape
-from farthing.units import plural, say_bytes, say_count, say_seconds
+from farthing.report.plan_words import (
+    RENTED,
+    has_price,
+    hours_in_words,
+    limits_in_words,
+    machine_of,
+    say_cost,
+    usd_in_words,
+    what_to_do,
+)
+from farthing.report.safe import escape, fitted_table, widest
+from farthing.units import plural, say_bytes, say_count
 
 Row = Mapping[str, Any]
 N_SHOWN = 5
 ON_COMMAND_LINE = "given on the command line: "
-_RIGHT = ("#", "$", "time", "wait")
-_SHRINKS = (("at", 6), ("machine", 12))  # columns that are cut where the terminal is narrow, and to what
-_LEAST_WHY = 40  # characters that the reason for a rank takes, or it is left out
+_NUMBERS, _WHY = ("#", "$", "time", "wait"), "why this rank"
+_CUTS = {_WHY: 40, "at": 6, "machine": 12}
+"""Columns that are cut where the terminal is narrow, and to what; the first is left out where it has no room."""
 
 
 def draw_brief(console: Console, view: Row, next_step: str = "", n_shown: int | None = None) -> None:
     """The answer, the first choices, what was supposed, what to check, and the command that is `next_step`."""
     best, job, n_shown = view["best"], view["job"], n_shown or N_SHOWN
-    console.print(f"[bold]{escape(view['answer'] if best is None else _headline(best))}[/]")
+    headline = view["answer"] if best is None else f"{what_to_do(best)}: {usd_in_words(best)}"
+    console.print(f"[bold]{escape(headline)}[/]")
     if best is not None:
         console.print(escape(_time_and_memory(best)))
     console.print(f"[dim]{escape(_job_words(job))}[/]")
@@ -58,24 +67,12 @@ def draw_brief(console: Console, view: Row, next_step: str = "", n_shown: int | 
         console.print(f"[bold]next[/]      {escape(next_step)}", soft_wrap=True)
 
 
-def _headline(best: Row) -> str:
-    verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
-    with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
-    return f"{verb}{best['name']}{with_own}: {_usd_in_words(best)}"
-
-
-def _usd_in_words(best: Row) -> str:
-    low, likely, high = (say_cost(usd) for usd in best["usd_range"])
-    return f"{likely} ({low.removeprefix('$')} to {high.removeprefix('$')})" if has_price(best) else "no price is given"
-
-
 def _time_and_memory(best: Row) -> str:
-    low, likely, high = (say_seconds(hours * 3600) for hours in best["hours_range"])
     waiting_s, memory = best["seconds"].get("waiting", 0.0), best["memory"]
     waiting = f", {span(waiting_s, waiting_s)} of it waiting" if waiting_s >= 60 else ""
     needed, there = (say_bytes(memory[name]) for name in ("needed_bytes", "capacity_bytes"))
     unit = f" {there.rpartition(' ')[2]}"
-    return f"{likely} ({low} to {high}){waiting}; {needed.removesuffix(unit)} of {there}"
+    return f"{hours_in_words(best)}{waiting}; {needed.removesuffix(unit)} of {there}"
 
 
 def _job_words(job: Row) -> str:
@@ -138,34 +135,20 @@ def _must_buy_more(row: Row) -> bool:
 
 def draw_choices(console: Console, choices: Sequence[Row]) -> None:
     """A line a choice; a column that says nothing is left out."""
-    cells = [_cells(one) for one in choices]
-    if not cells:
+    rows = [_cells(one) for one in choices]
+    if not rows:
         return
-    names = [name for name in cells[0] if any(row[name] for row in cells)]
-    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in names}
-    gap = 2 if sum(widths.values()) + 2 * (len(names) - 1) <= console.width else 1
-    over = sum(widths.values()) + gap * (len(names) - 1) - console.width
-    for name, least in _SHRINKS:
-        cut = max(0, min(over, widths[name] - least))
-        widths[name] -= cut
-        over -= cut
-    room = console.width - sum(widths.values()) - gap * len(names)
-    table = Table(box=None, padding=(0, gap, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
-    for name in names:
-        justify = "right" if name in _RIGHT else "left"
-        table.add_column(name.strip(), justify=justify, no_wrap=True, width=widths[name])  # type: ignore[arg-type]
-    if room >= _LEAST_WHY:  # as wide as is left: with a longer sentence the other columns would give way
-        table.add_column("why this rank", no_wrap=True, width=room - gap)
-    for one, row in zip(choices, cells, strict=True):
-        table.add_row(*(escape(row[name]) for name in names), *([escape(one["why"])] if room >= _LEAST_WHY else []))
-    console.print(table)
+    names = [name for name in rows[0] if name != _WHY and any(row[name] for row in rows)]
+    if sum(widest(name, rows) + 2 for name in names) + _CUTS[_WHY] <= console.width:
+        names.append(_WHY)
+    console.print(fitted_table(console.width, names, rows, _NUMBERS, _CUTS))
 
 
 def _cells(one: Row) -> dict[str, str]:
     low, usd, high = (_bare_usd(value) for value in one["usd_range"])
     soon, hours, late = (value * 3600 for value in one["hours_range"])
     waiting_s = one["seconds"].get("waiting", 0.0)
-    machine = "CPU" if one["is_cpu"] else f"{one['n_gpus']}x {one['gpu']}" if one["n_gpus"] > 1 else one["gpu"]
+    machine = "CPU" if one["is_cpu"] else machine_of(one["n_gpus"], one["gpu"])
     return {
         "#": f"{one['rank']}{'*' if one['on_front'] else ''}",
         "machine": machine + (" spot" if one["spot"] else ""),
@@ -176,6 +159,7 @@ def _cells(one: Row) -> dict[str, str]:
         "range ": span(soon, late),
         "wait": span(waiting_s, waiting_s) if waiting_s >= 60 else "",
         "price, age": _price_words(one),
+        _WHY: one["why"],
     }
 
 

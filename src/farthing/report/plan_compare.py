@@ -10,7 +10,7 @@ from typing import Any
 from farthing.errors import UserMistake
 from farthing.planner.ownership import saving
 from farthing.prices.gpus import find_gpu, gpus
-from farthing.report.plan_types import plain
+from farthing.report.plan_view import plain
 from farthing.report.plan_words import LOCAL, say_cost, say_saving, say_short
 from farthing.units import say_bytes, say_count, say_seconds, say_usd
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from farthing.durability.files import Json
 from farthing.planner.alternatives import is_rented
 from farthing.planner.ownership import saving
 from farthing.planner.types import Plan
-from farthing.report.plan_own import fees
-from farthing.report.plan_types import MethodView, RunsView
-from farthing.report.plan_words import say_cost, say_saving
+from farthing.report.plan_services import fees
+from farthing.report.plan_words import machine_of, say_cost, say_saving
 from farthing.units import say_seconds
 
 if TYPE_CHECKING:
@@ -19,33 +19,24 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 
-def savings_view(study: Study) -> dict[str, Any] | None:
+def savings_view(study: Study) -> Json | None:
     """From the plain way to the first rented choice, one choice after the other; None where nothing is rented."""
     if not study.rungs:
         return None
-    rungs: list[dict[str, Any]] = []
+    rungs: list[Json] = []
     before: float | None = None
     for rung in study.rungs:
-        plan = rung.plan
-        one: dict[str, Any] = {
-            "choice": rung.choice,
-            "what": rung.what,
-            "usd": None,
-            "hours": None,
-            "saved_share": None,
-        }
+        plan, words = rung.plan, "no machine with A100s holds it"
+        one: Json = {"choice": rung.choice, "what": rung.what, "usd": None, "hours": None, "saved_share": None}
         if plan is not None:
-            saved = None if before is None else saving(plan.total_usd, before)
             one |= {"usd": plan.total_usd, "hours": plan.wall_s / 3600, "n_gpus": plan.recipe.n_gpus}
-            one |= {"saved_usd": saved.usd, "saved_share": saved.share} if saved is not None else {}
+            words = f"{say_cost(plan.total_usd)} in {say_seconds(plan.wall_s)}"
+            if before is not None:
+                saved = saving(plan.total_usd, before)
+                one |= {"saved_usd": saved.usd, "saved_share": saved.share}
+                words += f", {say_saving(saved)}"
             before = plan.total_usd
-            change = "" if saved is None else f", {say_saving(saved)}"
-            one["words"] = (
-                f"{rung.choice}: {rung.what}: {say_cost(plan.total_usd)} in {say_seconds(plan.wall_s)}{change}"
-            )
-        else:
-            one["words"] = f"{rung.choice}: {rung.what}: no machine with A100s holds it"
-        rungs.append(one)
+        rungs.append(one | {"words": f"{rung.choice}: {rung.what}: {words}"})
     priced = [one["usd"] for one in rungs if one["usd"] is not None]
     whole = saving(priced[-1], priced[0])
     return {
@@ -58,24 +49,23 @@ def savings_view(study: Study) -> dict[str, Any] | None:
     }
 
 
-def methods_view(study: Study) -> list[MethodView]:
+def methods_view(study: Study) -> list[Json]:
     """The first choice by each method, the cheapest first."""
     found = [
-        MethodView(
-            method,
-            method == study.wanted.method,
-            None if plan is None else plan.total_usd,
-            None if plan is None else plan.wall_s / 3600,
-            "" if plan is None else _where(plan),
-        )
+        {
+            "method": method,
+            "is_asked": method == study.wanted.method,
+            "usd": None if plan is None else plan.total_usd,
+            "hours": None if plan is None else plan.wall_s / 3600,
+            "where": "" if plan is None else _where(plan),
+        }
         for method, plan in study.methods
     ]
-    return sorted(found, key=lambda one: (one.usd is None, one.usd or 0.0))
+    return sorted(found, key=lambda one: (one["usd"] is None, one["usd"] or 0.0))
 
 
 def _where(plan: Plan) -> str:
-    several = f"{plan.recipe.n_gpus}x " if plan.recipe.n_gpus > 1 else ""
-    what = several + plan.place.device.name
+    what = machine_of(plan.recipe.n_gpus, plan.place.device.name)
     return f"{what} at {plan.offer.provider}" if is_rented(plan) else f"own {what}"
 
 
@@ -89,7 +79,7 @@ def methods_in_words(methods: list[Row]) -> str:
     )
 
 
-def runs_view(view: Row, n_runs: int) -> RunsView:
+def runs_view(view: Row, n_runs: int) -> Json:
     """What so many runs come to: the first choice, the plain way, a service that takes the model."""
     ways: dict[str, float] = {}
     best = view["best"]
@@ -102,4 +92,4 @@ def runs_view(view: Row, n_runs: int) -> RunsView:
     if best is not None and len(ways) > 1:
         mine, dearest = ways[best["name"]], max(ways.values())
         words.append(f"against the dearest {say_cost(dearest - mine)} saved, {say_saving(saving(mine, dearest))}")
-    return RunsView(n_runs, ways, words)
+    return {"n_runs": n_runs, "usd": ways, "words": words}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from farthing.durability.files import Json
 from farthing.planner.serving import (
     ERROR,
     ERROR_UNSEEN,
@@ -15,31 +16,27 @@ from farthing.planner.serving import (
     Traffic,
     serve,
 )
-from farthing.report.plan_words import say_cost
+from farthing.report.plan_words import LOCAL, OWN, machine_of, say_cost
 from farthing.units import say_seconds
 
 if TYPE_CHECKING:
     from farthing.planner.inputs import Study
 
 LOADS = (1.0, 0.3, 0.05)
-COLUMNS = ("machine", "weights", "#GB", "#streams", "#tok/s", "#first token", "#answer", "#$/month on", "#$/month to zero",
+COLUMNS = ("=machine", "=weights", "#GB", "#streams", "#tok/s", "#first token", "#answer", "#$/month on", "#$/month to zero",
            "#$/M in", "#$/M out")  # fmt: skip
 _N_SHOWN = 8
+_ASKED = ("requests_per_day", "input_tokens", "output_tokens", "latency_s")
 Row = Mapping[str, Any]
 
 
-def serving_view(study: Study, traffic: Traffic) -> dict[str, Any]:
+def serving_view(study: Study, traffic: Traffic) -> Json:
     """The traffic on every kind of machine that was asked for. Raises `UserMistake` where serving is not known."""
     offers = [plan.offer for plan in study.answer.plans] + [one.offer for one in study.answer.rejected]
     found, refused = serve(study.wanted.shape, traffic, offers)
     rows = [_row(one) for one in found]
     return {
-        "traffic": {
-            "requests_per_day": traffic.requests_per_day,
-            "input_tokens": traffic.input_tokens,
-            "output_tokens": traffic.output_tokens,
-            "latency_s": traffic.latency_s,
-        },
+        "traffic": {name: getattr(traffic, name) for name in _ASKED},
         "answer": _answer(rows, traffic),
         "rows": rows,
         "refused": [one._asdict() for one in refused],
@@ -54,14 +51,13 @@ def serving_view(study: Study, traffic: Traffic) -> dict[str, Any]:
     }
 
 
-def _row(one: Served) -> dict[str, Any]:
+def _row(one: Served) -> Json:
     server, traffic = one.server, one.traffic
-    several = f"{server.n_gpus}x " if server.n_gpus > 1 else ""
     error = ERROR if server.gpu.name in SEEN else ERROR_UNSEEN
     speed = one.capacity_tokens_per_s
     busy = min(1.0, one.load / one.n_machines)
     return {
-        "machine": several + server.gpu.name,
+        "machine": machine_of(server.n_gpus, server.gpu.name),
         "gpu": server.gpu.name,
         "n_gpus": server.n_gpus,
         "precision": server.precision,
@@ -91,7 +87,7 @@ def _row(one: Served) -> dict[str, Any]:
     }
 
 
-def _answer(rows: list[dict[str, Any]], traffic: Traffic) -> str:
+def _answer(rows: list[Json], traffic: Traffic) -> str:
     what = f"{traffic.requests_per_day:,.0f} requests a day of {traffic.input_tokens:,.0f} tokens in and "
     what += f"{traffic.output_tokens:,.0f} out"
     if not rows:
@@ -99,7 +95,8 @@ def _answer(rows: list[dict[str, Any]], traffic: Traffic) -> str:
     best = rows[0]
     on, zero = best["always_on_usd_per_month"], best["to_zero_usd_per_month"]
     machines = f"{best['n_machines']} machines of " if best["n_machines"] > 1 else ""
-    where = f"{machines}{best['machine']} at {best['provider']} in {best['precision']}"
+    at = {OWN: " of your own", LOCAL: f" of {LOCAL}"}.get(best["provider"], f" at {best['provider']}")
+    where = f"{machines}{best['machine']}{at} in {best['precision']}"
     way = "always on" if on <= zero else "going to zero between answers"
     other = f"going to zero {say_cost(zero)}" if on <= zero else f"always on {say_cost(on)}"
     return (

@@ -15,18 +15,20 @@ from farthing.report.plan_savings import methods_in_words
 from farthing.report.plan_serving import COLUMNS as SERVING_COLUMNS
 from farthing.report.plan_serving import serving_cells, shown
 from farthing.report.plan_words import (
+    YEARS,
     break_even_words,
     cause_of,
     comparison_names,
     has_price,
     limits_in_words,
     micro_batches_in_words,
-    saved_in_words,
+    other_ways,
     say_cost,
     say_short,
     summary,
+    year_rows,
 )
-from farthing.report.safe import escape
+from farthing.report.safe import escape, table_of
 from farthing.units import plural, say_bytes, say_count, say_seconds, say_usd
 
 _N_SHOWN, _N_WHY_NOT = 10, 6
@@ -50,7 +52,11 @@ def draw_plan(console: Console, view: Row, limit: int | None = None) -> None:
     draw_choices(console, view["plans"][:n_shown])
     _draw_rest(console, len(view["plans"]) - n_shown, view["plans"][:n_shown])
     console.print(f"[dim]{_LEGEND}[/]")
-    _draw_facts(console, view)
+    others = other_ways(view)
+    if others:
+        console.print()
+    for name, words in others.items():
+        console.print(f"[bold]{escape(name)}[/]: {escape(words)}")
     _draw_why_not(console, view)
     if view["runs"] is None:
         _draw_savings(console, view)
@@ -138,12 +144,8 @@ def draw_components(console: Console, row: Row) -> None:
 def draw_compared(console: Console, comparison: Row) -> None:
     """Two choices side by side, with ratios."""
     console.print(f"[bold]{escape(comparison['words'])}[/]\n")
-    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False)
-    for name in ("", *comparison_names(comparison), "ratio"):
-        table.add_column(escape(name), justify="right" if name else "left")
-    for cells in comparison["table"]:
-        table.add_row(*map(escape, cells))
-    console.print(table)
+    heads = ("", *(f"#{escape(name)}" for name in comparison_names(comparison)), "#ratio")
+    console.print(table_of(*heads, rows=(map(escape, cells) for cells in comparison["table"]), flush_gap=2))
 
 
 def draw_beside(console: Console, view: Row) -> None:
@@ -171,22 +173,6 @@ def _draw_rest(console: Console, n_rest: int, shown: Sequence[Row]) -> None:
 
 
 # ---- below the table ----
-
-
-def _draw_facts(console: Console, view: Row) -> None:
-    facts: dict[str, str] = {}
-    if view["here"]:
-        facts[view["here"]["name"]] = view["here"]["words"]
-    if view["sooner"]:
-        facts["sooner"] = view["sooner"]["words"]
-    if view["spot_or_not"]:
-        facts["spot or not"] = view["spot_or_not"]["words"]
-    if view["two_or_one"]:
-        facts["two cheap or one dear"] = view["two_or_one"]["words"]
-    if facts:
-        console.print()
-    for name, words in facts.items():
-        console.print(f"[bold]{escape(name)}[/]: {escape(words)}")
 
 
 def _draw_why_not(console: Console, view: Row) -> None:
@@ -248,14 +234,8 @@ def _draw_own(console: Console, view: Row) -> None:
     years = view["years"]
     if years:
         console.print(f"\n[bold]{years['runs_per_month']:g} runs a month[/]")
-        table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
-        table.add_column("")
-        for name in ("a year", "three years", "saved in a year"):
-            table.add_column(name, justify="right")
-        for name, usd in years["one_year_usd"].items():
-            three = say_cost(years["three_years_usd"][name])
-            table.add_row(escape(name), say_cost(usd), three, saved_in_words(years, name))
-        console.print(table)
+        rows = ((escape(name), *figures) for name, *figures in year_rows(years))
+        console.print(table_of(*YEARS, rows=rows, flush_gap=2))
         for note in years["notes"]:
             console.print(f"[dim]{escape(note)}[/]")
 
@@ -267,15 +247,9 @@ def _draw_serving(console: Console, serving: Row) -> None:
         for one in serving["refused"][:_N_WHY_NOT]:
             console.print(f"  {one['n_gpus']}x {escape(one['gpu'])} in {one['precision']}: {escape(one['why'])}")
         return
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="bold")
     names = [name for name in SERVING_COLUMNS if console.width >= _WIDE or name not in _LEFT_OUT]
-    for name in names:
-        is_first = name == "machine"
-        table.add_column(name.lstrip("#"), justify="right" if name.startswith("#") else "left", no_wrap=is_first)
-    for row in shown(serving):
-        cells = dict(zip(SERVING_COLUMNS, serving_cells(row), strict=True))
-        table.add_row(*(escape(cells[name]) for name in names))
-    console.print(table)
+    cells = [dict(zip(SERVING_COLUMNS, serving_cells(row), strict=True)) for row in shown(serving)]
+    console.print(table_of(*names, rows=((escape(row[name]) for name in names) for row in cells), flush_gap=1))
     rest = len(serving["rows"]) - len(shown(serving))
     more = f"and {rest} more (--json has all); " if rest > 0 else ""
     left_out = "" if len(names) == len(SERVING_COLUMNS) else f"; {_WIDE} columns or more show memory and streams too"

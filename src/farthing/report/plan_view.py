@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import farthing
+from farthing.durability.files import Json
 from farthing.planner.confidence import how_sure
 from farthing.planner.lengths import Lengths
 from farthing.planner.serving import Traffic
@@ -25,25 +26,22 @@ from farthing.units import plural, say_bytes, say_seconds
 if TYPE_CHECKING:
     from farthing.planner.inputs import Study
 from farthing.report.plan_beside import UNTRIED, sooner, spot_or_not, two_or_one
-from farthing.report.plan_own import RENTED, best_of, own_machine, services, years_of
+from farthing.report.plan_own import own_machine, years_of
 from farthing.report.plan_savings import methods_view, runs_view, savings_view
+from farthing.report.plan_services import paid_view, services
 from farthing.report.plan_serving import serving_view
-from farthing.report.plan_types import (
-    AgesView,
-    AlsoAt,
-    HereView,
-    JobView,
-    LimitsView,
-    MemoryView,
-    PlanRow,
-    PricesView,
-    RecipeView,
-    RejectedRow,
-    SpotView,
-    StepView,
-    plain,
+from farthing.report.plan_words import (
+    LOCAL,
+    OWN,
+    RENTED,
+    cause_of,
+    has_price,
+    hours_in_words,
+    machine_of,
+    say_cost,
+    usd_in_words,
+    what_to_do,
 )
-from farthing.report.plan_words import LOCAL, OWN, cause_of, has_price, say_cost
 
 KIND = "farthing plan"
 
@@ -54,12 +52,17 @@ def plan_view(
     figures: OwnFigures | None = None,
     traffic: Traffic | None = None,
     n_runs: int | None = None,
-) -> dict[str, Any]:
+    paid_usd: float | None = None,
+) -> Json:
     """Everything a plan says. `runs_per_month` adds what a project of so many comes to in a year, `figures` what somebody
-    knows of the run from elsewhere, `traffic` what answering with the model costs, `n_runs` what so many runs come to."""
+    knows of the run from elsewhere, `traffic` what answering with the model costs, `n_runs` what so many runs come to,
+    `paid_usd` what somebody paid for it.
+
+    Ranges are [low, likely, high]: 4 of 5 runs are in between. What a sum consists of is a mapping by name.
+    """
     choices = _choices(study.answer.plans)
     rows = [plain(_plan(i, group, study.law, study.wanted.shape.model_type)) for i, group in enumerate(choices, 1)]
-    best = best_of(rows)
+    best = rows[0] if rows else None
     view = {
         "kind": KIND,
         "version": farthing.__version__,
@@ -86,13 +89,26 @@ def plan_view(
         "methods": methods_view(study),
     }
     view["answer"] = _answer(best, rows, study)
-    view["own"] = [own_machine(owned, rows, best, study, runs_per_month) for owned in study.own]
+    view["own"] = [own_machine(owned, rows, study, runs_per_month) for owned in study.own]
     view["years"] = years_of(rows, view, study, runs_per_month) if runs_per_month else None
     found = _by_hand(study, figures or OwnFigures(), best)
     view["by_hand"] = None if found is None else found.to_json()
     view["runs"] = runs_view(view, n_runs) if n_runs else None
     view["serving"] = serving_view(study, traffic) if traffic is not None else None
+    view["paid"] = None if paid_usd is None else paid_view(best, paid_usd)
     return dict(plain(view))
+
+
+def plain(value: Any) -> Any:
+    """Values that JSON has: numbers of numpy become Python's, what is not finite becomes null."""
+    if value is None or isinstance(value, str | int):  # most are leaves
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    number = float(value)
+    return float(f"{number:.10g}") if math.isfinite(number) else None
 
 
 def _by_hand(study: Study, figures: OwnFigures, best: Any) -> ByHand | None:
@@ -131,42 +147,43 @@ def _share_of_peak(plan: Plan) -> float:
 # ---- the job, the prices ----
 
 
-def _job(study: Study) -> JobView:
+def _job(study: Study) -> Json:
     job, wanted = study.job, study.wanted
     shape, lengths = wanted.shape, wanted.lengths
-    return JobView(
-        model=job.model.model_name_or_path,
-        revision=job.model.revision,
-        task=job.task,
-        method=wanted.method,
-        optimizer=wanted.optim,
-        n_parameters=shape.n_parameters,
-        n_trainable=wanted.n_trainable,
-        n_examples=lengths.n_examples,
-        n_epochs=None if wanted.max_steps is not None else wanted.n_epochs,
-        n_steps=study.answer.n_steps,
-        global_batch=wanted.global_batch,
-        mean_tokens=wanted.tokens_per_example,
-        longest_tokens=lengths.longest_example,
-        longest_target_tokens=lengths.longest_target or None,
-        n_tokens=study.answer.n_steps * wanted.global_batch * wanted.tokens_per_example,
-        lengths_are_exact=lengths.is_exact,
-        lengths_source=lengths.source,
-        n_evaluations=wanted.n_evaluations,
-        n_eval_examples=wanted.eval_lengths.n_examples if wanted.eval_lengths is not None else 0,
-        limits=LimitsView(
-            wanted.max_usd,
-            wanted.max_hours,
-            wanted.max_gpu_hours,
-            wanted.deadline_s,
-            wanted.confidence if wanted.deadline_s is not None else None,
-        ),
-    )
+    return {
+        "model": job.model.model_name_or_path,
+        "revision": job.model.revision,
+        "task": job.task,
+        "method": wanted.method,
+        "optimizer": wanted.optim,
+        "n_parameters": shape.n_parameters,
+        "n_trainable": wanted.n_trainable,
+        "n_examples": lengths.n_examples,
+        "n_epochs": None if wanted.max_steps is not None else wanted.n_epochs,
+        "n_steps": study.answer.n_steps,
+        "global_batch": wanted.global_batch,
+        "mean_tokens": wanted.tokens_per_example,
+        "longest_tokens": lengths.longest_example,
+        "longest_target_tokens": lengths.longest_target or None,
+        "n_tokens": study.answer.n_steps * wanted.global_batch * wanted.tokens_per_example,
+        "lengths_are_exact": lengths.is_exact,
+        "lengths_source": lengths.source,
+        "n_evaluations": wanted.n_evaluations,
+        "n_eval_examples": wanted.eval_lengths.n_examples if wanted.eval_lengths is not None else 0,
+        "limits": {
+            "max_usd": wanted.max_usd,
+            "max_hours": wanted.max_hours,
+            "max_gpu_hours": wanted.max_gpu_hours,
+            "deadline_s": wanted.deadline_s,
+            "confidence": wanted.confidence if wanted.deadline_s is not None else None,
+        },
+    }
 
 
-def _prices(study: Study) -> PricesView:
+def _prices(study: Study) -> Json:
     found = study.catalog
-    return PricesView(found.words, found.where, found.is_stale, AgesView(*found.ages_days))
+    ages = dict(zip(("newest", "median", "oldest"), found.ages_days, strict=True))
+    return {"words": found.words, "where": found.where, "is_stale": found.is_stale, "age_days": ages}
 
 
 def _choices(plans: Iterable[Plan]) -> list[list[Plan]]:
@@ -179,92 +196,95 @@ def _choices(plans: Iterable[Plan]) -> list[list[Plan]]:
     return list(groups.values())
 
 
-def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> PlanRow:
+def _plan(rank: int, group: Sequence[Plan], law: str, family: str) -> Json:
     plan, offer, step = group[0], group[0].offer, group[0].step
-    return PlanRow(
-        rank=rank,
-        name=_name(plan),
-        provider=offer.provider,
-        instance=offer.instance,
-        gpu=plan.place.device.name,
-        is_cpu=not plan.place.is_cuda,
-        n_gpus=max(1, offer.n_gpus),
-        region=offer.region,
-        zone=offer.zone,
-        kind=_kind(offer),
-        usd_per_hour=offer.usd_per_hour,
-        usd_per_gpu_hour=None if offer.usd_per_hour is None else offer.usd_per_hour / max(1, offer.n_gpus),
-        paid_gb=offer.n_gpus * gpus()[offer.gpu].memory_gib if offer.unit == "gb_hour" else None,
-        price_source=offer.source,
-        price_date=offer.date.isoformat(),
-        price_age_days=plan.place.price_age_days,
-        price_is="from" if plan.place.is_from_price else "",
-        price_notes=price_notes(plan),
-        recipe=_recipe(plan),
-        memory=_memory(plan),
-        seconds=plan.seconds,
-        wall_s=plan.wall_s,
-        hours=plan.wall_s / 3600,
-        hours_range=plan.hours_range.as_list(),
-        step=StepView(
-            step.seconds,
-            step.parts,
-            step.tokens_per_s,
-            min(1.0, step.n_tokens / max(1.0, step.n_padded_tokens)),
-            step.flops / step.seconds,
-        ),
-        usd=plan.usd,
-        total_usd=plan.total_usd,
-        usd_range=plan.usd_range.as_list(),
-        up_front_usd=up_front(plan),
-        save_every_s=plan.interval_s,
-        cache_bytes=plan.cache_bytes,
-        spot=_spot(plan, law),
-        chance=plan.chance,
-        confidence=how_sure(plan.place, family),
-        why="; ".join(words for words in (plan.why, plan.mixture, plan.place.precision_note) if words),
-        on_front=any(one.on_front for one in group),
-        also_at=[
-            AlsoAt(one.instance, one.region, one.zone, one.usd_per_hour, other.total_usd, other.wall_s / 3600)
+    return {
+        "rank": rank,
+        "name": _name(plan),
+        "provider": offer.provider,
+        "instance": offer.instance,
+        "gpu": plan.place.device.name,
+        "is_cpu": not plan.place.is_cuda,
+        "n_gpus": max(1, offer.n_gpus),
+        "region": offer.region,
+        "zone": offer.zone,
+        "kind": _kind(offer),
+        "usd_per_hour": offer.usd_per_hour,
+        "usd_per_gpu_hour": None if offer.usd_per_hour is None else offer.usd_per_hour / max(1, offer.n_gpus),
+        "paid_gb": offer.n_gpus * gpus()[offer.gpu].memory_gib if offer.unit == "gb_hour" else None,
+        "price_source": offer.source,
+        "price_date": offer.date.isoformat(),
+        "price_age_days": plan.place.price_age_days,
+        "price_is": "from" if plan.place.is_from_price else "",
+        "price_notes": price_notes(plan),
+        "recipe": _recipe(plan),
+        "memory": _memory(plan),
+        "seconds": plan.seconds,
+        "wall_s": plan.wall_s,
+        "hours": plan.wall_s / 3600,
+        "hours_range": plan.hours_range.as_list(),
+        "step": {
+            "seconds": step.seconds,
+            "parts": step.parts,
+            "tokens_per_s": step.tokens_per_s,
+            "useful_share": min(1.0, step.n_tokens / max(1.0, step.n_padded_tokens)),
+            "flops_per_s": step.flops / step.seconds,
+        },
+        "usd": plan.usd,
+        "total_usd": plan.total_usd,
+        "usd_range": plan.usd_range.as_list(),
+        "up_front_usd": up_front(plan),
+        "save_every_s": plan.interval_s,
+        "cache_bytes": plan.cache_bytes,
+        "spot": _spot(plan, law),
+        "chance": plan.chance,
+        "confidence": how_sure(plan.place, family),
+        "why": "; ".join(words for words in (plan.why, plan.mixture, plan.place.precision_note) if words),
+        "on_front": any(one.on_front for one in group),
+        "also_at": [
+            {
+                **{name: getattr(other.offer, name) for name in ("instance", "region", "zone", "usd_per_hour")},
+                "total_usd": other.total_usd,
+                "hours": other.wall_s / 3600,
+            }
             for other in group[1:]
-            for one in (other.offer,)
         ],
-    )
+    }
 
 
-def _recipe(plan: Plan) -> RecipeView:
+def _recipe(plan: Plan) -> Json:
     """How it is computed."""
     recipe, step = plan.recipe, plan.step
-    return RecipeView(
-        words=recipe.in_words(),
-        method=recipe.method,
-        precision=recipe.precision,
-        precision_note=plan.place.precision_note,
-        micro_batch_tokens=recipe.settings.micro_batch_tokens,
-        mean_tokens_at_once=step.n_padded_tokens / recipe.n_gpus / recipe.n_micro_batches,
-        n_micro_batches=recipe.n_micro_batches,
-        is_flat=recipe.stack.is_packed,
-        global_batch=recipe.global_batch,
-        checkpointing=recipe.settings.checkpointing,
-        checkpoint_every=recipe.settings.checkpoint_every,
-        optimizer=recipe.optim,
-        sharding=recipe.sharding,
-        to_set=list(plan.to_set),
-        n_shards=recipe.n_gpus if recipe.sharding == "fsdp" else 1,
-    )
+    return {
+        "words": recipe.in_words(),
+        "method": recipe.method,
+        "precision": recipe.precision,
+        "precision_note": plan.place.precision_note,
+        "micro_batch_tokens": recipe.settings.micro_batch_tokens,
+        "mean_tokens_at_once": step.n_padded_tokens / recipe.n_gpus / recipe.n_micro_batches,
+        "n_micro_batches": recipe.n_micro_batches,
+        "is_flat": recipe.stack.is_packed,
+        "global_batch": recipe.global_batch,
+        "checkpointing": recipe.settings.checkpointing,
+        "checkpoint_every": recipe.settings.checkpoint_every,
+        "optimizer": recipe.optim,
+        "sharding": recipe.sharding,
+        "to_set": list(plan.to_set),
+        "n_shards": recipe.n_gpus if recipe.sharding == "fsdp" else 1,
+    }
 
 
-def _memory(plan: Plan) -> MemoryView:
+def _memory(plan: Plan) -> Json:
     """What it needs of a GPU, and what is there."""
-    return MemoryView(
-        parts=_memory_parts(plan),
-        needed_bytes=plan.memory_range.likely,
-        range_bytes=plan.memory_range.as_list(),
-        capacity_bytes=plan.place.memory_bytes,
-        spare_bytes=plan.place.memory_bytes - plan.memory_range.likely,
-        moment=plan.memory.moment,
-        is_tight=plan.is_tight,
-    )
+    return {
+        "parts": _memory_parts(plan),
+        "needed_bytes": plan.memory_range.likely,
+        "range_bytes": plan.memory_range.as_list(),
+        "capacity_bytes": plan.place.memory_bytes,
+        "spare_bytes": plan.place.memory_bytes - plan.memory_range.likely,
+        "moment": plan.memory.moment,
+        "is_tight": plan.is_tight,
+    }
 
 
 def _lengths_of(study: Study) -> list[Lengths]:
@@ -280,15 +300,10 @@ def _kind(offer: Offer) -> str:
 
 def _name(plan: Plan) -> str:
     """`2x A100-80GB spot at Verda`, `own 1x RTX 4090`, `this machine`."""
-    what = f"{max(1, plan.offer.n_gpus)}x {plan.place.device.name}"
-    kind = _kind(plan.offer)
-    if kind == "here":
-        return f"{LOCAL} ({what.removeprefix('1x ')})"
-    return (
-        f"own {what.removeprefix('1x ')}"
-        if kind == "own"
-        else f"{what} {kind.replace('-', ' ')} at {plan.offer.provider}"
-    )
+    n_gpus, gpu, kind = max(1, plan.offer.n_gpus), plan.place.device.name, _kind(plan.offer)
+    if kind in RENTED:
+        return f"{n_gpus}x {gpu} {kind.replace('-', ' ')} at {plan.offer.provider}"
+    return f"{LOCAL} ({machine_of(n_gpus, gpu)})" if kind == "here" else f"own {machine_of(n_gpus, gpu)}"
 
 
 def _memory_parts(plan: Plan) -> dict[str, float]:
@@ -301,51 +316,35 @@ def _memory_parts(plan: Plan) -> dict[str, float]:
     return parts
 
 
-def _spot(plan: Plan, law: str) -> SpotView | None:
+def _spot(plan: Plan, law: str) -> Json | None:
+    """What interruptions take, and by which law."""
     if plan.spot is None:
         return None
-    found = plan.spot
-    return SpotView(
-        n_interruptions=found.n_interruptions,
-        lost_s=found.lost_s,
-        restart_s=found.restart_s,
-        waiting_s=found.waiting_s,
-        checkpoint_s=found.checkpoint_s,
-        save_every_s=plan.interval_s,
-        cache_bytes=plan.cache_bytes,
-        law=law,
-        mixture=plan.mixture,
-    )
+    found = {name: value for name, value in asdict(plan.spot).items() if name != "work_s"}
+    more = {"save_every_s": plan.interval_s, "cache_bytes": plan.cache_bytes, "law": law, "mixture": plan.mixture}
+    return found | more
 
 
 def _answer(best: Any, rows: Sequence[Mapping[str, Any]], study: Study) -> str:
     if best is None:
         return f"Nothing can do this job as it is: none of {plural(_n_offers(study), 'offer')}."
-    verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
-    with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
-    text = f"{verb}{best['name']}{with_own}: {_figures(best)}."
+    text = f"{what_to_do(best)}: {_figures(best)}."
     if best["recipe"]["to_set"]:
         text += f" Set {' and '.join(best['recipe']['to_set'])}; {UNTRIED}."
     cap = study.wanted.max_usd
     if cap is not None and best["usd_range"][2] > cap:
         text += f" It may come to {say_cost(best['usd_range'][2])}: at {say_cost(cap)} the run saves and stops."
-    rented = best_of([row for row in rows if row["kind"] in RENTED])
+    rented = next((row for row in rows if row["kind"] in RENTED), None)
     if best["kind"] not in RENTED and rented is not None:
         text += f" Rented: {rented['name']}, {say_cost(rented['total_usd'])}, {say_seconds(rented['wall_s'])}."
     here = next((row for row in rows if row["kind"] == "here" and not has_price(row)), None)
     if here is not None and here is not best:
-        text += f" This machine: {_hours_in_words(here)}, no price is given."
+        text += f" This machine: {hours_in_words(here)}, no price is given."
     return text
 
 
 def _n_offers(study: Study) -> int:
     return len(study.answer.plans) + len(study.answer.rejected)
-
-
-def _hours_in_words(row: Mapping[str, Any]) -> str:
-    """`27 min (19 min to 36 min)`."""
-    low, likely, high = (hours * 3600 for hours in row["hours_range"])
-    return f"{say_seconds(likely)} ({say_seconds(low)} to {say_seconds(high)})"
 
 
 def price_notes(plan: Plan) -> list[str]:
@@ -375,57 +374,53 @@ def price_notes(plan: Plan) -> list[str]:
 
 
 def _figures(row: Mapping[str, Any]) -> str:
-    low, likely, high = row["usd_range"]
-    usd = f"{say_cost(likely)} ({say_cost(low).removeprefix('$')} to {say_cost(high).removeprefix('$')})"
-    if not has_price(row):
-        usd = "no price is given"
     notes = "".join(f"; {words}" for words in row["price_notes"])
     fits = "fits, but tightly," if row["memory"]["is_tight"] else "fits"
-    return f"{usd}, {_hours_in_words(row)}, {fits} with {say_bytes(row['memory']['spare_bytes'])} to spare{notes}"
+    return f"{usd_in_words(row)}, {hours_in_words(row)}, {fits} with {say_bytes(row['memory']['spare_bytes'])} to spare{notes}"
 
 
-def _here(rows: Sequence[Mapping[str, Any]], study: Study) -> HereView | None:
+def _here(rows: Sequence[Mapping[str, Any]], study: Study) -> Json | None:
     """This machine: a plan, or why not."""
     row = next((row for row in rows if row["kind"] == "here"), None)
     if row is not None:
-        words = f"{_hours_in_words(row)}, "
+        words = f"{hours_in_words(row)}, "
         words += say_cost(row["total_usd"]) if has_price(row) else "no price given (where.usd_per_hour)"
         words += f", fits with {say_bytes(row['memory']['spare_bytes'])} to spare"
-        return HereView(row["name"], row["rank"], words, "", "")
+        return {"name": row["name"], "rank": row["rank"], "words": words, "reason": "", "change": ""}
     one = next((one for one in study.answer.rejected if one.offer.provider == LOCAL), None)
     if one is None:
         return None
-    name = f"{LOCAL} ({study.machine.device_name})"
-    return HereView(name, None, f"{cause_of(one.reason)}; {one.change}", one.reason, one.change)
+    name, words = f"{LOCAL} ({study.machine.device_name})", f"{cause_of(one.reason)}; {one.change}"
+    return {"name": name, "rank": None, "words": words, "reason": one.reason, "change": one.change}
 
 
 # ---- why not ----
 
 
-def _grouped(rejected: Iterable[Rejected]) -> list[RejectedRow]:
+def _grouped(rejected: Iterable[Rejected]) -> list[Json]:
     """Rejections that are alike together, the nearest first."""
     groups: dict[Any, list[Rejected]] = {}
     for one in rejected:
         offer = one.offer
         groups.setdefault((offer.gpu, offer.n_gpus, offer.is_spot, one.reason, one.change), []).append(one)
     rows = [_rejected(group) for group in groups.values()]
-    return sorted(rows, key=lambda row: (row.distance, row.gpu, row.n_gpus, row.kind, row.reason))
+    return sorted(rows, key=lambda row: [row[name] for name in ("distance", "gpu", "n_gpus", "kind", "reason")])
 
 
-def _rejected(group: Sequence[Rejected]) -> RejectedRow:
+def _rejected(group: Sequence[Rejected]) -> Json:
     cheapest = min(group, key=lambda one: _usd_key(one.offer))
     offer = cheapest.offer
-    return RejectedRow(
-        gpu=offer.gpu or offer.instance,
-        n_gpus=max(1, offer.n_gpus),
-        kind=_kind(offer),
-        reason=cheapest.reason,
-        change=cheapest.change,
-        n_offers=len(group),
-        usd_per_hour=offer.usd_per_hour,
-        provider=offer.provider,
-        distance=cheapest.distance,
-    )
+    return {
+        "gpu": offer.gpu or offer.instance,
+        "n_gpus": max(1, offer.n_gpus),
+        "kind": _kind(offer),
+        "reason": cheapest.reason,
+        "change": cheapest.change,
+        "n_offers": len(group),
+        "usd_per_hour": offer.usd_per_hour,
+        "provider": offer.provider,
+        "distance": cheapest.distance,
+    }
 
 
 def _usd_key(offer: Offer) -> tuple[float, str, str, str]:

@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from farthing.planner.ownership import Saving
 from farthing.units import plural, say_count, say_seconds, say_usd
 
 LOCAL, OWN = "this machine", "own"
+RENTED = ("on-demand", "spot")
+"""The kinds of what is rented."""
+
+
+def machine_of(n_gpus: int, gpu: str) -> str:
+    """`2x A100-80GB`, `A100-80GB`."""
+    return f"{n_gpus}x {gpu}" if n_gpus > 1 else gpu
+
+
+def what_to_do(best: Mapping[str, Any]) -> str:
+    """`Rent 1x L4 spot at GCP, on demand when it falls behind the deadline`."""
+    verb = {"own": "Use your ", "here": "Use "}.get(best["kind"], "Rent ")
+    with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
+    return f"{verb}{best['name']}{with_own}"
+
+
+def usd_in_words(row: Mapping[str, Any]) -> str:
+    """`$0.40 (0.31 to 0.52)`."""
+    low, likely, high = (say_cost(usd) for usd in row["usd_range"])
+    return f"{likely} ({low.removeprefix('$')} to {high.removeprefix('$')})" if has_price(row) else "no price is given"
+
+
+def hours_in_words(row: Mapping[str, Any]) -> str:
+    """`27 min (19 min to 36 min)`."""
+    low, likely, high = (say_seconds(hours * 3600) for hours in row["hours_range"])
+    return f"{likely} ({low} to {high})"
 
 
 def micro_batches_in_words(recipe: Mapping[str, Any]) -> str:
@@ -61,6 +87,13 @@ def _where(way: Mapping[str, Any]) -> str:
 def cause_of(reason: str) -> str:
     """A reason without the recipe in brackets behind it."""
     return re.sub(r" \([^()]*\)$", "", reason)
+
+
+def other_ways(view: Mapping[str, Any]) -> dict[str, str]:
+    """This machine, what is sooner, spot or not, two GPUs or one: what there is to say of each, by name."""
+    here = {} if view["here"] is None else {view["here"]["name"]: view["here"]["words"]}
+    names = {"sooner": "sooner", "spot_or_not": "spot or not", "two_or_one": "two cheap or one dear"}
+    return here | {name: view[key]["words"] for key, name in names.items() if view[key]}
 
 
 def summary(view: Mapping[str, Any]) -> str:
@@ -118,10 +151,16 @@ def say_short(seconds: float) -> str:
     return say_seconds(seconds) if seconds >= 1 else f"{seconds * 1000:,.1f} ms"
 
 
-def saved_in_words(years: Mapping[str, Any], name: str) -> str:
-    """`$1,620 (94%)`: what a way saves in a year against the dearest; nothing for that one."""
-    saved = years["saved_in_a_year"].get(name)
-    return f"{say_cost(saved['usd'])} ({saved['share']:.0%})" if saved and saved["usd"] and saved["share"] else ""
+YEARS = ("way", "#a year", "#three years", "#saved in a year")
+"""Heads of the rows of a project; those that begin with # are of numbers."""
+
+
+def year_rows(years: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """What each way comes to, and what it saves in a year against the dearest: `$1,620 (94%)`; nothing for that one."""
+    for name, usd in years["one_year_usd"].items():
+        saved = years["saved_in_a_year"].get(name)
+        words = f"{say_cost(saved['usd'])} ({saved['share']:.0%})" if saved and saved["usd"] and saved["share"] else ""
+        yield name, say_cost(usd), say_cost(years["three_years_usd"][name]), words
 
 
 def comparison_names(comparison: Mapping[str, Any]) -> list[str]:

@@ -4,48 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import date
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 
 from farthing.prices.catalog import Catalog
 from farthing.prices.offers import Offer
-from farthing.report.safe import escape
+from farthing.report.safe import escape, fitted_table
 from farthing.units import plural, say_usd
 
 if TYPE_CHECKING:
     from farthing.prices.feeds import Update
 
 _UNITS = {"gb_hour": "a GB-hour", "run": "a run", "million_tokens": "/M tokens"}
-_GAP = 2
 _COLUMNS = ("GPUs", "provider", "machine", "where", "kind", "an hour", "per GPU", "age")
 _OF_OFFER = (
     *("provider", "instance", "gpu", "n_gpus", "region", "zone", "kind", "unit", "usd", "usd_per_hour"),
     *("usd_per_gpu_hour", "vcpus", "ram_gib", "source"),
 )
-_MOST = {"provider": 15, "machine": 30}
+_CUTS = {"machine": 30, "provider": 10, "where": 5, "GPUs": 20}
 
 
 def draw_prices(console: Console, catalog: Catalog, offers: Sequence[Offer], n_found: int) -> None:
     """A table of offers, how old they are, and where they were read. Fits 80 columns; wider ones show the machine."""
     names = [name for name in _COLUMNS if name != "machine" or console.width >= 110]
     rows = [_cells(offer, catalog.today) for offer in offers]
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
-    widths |= {name: min(most, widths[name]) for name, most in _MOST.items() if name in widths}
-    gap = _GAP
-    room = console.width - gap * (len(names) - 1)
-    if room - (sum(widths.values()) - widths["where"]) < min(12, widths["where"]):
-        gap, room = 1, console.width - (len(names) - 1)
-        widths["provider"] = min(10, widths["provider"])
-    widths["where"] = max(5, min(widths["where"], room - (sum(widths.values()) - widths["where"])))
-    table = Table(box=None, padding=(0, gap, 0, 0), show_edge=False, pad_edge=False)
-    for name in names:
-        justify: Any = "right" if name in ("an hour", "per GPU", "age") else "left"
-        table.add_column(name, justify=justify, no_wrap=True, min_width=widths[name], max_width=widths[name])
-    for row in rows:
-        table.add_row(*(escape(row[name]) for name in names))
-    console.print(table)
+    console.print(fitted_table(console.width, names, rows, ("an hour", "per GPU", "age"), _CUTS))
     rest = n_found - len(offers)
     if rest > 0:
         console.print(f"[dim]and {plural(rest, 'more offer')}: --limit 0 shows all, --gpu and --provider narrow it[/]")

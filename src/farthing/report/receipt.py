@@ -37,7 +37,7 @@ from farthing.planner.estimate import Estimate
 from farthing.report.diagnosis import diagnose
 from farthing.report.receipt_serving import serving_of
 from farthing.report.receipt_types import Curves, Forecast, Pair, Promised, Receipt, Saves, Span, Trust
-from farthing.report.timeline import timeline_of
+from farthing.report.timeline import OF_SPAN, seconds_of, timeline_of
 from farthing.report.training_log import TrainingLog, read_log
 from farthing.settings import renamed
 from farthing.units import plural, say_seconds, say_usd
@@ -361,17 +361,6 @@ def _start_up_s(attempt: Account) -> float:
     return sum(attempt.spans.get(name, 0.0) for name in ("start_up", "tokenize", "load_model", "restore"))
 
 
-# what a plan estimates seconds for, and the spans that they go to
-PROMISED_SPANS = {
-    "start-up": ("start_up", "load_model", "restore", "probe"),
-    "tokenizing": ("tokenize",),
-    "training": ("prefix", "compile", "data_wait", "host_to_device", "compute", "optimizer", "ranks", "idle"),
-    "evaluation": ("evaluation",),
-    "checkpoints": ("checkpoint",),
-    "export": ("export",),
-}
-
-
 APART = "restarts and waiting, left out of the ratio"
 
 
@@ -395,8 +384,8 @@ def _against_estimate(estimate: Estimate | None, bill: _Bill, attempts: Sequence
     if estimate is None:
         return None
     seconds = {
-        name: _pair(estimate.seconds.get(name, 0.0), sum(bill.spans.get(span, 0.0) for span in of), bill)
-        for name, of in PROMISED_SPANS.items()
+        part: _pair(estimate.seconds.get(part, 0.0), seconds_of(part, bill.spans), bill)
+        for part in dict.fromkeys(part for _, part in OF_SPAN.values() if part)
     }
     again_s = (
         sum(_start_up_s(a) for a in attempts[1:]) + sum(a.redone_s for a in attempts) + bill.spans.get("ranks", 0.0)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from farthing.durability.files import Json
-from farthing.report.receipt import ROW_NAMES, Comparison, Forecast, Pair, Promised, Receipt
+from farthing.report.receipt import Comparison, Receipt
+from farthing.report.receipt_rows import CLASSES, ESTIMATE, class_rows, compared_rows, estimate_rows, time_and_price
 from farthing.report.safe import escape, table_of
 from farthing.settings import Settings
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
@@ -86,9 +87,9 @@ def draw_diagnosis(console: Console, receipt: Receipt) -> None:
         return
     for finding in found.findings:
         colour = "red" if finding.cause == found.largest else "yellow"
-        saves = _time_and_price(receipt, finding.saves_s, finding.saves_usd) + " in a run like this"
+        saves = time_and_price(receipt, finding.saves_s, finding.saves_usd) + " in a run like this"
         if finding.rest_s:
-            saves += f", {_time_and_price(receipt, finding.rest_s, finding.rest_usd)} in the rest of this one"
+            saves += f", {time_and_price(receipt, finding.rest_s, finding.rest_usd)} in the rest of this one"
         fix = f"{finding.fix}: " if finding.fix else ""
         cause = "" if finding.cause == finding.area else f"{finding.cause}: "
         console.print(f"[{colour}]{finding.area}[/] {escape(cause + finding.evidence)}", soft_wrap=True)
@@ -173,8 +174,8 @@ def _of_trouble(receipt: Receipt) -> dict[str, str]:
     facts: dict[str, str] = {}
     if receipt.interruptions:
         facts["interruptions"] = (
-            f"{receipt.interruptions}; restarting took {_time_and_price(receipt, receipt.restart_s, receipt.restart_usd)}, "
-            f"work done twice {_time_and_price(receipt, receipt.redone_s, receipt.redone_usd)}"
+            f"{receipt.interruptions}; restarting took {time_and_price(receipt, receipt.restart_s, receipt.restart_usd)}, "
+            f"work done twice {time_and_price(receipt, receipt.redone_s, receipt.redone_usd)}"
         )
     if told := [notice for notice in receipt.notices if notice["is_certain"]]:
         grace = "" if told[-1]["grace_s"] is None else f" of {say_seconds(max(0.0, told[-1]['grace_s']))}"
@@ -189,7 +190,7 @@ def _of_trouble(receipt: Receipt) -> dict[str, str]:
     if trust := receipt.ledger:
         lost = "no money is missing"
         if trust.lost_s:
-            lost = f"only the sum of {_time_and_price(receipt, trust.lost_s, trust.lost_usd)} is known"
+            lost = f"only the sum of {time_and_price(receipt, trust.lost_s, trust.lost_usd)} is known"
         facts["ledger"] = f"[yellow]damaged[/], {plural(trust.n_broken_lines, 'broken line')}; {lost}"
     if receipt.skipped_steps:
         facts["skipped"] = f"{plural(receipt.skipped_steps, 'step')} whose loss or gradient was not a number"
@@ -198,13 +199,7 @@ def _of_trouble(receipt: Receipt) -> dict[str, str]:
 
 def draw_comparison(console: Console, comparison: Comparison) -> None:
     """Two runs side by side."""
-    table = table_of("", "#run", "#baseline", "#ratio")
-    for name, row in comparison.rows.items():
-        say = {"wall_s": say_seconds, "peak_bytes": say_bytes}.get(name, _number)
-        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-        if "usd" in name:
-            say = _price
-        table.add_row(ROW_NAMES.get(name, name.replace("_", " ")), say(row.run), say(row.baseline), ratio)
+    table = table_of("", "#run", "#baseline", "#ratio", rows=compared_rows([comparison]))
     console.print(f"[bold]run[/]       {escape(comparison.run)}", soft_wrap=True)
     console.print(f"[bold]baseline[/]  {escape(comparison.baseline)}", soft_wrap=True)
     console.print(table)
@@ -212,14 +207,6 @@ def draw_comparison(console: Console, comparison: Comparison) -> None:
         console.print(words)
     for note in comparison.notes:
         console.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
-
-
-def _price(usd: float | None) -> str:
-    return "no price" if usd is None else say_usd(usd)
-
-
-def _time_and_price(receipt: Receipt, seconds: float, usd: float) -> str:
-    return say_seconds(seconds) + (f" ({digits_of(receipt.usd)(usd)})" if receipt.usd_is_known else "")
 
 
 def sparkline(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
@@ -233,30 +220,9 @@ def sparkline(values: Sequence[float], low: float | None = None, high: float | N
 
 def _draw_estimate(console: Console, receipt: Receipt) -> None:
     """What the plan said before the start, part by part, and what the first steps said."""
-    promised, forecast = receipt.promised, receipt.forecast
-    if promised is None and forecast is None:
-        return
-    dollars = digits_of(receipt.usd)
-    table = table_of("estimated before the start" if promised else "", "#estimated", "#happened", "#ratio")
-
-    def rows(of: Promised | Forecast, words: dict[str, str]) -> None:
-        for name, say in (("wall_s", say_seconds), ("usd", dollars), ("peak_bytes", say_bytes)):
-            if name in words and (name != "usd" or receipt.usd_is_known):
-                row(words[name], getattr(of, name), say)
-
-    def row(words: str, pair: Pair, say: Callable[[Any], str]) -> None:
-        ratio = "" if pair.ratio is None else f"{pair.ratio:.2f}"
-        table.add_row(words, say(pair.promised), say(pair.happened), ratio)
-
-    if promised:
-        rows(promised, {"wall_s": "time"})
-        for name, pair in promised.seconds.items():
-            if max(pair.promised, pair.happened or 0.0) >= 0.005 * receipt.wall_s:
-                row(f"  {name}", pair, say_seconds)
-        rows(promised, {"usd": "dollars", "peak_bytes": "peak memory"})
-    if forecast:
-        rows(forecast, {"wall_s": f"time, forecast after step {forecast.made_after_step}"})
-    console.print(table)
+    rows, promised = estimate_rows(receipt, 0.005 * receipt.wall_s), receipt.promised
+    if rows:
+        console.print(table_of("estimated before the start" if promised else "", *ESTIMATE, rows=rows))
     if promised:
         console.print(f"[dim]the estimate is based on: {escape(promised.calibration)}[/]", highlight=False)
 
@@ -271,18 +237,6 @@ def _draw_metrics(console: Console, receipt: Receipt) -> None:
     line = Table.grid(padding=(0, 2))
     line.add_row("[dim]evaluation[/]", escape(f"{numbers} ({of}, {on})"))
     console.print(line)
-    classes = metrics.get("per_class")
-    if classes and len(classes) <= 30:
-        rows = (
-            (escape(name), f"{row['precision']:.3f}", f"{row['recall']:.3f}", f"{row['f1']:.3f}", str(row["n"]))
-            for name, row in classes.items()
-        )
-        console.print(table_of("class", "#precision", "#recall", "#F1", "#examples", rows=rows))
-
-
-def _number(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, int) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:,.4g}"
+    rows = class_rows(metrics)
+    if 0 < len(rows) <= 30:
+        console.print(table_of(*CLASSES, rows=[(escape(name), *figures) for name, *figures in rows]))

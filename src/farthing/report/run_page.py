@@ -19,12 +19,12 @@ from farthing.durability.run_folder import PAGE
 from farthing.report import page
 from farthing.report.chart import Axes, Bars, Line, curves, stacked, ticks, time_ticks
 from farthing.report.page import escape
-from farthing.report.receipt import ROW_NAMES, Comparison
-from farthing.report.receipt_types import Diagnosis, Pair, Receipt
-from farthing.report.timeline import Column, grouped
+from farthing.report.receipt import Comparison
+from farthing.report.receipt_rows import ESTIMATE, compared_rows, estimate_rows, time_and_price
+from farthing.report.receipt_types import Diagnosis, Receipt
+from farthing.report.timeline import Column, group_of, grouped
 from farthing.units import digits_of, plural, say_bytes, say_count, say_seconds, say_usd
 
-_STYLE = (Path(__file__).parent / "run_page.css").read_text(encoding="utf-8")
 _STATES = {"finished": "Finished", "limit": "Stopped at a limit", "interrupted": "Interrupted", "failed": "Failed"}
 _N_ATTEMPTS, _N_POINTS = 20, 400
 
@@ -33,8 +33,8 @@ def run_page(receipt: Receipt) -> str:
     """The page of one run."""
     parts = [
         "<h1>farthing run</h1>",
-        f'<p class="answer">{escape(_headline(receipt))}</p>',
-        f'<p class="soft">{escape(_what(receipt))}</p>',
+        page.paragraph(_headline(receipt), "answer"),
+        page.paragraph(_what(receipt)),
         _facts(receipt),
         _diagnosis(receipt),
         _over_time(receipt),
@@ -47,7 +47,7 @@ def run_page(receipt: Receipt) -> str:
         _settings(receipt),
     ]
     end = f"farthing {farthing.__version__}, {receipt.written}"
-    return page.document(f"farthing run: {_name(receipt)}", parts, end, _STYLE)
+    return page.document(f"farthing run: {_name(receipt)}", parts, end, "run_page.css")
 
 
 def leave_page(folder: Path, receipt: Receipt) -> None:
@@ -62,18 +62,19 @@ def compared_page(receipts: Sequence[Receipt], comparisons: Sequence[Comparison]
     words = words or f"{_name(first)} against {', '.join(_name(other) for other in receipts[1:])}"
     names = _distinct(receipts)
     notes = list(dict.fromkeys(note for each in comparisons for note in each.notes))
+    heads = ("", *(f"#{name}" for name in names), "#first / second")
     parts = [
         "<h1>farthing runs compared</h1>",
-        f'<p class="answer">{escape(words[:1].upper() + words[1:])}</p>',
-        _side_by_side(names, comparisons),
+        page.paragraph(words[:1].upper() + words[1:], "answer"),
+        page.heading("Side by side") + page.table("Side by side", heads, compared_rows(comparisons)),
         page.listed("What can't be compared", notes),
         _losses(receipts, names),
         _groups(receipts, names),
     ]
     for receipt, name in zip(receipts, names, strict=True):
-        parts += [f"<h2>{escape(name)}: {escape(_headline(receipt))}</h2>", _diagnosis(receipt, level=3)]
+        parts += [page.heading(f"{name}: {_headline(receipt)}"), _diagnosis(receipt, level=3)]
     end = f"farthing {farthing.__version__}, {first.written}"
-    return page.document(f"farthing: {words}", parts, end, _STYLE)
+    return page.document(f"farthing: {words}", parts, end, "run_page.css")
 
 
 # ---- the head ----
@@ -147,14 +148,14 @@ def _facts(receipt: Receipt) -> str:
 
 def _diagnosis(receipt: Receipt, level: int = 2) -> str:
     found = receipt.diagnosis or Diagnosis([], "", [])
-    parts = [f"<h{level}>What held it back</h{level}>"]
+    parts = [page.heading("What held it back", level)]
     for finding in found.findings:
         first = " first" if finding.cause == found.largest else ""
         fix = f"<code>--set {escape(finding.fix)}</code> " if "=" in finding.fix else ""
         fix = fix or (f"<code>{escape(finding.fix)}</code>: " if finding.fix else "")
-        saves = _saves(receipt, finding.saves_s, finding.saves_usd) + " in a run like this one"
+        saves = time_and_price(receipt, finding.saves_s, finding.saves_usd) + " in a run like this one"
         if finding.rest_s:
-            saves += f", {_saves(receipt, finding.rest_s, finding.rest_usd)} in what is left of this one"
+            saves += f", {time_and_price(receipt, finding.rest_s, finding.rest_usd)} in what is left of this one"
         name = finding.area if finding.cause == finding.area else f"{finding.area}: {finding.cause}"
         to_do = re.sub("`([^`]+)`", r"<code>\1</code>", escape(finding.to_do))
         parts.append(
@@ -165,12 +166,8 @@ def _diagnosis(receipt: Receipt, level: int = 2) -> str:
         command = f"<p><code>{escape(advice.command)}</code></p>" if advice.command else ""
         parts.append(f'<div class="finding"><p>{escape(advice.words)}</p>{command}</div>')
     if len(parts) == 1:
-        parts.append('<p class="soft">Nothing stands out: no single cause takes 3 % of the time.</p>')
+        parts.append(page.paragraph("Nothing stands out: no single cause takes 3 % of the time."))
     return "\n".join(parts)
-
-
-def _saves(receipt: Receipt, seconds: float, usd: float) -> str:
-    return f"{_cost(receipt, usd)} ({say_seconds(seconds)})" if receipt.usd_is_known else say_seconds(seconds)
 
 
 # ---- over time ----
@@ -191,7 +188,7 @@ def _over_time(receipt: Receipt) -> str:
     words = "What each stretch of the paid time was spent on" + (
         ", with the dollars so far below." if receipt.usd_is_known else "."
     )
-    return f"<h2>Where the time went</h2>\n{stacked('Time over the run', words, Bars(bars, marks), axes)}"
+    return page.heading("Where the time went") + stacked("Time over the run", words, Bars(bars, marks), axes)
 
 
 def say_short(seconds: float) -> str:
@@ -243,17 +240,9 @@ def _loss(receipt: Receipt) -> str:
     top = top if 0 < 3 * top < max(high for *_, high in bands) else max(high for *_, high in bands)
     ys = [y for _, y in [*points, *rows]] + [low for _, low, _ in band] + [min(high, top * 1.15) for *_, high in band]
     words = f"Training loss from {first[1]:.4g} after step {first[0]:,} to {last[1]:.4g} after step {last[0]:,}."
+    # a few wild values would flatten all others
     axes = _step_axes([x for x, _ in points], [min(y, top * 1.3) if top > 0 else y for y in ys])
-    clipped = [
-        Line(line.name, _clipped(line.points, axes.y), line.colour, _clipped(line.band, axes.y), line.dots)
-        for line in lines
-    ]
-    return f"<h2>Loss</h2>\n{curves('Loss', words, clipped, axes, marked)}"
-
-
-def _clipped(points: Sequence[Any], edges: tuple[float, float]) -> list[Any]:
-    """Points whose values stay within the drawing: a few wild ones would flatten all others."""
-    return [(x, *(min(max(y, edges[0]), edges[1]) for y in ys)) for x, *ys in points]
+    return page.heading("Loss") + curves("Loss", words, lines, axes, marked)
 
 
 def _step_axes(xs: Sequence[float], ys: Sequence[float], say_y: Callable[[float], str] = lambda y: f"{y:.4g}") -> Axes:
@@ -289,7 +278,7 @@ def _metrics(receipt: Receipt) -> str:
     points = [point for line in lines for point in line.points]
     said = ", ".join(f"{name} {last[name]:.4g}" for name in names)
     axes = _step_axes([x for x, _ in points], [y for _, y in points])
-    return f"<h2>Metrics</h2>\n{curves('Metrics', f'At the last evaluation: {said}.', lines, axes)}"
+    return page.heading("Metrics") + curves("Metrics", f"At the last evaluation: {said}.", lines, axes)
 
 
 def _speed(receipt: Receipt) -> str:
@@ -306,17 +295,15 @@ def _speed(receipt: Receipt) -> str:
     end_s, ys = columns[-1].end_s, [y for _, y in points]
     axes = Axes((0, end_s), (0, max(ys) * 1.08), say_short, say_count, time_ticks(end_s, 7))
     words = f"Useful tokens for each paid second, start, saves and evaluations counted: {say_count(mean)} on average."
-    text = (
-        f"<h2>Speed</h2>\n{curves('Useful tokens a second', words, [Line('useful tokens a second', points, 1)], axes)}"
-    )
+    line = Line("useful tokens a second", points, 1)
+    text = page.heading("Speed") + curves("Useful tokens a second", words, [line], axes)
     busy = receipt.curves.utilisation_percent
     if len(busy) > 1:
         axes = _step_axes([x for x, _ in busy], [0.0, 100.0], lambda y: f"{y:.0f} %")
         percent = sum(y for _, y in busy) / len(busy)
         line = Line("busy", [(x, y) for x, y in busy], 3)
-        text += "\n" + curves(
-            "Device busy", f"How busy the device was, by step: {percent:.0f} % on average.", [line], axes
-        )
+        words = f"How busy the device was, by step: {percent:.0f} % on average."
+        text += "\n" + curves("Device busy", words, [line], axes)
     return text
 
 
@@ -324,75 +311,58 @@ def _speed(receipt: Receipt) -> str:
 
 
 def _spans(receipt: Receipt) -> str:
-    rows = []
-    for span in sorted(receipt.spans, key=lambda span: -span.seconds):
-        if span.seconds >= 0.005:
-            bar = f'<td class="bar">{page.stack({_group_of(span.name): span.seconds}, receipt.wall_s)}</td>'
-            usd = [_cost(receipt, span.usd)] if receipt.usd_is_known else []
-            figures = page.cells("n", f"{span.seconds:,.1f} s", page.percent(span.share), *usd)
-            rows.append(page.row(span.what, bar, figures))
-    heads = ["part", "", "#seconds", "#share", *(["#dollars"] if receipt.usd_is_known else [])]
-    return f"<h2>Where each second went</h2>\n{page.table('Parts of the bill', heads, rows)}"
-
-
-def _group_of(span: str) -> str:
-    return next(iter(grouped({span: 1.0})))
+    rows = [
+        (
+            span.what,
+            ({group_of(span.name): span.seconds}, receipt.wall_s),
+            f"{span.seconds:,.1f} s",
+            page.percent(span.share),
+            *([_cost(receipt, span.usd)] if receipt.usd_is_known else []),
+        )
+        for span in sorted(receipt.spans, key=lambda span: -span.seconds)
+        if span.seconds >= 0.005
+    ]
+    heads = ["part", "|", "#seconds", "#share", *(["#dollars"] if receipt.usd_is_known else [])]
+    return page.heading("Where each second went") + page.table("Parts of the bill", heads, rows)
 
 
 def _estimate(receipt: Receipt) -> str:
     if receipt.promised is None:
         return ""
-    promised, rows = receipt.promised, []
-
-    def row(name: str, pair: Pair, say: Callable[[Any], str]) -> None:
-        ratio = "" if pair.ratio is None else f"{pair.ratio:.2f}"
-        rows.append(page.row(name, page.cells("n", say(pair.promised), say(pair.happened), ratio)))
-
-    if receipt.usd_is_known:
-        row("dollars", promised.usd, digits_of(receipt.usd))
-    row("time", promised.wall_s, say_seconds)
-    for name, pair in promised.seconds.items():
-        row(f"· {name}", pair, say_seconds)
-    row("peak memory", promised.peak_bytes, say_bytes)
-    if receipt.forecast:
-        row(f"time, forecast after step {receipt.forecast.made_after_step:,}", receipt.forecast.wall_s, say_seconds)
-    table = page.table("Estimated and happened", ("", "#estimated", "#happened", "#ratio"), rows)
-    words = f'<p class="soft">The estimate is based on: {escape(promised.calibration)}</p>'
-    return f"<h2>Estimated and happened</h2>\n{table}\n{words}"
+    table = page.table("Estimated and happened", ("", *ESTIMATE), estimate_rows(receipt))
+    words = page.paragraph(f"The estimate is based on: {receipt.promised.calibration}")
+    return page.heading("Estimated and happened") + table + words
 
 
 def _attempts(receipt: Receipt) -> str:
     if len(receipt.attempts) < 2:
         return ""
-    rows = []
-    for each in receipt.attempts[-_N_ATTEMPTS:]:
-        steps = f"{each['first_step']:,} to {each['last_step']:,}"
-        usd = [_cost(receipt, each["usd"])] if receipt.usd_is_known else []
-        figures = page.cells("n", steps, say_seconds(each["wall_s"]), say_seconds(each["redone_s"]), *usd)
-        began = str(each["started_at"]).replace("T", " ")[:19]
-        rows.append(page.row(str(each["number"]), page.cells("k", began, each["ended"]), figures))
-    heads = ["attempt", "began (UTC)", "ended", "#steps", "#time", "#redone"]
+    rows = [
+        (
+            *(str(each["number"]), str(each["started_at"]).replace("T", " ")[:19], each["ended"]),
+            f"{each['first_step']:,} to {each['last_step']:,}",
+            *(say_seconds(each[name]) for name in ("wall_s", "redone_s")),
+            *([_cost(receipt, each["usd"])] if receipt.usd_is_known else []),
+        )
+        for each in receipt.attempts[-_N_ATTEMPTS:]
+    ]
+    heads = ["attempt", "=began (UTC)", "=ended", "#steps", "#time", "#redone"]
     heads += ["#dollars"] if receipt.usd_is_known else []
     n_more = len(receipt.attempts) - len(rows)
-    more = f'<p class="soft">The newest; {n_more:,} earlier ones are in receipt.json.</p>' if n_more else ""
-    return f"<h2>Attempts</h2>\n{page.table('Attempts', heads, rows)}{more}"
+    more = page.paragraph(f"The newest; {n_more:,} earlier ones are in receipt.json." if n_more else "")
+    return page.heading("Attempts") + page.table("Attempts", heads, rows) + more
 
 
 def _settings(receipt: Receipt) -> str:
     command = f"farthing train {shlex.quote(receipt.run + '/job.json')} --set output_dir={shlex.quote(receipt.run + '-again')}"
     machine = [(str(name), str(value)) for name, value in (receipt.machine or {}).items()]
     settings = [*_flat(receipt.settings or {}), *machine, ("farthing", farthing.__version__)]
-    job = _flat(receipt.job or {})
+    job, heads = _flat(receipt.job or {}), ("setting", "value")
     return (
-        f"<h2>The same again</h2>\n{page.wide('Command', f'<pre>{escape(command)}</pre>')}"
-        f"<h2>How it was computed</h2>\n{_values('Settings', settings)}"
-        f"<details><summary>The whole job, {plural(len(job), 'key')}</summary>{_values('Job', job)}</details>"
+        f"{page.heading('The same again')}{page.wide('Command', f'<pre>{escape(command)}</pre>')}"
+        f"{page.heading('How it was computed')}{page.table('Settings', heads, settings)}"
+        f"<details><summary>The whole job, {plural(len(job), 'key')}</summary>{page.table('Job', heads, job)}</details>"
     )
-
-
-def _values(name: str, values: Sequence[tuple[str, str]]) -> str:
-    rows = [page.row(key, page.cells("words", value)) for key, value in values]
-    return page.table(name, ("setting", "value"), rows)
 
 
 def _flat(values: dict[str, Any], before: str = "") -> list[tuple[str, str]]:
@@ -415,23 +385,6 @@ def _distinct(receipts: Sequence[Receipt]) -> list[str]:
     return [name if names.count(name) == 1 else receipt.run for name, receipt in zip(names, receipts, strict=True)]
 
 
-def _side_by_side(names: Sequence[str], comparisons: Sequence[Comparison]) -> str:
-    says: dict[str, Callable[[Any], str]] = {"wall_s": say_seconds, "peak_bytes": say_bytes}
-    rows = []
-    for name, row in comparisons[0].rows.items():
-        say = says.get(name, say_usd if "usd" in name else _say_number)
-        values = [row.run, *(each.rows[name].baseline if name in each.rows else None for each in comparisons)]
-        texts = ["not known" if value is None else say(value) for value in values]
-        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-        rows.append(page.row(ROW_NAMES.get(name, name.replace("_", " ")), page.cells("n", *texts, ratio)))
-    heads = ("", *(f"#{name}" for name in names), "#first / second")
-    return f"<h2>Side by side</h2>\n{page.table('Side by side', heads, rows)}"
-
-
-def _say_number(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
-
-
 def _losses(receipts: Sequence[Receipt], names: Sequence[str]) -> str:
     lines = [
         Line(name, [(step, y) for step, y in receipt.curves.loss], i % 7 + 1)
@@ -442,7 +395,7 @@ def _losses(receipts: Sequence[Receipt], names: Sequence[str]) -> str:
     if not points:
         return ""
     axes = _step_axes([x for x, _ in points], [y for _, y in points])
-    return f"<h2>Training loss</h2>\n{curves('Training loss', 'Mean of each stretch, by step.', lines, axes)}"
+    return page.heading("Training loss") + curves("Training loss", "Mean of each stretch, by step.", lines, axes)
 
 
 def _groups(receipts: Sequence[Receipt], names: Sequence[str]) -> str:
@@ -452,7 +405,6 @@ def _groups(receipts: Sequence[Receipt], names: Sequence[str]) -> str:
     for receipt, name in zip(receipts, names, strict=True):
         parts = grouped({span.name: span.seconds for span in receipt.spans})
         seen |= set(parts)
-        bar = f'<td class="bar">{page.stack(parts, longest)}</td>'
-        rows.append(page.row(name, bar, page.cells("n", say_seconds(receipt.wall_s))))
-    table = page.table("Where the time went", ("run", "", "#time"), rows)
-    return f"<h2>Where the time went</h2>\n{table}{page.key(page.in_order(seen))}"
+        rows.append((name, (parts, longest), say_seconds(receipt.wall_s)))
+    table = page.table("Where the time went", ("run", "|", "#time"), rows)
+    return page.heading("Where the time went") + table + page.key(page.colours(seen))

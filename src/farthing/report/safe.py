@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import markup
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.segment import Segment
 from rich.table import Table
 
@@ -23,14 +23,50 @@ def escape_lines(text: object) -> str:
     return markup.escape(printable_lines(text))
 
 
-def table_of(*heads: str, rows: Iterable[Iterable[str]] = (), title: str | None = None) -> Table:
-    """A table without lines, of rich markup. Heads that begin with # are of numbers."""
-    table = Table(box=None, padding=(0, 2), show_edge=False, title=title, title_justify="left")
+def table_of(
+    *heads: str, rows: Iterable[Iterable[str]] = (), title: str | None = None, flush_gap: int | None = None
+) -> Table:
+    """A table without lines, of rich markup. Heads that begin with # are of numbers, with = of what is not broken.
+
+    Set in by two columns; with `flush_gap` not, and that is the space between two columns.
+    """
+    padding, is_flush = (0, 2) if flush_gap is None else (0, flush_gap, 0, 0), flush_gap is not None
+    table = Table(box=None, padding=padding, show_edge=False, pad_edge=not is_flush, title=title, title_justify="left")
     for name in heads:
-        table.add_column(name.removeprefix("#"), justify="right" if name.startswith("#") else "left")
+        justify: JustifyMethod = "right" if name.startswith("#") else "left"
+        table.add_column(name.lstrip("#="), justify=justify, no_wrap=name.startswith("="))
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def fitted_table(
+    width: int, names: Sequence[str], rows: Sequence[Mapping[str, str]], numbers: Sequence[str], cuts: Mapping[str, int]
+) -> Table:
+    """A table of plain texts, no line of which is broken. Columns of `numbers` stand right.
+
+    `cuts`: how narrow columns may become. Where the terminal is too narrow the first is cut, then columns move together,
+    then the others are cut in their order.
+    """
+    widths, gap = {name: widest(name, rows) for name in names}, 2
+    for name, least in cuts.items():
+        over = sum(widths.values()) + gap * (len(names) - 1) - width
+        if name in widths:
+            widths[name] -= max(0, min(over, widths[name] - least))
+        if sum(widths.values()) + gap * (len(names) - 1) > width:
+            gap = 1
+    table = table_of(flush_gap=gap)
+    for name in names:
+        justify: JustifyMethod = "right" if name in numbers else "left"
+        table.add_column(name.strip(), justify=justify, no_wrap=True, width=widths[name])
+    for row in rows:
+        table.add_row(*(escape(row[name]) for name in names))
+    return table
+
+
+def widest(name: str, rows: Sequence[Mapping[str, str]]) -> int:
+    """Characters that a column needs."""
+    return max(len(name), *(len(row[name]) for row in rows))
 
 
 class SafeConsole(Console):

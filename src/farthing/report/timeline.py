@@ -13,18 +13,38 @@ from typing import Any
 from farthing.durability.accounts import Account
 
 N_COLUMNS, N_EVENTS = 96, 120
-GROUPS = {
-    "start-up": ("start_up", "tokenize", "load_model", "restore", "prefix", "probe", "compile"),
-    "waiting for data": ("data_wait",),
-    "copies": ("host_to_device",),
-    "forward and backward": ("compute",),
-    "optimizer": ("optimizer",),
-    "other ranks": ("ranks",),
-    "evaluation": ("evaluation",),
-    "checkpoints": ("checkpoint", "export"),
-}
-"""What a page tells apart, and the spans that belong to each; the rest is `everything else`."""
 REST = "everything else"
+OF_SPAN = {
+    "start_up": ("start-up", "start-up"),
+    "tokenize": ("start-up", "tokenizing"),
+    "load_model": ("start-up", "start-up"),
+    "restore": ("start-up", "start-up"),
+    "prefix": ("start-up", "training"),
+    "probe": ("start-up", "start-up"),
+    "compile": ("start-up", "training"),
+    "data_wait": ("waiting for data", "training"),
+    "host_to_device": ("copies", "training"),
+    "compute": ("forward and backward", "training"),
+    "optimizer": ("optimizer", "training"),
+    "ranks": ("other ranks", "training"),
+    "evaluation": ("evaluation", "evaluation"),
+    "checkpoint": ("checkpoints", "checkpoints"),
+    "export": ("checkpoints", "export"),
+    "idle": (REST, "training"),
+    "lost": (REST, ""),
+}
+"""Of each span of the ledger the group that a page tells apart, and the part of a plan's estimate that foretells it."""
+_OTHER = (REST, "")  # a span of another version of farthing
+
+
+def seconds_of(part: str, spans: Mapping[str, float]) -> float:
+    """What was spent on a part of a plan's estimate."""
+    return sum(seconds for span, seconds in spans.items() if OF_SPAN.get(span, _OTHER)[1] == part)
+
+
+def group_of(span: str) -> str:
+    """What a page shows a span as."""
+    return OF_SPAN.get(span, _OTHER)[0]
 
 
 @dataclass(frozen=True)
@@ -39,7 +59,7 @@ class Column:
     """Useful ones of the whole run, at its end."""
     usd: float
     seconds: dict[str, float]
-    """By the names of `GROUPS`."""
+    """By the groups of `OF_SPAN`."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +81,10 @@ class Timeline:
 
 
 def grouped(spans: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by the names of `GROUPS`, those that took any."""
-    named = {span: group for group, of in GROUPS.items() for span in of}
+    """Seconds by the groups of `OF_SPAN`, those that took any."""
     found: dict[str, float] = {}
     for span, seconds in spans.items():
-        group = named.get(span, REST)
+        group = group_of(span)
         found[group] = found.get(group, 0.0) + seconds
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
@@ -102,7 +121,7 @@ def timeline_of(accounts: Sequence[Account], evaluated: Iterable[int]) -> Timeli
 
 def _start_s(account: Account) -> float:
     """Seconds of an attempt before its first step."""
-    return sum(account.spans.get(span, 0.0) for span in GROUPS["start-up"] if span != "compile")
+    return sum(s for span, s in account.spans.items() if span != "compile" and group_of(span) == "start-up")
 
 
 def _when(steps_at: list[tuple[int, float]], step: int) -> float:

@@ -7,18 +7,19 @@ from pathlib import Path
 from farthing.config.job import Job
 from farthing.durability.run_folder import MODEL
 from farthing.events import Emit, Note, Working
-from farthing.export.publish import Wanted, noted, publish, wanted_at
+from farthing.export.publish import Publication, noted, publish, wanted_at
 
 FORM = "trained"
 
 
-def published_as(job: Job) -> Wanted | None:
+def published_as(job: Job) -> Publication | None:
     """Where the job's model goes; None where it stays here. Raises `UserMistake` where there is no token."""
     train = job.train
     if not train.push_to_hub:
         return None
-    name = train.hub_model_id or Path(job.output_dir).resolve().name
-    return wanted_at(name, is_private=train.hub_private_repo, where="train.push_to_hub")
+    run = Path(job.output_dir)
+    name = train.hub_model_id or run.resolve().name
+    return wanted_at(name, run / MODEL, FORM, is_private=train.hub_private_repo, where="train.push_to_hub")
 
 
 def is_to_publish(job: Job) -> bool:
@@ -35,5 +36,5 @@ def publish_finished(job: Job, emit: Emit) -> None:
     wanted = published_as(job)
     if wanted is not None and is_to_publish(job):
         emit(Working("publishing the model"))
-        sent = publish(Path(job.output_dir), Path(job.output_dir) / MODEL, FORM, wanted)
+        sent = publish(Path(job.output_dir), wanted)
         emit(Note(f"published as hub:{sent.to}, commit {sent.commit}"))
