@@ -14,7 +14,6 @@ from farthing.config.importers.record import (
     Imported,
     Odd,
     To,
-    Why,
     names,
     number,
     optimizer,
@@ -88,8 +87,6 @@ def no_bias(value: Any) -> str:
     raise Odd(f"biases of the base are trained there ({value}); farthing trains the adapter alone")
 
 
-CHECKPOINTING = "farthing checkpoints as many layers as memory asks for; the result is the same"
-
 ARGUMENTS: dict[str, To] = {
     **rows("train", whole, "max_steps per_device_train_batch_size per_gpu_train_batch_size=per_device_train_batch_size "
            "per_device_eval_batch_size per_gpu_eval_batch_size=per_device_eval_batch_size gradient_accumulation_steps "
@@ -139,27 +136,6 @@ MODEL: dict[str, To] = {
     **rows("model", truth, "trust_remote_code"),
 }  # fmt: skip
 """What says which model."""
-
-MODEL_GROUPS = (
-    Why(
-        "none",
-        "the dtype of loaded weights; farthing keeps trained ones in fp32 and frozen ones in what the GPU computes in",
-        "torch_dtype dtype bnb_4bit_compute_dtype bfloat16 float16 float32 pure_bf16 bnb_4bit_quant_storage compute_dtype "
-        "infer_dtype",
-    ),
-    Why(
-        "none",
-        "farthing's 4-bit base is always nf4 with double quantization",
-        "bnb_4bit_quant_type bnb_4bit_use_double_quant use_bnb_nested_quant quantization_type double_quantization "
-        "bnb_config_kwargs* load_in_4bit_* bnb_4bit_*",
-    ),
-    Why("none", CHECKPOINTING, "gradient_checkpointing use_gradient_checkpointing disable_gradient_checkpointing"),
-    Why(
-        "none",
-        "whether a last small batch is dropped; farthing's last step of an epoch takes what is left",
-        "*drop_last",
-    ),
-)
 
 
 def warmups(out: Imported, values: Mapping[str, Any]) -> None:
