@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from farthing.config.data_keys import known_init
 from farthing.config.importers.record import (
     Imported,
     Odd,
@@ -24,6 +23,7 @@ from farthing.config.importers.record import (
     truth,
     whole,
 )
+from farthing.config.values import known_init
 from farthing.durability.files import Json
 
 
