@@ -102,7 +102,9 @@ def _evaluation(values: Mapping[str, Any], out: Imported) -> None:
 
 def _method(values: Mapping[str, Any], out: Imported) -> None:
     adapter = values.get("adapter")
-    is_4bit = hf.quantized(out, dict(values), {"load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit"})
+    if values.get("load_in_4bit") is True and not adapter:
+        out.name("load_in_4bit", True, "a 4-bit base without an adapter can't be trained", "blocks")
+    is_4bit = hf.quantized(out, values)
     if adapter in ("lora", "qlora"):
         out.put("adapter", adapter, "method.name", "qlora" if is_4bit or adapter == "qlora" else "lora")
     elif adapter:
@@ -111,15 +113,7 @@ def _method(values: Mapping[str, Any], out: Imported) -> None:
         if "adapter" in values:
             out.put("adapter", adapter, "method.name", "full", "no adapter: the whole model is trained")
         out.default("method.name", "full")
-        for key in [key for key in values if key.startswith(("lora_", "peft_", "loraplus_"))]:
-            out.name(key, values[key], "about an adapter, and there is none")
-    if "load_in_4bit" in values:
-        if is_4bit and not adapter:
-            out.name("load_in_4bit", True, "a 4-bit base without an adapter can't be trained", "blocks")
-        else:
-            out.name(
-                "load_in_4bit", values["load_in_4bit"], "method: qlora is the 4-bit base, lora and full are without"
-            )
+        hf.no_adapter(out, values, "lora_", "peft_", "loraplus_")
     linear = values.get("lora_target_linear")
     if linear is True and adapter:
         out.put("lora_target_linear", True, "method.target_modules", ["all-linear"])
@@ -130,12 +124,8 @@ def _method(values: Mapping[str, Any], out: Imported) -> None:
 
 
 def _defaults(values: Mapping[str, Any], out: Imported) -> None:
-    train = {
-        "num_train_epochs": 1.0, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
-        "lr_scheduler_type": "cosine", "optim": "adamw_torch_fused",
-    }  # fmt: skip
-    for key, value in train.items():
-        out.default(f"train.{key}", value)
+    out.default_all("train", num_train_epochs=1.0, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    out.default_all("train", lr_scheduler_type="cosine", optim="adamw_torch_fused")
     if "train.warmup_steps" not in out.job and "train.warmup_ratio" not in out.job:
         out.default("train.warmup_ratio", 0.03)
         out.notes.append("Axolotl warms up for 3 % of the steps but 100 at most; this job for 3 %")

@@ -57,6 +57,5 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     out.job.setdefault("model.model_name_or_path", str(model or "").rpartition("/")[2] or "Qwen/Qwen2.5-7B-Instruct")
     out.job.setdefault("train.global_batch_size", 16)
     out.default("method.name", "lora")
-    for key, value in {"num_train_epochs": 1, "learning_rate": 1e-4}.items():
-        out.default(f"train.{key}", value)
+    out.default_all("train", num_train_epochs=1, learning_rate=1e-4)
     out.default("method.lora_r", 8)

@@ -66,7 +66,7 @@ def read(values: Mapping[str, Any], out: Imported, program: str = "") -> None:
     _method(values, out, name)
     read_keys(out, flat(values), TABLE, reasons("model", NAME, trl.NAME, "common"))
     if out.job["method.name"] != "full":
-        hf.peft_defaults(out, r=8, alpha=8, dropout=0.0)
+        out.default_all("method", lora_r=8, lora_alpha=8, lora_dropout=0.0)
         hf.peft_targets(out)
     hf.trainer_defaults(out)
 
@@ -77,20 +77,17 @@ def _method(values: Mapping[str, Any], out: Imported, program: str) -> None:
     wanted = {key for key, value in switches.items() if str(value).lower() == "true"}
     has_settings = any(key in values for key in ("lora_r", "lora_rank", "lora_alpha"))
     has_adapter = bool(wanted) or (has_settings and not {"use_lora", "use_peft"} & set(switches)) or "lora" in program
-    is_4bit = hf.quantized(out, dict(values), {"load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit"})
+    is_4bit = hf.quantized(out, values)
     method = "full" if not has_adapter else "qlora" if is_4bit or any("q" in key for key in wanted) else "lora"
     for key, value in switches.items():
         out.put(key, value, "method.name", method)
-    if "load_in_4bit" in values:
-        out.name("load_in_4bit", values["load_in_4bit"], "method: qlora is the 4-bit base")
     out.default("method.name", method, "the script" if has_adapter else "")
     if has_adapter:
         targets = values.get("trainable")
         if isinstance(targets, str) and targets:
             out.put("trainable", targets, "method.target_modules", targets.split(","))
     else:
-        for key in [key for key in values if key.startswith("lora_")]:
-            out.name(key, values[key], "about an adapter, and there is none")
+        hf.no_adapter(out, values, "lora_")
 
 
 _GLUE = {

@@ -101,6 +101,11 @@ class Imported:
             self.job[key] = value
             self.defaults[key] = of or self.source
 
+    def default_all(self, section: str, /, **values: Any) -> None:
+        """The same of several keys of a section."""
+        for name, value in values.items():
+            self.default(f"{section}.{name}", value)
+
     @property
     def mapped(self) -> list[Line]:
         """Keys with a counterpart."""

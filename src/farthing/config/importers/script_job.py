@@ -217,7 +217,8 @@ class Script:
         self._table(self._keys(call, call.named), _LORA, is_first=is_first)
         if is_first:
             unsloth = call.last == "get_peft_model"
-            hf.peft_defaults(self.out, r=16 if unsloth else 8, alpha=16 if unsloth else 8, dropout=0.0)
+            size = 16 if unsloth else 8
+            self.out.default_all("method", lora_r=size, lora_alpha=size, lora_dropout=0.0)
             if unsloth:
                 self.out.default("method.target_modules", ["all-linear"])
 

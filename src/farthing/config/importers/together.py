@@ -70,8 +70,7 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     if values.get("train_on_inputs") is True:
         out.put("train_on_inputs", True, "data.train_on_prompt", True)
     read_keys(out, flat(values), TABLE, reasons(NAME))
-    for key, value in {"num_train_epochs": 1, "learning_rate": 1e-5, "warmup_ratio": 0.0}.items():
-        out.default(f"train.{key}", value)
+    out.default_all("train", num_train_epochs=1, learning_rate=1e-5, warmup_ratio=0.0)
     if is_lora:
         out.default("method.lora_r", 8)
         out.default("method.lora_alpha", 2 * out.job["method.lora_r"])

@@ -51,9 +51,7 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     if isinstance(template, str) and "{" in template:
         out.files["chat_template.jinja"] = template
         out.put("chat_template", template, "data.chat_template", "chat_template.jinja")
-    is_4bit = hf.quantized(out, dict(values), {"load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit"})
-    if "load_in_4bit" in values:
-        out.name("load_in_4bit", values["load_in_4bit"], "method: qlora is the 4-bit base")
+    is_4bit = hf.quantized(out, values)
     peft = values.get("use_peft")
     has_adapter = str(peft).lower() == "true"
     method = "full" if not has_adapter else "qlora" if is_4bit else "lora"
@@ -61,12 +59,11 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
         out.put("use_peft", peft, "method.name", method)
     out.default("method.name", method)
     if not has_adapter:
-        for key in [key for key in values if key.startswith("lora_") or key in ("use_dora", "use_rslora")]:
-            out.name(key, values[key], "about an adapter, and there is none")
+        hf.no_adapter(out, values, "lora_", "use_dora", "use_rslora")
     hf.warmups(out, values)
     read_keys(out, flat(values), TABLE, reasons("model", NAME, "common"))
     if has_adapter:
-        hf.peft_defaults(out, r=16, alpha=32, dropout=0.05)
+        out.default_all("method", lora_r=16, lora_alpha=32, lora_dropout=0.05)
         hf.peft_targets(out)
     defaults(out)
 
