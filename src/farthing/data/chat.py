@@ -225,9 +225,9 @@ class ChatReader:
             raise Unusable("every assistant turn is marked as not to be learned")
         if not self.shows_texts:
             raise Unusable("the chat template leaves out what is said: it is for images, or broken")
-        read = {1: self._by_prefixes, 2: self._by_prompts}.get(self.version, self._turn_by_turn)
+        read = self._by_marks if self.marks else self._as_before if self.version < 3 else self._turn_by_turn
         try:
-            return (self._by_marks if self.marks else read)(messages, tools, given)
+            return read(messages, tools, given)
         except Unusable:
             raise
         except Exception as error:  # templates are programs: they raise what they like
@@ -303,8 +303,11 @@ class ChatReader:
         segments.append((whole[at:], False))
         return _merged(segments), left
 
-    def _by_prompts(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
-        """As runs of version 2 read it: turns that the whole chat shows in another form are not learned."""
+    def _as_before(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
+        """As runs of versions 1 and 2 read it: turns that the whole chat shows in another form are not learned.
+
+        Version 1 refused them, and learned all that the render up to a turn adds to the render before it.
+        """
         whole = self.render(messages, tools)
         segments: list[tuple[str, bool]] = []
         at, n_unlearned = 0, 0
@@ -313,33 +316,19 @@ class ChatReader:
             if message["role"] != "assistant":
                 continue
             before = self.render(messages[:index], tools, is_prompt=True) if index else ""
-            turn = self._without_trailer(self.render(messages[: index + 1], tools))
+            turn = self.render(messages[: index + 1], tools)
+            turn = turn if self.version == 1 else self._without_trailer(turn)
             if whole.startswith(before) and whole.startswith(turn) and at <= len(before) < len(turn):
                 segments += [(whole[at : len(before)], False), (whole[len(before) : len(turn)], index not in given)]
                 at = len(turn)
+            elif self.version == 1:
+                raise Unusable("the chat template rewrites earlier turns; give one with {% generation %} marks")
             elif index == last and index not in given and not any(is_learned for _, is_learned in segments):
                 return Chat(self._opened(messages, index, before), n_unlearned)
             elif index not in given:
                 n_unlearned += 1
         segments.append((whole[at:], False))
         return Chat(_merged(segments), n_unlearned)
-
-    def _by_prefixes(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
-        """As runs of version 1 read it: a turn is all that the render up to it adds to the render before it."""
-        whole = self.render(messages, tools)
-        segments: list[tuple[str, bool]] = []
-        at = 0
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.render(messages[:index], tools, is_prompt=True) if index else ""
-            after = self.render(messages[: index + 1], tools)
-            if not (whole.startswith(before) and whole.startswith(after) and at <= len(before) < len(after)):
-                raise Unusable("the chat template rewrites earlier turns; give one with {% generation %} marks")
-            segments += [(whole[at : len(before)], False), (whole[len(before) : len(after)], index not in given)]
-            at = len(after)
-        segments.append((whole[at:], False))
-        return Chat(_merged(segments))
 
     def _without_trailer(self, text: str) -> str:
         """A chat that ends with an answer, up to the end of its turn."""
