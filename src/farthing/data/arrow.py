@@ -31,9 +31,12 @@ def open_parquet(path: Path, name: str) -> Any:
 
     limits = {"thrift_string_size_limit": _MOST_FOOTER_BYTES, "thrift_container_size_limit": 10_000_000}
     try:
-        metadata = pyarrow.parquet.ParquetFile(path, **limits).metadata
+        file = pyarrow.parquet.ParquetFile(path, **limits)
+        metadata, names = file.metadata, file.schema_arrow.names
         leaves = [metadata.schema.column(i) for i in range(len(metadata.schema))]
         _refuse_unfolding(metadata, leaves, path.stat().st_size, name)
+        if twice := next((each for each in names if names.count(each) > 1), ""):
+            raise DataError(f"there are two columns `{twice}`", where=name, to_do="write it with one of them")
         texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         return pyarrow.parquet.ParquetFile(path, read_dictionary=texts, pre_buffer=False, **limits)
     except (pyarrow.ArrowException, OSError, RecursionError) as error:
@@ -129,6 +132,13 @@ def _values(table: Any, start: int, stop: int, n_before: int) -> Iterator[Row | 
             return
         rows = [BadRow(n_before + start + 1, f"a value that can't be read: {str(error)[:200]}")]
     yield from rows
+
+
+def without_missing(value: Any) -> Any:
+    """A value without those keys of its objects that have none: in Arrow every object of a column has the keys of all."""
+    if isinstance(value, dict):
+        return {key: without_missing(each) for key, each in value.items() if each is not None}
+    return [without_missing(each) for each in value] if isinstance(value, list) else value
 
 
 def bytes_of_rows(table: Any) -> NDArray[np.int64]:

@@ -20,9 +20,12 @@ from farthing.clock import today
 from farthing.data.rows import RowValue
 from farthing.tasks.columns import Unusable
 
-TEXT_VERSION = 5
+TEXT_VERSION = 6
 """How rows become texts, tokens and a split. A run goes on with the version that it began with.
 
+5: an answer that says nothing is learned as an empty one; where the assistant has the first turn, all that stands before it is
+learned; `system` stands beside a system turn of the chat; keys that an object of a Parquet file lacks are written as null;
+empty `tool_calls` make a row unusable, and tools that are JSON as text stay text.
 4: not read are `history` and `context` of instructions, `system` beside `messages`, prompts and completions that are messages,
 roles in capitals or by the names of Cohere and Gemini.
 3: a call of a tool that the template leaves out is learned as an empty answer.
@@ -254,8 +257,10 @@ class ChatReader:
         wanted = [
             index for index, message in enumerate(messages) if message["role"] == "assistant" and index not in given
         ]
-        asked = {index: self.render.prompts(messages[:index], tools) if index else [""] for index in wanted}
         turns = {index: self.render(messages[: index + 1], tools) for index in wanted}
+        asked = {index: self.render.prompts(messages[:index], tools) for index in wanted if index}
+        if 0 in turns:
+            asked[0] = [self._before_first(turns[0], messages, tools) if self.version > 5 else ""]
         is_end = wanted[-1] == len(messages) - 1
         found: list[Segments] = []
         n_unlearned, why = 0, Unusable("")
@@ -276,6 +281,17 @@ class ChatReader:
         if not found:
             raise why
         return Chat(found[0], n_unlearned, tuple(found[:0:-1]))
+
+    def _before_first(self, turn: str, messages: Messages, tools: Any) -> str:
+        """What stands before the first turn of a chat where the assistant has it: nothing asked for it.
+
+        All up to what a template writes to ask for an answer; where it shows that in another form, up to what is said.
+        """
+        asked, said = self.render(messages[:1], tools, is_prompt=True), str(messages[0].get("content") or "").strip()
+        opening = asked.removeprefix(turn) if asked.startswith(turn) else ""
+        if opening and opening in turn:
+            return turn[: turn.index(opening) + len(opening)]
+        return turn[: turn.rindex(said)] if said and said in turn else ""
 
     def _learned(
         self, whole: str, wanted: list[int], asked: dict[int, list[str]], turns: dict[int, str]

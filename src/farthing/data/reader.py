@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
+from farthing.data.arrow import without_missing
 from farthing.data.foreign import LEARNED, foreign_kind, say_ignored
 from farthing.data.formats import Text, Understood, converter, recognise, used_columns
 from farthing.data.read import Source
@@ -31,6 +32,7 @@ class SourceReader:
         self.understood: Understood | None = None
         """Known once it has looked at a row with columns."""
         self._recipe, self._tokenizer, self._columns = recipe, tokenizer, source.columns_or(recipe.columns)
+        self._is_arrow = source.kind in ("parquet", "dataset") and recipe.version > 5
         self._shapes: Counter[tuple[str, ...]] = Counter()
         self._chosen: dict[str, str] = {}
 
@@ -57,7 +59,7 @@ class SourceReader:
         """Raises `Unusable` with the reason."""
         if isinstance(row, BadRow):
             raise Unusable(row.reason)
-        return self._convert(row.value)
+        return self._convert(without_missing(row.value) if self._is_arrow else row.value)
 
     @cached_property
     def _convert(self) -> Callable[[RowValue], Text]:

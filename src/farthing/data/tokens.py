@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from farthing.data.chat import said_of_chats
 from farthing.data.encode import Encoded, Encoder
-from farthing.data.formats import RENDERED, Text, group_of, hash_of_input
+from farthing.data.formats import Text, group_of, hash_of_input
 from farthing.data.loader import Ahead
 from farthing.data.read import Source, n_characters
 from farthing.data.reader import SourceReader
@@ -116,6 +116,7 @@ class Tally:
     n_without_target: int = 0
     n_unlearned_turns: int = 0
     n_unrolled: int = 0
+    n_rendered: int = 0
     n_tokens: int = 0
     n_targets: int = 0
     bad_rows: list[tuple[str, str]] = field(default_factory=list)
@@ -179,6 +180,7 @@ def _write(
             all_inputs.append(np.unique(np.array(chunk.groups + chunk.groups_of_rejected, np.uint64)))
             labels.take(chunk, kept, tally)
             tally.n_unlearned_turns += sum(chunk.texts[index].n_unlearned for index in np.flatnonzero(kept))
+            tally.n_rendered += sum(not text.is_raw for text in chunk.texts)
             tally.n_unrolled += sum(len(text.earlier) for text in chunk.texts)
             encoded = encoded.only(kept)
             columns: dict[str, NDArray[Any]] = {
@@ -217,7 +219,7 @@ def _facts(
 ) -> Json:
     """What the manifest says of a set, but for its number of examples."""
     formats = [reader.understood.format for reader in readers if reader.understood is not None]
-    is_chat = recipe.version > 2 and task_of(recipe.task).predicts_next and not RENDERED.isdisjoint(formats)
+    is_chat = recipe.version > 2 and tally.n_rendered > 0
     return {
         "kind": "farthing token set",
         "version": CACHE_VERSION,
