@@ -9,6 +9,7 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,11 @@ import pyarrow.parquet
 import pytest
 
 from farthing.data import arrow, read
+from farthing.data.chat import DEFAULT_CHAT_TEMPLATE
 from farthing.data.read import Source, open_sources
+from farthing.data.reader import SourceReader
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row
+from farthing.data.token_set import Recipe
 from farthing.errors import DataError
 from farthing.tiny import demo_rows
 from test_bad_input import Desk, Said, desk, run  # noqa: F401 - fixtures
@@ -252,3 +256,38 @@ def test_memory_that_is_not_enough_is_that_of_this_machine(tmp_path: Path, monke
     monkeypatch.setattr(read, "_DECODER", Decoder())
     with pytest.raises(DataError, match="this machine has not enough memory"):
         list(source.rows())
+
+
+def test_keys_that_an_object_lacks_are_not_learned_as_null(tmp_path: Path) -> None:
+    """Arrow gives every object of a column all keys that one of them has: calls of one tool get the arguments of another."""
+    calls = [{"city": "Ulm"}, {"a": 1, "b": 2}]
+    rows = []
+    for number, arguments in enumerate(calls):
+        call = {"type": "function", "function": {"name": f"tool{number}", "arguments": arguments}}
+        properties = {key: {"type": "string", "enum": ["x"] if key == "city" else None} for key in arguments}
+        tool = {"type": "function", "function": {"name": f"tool{number}", "parameters": {"properties": properties}}}
+        turns = [{"role": "user", "content": "go"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        rows.append({"messages": turns, "tools": [tool]})
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    tokenizer = SimpleNamespace(
+        chat_template=DEFAULT_CHAT_TEMPLATE, special_tokens_map={"eos_token": "</s>"}, added_tokens=["</s>"],
+        backend_tokenizer=None,
+    )  # fmt: skip
+
+    def texts(version: int) -> list[str]:
+        reader = SourceReader(opened(path), Recipe("causal-lm", 64, version=version), tokenizer)
+        found = list(opened(path).rows())
+        reader.look(found)
+        return ["".join(part for part, _ in reader.text(row).segments) for row in found]
+
+    assert not any("null" in text for text in texts(6))
+    assert '"arguments": {"city": "Ulm"}' in texts(6)[0]
+    assert all("null" in text for text in texts(5)), "as a run of then goes on to read it"
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="there are two columns `text`"):
+        list(opened(tmp_path / "a.parquet").rows())

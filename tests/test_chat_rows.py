@@ -225,3 +225,91 @@ def test_a_call_that_is_context_is_no_answer() -> None:
     turns += [{"role": "user", "content": "b?"}, {"role": "assistant", "content": "B"}]
     text = read({"messages": turns}, NO_TOOLS, version=4)
     assert [part for part, is_target in text.segments if is_target] == ["B</s>"]
+
+
+SAYS_NOTHING: list[dict[str, Any]] = [
+    {"content": ""},
+    {"content": " \n"},
+    {"content": None},
+    {},
+    {"content": "", "name": "bot"},
+]
+
+
+@pytest.mark.parametrize("said", SAYS_NOTHING, ids=["empty", "spaces", "null", "no content", "a name alone"])
+@pytest.mark.parametrize("template", [PLAIN, DEFAULT_CHAT_TEMPLATE], ids=["prompts", "marks"])
+def test_an_answer_that_says_nothing_is_not_learned_as_an_empty_one(said: dict[str, Any], template: str) -> None:
+    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", **said}, *talk()[2:]]
+    with pytest.raises(Unusable, match="message 2: the assistant says nothing"):
+        read({"messages": turns}, template, version=6)
+    assert len([1 for _, is_target in read({"messages": turns}, template, version=5).segments if is_target]) == 2
+    turns[1]["weight"] = 0  # as context it may
+    assert [text for text, is_target in read({"messages": turns}, template, version=6).segments if is_target] == [
+        "B</s>"
+    ]
+
+
+def test_an_answer_of_sharegpt_and_an_earlier_one_of_alpaca_may_not_be_empty_either() -> None:
+    with pytest.raises(Unusable, match="message 2: the assistant says nothing"):
+        read({"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": ""}]}, version=6)
+    tokenizer = SimpleNamespace(
+        chat_template=PLAIN, special_tokens_map={"eos_token": "</s>"}, added_tokens=["</s>"], backend_tokenizer=None
+    )
+    row = {"instruction": "b?", "output": "B", "history": [["a?", ""]]}
+    with pytest.raises(Unusable, match="message 2: the assistant says nothing"):
+        converter("instruction", {}, {}, tokenizer, "causal-lm")(row)
+
+
+WITH_PREAMBLE = "{%- if messages[0].role != 'system' %}<system>You are a bot. Hi.</s>{% endif %}" + PLAIN
+
+
+@pytest.mark.parametrize("template", [PLAIN, WITH_PREAMBLE, WITH_PREAMBLE.replace("'<assistant>'", "''")])
+def test_of_a_chat_that_begins_with_the_assistant_what_stands_before_it_is_not_learned(template: str) -> None:
+    row = {"messages": [{"role": "assistant", "content": "Hi."}, *talk()]}
+    text = read(row, template, version=6)
+    first = next(part for part, is_target in text.segments if is_target)
+    assert first == "Hi.</s>"
+    whole = "".join(part for part, _ in text.segments)
+    former = read(row, template, version=5)
+    assert "".join(part for part, _ in former.segments) == whole
+    assert former.segments[0] == (whole[: whole.index("<user>")], True), "as a run of then goes on to learn it"
+
+
+def test_a_first_turn_of_the_assistant_may_be_a_call() -> None:
+    turns = [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}, *talk()]
+    found = [part for part, is_target in read({"messages": turns}, WITH_PREAMBLE, version=6).segments if is_target]
+    assert found[0] == '</s>add{"a": 1}'
+
+
+def test_empty_calls_are_none() -> None:
+    for empty in ([], "[]", None):
+        turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "A", "tool_calls": empty}]
+        assert [part for part, is_target in read({"messages": turns}, version=6).segments if is_target] == ["A</s>"]
+
+
+def test_tools_as_a_list_of_json_texts_are_objects() -> None:
+    template = "{% for tool in tools or [] %}{{ tool.name }};{% endfor %}" + PLAIN
+    row = {"messages": talk(), "tools": ['{"name": "add"}', {"name": "sub"}]}
+    assert read(row, template, version=6).segments[0][0].startswith("add;sub;<user>")
+    with pytest.raises(Unusable, match="`tools` holds text that is not JSON"):
+        read({"messages": talk(), "tools": ["add"]}, template, version=6)
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_a_system_message_stands_once(key: str) -> None:
+    def row(first: str, system: Any) -> dict[str, Any]:
+        turns = [{"role": first, "content": "Be brief."}, *talk()]
+        if key == "conversations":
+            names = {"user": "human", "assistant": "gpt"}
+            turns = [{"from": names.get(turn["role"], turn["role"]), "value": turn["content"]} for turn in turns]
+        return {key: turns, "system": system}
+
+    first = "System" if key == "messages" else "system"
+    text = "".join(part for part, _ in read(row(first, "Be brief. "), version=6).segments)
+    assert (text.count("<system>"), text.count("brief")) == (1, 1)
+    with pytest.raises(Unusable, match="begins with another system message than its column `system`"):
+        read(row(first, "Be long."), version=6)
+    text = "".join(part for part, _ in read(row("user", "Be long."), version=6).segments)
+    assert text.startswith("<system>Be long.</s><user>Be brief.")
+    with pytest.raises(Unusable, match="`system` is a number"):
+        read(row("user", 7), version=6)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from farthing.data.foreign import Watch, foreign_kind
-from farthing.data.read import open_sources
+from farthing.data.foreign import foreign_kind
+from farthing.data.read import Source, open_sources
+from farthing.data.reader import SourceReader
 from farthing.data.rows import Row
 from farthing.data.token_set import Recipe, notes_of
 from farthing.data.tokens import tokenize
@@ -205,20 +206,23 @@ def test_each_source_has_its_own_ignored_columns(tmp_path: Path, tokenizers: dic
     assert notes_of(again.facts) == notes_of(facts), "a set from the cache says it too"
 
 
+def reader_of(columns: dict[str, str]) -> SourceReader:
+    return SourceReader(Source("a", "", "jsonl"), Recipe("causal-lm", 64, columns=columns), None)
+
+
 def test_a_mapped_column_hides_the_one_of_its_standard_name() -> None:
-    watch = Watch("causal-lm", {"text": "story"}, "a")
-    watch([Row(1, {"text": "a", "story": "b"})])
-    assert watch.ignored({"story"}) == {"text": 1}
-    assert watch.chosen() == []
+    reader = reader_of({"text": "story"})
+    reader.look([Row(1, {"text": "a", "story": "b"})])
+    assert (reader.ignored, reader.notes) == ({"text": 1}, [])
 
 
 def test_text_beside_pictures_may_be_chosen_and_that_is_said() -> None:
     rows = [Row(1, {"text": "a", "image": "a.png"}), Row(2, {"text": "b", "image": None})]
     with pytest.raises(DataError, match="images, sound or video"):
-        Watch("causal-lm", {}, "a")(rows)
-    watch = Watch("causal-lm", {"text": "text"}, "a")
-    watch(rows)
-    assert watch.chosen() == ["images, sound or video (column `image`): `text` alone is learned, as data.columns says"]
+        reader_of({}).look(rows)
+    reader = reader_of({"text": "text"})
+    reader.look(rows)
+    assert reader.notes == ["images, sound or video (column `image`): `text` alone is learned, as data.columns says"]
 
 
 def test_what_is_said_of_data_is_said_once(desk: Desk) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from farthing.config.foreign_keys import ALIASES, ANSWERS
+from farthing.config.foreign_keys import ALIASES
 from farthing.config.importers.record import exists
+from farthing.config.importers.shared import reasons
 from farthing.config.load import load_job
 from farthing.errors import JobError
 
+ANSWERS = {name: why.reason for why in reasons("job") for name in why.patterns.split()}
 BASE = "task: causal-lm\nmodel: a/b\ndata: rows.jsonl\noutput_dir: out\n"
 
 

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from transformers import AutoTokenizer
 
 from farthing.config.job import Job
 from farthing.data import sample
 from farthing.data.batches import Batches
 from farthing.data.encode import Encoder
+from farthing.data.light_tokenizer import light_tokenizer
 from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.read import open_sources
 from farthing.data.token_set import Recipe, TokenSet
@@ -409,6 +411,24 @@ def as_csv(path: Path, rows: list[dict[str, str]], delimiter: str = ",") -> Path
         writer.writeheader()
         writer.writerows(rows)
     return path
+
+
+def test_a_plan_reads_a_csv_file_as_training_does(tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    """Spaces around the names of columns, a line separator within a text, bytes that are no UTF-8, headers that won't do."""
+    lines = [f"{i} \u2028 say,{row['completion']}".replace("\n", " ") for i, row in enumerate(demo_rows(60))]
+    path = tmp_path / "a.csv"
+    path.write_bytes("\n".join(["prompt, completion", *lines]).encode() + b"\nbad,\xff\n")
+    sources = open_sources((str(path),), cache_dir=tmp_path, split="train")
+    recipe = Recipe("causal-lm", 512, max_bad_rows=0.5)
+    tokens = tokenize(sources, AutoTokenizer.from_pretrained(tiny_folders["llama"]), recipe, tmp_path)
+    found = sample.sample_lengths(sources, light_tokenizer(tiny_folders["llama"], None), recipe)
+    assert (len(tokens), found.n_examples) == (60, 60)
+    assert sorted(found.tokens.tolist()) == sorted(tokens.lengths.tolist())
+    for header, words in (("text,text", "`text` appears twice"), ("prompt;completion", "separated by `;`")):
+        path.write_text(f"{header}\na,b\n")
+        sources = open_sources((str(path),), cache_dir=tmp_path, split="train")
+        with pytest.raises(DataError, match=words):
+            sample.sample_lengths(sources, light_tokenizer(tiny_folders["llama"], None), recipe)
 
 
 def test_every_kind_of_file_has_the_same_lengths(tiny_folders: dict[str, Path], tmp_path: Path) -> None:

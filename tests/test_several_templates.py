@@ -58,6 +58,11 @@ def test_without_a_default_they_are_named_and_nothing_is_trained(tmp_path: Path,
     assert set(light.other_templates) == {"rag", "tool_use"}
 
 
+def test_prompts_of_messages_ask_for_a_template_too(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"several chat templates, and none is the default: rag, tool_use"):
+        workshop.train(job_of(tmp_path, {"tool_use": OWN, "rag": OWN}, rows=AS_PROMPTS))
+
+
 def test_a_file_chooses_and_the_others_are_kept(tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text(OWN)
     job = job_of(tmp_path, {"tool_use": "{{ tools }}"}, data={"chat_template": str(tmp_path / "mine.jinja")})
@@ -93,8 +98,12 @@ def test_a_run_that_began_with_the_own_one_goes_on_with_it(tmp_path: Path, monke
     assert template.endswith(DEFAULT_CHAT_TEMPLATE)
 
 
-def test_it_is_said_that_farthings_own_is_used(tmp_path: Path) -> None:
-    job = job_of(tmp_path, None)
+AS_PROMPTS = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in CHATS]
+
+
+@pytest.mark.parametrize("rows", [CHATS, AS_PROMPTS], ids=["messages", "prompts of messages"])
+def test_it_is_said_that_farthings_own_is_used(tmp_path: Path, rows: Any) -> None:
+    job = job_of(tmp_path, None, rows)
     heard = workshop.Heard()
     workshop.train(job, heard)
     assert "the tokenizer has no chat template: farthing's own is used" in json.dumps([str(event) for event in heard])

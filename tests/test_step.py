@@ -39,12 +39,12 @@ def items(n: int) -> Iterator[MicroBatch]:
 
 def test_a_feed_gives_every_micro_batch_once_and_in_order() -> None:
     feed = Feed(items(5))
-    found = [feed.next() for _ in range(10)]
+    found = [next(feed) for _ in range(10)]
     assert [int(i) for micro_batch in found for i in micro_batch.examples] == list(range(20))
     assert [micro_batch.step for micro_batch in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert [micro_batch.is_last for micro_batch in found] == [False, True] * 5
     with pytest.raises(StopIteration):
-        feed.next()
+        next(feed)
     feed.close()
 
 
@@ -72,9 +72,9 @@ def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken() -> None:
         raise ZeroDivisionError("of the collation")
 
     feed = Feed(broken())
-    feed.next()
+    next(feed)
     with pytest.raises(ZeroDivisionError, match="of the collation"):
-        feed.next()
+        next(feed)
     feed.close()
 
 

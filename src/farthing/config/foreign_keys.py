@@ -51,32 +51,6 @@ ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.sp
 _OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_hf": "adamw_torch", "adam": "", "adamw_fused": "adamw_torch_fused"}
 _SWITCHES = {"use_lora": "lora", "use_peft": "lora", "use_qlora": "qlora"}
 
-_ANSWERS: dict[str, str] = {
-    "deepspeed": "`farthing train JOB --deepspeed FILE` reads it; in a job: where.strategy, train.optim: adamw_torch_offload",
-    "fsdp": "in a job: where.strategy: fsdp, and where.reshard_after_forward",
-    "fsdp_config": "`farthing train JOB --accelerate FILE` reads accelerate's; in a job: where.strategy: fsdp",
-    "dataloader_num_workers num_workers":
-        "tokens are read ahead by a thread from a memory-mapped cache: there are no workers",
-    "pin_memory dataloader_pin_memory": "batches are copied ahead of the step anyway",
-    "drop_last dataloader_drop_last": "the last step of an epoch takes the examples that are left, weighted as all others",
-    "shuffle": "the order is always a shuffle that follows from train.seed, the same on every machine and after every resume",
-    "packing sample_packing":
-        "examples always lie end to end, each attending to itself alone; a batch is counted in examples",
-    "group_by_length": "examples lie end to end without padding, so that their order need not depend on their length",
-    "resume_from_checkpoint auto_resume resume":
-        "the same command goes on from the last whole checkpoint in output_dir by itself",
-    "overwrite_output_dir": "a finished run is never written over: name another output_dir",
-    "logging_dir": "logs are in output_dir",
-    "run_name": "a run is named by its output_dir",
-    "load_in_8bit": "there is no 8-bit base; method: qlora has one of 4 bits, lora one of 16",
-    "do_train do_eval": "`farthing train` trains, and evaluates where there is data for it",
-    "num_gpus": "`where.gpus` says how many of a machine's GPUs share a run",
-    "remove_unused_columns": "columns that nothing reads are ignored, and named",
-    "save_strategy": "checkpoints go by time (train.save_minutes) or steps (train.save_steps)",
-}  # fmt: skip
-"""Keys that farthing has no use for: what it does instead."""
-ANSWERS = {name: words for names, words in _ANSWERS.items() for name in names.split()}
-
 
 class Foreign(Exception):
     """A key of others that can't be taken as one of ours; the message says why."""
@@ -87,14 +61,13 @@ def answer(name: str, *, is_exact: bool = False) -> str:
 
     `is_exact`: only of keys that are known by their whole name, not by how they begin or end.
     """
-    if name in ANSWERS:
-        return ANSWERS[name]
-    from farthing.config.importers.shared import COMMON
+    from farthing.config.importers.shared import reasons
 
-    for group in COMMON:
-        patterns = group.patterns.split()
-        if name in patterns or (not is_exact and any(fnmatchcase(name, pattern) for pattern in patterns)):
-            return f"another tool's key: {group.reason}"
+    for before, of in (("", "job"), ("another tool's key: ", "common")):
+        for group in reasons(of):
+            patterns = group.patterns.split()
+            if name in patterns or (not is_exact and any(fnmatchcase(name, pattern) for pattern in patterns)):
+                return before + group.reason
     return ""
 
 

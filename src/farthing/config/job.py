@@ -20,40 +20,28 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from farthing.addresses import is_remote, without_secrets
-from farthing.config.data_keys import ColumnMap, LabelMap, Own, known_init, with_own
-from farthing.tasks.registry import find_task, task_names, task_of
-from farthing.units import parse_hours, parse_usd
-
-
-def _number_is_no_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("give a number, not true/false")
-    return value
-
-
-def _known_task(name: Any) -> Any:
-    """The name of a task that there is. Raises the error that pydantic has for a value that is none of several."""
-    if not isinstance(name, str) or find_task(name) is None:
-        *others, last = (repr(name) for name in task_names())
-        expected = f"{', '.join(others)} or {last}"
-        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
-    return name
-
-
-TaskName = Annotated[str, BeforeValidator(_known_task), Field(json_schema_extra={"enum": list(task_names())})]
-Number = Annotated[float, BeforeValidator(_number_is_no_bool)]
-Whole = Annotated[int, BeforeValidator(_number_is_no_bool)]
-Share = Annotated[Number, Field(ge=0, le=1)]
-Positive = Annotated[Whole, Field(ge=1)]
-Name = Annotated[str, Field(min_length=1)]
-Usd = Annotated[float, BeforeValidator(parse_usd), Field(ge=0)]
-Hours = Annotated[float, BeforeValidator(parse_hours), Field(gt=0)]
-AsWord = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
-OneOrMany = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
-Paths = Annotated[tuple[Name, ...], OneOrMany]
+from farthing.config.values import (
+    AsWord,
+    ColumnMap,
+    Hours,
+    LabelMap,
+    Name,
+    Names,
+    Number,
+    Own,
+    Paths,
+    Positive,
+    Share,
+    TaskName,
+    Trackers,
+    Usd,
+    Whole,
+    known_init,
+    with_own,
+)  # fmt: skip
+from farthing.tasks.registry import task_of
 
 
 class Section(BaseModel):
@@ -157,9 +145,9 @@ class MethodSection(Section):
     lora_r: Positive = 16
     lora_alpha: Annotated[Number, Field(gt=0)] = 32.0
     lora_dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
-    target_modules: Paths = ()
+    target_modules: Names = ()
     """Layers that get an adapter: names, or `all-linear`. Default: all-linear (query and value for classification)."""
-    modules_to_save: Paths = ()
+    modules_to_save: Names = ()
     """Further modules trained in full and saved. A classification head is always among them."""
     use_dora: bool = False
     use_rslora: bool = False
@@ -276,7 +264,7 @@ class TrainSection(Section):
     """Its repository, `owner/name`. Default: the name of the run folder, of the token's owner."""
     hub_private_repo: bool = True
     """false: everyone may read it."""
-    report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...], OneOrMany] = ()
+    report_to: Trackers = ()
     """Trackers that are told of every step and evaluation, by their own libraries (extras of the same names; `track` for
     TensorBoard). A run that goes on goes on in the same run of theirs."""
 
@@ -325,11 +313,11 @@ class WhereSection(Section):
     """An owned machine: what it draws under load ..."""
     usd_per_kwh: Usd = 0.0
     """... and what a kWh costs."""
-    gpu: Annotated[tuple[Name, ...], OneOrMany] = ()
+    gpu: Names = ()
     """GPUs that a plan may use, e.g. [H100, RTX 4090]. Default: any."""
-    provider: Annotated[tuple[Name, ...], OneOrMany] = ()
+    provider: Names = ()
     """Providers that it may rent from."""
-    region: Annotated[tuple[Name, ...], OneOrMany] = ()
+    region: Names = ()
     """Regions, or how their names begin: [us-, eu-west-1]."""
     offers: Literal["spot", "on-demand"] | None = None
     """Only one kind of offer."""
@@ -497,3 +485,12 @@ class Job(Section):
         flat |= {"task": self.task, "model.init": self.model.init}
         flat |= {"model.rope_scaling": self.model.rope_scaling} if self.model.rope_scaling else {}
         return dict(json.loads(json.dumps(flat)))
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: each.annotation
+    for name, each in Job.model_fields.items()
+    if isinstance(each.annotation, type) and issubclass(each.annotation, Section)
+}
+KEYS = {"": list(Job.model_fields), **{name: list(section.model_fields) for name, section in SECTIONS.items()}}
+"""The keys of each section, and of the job itself as ""."""

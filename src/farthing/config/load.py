@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from farthing.addresses import is_remote
 from farthing.config import job as sections
-from farthing.config.data_keys import OWN_SCHEMA
 from farthing.config.foreign_keys import Foreign, adopt, answer
-from farthing.config.job import Job
+from farthing.config.job import KEYS, SECTIONS, Job
 from farthing.data.rows import Own
 from farthing.durability.files import Json
 from farthing.errors import JobError, UserMistake
@@ -61,15 +60,9 @@ def parse_job(text: str, path: Path, overrides: list[str] | None = None) -> Job:
             to_do = "indent with spaces, not with tabs"
         elif "constructor" in what:
             to_do = "a job holds plain values only"
-        raise JobError([UserMistake(f"not valid YAML: {what}", where=f"{path}{line}", to_do=to_do)]) from error
+        raise _refused(f"not valid YAML: {what}", f"{path}{line}", to_do) from error
     if not isinstance(values, dict):
-        raise JobError(
-            [
-                UserMistake(
-                    "a job is a mapping of keys to values", where=str(path), to_do="`farthing init` writes a starter"
-                )
-            ]
-        )
+        raise _refused("a job is a mapping of keys to values", path, "`farthing init` writes a starter")
     lines: dict[tuple[str, ...], int] = {}
     problems = list(_walk(node, (), lines, path))
     values = _expand(values)
@@ -140,50 +133,29 @@ def job_schema() -> Json:
     for section, key in SHORTHAND.items():
         short = {"type": "string", "description": f"short for {section}: {{{key}: ...}}"}
         schema["properties"][section] = {"anyOf": [short, schema["properties"][section]]}
-    one_or_many: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-    for definition in schema["$defs"].values():
-        for key, value in definition.get("properties", {}).items():
-            if key in ("train", "eval", "target_modules", "modules_to_save") and value.get("type") == "array":
-                definition["properties"][key] = {
-                    "anyOf": [*one_or_many["anyOf"]],
-                    "description": value.get("description", ""),
-                }
-                if key in ("train", "eval"):
-                    own = {
-                        "type": "object",
-                        "required": ["path"],
-                        "additionalProperties": False,
-                        "properties": OWN_SCHEMA,
-                    }
-                    items = {"anyOf": [{"type": "string"}, own]}
-                    definition["properties"][key]["anyOf"][1] = {"type": "array", "items": items}
-            if key == "report_to":
-                definition["properties"][key] = {"anyOf": [value["items"], value]}
-            if key in ("max_usd", "usd_per_hour", "usd_per_kwh", "max_hours", "max_gpu_hours"):
-                definition["properties"][key] = {
-                    "anyOf": [{"type": "number"}, {"type": "string"}, {"type": "null"}],
-                    "description": value.get("description", ""),
-                }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "farthing job", **schema}
+
+
+def _refused(what: str, where: Path | str, to_do: str = "") -> JobError:
+    """A file that is no job."""
+    return JobError([UserMistake(what, where=str(where), to_do=to_do)])
 
 
 def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_JOB_BYTES:
-            raise JobError([UserMistake("larger than 1 MiB: not a job file", where=str(path))])
+            raise _refused("larger than 1 MiB: not a job file", path)
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
         to_do = f"did you mean {path.parent / near[0]}?" if near else "`farthing init` writes a starter"
-        raise JobError([UserMistake("no such job file", where=str(path), to_do=to_do)]) from error
+        raise _refused("no such job file", path, to_do) from error
     except IsADirectoryError as error:
-        raise JobError(
-            [UserMistake("a folder, not a job file", where=str(path), to_do="name the YAML file")]
-        ) from error
+        raise _refused("a folder, not a job file", path, "name the YAML file") from error
     except UnicodeDecodeError as error:
-        raise JobError([UserMistake(f"not UTF-8 text (byte {error.start})", where=str(path))]) from error
+        raise _refused(f"not UTF-8 text (byte {error.start})", path) from error
     except OSError as error:
-        raise JobError([UserMistake(f"can't be read: {error.strerror}", where=str(path))]) from error
+        raise _refused(f"can't be read: {error.strerror}", path) from error
 
 
 def _refuse_tangles(text: str, path: Path) -> None:
@@ -195,8 +167,8 @@ def _refuse_tangles(text: str, path: Path) -> None:
         if depth > MAX_DEPTH:
             what = "nested too deep"
         if what:
-            where = f"{path}:{event.start_mark.line + 1}" if event.start_mark else str(path)
-            raise JobError([UserMistake(f"{what}: not understood in a job", where=where, to_do="write it out plainly")])
+            where = f"{path}:{event.start_mark.line + 1}" if event.start_mark else path
+            raise _refused(f"{what}: not understood in a job", where, "write it out plainly")
 
 
 def _walk(
@@ -222,19 +194,17 @@ def _expand(values: dict[Any, Any]) -> dict[Any, Any]:
 
     A section with nothing in it (`limits:` and only comments below) is as good as absent.
     """
-    sections = {name for name, inner in _section_fields(Job) if inner}
     return {
         key: {SHORTHAND[key]: value} if key in SHORTHAND and isinstance(value, str | list) else value
         for key, value in values.items()
-        if value is not None or key not in sections
+        if value is not None or key not in SECTIONS
     }
 
 
 def _adopt(values: dict[Any, Any], lines: dict[tuple[str, ...], int], path: Path) -> Iterator[UserMistake]:
     """Other names of our keys are put in their place, and have the line where they stood."""
-    known = {"": list(Job.model_fields), **{name: _keys_of((name,)) for name, inner in _section_fields(Job) if inner}}
     try:
-        for stood, stands in adopt(values, known):
+        for stood, stands in adopt(values, KEYS):
             if stood in lines:
                 lines.setdefault(stands, lines[stood])
     except Foreign as error:
@@ -332,7 +302,8 @@ def _explain(
 def _meant(loc: tuple[str, ...]) -> str:
     """What to do about an unknown key: the nearest one here, the section it belongs in, or all there are."""
     *section, name = loc
-    known, everywhere = _keys_of(tuple(section)), _all_keys()
+    known = KEYS.get(".".join(section), [])
+    everywhere = [f"{name}.{key}" for name, keys in KEYS.items() if name for key in keys]
     is_slip = bool(difflib.get_close_matches(name, known, n=1, cutoff=0.9))
     if words := answer(name, is_exact=is_slip):
         return f"{words}; take the key out"
@@ -361,7 +332,7 @@ def _once_each(problems: Iterable[UserMistake]) -> list[UserMistake]:
 
 def _up_to_key(loc: tuple[str, ...]) -> tuple[str, ...]:
     """The part of a pydantic location that names a key of the job."""
-    return loc[:2] if loc and dict(_section_fields(Job)).get(loc[0]) else loc[:1]
+    return loc[:2] if loc and loc[0] in SECTIONS else loc[:1]
 
 
 def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
@@ -393,27 +364,6 @@ def _contradictions(job: Job) -> Iterator[tuple[tuple[str, ...], str, str]]:
 
 def _all_columns(job: Job) -> list[Json]:
     return [job.data.columns, *(each.columns for each in (*job.data.of_train, *job.data.of_eval) if each.columns)]
-
-
-def _section_fields(section: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel] | None]]:
-    for name, field in section.model_fields.items():
-        inner = field.annotation
-        is_section = isinstance(inner, type) and issubclass(inner, BaseModel)
-        yield name, inner if is_section else None  # type: ignore[misc]
-
-
-def _keys_of(loc: tuple[str, ...]) -> list[str]:
-    section: type[BaseModel] = Job
-    for name in loc:
-        inner = dict(_section_fields(section)).get(name)
-        if inner is None:
-            return []
-        section = inner
-    return list(section.model_fields)
-
-
-def _all_keys() -> list[str]:
-    return [f"{name}.{key}" for name, inner in _section_fields(Job) if inner for key in inner.model_fields]
 
 
 def _absolute(path: str, base: Path) -> str:

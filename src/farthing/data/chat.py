@@ -20,9 +20,12 @@ from farthing.clock import today
 from farthing.data.rows import RowValue
 from farthing.tasks.columns import Unusable
 
-TEXT_VERSION = 5
+TEXT_VERSION = 6
 """How rows become texts, tokens and a split. A run goes on with the version that it began with.
 
+5: an answer that says nothing is learned as an empty one; where the assistant has the first turn, all that stands before it is
+learned; `system` stands beside a system turn of the chat; keys that an object of a Parquet file lacks are written as null;
+empty `tool_calls` make a row unusable, and tools that are JSON as text stay text.
 4: not read are `history` and `context` of instructions, `system` beside `messages`, prompts and completions that are messages,
 roles in capitals or by the names of Cohere and Gemini.
 3: a call of a tool that the template leaves out is learned as an empty answer.
@@ -225,9 +228,9 @@ class ChatReader:
             raise Unusable("every assistant turn is marked as not to be learned")
         if not self.shows_texts:
             raise Unusable("the chat template leaves out what is said: it is for images, or broken")
-        read = {1: self._by_prefixes, 2: self._by_prompts}.get(self.version, self._turn_by_turn)
+        read = self._by_marks if self.marks else self._as_before if self.version < 3 else self._turn_by_turn
         try:
-            return (self._by_marks if self.marks else read)(messages, tools, given)
+            return read(messages, tools, given)
         except Unusable:
             raise
         except Exception as error:  # templates are programs: they raise what they like
@@ -254,8 +257,10 @@ class ChatReader:
         wanted = [
             index for index, message in enumerate(messages) if message["role"] == "assistant" and index not in given
         ]
-        asked = {index: self.render.prompts(messages[:index], tools) if index else [""] for index in wanted}
         turns = {index: self.render(messages[: index + 1], tools) for index in wanted}
+        asked = {index: self.render.prompts(messages[:index], tools) for index in wanted if index}
+        if 0 in turns:
+            asked[0] = [self._before_first(turns[0], messages, tools) if self.version > 5 else ""]
         is_end = wanted[-1] == len(messages) - 1
         found: list[Segments] = []
         n_unlearned, why = 0, Unusable("")
@@ -276,6 +281,17 @@ class ChatReader:
         if not found:
             raise why
         return Chat(found[0], n_unlearned, tuple(found[:0:-1]))
+
+    def _before_first(self, turn: str, messages: Messages, tools: Any) -> str:
+        """What stands before the first turn of a chat where the assistant has it: nothing asked for it.
+
+        All up to what a template writes to ask for an answer; where it shows that in another form, up to what is said.
+        """
+        asked, said = self.render(messages[:1], tools, is_prompt=True), str(messages[0].get("content") or "").strip()
+        opening = asked.removeprefix(turn) if asked.startswith(turn) else ""
+        if opening and opening in turn:
+            return turn[: turn.index(opening) + len(opening)]
+        return turn[: turn.rindex(said)] if said and said in turn else ""
 
     def _learned(
         self, whole: str, wanted: list[int], asked: dict[int, list[str]], turns: dict[int, str]
@@ -303,8 +319,11 @@ class ChatReader:
         segments.append((whole[at:], False))
         return _merged(segments), left
 
-    def _by_prompts(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
-        """As runs of version 2 read it: turns that the whole chat shows in another form are not learned."""
+    def _as_before(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
+        """As runs of versions 1 and 2 read it: turns that the whole chat shows in another form are not learned.
+
+        Version 1 refused them, and learned all that the render up to a turn adds to the render before it.
+        """
         whole = self.render(messages, tools)
         segments: list[tuple[str, bool]] = []
         at, n_unlearned = 0, 0
@@ -313,33 +332,19 @@ class ChatReader:
             if message["role"] != "assistant":
                 continue
             before = self.render(messages[:index], tools, is_prompt=True) if index else ""
-            turn = self._without_trailer(self.render(messages[: index + 1], tools))
+            turn = self.render(messages[: index + 1], tools)
+            turn = turn if self.version == 1 else self._without_trailer(turn)
             if whole.startswith(before) and whole.startswith(turn) and at <= len(before) < len(turn):
                 segments += [(whole[at : len(before)], False), (whole[len(before) : len(turn)], index not in given)]
                 at = len(turn)
+            elif self.version == 1:
+                raise Unusable("the chat template rewrites earlier turns; give one with {% generation %} marks")
             elif index == last and index not in given and not any(is_learned for _, is_learned in segments):
                 return Chat(self._opened(messages, index, before), n_unlearned)
             elif index not in given:
                 n_unlearned += 1
         segments.append((whole[at:], False))
         return Chat(_merged(segments), n_unlearned)
-
-    def _by_prefixes(self, messages: Messages, tools: Any, given: frozenset[int]) -> Chat:
-        """As runs of version 1 read it: a turn is all that the render up to it adds to the render before it."""
-        whole = self.render(messages, tools)
-        segments: list[tuple[str, bool]] = []
-        at = 0
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.render(messages[:index], tools, is_prompt=True) if index else ""
-            after = self.render(messages[: index + 1], tools)
-            if not (whole.startswith(before) and whole.startswith(after) and at <= len(before) < len(after)):
-                raise Unusable("the chat template rewrites earlier turns; give one with {% generation %} marks")
-            segments += [(whole[at : len(before)], False), (whole[len(before) : len(after)], index not in given)]
-            at = len(after)
-        segments.append((whole[at:], False))
-        return Chat(_merged(segments))
 
     def _without_trailer(self, text: str) -> str:
         """A chat that ends with an answer, up to the end of its turn."""

@@ -42,6 +42,17 @@ def without_marks(messages: Sequence[RowValue]) -> tuple[list[RowValue], frozens
     return kept, frozenset(unlearned)
 
 
+def refuse_silence(messages: Sequence[RowValue], unlearned: frozenset[int]) -> None:
+    """Raises `Unusable` for a turn of the assistant that is learned and holds nothing."""
+    for index, message in enumerate(messages):
+        says = [value for key, value in message.items() if key not in ("role", "name", "id") and value]
+        if message["role"] == "assistant" and index not in unlearned and not any(str(value).strip() for value in says):
+            raise Unusable(
+                f"message {index + 1}: the assistant says nothing, and an empty answer would be learned;"
+                " mark the turn with `weight: 0`, or leave it out"
+            )
+
+
 _ROLES = {"chatbot": "assistant", "model": "assistant", "bot": "assistant", "gpt": "assistant", "human": "user"}
 
 

@@ -13,10 +13,8 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from farthing.data.rows import BadRow, Row, RowValue
-from farthing.data.shown import Shown
+from farthing.data.rows import RowValue
 from farthing.durability.files import parse_json
-from farthing.errors import DataError
 from farthing.tasks.registry import task_of
 
 LEARNED = ("messages", "conversations", "completion", "output", "target", "text")
@@ -196,50 +194,6 @@ def _media(found: str, column: str) -> Foreign:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in list(dict.fromkeys(names))[:4])
-
-
-class Watch:
-    """Looks at every row of a source: refuses those of other kinds, and notes which columns nobody reads."""
-
-    def __init__(self, task: str, renamed: Mapping[str, Any], where: str) -> None:
-        self.task, self.renamed, self.where = task, dict(renamed), where
-        self.n_rows, self.shown = 0, Shown()
-        self._shapes: Counter[tuple[str, ...]] = Counter()
-        self._chosen: dict[str, str] = {}
-
-    def __call__(self, rows: Iterable[Row | BadRow]) -> None:
-        """Look at some rows. Raises `DataError` at the first that is of another kind and was not chosen."""
-        for row in rows:
-            if isinstance(row, BadRow):
-                continue
-            self.n_rows += 1
-            self._shapes[tuple(row.value)] += 1
-            kind = foreign_kind(row.value, self.task, self.renamed)
-            if kind is None:
-                continue
-            own = next((self.renamed[name] for name in LEARNED if name in self.renamed), None)
-            if own is None or not kind.can_be_chosen:
-                raise DataError(kind.what, where=f"{self.where}:{row.line}", to_do=kind.to_do)
-            what = kind.what.partition(", which")[0]
-            self._chosen.setdefault(kind.column, f"{what}: `{own}` alone is learned, as data.columns says")
-
-    @property
-    def columns(self) -> set[str]:
-        """All that were seen."""
-        return {name for columns in self._shapes for name in columns}
-
-    def chosen(self) -> list[str]:
-        """What was found and is trained on all the same, and what a chat template leaves out: a sentence for each."""
-        return [*self._chosen.values(), *self.shown.said()]
-
-    def ignored(self, used: set[str]) -> dict[str, int]:
-        """Columns that nobody reads, with the rows that have them; `used` are names in the data."""
-        found: Counter[str] = Counter()
-        for columns, n in self._shapes.items():
-            for name in columns:
-                if name not in used:
-                    found[name] += n
-        return dict(sorted(found.items()))
 
 
 def say_ignored(ignored: Mapping[str, int], n_rows: int) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from farthing.data.chat import TEXT_VERSION, ChatReader
-from farthing.data.chat_rows import MARKS, from_openai, of_usual_role, without_marks
+from farthing.data.chat_rows import MARKS, from_openai, of_usual_role, refuse_silence, without_marks
 from farthing.data.columns import (
     ELSEWHERE,
     Columns,
@@ -150,18 +150,23 @@ def converter(
     shown = shown or Shown()
     labels = task_of(task).labels
     is_chat = format_name in RENDERED and task_of(task).predicts_next
-    if is_chat and tokenizer.chat_template is None:
-        raise ModelError(
-            f"its tokenizer has several chat templates, and none is the default: {_listed(set(tokenizer.other_templates))}",
-            where="the chat template",
-            to_do="write the one to learn with to a file, and name that: data.chat_template: FILE.jinja",
-        )
-    read = ChatReader.of(tokenizer, on, version) if is_chat else None
+
+    @functools.cache
+    def reader() -> ChatReader:
+        if tokenizer.chat_template is None:
+            names = _listed(set(tokenizer.other_templates))
+            raise ModelError(
+                f"its tokenizer has several chat templates, and none is the default: {names}",
+                where="the chat template",
+                to_do="write the one to learn with to a file, and name that: data.chat_template: FILE.jinja",
+            )
+        return ChatReader.of(tokenizer, on, version)
+
+    read = reader() if is_chat else None
     reads_chats = version > 4 and task_of(task).predicts_next
-    reader = functools.cache(lambda: ChatReader.of(tokenizer, on, version))
     of_tokens: dict[str, Callable[[RowValue], Text]] = {
         "messages": lambda row: _chat(_messages(row, version), _tools_of(row), read, shown),
-        "conversations": lambda row: _chat(_conversations(row), row.get("tools"), read, shown),
+        "conversations": lambda row: _chat(_conversations(row, version), row.get("tools"), read, shown),
         "instruction": lambda row: _instruction(row, read, shown, version),
         "prompt/completion": lambda row: (
             _pair_of_chats(row, reader, version, shown)
@@ -243,11 +248,15 @@ def _chat(messages: list[RowValue], tools: Any, read: ChatReader | None, shown: 
     """A chat as text. What its owner gave: all that the assistant does not say, or all where only it speaks."""
     assert read is not None
     tools = (_as_list(tools, "tools") if tools and tools != "[]" else None) or None
+    if tools and read.version > 5:
+        tools = [_as_object(each) for each in tools]
     others = [message for message in messages if message["role"] != "assistant"] or messages
     given = [str(message.get("content") or "").strip() for message in others]
     if tools:
         given.append(json.dumps(tools, sort_keys=True, default=str))
     messages, unlearned = without_marks(messages)
+    if read.version > 5:
+        refuse_silence(messages, unlearned)
     if read.version > 2 and "developer" not in read.render.template:
         messages = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
     try:
@@ -273,9 +282,30 @@ def _as_list(value: Any, column: str) -> list[Any]:
     return value
 
 
+def _as_object(tool: Any) -> Any:
+    """A tool, also of a list of JSON texts."""
+    try:
+        return parse_json(tool) if isinstance(tool, str) else tool
+    except ValueError as error:
+        raise Unusable("`tools` holds text that is not JSON") from error
+
+
+def _with_system(messages: list[RowValue], row: RowValue) -> list[RowValue]:
+    """A chat that begins with what a column `system` says. Raises `Unusable` where the chat begins with another."""
+    said = from_openai({"role": "system", "content": row.get("system")})
+    system = text_of({"system": said["content"]}, "system", may_be_empty=True)
+    if not system.strip():
+        return messages
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if str(messages[0].get("content") or "").strip() != system.strip():
+        raise Unusable("the chat begins with another system message than its column `system`: leave one of them out")
+    return messages
+
+
 def _messages(row: RowValue, version: int = TEXT_VERSION, column: str = "messages") -> list[RowValue]:
     messages = []
-    system = row.get("system") if version > 4 and column == "messages" else None
+    system = row.get("system") if version == 5 and column == "messages" else None
     given = _as_list(row.get(column), column)
     if system and not (isinstance(given[0], dict) and given[0].get("role") == "system"):
         given = [{"role": "system", "content": system}, *given]
@@ -288,10 +318,12 @@ def _messages(row: RowValue, version: int = TEXT_VERSION, column: str = "message
         if content is not None and not isinstance(content, str):
             raise Unusable(f"message {index}: `content` is {kind_of(content)}, not text")
         kept = {key: value for key, value in message.items() if value is not None or key == "content"}
+        if version > 5 and kept.get("tool_calls") in ([], "[]", ""):
+            del kept["tool_calls"]
         if "tool_calls" in kept:
             kept["tool_calls"] = [_parsed_arguments(call) for call in _as_list(kept["tool_calls"], "tool_calls")]
         messages.append(kept)
-    return messages
+    return _with_system(messages, row) if version > 5 and column == "messages" else messages
 
 
 def _parsed_arguments(call: Any) -> Any:
@@ -305,10 +337,10 @@ def _parsed_arguments(call: Any) -> Any:
         return call
 
 
-def _conversations(row: RowValue) -> list[RowValue]:
+def _conversations(row: RowValue, version: int) -> list[RowValue]:
     messages: list[RowValue] = []
     system = row.get("system")
-    if isinstance(system, str) and system:
+    if version < 6 and isinstance(system, str) and system:
         messages.append({"role": "system", "content": system})
     for index, turn in enumerate(_as_list(row.get("conversations"), "conversations"), start=1):
         who, said = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
@@ -316,7 +348,7 @@ def _conversations(row: RowValue) -> list[RowValue]:
             raise Unusable(f"turn {index} has no known `from` with a text `value`")
         marks = {name: turn[name] for name in MARKS if turn.get(name) is not None}
         messages.append({"role": _ROLES[who], "content": said, **marks})
-    return messages
+    return _with_system(messages, row) if version > 5 else messages
 
 
 def _tools_of(row: RowValue) -> Any:

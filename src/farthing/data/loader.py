@@ -74,9 +74,6 @@ class Ahead(Generic[Item]):
         return self
 
     def __next__(self) -> Item:
-        return self.next()
-
-    def next(self) -> Item:
         """The next item, waited for. Raises `StopIteration` after the last."""
         item = self._queue.get()
         if item is None:
@@ -113,5 +110,5 @@ class Ahead(Generic[Item]):
         return False
 
 
-class Feed(Ahead[MicroBatch]):
-    """Micro-batches that a thread makes ready."""
+Feed = Ahead[MicroBatch]
+"""Micro-batches that a thread makes ready."""

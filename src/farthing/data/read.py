@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from farthing.addresses import is_remote, without_secrets
-from farthing.data.arrow import bytes_of_rows, open_parquet, parquet_rows, table_rows
+from farthing.data.arrow import bytes_of_rows, dataset_rows, open_parquet, parquet_rows
 from farthing.data.fetch import fetch
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Own, Reading, Row, RowValue, too_large
 from farthing.durability.files import belongs_to_another, discard, files_below, own_folder, sha256_of
@@ -87,7 +87,7 @@ class Source:
 
     def _read(self, reading: Reading) -> Iterator[Row | BadRow]:
         if self.kind == "dataset":
-            return _dataset(self.dataset, reading)
+            return dataset_rows(self.dataset, reading)
         assert self.path is not None
         read = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": parquet_rows}[self.kind]
         return read(self.path, self.name, reading)
@@ -137,7 +137,7 @@ def _spaced_columns(path: Path, shown: str) -> list[str]:
     """Names in the first line of a CSV file that begin or end with spaces."""
     with _Bytes(path, shown, Reading()) as file:
         line = file.readline(MAX_ROW_BYTES).decode("utf-8-sig", errors="replace").rstrip("\r\n")
-    return [name for name in line.split("\t" if ".tsv" in path.suffixes else ",") if name != name.strip()]
+    return [name for name in line.split(delimiter_of(path)) if name != name.strip()]
 
 
 def is_dataset(name: str) -> bool:
@@ -406,7 +406,7 @@ def n_characters(value: Any) -> int:
     return 1 + sum(n_characters(part) for part in parts)
 
 
-class _RowTooLarge(Exception):
+class _RowTooLarge(csv.Error):
     """A CSV row beyond the limit was passed over."""
 
 
@@ -452,22 +452,8 @@ def _csv(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
     with _Bytes(path, name, reading) as file:
         lines = _CsvLines(file)
         # strict: a quote that is never closed is an error, not a field with the rest of the file in it
-        reader = csv.reader(lines, delimiter="\t" if ".tsv" in path.suffixes else ",", strict=True)
-        to_do = "the first line of a CSV file names its columns, each once"
-        try:
-            header = next(reader, None)
-        except (csv.Error, _RowTooLarge) as error:
-            raise DataError(f"the header line is invalid CSV: {error}", where=f"{name}:1", to_do=to_do) from error
-        header = [column.strip() for column in header or ()]
-        if not any(header):
-            raise DataError("no header line", where=f"{name}:1", to_do=to_do)
-        if len(set(header)) < len(header):
-            twice = next(column for column in header if header.count(column) > 1)
-            raise DataError(f"column `{twice}` appears twice in the header", where=f"{name}:1", to_do=to_do)
-        if len(header) == 1 and (others := [mark for mark in ";\t|" if mark in header[0]]):
-            what = f"its columns seem to be separated by `{others[0]}`".replace("\t", "<tab>")
-            to_do = "write it with commas; one with tabs is called .tsv"
-            raise DataError(what, where=f"{name}:1", to_do=to_do)
+        reader = csv.reader(lines, delimiter=delimiter_of(path), strict=True)
+        header = csv_header(reader, name)
         while True:
             line = lines.n_lines + 1
             lines.begin_row()
@@ -475,26 +461,40 @@ def _csv(path: Path, name: str, reading: Reading) -> Iterator[Row | BadRow]:
                 fields = next(reader)
             except StopIteration:
                 return
-            except _RowTooLarge as error:
-                yield BadRow(line, str(error))
-                continue
             except csv.Error as error:
-                yield BadRow(line, f"invalid CSV: {error}")
+                yield BadRow(line, str(error) if isinstance(error, _RowTooLarge) else f"invalid CSV: {error}")
                 continue
-            if not fields:
-                continue
-            if len(fields) != len(header):
-                yield BadRow(line, f"{len(fields)} fields, the header has {len(header)}")
-            elif any(re.search("[\udc80-\udcff]", field) for field in fields):
-                yield BadRow(line, "invalid UTF-8")
-            else:
-                yield Row(line, dict(zip(header, fields, strict=True)))
+            if fields:
+                yield csv_row(fields, header, line)
 
 
-def _dataset(dataset: Any, reading: Reading) -> Iterator[Row | BadRow]:
-    """The rows of a data set as Arrow has them: pictures and sound stay bytes."""
-    index = 0
-    reading.share = lambda: index / max(1, len(dataset))
-    for table in dataset.with_format("arrow").iter(batch_size=256):
-        yield from table_rows(table, index)
-        index += len(table)
+def delimiter_of(path: Path) -> str:
+    """What separates the columns of a CSV file."""
+    return "\t" if ".tsv" in path.suffixes else ","
+
+
+def csv_header(reader: Iterator[list[str]], name: str) -> list[str]:
+    """The names of a CSV file's columns, from its first line. Raises `DataError`."""
+    where, to_do = f"{name}:1", "the first line of a CSV file names its columns, each once"
+    try:
+        header = [column.strip() for column in next(reader, ())]
+    except csv.Error as error:
+        raise DataError(f"the header line is invalid CSV: {error}", where=where, to_do=to_do) from error
+    if not any(header):
+        raise DataError("no header line", where=where, to_do=to_do)
+    if len(set(header)) < len(header):
+        twice = next(column for column in header if header.count(column) > 1)
+        raise DataError(f"column `{twice}` appears twice in the header", where=where, to_do=to_do)
+    if len(header) == 1 and (others := [mark for mark in ";\t|" if mark in header[0]]):
+        what = f"its columns seem to be separated by `{others[0]}`".replace("\t", "<tab>")
+        raise DataError(what, where=where, to_do="write it with commas; one with tabs is called .tsv")
+    return header
+
+
+def csv_row(fields: list[str], header: list[str], line: int) -> Row | BadRow:
+    """The row of a line whose bytes that are no UTF-8 have become lone surrogates."""
+    if len(fields) != len(header):
+        return BadRow(line, f"{len(fields)} fields, the header has {len(header)}")
+    if any(re.search("[\udc80-\udcff]", field) for field in fields):
+        return BadRow(line, "invalid UTF-8")
+    return Row(line, dict(zip(header, fields, strict=True)))

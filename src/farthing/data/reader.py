@@ -5,67 +5,86 @@ Refuses rows made for other kinds of training (see `foreign`), to read files, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
-from farthing.data.foreign import Watch, say_ignored
+from farthing.data.arrow import without_missing
+from farthing.data.foreign import LEARNED, foreign_kind, say_ignored
 from farthing.data.formats import Text, Understood, converter, recognise, used_columns
 from farthing.data.read import Source
 from farthing.data.rows import BadRow, Row, RowValue
 from farthing.data.shown import Shown
 from farthing.data.token_set import Recipe
+from farthing.errors import DataError
 from farthing.tasks.columns import Unusable
 
 
-def converter_by(
-    understood: Understood, recipe: Recipe, tokenizer: Any, shown: Shown | None = None
-) -> Callable[[RowValue], Text]:
-    """`converter` as a recipe has it."""
-    name, columns, _ = understood
-    given = (name, columns, recipe.label_map, tokenizer, recipe.task)
-    return converter(*given, on=recipe.date, version=recipe.version, shown=shown)
-
-
 class SourceReader:
-    """A source's rows, a few at a time: `look` at them first, then take the text of each."""
+    """A source's rows, a few at a time: `look` at them first, then take the text of each.
+
+    The tokenizer is only needed for texts.
+    """
 
     def __init__(self, source: Source, recipe: Recipe, tokenizer: Any) -> None:
-        self.name = source.name
-        self._recipe, self._tokenizer, self._columns = recipe, tokenizer, source.columns_or(recipe.columns)
-        self._watch = Watch(recipe.task, self._columns, source.name)
+        self.name, self.n_rows, self.shown = source.name, 0, Shown()
         self.understood: Understood | None = None
         """Known once it has looked at a row with columns."""
-        self._convert: Callable[[RowValue], Text] | None = None
+        self._recipe, self._tokenizer, self._columns = recipe, tokenizer, source.columns_or(recipe.columns)
+        self._is_arrow = source.kind in ("parquet", "dataset") and recipe.version > 5
+        self._shapes: Counter[tuple[str, ...]] = Counter()
+        self._chosen: dict[str, str] = {}
 
-    def look(self, rows: Sequence[Row | BadRow]) -> None:
-        """Raises `DataError` for rows of another kind, or of no known format."""
-        self._watch(rows)
-        if self.understood is None and self._watch.n_rows:
-            self.understood = recognise(
-                self._watch.columns, self._recipe.task, self._columns, self.name, self._recipe.version
-            )
-            self._convert = converter_by(self.understood, self._recipe, self._tokenizer, self._watch.shown)
+    def look(self, rows: Iterable[Row | BadRow]) -> None:
+        """Raises `DataError` for rows of another kind that were not chosen, or of no known format."""
+        for row in rows:
+            if isinstance(row, BadRow):
+                continue
+            self.n_rows += 1
+            self._shapes[tuple(row.value)] += 1
+            kind = foreign_kind(row.value, self._recipe.task, self._columns)
+            if kind is None:
+                continue
+            own = next((self._columns[name] for name in LEARNED if name in self._columns), None)
+            if own is None or not kind.can_be_chosen:
+                raise DataError(kind.what, where=f"{self.name}:{row.line}", to_do=kind.to_do)
+            what = kind.what.partition(", which")[0]
+            self._chosen.setdefault(kind.column, f"{what}: `{own}` alone is learned, as data.columns says")
+        if self.understood is None and self.n_rows:
+            columns = {name for shape in self._shapes for name in shape}
+            self.understood = recognise(columns, self._recipe.task, self._columns, self.name, self._recipe.version)
 
     def text(self, row: Row | BadRow) -> Text:
         """Raises `Unusable` with the reason."""
         if isinstance(row, BadRow):
             raise Unusable(row.reason)
-        assert self._convert is not None
-        return self._convert(row.value)
+        return self._convert(without_missing(row.value) if self._is_arrow else row.value)
+
+    @cached_property
+    def _convert(self) -> Callable[[RowValue], Text]:
+        assert self.understood is not None
+        recipe, (name, columns, _) = self._recipe, self.understood
+        given = (name, columns, recipe.label_map, self._tokenizer, recipe.task)
+        return converter(*given, on=recipe.date, version=recipe.version, shown=self.shown)
 
     @property
-    def ignored(self) -> tuple[dict[str, int], int]:
-        """(columns that nobody reads, with the rows that have them; rows in all)."""
+    def ignored(self) -> dict[str, int]:
+        """Columns that nobody reads, with the rows that have them."""
         if self.understood is None:
-            return {}, 0
-        return self._watch.ignored(used_columns(self.understood.format, self.understood.columns)), self._watch.n_rows
+            return {}
+        used = used_columns(self.understood.format, self.understood.columns)
+        found: Counter[str] = Counter()
+        for shape, n in self._shapes.items():
+            found.update({name: n for name in shape if name not in used})
+        return dict(sorted(found.items()))
 
     @property
     def notes(self) -> list[str]:
         """What was guessed, what of another kind is learned all the same, and what a chat template leaves out."""
-        return [] if self.understood is None else [*self.understood.notes, *self._watch.chosen()]
+        return [] if self.understood is None else [*self.understood.notes, *self._chosen.values(), *self.shown.said()]
 
     def said(self) -> list[str]:
         """`ignored` and `notes` in words."""
-        ignored = say_ignored(*self.ignored)
+        ignored = say_ignored(self.ignored, self.n_rows)
         return [f"columns that are not used: {ignored}"] * bool(ignored) + self.notes

@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import gzip
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from farthing.data.arrow import bytes_of_rows, open_parquet, table_rows, unreadable
 from farthing.data.encode import Encoder
 from farthing.data.formats import RENDERED, Text
-from farthing.data.read import Source, json_row, n_characters
+from farthing.data.read import Source, csv_header, csv_row, delimiter_of, json_row, n_characters
 from farthing.data.reader import SourceReader
 from farthing.data.rows import MAX_ROW_BYTES, BadRow, Row, too_large
 from farthing.data.token_set import Recipe
@@ -288,32 +288,25 @@ def _line(line: bytes, number: int) -> Row | BadRow:
 
 def _records(path: Path, source: Source) -> _Population:
     content, share = _content(path)
-    starts, sizes = _spans(content.removeprefix(b"\xef\xbb\xbf"), is_csv=True)
     content = content.removeprefix(b"\xef\xbb\xbf")
-    delimiter = "\t" if ".tsv" in path.suffixes else ","
+    starts, sizes = _spans(content, is_csv=True)
 
-    def fields(i: int) -> list[str]:
-        text = content[starts[i] : starts[i] + sizes[i]].decode("utf-8", errors="replace")
-        return next(csv.reader(text.splitlines(keepends=True), delimiter=delimiter), [])
+    def fields_from(i: int) -> Iterator[list[str]]:
+        text = content[starts[i] : starts[i] + sizes[i]].decode("utf-8", errors="surrogateescape")
+        return csv.reader([text], delimiter=delimiter_of(path), strict=True)
 
-    header = fields(0) if len(starts) else []
+    header = csv_header(fields_from(0), source.name) if len(starts) else []
+
+    def row(i: int) -> Row | BadRow:
+        if sizes[i] > MAX_ROW_BYTES:
+            return BadRow(i + 1, too_large(int(sizes[i])))
+        try:
+            return csv_row(next(fields_from(i)), header, i + 1)
+        except csv.Error as error:
+            return BadRow(i + 1, f"invalid CSV: {error}")
 
     def rows(picked: NDArray[np.int64]) -> list[Row | BadRow]:
-        found: list[Row | BadRow] = []
-        for i in picked:
-            if sizes[i + 1] > MAX_ROW_BYTES:
-                found.append(BadRow(int(i) + 2, too_large(int(sizes[i + 1]))))
-                continue
-            try:
-                values = fields(int(i) + 1)
-            except csv.Error as error:
-                found.append(BadRow(int(i) + 2, f"invalid CSV: {error}"))
-                continue
-            if len(values) == len(header):
-                found.append(Row(int(i) + 2, dict(zip(header, values, strict=True))))
-            else:
-                found.append(BadRow(int(i) + 2, f"{len(values)} fields, the header has {len(header)}"))
-        return found
+        return [row(int(i) + 1) for i in picked]
 
     return _Population(sizes[1:], max(0, len(sizes) - 1) / share, rows, share == 1.0)
 

@@ -18,11 +18,10 @@ import numpy as np
 from farthing.data.chat_rows import of_usual_role
 from farthing.data.encode import Encoder
 from farthing.data.foreign import LEARNED, foreign_kind, say_ignored
-from farthing.data.formats import Text, hash_of_input, recognise, used_columns
+from farthing.data.formats import Text, hash_of_input, recognise
 from farthing.data.read import Source
-from farthing.data.reader import converter_by
+from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Row
-from farthing.data.shown import Shown
 from farthing.data.tokens import Recipe
 from farthing.errors import DataError
 from farthing.tasks.causal_lm import CAUSAL_LM
@@ -76,8 +75,7 @@ class Summary:
 
 def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) -> Summary:
     """Look at every row of a source. `task`: None takes the one that its columns fit. Raises `DataError`."""
-    wanted = source.columns_or(recipe.columns)
-    recipe = replace(recipe, columns=wanted)
+    recipe = replace(recipe, columns=source.columns_or(recipe.columns))
     rows = list(source.rows())
     good = [row for row in rows if isinstance(row, Row)]
     columns: set[str] = set().union(*(row.value.keys() for row in good))
@@ -85,22 +83,20 @@ def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) 
     recipe = replace(recipe, task=found.task)
     found.bad = [f"line {row.line}: {row.reason}" for row in rows if isinstance(row, BadRow)]
     found.is_exact = bool(getattr(tokenizer, "is_exact", True))
-    _look_for_foreign(good, found, recipe)
+    ours = _not_foreign(good, found, recipe)
     found.n_equal_rows = len(good) - len({_hash(row.value) for row in good})
-    if not good or (found.foreign and sum(n for n, *_ in found.foreign.values()) == len(good)):
+    if not ours:
         return found
-    understood = recognise(columns, found.task, wanted, source.name)
-    found.format, found.columns, found.notes = understood.format, understood.columns, list(understood.notes)
-    used = used_columns(understood.format, understood.columns)
-    shapes = Counter(name for row in good for name in row.value if name not in used)
-    found.ignored = say_ignored(dict(sorted(shapes.items())), len(good))
-    shown = Shown()
-    convert = converter_by(understood, recipe, tokenizer, shown)
+    reader = SourceReader(source, recipe, tokenizer)
+    reader.look(ours)
+    assert reader.understood is not None
+    found.format, found.columns, notes = reader.understood
+    found.notes, found.ignored = list(notes), say_ignored(reader.ignored, reader.n_rows)
     texts: list[Text] = []
     inputs: set[int] = set()
-    for row in good:
+    for row in ours:
         try:
-            text = convert(row.value)
+            text = reader.text(row)
         except Unusable as error:
             found.bad.append(f"line {row.line}: {error}")
             continue
@@ -109,8 +105,8 @@ def summarize(source: Source, tokenizer: Any, recipe: Recipe, task: str | None) 
         texts += text.of_row
     found.n_equal_inputs = found.n_usable - len(inputs)
     found.n_unlearned_turns = sum(text.n_unlearned for text in texts)
-    found.left_out = shown.said() if found.is_exact else []
-    _count_turns(good, found)
+    found.left_out = reader.shown.said() if found.is_exact else []
+    _count_turns(ours, found)
     _count_tokens(texts, tokenizer, recipe, found)
     return found
 
@@ -132,14 +128,17 @@ def _hash(value: Any) -> bytes:
     ).digest()
 
 
-def _look_for_foreign(rows: list[Row], found: Summary, recipe: Recipe) -> None:
+def _not_foreign(rows: list[Row], found: Summary, recipe: Recipe) -> list[Row]:
+    """The rows that are of our kind, or chosen by data.columns; the others are counted."""
+    ours = []
     for row in rows:
         kind = foreign_kind(row.value, found.task, recipe.columns)
-        if kind is not None and kind.can_be_chosen and set(LEARNED) & set(recipe.columns):
-            continue  # data.columns says which of the answers is learned
-        if kind is not None:
+        if kind is None or (kind.can_be_chosen and set(LEARNED) & set(recipe.columns)):
+            ours.append(row)
+        else:
             entry = found.foreign.setdefault(kind.what.partition(", which")[0], [0, row.line, kind.to_do])
             entry[0] += 1
+    return ours
 
 
 def _count_turns(rows: list[Row], found: Summary) -> None:

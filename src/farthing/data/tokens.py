@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from farthing.data.chat import said_of_chats
 from farthing.data.encode import Encoded, Encoder
-from farthing.data.formats import RENDERED, Text, group_of, hash_of_input
+from farthing.data.formats import Text, group_of, hash_of_input
 from farthing.data.loader import Ahead
 from farthing.data.read import Source, n_characters
 from farthing.data.reader import SourceReader
@@ -107,7 +107,7 @@ def tokenize(
 
 @dataclass
 class Tally:
-    """What became of the rows."""
+    """What became of the rows, as the manifest of a set says it."""
 
     n_rows: int = 0
     n_bad: int = 0
@@ -116,15 +116,16 @@ class Tally:
     n_without_target: int = 0
     n_unlearned_turns: int = 0
     n_unrolled: int = 0
+    n_rendered: int = 0
     n_tokens: int = 0
     n_targets: int = 0
-    bad: list[tuple[str, str]] = field(default_factory=list)
+    bad_rows: list[tuple[str, str]] = field(default_factory=list)
 
     def reject(self, place: str, reason: str) -> None:
         """Count a bad row; the first thousand are named."""
         self.n_bad += 1
-        if len(self.bad) < 1000:
-            self.bad.append((place, reason))
+        if len(self.bad_rows) < 1000:
+            self.bad_rows.append((place, reason))
 
 
 @dataclass
@@ -179,6 +180,7 @@ def _write(
             all_inputs.append(np.unique(np.array(chunk.groups + chunk.groups_of_rejected, np.uint64)))
             labels.take(chunk, kept, tally)
             tally.n_unlearned_turns += sum(chunk.texts[index].n_unlearned for index in np.flatnonzero(kept))
+            tally.n_rendered += sum(not text.is_raw for text in chunk.texts)
             tally.n_unrolled += sum(len(text.earlier) for text in chunk.texts)
             encoded = encoded.only(kept)
             columns: dict[str, NDArray[Any]] = {
@@ -217,24 +219,18 @@ def _facts(
 ) -> Json:
     """What the manifest says of a set, but for its number of examples."""
     formats = [reader.understood.format for reader in readers if reader.understood is not None]
-    is_chat = recipe.version > 2 and task_of(recipe.task).predicts_next and not RENDERED.isdisjoint(formats)
-    ignored = [(reader.name, *reader.ignored) for reader in readers]
+    is_chat = recipe.version > 2 and tally.n_rendered > 0
     return {
         "kind": "farthing token set",
         "version": CACHE_VERSION,
         "sources": [{"name": source.name, "sha256": source.sha256} for source in sources],
         "formats": formats,
-        "n_rows": tally.n_rows,
-        "n_tokens": tally.n_tokens,
+        **asdict(tally),
         "n_targets": tally.n_targets if labels.of is None else len(labels.seen),
-        "n_bad": tally.n_bad,
-        "n_too_long": tally.n_too_long,
-        "n_skipped_long": tally.n_skipped_long,
-        "n_without_target": tally.n_without_target,
-        "n_unlearned_turns": tally.n_unlearned_turns,
-        "bad_rows": tally.bad,
         "ignored_columns": [
-            {"source": name, "columns": columns, "n_rows": n_rows} for name, columns, n_rows in ignored if columns
+            {"source": reader.name, "columns": reader.ignored, "n_rows": reader.n_rows}
+            for reader in readers
+            if reader.ignored
         ],
         "chosen": [{"source": reader.name, "what": what} for reader in readers for what in reader.notes]
         + [

@@ -19,10 +19,11 @@ from farthing.addresses import is_remote
 from farthing.config.job import Job
 from farthing.config.load import load_job
 from farthing.data.fetch import refuse_metadata
-from farthing.data.foreign import Watch
-from farthing.data.formats import RENDERED, Understood, converter, recognise
+from farthing.data.formats import RENDERED
 from farthing.data.read import Source, is_dataset, kind_of_file, short_name
+from farthing.data.reader import SourceReader
 from farthing.data.rows import BadRow, Own, Row
+from farthing.data.token_set import Recipe
 from farthing.durability.run_folder import rules_of
 from farthing.errors import DataError, JobError, Mistakes, ModelError, UserMistake
 from farthing.planner.job_lengths import files_of_split
@@ -128,12 +129,12 @@ def _look_at_file(job: Job, path: Path, said: Own) -> None:
     kind = kind_of_file(path, shown)
     if kind == "json" and path.stat().st_size > _LARGEST_JSON_BYTES:
         return
-    source, columns = Source(shown, "", kind, path), dict(job.data.columns) if said.columns is None else said.columns
+    source = Source(shown, "", kind, path, columns=said.columns)
     rows = list(itertools.islice(source.rows(), _FIRST_ROWS))
-    watch = Watch(job.task, columns, shown)
-    watch(rows)
-    if any(isinstance(row, Row) for row in rows):
-        _look_at_values(job.task, source, rows, recognise(watch.columns, job.task, columns, shown))
+    reader = SourceReader(source, Recipe(job.task, 0, columns=dict(job.data.columns)), None)
+    reader.look(rows)
+    if reader.understood is not None:
+        _look_at_values(job.task, source, rows, reader)
     elif not rows:
         raise DataError("no rows", where=shown, to_do="check how the file was written")
 
@@ -144,17 +145,17 @@ def _rows_behind(source: Source, n: int) -> Iterator[Row | BadRow]:
         yield from itertools.islice(source.rows(), n, _MOST_ROWS)
 
 
-def _look_at_values(task: str, source: Source, first: list[Row | BadRow], understood: Understood) -> None:
+def _look_at_values(task: str, source: Source, first: list[Row | BadRow], reader: SourceReader) -> None:
     """Whether one row of a file can be used whose columns hold plain text. Raises `DataError` with what is wrong."""
-    if understood.format in RENDERED or task_of(task).labels is not None:
+    understood, reason = reader.understood, ""
+    if understood is None or understood.format in RENDERED or task_of(task).labels is not None:
         return  # what chats and labels mean is not known without the tokenizer and the other rows
-    convert, reason = converter(understood.format, understood.columns, {}, None, task), ""
     for row in itertools.chain(first, _rows_behind(source, len(first))):
         if isinstance(row, Row):
             if isinstance(row.value.get("prompt"), list):
                 return  # of messages, as above
             try:
-                convert(row.value)
+                reader.text(row)
             except Unusable as error:
                 reason = reason or f"line {row.line}: {error}"
                 continue

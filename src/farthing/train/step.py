@@ -366,7 +366,7 @@ class Steps:
         is_last = False
         while not is_last:
             with self.meter.span("data_wait"):
-                micro_batch = self._feed.next()
+                micro_batch = next(self._feed)
             is_last = micro_batch.is_last
             yield micro_batch
         self._fed_step = step + 1

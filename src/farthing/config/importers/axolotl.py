@@ -11,7 +11,6 @@ from farthing.config.importers.record import (
     Imported,
     Odd,
     To,
-    Why,
     flat,
     names,
     optimizer,
@@ -24,7 +23,7 @@ from farthing.config.importers.record import (
     truth,
     whole,
 )
-from farthing.config.importers.shared import COMMON, NO_COUNT_OF_GPUS
+from farthing.config.importers.shared import NO_COUNT_OF_GPUS, reasons
 from farthing.durability.files import Json
 
 NAME = "axolotl"
@@ -60,51 +59,6 @@ TABLE: dict[str, To] = {
     "lora_target_modules": To("method.target_modules", _targets),
     "peft_init_lora_weights": To("method.init_lora_weights", hf.scratch),
 }
-GROUPS = (
-    *hf.MODEL_GROUPS,
-    Why("none", "the token that pads; padding is never learned nor looked at", "*.pad_token"),
-    Why(
-        "differs",
-        "changes the vocabulary or special tokens; farthing takes the tokenizer as it is: save a tokenizer with these tokens "
-        "and name it in model.tokenizer_name_or_path",
-        "special_tokens.* tokens.* tokens added_tokens_overrides.* resize_token_embeddings_to_32x shrink_embeddings "
-        "mean_resizing_embeddings fix_untrained_tokens",
-    ),
-    Why("none", "which tokens end a turn; farthing sees it in the chat template", "eot_tokens"),
-    Why(
-        "differs",
-        "farthing learns what the assistant says and the token that ends it; other choices are not expressible yet",
-        "roles_to_train role_boundaries* chat_template_kwargs* default_system_message",
-    ),
-    Why(
-        "differs",
-        "continues from an adapter; `farthing train JOB --from RUN` continues from a run of farthing's",
-        "lora_model_dir",
-    ),
-    Why(
-        "none",
-        "shuffling; farthing's order is a permutation of all examples that follows from the seed",
-        "shuffle_merged_datasets shuffle_before_merging_datasets",
-    ),
-    Why("differs", "drops equal rows; farthing keeps them and says how many there are", "dataset_exact_deduplication"),
-    Why("differs", "drops short rows; farthing keeps them", "min_sample_len"),
-    Why("none", "the product of micro_batch_size and gradient_accumulation_steps", "batch_size"),
-    Why("none", "labels are found in the data", "num_labels"),
-    Why("differs", "another base than nf4 in 4 bits", "gptq* model_quantization_config*"),
-    Why(
-        "differs",
-        "farthing loads the model class that fits the task",
-        "cls_model_config reinit_weights llama4_linearized_experts",
-    ),
-    Why(
-        "none",
-        "where the job runs in a cloud; see `farthing plan`",
-        "provider gpu gpu_count node_count branch memory memory_preprocess timeout timeout_preprocess dockerfile_commands "
-        "secrets volumes*",
-    ),
-    Why("none", "lora_fan_in_fan_out is seen from the layers", "lora_fan_in_fan_out full_finetune"),
-    *COMMON,
-)
 _OTHER_TRAINING = {
     "processor_type": "images or sound (a processor)", "rl": "preference or reinforcement learning",
     "reward_model": "a reward model",
@@ -132,7 +86,7 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     hf.positions(out, values.get("overrides_of_model_config") or {}, "overrides_of_model_config.")
     if values.get("hub_model_id"):  # there a name alone publishes
         out.job["train.push_to_hub"] = True
-    read_keys(out, flat(values), TABLE, GROUPS)
+    read_keys(out, flat(values), TABLE, reasons("model", NAME, "common"))
     _defaults(values, out)
 
 
@@ -148,7 +102,9 @@ def _evaluation(values: Mapping[str, Any], out: Imported) -> None:
 
 def _method(values: Mapping[str, Any], out: Imported) -> None:
     adapter = values.get("adapter")
-    is_4bit = hf.quantized(out, dict(values), {"load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit"})
+    if values.get("load_in_4bit") is True and not adapter:
+        out.name("load_in_4bit", True, "a 4-bit base without an adapter can't be trained", "blocks")
+    is_4bit = hf.quantized(out, values)
     if adapter in ("lora", "qlora"):
         out.put("adapter", adapter, "method.name", "qlora" if is_4bit or adapter == "qlora" else "lora")
     elif adapter:
@@ -157,15 +113,7 @@ def _method(values: Mapping[str, Any], out: Imported) -> None:
         if "adapter" in values:
             out.put("adapter", adapter, "method.name", "full", "no adapter: the whole model is trained")
         out.default("method.name", "full")
-        for key in [key for key in values if key.startswith(("lora_", "peft_", "loraplus_"))]:
-            out.name(key, values[key], "about an adapter, and there is none")
-    if "load_in_4bit" in values:
-        if is_4bit and not adapter:
-            out.name("load_in_4bit", True, "a 4-bit base without an adapter can't be trained", "blocks")
-        else:
-            out.name(
-                "load_in_4bit", values["load_in_4bit"], "method: qlora is the 4-bit base, lora and full are without"
-            )
+        hf.no_adapter(out, values, "lora_", "peft_", "loraplus_")
     linear = values.get("lora_target_linear")
     if linear is True and adapter:
         out.put("lora_target_linear", True, "method.target_modules", ["all-linear"])
@@ -176,12 +124,8 @@ def _method(values: Mapping[str, Any], out: Imported) -> None:
 
 
 def _defaults(values: Mapping[str, Any], out: Imported) -> None:
-    train = {
-        "num_train_epochs": 1.0, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
-        "lr_scheduler_type": "cosine", "optim": "adamw_torch_fused",
-    }  # fmt: skip
-    for key, value in train.items():
-        out.default(f"train.{key}", value)
+    out.default_all("train", num_train_epochs=1.0, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    out.default_all("train", lr_scheduler_type="cosine", optim="adamw_torch_fused")
     if "train.warmup_steps" not in out.job and "train.warmup_ratio" not in out.job:
         out.default("train.warmup_ratio", 0.03)
         out.notes.append("Axolotl warms up for 3 % of the steps but 100 at most; this job for 3 %")

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from farthing.config.importers.record import Imported, Odd, To, Why, flat, positive, read_keys, text, whole
+from farthing.config.importers.record import Imported, Odd, To, flat, positive, read_keys, text, whole
+from farthing.config.importers.shared import reasons
 
 NAME = "fireworks"
 
@@ -43,25 +44,18 @@ TABLE: dict[str, To] = {
     "gradient_accumulation_steps": To("train.gradient_accumulation_steps", whole),
     "learning_rate_warmup_steps": To("train.warmup_steps", whole),
 }
-GROUPS = (
-    Why("differs", "a batch in tokens; farthing counts a batch in examples: divide by the mean tokens of yours", "batch_size"),
-    Why("differs", "continues from an adapter; `farthing train JOB --from RUN` continues from a run of farthing's",
-        "warm_start_from"),
-    Why("none", "names, watches or places the job at Fireworks", "display_name output_model job_id name wandb_config* region "
-        "accelerator_* node_count nodes wandb* state create_time update_time created_by purpose is_turbo quiet kind metadata*"),
-    Why("none", "off there or here", "early_stop eval_auto_carveout jinja_template"),
-)  # fmt: skip
 
 
 def read(values: Mapping[str, Any], out: Imported) -> None:
     """A fine-tuning job of Fireworks."""
     if values.get("kind") not in (None, "sft", "SFT"):
         out.name("kind", values["kind"], f"{values['kind']}, which farthing does not do", "blocks")
-    read_keys(out, flat(values), TABLE, GROUPS, name_of=lambda key: ".".join(snake(part) for part in key.split(".")))
+    read_keys(
+        out, flat(values), TABLE, reasons(NAME), name_of=lambda key: ".".join(snake(part) for part in key.split("."))
+    )
     model = values.get("baseModel") or values.get("base_model") or values.get("base-model")
     out.job.setdefault("model.model_name_or_path", str(model or "").rpartition("/")[2] or "Qwen/Qwen2.5-7B-Instruct")
     out.job.setdefault("train.global_batch_size", 16)
     out.default("method.name", "lora")
-    for key, value in {"num_train_epochs": 1, "learning_rate": 1e-4}.items():
-        out.default(f"train.{key}", value)
+    out.default_all("train", num_train_epochs=1, learning_rate=1e-4)
     out.default("method.lora_r", 8)

@@ -7,9 +7,10 @@ from typing import Any
 
 from farthing.config.importers import hf_trainer as hf
 from farthing.config.importers import trl
-from farthing.config.importers.record import Imported, To, Why, flat, names, read_keys, rows, scheduler, text, whole
+from farthing.config.importers.record import Imported, To, flat, names, read_keys, rows, scheduler, text, whole
 from farthing.config.importers.script_job import Script
 from farthing.config.importers.scripts import Call
+from farthing.config.importers.shared import reasons
 from farthing.durability.files import Json
 from farthing.tasks.causal_lm import CAUSAL_LM
 from farthing.tasks.classification import CLASSIFICATION
@@ -36,21 +37,6 @@ TABLE: dict[str, To] = {
     "max_train_steps": To("train.max_steps", whole),
     "lr_scheduler": To("train.lr_scheduler_type", scheduler),
 }
-GROUPS = (
-    *hf.MODEL_GROUPS,
-    Why("none", "is `name` or `split` of data.train, or a column that farthing finds by its name",
-        "dataset_config_name dataset_config train_split_name validation_split* test_split* label_column_name* "
-        "text_column_names text_column_delimiter"),
-    Why("differs", "makes a configuration of its own; write it to a folder and set model.init: random",
-        "config_name config_overrides"),
-    Why("none", "checkpoints by steps or epochs; farthing saves by time", "checkpointing_steps with_tracking"),
-    Why("differs", "which rows or labels are used; make the file so", "remove_splits remove_columns column_name_delimiter "
-        "shuffle_train_dataset shuffle_seed metric_name do_regression line_by_line ignore_pad_token_for_loss lang "
-        "forced_bos_token"),
-    Why("none", "test rows are not looked at while training", "test_file max_predict_samples "
-        "test_split_name val_max_target_length"),
-    *trl.GROUPS,
-)  # fmt: skip
 _TASKS = {
     "run_glue": CLASSIFICATION.name, "run_classification": CLASSIFICATION.name, "run_xnli": CLASSIFICATION.name,
     "run_summarization": SEQ2SEQ.name, "run_translation": SEQ2SEQ.name,
@@ -78,9 +64,9 @@ def read(values: Mapping[str, Any], out: Imported, program: str = "") -> None:
     _columns(values, out)
     hf.warmups(out, values)
     _method(values, out, name)
-    read_keys(out, flat(values), TABLE, GROUPS)
+    read_keys(out, flat(values), TABLE, reasons("model", NAME, trl.NAME, "common"))
     if out.job["method.name"] != "full":
-        hf.peft_defaults(out, r=8, alpha=8, dropout=0.0)
+        out.default_all("method", lora_r=8, lora_alpha=8, lora_dropout=0.0)
         hf.peft_targets(out)
     hf.trainer_defaults(out)
 
@@ -91,20 +77,17 @@ def _method(values: Mapping[str, Any], out: Imported, program: str) -> None:
     wanted = {key for key, value in switches.items() if str(value).lower() == "true"}
     has_settings = any(key in values for key in ("lora_r", "lora_rank", "lora_alpha"))
     has_adapter = bool(wanted) or (has_settings and not {"use_lora", "use_peft"} & set(switches)) or "lora" in program
-    is_4bit = hf.quantized(out, dict(values), {"load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit"})
+    is_4bit = hf.quantized(out, values)
     method = "full" if not has_adapter else "qlora" if is_4bit or any("q" in key for key in wanted) else "lora"
     for key, value in switches.items():
         out.put(key, value, "method.name", method)
-    if "load_in_4bit" in values:
-        out.name("load_in_4bit", values["load_in_4bit"], "method: qlora is the 4-bit base")
     out.default("method.name", method, "the script" if has_adapter else "")
     if has_adapter:
         targets = values.get("trainable")
         if isinstance(targets, str) and targets:
             out.put("trainable", targets, "method.target_modules", targets.split(","))
     else:
-        for key in [key for key in values if key.startswith("lora_")]:
-            out.name(key, values[key], "about an adapter, and there is none")
+        hf.no_adapter(out, values, "lora_")
 
 
 _GLUE = {

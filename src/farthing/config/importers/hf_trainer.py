@@ -9,12 +9,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from farthing.config.data_keys import known_init
 from farthing.config.importers.record import (
     Imported,
     Odd,
     To,
-    Why,
     names,
     number,
     optimizer,
@@ -25,7 +23,7 @@ from farthing.config.importers.record import (
     truth,
     whole,
 )
-from farthing.durability.files import Json
+from farthing.config.values import known_init
 
 
 def steps(value: Any) -> int:
@@ -88,8 +86,6 @@ def no_bias(value: Any) -> str:
     raise Odd(f"biases of the base are trained there ({value}); farthing trains the adapter alone")
 
 
-CHECKPOINTING = "farthing checkpoints as many layers as memory asks for; the result is the same"
-
 ARGUMENTS: dict[str, To] = {
     **rows("train", whole, "max_steps per_device_train_batch_size per_gpu_train_batch_size=per_device_train_batch_size "
            "per_device_eval_batch_size per_gpu_eval_batch_size=per_device_eval_batch_size gradient_accumulation_steps "
@@ -140,27 +136,6 @@ MODEL: dict[str, To] = {
 }  # fmt: skip
 """What says which model."""
 
-MODEL_GROUPS = (
-    Why(
-        "none",
-        "the dtype of loaded weights; farthing keeps trained ones in fp32 and frozen ones in what the GPU computes in",
-        "torch_dtype dtype bnb_4bit_compute_dtype bfloat16 float16 float32 pure_bf16 bnb_4bit_quant_storage compute_dtype "
-        "infer_dtype",
-    ),
-    Why(
-        "none",
-        "farthing's 4-bit base is always nf4 with double quantization",
-        "bnb_4bit_quant_type bnb_4bit_use_double_quant use_bnb_nested_quant quantization_type double_quantization "
-        "bnb_config_kwargs* load_in_4bit_* bnb_4bit_*",
-    ),
-    Why("none", CHECKPOINTING, "gradient_checkpointing use_gradient_checkpointing disable_gradient_checkpointing"),
-    Why(
-        "none",
-        "whether a last small batch is dropped; farthing's last step of an epoch takes what is left",
-        "*drop_last",
-    ),
-)
-
 
 def warmups(out: Imported, values: Mapping[str, Any]) -> None:
     """Both keys of a warm-up; the number of steps goes before the share."""
@@ -195,38 +170,35 @@ def positions(out: Imported, values: Mapping[str, Any], before: str = "") -> Non
         out.job["model.rope_scaling"] = found
 
 
-def quantized(out: Imported, values: Json, keys: dict[str, str]) -> bool:
-    """Whether the base is in 4 bits. `keys` are the source's names of `load_in_4bit` and `load_in_8bit`."""
-    eight = keys.get("load_in_8bit")
-    if eight in values and values[eight] is not None:
-        if values[eight] is True:
-            out.name(
-                eight, True, "farthing has no 8-bit base: the base stays in 16 bits, which is more exact", "differs"
-            )
-        else:
-            out.name(eight, values[eight], "off there, and farthing has none")
-    return values.get(keys.get("load_in_4bit", "")) is True
+def quantized(out: Imported, values: Mapping[str, Any]) -> bool:
+    """Whether the base is in 4 bits; the keys that say so are named."""
+    eight = values.get("load_in_8bit")
+    if eight is True:
+        why = "farthing has no 8-bit base: the base stays in 16 bits, which is more exact"
+        out.name("load_in_8bit", True, why, "differs")
+    elif eight is not None:
+        out.name("load_in_8bit", eight, "off there, and farthing has none")
+    if "load_in_4bit" in values:
+        out.name("load_in_4bit", values["load_in_4bit"], "method: qlora is the 4-bit base, lora and full are without")
+    return values.get("load_in_4bit") is True
+
+
+def no_adapter(out: Imported, values: Mapping[str, Any], *begins: str) -> None:
+    """Name the keys that begin so, where there is no adapter that they could be about."""
+    for key in values:
+        if key.startswith(begins):
+            out.name(key, values[key], "about an adapter, and there is none")
 
 
 def trainer_defaults(out: Imported) -> None:
     """What Trainer does where nothing is said."""
-    defaults = {
-        "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "learning_rate": 5e-5, "lr_scheduler_type": "linear",
-    }  # fmt: skip
-    for key, value in defaults.items():
-        out.default(f"train.{key}", value)
+    out.default_all("train", num_train_epochs=3.0, per_device_train_batch_size=8, learning_rate=5e-5)
+    out.default("train.lr_scheduler_type", "linear")
     if "train.warmup_steps" not in out.job:
         out.default("train.warmup_ratio", 0.0)
     if "train.eval_strategy" not in out.job and "train.eval_steps" not in out.job:
         out.default("train.eval_strategy", "no")
     out.default("train.load_best_model_at_end", False)
-
-
-def peft_defaults(out: Imported, *, r: int, alpha: float, dropout: float) -> None:
-    """What an adapter has where nothing is said."""
-    out.default("method.lora_r", r)
-    out.default("method.lora_alpha", alpha)
-    out.default("method.lora_dropout", dropout)
 
 
 _QUERY_AND_VALUE = (

@@ -18,7 +18,6 @@ from farthing.config.importers.record import (
     Line,
     Odd,
     To,
-    Why,
     flat,
     number,
     positive,
@@ -27,6 +26,7 @@ from farthing.config.importers.record import (
     truth,
     whole,
 )
+from farthing.config.importers.shared import reasons
 from farthing.config.job import Job
 from farthing.durability.files import Json
 from farthing.errors import UserMistake
@@ -85,22 +85,6 @@ DEEPSPEED: dict[str, To] = {
     "tensor_parallel.autotp_size": To("where.strategy", _off),
     "sequence_parallel_size": To("where.strategy", _off),
 }
-DEEPSPEED_GROUPS = (
-    Why("none", "a step is cut by tokens and memory, whatever its number of examples", "gradient_accumulation_steps "
-        "train_micro_batch_size_per_gpu"),
-    Why("none", "how and when things are sent is FSDP2's", "zero_optimization.* communication_data_type "
-        "prescale_gradients gradient_predivide_factor sparse_gradients seq_parallel_communication_data_type"),
-    Why("none", "which layers are computed again is chosen by memory (train.gradient_checkpointing)",
-        "activation_checkpointing.*"),
-    Why("none", "gradients are kept in fp32", "data_types.* bf16.* fp16.* bfloat16.* torch_autocast.*"),
-    Why("none", "what is watched or logged; farthing logs to its run folder", "steps_per_print wall_clock_breakdown "
-        "dump_state memory_breakdown tensorboard.* wandb.* csv_monitor.* comet.* flops_profiler.* comms_logger.* "
-        "monitor_config.* zero_allow_untested_optimizer zero_force_ds_cpu_optimizer checkpoint.* aio.* elasticity.* "
-        "autotuning.* dataloader_drop_last timers.*"),
-    Why("differs", "farthing has nothing of the kind", "compression_training.* data_efficiency.* curriculum_learning.* "
-        "progressive_layer_drop.* quantize_training.* eigenvalue.* amp.* sparse_attention.* moe.*"),
-    Why("none", "part of the optimizer or schedule, of which farthing has its own", "optimizer.* scheduler.*"),
-)  # fmt: skip
 
 
 def read_deepspeed(values: Mapping[str, Any], out: Imported, method: str) -> None:
@@ -131,7 +115,7 @@ def read_deepspeed(values: Mapping[str, Any], out: Imported, method: str) -> Non
             out.put("scheduler.type", schedule, "train.lr_scheduler_type", schedules[schedule])
         else:
             out.name("scheduler.type", schedule, f"farthing has no {say(schedule)}", "blocks")
-    read_keys(out, flat(values), DEEPSPEED, DEEPSPEED_GROUPS)
+    read_keys(out, flat(values), DEEPSPEED, reasons("deepspeed"))
 
 
 def _stage(out: Imported, key: str, value: Any, method: str) -> None:
@@ -165,24 +149,6 @@ ACCELERATE: dict[str, To] = {
     "deepspeed_config.offload_param_device": To("where.offload_weights", _weights_offloaded),
     **{f"parallelism_config.parallelism_config_{kind}_size": To("where.strategy", _off) for kind in ("tp", "cp", "sp")},
 }
-ACCELERATE_GROUPS = (
-    Why("none", "layers are found by their kind", "fsdp_config.fsdp_auto_wrap_policy fsdp_config.fsdp_*_wrap* "
-        "fsdp_config.fsdp_min_num_params"),
-    Why("none", "which layers are computed again is chosen by memory (train.gradient_checkpointing)",
-        "fsdp_config.fsdp_activation_checkpointing"),
-    Why("none", "checkpoints are farthing's own, rows of each rank, and the exported model is whole",
-        "fsdp_config.fsdp_state_dict_type deepspeed_config.zero3_save_16bit_model"),
-    Why("none", "how and when things are sent is FSDP2's", "fsdp_config.* deepspeed_config.zero3_init_flag "
-        "deepspeed_config.deepspeed_multinode_launcher deepspeed_config.zero_hpz* deepspeed_config.zero_quantized*"),
-    Why("none", "a step is cut by tokens and memory, whatever its number of examples",
-        "gradient_accumulation_steps deepspeed_config.gradient_accumulation_steps"),
-    Why("differs", "on several machines start a process for each GPU with torchrun or srun", "num_machines machine_rank "
-        "main_process_ip main_process_port rdzv_backend rdzv_conf.* same_network deepspeed_config.deepspeed_hostfile"),
-    Why("none", "say it in CUDA_VISIBLE_DEVICES", "gpu_ids"),
-    Why("none", "of the launcher, or of hardware that farthing does not use", "compute_environment debug "
-        "main_training_function tpu_* downcast_bf16 enable_cpu_affinity dynamo_* dynamo_config.* ipex_config.* mpirun_config.* "
-        "commands command_file fp8_config.* ec2_* profile region sagemaker_* use_xpu"),
-)  # fmt: skip
 
 
 def read_accelerate(values: Mapping[str, Any], out: Imported, method: str) -> None:
@@ -216,9 +182,7 @@ def read_accelerate(values: Mapping[str, Any], out: Imported, method: str) -> No
         )
     if values.get("use_cpu"):
         out.put("use_cpu", True, "where.device", "cpu")
-    read_keys(
-        out, flat(values), ACCELERATE, (*ACCELERATE_GROUPS, Why("none", "off there", "use_cpu megatron_lm_config*"))
-    )
+    read_keys(out, flat(values), ACCELERATE, reasons("accelerate"))
 
 
 def _fsdp(values: Mapping[str, Any], out: Imported) -> None:

@@ -13,7 +13,6 @@ from farthing.config.importers.record import (
     Imported,
     Odd,
     To,
-    Why,
     flat,
     names,
     number,
@@ -24,7 +23,7 @@ from farthing.config.importers.record import (
     truth,
     whole,
 )
-from farthing.config.importers.shared import COMMON, NO_COUNT_OF_GPUS
+from farthing.config.importers.shared import NO_COUNT_OF_GPUS, reasons
 from farthing.durability.files import Json
 from farthing.tasks.causal_lm import CAUSAL_LM
 
@@ -59,24 +58,6 @@ V1_TABLE: dict[str, To] = {
     "peft_config.lora_dropout": To("method.lora_dropout", number),
     "peft_config.target_modules": To("method.target_modules", _targets),
 }
-GROUPS = (
-    *hf.MODEL_GROUPS,
-    Why("differs", "continues from an adapter; `farthing train JOB --from RUN` continues from a run of farthing's",
-        "adapter_name_or_path adapter_folder peft_config.adapter_name_or_path create_new_adapter"),
-    Why("differs", "which turns are learned; farthing learns every turn of the assistant", "mask_history"),
-    Why("differs", "how data sets are mixed; farthing takes each once an epoch, or as its `weight` says",
-        "mix_strategy interleave_probs"),
-    Why("differs", "text of the template that farthing's chat template does not add", "default_system enable_thinking "
-        "preserve_thinking tool_format"),
-    Why("differs", "changes the vocabulary; save a tokenizer with these tokens and name it in model.tokenizer_name_or_path",
-        "add_tokens add_special_tokens new_special_tokens_config resize_vocab init_special_tokens split_special_tokens"),
-    Why("differs", "stretches positions by a factor that is worked out there; set model.rope_scaling", "rope_scaling"),
-    Why("none", "which 4-bit code; farthing's is bitsandbytes", "quantization_method quantization_device_map quant_config*"),
-    Why("none", "settles layers that are frozen or OFT", "freeze_* oft_* num_expand* "
-        "peft_config.freeze_* peft_config.export* peft_config.infer*"),
-    Why("none", "the rows are as they are", "ignore_pad_token_for_loss lang n_shot task task_dir"),
-    *COMMON,
-)  # fmt: skip
 _STAGES = {
     "rm": "a reward model", "ppo": "reinforcement learning (PPO)", "dpo": "preference learning (DPO)",
     "kto": "learning from verdicts (KTO)",
@@ -93,7 +74,7 @@ def read(values: Mapping[str, Any], out: Imported, folder: Path) -> None:
         _method(values, out)
     _data(values, out, folder)
     hf.warmups(out, values)
-    read_keys(out, flat(values), V1_TABLE if is_v1 else TABLE, GROUPS)
+    read_keys(out, flat(values), V1_TABLE if is_v1 else TABLE, reasons("model", NAME, "common"))
     _defaults(values, out, is_v1)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from farthing.config.importers.record import Imported, Odd, To, Why, flat, positive, read_keys, whole
-from farthing.config.importers.shared import uploaded
+from farthing.config.importers.record import Imported, Odd, To, flat, positive, read_keys, whole
+from farthing.config.importers.shared import reasons, uploaded
 
 NAME = "openai"
 BASE_RATE = 2e-4  # farthing's default for adapters, which a multiplier of 1 is taken to mean
@@ -37,11 +37,6 @@ TABLE: dict[str, To] = {
     ),
     "seed": To("train.seed", lambda value: int(whole(value))),
 }
-GROUPS = (
-    Why("none", "names or describes the job at OpenAI", "suffix metadata* integrations* object id created_at finished_at "
-        "fine_tuned_model organization_id result_files* status trained_tokens error* estimated_finish user_provided_suffix "
-        "shared_with* eval_id hyperparameters usage_metrics"),
-)  # fmt: skip
 
 
 def read(values: Mapping[str, Any], out: Imported) -> None:
@@ -64,7 +59,7 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
         out,
         flat(values),
         TABLE,
-        GROUPS,
+        reasons(NAME),
         name_of=lambda key: key.rpartition(".")[2] if "hyperparameters" in key else key,
     )
     out.default("train.num_train_epochs", 3, "OpenAI's usual choice for auto")

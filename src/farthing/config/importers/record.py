@@ -6,14 +6,13 @@ changes. What neither knows is named as unknown, so that no key is lost. Refuses
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, get_args
 
-from farthing.config.job import Job, TrainSection
+from farthing.config.job import KEYS, SECTIONS, TrainSection
 from farthing.durability.files import Json
 
 Effect = Literal["none", "differs", "blocks"]
@@ -102,6 +101,11 @@ class Imported:
             self.job[key] = value
             self.defaults[key] = of or self.source
 
+    def default_all(self, section: str, /, **values: Any) -> None:
+        """The same of several keys of a section."""
+        for name, value in values.items():
+            self.default(f"{section}.{name}", value)
+
     @property
     def mapped(self) -> list[Line]:
         """Keys with a counterpart."""
@@ -118,19 +122,10 @@ class Imported:
         return [line for line in self.lines.values() if line.effect == "blocks"]
 
 
-@functools.lru_cache(maxsize=1)
-def job_keys() -> frozenset[str]:
-    """Every key of a job, as `section.key`."""
-    found = set()
-    for name, each in Job.model_fields.items():
-        inner = getattr(each.annotation, "model_fields", None)
-        found |= {f"{name}.{key}" for key in inner} if inner else {name}
-    return frozenset(found)
-
-
 def exists(key: str) -> bool:
     """Whether a job has this key."""
-    return key in job_keys()
+    section, _, name = key.rpartition(".")
+    return name in KEYS.get(section, ()) and key not in SECTIONS
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,9 +8,9 @@ from typing import Any
 from farthing.config.importers import hf_trainer as hf
 from farthing.config.importers import trl
 from farthing.config.importers.prompts import CHATML
-from farthing.config.importers.record import Imported, To, Why, flat, read_keys, truth
+from farthing.config.importers.record import Imported, To, flat, read_keys, truth
 from farthing.config.importers.scripts import Call, Computed
-from farthing.config.importers.shared import COMMON
+from farthing.config.importers.shared import reasons
 from farthing.durability.files import Json
 from farthing.tasks.classification import CLASSIFICATION
 from farthing.tasks.seq2seq import SEQ2SEQ
@@ -22,30 +22,6 @@ OTHER_TRAINERS = {
     "KTO": "learning from verdicts (KTO)", "PPO": "reinforcement learning (PPO)", "Reward": "a reward model",
     "RLOO": "reinforcement learning (RLOO)", "SentenceTransformer": "embeddings", "PRM": "a reward model",
 }  # fmt: skip
-_OBJECTS = Why(
-    "none",
-    "an object of the script; what it was made of is read from its own call",
-    "model tokenizer processing_class args train_dataset eval_dataset data_collator peft_config quantization_config config "
-    "compute_metrics callbacks preprocess_logits_for_metrics optimizers model_init teacher_model reward_funcs "
-    "feature_extractor",
-)
-_ROWS = Why(
-    "differs", "rows are made by code of the script; say the same with templates in data.columns", "formatting_func"
-)
-_CALL_GROUPS = (
-    _OBJECTS,
-    _ROWS,
-    Why("none", "the seed of the adapter is train.seed", "random_state"),
-    Why("none", "labels are found in the data", "num_labels id2label label2id problem_type ignore_mismatched_sizes"),
-    Why("none", "the job's task says it", "task_type inference_mode auto_model finetune_language_layers"),
-    Why("differs", "chooses parts of the model to adapt; name them in method.target_modules",
-        "finetune_attention_modules finetune_mlp_modules"),
-    Why("none", "not an adapter of layers that see", "finetune_vision_layers"),
-    Why("none", "decides how 16-bit weights are loaded", "load_in_16bit load_in_fp16 use_exact_model_name"),
-    Why("none", "where files are read from or kept", "local_files_only subfolder"),
-    *trl.GROUPS,
-    *COMMON,
-)  # fmt: skip
 _LOAD = {**hf.MODEL, "max_seq_length": trl.SFT["max_seq_length"]}
 _LORA = {**hf.LORA, "loraplus_lr_ratio": To("method.loraplus_lr_ratio"), "use_dora": To("method.use_dora", truth)}
 _VISION = ("Vision", "ImageText", "Vision2Seq", "VL", "Whisper", "Csm", "Audio", "Speech", "CTC",
@@ -98,8 +74,8 @@ class Script:
         elif last in ("train_on_responses_only", "get_chat_template", "standardize_sharegpt", "apply_chat_template"):
             self._chat(call)
         elif last == "map" and not call.name.startswith("()") and len(call.positional) == 1:
-            for name, value in self._keys(call, {"function": call.positional[0]}):
-                self.out.name(name, value, _ROWS.reason, _ROWS.effect)
+            keys = self._keys(call, {"function": call.positional[0]})
+            read_keys(self.out, keys, {}, reasons("calls"), name_of=lambda key: "formatting_func")
 
     def _other(self, last: str) -> bool:
         return any(last.startswith(each) for each in OTHER_TRAINERS)
@@ -136,7 +112,7 @@ class Script:
             elif name in ("warmup_steps", "warmup_ratio") and not isinstance(value, Computed):
                 hf.warmup(self.out, key, value)
         left = [(key, _plain(value)) for key, value in keys if key not in self.out.lines]
-        read_keys(self.out, _spread(left), table, _CALL_GROUPS, name_of=_argument)
+        read_keys(self.out, _spread(left), table, reasons("calls", "model", trl.NAME, "common"), name_of=_argument)
 
     def _computed(self, key: str, name: str, value: Computed) -> None:
         if name in ("bf16", "fp16") and ("support" in value or "is_available" in value):
@@ -241,7 +217,8 @@ class Script:
         self._table(self._keys(call, call.named), _LORA, is_first=is_first)
         if is_first:
             unsloth = call.last == "get_peft_model"
-            hf.peft_defaults(self.out, r=16 if unsloth else 8, alpha=16 if unsloth else 8, dropout=0.0)
+            size = 16 if unsloth else 8
+            self.out.default_all("method", lora_r=size, lora_alpha=size, lora_dropout=0.0)
             if unsloth:
                 self.out.default("method.target_modules", ["all-linear"])
 

@@ -9,7 +9,6 @@ from farthing.config.importers.record import (
     Imported,
     Odd,
     To,
-    Why,
     flat,
     names,
     number,
@@ -20,7 +19,7 @@ from farthing.config.importers.record import (
     text,
     whole,
 )
-from farthing.config.importers.shared import uploaded
+from farthing.config.importers.shared import reasons, uploaded
 
 NAME = "together"
 
@@ -48,15 +47,6 @@ for _prefix in ("", "training_type."):
         f"{_prefix}lora_dropout": To("method.lora_dropout", number),
         f"{_prefix}lora_trainable_modules": To("method.target_modules", names),
     }
-GROUPS = (
-    Why("none", "names, watches or keeps the job at Together", "suffix n_checkpoints n_evals wandb_* hf_* "
-        "from_hf_model hf_model_revision id object status created_at updated_at events* job_id output_name user_id "
-        "token_count param_count total_price model_output_* packing"),
-    Why("differs", "continues from another job; `farthing train JOB --from RUN` continues from a run of farthing's",
-        "from_checkpoint"),
-    Why("differs", "the schedule's further settings", "lr_scheduler.* num_cycles min_lr_ratio"),
-    Why("none", "farthing learns what the assistant says, and data.train_on_prompt the rest", "train_on_inputs"),
-)  # fmt: skip
 
 
 def read(values: Mapping[str, Any], out: Imported) -> None:
@@ -79,9 +69,8 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     uploaded(values, out, "Together")
     if values.get("train_on_inputs") is True:
         out.put("train_on_inputs", True, "data.train_on_prompt", True)
-    read_keys(out, flat(values), TABLE, GROUPS)
-    for key, value in {"num_train_epochs": 1, "learning_rate": 1e-5, "warmup_ratio": 0.0}.items():
-        out.default(f"train.{key}", value)
+    read_keys(out, flat(values), TABLE, reasons(NAME))
+    out.default_all("train", num_train_epochs=1, learning_rate=1e-5, warmup_ratio=0.0)
     if is_lora:
         out.default("method.lora_r", 8)
         out.default("method.lora_alpha", 2 * out.job["method.lora_r"])

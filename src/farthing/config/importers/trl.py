@@ -12,14 +12,13 @@ from farthing.config.importers import hf_trainer as hf
 from farthing.config.importers.record import (
     Imported,
     To,
-    Why,
     flat,
     names,
     read_keys,
     text,
     whole,
 )
-from farthing.config.importers.shared import COMMON, NO_COUNT_OF_GPUS
+from farthing.config.importers.shared import NO_COUNT_OF_GPUS, reasons
 from farthing.durability.files import Json
 
 NAME = "trl"
@@ -43,21 +42,6 @@ TABLE: dict[str, To] = {
         "method.target_modules", lambda value: value.split() if isinstance(value, str) else names(value)
     ),
 }
-GROUPS = (
-    *hf.MODEL_GROUPS,
-    Why("none", "farthing masks prompts by itself: what the assistant or the completion says is learned",
-        "completion_only_loss assistant_only_loss"),
-    Why("none", "the column of the text; a column `text` is found by its name", "dataset_text_field"),
-    Why("none", "settings of the data set's preparation", "dataset_kwargs* dataset_streaming ignore_bias_buffers streaming"),
-    Why("differs", "special tokens; farthing takes the tokenizer as it is", "eos_token pad_token"),
-    Why("none", "farthing's order is a permutation of all examples that follows from the seed",
-        "shuffle_dataset dataset_mixture.seed"),
-    Why("none", "how many rows are held out; set data.eval_fraction", "dataset_mixture.test_split_size"),
-    Why("differs", "another chat template, by name; give it as a Jinja file in data.chat_template", "chat_template"),
-    Why("none", "the revision that the result is pushed to", "hub_model_revision"),
-    Why("none", "the task of the adapter is that of the job", "lora_task_type task_type"),
-    *COMMON,
-)  # fmt: skip
 
 
 def read(values: Mapping[str, Any], out: Imported) -> None:
@@ -67,9 +51,7 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
     if isinstance(template, str) and "{" in template:
         out.files["chat_template.jinja"] = template
         out.put("chat_template", template, "data.chat_template", "chat_template.jinja")
-    is_4bit = hf.quantized(out, dict(values), {"load_in_4bit": "load_in_4bit", "load_in_8bit": "load_in_8bit"})
-    if "load_in_4bit" in values:
-        out.name("load_in_4bit", values["load_in_4bit"], "method: qlora is the 4-bit base")
+    is_4bit = hf.quantized(out, values)
     peft = values.get("use_peft")
     has_adapter = str(peft).lower() == "true"
     method = "full" if not has_adapter else "qlora" if is_4bit else "lora"
@@ -77,12 +59,11 @@ def read(values: Mapping[str, Any], out: Imported) -> None:
         out.put("use_peft", peft, "method.name", method)
     out.default("method.name", method)
     if not has_adapter:
-        for key in [key for key in values if key.startswith("lora_") or key in ("use_dora", "use_rslora")]:
-            out.name(key, values[key], "about an adapter, and there is none")
+        hf.no_adapter(out, values, "lora_", "use_dora", "use_rslora")
     hf.warmups(out, values)
-    read_keys(out, flat(values), TABLE, GROUPS)
+    read_keys(out, flat(values), TABLE, reasons("model", NAME, "common"))
     if has_adapter:
-        hf.peft_defaults(out, r=16, alpha=32, dropout=0.05)
+        out.default_all("method", lora_r=16, lora_alpha=32, lora_dropout=0.05)
         hf.peft_targets(out)
     defaults(out)
 

@@ -1,4 +1,4 @@
-"""The keys of `data:` that hold more than one plain value: columns with templates, labels, and sources with keys of their own.
+"""What the keys of a job take: numbers, amounts, names, columns with templates, labels, sources with keys of their own.
 
 Refuses values that YAML has changed on the way (`no` becomes false), and says how to write them.
 """
@@ -6,16 +6,46 @@ Refuses values that YAML has changed on the way (`no` becomes false), and says h
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, WithJsonSchema
 from pydantic.config import ConfigDict
+from pydantic_core import PydanticCustomError
 
 from farthing.data.columns import parts_of, templates_of
 from farthing.data.rows import Own
 from farthing.durability.files import Json
+from farthing.tasks.registry import find_task, task_names
+from farthing.units import parse_hours, parse_usd
 
-OWN_SCHEMA: Json = {
+
+def _number_is_no_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("give a number, not true/false")
+    return value
+
+
+def _known_task(name: Any) -> Any:
+    """The name of a task that there is. Raises the error that pydantic has for a value that is none of several."""
+    if not isinstance(name, str) or find_task(name) is None:
+        *others, last = (repr(name) for name in task_names())
+        expected = f"{', '.join(others)} or {last}"
+        raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+    return name
+
+
+TaskName = Annotated[str, BeforeValidator(_known_task), Field(json_schema_extra={"enum": list(task_names())})]
+Number = Annotated[float, BeforeValidator(_number_is_no_bool)]
+Whole = Annotated[int, BeforeValidator(_number_is_no_bool)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Positive = Annotated[Whole, Field(ge=1)]
+_MEASURE = WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string"}]})
+Usd = Annotated[float, BeforeValidator(parse_usd), Field(ge=0), _MEASURE]
+Hours = Annotated[float, BeforeValidator(parse_hours), Field(gt=0), _MEASURE]
+AsWord = BeforeValidator(lambda value: str(value).lower() if isinstance(value, bool) else value)
+
+
+_OF_SOURCE: Json = {
     "path": {"type": "string", "description": "file, address, folder or data set"},
     "weight": {"type": "number", "description": "how often an epoch learns each of its examples"},
     "columns": {"type": "object", "description": "as data.columns, for this source alone"},
@@ -23,6 +53,20 @@ OWN_SCHEMA: Json = {
     "name": {"type": "string", "description": "configuration of a Hub data set"},
 }
 """The keys of a source, for editors."""
+_OWN_SCHEMA: Json = {"type": "object", "required": ["path"], "additionalProperties": False, "properties": _OF_SOURCE}
+
+
+def _or_list(item: Json) -> WithJsonSchema:
+    """What editors are told of a key that takes one or several."""
+    return WithJsonSchema({"anyOf": [item, {"type": "array", "items": item}]})
+
+
+Name = Annotated[str, Field(min_length=1)]
+OneOrMany = BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
+Names = Annotated[tuple[Name, ...], OneOrMany, _or_list({"type": "string"})]
+Paths = Annotated[tuple[Name, ...], OneOrMany, _or_list({"anyOf": [{"type": "string"}, _OWN_SCHEMA]})]
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+Trackers = Annotated[tuple[Tracker, ...], OneOrMany, _or_list({"type": "string", "enum": list(get_args(Tracker))})]
 _ADVICE = "YAML reads yes, no, on, off, true and false as true/false; put the word in quotes"
 
 
@@ -92,9 +136,9 @@ def with_own(values: Json) -> Json:
 
 
 def _check(said: dict[Any, Any], role: str) -> None:
-    unknown = [str(key) for key in said if key not in OWN_SCHEMA]
+    unknown = [str(key) for key in said if key not in _OF_SOURCE]
     if unknown:
-        raise ValueError(f"`{unknown[0]}` is no key of a source in `{role}`; there are {', '.join(OWN_SCHEMA)}")
+        raise ValueError(f"`{unknown[0]}` is no key of a source in `{role}`; there are {', '.join(_OF_SOURCE)}")
     if not isinstance(said.get("path"), str) or not said["path"]:
         raise ValueError(f"a source in `{role}` without a path; write {{path: FILE}}")
     weight = said.get("weight", 1)
