@@ -72,6 +72,8 @@ class SaveResult:
     step: int
     n_bytes: int = 0
     error: Exception | None = None
+    left_over: OSError | None = None
+    """Why an older checkpoint could not be removed: it is in nobody's way but the disk's."""
 
 
 class Checkpoints:
@@ -145,6 +147,8 @@ class Checkpoints:
         self._thread.join()
         self._thread, result, self._result = None, self._result, None
         assert result is not None
+        if result.left_over is not None:
+            self._warn(f"an older checkpoint could not be removed ({result.left_over}), and stays until it can")
         if result.error is None:
             self._n_failed = 0
             return result
@@ -178,7 +182,10 @@ class Checkpoints:
                 result.n_bytes = sum(entry["size"] for entry in manifest["files"])
                 if self._copy is not None:
                     self._copy(step, self.to_go_on(step, best_step))
-                self._rotate(best_step)
+                try:
+                    self._rotate(best_step)
+                except OSError as error:
+                    result.left_over = error
         except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:
             result.error = error
         finally:

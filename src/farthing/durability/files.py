@@ -22,11 +22,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypedDict
 
-from farthing.errors import RunBusy, UserMistake
+from farthing.errors import NoSpace, RunBusy, UserMistake
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
 DRAFT = ".draft-"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+"""What flock(2) says on file systems without locks: NFS without its lock daemon, Lustre mounted without `-o flock`."""
 
 Json = dict[str, Any]
 """An object of a JSON text that others may have written: whatever it holds, nothing of it is known before it is checked."""
@@ -279,7 +281,13 @@ def verify_folder(folder: Path, besides: Collection[str] = ()) -> Json:
         size = path.stat().st_size
         if size != entry["size"]:
             raise Damaged(f"{path.name} has {size} bytes, {entry['size']} were written")
-        if sha256_of(path) != entry["sha256"]:
+        try:
+            is_whole = sha256_of(path) == entry["sha256"]
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise Damaged(f"{path.name} can't be read: {error.strerror}") from error
+        if not is_whole:
             raise Damaged(f"{path.name} differs from what was written (sha256)")
     extra = {path.name for path in folder.iterdir()} - listed - {MANIFEST, *besides}
     if extra:
@@ -294,9 +302,10 @@ def discard(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def sweep_drafts(folder: Path) -> int:
-    """Remove what killed writers left behind in `folder`; returns how many drafts there were."""
+def sweep_drafts(folder: Path, of: Collection[str] = ()) -> int:
+    """Remove what killed writers left behind in `folder`, or of it the drafts of certain names; returns how many there were."""
     drafts = [path for path in folder.iterdir() if DRAFT in path.name] if folder.is_dir() else []
+    drafts = [path for path in drafts if not of or path.name.partition(DRAFT)[0] in of]
     for path in drafts:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -309,7 +318,7 @@ def install_folder(final: Path, fill: Callable[[Path], None]) -> None:
     """Write a folder for others (an exported model) so that it appears whole, replacing an earlier one."""
     with _folder_draft(final) as draft:
         fill(draft)
-        for path in draft.rglob("*"):
+        for path in (*draft.rglob("*"), draft):
             fsync_path(path)
         if final.exists():
             discard(final)
@@ -336,7 +345,8 @@ def _free_name(path: Path, mark: str) -> Path:
 def only_writer(folder: Path) -> Iterator[None]:
     """Hold `folder` against a second farthing process for as long as the block runs.
 
-    Raises `RunBusy`, and `UserMistake` where a file in it is a link: what is written there would go elsewhere.
+    Raises `RunBusy`, `NoSpace` where nothing can be written, and `UserMistake` where no file can be locked, or a file in it is
+    a link: what is written there would go elsewhere.
     """
     for path in folder.iterdir():
         if path.is_symlink() and not path.is_dir():
@@ -345,17 +355,42 @@ def only_writer(folder: Path) -> Iterator[None]:
                 where=str(folder),
                 to_do="remove it, or choose another output_dir",
             )
-    with open_own(folder / ".lock", "a+") as file:
+    with contextlib.ExitStack() as stack:
         try:
+            file = stack.enter_context(open_own(folder / ".lock", "a+"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
         except OSError as error:
-            file.seek(0)
-            raise RunBusy(
-                f"another process is training in this folder (pid {file.read().strip() or 'unknown'})",
-                where=str(folder),
-                to_do="wait for it, stop it, or give this job another output_dir",
-            ) from error
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+            raise _not_held(folder, error) from error
         yield
+
+
+def _not_held(folder: Path, error: OSError) -> UserMistake:
+    """Why a folder could not be held against other processes."""
+    if isinstance(error, BlockingIOError):
+        pid = ""
+        with contextlib.suppress(OSError):
+            pid = (folder / ".lock").read_text(encoding="utf-8").strip()
+        return RunBusy(
+            f"another process is training in this folder (pid {pid or 'unknown'})",
+            where=str(folder),
+            to_do="wait for it, stop it, or give this job another output_dir",
+        )
+    if error.errno in _NO_LOCKS:
+        return UserMistake(
+            f"this file system can't lock files ({error.strerror}): two processes could train here at once",
+            where=str(folder),
+            to_do="set output_dir to a local disk; output_store may be a folder here",
+        )
+    return cannot_write(folder, error)
+
+
+def cannot_write(folder: Path, error: OSError) -> NoSpace:
+    """What it means for a run that its folder takes no file."""
+    return NoSpace(
+        f"the run folder can't be written: {error.strerror or error}",
+        where=str(folder),
+        to_do="make room there, or choose another output_dir",
+    )

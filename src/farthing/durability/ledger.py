@@ -10,6 +10,7 @@ numbers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -73,6 +74,14 @@ def seconds_since_process_start() -> float:
     return age if 0 <= age < 3600 else 0.0
 
 
+def steady_clock(
+    wall: Callable[[], float] = time.time, since_boot: Callable[[], float] = seconds_since_boot
+) -> Callable[[], float]:
+    """A clock of the time of day that goes on from the `wall` clock as it is now, wherever that is set later."""
+    boot_at = wall() - since_boot()
+    return lambda: boot_at + since_boot()
+
+
 class Meter:
     """A stopwatch that is always in one named span. `clock` gives monotonic seconds.
 
@@ -89,9 +98,8 @@ class Meter:
         wall: Callable[[], float] = time.time,
         since_boot: Callable[[], float] = seconds_since_boot,
     ) -> None:
-        self._clock, self._since_boot = clock, since_boot
+        self._clock, self._now = clock, steady_clock(wall, since_boot)
         self.lock = threading.RLock()  # the ledger looks on from a thread of its own
-        self._boot_at = wall() - since_boot()
         self._since = clock()
         self._name = "start_up"
         self.spans: dict[str, float] = {"start_up": already_s, **({"idle": idle_s} if idle_s else {})}
@@ -119,7 +127,7 @@ class Meter:
     @property
     def now(self) -> float:
         """The time of day as seconds since 1970, by the clock as it was when the meter began."""
-        return self._boot_at + self._since_boot()
+        return self._now()
 
     @property
     def wall_s(self) -> float:
@@ -345,7 +353,11 @@ class Ledger:
             if mine.began:
                 mine.mark()
             self._last_line_at = wall_s
-            self._put()
+            try:
+                self._put()
+            except OSError:
+                mine.line -= 1  # the place that may be half written is written again, not the one that is whole
+                raise
 
     # ---- on the disk ----
 
@@ -362,7 +374,9 @@ class Ledger:
 
     def _write_at(self, place: int, line: bytes) -> None:
         assert self._file is not None
-        os.pwrite(self._file, line.ljust(self._place_bytes - 1) + b"\n", place)
+        line = line.ljust(self._place_bytes - 1) + b"\n"
+        if os.pwrite(self._file, line, place) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def _line(self) -> bytes:
         self._mine.past_s, self._mine.past_usd = self._past_s, self._past_usd
