@@ -76,8 +76,9 @@ class Aboard:
                 self._until_free()
                 if not self._was_told:
                     code, why = self._train()
-            except FarthingError as error:
-                code, why = error.exit_code, str(error).splitlines()[0]
+            except (FarthingError, OSError) as error:  # of a disk: another machine may do better
+                code = error.exit_code if isinstance(error, FarthingError) else EXIT_INTERRUPTED
+                why = str(error).splitlines()[0]
                 sys.stderr.write(f"farthing: {error}\n")
         self.speaker.left(code, why)
         return code

@@ -6,11 +6,12 @@ stopped ones are paid for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -53,12 +54,22 @@ def filled(value: Any, values: Mapping[str, Any]) -> Any:
     return value
 
 
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """An answer of another form than a provider's own says nothing. Raises `Unclear`."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Unclear(f"an answer that can't be read ({type(error).__name__}: {error})") from error
+
+
 class RunPod(Driver):
     """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of words but a stream."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
 
+    @_understood()
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`."""
         ends = datetime.fromtimestamp(asked_at + ask.most_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -74,6 +85,7 @@ class RunPod(Driver):
             raise Refused("no such machine is free", is_stock=True)
         return str(made["id"])
 
+    @_understood()
     def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`."""
         answer = _sure(self._api, "GET", "/v2/pods")
@@ -91,6 +103,7 @@ class Vast(Driver):
     def __init__(self, api: Api) -> None:
         self._api = api
 
+    @_understood()
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`. An instance that can't be given its end is destroyed at once, and the offer refused."""
         files = vast.render(ask)
@@ -121,6 +134,7 @@ class Vast(Driver):
             if "status 422" not in str(error):
                 raise
 
+    @_understood()
     def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`. Page by page."""
         found: list[Json] = []
@@ -150,6 +164,7 @@ class Lambda(Driver):
     def __init__(self, api: Api) -> None:
         self._api = api
 
+    @_understood()
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`."""
         body = json.loads(lambda_cloud.render(ask)[lambda_cloud.REQUEST])
@@ -162,6 +177,7 @@ class Lambda(Driver):
             raise Unclear("an answer without an instance")
         return str(made[0])
 
+    @_understood()
     def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`."""
         found = (_sure(self._api, "GET", "/api/v1/instances") or {}).get("data") or []
