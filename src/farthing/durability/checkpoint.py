@@ -33,6 +33,7 @@ from farthing.durability.files import (
     make_private,
     read_json,
     read_manifest,
+    refuse_newer,
     seal_file,
     set_aside,
     sweep_drafts,
@@ -293,12 +294,7 @@ class Checkpoints:
             _check_header(path)
 
     def _check(self, manifest: Json, step: int) -> None:
-        if isinstance(manifest.get("schema"), int) and manifest["schema"] > SCHEMA:
-            raise RunChanged(
-                f"written by a newer farthing (schema {manifest['schema']}, this one reads up to {SCHEMA})",
-                where=str(self.folder),
-                to_do="pip install --upgrade farthing",
-            )
+        refuse_newer(manifest, SCHEMA, str(self.folder))
         if manifest.get("step") != step:
             raise Damaged(f"its manifest is of step {manifest.get('step')}")
         if manifest.get("run_id") != self._run_id:

@@ -11,7 +11,6 @@ is no notice. FARTHING_METADATA is for tests: a port of this machine (http://127
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import threading
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from farthing.durability.files import Json
+from farthing.durability.files import Json, parse_json
 from farthing.durability.preemption import Notice
 from farthing.errors import UserMistake
 
@@ -272,8 +271,8 @@ def _address(base: str | None) -> str:
 
 def _json(body: bytes) -> Json:
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(body)
+    except ValueError as error:
         raise Unreadable(f"no JSON: {error}") from error
     if not isinstance(value, dict):
         raise Unreadable("no JSON object")

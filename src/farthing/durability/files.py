@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypedDict
 
-from farthing.errors import NoSpace, RunBusy, UserMistake
+from farthing.errors import NoSpace, RunBusy, RunChanged, UserMistake
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
@@ -40,6 +40,15 @@ class FileEntry(TypedDict):
     name: str
     size: int
     sha256: str
+
+
+class StoredFile(TypedDict):
+    """A file of a run as a commit in a store names it: its path in the folder, and the object that holds its bytes."""
+
+    path: str
+    size: int
+    sha256: str
+    object: str
 
 
 class Damaged(Exception):
@@ -69,13 +78,14 @@ def bytes_below(folder: Path) -> int:
     return sum(path.stat().st_size for path in files_below(folder))
 
 
-def open_own(path: Path, mode: str) -> IO[str]:
-    """Open a file of a run folder for text, readable by its owner alone. A link is not followed: `OSError`."""
+def open_own(path: Path, mode: str) -> IO[Any]:
+    """Open a file of a run folder, text or unbuffered bytes, readable by its owner alone. No link is followed: `OSError`."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o600)
 
-    return open(path, mode, encoding="utf-8", opener=opener)
+    is_bytes = "b" in mode
+    return open(path, mode, 0 if is_bytes else -1, encoding=None if is_bytes else "utf-8", opener=opener)
 
 
 def draft_of(path: Path) -> Path:
@@ -189,11 +199,23 @@ def unseal(text: str, name: str) -> Json:
     """The manifest of a text that `seal` wrote, which is called `name`. Raises `Damaged`."""
     try:
         manifest = parse_json(text)
-    except ValueError as error:
+        is_whole = isinstance(manifest, dict) and text == seal(manifest)
+    except (ValueError, RecursionError) as error:  # of numbers that JSON has not, too
         raise Damaged(f"{name} can't be read: {error}") from error
-    if not isinstance(manifest, dict) or text != seal(manifest):
+    if not is_whole:
         raise Damaged(f"{name} differs from what was written (sha256)")
-    return manifest
+    return dict(manifest)
+
+
+def refuse_newer(manifest: Json, most: int, where: str) -> None:
+    """Raise `RunChanged` for a schema that only a newer farthing knows; this one knows those up to `most`."""
+    schema = manifest.get("schema")
+    if isinstance(schema, int) and schema > most:
+        raise RunChanged(
+            f"written by a newer farthing (schema {schema}, this one reads up to {most})",
+            where=where,
+            to_do="pip install --upgrade farthing",
+        )
 
 
 def seal_file(path: Path) -> FileEntry:
@@ -247,24 +269,37 @@ def read_manifest(folder: Path) -> Json:
             raise Damaged(f"{MANIFEST} is no file")
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise Damaged(f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-        manifest = parse_json(text)
+        manifest = unseal(path.read_text(encoding="utf-8"), MANIFEST)
     except FileNotFoundError as error:
         raise Damaged(f"no {MANIFEST}: it was never committed") from error
     except (ValueError, OSError) as error:
         raise Damaged(f"{MANIFEST} can't be read: {error}") from error
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, list):
+    if not isinstance(manifest.get("files"), list):
         raise Damaged(f"{MANIFEST} lists no files")
-    for entry in files:
+    for entry in manifest["files"]:
         name = entry.get("name") if isinstance(entry, dict) else None
         if not isinstance(name, str) or name in ("", ".", "..", MANIFEST) or "/" in name or "\\" in name:
             raise Damaged(f"{MANIFEST} names a file outside its folder: {name!r}")
         if not isinstance(entry.get("size"), int) or not isinstance(entry.get("sha256"), str):
             raise Damaged(f"{MANIFEST} gives no size and sha256 for {name}")
-    if text != _as_text(_sealed(manifest)):
-        raise Damaged(f"{MANIFEST} differs from what was written (sha256)")
-    return dict(manifest)
+    return manifest
+
+
+def check_file(path: Path, entry: FileEntry | StoredFile, name: str) -> None:
+    """Hold a file, called `name`, byte for byte against what a manifest says of it. Raises `Damaged`."""
+    if path.is_symlink() or not path.is_file():
+        raise Damaged(f"{name} is missing")
+    size = path.stat().st_size
+    if size != entry["size"]:
+        raise Damaged(f"{name} has {size} bytes, {entry['size']} were written")
+    try:
+        is_whole = sha256_of(path) == entry["sha256"]
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise Damaged(f"{name} can't be read: {error.strerror}") from error
+    if not is_whole:
+        raise Damaged(f"{name} differs from what was written (sha256)")
 
 
 def verify_folder(folder: Path, besides: Collection[str] = ()) -> Json:
@@ -275,20 +310,7 @@ def verify_folder(folder: Path, besides: Collection[str] = ()) -> Json:
     manifest = read_manifest(folder)
     listed = {entry["name"] for entry in manifest["files"]}
     for entry in manifest["files"]:
-        path = folder / entry["name"]
-        if path.is_symlink() or not path.is_file():
-            raise Damaged(f"{path.name} is missing")
-        size = path.stat().st_size
-        if size != entry["size"]:
-            raise Damaged(f"{path.name} has {size} bytes, {entry['size']} were written")
-        try:
-            is_whole = sha256_of(path) == entry["sha256"]
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            raise Damaged(f"{path.name} can't be read: {error.strerror}") from error
-        if not is_whole:
-            raise Damaged(f"{path.name} differs from what was written (sha256)")
+        check_file(folder / entry["name"], entry, entry["name"])
     extra = {path.name for path in folder.iterdir()} - listed - {MANIFEST, *besides}
     if extra:
         raise Damaged(f"has files that were added later: {', '.join(sorted(extra)[:5])}")

@@ -25,7 +25,6 @@ from farthing.durability.commits import (
     SMALL,
     Commit,
     Objects,
-    StoredFile,
     join_ledgers,
     list_commits,
     objects_of,
@@ -35,6 +34,7 @@ from farthing.durability.commits import (
 from farthing.durability.files import (
     Damaged,
     Json,
+    StoredFile,
     files_below,
     make_private,
     read_json,

@@ -103,9 +103,11 @@ class Aboard:
             ]
             for thread in threads:
                 thread.start()
-            is_over = False
-            while (code := _exit_code(self._child)) is None:
-                if time.monotonic() > ends_at and not is_over:
+            is_over, code = False, None
+            while code is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = self._child.wait(timeout=1.0)
+                if code is None and time.monotonic() > ends_at and not is_over:
                     is_over = True
                     self._child.send_signal(signal.SIGTERM)
             threads[0].join(10.0)
@@ -145,14 +147,6 @@ class Aboard:
                 self.speaker.beat(f"{text}\n[{n}]\n")
             if is_last:
                 return
-
-
-def _exit_code(child: subprocess.Popen[bytes]) -> int | None:
-    """Of a child that has ended within a second; None while it runs."""
-    try:
-        return child.wait(timeout=1.0)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def go_aboard(job: str, told: str) -> int:

@@ -17,7 +17,6 @@ from typing import Any
 
 from farthing.durability.files import Json
 from farthing.durability.machines import Machine
-from farthing.errors import UserMistake
 from farthing.launch.ask import CREATED_AT, ENDS_AT, Ask, values_of
 from farthing.launch.driver import Driver, Refused, Seen, Unclear, refusal
 from farthing.launch.http import Api
@@ -27,16 +26,6 @@ _PLACE = re.compile(r"\$\{([A-Z][A-Z0-9_]*)\}")
 RUNPOD, VAST, LAMBDA = "https://api.runpod.io", "https://console.vast.ai", "https://cloud.lambda.ai"
 END_WINDOW_S = 3 * 3600
 """For how long Vast's scheduled job tries to delete."""
-
-
-def key_of(name: str) -> str:
-    """An API key from the environment. Raises `UserMistake`."""
-    key = os.environ.get(name, "").strip()
-    if not key:
-        raise UserMistake(
-            f"{name} is not set", where="environment", to_do=f"export {name}=... (the key of your account)"
-        )
-    return key
 
 
 def filled(value: Any, values: Mapping[str, Any]) -> Any:
@@ -63,11 +52,15 @@ def _understood() -> Iterator[None]:
         raise Unclear(f"an answer that can't be read ({type(error).__name__}: {error})") from error
 
 
-class RunPod(Driver):
-    """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of words but a stream."""
+class Client(Driver):
+    """A provider by its API."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
+
+
+class RunPod(Client):
+    """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of words but a stream."""
 
     @_understood()
     def create(self, ask: Ask, asked_at: float) -> str:
@@ -97,11 +90,8 @@ class RunPod(Driver):
         _sure(self._api, "DELETE", f"/v2/pods/{machine.id}")
 
 
-class Vast(Driver):
+class Vast(Client):
     """Instances: searched, asked for, and given a scheduled deletion at once."""
-
-    def __init__(self, api: Api) -> None:
-        self._api = api
 
     @_understood()
     def create(self, ask: Ask, asked_at: float) -> str:
@@ -156,13 +146,10 @@ class Vast(Driver):
         return json.dumps(_sure(self._api, "PUT", f"/api/v0/instances/request_logs/{machine.id}/", {"tail": "200"}))
 
 
-class Lambda(Driver):
+class Lambda(Client):
     """Instances, which nothing ends but us."""
 
     ends_by_itself = False
-
-    def __init__(self, api: Api) -> None:
-        self._api = api
 
     @_understood()
     def create(self, ask: Ask, asked_at: float) -> str:
@@ -210,7 +197,7 @@ def connect(target: str) -> Driver:
     other = os.environ.get("FARTHING_LAUNCH_API", "")
 
     def api(base: str, key: str) -> Api:
-        return Api(other or base, {"Authorization": f"Bearer {key_of(key)}"})
+        return Api(other or base, {"Authorization": f"Bearer {values_of([key], 'your account')[key]}"})
 
     if target == "runpod":
         return RunPod(api(RUNPOD, "RUNPOD_API_KEY"))

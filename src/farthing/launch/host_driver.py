@@ -22,16 +22,8 @@ from farthing.launch.driver import Driver, Refused, Seen, Unclear
 
 HERE = "local"
 PATIENT_S, KILL_AFTER_S = 60.0, 60
-SSH_OPTIONS = [
-    "-o",
-    "BatchMode=yes",
-    "-o",
-    "ConnectTimeout=10",
-    "-o",
-    "ServerAliveInterval=5",
-    "-o",
-    "ServerAliveCountMax=2",
-]
+SSH_OPTIONS = [f"-o{setting}" for setting in
+               ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=2")]  # fmt: skip
 _NEVER_THERE = re.compile(
     r"[^\n]*(Could not resolve hostname|Connection refused|No route to host|Permission denied|Host key verification failed"
     r"|connect to host .* timed out)[^\n]*"
