@@ -25,7 +25,7 @@ from farthing.durability.files import install_folder, only_writer
 from farthing.durability.ledger import Ledger
 from farthing.durability.object_store import LocalStore
 from farthing.errors import EXIT_MISTAKE, RunBusy, UserMistake
-from farthing.events import Saved
+from farthing.events import StepTaken
 from farthing.train.run import train
 from mirrored import folder_of_run, mirror_of, step_done
 from test_checkpoint import checkpoints as checkpoints
@@ -242,7 +242,7 @@ def test_a_file_server_that_forgets_us_in_the_middle_of_a_run_is_said_in_words(
     def forgotten(job: Any, emit: Any, **more: Any) -> Any:
         def tell(event: Any) -> None:
             emit(event)
-            if isinstance(event, Saved) and event.step == 4:
+            if isinstance(event, StepTaken) and event.step == 3:
                 monkeypatch.setattr("farthing.durability.summed_lines.SummedLines.append", failing(errno.ESTALE))
 
         return real(job, tell, **more)

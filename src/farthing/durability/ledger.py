@@ -370,13 +370,9 @@ class Ledger:
         if len(line) >= self._place_bytes:
             self._begin_file()
         else:
-            self._write_at(self._places[self._mine.line % 2], line)
-
-    def _write_at(self, place: int, line: bytes) -> None:
-        assert self._file is not None
-        line = line.ljust(self._place_bytes - 1) + b"\n"
-        if os.pwrite(self._file, line, place) != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+            line = line.ljust(self._place_bytes - 1) + b"\n"
+            if os.pwrite(self._file, line, self._places[self._mine.line % 2]) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def _line(self) -> bytes:
         self._mine.past_s, self._mine.past_usd = self._past_s, self._past_usd

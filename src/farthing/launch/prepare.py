@@ -47,6 +47,7 @@ SETTINGS = [
     "HF_ENDPOINT",
     "HF_HUB_OFFLINE",
 ]
+GOOGLE = ("gs://", "gcs://")
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 OF_PLACE = ("device", "usd_per_hour", "power_watts", "usd_per_kwh", "gpu", "provider", "region", "offers", "spot")
 """What `where` says of this machine, or of which one to rent; the rest is about the run, and goes along."""
@@ -134,6 +135,7 @@ class Prepared:
             "reserve_usd": round(reserve_usd, 6) if has_cap else 0.0,
         }
         is_here = self.target.name in (*OWN_FOLDERS, "ssh")
+        extra = "gcs" if (self.job.output_store or "").startswith(GOOGLE) else "s3"
         other = [each for each in self.offers if each != offer]
         calls = called(self.target, offer)
         assert calls is not None  # others were left out
@@ -149,7 +151,7 @@ class Prepared:
             gpu_id=calls.gpu_id,
             machine_type=calls.machine_type,
             image="" if is_here else self.wishes.image or PLAIN_IMAGE,
-            install=self.wishes.install or f"farthing[{_extra(self.job.output_store)}]=={farthing.__version__}",
+            install=self.wishes.install or f"farthing[{extra}]=={farthing.__version__}",
             disk_gb=self.wishes.disk_gb,
             folder=self.folder,
             secrets=secrets_of(self.job, self.target),
@@ -193,10 +195,6 @@ def _one_spelling(place: str) -> str:
     if is_url and scheme not in ("file", "local"):
         return f"{'gs' if scheme == 'gcs' else scheme}://{'/'.join(filter(None, path.split('/')))}"
     return os.path.realpath(path)
-
-
-def _extra(store: str | None) -> str:
-    return "gcs" if (store or "").startswith(("gs://", "gcs://")) else "s3"
 
 
 def _is_plain(value: str | None) -> bool:
@@ -334,7 +332,7 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
         if target.name == "kubernetes"
         else ""
     )
-    is_google = (store or "").startswith(("gs://", "gcs://")) and target.name not in ("vertex", "skypilot")
+    is_google = (store or "").startswith(GOOGLE) and target.name not in ("vertex", "skypilot")
     told = next((name for name in (*job.data.train, *job.data.eval) if name != without_secrets(name)), None)
     refusals = (
         (store is None and not _shares(target, at), "nothing of the run would outlive the machine: the job has no store",

@@ -309,6 +309,7 @@ class Launch:
 
     def _watch(self, machine: Machine) -> Ending:
         """Until it has left, is lost or has to go."""
+        is_paid = self._driver.is_paid_in_queue
         n_absent, was_seen, answered_at, beat, beat_at = 0, False, self.awake(), "", self.awake()
         while True:
             self._sweep()
@@ -338,20 +339,16 @@ class Launch:
                     return Ending(_how(machine, code), code, leaves_offer_out=machine.booted_at is None)
                 if seen is not None and seen.is_waiting:
                     beat_at = awake
-                elif self._is_late(machine, now):
+                elif is_paid and machine.booted_at is None and now - machine.asked_at > self.patience.boot_s:
                     return Ending(f"not booted after {say_seconds(now - machine.asked_at)}", leaves_offer_out=True)
             except Unclear:
                 if awake - answered_at > self.patience.lost_s:
                     return Ending(f"no answer for {say_seconds(awake - answered_at)}")
             if machine.booted_at is not None and awake - beat_at > self.patience.silent_s:
                 return Ending(f"it has said nothing for {say_seconds(self.patience.silent_s)}")
-            if machine.most_s and now - machine.asked_at > machine.most_s + 60 and self._driver.is_paid_in_queue:
+            if is_paid and machine.most_s and now - machine.asked_at > machine.most_s + 60:
                 return Ending("its time is over", EXIT_LIMIT)
             self._sleep(self.patience.poll_s)
-
-    def _is_late(self, machine: Machine, now: float) -> bool:
-        is_paid = self._driver.is_paid_in_queue and machine.booted_at is None
-        return is_paid and now - machine.asked_at > self.patience.boot_s
 
     def _last_word(self, machine: Machine) -> int | None:
         """The exit code of a machine that runs no more, from its words, which may be a moment late."""

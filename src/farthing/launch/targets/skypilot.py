@@ -20,15 +20,8 @@ INFRA = {"AWS": "aws", "GCP": "gcp", "Azure": "azure", "Lambda": "lambda", "RunP
          "Prime Intellect": "primeintellect"}  # fmt: skip
 """Its names of the providers that the price table has."""
 STRANGERS = ("runpod", "vast")
-_OVER = [
-    "SUCCEEDED",
-    "CANCELLED",
-    "FAILED",
-    "FAILED_SETUP",
-    "FAILED_PRECHECKS",
-    "FAILED_NO_RESOURCE",
-    "FAILED_CONTROLLER",
-]
+_OVER = ["SUCCEEDED", "CANCELLED",
+         *(f"FAILED{why}" for why in ("", "_SETUP", "_PRECHECKS", "_NO_RESOURCE", "_CONTROLLER"))]  # fmt: skip
 
 
 def render(ask: Ask) -> Files:
