@@ -7,25 +7,27 @@ import json
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fake_clouds import World
-from farthing.durability.machines import MACHINES, MachineLedger
+from farthing.durability.machines import MACHINES, Machine, MachineLedger
 from farthing.durability.object_store import LocalStore
 from farthing.durability.summed_lines import SummedLines
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, NoSpace, UserMistake
 from farthing.launch import aboard as aboard_module
 from farthing.launch.aboard import Aboard
+from farthing.launch.ask import Ask
 from farthing.launch.clients import Lambda, RunPod, Vast
-from farthing.launch.driver import Unclear
+from farthing.launch.driver import Driver, Seen, Unclear
 from farthing.launch.http import Api
 from farthing.launch.prepare import S3_KEYS
 from farthing.launch.session import Session
 from farthing.launch.supervise import Launch
-from farthing.launch.words import StoreWords
+from farthing.launch.words import StoreWords, Word
 from launch_faults import Fate, Killed, prepared_for, supervise
 from test_launch_hosts import ask_for, machine_of, until
 from test_launch_hosts import host as host
@@ -135,6 +137,68 @@ def test_a_machine_without_room_for_the_inputs_says_so_and_another_one_may_do(
     assert Aboard(Path("job.yaml"), facts).run() == EXIT_INTERRUPTED
     word = StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1")
     assert (word.code, "No space left" in word.why) == (EXIT_INTERRUPTED, True)
+
+
+# ---- two at once ----
+
+
+class Hosts(Driver):
+    """Two hosts. The first answers nobody from some moment on, trains for a while longer, and so the second is refused."""
+
+    may_overlap, late_s = True, 0.0
+
+    def __init__(self, world: World) -> None:
+        self.world, self.made, self.gone = world, dict[str, float](), set[str]()
+
+    def create(self, ask: Ask, asked_at: float) -> str:
+        """A machine."""
+        self.made[ask.name] = self.world.now
+        return ask.name
+
+    @property
+    def holds_s(self) -> float:
+        """For how long the first one has trained, or still does."""
+        return self.world.now - self.made["farthing-1-1"]
+
+    def look(self, machine: Machine) -> Seen | None:
+        """The first one is not reached."""
+        if machine.number == 1 and self.holds_s > 100:
+            raise Unclear("no route to host")
+        return None if machine.name in self.gone else Seen(machine.name, machine.id)
+
+    def names(self, prefix: str) -> dict[str, str]:
+        """None is known by name alone."""
+        return {}
+
+    def destroy(self, machine: Machine) -> None:
+        """See `look`."""
+        if self.look(machine) is not None:
+            self.gone.add(machine.name)
+
+
+def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(tmp_path: Path) -> None:
+    world = World("runpod")
+    driver = Hosts(world)
+
+    def word_of(name: str) -> Word:
+        if name == "farthing-1-1":
+            world.saved = int(min(driver.holds_s, 1000.0))
+            return Word(has_booted=True, beat=f"{world.now}")
+        is_held = driver.made[name] - driver.made["farthing-1-1"] < 1000.0
+        world.saved = int(min(driver.holds_s, 1000.0)) if is_held else 2000
+        return Word(has_booted=True, code=2 if is_held else 0, why="host is training this run" if is_held else "")
+
+    world.of = word_of  # type: ignore[method-assign]
+    prepared = prepared_for("runpod", tmp_path / "run", 400.0, 0.4)
+
+    def make_ask(number: int, offer: Any, accounts: Any) -> Ask:
+        return replace(prepared.ask(number, offer, ledger, accounts, world.now), name=f"farthing-1-{number}")
+
+    ledger = MachineLedger(tmp_path / "run")
+    launch = Launch(ledger, driver, prepared.offers, make_ask, world, say=print, clock=world.clock, sleep=world.sleep)  # type: ignore[arg-type]
+    assert launch.run("farthing-1") == EXIT_FINISHED
+    assert 2 < len(driver.made) < 30
+    assert [machine.name for machine in ledger.open] == ["farthing-1-1"], "said, and counted until it is confirmed"
 
 
 # ---- what is known of machines is damaged ----

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from farthing.durability.files import Json, parse_json
@@ -49,16 +49,7 @@ class Sign:
 
 
 Ask = Callable[..., tuple[int, bytes, dict[str, str]]]
-
-
-class Service(Protocol):
-    """One cloud's way to say it. `ask(method, path, headers)` gives (status, body, headers in lower case)."""
-
-    name: str
-    every_s: float
-
-    def look(self, ask: Ask) -> Iterator[Sign]:
-        """What it says now, the worst first. Raises `Unreadable`, `OSError`, `http.client.HTTPException`."""
+"""`ask(method, path, headers)` gives (status, body, headers in lower case). Raises `OSError`, `http.client.HTTPException`."""
 
 
 class Aws:
@@ -152,6 +143,8 @@ class Azure:
         return not self._own_name or not isinstance(names, list) or self._own_name in names
 
 
+Service = Aws | Gcp | Azure
+"""One cloud's way to say it: what it says now, the worst first. Raises `Unreadable`, and what `Ask` does."""
 SERVICES: dict[str, Callable[[], Service]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # the chassis tag of Azure's machines
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from farthing.durability.accounts import accounts_of, as_line, merge, read_ledger
+from farthing.durability.accounts import accounts_of, as_lines, merge, read_ledger
 from farthing.durability.files import (
     Damaged,
     Json,
@@ -48,9 +48,9 @@ from farthing.durability.run_folder import (
     RUN,
     SCHEDULE,
     SETTINGS,
-    is_checkpoint,
     mend,
     run_id_of,
+    saves_in,
 )
 from farthing.errors import NoSpace, RunChanged, RunDamaged
 from farthing.units import say_bytes
@@ -208,7 +208,7 @@ def _install(
     draft = make_private(draft_of(folder / "restore"))
     try:
         lost = _fetch_all(store, draft, manifest["files"])
-        steps = {int(path.name.split("-")[1]) for path in (draft / CHECKPOINTS).glob("*")}
+        steps = {save.step for save in saves_in(draft / CHECKPOINTS)}
         own = manifest["step"]
         if lost and own > 0 and (not steps or (needs_its_step and own not in steps)):
             raise Damaged(next(iter(lost.values())))
@@ -283,15 +283,15 @@ def _join_log(draft: Path) -> None:
 def _put_in_place(draft: Path, folder: Path, step: int, words: list[Json], warn: Callable[[str], None]) -> None:
     """Checkpoints and model first, run.json last: a kill in between leaves a folder that is brought back again."""
     checkpoints = make_private(folder / CHECKPOINTS)
-    arrived = {path.name: path for path in (draft / CHECKPOINTS).glob("*")}
-    for path in [path for path in checkpoints.iterdir() if is_checkpoint(path)]:
-        if path.name in arrived:
+    arrived = [save.folder for save in saves_in(draft / CHECKPOINTS)]
+    for here, _, path in saves_in(checkpoints):
+        if path.name in [each.name for each in arrived]:
             discard(path)
-        elif int(path.name.split("-")[1]) >= step:
+        elif here >= step:
             warn(f"{path.name} here is not part of the run that the store has: set aside")
             path.rename(path.with_name(f"{path.name}.elsewhere-{uuid.uuid4().hex[:4]}"))
-    for name, path in arrived.items():
-        path.rename(checkpoints / name)
+    for path in arrived:
+        path.rename(checkpoints / path.name)
     if (draft / MODEL).is_dir():
         if (folder / MODEL).exists():
             discard(folder / MODEL)
@@ -324,4 +324,4 @@ def join_ledgers(here: Path, from_store: Path, words: list[Json]) -> None:
     }  # it was, elsewhere
     joined = merge(merge(read_ledger(from_store).accounts, told), read_ledger(here).accounts)
     if joined:
-        write_text(here, "".join(as_line(joined[number]) + "\n" for number in sorted(joined)))
+        write_text(here, as_lines(joined[number] for number in sorted(joined)))

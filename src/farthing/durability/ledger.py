@@ -25,6 +25,7 @@ from farthing.durability.accounts import (
     Found,
     Witness,
     as_line,
+    as_lines,
     merge,
     read_ledger,
 )
@@ -399,12 +400,13 @@ class Ledger:
         self._forget_file()
         for account in self.past[:-N_LONG]:
             account.shorten()
-        before = "".join(as_line(account) + "\n" for account in self.past).encode()
+        before = as_lines(self.past)
         line = self._line()
         self._place_bytes = -(-(len(line) + MARGIN_BYTES) // BLOCK_BYTES) * BLOCK_BYTES
         place = (line.ljust(self._place_bytes - 1) + b"\n").decode()
-        write_text(self._path, before.decode() + 2 * place)
-        self._places = (len(before), len(before) + self._place_bytes)
+        write_text(self._path, before + 2 * place)
+        start = len(before.encode())
+        self._places = (start, start + self._place_bytes)
         self._file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
         os.fchmod(self._file, 0o600)
 
@@ -427,7 +429,7 @@ class Ledger:
             if self._file is not None:
                 self._forget_file()
                 if self._past:
-                    write_text(self._path, "".join(as_line(account) + "\n" for account in self.past))
+                    write_text(self._path, as_lines(self.past))
                 else:
                     self._path.unlink(missing_ok=True)
 

@@ -46,7 +46,7 @@ from farthing.durability.files import (
 from farthing.durability.lease import Lease, Lost
 from farthing.durability.log_parts import LogParts
 from farthing.durability.object_store import Entry, NoSuchObject, Retrying, Store, StoreFault, StoreRefuses, open_store
-from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, MODEL, RUN, has_checkpoint, is_damaged, run_id_of
+from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, MODEL, RUN, is_damaged, run_id_of, saves_in
 from farthing.errors import RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
 from farthing.units import plural
 
@@ -166,7 +166,7 @@ class Mirror:
         if commits and (
             is_empty
             or commits[0].epoch > self._seen_epoch()  # it went on elsewhere
-            or (commits[0].step > 0 and not has_checkpoint(self.folder))
+            or (commits[0].step > 0 and not saves_in(self.folder / CHECKPOINTS))
         ):
             try:
                 commit, step, self._known[commit] = take_newest(store, self.folder, commits, words, self._warn)

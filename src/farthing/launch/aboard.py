@@ -59,12 +59,6 @@ class Aboard:
         elsewhere = facts["overhead_usd"] + facts["reserve_usd"] + self.boot_s / 3600 * facts["usd_per_hour"]
         return max(0.0, round(facts["max_usd"] - elsewhere, 6))
 
-    @property
-    def words(self) -> list[str]:
-        """The command that trains."""
-        cap = [] if self.max_usd is None else ["--set", f"limits.max_usd={self.max_usd!r}"]
-        return ["train", str(self.job), "--retry", *cap]
-
     def run(self) -> int:
         """The exit code of the run here."""
         self.speaker.booted()
@@ -96,7 +90,10 @@ class Aboard:
     def _train(self) -> tuple[int, str]:
         ends_at = time.monotonic() + max(0.0, self.facts["most_s"] - self.boot_s - GRACE_S)
         with open("log.aboard.txt", "ab") as log:
-            self._child = begin(self.words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            cap = [] if self.max_usd is None else ["--set", f"limits.max_usd={self.max_usd!r}"]
+            self._child = begin(
+                ["train", str(self.job), "--retry", *cap], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
             done = threading.Event()
             threads = [
                 threading.Thread(target=work, args=(log, done), daemon=True) for work in (self._copy_out, self._beat)

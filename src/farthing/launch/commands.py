@@ -8,27 +8,14 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Driver, Refused, Seen, Unclear
+from farthing.launch.target import Commands
 
 TIMEOUT_S = 180.0
-
-
-@dataclass(frozen=True)
-class Commands:
-    """Argument lists, and how to read what they print."""
-
-    submit: Callable[[Ask, Path], Sequence[str]]
-    """Files of the launch lie in the folder."""
-    id_of: Callable[[str], str]
-    listing: Callable[[str], Sequence[str]]
-    parse: Callable[[str], list[Seen]]
-    destroy: Callable[[Machine], Sequence[str]]
-    log: Callable[[Machine], Sequence[str]]
 
 
 class CommandDriver(Driver):

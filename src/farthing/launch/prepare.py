@@ -135,7 +135,6 @@ class Prepared:
             "reserve_usd": round(reserve_usd, 6) if has_cap else 0.0,
         }
         is_here = self.target.name in (*OWN_FOLDERS, "ssh")
-        extra = "gcs" if (self.job.output_store or "").startswith(GOOGLE) else "s3"
         other = [each for each in self.offers if each != offer]
         calls = called(self.target, offer)
         assert calls is not None  # others were left out
@@ -151,7 +150,7 @@ class Prepared:
             gpu_id=calls.gpu_id,
             machine_type=calls.machine_type,
             image="" if is_here else self.wishes.image or PLAIN_IMAGE,
-            install=self.wishes.install or f"farthing[{extra}]=={farthing.__version__}",
+            install=self.wishes.install or f"farthing[{_extra(self.job)}]=={farthing.__version__}",
             disk_gb=self.wishes.disk_gb,
             folder=self.folder,
             secrets=secrets_of(self.job, self.target),
@@ -195,6 +194,10 @@ def _one_spelling(place: str) -> str:
     if is_url and scheme not in ("file", "local"):
         return f"{'gs' if scheme == 'gcs' else scheme}://{'/'.join(filter(None, path.split('/')))}"
     return os.path.realpath(path)
+
+
+def _extra(job: Job) -> str:
+    return "gcs" if (job.output_store or "").startswith(GOOGLE) else "s3"
 
 
 def _is_plain(value: str | None) -> bool:

@@ -103,13 +103,7 @@ class Launch:
         """Until the run has ended or cannot go on; the exit code. `prefix` begins the name of each of our machines."""
         self._prefix, n_rounds = prefix, 0
         self._until_clear(self._take_over, "the store")
-        for machine in self._ledger.machines.values():
-            if not machine.asked_at:
-                raise UserMistake(
-                    f"the line of {machine.name} that says what it costs is damaged: the cap can't be held",
-                    where=str(self._ledger.folder / MACHINES),
-                    to_do="bring the file back from a copy, or end what there is with --stop",
-                )
+        self._refuse_what_has_no_price()
         self._refuse_what_is_elsewhere()
         self._until_clear(self._take_in_strangers, "the provider")
         current = self._adopted()
@@ -133,8 +127,13 @@ class Launch:
                 self._say("no offer is left that could be had: try again later, or allow more (--on, where.provider)")
                 return self._closed(EXIT_INTERRUPTED)
             ending = self._watch(current)
+            may_be_held = ending.code == EXIT_MISTAKE and len(self._ledger.open) > 1  # by one that we have lost
+            if may_be_held:
+                ending = replace(ending, code=EXIT_INTERRUPTED)
             self._leave(current, ending)
             self._dismiss(current)
+            if may_be_held:
+                self._sleep(self.patience.stock_s)
             current = None
             if ending.code is not None and ending.code != EXIT_INTERRUPTED:
                 return self._closed(ending.code)
@@ -182,6 +181,15 @@ class Launch:
         self._ledger.take_over(kept)
         self._n_shared = {name: len(rows) for name, rows in kept.items() if rows == self._ledger.rows.get(name)}
         self._share()
+
+    def _refuse_what_has_no_price(self) -> None:
+        for machine in self._ledger.machines.values():
+            if not machine.asked_at:
+                raise UserMistake(
+                    f"the line of {machine.name} that says what it costs is damaged: the cap can't be held",
+                    where=str(self._ledger.folder / MACHINES),
+                    to_do="bring the file back from a copy, or end what there is with --stop",
+                )
 
     def _refuse_what_is_elsewhere(self) -> None:
         for machine in self._ledger.open:

@@ -10,9 +10,8 @@ import yaml
 
 from farthing.durability.files import Json
 from farthing.launch.ask import SCRIPT, Ask, script_of
-from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen, job_seen
-from farthing.launch.target import Files, Target
+from farthing.launch.target import Commands, Files, Target
 
 TASK, CONFIG = "task.sky.yaml", "config.sky.yaml"
 INFRA = {"AWS": "aws", "GCP": "gcp", "Azure": "azure", "Lambda": "lambda", "RunPod": "runpod", "Vast.ai": "vast",
