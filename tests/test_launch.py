@@ -527,7 +527,7 @@ def test_damaged_and_malicious_inputs_are_refused(demo: Path, tmp_path: Path) ->
         if path.stat().st_size == (demo.parent / "data.jsonl").stat().st_size
     )
     data.write_bytes(data.read_bytes().replace(b"a", b"c"))
-    with pytest.raises(UserMistake, match="differs from what was sent"):
+    with pytest.raises(UserMistake, match="differs from what was written"):
         fetch_inputs(store, "launch/x/inputs.json", there)
     for path in ("../evil", "/etc/evil", "run/ledger.jsonl", "inputs/../../evil"):
         entry = {"path": path, "object": "inputs/x", "size": 1, "sha256": "0" * 64}

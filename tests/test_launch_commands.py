@@ -11,8 +11,9 @@ import pytest
 
 from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
-from farthing.launch.commands import CommandDriver, Commands
+from farthing.launch.commands import CommandDriver
 from farthing.launch.driver import Refused, Seen, Unclear
+from farthing.launch.target import Commands
 from farthing.launch.targets import hf_jobs, kubernetes, skypilot, slurm, vertex
 from launch_matrix import FILES_OF_CASE
 

@@ -106,10 +106,11 @@ class Ears:
 
     def watch(self, metadata: Metadata, *names: str) -> Watch:
         """A watch that is quick."""
-        return Watch(
-            list(names), lambda cloud, sign: self.signs.append((cloud, sign)), self.warnings.append,
-            base=metadata.base, pause_s=0.01,
-        )  # fmt: skip
+        return Watch(list(names), self, base=metadata.base, pause_s=0.01)  # type: ignore[arg-type]
+
+    def say(self, what: str, source: str, leaves_at: float | None = None, *, is_certain: bool = True) -> None:
+        """As of a `Notice`."""
+        self.signs.append((source, Sign(what, leaves_at, is_certain)))
 
 
 @pytest.fixture
@@ -342,10 +343,10 @@ def test_a_watch_that_fails_says_so(metadata: Metadata, ears: Ears, monkeypatch:
 
 def test_only_this_machine_stands_in_for_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FARTHING_METADATA")
-    assert Watch([], lambda *_: None, print)._address == ADDRESS
+    assert Watch([], Notice())._address == ADDRESS
     for base in ("http://example.org:80", "https://127.0.0.1:80", "http://127.0.0.1", "127.0.0.1:80"):
         with pytest.raises(UserMistake, match="not an address of this machine"):
-            Watch([], lambda *_: None, print, base=base)
+            Watch([], Notice(), base=base)
 
 
 @pytest.mark.parametrize(

@@ -116,11 +116,11 @@ def parts_of(step: int) -> dict[str, Weights]:
 
 
 def resumed(folder: Path) -> int:
-    """The step that a fresh process goes on from, its state compared; nothing that was blur written stays."""
+    """The step that a fresh process goes on from, its state compared; nothing of what was being written stays."""
     checkpoints = Checkpoints(folder, "run-1", 2, warn=print)
     step, parts = checkpoints.newest_valid(), parts_of(0)
     assert step is not None, "there was one"
-    checkpoints.restore(step, parts)
+    checkpoints.restore(checkpoints.folder_of(step), parts)
     assert parts == parts_of(step)
     assert not [path.name for path in folder.iterdir() if ".draft-" in path.name]
     return step

@@ -195,6 +195,11 @@ def as_line(account: Account) -> str:
     return line_of(account.as_row(), "crc", ensure_ascii=True)
 
 
+def as_lines(accounts: Iterable[Account]) -> str:
+    """A ledger that nobody is writing to."""
+    return "".join(as_line(account) + "\n" for account in accounts)
+
+
 def row_of(line: bytes) -> Json | None:
     """The row of a line; None where it is broken."""
     text, is_summed = checked(line.strip(), b"crc")

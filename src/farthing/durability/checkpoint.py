@@ -33,19 +33,20 @@ from farthing.durability.files import (
     make_private,
     read_json,
     read_manifest,
+    refuse_newer,
     seal_file,
     set_aside,
     sweep_drafts,
     verify_folder,
 )
 from farthing.durability.parts import ALONE, Shared, files_of, read_part
+from farthing.durability.run_folder import Save, saves_in
 from farthing.durability.snapshot import CudaLane, Later, can_wait
 from farthing.errors import RunChanged, RunDamaged, SaveFailing
 
 SCHEMA = 1
 MAX_FAILED_SAVES = 3
 MAX_STATE_BYTES, MAX_HEADER_BYTES = 64 << 20, 16 << 20
-_NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
 _PART = re.compile(r"[a-z_]+")
 
 State = tuple[dict[str, Tensor], Json]
@@ -72,6 +73,8 @@ class SaveResult:
     step: int
     n_bytes: int = 0
     error: Exception | None = None
+    left_over: OSError | None = None
+    """Why an older checkpoint could not be removed: it is in nobody's way but the disk's."""
 
 
 class Checkpoints:
@@ -145,6 +148,8 @@ class Checkpoints:
         self._thread.join()
         self._thread, result, self._result = None, self._result, None
         assert result is not None
+        if result.left_over is not None:
+            self._warn(f"an older checkpoint could not be removed ({result.left_over}), and stays until it can")
         if result.error is None:
             self._n_failed = 0
             return result
@@ -173,12 +178,16 @@ class Checkpoints:
             if not self._shared.is_first:
                 fill_along(self._shared, fill)
             else:
-                serial = 1 + max((serial for _, serial in self._saves()), default=0)
-                manifest = commit_together(self._shared, self._folder(step, serial), fill, facts)
+                serial = 1 + max((save.serial for save in saves_in(self.folder)), default=0)
+                folder = self.folder / f"step-{step:08d}-{serial:04d}"
+                manifest = commit_together(self._shared, folder, fill, facts)
                 result.n_bytes = sum(entry["size"] for entry in manifest["files"])
                 if self._copy is not None:
                     self._copy(step, self.to_go_on(step, best_step))
-                self._rotate(best_step)
+                try:
+                    self._rotate(best_step)
+                except OSError as error:
+                    result.left_over = error
         except (OSError, safetensors.SafetensorError, ValueError, RuntimeError, MemoryError) as error:
             result.error = error
         finally:
@@ -189,9 +198,9 @@ class Checkpoints:
     def _rotate(self, best_step: int | None) -> None:
         """Remove what is older than the newest `keep`, the best one excepted, and earlier saves of the same step."""
         kept: set[int] = set()
-        for step, serial in self._saves():
+        for step, _, folder in saves_in(self.folder):
             if step in kept or (len(kept) >= self._keep and step != best_step):
-                discard(self._folder(step, serial))
+                discard(folder)
             else:
                 kept.add(step)
 
@@ -199,7 +208,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that have a committed checkpoint, newest first (not yet verified)."""
-        return sorted({step for step, _ in self._saves()}, reverse=True)
+        return sorted({save.step for save in saves_in(self.folder)}, reverse=True)
 
     def newest_valid(self) -> int | None:
         """The newest step whose checkpoint is whole; None when there never was one.
@@ -207,13 +216,14 @@ class Checkpoints:
         Damaged ones are renamed to `.bad`, with a warning. Raises `RunDamaged` when there were some and none is whole,
         `RunChanged` when one was written by a newer farthing.
         """
-        saves = self._saves()
-        for step, serial in saves:
+        saves = saves_in(self.folder)
+        for save in saves:
+            step = save.step
             try:
-                self._verify(step, serial)
+                self._verify(save)
                 return step
             except Damaged as error:
-                aside = set_aside(self._folder(step, serial))
+                aside = set_aside(save.folder)
                 self._warn(
                     f"the checkpoint of step {step} is damaged ({error}); "
                     f"set aside as {aside.name}, trying the one before"
@@ -228,11 +238,11 @@ class Checkpoints:
 
     def verify(self, step: int) -> None:
         """Check the checkpoint of a step byte for byte. Raises `Damaged`."""
-        self._verify(*self._newest_of(step))
+        self._verify(self._newest_of(step))
 
     def folder_of(self, step: int) -> Path:
         """The newest checkpoint of a step. Raises `Damaged` where there is none."""
-        return self._folder(*self._newest_of(step))
+        return self._newest_of(step).folder
 
     def restore(self, folder: Path, parts: Mapping[str, Part]) -> None:
         """Put every part back to what a verified checkpoint says. Raises `RunChanged`, and `RunDamaged` where a part can't take
@@ -254,48 +264,32 @@ class Checkpoints:
 
     def forget_all(self) -> None:
         """Set every checkpoint aside: the run starts from zero on purpose."""
-        for step, serial in self._saves():
-            set_aside(self._folder(step, serial))
+        for save in saves_in(self.folder):
+            set_aside(save.folder)
 
     def to_go_on(self, step: int, best_step: int | None) -> list[Path]:
         """The folders that a run needs to go on from `step`: its checkpoint and the best one, where there are any."""
-        newest = {saved: self._folder(saved, serial) for saved, serial in reversed(self._saves())}
+        newest = {save.step: save.folder for save in reversed(saves_in(self.folder))}
         return [newest[wanted] for wanted in sorted({step, best_step or step}) if wanted in newest]
 
-    def _saves(self) -> list[tuple[int, int]]:
-        """(step, serial) of every committed checkpoint, newest first."""
-        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
-        return sorted(((int(match[1]), int(match[2])) for match in matches if match), reverse=True)
-
-    def _newest_of(self, step: int) -> tuple[int, int]:
-        found = [save for save in self._saves() if save[0] == step]
+    def _newest_of(self, step: int) -> Save:
+        found = [save for save in saves_in(self.folder) if save.step == step]
         if not found:
             raise Damaged(f"there is no checkpoint of step {step}")
         return found[0]
 
-    def _folder(self, step: int, serial: int) -> Path:
-        return self.folder / f"step-{step:08d}-{serial:04d}"
-
-    def _verify(self, step: int, serial: int) -> None:
-        folder = self._folder(step, serial)
-        self._check(read_manifest(folder), step)
+    def _verify(self, save: Save) -> None:
+        folder, manifest = save.folder, read_manifest(save.folder)
+        refuse_newer(manifest, SCHEMA, str(self.folder))
+        if manifest.get("step") != save.step:
+            raise Damaged(f"its manifest is of step {manifest.get('step')}")
+        if manifest.get("run_id") != self._run_id:
+            raise Damaged("it belongs to another run")
         verify_folder(folder)
         for part in _values_of(folder):
             files_of(folder, part)
         for path in folder.glob("*.safetensors"):
             _check_header(path)
-
-    def _check(self, manifest: Json, step: int) -> None:
-        if isinstance(manifest.get("schema"), int) and manifest["schema"] > SCHEMA:
-            raise RunChanged(
-                f"written by a newer farthing (schema {manifest['schema']}, this one reads up to {SCHEMA})",
-                where=str(self.folder),
-                to_do="pip install --upgrade farthing",
-            )
-        if manifest.get("step") != step:
-            raise Damaged(f"its manifest is of step {manifest.get('step')}")
-        if manifest.get("run_id") != self._run_id:
-            raise Damaged("it belongs to another run")
 
 
 def _values_of(folder: Path) -> dict[str, Json]:

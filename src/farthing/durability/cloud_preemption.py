@@ -11,7 +11,6 @@ is no notice. FARTHING_METADATA is for tests: a port of this machine (http://127
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import threading
 import time
@@ -20,10 +19,11 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
-from farthing.durability.files import Json
+from farthing.durability.files import Json, parse_json
+from farthing.durability.preemption import Notice
 from farthing.errors import UserMistake
 
 ADDRESS = "169.254.169.254:80"
@@ -49,16 +49,7 @@ class Sign:
 
 
 Ask = Callable[..., tuple[int, bytes, dict[str, str]]]
-
-
-class Service(Protocol):
-    """One cloud's way to say it. `ask(method, path, headers)` gives (status, body, headers in lower case)."""
-
-    name: str
-    every_s: float
-
-    def look(self, ask: Ask) -> Iterator[Sign]:
-        """What it says now, the worst first. Raises `Unreadable`, `OSError`, `http.client.HTTPException`."""
+"""`ask(method, path, headers)` gives (status, body, headers in lower case). Raises `OSError`, `http.client.HTTPException`."""
 
 
 class Aws:
@@ -152,6 +143,8 @@ class Azure:
         return not self._own_name or not isinstance(names, list) or self._own_name in names
 
 
+Service = Aws | Gcp | Azure
+"""One cloud's way to say it: what it says now, the worst first. Raises `Unreadable`, and what `Ask` does."""
 SERVICES: dict[str, Callable[[], Service]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"  # the chassis tag of Azure's machines
 
@@ -183,22 +176,13 @@ def cloud_here(firmware: Path) -> str | None:
 
 
 class Watch:
-    """Asks in the background until `stop`. `hears(cloud, sign)` and `warns(text)` are called from the thread.
-
-    Of several services the first that answers is the only one asked from then on.
-    """
+    """Asks in the background until `stop`, and tells `notice`; of several services, from then on, the first that answers."""
 
     def __init__(
-        self,
-        names: list[str],
-        hears: Callable[[str, Sign], None],
-        warns: Callable[[str], None],
-        *,
-        base: str | None = None,
-        pause_s: float | None = None,
+        self, names: list[str], notice: Notice, *, base: str | None = None, pause_s: float | None = None
     ) -> None:
         self._services = [SERVICES[name]() for name in names]
-        self._hears, self._warns, self._pause_s = hears, warns, pause_s
+        self._notice, self._pause_s = notice, pause_s
         self._address = _address(base or os.environ.get(ENVIRONMENT))
         self._is_known = len(names) == 1
         self._told: set[tuple[str, bool]] = set()
@@ -218,7 +202,7 @@ class Watch:
         try:
             self._ask_until_told()
         except Exception as error:  # a run goes on without its watch, and says so
-            self._warns(f"notices of the cloud are no longer watched: {type(error).__name__}: {error}")
+            self._notice.warnings.append(f"notices of the cloud are no longer watched: {type(error).__name__}: {error}")
 
     def _ask_until_told(self) -> None:
         n_failures = 0
@@ -230,7 +214,9 @@ class Watch:
             if n_failures >= FAILURES_UNTIL_GIVEN_UP and not self._is_known:
                 return  # no cloud's machine, or a container that can't reach the service
             if n_failures == FAILURES_UNTIL_GIVEN_UP:
-                self._warns(f"the metadata service ({self._services[0].name}) does not answer; asking on, less often")
+                self._notice.warnings.append(
+                    f"the metadata service ({self._services[0].name}) does not answer; asking on, less often"
+                )
             slowed = 12 if n_failures >= FAILURES_UNTIL_GIVEN_UP else 1
             pause_s = self._services[0].every_s if self._pause_s is None else self._pause_s
             self._stop.wait(pause_s * slowed)
@@ -249,7 +235,7 @@ class Watch:
         sign = replace(sign, is_certain=sign.is_certain and is_near)
         if (sign.what, sign.is_certain) not in self._told and not self._stop.is_set():
             self._told.add((sign.what, sign.is_certain))
-            self._hears(cloud, sign)
+            self._notice.say(sign.what, cloud, sign.leaves_at, is_certain=sign.is_certain)
 
     def _ask(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes, dict[str, str]]:
         connection = http.client.HTTPConnection(self._address, timeout=TIMEOUT_S)
@@ -278,8 +264,8 @@ def _address(base: str | None) -> str:
 
 def _json(body: bytes) -> Json:
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(body)
+    except ValueError as error:
         raise Unreadable(f"no JSON: {error}") from error
     if not isinstance(value, dict):
         raise Unreadable("no JSON object")

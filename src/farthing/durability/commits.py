@@ -11,6 +11,7 @@ write anywhere but where a run folder has files. Checksums find accidents, not t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -18,16 +19,18 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
-from farthing.durability.accounts import accounts_of, as_line, merge, read_ledger
+from farthing.durability.accounts import accounts_of, as_lines, merge, read_ledger
 from farthing.durability.files import (
     Damaged,
     Json,
+    StoredFile,
+    check_file,
     discard,
     draft_of,
     make_private,
-    sha256_of,
+    refuse_newer,
     sweep_drafts,
     unseal,
     write_text,
@@ -45,9 +48,9 @@ from farthing.durability.run_folder import (
     RUN,
     SCHEDULE,
     SETTINGS,
-    is_checkpoint,
     mend,
     run_id_of,
+    saves_in,
 )
 from farthing.errors import NoSpace, RunChanged, RunDamaged
 from farthing.units import say_bytes
@@ -57,15 +60,6 @@ LOG_PARTS = "log.parts"
 """Of the log, which grows for as long as the run: pieces that end with a line, of which all but the last never change."""
 SMALL = (JOB, RUN, PLAN, SETTINGS, SCHEDULE, LOG, LEDGER, RECEIPT, "measurements.json")
 _COMMIT = re.compile(r"commits/(\d{8})-(\d{6})-(\d{8,})\.json")
-
-
-class StoredFile(TypedDict):
-    """A file of a run as a commit names it: its path in the folder, and the object of the store that holds its bytes."""
-
-    path: str
-    size: int
-    sha256: str
-    object: str
 
 
 Objects = dict[tuple[str, str], str]
@@ -97,12 +91,7 @@ def read_commit(store: Store, commit: Commit) -> Json:
         manifest = unseal(store.get(commit.key).decode("utf-8"), "its commit")
     except (UnicodeDecodeError, TooLarge) as error:
         raise Damaged(f"its commit can't be read: {error}") from error
-    if isinstance(manifest.get("schema"), int) and manifest["schema"] > SCHEMA:
-        raise RunChanged(
-            f"written by a newer farthing (schema {manifest['schema']}, this one reads up to {SCHEMA})",
-            where=store.name,
-            to_do="pip install --upgrade farthing",
-        )
+    refuse_newer(manifest, SCHEMA, store.name)
     if [manifest.get(key) for key in Commit._fields] != list(commit):
         raise Damaged("its commit is that of another copy")
     if not isinstance(manifest.get("files"), list):
@@ -133,7 +122,7 @@ def objects_of(manifest: Json) -> Objects:
 def take_small(store: Store, folder: Path, words: list[Json]) -> bool:
     """Bring what the store's newest whole commit says of its run into `folder`, without checkpoints and model, to look at.
 
-    Pieces of the log that are there already are not fetched again; the ledger is joined with `words`, see `join_ledgers`.
+    What is there already is not fetched again; the ledger is joined with `words`, see `join_ledgers`.
     False where the store holds no run. Raises `StoreFault`, `RunChanged`.
     """
     for commit in list_commits(store):
@@ -143,18 +132,13 @@ def take_small(store: Store, folder: Path, words: list[Json]) -> bool:
             continue
         files = manifest["files"]
         wanted = [each for each in files if each["path"] in SMALL or each["path"].startswith(f"{LOG_PARTS}/")]
-        _fetch_all(store, folder, [each for each in wanted if not _was_fetched(folder, each)])
+        _fetch_all(store, folder, [each for each in wanted if not is_here(folder / each["path"], each)])
         _join_log(folder)
         join_ledgers(folder / LEDGER, folder / LEDGER, words)
         return True
     if words:
         join_ledgers(folder / LEDGER, folder / LEDGER, words)
     return bool(words)
-
-
-def _was_fetched(folder: Path, entry: StoredFile) -> bool:
-    """Whether a piece of the log was fetched before; files that change are not."""
-    return entry["path"].startswith(f"{LOG_PARTS}/") and is_here(folder / entry["path"], entry)
 
 
 def take_newest(
@@ -224,7 +208,7 @@ def _install(
     draft = make_private(draft_of(folder / "restore"))
     try:
         lost = _fetch_all(store, draft, manifest["files"])
-        steps = {int(path.name.split("-")[1]) for path in (draft / CHECKPOINTS).glob("*")}
+        steps = {save.step for save in saves_in(draft / CHECKPOINTS)}
         own = manifest["step"]
         if lost and own > 0 and (not steps or (needs_its_step and own not in steps)):
             raise Damaged(next(iter(lost.values())))
@@ -270,16 +254,15 @@ def _fetch_all(store: Store, draft: Path, entries: list[StoredFile]) -> dict[str
 def fetch_whole(store: Store, entry: StoredFile, path: Path) -> None:
     """The bytes of an entry into a file, verified. Raises `Damaged`, `NoSuchObject`, `Garbled`, `StoreFault`."""
     store.fetch(entry["object"], path, entry["size"])
-    size = path.stat().st_size
-    if size != entry["size"]:
-        raise Damaged(f"{entry['path']} has {size} bytes, {entry['size']} were sent")
-    if sha256_of(path) != entry["sha256"]:
-        raise Damaged(f"{entry['path']} differs from what was sent (sha256)")
+    check_file(path, entry, entry["path"])
 
 
 def is_here(path: Path, entry: StoredFile) -> bool:
     """Whether a file holds what an entry says."""
-    return path.is_file() and path.stat().st_size == entry["size"] and sha256_of(path) == entry["sha256"]
+    with contextlib.suppress(Damaged):
+        check_file(path, entry, entry["path"])
+        return True
+    return False
 
 
 def _unit(path: str) -> str:
@@ -300,15 +283,15 @@ def _join_log(draft: Path) -> None:
 def _put_in_place(draft: Path, folder: Path, step: int, words: list[Json], warn: Callable[[str], None]) -> None:
     """Checkpoints and model first, run.json last: a kill in between leaves a folder that is brought back again."""
     checkpoints = make_private(folder / CHECKPOINTS)
-    arrived = {path.name: path for path in (draft / CHECKPOINTS).glob("*")}
-    for path in [path for path in checkpoints.iterdir() if is_checkpoint(path)]:
-        if path.name in arrived:
+    arrived = [save.folder for save in saves_in(draft / CHECKPOINTS)]
+    for here, _, path in saves_in(checkpoints):
+        if path.name in [each.name for each in arrived]:
             discard(path)
-        elif int(path.name.split("-")[1]) >= step:
+        elif here >= step:
             warn(f"{path.name} here is not part of the run that the store has: set aside")
             path.rename(path.with_name(f"{path.name}.elsewhere-{uuid.uuid4().hex[:4]}"))
-    for name, path in arrived.items():
-        path.rename(checkpoints / name)
+    for path in arrived:
+        path.rename(checkpoints / path.name)
     if (draft / MODEL).is_dir():
         if (folder / MODEL).exists():
             discard(folder / MODEL)
@@ -341,4 +324,4 @@ def join_ledgers(here: Path, from_store: Path, words: list[Json]) -> None:
     }  # it was, elsewhere
     joined = merge(merge(read_ledger(from_store).accounts, told), read_ledger(here).accounts)
     if joined:
-        write_text(here, "".join(as_line(joined[number]) + "\n" for number in sorted(joined)))
+        write_text(here, as_lines(joined[number] for number in sorted(joined)))

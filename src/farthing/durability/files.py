@@ -22,11 +22,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypedDict
 
-from farthing.errors import RunBusy, UserMistake
+from farthing.errors import NoSpace, RunBusy, RunChanged, UserMistake
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
 DRAFT = ".draft-"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+"""What flock(2) says on file systems without locks: NFS without its lock daemon, Lustre mounted without `-o flock`."""
 
 Json = dict[str, Any]
 """An object of a JSON text that others may have written: whatever it holds, nothing of it is known before it is checked."""
@@ -38,6 +40,15 @@ class FileEntry(TypedDict):
     name: str
     size: int
     sha256: str
+
+
+class StoredFile(TypedDict):
+    """A file of a run as a commit in a store names it: its path in the folder, and the object that holds its bytes."""
+
+    path: str
+    size: int
+    sha256: str
+    object: str
 
 
 class Damaged(Exception):
@@ -67,13 +78,14 @@ def bytes_below(folder: Path) -> int:
     return sum(path.stat().st_size for path in files_below(folder))
 
 
-def open_own(path: Path, mode: str) -> IO[str]:
-    """Open a file of a run folder for text, readable by its owner alone. A link is not followed: `OSError`."""
+def open_own(path: Path, mode: str) -> IO[Any]:
+    """Open a file of a run folder, text or unbuffered bytes, readable by its owner alone. No link is followed: `OSError`."""
 
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o600)
 
-    return open(path, mode, encoding="utf-8", opener=opener)
+    is_bytes = "b" in mode
+    return open(path, mode, 0 if is_bytes else -1, encoding=None if is_bytes else "utf-8", opener=opener)
 
 
 def draft_of(path: Path) -> Path:
@@ -187,11 +199,23 @@ def unseal(text: str, name: str) -> Json:
     """The manifest of a text that `seal` wrote, which is called `name`. Raises `Damaged`."""
     try:
         manifest = parse_json(text)
-    except ValueError as error:
+        is_whole = isinstance(manifest, dict) and text == seal(manifest)
+    except (ValueError, RecursionError) as error:  # of numbers that JSON has not, too
         raise Damaged(f"{name} can't be read: {error}") from error
-    if not isinstance(manifest, dict) or text != seal(manifest):
+    if not is_whole:
         raise Damaged(f"{name} differs from what was written (sha256)")
-    return manifest
+    return dict(manifest)
+
+
+def refuse_newer(manifest: Json, most: int, where: str) -> None:
+    """Raise `RunChanged` for a schema that only a newer farthing knows; this one knows those up to `most`."""
+    schema = manifest.get("schema")
+    if isinstance(schema, int) and schema > most:
+        raise RunChanged(
+            f"written by a newer farthing (schema {schema}, this one reads up to {most})",
+            where=where,
+            to_do="pip install --upgrade farthing",
+        )
 
 
 def seal_file(path: Path) -> FileEntry:
@@ -245,24 +269,37 @@ def read_manifest(folder: Path) -> Json:
             raise Damaged(f"{MANIFEST} is no file")
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             raise Damaged(f"{MANIFEST} is larger than {MAX_MANIFEST_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-        manifest = parse_json(text)
+        manifest = unseal(path.read_text(encoding="utf-8"), MANIFEST)
     except FileNotFoundError as error:
         raise Damaged(f"no {MANIFEST}: it was never committed") from error
     except (ValueError, OSError) as error:
         raise Damaged(f"{MANIFEST} can't be read: {error}") from error
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, list):
+    if not isinstance(manifest.get("files"), list):
         raise Damaged(f"{MANIFEST} lists no files")
-    for entry in files:
+    for entry in manifest["files"]:
         name = entry.get("name") if isinstance(entry, dict) else None
         if not isinstance(name, str) or name in ("", ".", "..", MANIFEST) or "/" in name or "\\" in name:
             raise Damaged(f"{MANIFEST} names a file outside its folder: {name!r}")
         if not isinstance(entry.get("size"), int) or not isinstance(entry.get("sha256"), str):
             raise Damaged(f"{MANIFEST} gives no size and sha256 for {name}")
-    if text != _as_text(_sealed(manifest)):
-        raise Damaged(f"{MANIFEST} differs from what was written (sha256)")
-    return dict(manifest)
+    return manifest
+
+
+def check_file(path: Path, entry: FileEntry | StoredFile, name: str) -> None:
+    """Hold a file, called `name`, byte for byte against what a manifest says of it. Raises `Damaged`."""
+    if path.is_symlink() or not path.is_file():
+        raise Damaged(f"{name} is missing")
+    size = path.stat().st_size
+    if size != entry["size"]:
+        raise Damaged(f"{name} has {size} bytes, {entry['size']} were written")
+    try:
+        is_whole = sha256_of(path) == entry["sha256"]
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise Damaged(f"{name} can't be read: {error.strerror}") from error
+    if not is_whole:
+        raise Damaged(f"{name} differs from what was written (sha256)")
 
 
 def verify_folder(folder: Path, besides: Collection[str] = ()) -> Json:
@@ -273,14 +310,7 @@ def verify_folder(folder: Path, besides: Collection[str] = ()) -> Json:
     manifest = read_manifest(folder)
     listed = {entry["name"] for entry in manifest["files"]}
     for entry in manifest["files"]:
-        path = folder / entry["name"]
-        if path.is_symlink() or not path.is_file():
-            raise Damaged(f"{path.name} is missing")
-        size = path.stat().st_size
-        if size != entry["size"]:
-            raise Damaged(f"{path.name} has {size} bytes, {entry['size']} were written")
-        if sha256_of(path) != entry["sha256"]:
-            raise Damaged(f"{path.name} differs from what was written (sha256)")
+        check_file(folder / entry["name"], entry, entry["name"])
     extra = {path.name for path in folder.iterdir()} - listed - {MANIFEST, *besides}
     if extra:
         raise Damaged(f"has files that were added later: {', '.join(sorted(extra)[:5])}")
@@ -294,9 +324,10 @@ def discard(folder: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def sweep_drafts(folder: Path) -> int:
-    """Remove what killed writers left behind in `folder`; returns how many drafts there were."""
+def sweep_drafts(folder: Path, of: Collection[str] = ()) -> int:
+    """Remove what killed writers left behind in `folder`, or of it the drafts of certain names; returns how many there were."""
     drafts = [path for path in folder.iterdir() if DRAFT in path.name] if folder.is_dir() else []
+    drafts = [path for path in drafts if not of or path.name.partition(DRAFT)[0] in of]
     for path in drafts:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -309,7 +340,7 @@ def install_folder(final: Path, fill: Callable[[Path], None]) -> None:
     """Write a folder for others (an exported model) so that it appears whole, replacing an earlier one."""
     with _folder_draft(final) as draft:
         fill(draft)
-        for path in draft.rglob("*"):
+        for path in (*draft.rglob("*"), draft):
             fsync_path(path)
         if final.exists():
             discard(final)
@@ -336,7 +367,8 @@ def _free_name(path: Path, mark: str) -> Path:
 def only_writer(folder: Path) -> Iterator[None]:
     """Hold `folder` against a second farthing process for as long as the block runs.
 
-    Raises `RunBusy`, and `UserMistake` where a file in it is a link: what is written there would go elsewhere.
+    Raises `RunBusy`, `NoSpace` where nothing can be written, and `UserMistake` where no file can be locked, or a file in it is
+    a link: what is written there would go elsewhere.
     """
     for path in folder.iterdir():
         if path.is_symlink() and not path.is_dir():
@@ -345,17 +377,42 @@ def only_writer(folder: Path) -> Iterator[None]:
                 where=str(folder),
                 to_do="remove it, or choose another output_dir",
             )
-    with open_own(folder / ".lock", "a+") as file:
+    with contextlib.ExitStack() as stack:
         try:
+            file = stack.enter_context(open_own(folder / ".lock", "a+"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
         except OSError as error:
-            file.seek(0)
-            raise RunBusy(
-                f"another process is training in this folder (pid {file.read().strip() or 'unknown'})",
-                where=str(folder),
-                to_do="wait for it, stop it, or give this job another output_dir",
-            ) from error
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+            raise _not_held(folder, error) from error
         yield
+
+
+def _not_held(folder: Path, error: OSError) -> UserMistake:
+    """Why a folder could not be held against other processes."""
+    if isinstance(error, BlockingIOError):
+        pid = ""
+        with contextlib.suppress(OSError):
+            pid = (folder / ".lock").read_text(encoding="utf-8").strip()
+        return RunBusy(
+            f"another process is training in this folder (pid {pid or 'unknown'})",
+            where=str(folder),
+            to_do="wait for it, stop it, or give this job another output_dir",
+        )
+    if error.errno in _NO_LOCKS:
+        return UserMistake(
+            f"this file system can't lock files ({error.strerror}): two processes could train here at once",
+            where=str(folder),
+            to_do="set output_dir to a local disk; output_store may be a folder here",
+        )
+    return cannot_write(folder, error)
+
+
+def cannot_write(folder: Path, error: OSError) -> NoSpace:
+    """What it means for a run that its folder takes no file."""
+    return NoSpace(
+        f"the run folder can't be written: {error.strerror or error}",
+        where=str(folder),
+        to_do="make room there, or choose another output_dir",
+    )

@@ -7,7 +7,6 @@ torch, and to follow settings of launchers that the job does not have: `not_foll
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from farthing.durability.preemption import handled
-from farthing.durability.supervisor import Child
+from farthing.durability.supervisor import Child, how_it_ended
 from farthing.errors import EXIT_CRASH, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, UserMistake
 from farthing.units import plural
 
@@ -164,6 +163,12 @@ class Group:
         """Those that were killed from outside, crashed, or had to be killed as they did not answer."""
         return [index for index, code in sorted(self.codes.items()) if code < 0 or code == EXIT_CRASH]
 
+    def how(self, index: int) -> str:
+        """What became of one that was lost."""
+        if index in self.killed:
+            return "it did not answer"
+        return "it crashed" if self.codes[index] > 0 else how_it_ended(self.codes[index])
+
     @property
     def code(self) -> int:
         """What the attempt ended with where nobody was lost: a mistake of any, else what the first says."""
@@ -205,18 +210,11 @@ class Elastic:
             if len(lost) == n:
                 return group.codes[0]
             self._slots = [slot for index, slot in enumerate(self._slots) if index not in lost]
-            who = ", ".join(f"rank {index} of {n} ({self._how(group, index)})" for index in lost)
+            who = ", ".join(f"rank {index} of {n} ({group.how(index)})" for index in lost)
             self._say(
                 f"{who or 'no rank'} was lost; going on from the last checkpoint with {plural(len(self._slots), 'rank')}"
             )
             self._group = self._begin()
-
-    @staticmethod
-    def _how(group: Group, index: int) -> str:
-        code = group.codes[index]
-        if index in group.killed:
-            return "it did not answer"
-        return "it crashed" if code > 0 else f"killed by {signal.Signals(-code).name}"
 
     def send_signal(self, number: int) -> None:
         """Hand a wish to leave to all; no attempt is begun after it."""

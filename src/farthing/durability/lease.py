@@ -21,8 +21,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from farthing.durability.files import Json, parse_json
-from farthing.durability.object_store import NoSuchObject, Store, StoreFault, TooLarge
+from farthing.durability.files import Json
+from farthing.durability.object_store import Store, StoreFault, get_json
 from farthing.errors import Interrupted
 from farthing.units import say_seconds
 
@@ -55,7 +55,7 @@ class Lease:
         """
         number, before = _newest(store), []
         if number:
-            link = _link(store, number)
+            link = get_json(store, _key(number))
             if link.get("writer") != self.writer and not link.get("released"):
                 number, link = self._wait_for_silence(store, number, link, should_stop)
             before = _words_of(link)
@@ -102,7 +102,7 @@ class Lease:
         if is_new and newest < number:
             raise StoreFault("what was just written is in no list of the store: it can't keep two machines apart")
         if not is_new or newest > number:
-            raise Lost(_holder_in_words(_link(store, max(number, newest))))
+            raise Lost(_holder_in_words(get_json(store, _key(max(number, newest)))))
         self._number, self.renewed_at = number, time.monotonic()
 
     def _wait_for_silence(
@@ -122,7 +122,7 @@ class Lease:
             time.sleep(min(1.0, lease_s / 10))
             newest = _newest(store)
             if newest > number:
-                other = _link(store, newest)
+                other = get_json(store, _key(newest))
                 if not other.get("released"):
                     raise Lost(_holder_in_words(other))
                 return newest, other
@@ -132,7 +132,7 @@ class Lease:
 def newest_words(store: Store) -> list[Json]:
     """The ledger rows that whoever holds the run, or held it last, has told the store. Raises `StoreFault`."""
     number = _newest(store)
-    return _words_of(_link(store, number)) if number else []
+    return _words_of(get_json(store, _key(number))) if number else []
 
 
 def _words_of(link: Json) -> list[Json]:
@@ -155,14 +155,6 @@ def _key(number: int) -> str:
 def _newest(store: Store) -> int:
     """The number of the newest link; 0 when there is none."""
     return max((int(match[1]) for key in store.list("writers/") if (match := _LINK.fullmatch(key))), default=0)
-
-
-def _link(store: Store, number: int) -> Json:
-    try:
-        link = parse_json(store.get(_key(number)))
-        return link if isinstance(link, dict) else {}
-    except (ValueError, NoSuchObject, TooLarge):
-        return {}
 
 
 def _holder_in_words(link: Json) -> str:

@@ -10,6 +10,7 @@ numbers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ from farthing.durability.accounts import (
     Found,
     Witness,
     as_line,
+    as_lines,
     merge,
     read_ledger,
 )
@@ -73,6 +75,14 @@ def seconds_since_process_start() -> float:
     return age if 0 <= age < 3600 else 0.0
 
 
+def steady_clock(
+    wall: Callable[[], float] = time.time, since_boot: Callable[[], float] = seconds_since_boot
+) -> Callable[[], float]:
+    """A clock of the time of day that goes on from the `wall` clock as it is now, wherever that is set later."""
+    boot_at = wall() - since_boot()
+    return lambda: boot_at + since_boot()
+
+
 class Meter:
     """A stopwatch that is always in one named span. `clock` gives monotonic seconds.
 
@@ -89,9 +99,8 @@ class Meter:
         wall: Callable[[], float] = time.time,
         since_boot: Callable[[], float] = seconds_since_boot,
     ) -> None:
-        self._clock, self._since_boot = clock, since_boot
+        self._clock, self._now = clock, steady_clock(wall, since_boot)
         self.lock = threading.RLock()  # the ledger looks on from a thread of its own
-        self._boot_at = wall() - since_boot()
         self._since = clock()
         self._name = "start_up"
         self.spans: dict[str, float] = {"start_up": already_s, **({"idle": idle_s} if idle_s else {})}
@@ -119,7 +128,7 @@ class Meter:
     @property
     def now(self) -> float:
         """The time of day as seconds since 1970, by the clock as it was when the meter began."""
-        return self._boot_at + self._since_boot()
+        return self._now()
 
     @property
     def wall_s(self) -> float:
@@ -345,7 +354,11 @@ class Ledger:
             if mine.began:
                 mine.mark()
             self._last_line_at = wall_s
-            self._put()
+            try:
+                self._put()
+            except OSError:
+                mine.line -= 1  # the place that may be half written is written again, not the one that is whole
+                raise
 
     # ---- on the disk ----
 
@@ -358,11 +371,9 @@ class Ledger:
         if len(line) >= self._place_bytes:
             self._begin_file()
         else:
-            self._write_at(self._places[self._mine.line % 2], line)
-
-    def _write_at(self, place: int, line: bytes) -> None:
-        assert self._file is not None
-        os.pwrite(self._file, line.ljust(self._place_bytes - 1) + b"\n", place)
+            line = line.ljust(self._place_bytes - 1) + b"\n"
+            if os.pwrite(self._file, line, self._places[self._mine.line % 2]) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def _line(self) -> bytes:
         self._mine.past_s, self._mine.past_usd = self._past_s, self._past_usd
@@ -389,12 +400,13 @@ class Ledger:
         self._forget_file()
         for account in self.past[:-N_LONG]:
             account.shorten()
-        before = "".join(as_line(account) + "\n" for account in self.past).encode()
+        before = as_lines(self.past)
         line = self._line()
         self._place_bytes = -(-(len(line) + MARGIN_BYTES) // BLOCK_BYTES) * BLOCK_BYTES
         place = (line.ljust(self._place_bytes - 1) + b"\n").decode()
-        write_text(self._path, before.decode() + 2 * place)
-        self._places = (len(before), len(before) + self._place_bytes)
+        write_text(self._path, before + 2 * place)
+        start = len(before.encode())
+        self._places = (start, start + self._place_bytes)
         self._file = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
         os.fchmod(self._file, 0o600)
 
@@ -417,7 +429,7 @@ class Ledger:
             if self._file is not None:
                 self._forget_file()
                 if self._past:
-                    write_text(self._path, "".join(as_line(account) + "\n" for account in self.past))
+                    write_text(self._path, as_lines(self.past))
                 else:
                     self._path.unlink(missing_ok=True)
 

@@ -88,11 +88,16 @@ class MachineLedger:
         self.machines: dict[str, Machine] = {}
         self.rows: dict[str, list[Json]] = {}
         """The lines of each machine."""
+        self.trouble = ""
+        """Why the newest line is not on the disk."""
         for row in self._lines.rows():
             self._take_in(row)
 
     def note(self, name: str, event: str, at: float, **facts: Any) -> Machine:
-        """Write a line and force it to the disk; what it is about, with it taken in."""
+        """Write a line and force it to the disk; what it is about, with it taken in.
+
+        Only the line before a request has to be there: what was made is watched and given back without, see `trouble`.
+        """
         return self._write({"machine": name, "event": event, "at": round(at, 3), **facts})
 
     def take_over(self, elsewhere: Mapping[str, list[Json]], *, to_disk: bool = True) -> None:
@@ -102,19 +107,26 @@ class MachineLedger:
         """
         for name, rows in elsewhere.items():
             own = self.rows.get(name, rows)
-            to = name if own[:1] == rows[:1] else f"{name}-elsewhere"
+            is_same = own[:1] == rows[:1] or own[0].get("event") != "asked"  # that line is damaged here
+            to = name if is_same else f"{name}-elsewhere"
             for row in rows:
                 row = {**row, "machine": to}
                 if row not in self.rows.get(to, []):
                     self._write(row) if to_disk else self._take_in(row)
 
     def _write(self, row: Json) -> Machine:
-        make_private(self.folder)
-        is_new = not self._lines.path.exists()
-        self._lines.append(row)
-        self._lines.sync()
-        if is_new:
-            fsync_path(self.folder)
+        try:
+            make_private(self.folder)
+            is_new = not self._lines.path.exists()
+            self._lines.append(row)
+            self._lines.sync()
+            if is_new:
+                fsync_path(self.folder)
+            self.trouble = ""
+        except OSError as error:
+            if row.get("event") == "asked":
+                raise
+            self.trouble = str(error)
         return self._take_in(row)
 
     def _take_in(self, row: Json) -> Machine:

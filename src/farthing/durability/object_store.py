@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from farthing.addresses import is_remote, without_secrets
-from farthing.durability.files import DRAFT, Json, draft_of, fsync_path
+from farthing.durability.files import DRAFT, Json, draft_of, fsync_path, parse_json
 from farthing.errors import UserMistake
 
 TRY_S = 30.0
@@ -369,6 +369,15 @@ class Retrying:
                 late = time.monotonic() + pause_s > self._until
                 if n_tries >= most or late or self._stop.wait(pause_s):
                     raise
+
+
+def get_json(store: Store, key: str) -> Json:
+    """A small object that others may have written; empty where none is there, or is understood. Raises `StoreFault`."""
+    with contextlib.suppress(NoSuchObject, TooLarge, ValueError):
+        value = parse_json(store.get(key))
+        if isinstance(value, dict):
+            return value
+    return {}
 
 
 # ---- faults in words ----

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farthing.durability.files import make_private, only_writer
+from farthing.durability.files import cannot_write, make_private, only_writer, sweep_drafts
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
-from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, RUN, is_finished, witnesses_of
-from farthing.errors import FarthingError, Interrupted, JobError, NoSpace, RunBusy, RunChanged, RunDamaged, UserMistake
+from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, MODEL, RUN, is_finished, witnesses_of
+from farthing.errors import FarthingError, Interrupted, JobError, RunBusy, RunChanged, RunDamaged, UserMistake
 from farthing.units import plural, say_seconds, say_usd
 
 _OUTPUT_DIR = re.compile(
@@ -30,6 +30,8 @@ _counted_by: set[int] = set()
 PAUSED = "FARTHING_PAUSED_S"
 """By this variable a supervisor tells an attempt how long ago the one before has ended."""
 MOST_PAUSED_S = 3600.0
+_DRAFTS = (MODEL, LOG, LEDGER, "restore")
+"""What an attempt writes anew, and may leave half done when it is killed; nobody without the lock writes them."""
 
 
 @dataclass
@@ -97,12 +99,11 @@ def opened(folder: Path, usd_per_hour: float | None) -> Iterator[Opened]:
         ledger = Ledger(folder / LEDGER, meter, usd_per_hour, witnesses_of(folder))
         attempt = Opened(folder, meter, ledger)
         try:
+            sweep_drafts(folder, _DRAFTS)
             ledger.write("starting")
             ledger.keep_beating()
         except OSError as error:
-            raise NoSpace(
-                f"the run folder can't be written: {error.strerror}", where=str(folder), to_do="make room there"
-            ) from error
+            raise cannot_write(folder, error) from error
         try:
             yield attempt
         except BaseException as error:

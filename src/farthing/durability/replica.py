@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,6 @@ from farthing.durability.commits import (
     SMALL,
     Commit,
     Objects,
-    StoredFile,
     join_ledgers,
     list_commits,
     objects_of,
@@ -35,6 +34,7 @@ from farthing.durability.commits import (
 from farthing.durability.files import (
     Damaged,
     Json,
+    StoredFile,
     files_below,
     make_private,
     read_json,
@@ -46,7 +46,7 @@ from farthing.durability.files import (
 from farthing.durability.lease import Lease, Lost
 from farthing.durability.log_parts import LogParts
 from farthing.durability.object_store import Entry, NoSuchObject, Retrying, Store, StoreFault, StoreRefuses, open_store
-from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, MODEL, RUN, has_checkpoint, is_damaged, run_id_of
+from farthing.durability.run_folder import CHECKPOINTS, LEDGER, LOG, MODEL, RUN, is_damaged, run_id_of, saves_in
 from farthing.errors import RunBusy, RunChanged, RunDamaged, StoreDown, UserMistake
 from farthing.units import plural
 
@@ -166,7 +166,7 @@ class Mirror:
         if commits and (
             is_empty
             or commits[0].epoch > self._seen_epoch()  # it went on elsewhere
-            or (commits[0].step > 0 and not has_checkpoint(self.folder))
+            or (commits[0].step > 0 and not saves_in(self.folder / CHECKPOINTS))
         ):
             try:
                 commit, step, self._known[commit] = take_newest(store, self.folder, commits, words, self._warn)
@@ -198,15 +198,15 @@ class Mirror:
     def offer(self, step: int, checkpoints: Iterable[Path] = (), *, with_model: bool = False) -> None:
         """Set aside what a commit of `step` needs, and let it be sent. Takes the time of some links. Never raises."""
         try:
-            folder = self._new_folder()
-            sources = [path for checkpoint in checkpoints for path in checkpoint.iterdir()]
-            if with_model:
-                sources += files_below(self.folder / MODEL)
-            names = [path.relative_to(self.folder).as_posix() for path in sorted(sources)]
-            for name in names:
-                _link(self.folder / name, folder / name)
-            small = self._copy_small(folder)
-            self._post(_Parcel(folder, step, [*names, *small], log_digests=dict(self._log.digests)))
+            with self._new_folder() as folder:
+                sources = [path for checkpoint in checkpoints for path in checkpoint.iterdir()]
+                if with_model:
+                    sources += files_below(self.folder / MODEL)
+                names = [path.relative_to(self.folder).as_posix() for path in sorted(sources)]
+                for name in names:
+                    _link(self.folder / name, folder / name)
+                small = self._copy_small(folder)
+                self._post(_Parcel(folder, step, [*names, *small], log_digests=dict(self._log.digests)))
         except OSError as error:
             self._said.append(f"the copy of step {step} could not be set aside for the store ({error})")
 
@@ -215,8 +215,7 @@ class Mirror:
         if self._newest is not None and self._pending is None:
             again = (*SMALL, LOG_PARTS)
             carried = [entry for entry in self._newest["files"] if entry["path"].partition("/")[0] not in again]
-            with contextlib.suppress(OSError):
-                folder = self._new_folder()
+            with contextlib.suppress(OSError), self._new_folder() as folder:
                 small = self._copy_small(folder)
                 self._post(_Parcel(folder, self._newest["step"], small, carried, dict(self._log.digests)))
 
@@ -227,9 +226,16 @@ class Mirror:
         if self._lost is not None:
             raise self._busy(self._lost)
 
-    def _new_folder(self) -> Path:
+    @contextlib.contextmanager
+    def _new_folder(self) -> Iterator[Path]:
+        """A folder for a parcel. One that could not be filled is removed: its links would hold on to old checkpoints."""
         make_private(self.folder / OUTBOX)
-        return make_private(self.folder / OUTBOX / uuid.uuid4().hex[:12])
+        folder = make_private(self.folder / OUTBOX / uuid.uuid4().hex[:12])
+        try:
+            yield folder
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def _copy_small(self, folder: Path) -> list[str]:
         names = [name for name in SMALL if name != LOG and (self.folder / name).exists()]

@@ -59,7 +59,7 @@ PUBLISHED = "published.json"
 """What of the run was sent to the Hub, and what is still to be."""
 COPIES = "run_files"
 """Under this name a checkpoint's manifest has a copy of each, None where there is no such file."""
-CHECKPOINT_NAME = re.compile(r"step-\d{8,}-\d{4,}")
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
 EXAMPLES = "examples_sha256"
 """In run.json once an attempt knew the run's examples."""
 _OF_ATTEMPTS = ("keeps_frozen_output", "shares_beginnings", "steps_per_epoch", EXAMPLES, "finished")
@@ -158,11 +158,10 @@ def mend(folder: Path, warn: Warn) -> None:
 
 def _newest_with_copies(folder: Path) -> Json | None:
     """The manifest of the newest checkpoint that has copies of the deciding files, of this run where that is known."""
-    run_id, checkpoints = run_id_of(folder), folder / CHECKPOINTS
-    names = [path for path in checkpoints.iterdir() if is_checkpoint(path)] if checkpoints.is_dir() else []
-    for path in sorted(names, reverse=True):
+    run_id = run_id_of(folder)
+    for save in saves_in(folder / CHECKPOINTS):
         with contextlib.suppress(Damaged, OSError):
-            manifest = read_manifest(path)
+            manifest = read_manifest(save.folder)
             copies = manifest.get(COPIES)
             is_ours = run_id is None or manifest.get("run_id") == run_id
             if is_ours and isinstance(copies, dict) and isinstance(copies.get(RUN), dict):
@@ -170,15 +169,19 @@ def _newest_with_copies(folder: Path) -> Json | None:
     return None
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a path is named as a committed checkpoint is."""
-    return CHECKPOINT_NAME.fullmatch(path.name) is not None
+class Save(NamedTuple):
+    """A committed checkpoint, whole or not, by its name."""
+
+    step: int
+    serial: int
+    folder: Path
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether a run folder holds a committed checkpoint, whole or not."""
-    checkpoints = folder / CHECKPOINTS
-    return checkpoints.is_dir() and any(is_checkpoint(path) for path in checkpoints.iterdir())
+def saves_in(checkpoints: Path) -> list[Save]:
+    """Every committed checkpoint in a folder that need not be there, newest first."""
+    paths = [path for path in checkpoints.iterdir() if path.is_dir()] if checkpoints.is_dir() else []
+    matches = ((CHECKPOINT_NAME.fullmatch(path.name), path) for path in paths)
+    return sorted((Save(int(match[1]), int(match[2]), path) for match, path in matches if match), reverse=True)
 
 
 def is_damaged(folder: Path) -> bool:
@@ -194,7 +197,7 @@ def is_damaged(folder: Path) -> bool:
 def has_committed(folder: Path) -> bool:
     """Whether the run in a folder has ever saved a step, by its checkpoints, its model or its ledger."""
     return (
-        has_checkpoint(folder)
+        bool(saves_in(folder / CHECKPOINTS))
         or (folder / MODEL).exists()
         or any(account.committed > 0 for account in read_ledger(folder / LEDGER).ordered)
     )

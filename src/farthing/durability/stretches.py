@@ -43,16 +43,11 @@ def thinned(stretches: list[Stretch], most: int) -> list[Stretch]:
 
 def read(values: Any) -> list[Stretch]:
     """What of a line's value are stretches."""
-    return [list(value) for value in values if _is_stretch(value)] if isinstance(values, list) else []
-
-
-def _is_stretch(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 4
-        and isinstance(value[3], dict)
-        and all(isinstance(each, int | float) and 0 <= each < 1e18 for each in [*value[:3], *value[3].values()])
-    )
+    lists = [list(value) for value in values if isinstance(value, list)] if isinstance(values, list) else []
+    return [
+        stretch for stretch in lists if len(stretch) == 4 and isinstance(stretch[3], dict)
+        and all(isinstance(each, int | float) and 0 <= each < 1e18 for each in [*stretch[:3], *stretch[3].values()])
+    ]  # fmt: skip
 
 
 def _seconds(stretch: Stretch) -> float:

@@ -61,22 +61,11 @@ def checked(line: bytes, key: bytes = SUM.encode()) -> tuple[bytes | None, bool]
 
 
 def append_line(path: Path, row: Json) -> None:
-    """Add a line in one write and force it to the disk: processes that do so together don't tear each other's.
-
-    Raises `OSError`.
-    """
-    line = line_of(row) + "\n"
+    """Add a line to a file that may be a link, and force it to the disk. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        data = (("\n" if is_torn else "") + line).encode()
-        if os.write(descriptor, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with contextlib.closing(SummedLines(path.resolve())) as lines:
+        lines.append(row)
+        lines.sync()
 
 
 class SummedLines:
@@ -86,17 +75,20 @@ class SummedLines:
         self.path = path
         self.damaged: list[int] = []
         """Numbers, from 1, of the lines that were damaged when the log was last read through."""
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
 
     def append(self, row: Json) -> None:
-        """Write one line and hand it to the operating system: it survives the death of this process."""
+        """Hand one line to the operating system: it survives the death of this process. Raises `OSError`.
+
+        It is one write: processes that do so together don't tear each other's lines. After a torn one a new one is begun.
+        """
         if self._file is None:
-            torn = self.path.exists() and self.path.stat().st_size > 0 and not self._ends_a_line()
-            self._file = open_own(self.path, "a")
-            if torn:
-                self._file.write("\n")
-        self._file.write(line_of(row) + "\n")
-        self._file.flush()
+            self._file = open_own(self.path, "ab+")
+        self._file.seek(max(0, self._file.seek(0, os.SEEK_END) - 1))
+        is_torn = self._file.read(1) not in (b"", b"\n")
+        data = (("\n" if is_torn else "") + line_of(row) + "\n").encode()
+        if self._file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def sync(self) -> None:
         """Force the lines to the disk: they survive the death of the machine."""
@@ -131,8 +123,3 @@ class SummedLines:
         self.close()
         if self.path.exists():
             write_text(self.path, (line_of(row) + "\n" for row in self.rows() if wanted(row)))
-
-    def _ends_a_line(self) -> bool:
-        with open(self.path, "rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) == b"\n"

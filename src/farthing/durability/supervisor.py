@@ -115,11 +115,13 @@ class Supervisor:
             crashed_at = stands.step if code == EXIT_CRASH else None
             n_in_vain = 0 if stands.committed > stood.committed else n_in_vain + 1
             if n_in_vain >= self._tries:
-                self._say(f"{plural(n_in_vain, 'attempt')} in a row saved nothing new; stopped after {_how(code)}")
+                self._say(
+                    f"{plural(n_in_vain, 'attempt')} in a row saved nothing new; stopped after {how_it_ended(code)}"
+                )
                 return code if code > 0 else EXIT_CRASH
             stood = stands
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**n_in_vain)
-            self._say(f"{_how(code)} after step {stands.step:,}; begun again in {say_seconds(pause_s)}")
+            self._say(f"{how_it_ended(code)} after step {stands.step:,}; begun again in {say_seconds(pause_s)}")
             self._pause(pause_s)
         return EXIT_INTERRUPTED
 
@@ -135,7 +137,7 @@ class Supervisor:
             self._child.send_signal(number)
 
 
-def _how(code: int) -> str:
+def how_it_ended(code: int) -> str:
     """An exit code in words."""
     if code < 0:
         try:

@@ -59,12 +59,6 @@ class Aboard:
         elsewhere = facts["overhead_usd"] + facts["reserve_usd"] + self.boot_s / 3600 * facts["usd_per_hour"]
         return max(0.0, round(facts["max_usd"] - elsewhere, 6))
 
-    @property
-    def words(self) -> list[str]:
-        """The command that trains."""
-        cap = [] if self.max_usd is None else ["--set", f"limits.max_usd={self.max_usd!r}"]
-        return ["train", str(self.job), "--retry", *cap]
-
     def run(self) -> int:
         """The exit code of the run here."""
         self.speaker.booted()
@@ -76,8 +70,9 @@ class Aboard:
                 self._until_free()
                 if not self._was_told:
                     code, why = self._train()
-            except FarthingError as error:
-                code, why = error.exit_code, str(error).splitlines()[0]
+            except (FarthingError, OSError) as error:  # of a disk: another machine may do better
+                code = error.exit_code if isinstance(error, FarthingError) else EXIT_INTERRUPTED
+                why = str(error).splitlines()[0]
                 sys.stderr.write(f"farthing: {error}\n")
         self.speaker.left(code, why)
         return code
@@ -95,16 +90,21 @@ class Aboard:
     def _train(self) -> tuple[int, str]:
         ends_at = time.monotonic() + max(0.0, self.facts["most_s"] - self.boot_s - GRACE_S)
         with open("log.aboard.txt", "ab") as log:
-            self._child = begin(self.words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            cap = [] if self.max_usd is None else ["--set", f"limits.max_usd={self.max_usd!r}"]
+            self._child = begin(
+                ["train", str(self.job), "--retry", *cap], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
             done = threading.Event()
             threads = [
                 threading.Thread(target=work, args=(log, done), daemon=True) for work in (self._copy_out, self._beat)
             ]
             for thread in threads:
                 thread.start()
-            is_over = False
-            while (code := _exit_code(self._child)) is None:
-                if time.monotonic() > ends_at and not is_over:
+            is_over, code = False, None
+            while code is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    code = self._child.wait(timeout=1.0)
+                if code is None and time.monotonic() > ends_at and not is_over:
                     is_over = True
                     self._child.send_signal(signal.SIGTERM)
             threads[0].join(10.0)
@@ -144,14 +144,6 @@ class Aboard:
                 self.speaker.beat(f"{text}\n[{n}]\n")
             if is_last:
                 return
-
-
-def _exit_code(child: subprocess.Popen[bytes]) -> int | None:
-    """Of a child that has ended within a second; None while it runs."""
-    try:
-        return child.wait(timeout=1.0)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def go_aboard(job: str, told: str) -> int:

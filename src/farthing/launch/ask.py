@@ -69,16 +69,16 @@ class Ask:
         return self.name.rpartition("-")[0]
 
 
-def values_of(secrets: Sequence[str]) -> dict[str, str]:
-    """Variables of the environment here. Raises `UserMistake` where one is not set."""
-    absent = [name for name in secrets if not os.environ.get(name)]
+def values_of(names: Sequence[str], who: str = "the machine") -> dict[str, str]:
+    """Variables of the environment here that somebody needs. Raises `UserMistake` where one is not set."""
+    absent = [name for name in names if not os.environ.get(name, "").strip()]
     if absent:
         raise UserMistake(
-            f"{', '.join(absent)} is not set here, and the machine needs it",
+            f"{', '.join(absent)} is not set here, and {who} needs it",
             where="environment",
-            to_do="export it first",
+            to_do=f"export {absent[0]}=... first",
         )
-    return {name: os.environ[name] for name in secrets}
+    return {name: os.environ[name].strip() for name in names}
 
 
 def script_of(ask: Ask) -> str:

@@ -39,7 +39,8 @@ def _ok(name: str, is_so: bool, found: str, to_do: str) -> Check:
 
 def check_target(text: str) -> Iterator[Check]:
     """Everything that is known to be needed. Raises `UserMistake` where there is no such target."""
-    target, at = find_target(text if ":" in text else _with_anything(text))
+    needs_a_place = ":" not in text and text.strip().lower() in ("vertex", "lambda", "ssh")
+    target, at = find_target(f"{text}:WHERE/KEY" if needs_a_place else text)
     yield Check("target", "ok", target.title)
     yield Check(
         "ended by", "ok" if target.ends else "warning", target.ends or "nothing but us", "launch with --attended"
@@ -67,11 +68,6 @@ def check_target(text: str) -> Iterator[Check]:
         to_do = "docker build --target cuda at the root of farthing's repository, push it, name it with --image"
         found = f"without --image {PLAIN_IMAGE}, on which farthing is installed at every start"
         yield Check("image", "warning", found, to_do)
-
-
-def _with_anything(name: str) -> str:
-    """A target that is not told where: a place holder, so that it can be looked at."""
-    return f"{name}:WHERE/KEY" if name.strip().lower() in ("vertex", "lambda", "ssh") else name
 
 
 def _login(command: str, to_do: str) -> Check:

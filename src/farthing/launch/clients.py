@@ -6,17 +6,17 @@ stopped ones are paid for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from farthing.durability.files import Json
 from farthing.durability.machines import Machine
-from farthing.errors import UserMistake
 from farthing.launch.ask import CREATED_AT, ENDS_AT, Ask, values_of
 from farthing.launch.driver import Driver, Refused, Seen, Unclear, refusal
 from farthing.launch.http import Api
@@ -26,16 +26,6 @@ _PLACE = re.compile(r"\$\{([A-Z][A-Z0-9_]*)\}")
 RUNPOD, VAST, LAMBDA = "https://api.runpod.io", "https://console.vast.ai", "https://cloud.lambda.ai"
 END_WINDOW_S = 3 * 3600
 """For how long Vast's scheduled job tries to delete."""
-
-
-def key_of(name: str) -> str:
-    """An API key from the environment. Raises `UserMistake`."""
-    key = os.environ.get(name, "").strip()
-    if not key:
-        raise UserMistake(
-            f"{name} is not set", where="environment", to_do=f"export {name}=... (the key of your account)"
-        )
-    return key
 
 
 def filled(value: Any, values: Mapping[str, Any]) -> Any:
@@ -53,12 +43,26 @@ def filled(value: Any, values: Mapping[str, Any]) -> Any:
     return value
 
 
-class RunPod(Driver):
-    """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of words but a stream."""
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """An answer of another form than a provider's own says nothing. Raises `Unclear`."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Unclear(f"an answer that can't be read ({type(error).__name__}: {error})") from error
+
+
+class Client(Driver):
+    """A provider by its API."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
 
+
+class RunPod(Client):
+    """Pods: made by GraphQL, which knows an end; found and deleted by REST v2, which has no list of words but a stream."""
+
+    @_understood()
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`."""
         ends = datetime.fromtimestamp(asked_at + ask.most_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -74,6 +78,7 @@ class RunPod(Driver):
             raise Refused("no such machine is free", is_stock=True)
         return str(made["id"])
 
+    @_understood()
     def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`."""
         answer = _sure(self._api, "GET", "/v2/pods")
@@ -85,12 +90,10 @@ class RunPod(Driver):
         _sure(self._api, "DELETE", f"/v2/pods/{machine.id}")
 
 
-class Vast(Driver):
+class Vast(Client):
     """Instances: searched, asked for, and given a scheduled deletion at once."""
 
-    def __init__(self, api: Api) -> None:
-        self._api = api
-
+    @_understood()
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`. An instance that can't be given its end is destroyed at once, and the offer refused."""
         files = vast.render(ask)
@@ -121,6 +124,7 @@ class Vast(Driver):
             if "status 422" not in str(error):
                 raise
 
+    @_understood()
     def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`. Page by page."""
         found: list[Json] = []
@@ -142,14 +146,12 @@ class Vast(Driver):
         return json.dumps(_sure(self._api, "PUT", f"/api/v0/instances/request_logs/{machine.id}/", {"tail": "200"}))
 
 
-class Lambda(Driver):
+class Lambda(Client):
     """Instances, which nothing ends but us."""
 
     ends_by_itself = False
 
-    def __init__(self, api: Api) -> None:
-        self._api = api
-
+    @_understood()
     def create(self, ask: Ask, asked_at: float) -> str:
         """See `Driver`."""
         body = json.loads(lambda_cloud.render(ask)[lambda_cloud.REQUEST])
@@ -162,6 +164,7 @@ class Lambda(Driver):
             raise Unclear("an answer without an instance")
         return str(made[0])
 
+    @_understood()
     def listed(self, prefix: str) -> list[Seen]:
         """See `Driver`."""
         found = (_sure(self._api, "GET", "/api/v1/instances") or {}).get("data") or []
@@ -194,7 +197,7 @@ def connect(target: str) -> Driver:
     other = os.environ.get("FARTHING_LAUNCH_API", "")
 
     def api(base: str, key: str) -> Api:
-        return Api(other or base, {"Authorization": f"Bearer {key_of(key)}"})
+        return Api(other or base, {"Authorization": f"Bearer {values_of([key], 'your account')[key]}"})
 
     if target == "runpod":
         return RunPod(api(RUNPOD, "RUNPOD_API_KEY"))

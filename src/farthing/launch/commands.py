@@ -8,33 +8,20 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Driver, Refused, Seen, Unclear
+from farthing.launch.target import Commands
 
 TIMEOUT_S = 180.0
-
-
-@dataclass(frozen=True)
-class Commands:
-    """Argument lists, and how to read what they print."""
-
-    submit: Callable[[Ask, Path], Sequence[str]]
-    """Files of the launch lie in the folder."""
-    id_of: Callable[[str], str]
-    listing: Callable[[str], Sequence[str]]
-    parse: Callable[[str], list[Seen]]
-    destroy: Callable[[Machine], Sequence[str]]
-    log: Callable[[Machine], Sequence[str]]
 
 
 class CommandDriver(Driver):
     """A target by its own command, see `Driver`. `files` gives the folder where an ask was written."""
 
-    is_paid_in_queue, late_s = False, 30.0
+    is_paid_in_queue, late_s, may_refuse_twice = False, 30.0, True
 
     def __init__(self, commands: Commands, files: Callable[[Ask], Path], *, restarts: bool) -> None:
         self._commands, self._files, self.restarts = commands, files, restarts
@@ -49,12 +36,6 @@ class CommandDriver(Driver):
             return self._commands.parse(run_command(self._commands.listing(prefix)))
         except (ValueError, KeyError, TypeError) as error:
             raise Unclear(f"its list of jobs can't be read ({type(error).__name__}: {error})") from error
-
-    def destroy(self, machine: Machine) -> None:
-        """See `Driver`. A command may fail for a job that is over, so it is looked for first."""
-        seen = self.look(machine)
-        if seen is not None and seen.is_paid:
-            self.delete(machine if machine.id else replace(machine, id=seen.id))
 
     def delete(self, machine: Machine) -> None:
         """See `Driver`."""

@@ -68,6 +68,8 @@ class Driver:
     """Whether the next machine may be asked for before this one is confirmed to be gone: hosts of one's own."""
     late_s = 120.0
     """For so long a new machine may be missing in its lists."""
+    may_refuse_twice = False
+    """Whether a deletion may fail for a machine that is over, so that it is looked for first."""
 
     def create(self, ask: Ask, asked_at: float) -> str:
         """Make the machine; its id. Raises `Refused` where nothing was made."""
@@ -92,11 +94,11 @@ class Driver:
 
     def destroy(self, machine: Machine) -> None:
         """Ask that it be deleted; returns when that was acknowledged, also where it was gone already."""
-        if not machine.id:
+        if self.may_refuse_twice or not machine.id:
             seen = self.look(machine)
             if seen is None or not seen.is_paid:
                 return
-            machine = replace(machine, id=seen.id)
+            machine = replace(machine, id=machine.id or seen.id)
         self.delete(machine)
 
     def delete(self, machine: Machine) -> None:

@@ -22,16 +22,8 @@ from farthing.launch.driver import Driver, Refused, Seen, Unclear
 
 HERE = "local"
 PATIENT_S, KILL_AFTER_S = 60.0, 60
-SSH_OPTIONS = [
-    "-o",
-    "BatchMode=yes",
-    "-o",
-    "ConnectTimeout=10",
-    "-o",
-    "ServerAliveInterval=5",
-    "-o",
-    "ServerAliveCountMax=2",
-]
+SSH_OPTIONS = [f"-o{setting}" for setting in
+               ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=2")]  # fmt: skip
 _NEVER_THERE = re.compile(
     r"[^\n]*(Could not resolve hostname|Connection refused|No route to host|Permission denied|Host key verification failed"
     r"|connect to host .* timed out)[^\n]*"
@@ -40,12 +32,22 @@ _NEVER_THERE = re.compile(
 _END = "END_OF_FARTHING_SCRIPT"
 _LOOK = """
 boot=$(cat /proc/sys/kernel/random/boot_id 2>/dev/null)
+ours() {
+  began=$(cut -d ' ' -f 22 "/proc/$(cat "$1/pid")/stat" 2>/dev/null)
+  [ "$(cat "$1/boot")" = "$boot" ] && { [ -z "$began" ] || [ ! -e "$1/began" ] || [ "$(cat "$1/began")" = "$began" ]; }
+}
 one() {
   if [ -e "$1/code" ]; then echo "over $(cat "$1/code")"
-  elif [ -e "$1/pid" ] && [ "$(cat "$1/boot")" = "$boot" ] && pgrep -s "$(cat "$1/pid")" >/dev/null 2>&1; then echo alive
+  elif [ -e "$1/pid" ] && ours "$1" && pgrep -s "$(cat "$1/pid")" >/dev/null 2>&1; then echo alive
   else echo over; fi
 }
 """
+"""A number of a process is given again: ours is the one that began when ours did. Its session may outlive it."""
+_RUN = f"""
+cut -d " " -f 22 /proc/$$/stat > "$0/began"; echo $$ > "$0/pid.new"; mv "$0/pid.new" "$0/pid"
+sh "$0/{SCRIPT}" > "$0/log.txt" 2>&1 < /dev/null; echo $? > "$0/code.new"; mv "$0/code.new" "$0/code"
+"""
+"""The session itself says which it is: whoever began it may be cut off before."""
 
 
 class Unreached(Unclear):
@@ -86,14 +88,13 @@ d={self._home()}/{ask.name}
 mkdir -p "$d" || exit 1
 {_LOOK}
 [ -e "$d/pid" ] && [ "$(one "$d")" = alive ] && {{ cat "$d/pid"; exit 0; }}
-rm -f "$d/code" "$d/asked"
+rm -f "$d/code" "$d/asked" "$d/pid"
 cat > "$d/{SCRIPT}" <<'{_END}'
 {script_of(ask)}{_END}
 {exports}
 echo "$boot" > "$d/boot"
-setsid sh -c 'sh "$0/{SCRIPT}" > "$0/log.txt" 2>&1 < /dev/null; echo $? > "$0/code.new"; mv "$0/code.new" "$0/code"' "$d" \\
-  > /dev/null 2>&1 < /dev/null &
-echo $! > "$d/pid"
+setsid sh -c '{_RUN}' "$d" > /dev/null 2>&1 < /dev/null &
+n=0; until [ -e "$d/pid" ] || [ $n -ge 50 ]; do sleep 0.1; n=$((n + 1)); done
 cat "$d/pid"
 """
         try:
@@ -131,8 +132,9 @@ done; true"""
     def destroy(self, machine: Machine) -> None:
         """See `Driver`. First a polite signal, which saves; after a minute of asking everything of the session is killed."""
         self.tell(machine.instance, f"""
+{_LOOK}
 d={self._home()}/{machine.name}
-[ -e "$d/pid" ] || exit 0
+[ -e "$d/pid" ] && ours "$d" || exit 0
 p=$(cat "$d/pid"); now=$(date +%s)
 [ -e "$d/asked" ] || echo "$now" > "$d/asked"
 if [ $((now - $(cat "$d/asked"))) -ge {KILL_AFTER_S} ]; then pkill -KILL -s "$p"; else pkill -TERM -P "$p"; fi

@@ -47,6 +47,7 @@ SETTINGS = [
     "HF_ENDPOINT",
     "HF_HUB_OFFLINE",
 ]
+GOOGLE = ("gs://", "gcs://")
 S3_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 OF_PLACE = ("device", "usd_per_hour", "power_watts", "usd_per_kwh", "gpu", "provider", "region", "offers", "spot")
 """What `where` says of this machine, or of which one to rent; the rest is about the run, and goes along."""
@@ -149,7 +150,7 @@ class Prepared:
             gpu_id=calls.gpu_id,
             machine_type=calls.machine_type,
             image="" if is_here else self.wishes.image or PLAIN_IMAGE,
-            install=self.wishes.install or f"farthing[{_extra(self.job.output_store)}]=={farthing.__version__}",
+            install=self.wishes.install or f"farthing[{_extra(self.job)}]=={farthing.__version__}",
             disk_gb=self.wishes.disk_gb,
             folder=self.folder,
             secrets=secrets_of(self.job, self.target),
@@ -195,8 +196,8 @@ def _one_spelling(place: str) -> str:
     return os.path.realpath(path)
 
 
-def _extra(store: str | None) -> str:
-    return "gcs" if (store or "").startswith(("gs://", "gcs://")) else "s3"
+def _extra(job: Job) -> str:
+    return "gcs" if (job.output_store or "").startswith(GOOGLE) else "s3"
 
 
 def _is_plain(value: str | None) -> bool:
@@ -334,7 +335,7 @@ def _refuse_what_cannot_work(job: Job, target: Target, at: str) -> None:
         if target.name == "kubernetes"
         else ""
     )
-    is_google = (store or "").startswith(("gs://", "gcs://")) and target.name not in ("vertex", "skypilot")
+    is_google = (store or "").startswith(GOOGLE) and target.name not in ("vertex", "skypilot")
     told = next((name for name in (*job.data.train, *job.data.eval) if name != without_secrets(name)), None)
     refusals = (
         (store is None and not _shares(target, at), "nothing of the run would outlive the machine: the job has no store",

@@ -17,8 +17,9 @@ from pathlib import Path
 from farthing.config.job import Job
 from farthing.durability.accounts import Account, read_ledger
 from farthing.durability.commits import list_commits, take_newest
-from farthing.durability.files import Json, make_private, only_writer, write_text
+from farthing.durability.files import Json, cannot_write, make_private, only_writer, write_text
 from farthing.durability.lease import Lease, Lost
+from farthing.durability.ledger import steady_clock
 from farthing.durability.machines import Machine, MachineLedger, bill_by_machine
 from farthing.durability.object_store import LocalStore, Retrying, Store, StoreFault, open_store
 from farthing.durability.run_folder import LEDGER, run_id_of
@@ -46,8 +47,8 @@ Say = Callable[[str], None]
 class Session:
     """A launch of one run, from this machine."""
 
-    def __init__(self, prepared: Prepared, say: Say, *, clock: Callable[[], float] = time.time) -> None:
-        self.prepared, self.say, self.clock = prepared, say, clock
+    def __init__(self, prepared: Prepared, say: Say, *, clock: Callable[[], float] | None = None) -> None:
+        self.prepared, self.say, self.clock = prepared, say, clock or steady_clock()
         self.folder = Path(prepared.job.output_dir)
         self.ledger = MachineLedger(self.folder)
 
@@ -110,7 +111,10 @@ class Session:
                 self._send(tokenize)
             with self._only_watcher() as sleep:
                 self.words().ask_to_stop(is_wanted=False)
-                code = self._launch(driver, patience, sleep).run(self.prepared.launch_id)
+                try:
+                    code = self._launch(driver, patience, sleep).run(self.prepared.launch_id)
+                except OSError as error:  # of the files that stand before a request: nothing was rented by it
+                    raise cannot_write(self.folder, error) from error
         self.bring_back()
         return code
 
@@ -189,7 +193,7 @@ class Session:
             say=self.say, clock=self.clock, sleep=sleep,
         )  # fmt: skip
         launch.patience = patience or Patience(boot_s=self.prepared.wishes.boot_s)
-        launch.may_take, launch.reaches = self._is_in_time, self._reaches
+        launch.may_take, launch.reaches, launch.awake = self._is_in_time, self._reaches, time.monotonic
         return launch
 
     def _reaches(self, machine: Machine) -> bool:
@@ -256,7 +260,7 @@ class Session:
             if commits:
                 words = [account.as_row() for account in self.words().accounts()]
                 take_newest(store, self.folder, commits, words, self.say)
-        except (StoreFault, FarthingError, Unclear) as error:
+        except (StoreFault, FarthingError, Unclear, OSError) as error:
             self.say(f"the run is in the store, and could not be brought back: {error}")
 
     def standing(self) -> Json:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from farthing.durability.accounts import Account
-from farthing.durability.machines import Machine, MachineLedger
+from farthing.durability.machines import MACHINES, Machine, MachineLedger
 from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_LIMIT, EXIT_MISTAKE, UserMistake
 from farthing.launch.ask import Ask
 from farthing.launch.driver import Driver, Refused, Unclear
@@ -91,16 +91,19 @@ class Launch:
         """Whether an offer will do at this moment: spot is left out when the deadline is near."""
         self.reaches: Callable[[Machine], bool] = lambda machine: True
         """Whether a machine is where the driver looks: one of another target would be taken for gone."""
+        self.awake: Callable[[], float] = clock
+        """Seconds that count for patience: nobody was listening while this machine was suspended."""
         self._left_out: set[Offer] = set()
         self._out_of_stock: set[Offer] = set()
         self._n_shared: dict[str, int] = {}
         """How many lines of each machine the store has."""
-        self._prefix = ""
+        self._prefix = self._trouble_said = ""
 
     def run(self, prefix: str) -> int:
         """Until the run has ended or cannot go on; the exit code. `prefix` begins the name of each of our machines."""
         self._prefix, n_rounds = prefix, 0
         self._until_clear(self._take_over, "the store")
+        self._refuse_what_has_no_price()
         self._refuse_what_is_elsewhere()
         self._until_clear(self._take_in_strangers, "the provider")
         current = self._adopted()
@@ -124,8 +127,13 @@ class Launch:
                 self._say("no offer is left that could be had: try again later, or allow more (--on, where.provider)")
                 return self._closed(EXIT_INTERRUPTED)
             ending = self._watch(current)
+            may_be_held = ending.code == EXIT_MISTAKE and len(self._ledger.open) > 1  # by one that we have lost
+            if may_be_held:
+                ending = replace(ending, code=EXIT_INTERRUPTED)
             self._leave(current, ending)
             self._dismiss(current)
+            if may_be_held:
+                self._sleep(self.patience.stock_s)
             current = None
             if ending.code is not None and ending.code != EXIT_INTERRUPTED:
                 return self._closed(ending.code)
@@ -138,8 +146,12 @@ class Launch:
     def stop(self, prefix: str) -> None:
         """Destroy every machine of the launch, and ask until each is confirmed to be gone."""
         self._prefix = prefix
-        with contextlib.suppress(Unclear):
+        try:
             self._take_over()
+        except Unclear:
+            pass
+        except UserMistake as error:  # lines that are damaged; machines are found by their names too
+            self._say(str(error))
         self._refuse_what_is_elsewhere()
         for machine in self._ledger.open:
             if machine.created_at is None and not self._found(machine):
@@ -169,6 +181,15 @@ class Launch:
         self._ledger.take_over(kept)
         self._n_shared = {name: len(rows) for name, rows in kept.items() if rows == self._ledger.rows.get(name)}
         self._share()
+
+    def _refuse_what_has_no_price(self) -> None:
+        for machine in self._ledger.machines.values():
+            if not machine.asked_at:
+                raise UserMistake(
+                    f"the line of {machine.name} that says what it costs is damaged: the cap can't be held",
+                    where=str(self._ledger.folder / MACHINES),
+                    to_do="bring the file back from a copy, or end what there is with --stop",
+                )
 
     def _refuse_what_is_elsewhere(self) -> None:
         for machine in self._ledger.open:
@@ -296,26 +317,28 @@ class Launch:
 
     def _watch(self, machine: Machine) -> Ending:
         """Until it has left, is lost or has to go."""
-        n_absent, was_seen, answered_at, beat, beat_at = 0, False, self._clock(), "", self._clock()
+        is_paid = self._driver.is_paid_in_queue
+        n_absent, was_seen, answered_at, beat, beat_at = 0, False, self.awake(), "", self.awake()
         while True:
             self._sweep()
             if self._is_stopped():
                 return Ending("stopped by the user")
-            now, word = self._clock(), Word()
+            now, awake, word = self._clock(), self.awake(), Word()
             try:
                 word = self._words.of(machine.name)
                 if word.has_booted and machine.booted_at is None:
                     self._ledger.note(machine.name, "booted", now)
                     self._say(f"{machine.name}: booted after {say_seconds(now - machine.asked_at)}")
+                    beat_at = awake
                 if word.beat != beat:
-                    beat, beat_at = word.beat, now
+                    beat, beat_at = word.beat, awake
             except Unclear:
                 pass
             if word.code is not None and not (self._driver.restarts and word.code == EXIT_INTERRUPTED):
                 return Ending(word.why or f"left with {word.code}", word.code)
             try:
                 seen = self._driver.look(machine)
-                answered_at, was_seen = now, was_seen or seen is not None
+                answered_at, was_seen = awake, was_seen or seen is not None
                 n_absent = n_absent + 1 if seen is None else 0
                 if n_absent >= 3 and (was_seen or now - machine.asked_at > self._driver.late_s):
                     return Ending("taken away" if machine.booted_at else "gone before it had booted")
@@ -323,21 +346,17 @@ class Launch:
                     code = seen.code if seen.code is not None else self._last_word(machine)
                     return Ending(_how(machine, code), code, leaves_offer_out=machine.booted_at is None)
                 if seen is not None and seen.is_waiting:
-                    beat_at = now
-                elif self._is_late(machine, now):
+                    beat_at = awake
+                elif is_paid and machine.booted_at is None and now - machine.asked_at > self.patience.boot_s:
                     return Ending(f"not booted after {say_seconds(now - machine.asked_at)}", leaves_offer_out=True)
             except Unclear:
-                if now - answered_at > self.patience.lost_s:
-                    return Ending(f"no answer for {say_seconds(now - answered_at)}")
-            if machine.booted_at is not None and now - max(beat_at, machine.booted_at) > self.patience.silent_s:
+                if awake - answered_at > self.patience.lost_s:
+                    return Ending(f"no answer for {say_seconds(awake - answered_at)}")
+            if machine.booted_at is not None and awake - beat_at > self.patience.silent_s:
                 return Ending(f"it has said nothing for {say_seconds(self.patience.silent_s)}")
-            if machine.most_s and now - machine.asked_at > machine.most_s + 60 and self._driver.is_paid_in_queue:
+            if is_paid and machine.most_s and now - machine.asked_at > machine.most_s + 60:
                 return Ending("its time is over", EXIT_LIMIT)
             self._sleep(self.patience.poll_s)
-
-    def _is_late(self, machine: Machine, now: float) -> bool:
-        is_paid = self._driver.is_paid_in_queue and machine.booted_at is None
-        return is_paid and now - machine.asked_at > self.patience.boot_s
 
     def _last_word(self, machine: Machine) -> int | None:
         """The exit code of a machine that runs no more, from its words, which may be a moment late."""
@@ -397,6 +416,9 @@ class Launch:
 
     def _sweep(self) -> None:
         """Destroy what bears our name and should not be there: late to come into being, or not yet confirmed gone."""
+        if self._ledger.trouble not in ("", self._trouble_said):
+            self._trouble_said = self._ledger.trouble
+            self._say(f"what becomes of machines can't be written down here ({self._trouble_said}); going on without")
         for machine in self._ledger.open:
             if machine.left_at is not None:
                 self._is_gone(machine)

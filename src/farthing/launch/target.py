@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from farthing.durability.machines import Machine
 from farthing.launch.ask import Ask
-from farthing.launch.commands import Commands
+from farthing.launch.driver import Seen
 
 Files = dict[str, str]
 """Name -> text."""
+
+
+@dataclass(frozen=True)
+class Commands:
+    """A command of the target's own: argument lists, and how to read what they print."""
+
+    submit: Callable[[Ask, Path], Sequence[str]]
+    """Files of the launch lie in the folder."""
+    id_of: Callable[[str], str]
+    listing: Callable[[str], Sequence[str]]
+    parse: Callable[[str], list[Seen]]
+    destroy: Callable[[Machine], Sequence[str]]
+    log: Callable[[Machine], Sequence[str]]
 
 
 @dataclass(frozen=True)

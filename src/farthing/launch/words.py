@@ -21,9 +21,9 @@ from pathlib import Path, PurePosixPath
 
 from farthing.durability.accounts import Account, accounts_of, read_ledger
 from farthing.durability.commits import list_commits
-from farthing.durability.files import Damaged, Json, parse_json, seal, unseal
+from farthing.durability.files import Damaged, Json, seal, unseal
 from farthing.durability.lease import newest_words
-from farthing.durability.object_store import NoSuchObject, Store, StoreFault
+from farthing.durability.object_store import NoSuchObject, Store, StoreFault, get_json
 from farthing.durability.run_folder import LEDGER
 from farthing.errors import UserMistake
 from farthing.launch.driver import Unclear
@@ -63,7 +63,7 @@ class StoreWords:
         place = f"launch/{name}"
         with self._store() as store:
             there = store.list(f"{place}/")
-            left = _get(store, f"{place}/{LEFT}") if f"{place}/{LEFT}" in there else {}
+            left = get_json(store, f"{place}/{LEFT}") if f"{place}/{LEFT}" in there else {}
         log, code = there.get(f"{place}/{LOG}"), left.get("code")
         return Word(
             has_booted=f"{place}/{BOOTED}" in there,
@@ -132,15 +132,6 @@ class StoreWords:
                         to_do="look at the provider's bill for that machine, then remove the object",
                     ) from error  # fmt: skip
         return found
-
-
-def _get(store: Store, key: str) -> Json:
-    """A small object; empty where there is none, or none that is understood."""
-    with contextlib.suppress(NoSuchObject, ValueError):
-        value = parse_json(store.get(key))
-        if isinstance(value, dict):
-            return value
-    return {}
 
 
 class Speaker:

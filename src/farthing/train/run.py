@@ -20,7 +20,7 @@ import transformers
 from farthing.config.job import Job
 from farthing.data.token_set import notes_of
 from farthing.device_memory import is_out_of_memory, is_out_of_resources
-from farthing.durability.cloud_preemption import Sign, Watch, services_for
+from farthing.durability.cloud_preemption import Watch, services_for
 from farthing.durability.exported import damage_of
 from farthing.durability.files import Json, only_writer, set_aside, write_json
 from farthing.durability.ledger import Ledger, Meter, seconds_since_process_start
@@ -110,7 +110,10 @@ from farthing.train.summary import emit_summary
 from farthing.train.trackers import tracked
 from farthing.units import say_seconds
 
-DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES)
+DISK_TROUBLE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES),
+    *(errno.ESTALE, errno.ENOTCONN),  # a file server has forgotten us, the program behind a mount has died
+)
 
 
 @dataclass
@@ -145,11 +148,12 @@ def train(job: Job, emit: Emit, *, allow_restart: bool = False, begun: Opened | 
         stack.enter_context(watched(job, notice))
         emit = stack.enter_context(tracked(emit, job.train.report_to, folder))
         warn = partial(_warn, emit)
-        mend(folder, warn)
         replica = open_mirror(job.output_store, folder, job.train.save_total_limit, warn)
         context = Context(folder, "", meter, ledger, notice, emit, ranks, replica)
-        if replica is not None:
-            _bring_back(job, context, allow_restart)
+        with errors_in_words(folder):
+            mend(folder, warn)
+            if replica is not None:
+                _bring_back(job, context, allow_restart)
         if damage := begun.damage_in_words():
             warn(damage)
         state = "failed"
@@ -427,11 +431,7 @@ def end_mirror(mirror: Mirror | None, meter: Meter, ledger: Ledger, notice: Noti
 @contextlib.contextmanager
 def watched(job: Job, notice: Notice) -> Iterator[None]:
     """Within the block the cloud's metadata service is asked for notices, where the job or the machine gives reason to."""
-
-    def hears(cloud: str, sign: Sign) -> None:
-        notice.say(sign.what, cloud, sign.leaves_at, is_certain=sign.is_certain)
-
-    watch = Watch(services_for(job.where.notices, is_spot=job.where.spot), hears, notice.warnings.append)
+    watch = Watch(services_for(job.where.notices, is_spot=job.where.spot), notice)
     watch.start()
     try:
         yield

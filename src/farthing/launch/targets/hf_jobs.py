@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 from farthing.launch.ask import SCRIPT, Ask, script_of
-from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen, job_seen
-from farthing.launch.target import Files, Target
+from farthing.launch.target import Commands, Files, Target
 
 CALL = "run_job.json"
 _OVER = {"COMPLETED": 0, "CANCELED": None, "ERROR": None, "DELETED": None}

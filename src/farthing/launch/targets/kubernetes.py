@@ -11,9 +11,8 @@ import yaml
 
 from farthing.durability.files import Json
 from farthing.launch.ask import GRACE_S, SCRIPT, Ask, script_of
-from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen, job_seen
-from farthing.launch.target import Files, Target
+from farthing.launch.target import Commands, Files, Target
 
 MANIFEST = "job.k8s.yaml"
 SECRET = "farthing"

@@ -10,9 +10,8 @@ import yaml
 
 from farthing.durability.files import Json
 from farthing.launch.ask import SCRIPT, Ask, script_of
-from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen, job_seen
-from farthing.launch.target import Files, Target
+from farthing.launch.target import Commands, Files, Target
 
 TASK, CONFIG = "task.sky.yaml", "config.sky.yaml"
 INFRA = {"AWS": "aws", "GCP": "gcp", "Azure": "azure", "Lambda": "lambda", "RunPod": "runpod", "Vast.ai": "vast",
@@ -20,15 +19,8 @@ INFRA = {"AWS": "aws", "GCP": "gcp", "Azure": "azure", "Lambda": "lambda", "RunP
          "Prime Intellect": "primeintellect"}  # fmt: skip
 """Its names of the providers that the price table has."""
 STRANGERS = ("runpod", "vast")
-_OVER = [
-    "SUCCEEDED",
-    "CANCELLED",
-    "FAILED",
-    "FAILED_SETUP",
-    "FAILED_PRECHECKS",
-    "FAILED_NO_RESOURCE",
-    "FAILED_CONTROLLER",
-]
+_OVER = ["SUCCEEDED", "CANCELLED",
+         *(f"FAILED{why}" for why in ("", "_SETUP", "_PRECHECKS", "_NO_RESOURCE", "_CONTROLLER"))]  # fmt: skip
 
 
 def render(ask: Ask) -> Files:

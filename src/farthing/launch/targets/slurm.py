@@ -7,9 +7,8 @@ from pathlib import Path
 
 from farthing.durability.machines import Machine
 from farthing.launch.ask import GRACE_S, Ask, script_of
-from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen, job_seen
-from farthing.launch.target import Files, Target
+from farthing.launch.target import Commands, Files, Target
 
 BATCH = "run.sbatch"
 _OVER = ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"]

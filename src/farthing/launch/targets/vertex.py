@@ -8,9 +8,8 @@ from pathlib import Path
 
 from farthing.durability.files import Json
 from farthing.launch.ask import SCRIPT, Ask, script_of
-from farthing.launch.commands import Commands
 from farthing.launch.driver import Seen, job_seen
-from farthing.launch.target import Files, Target
+from farthing.launch.target import Commands, Files, Target
 
 DOCUMENT = "custom_job.json"
 _OVER = ("JOB_STATE_SUCCEEDED", "JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_EXPIRED")

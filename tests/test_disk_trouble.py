@@ -1,0 +1,257 @@
+"""Disks and file systems that fail in ways of their own: what was saved is found, and what is wrong is said in words."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import farthing.train.run as run_module
+import survive
+from farthing.cli import main
+from farthing.config.load import load_job
+from farthing.durability import checkpoint as checkpoint_module
+from farthing.durability import files, replica
+from farthing.durability.accounts import read_ledger
+from farthing.durability.checkpoint import Checkpoints
+from farthing.durability.files import install_folder, only_writer
+from farthing.durability.ledger import Ledger
+from farthing.durability.object_store import LocalStore
+from farthing.errors import EXIT_MISTAKE, RunBusy, UserMistake
+from farthing.events import StepTaken
+from farthing.train.run import train
+from mirrored import folder_of_run, mirror_of, step_done
+from test_checkpoint import checkpoints as checkpoints
+from test_checkpoint import newest, restored, save
+from test_checkpoint import said as said
+from test_meter import Clock, attempt
+from test_survive import job_in, quiet
+
+
+def failing(number: int) -> Any:
+    """A call that the operating system refuses."""
+
+    def call(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+# ---- the folder itself ----
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system that takes no writes."""
+    folder = tmp_path / "read only"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "none", str(folder)]
+    if os.getuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("only root can mount a file system, and not everywhere")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def test_a_run_folder_that_is_there_and_takes_no_writes_is_refused_in_words(
+    read_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_in(tmp_path, "run", max_steps=6)
+    assert main(["train", str(tmp_path / "run.yaml"), "--set", f"output_dir={read_only}"]) == EXIT_MISTAKE
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "the run folder can't be written: Read-only file system" in said
+    assert "choose another output_dir" in said
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named_and_not_taken_for_another_process(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", failing(number))
+    with pytest.raises(UserMistake, match="can't lock files") as error, only_writer(tmp_path):
+        pass
+    assert not isinstance(error.value, RunBusy)
+    assert "local disk" in error.value.to_do
+
+
+def test_another_process_in_the_folder_is_said_with_its_number(tmp_path: Path) -> None:
+    with only_writer(tmp_path), pytest.raises(RunBusy, match=f"pid {os.getpid()}"), only_writer(tmp_path):
+        pass
+
+
+def test_a_disk_that_fails_while_a_run_is_brought_back_is_said_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_in(tmp_path, "run", max_steps=6)
+    monkeypatch.setattr(replica.Mirror, "bring_back", failing(errno.EIO))
+    words = ["train", str(tmp_path / "run.yaml"), "--set", f"output_store={tmp_path}/store"]
+    assert main(words) == EXIT_MISTAKE
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "the disk fails: Input/output error" in said
+
+
+# ---- what kills leave behind ----
+
+
+def test_a_kill_within_the_export_leaves_no_second_model_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed as the model is about to be put in place, and again between the two renames that replace it."""
+
+    class Killed(BaseException):
+        pass
+
+    def dies(*_: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)  # a process that is dead removes nothing
+    job = job_in(tmp_path, "run", max_steps=6)
+    for name in ("fsync_path", "rename"):
+        with monkeypatch.context() as patch:
+            real = os.rename
+
+            def rename(source: Any, target: Any, real: Any = real) -> None:
+                if ".draft-" in str(source) and Path(target).name == "model":
+                    raise Killed
+                real(source, target)
+
+            if name == "rename":
+                patch.setattr(files.os, "rename", rename)
+            else:
+                patch.setattr("farthing.export.folders.seal_export", dies)
+            with pytest.raises(Killed):
+                train(job, quiet)
+        assert list((tmp_path / "run").glob("model.draft-*"))
+    monkeypatch.undo()
+    assert train(job, quiet).exit_code == 0
+    left = sorted(path.name for path in (tmp_path / "run").iterdir() if ".draft-" in path.name)
+    assert left == []
+    assert (tmp_path / "run" / "model" / "manifest.json").exists()
+
+
+def test_an_exported_folder_is_on_the_disk_with_its_entries_before_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forced: list[Path] = []
+    monkeypatch.setattr(files, "fsync_path", forced.append)
+    install_folder(tmp_path / "model", lambda draft: (draft / "weights").write_text("w") and None)
+    *inside, parent = forced
+    assert parent == tmp_path
+    assert {path.name.partition(".draft-")[0] for path in inside} == {"model", "weights"}
+
+
+# ---- checkpoints ----
+
+
+def test_a_checkpoint_that_the_disk_no_longer_gives_is_passed_over(
+    checkpoints: Checkpoints, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bad sector under the newest one: the one before is whole."""
+    for step in (1, 2):
+        save(checkpoints, step)
+    bad, real = newest(checkpoints.folder), files.sha256_of
+
+    def read(path: Path, *more: Any) -> str:
+        if path.parent == bad and path.suffix == ".safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *more)
+
+    monkeypatch.setattr(files, "sha256_of", read)
+    assert restored(checkpoints.folder, said) == 1
+    assert "can't be read: Input/output error" in said[0]
+    assert (checkpoints.folder / f"{bad.name}.bad-1").is_dir()
+
+
+def test_old_checkpoints_that_can_not_be_removed_end_no_run(
+    checkpoints: Checkpoints, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_module, "discard", failing(errno.EPERM))
+        for step in range(1, 8):
+            save(checkpoints, step)
+    assert checkpoints.steps() == [7, 6, 5, 4, 3, 2, 1]
+    assert len(said) == 4
+    assert all("older checkpoint could not be removed" in text for text in said)
+    save(checkpoints, 8)
+    assert checkpoints.steps() == [8, 7, 6], "once it can be, it is"
+
+
+# ---- the store's outbox ----
+
+
+def test_what_could_not_be_set_aside_for_the_store_holds_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk the small files can't be copied: links of the checkpoint left behind would keep its room for good."""
+    run, warned = folder_of_run(tmp_path / "run"), list[str]()
+    mirror = mirror_of(LocalStore(tmp_path / "store"), run, warned)
+    done = step_done(run, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", failing(errno.ENOSPC))
+        mirror.offer(1, [done])
+    assert list((run / "outbox").iterdir()) == []
+    assert (done / "model.safetensors").stat().st_nlink == 1
+    mirror.check()
+    assert "could not be set aside" in warned[0]
+    mirror.offer(1, [done])
+    assert (done / "model.safetensors").stat().st_nlink == 2
+
+
+# ---- the bill ----
+
+
+def test_a_line_that_was_written_in_part_is_written_again_in_the_same_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the two places of a running attempt one is whole at any time, however often the disk takes half of a line."""
+    path, clock = tmp_path / "ledger.jsonl", Clock()
+    ledger: Ledger = attempt(path, clock, 3.6, 0, 4)
+    known_s = read_ledger(path).ordered[-1].wall_s
+    real = os.pwrite
+
+    def half(file: int, data: bytes, at: int) -> int:
+        return real(file, data[:100], at)
+
+    monkeypatch.setattr(os, "pwrite", half)
+    for _ in range(4):
+        clock.now += 2
+        with pytest.raises(OSError, match="No space left"):
+            ledger.write()
+        found = read_ledger(path)
+        assert found.ordered[-1].wall_s == pytest.approx(known_s)
+        assert found.n_broken == 0, "a torn line of a running attempt is no damage"
+    monkeypatch.undo()
+    ledger.write()
+    assert read_ledger(path).ordered[-1].wall_s == pytest.approx(known_s + 8)
+
+
+def test_a_file_server_that_forgets_us_in_the_middle_of_a_run_is_said_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_in(tmp_path, "run", max_steps=6)
+    real = run_module.train
+
+    def forgotten(job: Any, emit: Any, **more: Any) -> Any:
+        def tell(event: Any) -> None:
+            emit(event)
+            if isinstance(event, StepTaken) and event.step == 3:
+                monkeypatch.setattr("farthing.durability.summed_lines.SummedLines.append", failing(errno.ESTALE))
+
+        return real(job, tell, **more)
+
+    monkeypatch.setattr(run_module, "train", forgotten)
+    assert main(["train", str(tmp_path / "run.yaml")]) == EXIT_MISTAKE
+    said = capsys.readouterr().err
+    assert "Stale file handle" in said
+    assert "Traceback" not in said
+    monkeypatch.undo()
+    assert train(load_job(tmp_path / "run.yaml"), quiet).exit_code == 0
+    assert survive.result_of(tmp_path / "run")

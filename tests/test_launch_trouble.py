@@ -1,0 +1,332 @@
+"""What may befall whoever watches a launch: sleep, a clock that is set, a full disk, damaged notes, answers of another form."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_clouds import World
+from farthing.durability.machines import MACHINES, Machine, MachineLedger
+from farthing.durability.object_store import LocalStore
+from farthing.durability.summed_lines import SummedLines
+from farthing.errors import EXIT_FINISHED, EXIT_INTERRUPTED, NoSpace, UserMistake
+from farthing.launch import aboard as aboard_module
+from farthing.launch.aboard import Aboard
+from farthing.launch.ask import Ask
+from farthing.launch.clients import Lambda, RunPod, Vast
+from farthing.launch.driver import Driver, Seen, Unclear
+from farthing.launch.http import Api
+from farthing.launch.prepare import S3_KEYS
+from farthing.launch.session import Session
+from farthing.launch.supervise import Launch
+from farthing.launch.words import StoreWords, Word
+from launch_faults import Fate, Killed, prepared_for, supervise
+from test_launch_hosts import ask_for, machine_of, until
+from test_launch_hosts import host as host
+
+ALIVE = Fate(None, is_before=False)
+
+
+# ---- time ----
+
+
+def test_a_watcher_that_was_asleep_does_not_take_its_own_silence_for_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lid is closed for an hour while a machine trains; the network comes back a minute after the lid was opened."""
+    world, asleep_s = World("runpod", n_steps=600), 0.0
+    real, send = World.sleep, World.send
+    slept: list[float] = []
+
+    def sleep(self: World, seconds: float) -> None:
+        nonlocal asleep_s
+        real(self, seconds)
+        if world.saved > 24 and not slept:
+            slept.append(world.now)
+            real(self, 3600.0)
+            asleep_s += 3600.0
+            slept.append(world.now)
+
+    def send_where_there_is_a_network(self: World, *words: Any) -> Any:
+        if slept and world.now < slept[1] + 60:
+            raise OSError("no network yet")
+        return send(self, *words)
+
+    monkeypatch.setattr(World, "sleep", sleep)
+    monkeypatch.setattr(World, "send", send_where_there_is_a_network)
+    made = Launch.__init__
+
+    def init(self: Launch, *args: Any, **more: Any) -> None:
+        made(self, *args, **more)
+        self.awake = lambda: world.now - asleep_s
+
+    monkeypatch.setattr(Launch, "__init__", init)
+    run = tmp_path / "run"
+    assert supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE) == EXIT_FINISHED
+    assert len(slept) == 2
+    assert len(world.machines) == 1, "it was at work all the while"
+
+
+def test_a_clock_that_is_set_ends_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(prepared_for("runpod", tmp_path / "run", 4.0, 0.4), lambda text: None)
+    before = session.clock()
+    real = time.time()
+    for jump in (2 * 86400.0, -2 * 86400.0):
+        monkeypatch.setattr(time, "time", lambda jump=jump: real + jump)
+        assert abs(session.clock() - before) < 60
+    monkeypatch.setenv("RUNPOD_API_KEY", "key")
+    assert session._launch(session.driver(), None).awake is time.monotonic
+
+
+# ---- a disk without room ----
+
+
+def test_a_machine_is_watched_and_given_back_though_nothing_can_be_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, run, said = World("runpod", n_steps=60), tmp_path / "run", list[str]()
+    real = SummedLines.append
+
+    def append(lines: SummedLines, row: Any) -> None:
+        if row["event"] != "asked":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(lines, row)
+
+    monkeypatch.setattr(SummedLines, "append", append)
+    assert supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE, say=said.append) == EXIT_FINISHED
+    assert (world.n_alive, len(world.machines), world.saved) == (0, 1, 60)
+    assert sum("No space left" in text for text in said) == 1
+    events = [row["event"] for row in world.lines[world.machines[0].name]]
+    assert events == ["asked", "created", "booted", "left", "gone"], "the store knows it"
+
+
+def test_nothing_is_rented_that_can_not_be_written_down_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, run = World("runpod"), tmp_path / "run"
+    monkeypatch.setattr(SummedLines, "append", lambda lines, row: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(OSError, match="No space left"):
+        supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE)
+    assert world.machines == []
+    session = Session(prepared_for("runpod", run, 4.0, 0.4), lambda text: None)
+    monkeypatch.setattr(
+        Session, "driver", lambda self: RunPod(Api("https://x", {}, send=world.send, sleep=world.sleep))
+    )
+    monkeypatch.setattr(Session, "_opened", LocalStore(tmp_path / "store"))
+    monkeypatch.setattr("farthing.launch.session.open_store", lambda place: LocalStore(Path(tmp_path / "lease")))
+    with pytest.raises(NoSpace, match="the run folder can't be written: No space left"):
+        session.run(is_attended=False, tokenize=list)
+    assert world.machines == []
+
+
+def test_a_machine_without_room_for_the_inputs_says_so_and_another_one_may_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(aboard_module, "fetch_inputs", full)
+    facts = {"name": "farthing-1-1", "store": str(tmp_path / "store"), "inputs": "x", "boot_limit_s": 600.0}
+    assert Aboard(Path("job.yaml"), facts).run() == EXIT_INTERRUPTED
+    word = StoreWords(lambda: LocalStore(tmp_path / "store")).of("farthing-1-1")
+    assert (word.code, "No space left" in word.why) == (EXIT_INTERRUPTED, True)
+
+
+# ---- two at once ----
+
+
+class Hosts(Driver):
+    """Two hosts. The first answers nobody from some moment on, trains for a while longer, and so the second is refused."""
+
+    may_overlap, late_s = True, 0.0
+
+    def __init__(self, world: World) -> None:
+        self.world, self.made, self.gone = world, dict[str, float](), set[str]()
+
+    def create(self, ask: Ask, asked_at: float) -> str:
+        """A machine."""
+        self.made[ask.name] = self.world.now
+        return ask.name
+
+    @property
+    def holds_s(self) -> float:
+        """For how long the first one has trained, or still does."""
+        return self.world.now - self.made["farthing-1-1"]
+
+    def look(self, machine: Machine) -> Seen | None:
+        """The first one is not reached."""
+        if machine.number == 1 and self.holds_s > 100:
+            raise Unclear("no route to host")
+        return None if machine.name in self.gone else Seen(machine.name, machine.id)
+
+    def names(self, prefix: str) -> dict[str, str]:
+        """None is known by name alone."""
+        return {}
+
+    def destroy(self, machine: Machine) -> None:
+        """See `look`."""
+        if self.look(machine) is not None:
+            self.gone.add(machine.name)
+
+
+def test_a_machine_that_is_refused_as_a_lost_one_still_trains_ends_no_launch(tmp_path: Path) -> None:
+    world = World("runpod")
+    driver = Hosts(world)
+
+    def word_of(name: str) -> Word:
+        if name == "farthing-1-1":
+            world.saved = int(min(driver.holds_s, 1000.0))
+            return Word(has_booted=True, beat=f"{world.now}")
+        is_held = driver.made[name] - driver.made["farthing-1-1"] < 1000.0
+        world.saved = int(min(driver.holds_s, 1000.0)) if is_held else 2000
+        return Word(has_booted=True, code=2 if is_held else 0, why="host is training this run" if is_held else "")
+
+    world.of = word_of  # type: ignore[method-assign]
+    prepared = prepared_for("runpod", tmp_path / "run", 400.0, 0.4)
+
+    def make_ask(number: int, offer: Any, accounts: Any) -> Ask:
+        return replace(prepared.ask(number, offer, ledger, accounts, world.now), name=f"farthing-1-{number}")
+
+    ledger = MachineLedger(tmp_path / "run")
+    launch = Launch(ledger, driver, prepared.offers, make_ask, world, say=print, clock=world.clock, sleep=world.sleep)  # type: ignore[arg-type]
+    assert launch.run("farthing-1") == EXIT_FINISHED
+    assert 2 < len(driver.made) < 30
+    assert [machine.name for machine in ledger.open] == ["farthing-1-1"], "said, and counted until it is confirmed"
+
+
+# ---- what is known of machines is damaged ----
+
+
+def damage(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def lost_after(world: World, run: Path, n_calls: int) -> None:
+    """Rent a machine and die."""
+    with pytest.raises(Killed):
+        supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, Fate(n_calls, is_before=False))
+    assert world.n_alive == 1
+
+
+def test_the_price_of_a_machine_that_is_damaged_here_comes_back_from_the_store(tmp_path: Path) -> None:
+    world, run = World("runpod", n_steps=120), tmp_path / "run"
+    lost_after(world, run, 25)
+    damage(run / MACHINES, '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
+    assert supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE) == EXIT_FINISHED
+    ledger = MachineLedger(run)
+    assert list(ledger.machines) == [machine.name for machine in world.machines]
+    assert ledger.usd(world.now) == pytest.approx(world.usd, abs=0.03)
+
+
+def test_without_any_line_of_its_price_nothing_more_is_rented_and_stop_still_works(tmp_path: Path) -> None:
+    world, run = World("runpod", n_steps=10**6), tmp_path / "run"
+    lost_after(world, run, 25)
+    damage(run / MACHINES, '"usd_per_hour": 0.4', '"usd_per_hour": 0.1')
+    world.lines.clear()
+    with pytest.raises(UserMistake, match="the cap can't be held"):
+        supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE)
+    assert len(world.machines) == 1
+    supervise(world, prepared_for("runpod", run, 4.0, 0.4), run, ALIVE, stop=True)
+    assert world.n_alive == 0
+
+
+def test_stop_ends_every_machine_though_what_the_store_knows_of_them_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, run, said = World("runpod", n_steps=10**6), tmp_path / "run", list[str]()
+    lost_after(world, run, 25)
+
+    def kept(self: World) -> Any:
+        raise UserMistake("what is known of a machine is damaged", where="store", to_do="look at the bill")
+
+    monkeypatch.setattr(World, "kept", kept)
+    supervise(world, prepared_for("runpod", run, 4.0, 0.4), tmp_path / "elsewhere", ALIVE, stop=True, say=said.append)
+    assert world.n_alive == 0
+    assert "damaged" in said[0]
+
+
+# ---- answers of no known form ----
+
+
+@pytest.mark.parametrize("client", [RunPod, Vast, Lambda])
+@pytest.mark.parametrize(
+    "answer",
+    ['{"pods": 3, "instances": [{}], "data": "x"}', '{"pods": [1], "instances": 7, "data": {"x": 1}}', '"busy"'],
+)  # fmt: skip
+def test_a_list_that_is_none_is_no_answer(client: Any, answer: str) -> None:
+    driver = client(Api("https://x", {}, send=lambda *_: (200, answer.encode()), sleep=lambda s: None))
+    with pytest.raises(Unclear):
+        driver.names("farthing-1")
+
+
+@pytest.mark.parametrize("provider", ["runpod", "vast"])
+def test_a_creation_answered_with_something_else_is_looked_for_by_name(
+    provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in S3_KEYS:
+        monkeypatch.setenv(name, "no key")
+    world, run = World(provider, n_steps=60), tmp_path / "run"
+    real = world._create
+
+    def made_and_garbled(*args: Any) -> Any:
+        status, value = real(*args)
+        return (status, [json.dumps(value)]) if world.n_created == 1 else (status, value)
+
+    world._create = made_and_garbled  # type: ignore[method-assign]
+    assert supervise(world, prepared_for(provider, run, 4.0, 0.4), run, ALIVE) == EXIT_FINISHED
+    assert (world.n_alive, len(world.machines), world.n_double) == (0, 1, 0)
+
+
+# ---- hosts ----
+
+
+def test_a_number_that_another_process_has_got_since_is_not_ours(host: Any, tmp_path: Path) -> None:
+    """After a loss without a word the number of our process went to somebody else's session: it is neither ours nor ended."""
+    ask = ask_for("forever")
+    host.create(ask, 1.0)
+    home = tmp_path / "home" / ask.name
+    pid = int((home / "pid").read_text())
+    subprocess.run(["pkill", "-KILL", "-s", str(pid)], check=True)
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        (home / "pid").write_text(f"{other.pid}\n")  # as if the number had come round
+        seen = host.look(machine_of(ask))
+        assert (seen.is_over, seen.is_paid) == (True, False)
+        assert host.names("farthing-12345678") == {}
+        (home / "asked").write_text("1\n")  # long ago: what answers no polite signal is killed
+        host.destroy(machine_of(ask))
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.5)
+        other.kill()
+
+
+def test_what_was_begun_is_known_though_the_connection_was_cut_in_that_moment(
+    host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tell = host.tell
+
+    def cut(where: str, script: str) -> str:
+        lines = script.splitlines(keepends=True)
+        begun = next(n for n, line in enumerate(lines) if line.startswith("setsid"))
+        end = next(n for n in range(begun, len(lines)) if lines[n].rstrip().endswith("&"))
+        tell(where, "".join(lines[: end + 1]))
+        raise Unclear("cut off")
+
+    ask = ask_for("forever")
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "tell", cut)
+        with pytest.raises(Unclear):
+            host.create(ask, 1.0)
+    seen = until(lambda: host.look(machine_of(ask)))
+    assert not seen.is_over
+    host.destroy(machine_of(ask))
+    until(lambda: host.look(machine_of(ask)).is_over)
