@@ -384,8 +384,10 @@ class Steps:
     def table_of(self, examples: NDArray[np.int64], micro_batch_tokens: int) -> Table:
         """The micro-batches of a step's examples, whichever rank computes them."""
 
+        evenly = bool(self.settings.lanes_even)
+
         def costs(some: NDArray[np.int64]) -> NDArray[np.int64]:
-            return self.forward.costs(self.tokens, some)
+            return self.forward.costs(self.tokens, some, both_passes=evenly)
 
         return rows_of(
             examples,
@@ -395,6 +397,7 @@ class Steps:
             split=lambda some, most: self.forward.split(self.tokens, some, most),
             squares_at=self.forward.squares_at,
             costs=costs if self.settings.lane_by_lane and self.forward.mixes_freely else None,
+            evenly=evenly,
         )
 
     # ---- memory that runs out ----
