@@ -502,6 +502,11 @@ ENDS: list[tuple[list[list[str]], int, int]] = [
     ([["sys.exit(1)", "sys.exit(1)"]], 1, 0),
     ([[KILLED, KILLED]], -9, 0),
     ([["sys.exit(76)", "sys.exit(76)"]] * 3, 75, 2),
+    (
+        [["sys.exit(0)", "time.sleep(8)"], ["sys.exit(0)"]],
+        0,
+        1,
+    ),  # the first ends last: who is there yet does not answer
 ]
 
 
@@ -519,6 +524,30 @@ def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(mon
         assert attempt.wait() == code, attempts
         assert (len(said), len(started)) == (n_said, sum(len(each) for each in attempts)), (attempts, said)
         assert all(each.poll() is not None for each in attempt._group.children), "no process is left"
+
+
+@pytest.mark.parametrize(("index", "took_s", "code"), [(1, 0.2, 76), (1, 0.0, None), (0, 0.2, None)])
+def test_who_is_done_and_waits_for_a_first_rank_that_hangs_says_so(
+    index: int, took_s: float, code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in its export, the first rank was killed a minute after the others had given it up, and not at once. One that
+    is gone at the same moment is no loss."""
+    ranks = Ranks()
+    ranks.index, ranks.n, ranks.is_first, ranks.patience_s = index, 2, index == 0, 0.2
+    ranks.seat, ranks._word, ranks._of_beats = replace(ranks.seat, index=index, n=2, by="farthing"), 1000, None
+
+    def all_reduce(*_: Any, **__: Any) -> None:
+        time.sleep(took_s)
+        raise RuntimeError("no answer")
+
+    def leave(code: int) -> None:
+        raise KeyError(code)
+
+    monkeypatch.setattr("farthing.train.ranks.dist.all_reduce", all_reduce)
+    monkeypatch.setattr("farthing.train.ranks.os._exit", leave)
+    with pytest.raises(SystemExit if code is None else KeyError) as ended:
+        ranks._beat()
+    assert code is None or ended.value.args == (code,)
 
 
 def test_a_wish_to_leave_reaches_all_and_nothing_is_begun_again() -> None:
