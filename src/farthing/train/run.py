@@ -98,10 +98,10 @@ from farthing.train.saver import restore
 from farthing.train.settled import first_settings, keep_settings
 from farthing.train.setup import (
     Inputs,
-    Meanwhile,
     build_model,
     check_extras,
     examples_sha256,
+    meanwhile,
     open_examples,
     open_inputs,
 )
@@ -457,7 +457,7 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, has_be
     with contextlib.ExitStack() as stack:
         loading = None
         if task_of(job.task).labels is None:  # else the head waits for them; the model is read meanwhile
-            loading = stack.enter_context(Meanwhile(lambda: build(())))
+            loading = stack.enter_context(meanwhile(lambda: build(())))
         if not ranks.is_first:  # it has tokenized, and estimated, for all
             follow(context)
         examples, held_out = open_examples(job, inputs, emit, lambda: bool(notice) or ranks.others_ask_to_leave)
