@@ -26,7 +26,7 @@ from farthing.data.batches import Batches
 from farthing.data.loader import Feed, MicroBatch, micro_batches
 from farthing.data.row_table import Table, rows_of
 from farthing.data.token_set import TokenSet
-from farthing.device_memory import is_out_of_memory
+from farthing.device_memory import first_line, is_out_of_memory
 from farthing.durability.ledger import Meter
 from farthing.errors import Interrupted
 from farthing.model.activation_checkpointing import checkpoint_layers
@@ -188,7 +188,7 @@ class Steps:
                 frees = not has_freed and self._n_freed < MOST_FREED
                 if not frees and not self._can_make_room(step):
                     raise
-                why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                why = first_line(error)
             # out here, where the error no longer holds on to what had filled the memory
             if frees:
                 has_freed = True
