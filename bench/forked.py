@@ -82,6 +82,14 @@ def start_of(folder: Path, before: Callable[..., None] = nothing, *given: Any) -
     return start
 
 
+def run_alone(folder: Path, before: Callable[..., None] = nothing, *given: Any) -> int:
+    """Run the job in `folder` as one process that nobody has given a seat among others; its exit code."""
+    words, environ = ["train", str(folder / "job.yaml")], {"LOG": str(folder / "out.txt")}
+    alone = Forked(words, environ, before, *((*given, 0, 1) if before is not nothing else ()))
+    alone._process.join()
+    return int(alone._process.exitcode or 0)
+
+
 def make_job(folder: Path, base: Path, seed: int = 0, **keys: Any) -> Path:
     """A job of a small model in a folder of its own; the model folder `base` is made if need be."""
     rows = demo_rows(60, seed)

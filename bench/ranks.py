@@ -28,7 +28,7 @@ from typing import Any
 
 from farthing.durability.group import Elastic
 from farthing.tiny import demo_rows, write_jsonl
-from forked import make_job, sha256_of, start_of
+from forked import make_job, run_alone, sha256_of, start_of
 from small_models import make_model_folder
 
 TASKS = {"llama": "causal-lm", "t5": "seq2seq", "bert": "classification"}
@@ -255,7 +255,8 @@ def clock(folder: str, rank: int, attempt: int) -> None:
 
 def pace(folder: Path, n_steps: int) -> dict[str, Any]:
     """LoRA on chats: `n_steps` steps of one process with a core, as a job without `where.gpus` takes them, and of two with one
-    each. Seconds of the steps by the clock and by processors, the start, and how unlike the ranks' loads were."""
+    each; of one with the lanes of several, and of two that are equal to rounding. Seconds of the steps by the clock and by
+    processors, the start, and how unlike the ranks' loads were."""
     import transformers
 
     from peers.workloads import SCALES, WORKLOADS, drawn_rows, word_tokenizer
@@ -267,29 +268,38 @@ def pace(folder: Path, n_steps: int) -> dict[str, Any]:
         max_position_embeddings=chats.max_length + 8, tie_word_embeddings=True, vocab_size=n_words,
     ).save_pretrained(base)  # fmt: skip
     rows, found = drawn_rows(chats, n_words, 8 * n_steps, 1), {}
-    for name, n, where in (("one", 1, None), ("lanes", 1, 1), ("two", 2, 2)):
+    ways: tuple[tuple[str, int, dict[str, Any]], ...] = (
+        ("one", 1, {}), ("lanes", 1, {"gpus": 1}), ("two", 2, {"gpus": 2}),
+        ("two_to_rounding", 2, {"gpus": 2, "same_bits": False}),
+    )  # fmt: skip
+    for name, n, where in ways:
         place = folder / name
         make_job(
-            place, base, where={"gpus": where}, data={"eval": None, "max_length": chats.max_length},
+            place, base, where={"gpus": None, **where}, data={"eval": None, "max_length": chats.max_length},
             method={"name": "lora", "lora_r": 16, "lora_dropout": 0.0},
             train={"max_steps": n_steps, "global_batch_size": 8, "learning_rate": 1e-4, "micro_batch_tokens": None,
                    "eval_strategy": "no", "eval_steps": None, "save_steps": 10000, "probe": False},
         )  # fmt: skip
         write_jsonl(place / "data.jsonl", rows)
         began = time.monotonic()
-        assert Elastic(n, start_of(place, clock, str(place)), lambda text: None).wait() == 0, (
-            place / "out.txt"
-        ).read_text()[-2000:]
+        if not where:
+            code = run_alone(place, clock, str(place))
+        else:
+            code = Elastic(n, start_of(place, clock, str(place)), lambda text: None).wait()
+        assert code == 0, (place / "out.txt").read_text()[-2000:]
         clocks = [json.loads((place / f"clock-{rank}.json").read_text()) for rank in range(n)]
         found[name] = {
             "wall_s": round(time.monotonic() - began, 2), "start_s": [round(each.pop("began") - began, 2) for each in clocks],
             "steps_s": round(max(each["steps_s"] for each in clocks), 2), "ranks": clocks,
         }  # fmt: skip
     one, two = found["one"], found["two"]
+    steps_s = {name: each["steps_s"] for name, each in found.items()}
     compute_s = [each["spans_s"]["compute"] for each in two["ranks"]]
     return {
-        "steps": {name: each["steps_s"] for name, each in found.items()},
-        "times_faster": round(one["steps_s"] / two["steps_s"], 3),
+        "steps": steps_s,
+        "times_faster": round(steps_s["one"] / steps_s["two"], 3),
+        "times_faster_than_its_lanes": round(steps_s["lanes"] / steps_s["two"], 3),
+        "times_faster_to_rounding": round(steps_s["one"] / steps_s["two_to_rounding"], 3),
         "times_faster_by_cpu": round(one["ranks"][0]["steps_cpu_s"] / max(each["steps_cpu_s"] for each in two["ranks"]), 3),
         "busiest_over_mean": round(max(compute_s) / (sum(compute_s) / len(compute_s)), 3),
         "times_faster_with_start": round(one["wall_s"] / two["wall_s"], 3),

@@ -21,7 +21,7 @@ from farthing.report.receipt_table import draw_diagnosis
 from farthing.report.receipt_types import Diagnosis, Finding, Receipt, Span
 from farthing.report.timeline import OF_SPAN, grouped, seconds_of
 from farthing.train import fixed_share
-from farthing.train.work import Work
+from farthing.train.throughput import facts_of_lengths
 from workshop import job_file, make_job, train
 
 SPARE = {"n_steps": 100, "free_bytes": 16 << 30, "need_bytes": 1 << 30}
@@ -259,7 +259,7 @@ def test_memory_that_is_short_for_the_measurement_is_no_fault(tmp_path: Path, mo
 def test_lengths_of_nothing_are_no_error() -> None:
     import numpy as np
 
-    assert "longest" not in Work(np.empty(0, np.int64), {}).facts()
+    assert "longest" not in facts_of_lengths(np.empty(0, np.int64))
 
 
 def test_every_span_of_the_bill_belongs_to_a_group_and_to_a_part_of_the_estimate() -> None:

@@ -53,7 +53,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(
     most_waiting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_over = threading.Event()
-    monkeypatch.setattr(track.TensorBoard, "__call__", lambda *event: is_over.wait(600))
+    monkeypatch.setitem(track._OPEN, "tensorboard", lambda run: (lambda *told: is_over.wait(600), lambda: None))
     monkeypatch.setattr(track, "MOST_WAITING", most_waiting)
     monkeypatch.setattr(track, "PATIENCE_S", 0.2)
     heard = workshop.Heard()

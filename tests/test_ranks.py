@@ -21,6 +21,7 @@ import torch
 
 import farthing.train.run
 import farthing.train.sending
+from farthing.cli.command import main
 from farthing.config.job import Job
 from farthing.data.packing import split_by_tokens, split_padded
 from farthing.data.row_table import rows_of as table_of
@@ -33,11 +34,11 @@ from farthing.settings import Settings
 from farthing.train.joining import with_lanes
 from farthing.train.lanes import LaneSums, add_up, lanes_of, n_lanes_for, nodes_of
 from farthing.train.ranks import GO_ON, LEAVE, Ranks
-from farthing.train.run import opened_attempt
+from farthing.train.run import Outcome, opened_attempt
 from farthing.train.sending import Sending
 from farthing.train.step import Steps
 from together import on_ranks
-from workshop import Heard, log_of, losses_of, make_job, rows_of
+from workshop import Heard, job_file, log_of, losses_of, make_job, rows_of
 
 # ---- the table of a step: no process needed ----
 
@@ -69,9 +70,10 @@ def test_every_example_stands_in_one_cell_and_lanes_cost_alike(n: int, n_lanes: 
     assert max(int(lengths[cell.examples].sum()) for cell in table.cells) <= 300
 
 
+@pytest.mark.parametrize("evenly", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 16, 64])
 @pytest.mark.parametrize("n_lanes", [2, 3, 4, 5, 8])
-def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(n: int, n_lanes: int) -> None:
+def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(n: int, n_lanes: int, evenly: bool) -> None:
     """With eight long and short chats a step, the slower of two processes took 14 % more than the mean, when the step was cut
     before it was dealt."""
     drawn = np.random.default_rng(n)
@@ -83,9 +85,8 @@ def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(n: int
     worst = []
     for _ in range(12):
         examples = drawn.permutation(600)[:n]
-        table = table_of(
-            examples, lengths, 900, n_lanes, split=lambda some, most: split_by_tokens(some, lengths, most), costs=costs
-        )
+        table = table_of(examples, lengths, 900, n_lanes, costs=costs, evenly=evenly,
+                         split=lambda some, most: split_by_tokens(some, lengths, most))  # fmt: skip
         assert sorted(i for cell in table.cells for i in cell.examples.tolist()) == sorted(examples.tolist())
         assert [cell.number for cell in table.cells] == sorted({cell.number for cell in table.cells})
         assert all(cell.number % n_lanes == cell.lane and cell.number // n_lanes < table.n_rows for cell in table.cells)
@@ -98,7 +99,8 @@ def test_lanes_that_are_dealt_examples_cost_alike_and_so_do_pairs_of_them(n: int
                   for some in (columns[: n_lanes // 2], columns[n_lanes // 2 :])]  # fmt: skip
         worst.append(max(halves) / sum(halves) * 2)
     if n_lanes in (2, 4, 8) and n >= 8:
-        assert sum(worst) / len(worst) < 1.02, "of two processes the slower one is what a step takes"
+        most = 1.01 if evenly else 1.02
+        assert sum(worst) / len(worst) < most, "of two processes the slower one is what a step takes"
     if n == 64:
         assert max(len(column) for column in columns) == min(len(column) for column in columns)
 
@@ -109,15 +111,45 @@ def test_a_run_that_was_cut_by_an_earlier_version_is_cut_so_to_its_end(tmp_path:
     with opened_attempt(job, Heard()) as attempt:
         steps = attempt.steps
         assert steps.settings.lane_by_lane
+        assert steps.settings.lanes_even
         examples = steps.batches.examples_of(0)
         now = steps.table_of(examples, 90)
+        steps.use(replace(steps.settings, lanes_even=None))
+        less_even = steps.table_of(examples, 90)
         before = Settings.from_json({"lanes": 4, "micro_batch_tokens": 90})
         steps.use(before)
         was = steps.table_of(examples, 90)
         split = partial(steps.forward.split, steps.tokens)
         like = table_of(examples, steps.tokens.lengths, 90, 4, split=split, squares_at=steps.forward.squares_at)
-    cells = [[(cell.number, sorted(cell.examples.tolist())) for cell in table.cells] for table in (now, was, like)]
-    assert cells[0] != cells[1] == cells[2]
+    cells = [
+        [(cell.number, sorted(cell.examples.tolist())) for cell in table.cells] for table in (less_even, now, was, like)
+    ]
+    assert cells[0] != cells[1]
+    assert cells[0] != cells[2] == cells[3]
+
+
+def test_going_backward_attention_counts_more_where_the_weights_are_frozen(tmp_path: Path) -> None:
+    """A document of 683 tokens kept one of two processes 4 % longer than the other: frozen products need no gradients."""
+    for method, products in (("lora", 4), ("full", 6)):
+        job = make_job(tmp_path / method, method=method, max_steps=1)
+        Path(job.output_dir).mkdir()
+        with opened_attempt(job, Heard()) as attempt:
+            forward, tokens = attempt.forward, attempt.steps.tokens
+            examples, lengths = np.arange(len(tokens)), tokens.lengths.astype(np.int64)
+            before, now = (forward.costs(tokens, examples, both_passes=both) for both in (False, True))
+        assert (now == products * (before - lengths**2) + 7 * lengths**2).all()
+        assert (before > lengths * forward.squares_at + lengths**2).all(), "labelled tokens go through the head"
+
+
+def test_another_rank_keeps_the_first_waiting_no_longer_than_itself(tmp_path: Path, monkeypatch: Any) -> None:
+    """The first look for garbage went through all libraries, 0.24 s of processor time in which the first rank waited."""
+    heard: list[str] = []
+    monkeypatch.setattr("farthing.cli.train.gc.freeze", lambda: heard.append("frozen"))
+    monkeypatch.setattr("farthing.train.run.train", lambda *_: heard.append("trains") or Outcome("finished", "", None))  # type: ignore[arg-type,func-returns-value]
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", str(job_file(tmp_path))]) == 0
+    assert heard == ["frozen", "trains"]
 
 
 # ---- the order of sums: no process needed ----
@@ -415,7 +447,9 @@ def test_a_run_of_one_lane_goes_on_with_more_to_rounding_and_says_so(tmp_path: P
     assert lanes_to_use(job, two, Settings(), True, heard) == 4
     assert "equal to rounding" in heard.warnings
     now, was = with_lanes(job, two, Settings(), False, heard), with_lanes(job, two, Settings(lanes=4), True, heard)
-    assert (now.lane_by_lane, was.lane_by_lane) == (True, None), "what an earlier version has cut stays so"
+    assert (now.lane_by_lane, was.lane_by_lane, now.lanes_even, was.lanes_even) == (True, None, True, None), (
+        "what an earlier version has cut stays so"
+    )
     assert "no GPU" not in heard.warnings
     anywhere = job.model_copy(update={"where": job.where.model_copy(update={"device": "auto"})})
     lanes_to_use(anywhere, two, Settings(), False, heard)
@@ -468,6 +502,11 @@ ENDS: list[tuple[list[list[str]], int, int]] = [
     ([["sys.exit(1)", "sys.exit(1)"]], 1, 0),
     ([[KILLED, KILLED]], -9, 0),
     ([["sys.exit(76)", "sys.exit(76)"]] * 3, 75, 2),
+    (
+        [["sys.exit(0)", "time.sleep(8)"], ["sys.exit(0)"]],
+        0,
+        1,
+    ),  # the first ends last: who is there yet does not answer
 ]
 
 
@@ -485,6 +524,30 @@ def test_attempts_end_with_the_right_code_and_go_on_with_those_that_are_left(mon
         assert attempt.wait() == code, attempts
         assert (len(said), len(started)) == (n_said, sum(len(each) for each in attempts)), (attempts, said)
         assert all(each.poll() is not None for each in attempt._group.children), "no process is left"
+
+
+@pytest.mark.parametrize(("index", "took_s", "code"), [(1, 0.2, 76), (1, 0.0, None), (0, 0.2, None)])
+def test_who_is_done_and_waits_for_a_first_rank_that_hangs_says_so(
+    index: int, took_s: float, code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in its export, the first rank was killed a minute after the others had given it up, and not at once. One that
+    is gone at the same moment is no loss."""
+    ranks = Ranks()
+    ranks.index, ranks.n, ranks.is_first, ranks.patience_s = index, 2, index == 0, 0.2
+    ranks.seat, ranks._word, ranks._of_beats = replace(ranks.seat, index=index, n=2, by="farthing"), 1000, None
+
+    def all_reduce(*_: Any, **__: Any) -> None:
+        time.sleep(took_s)
+        raise RuntimeError("no answer")
+
+    def leave(code: int) -> None:
+        raise KeyError(code)
+
+    monkeypatch.setattr("farthing.train.ranks.dist.all_reduce", all_reduce)
+    monkeypatch.setattr("farthing.train.ranks.os._exit", leave)
+    with pytest.raises(SystemExit if code is None else KeyError) as ended:
+        ranks._beat()
+    assert code is None or ended.value.args == (code,)
 
 
 def test_a_wish_to_leave_reaches_all_and_nothing_is_begun_again() -> None:

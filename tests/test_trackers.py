@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -108,56 +108,59 @@ def test_trackio_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {row["step"]: row["train/loss"] for row in rows} == pytest.approx(losses_in_log(job))
 
 
-class Told(track._Remembering):
-    """A tracker that remembers what it was told in a list of all processes."""
+Everything = list[tuple[int, dict[str, float]]]
 
-    name = "told"
-    everything: ClassVar[list[tuple[int, dict[str, float]]]] = []
 
-    def open(self, *, is_first: bool) -> None:
-        """Nothing to open."""
+def noting(everything: Everything) -> Callable[[Any], Any]:
+    """What opens a tracker that notes what it was told in a list."""
+    return lambda run: (lambda step, figures: everything.append((step, figures)), lambda: None)
 
-    def log(self, step: int, figures: dict[str, float]) -> None:
-        """Note it."""
-        self.everything.append((step, figures))
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job = crashed_and_continued(tmp_path, monkeypatch, "tensorboard")
+    events = EventAccumulator(str(Path(job.output_dir) / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 11))
+    assert {event.step: event.value for event in events.Scalars("train/loss")} == pytest.approx(losses_in_log(job))
+    assert [event.step for event in events.Scalars("eval/loss")] == [5, 10]
+    assert events.Scalars("estimate/wall_s")[0].step == 0
 
 
 def test_steps_that_are_taken_again_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(track._MAKE, "tensorboard", Told)
-    Told.everything = []
+    everything: Everything = []
+    monkeypatch.setitem(track._OPEN, "tensorboard", noting(everything))
     job = crashed_and_continued(tmp_path, monkeypatch, "tensorboard")
-    assert [step for step, figures in Told.everything if "train/loss" in figures] == list(range(1, 11))
-    assert [step for step, figures in Told.everything if "eval/loss" in figures] == [5, 10]
-    (mark,) = (Path(job.output_dir) / TRACKERS).glob("told-*")
+    assert [step for step, figures in everything if "train/loss" in figures] == list(range(1, 11))
+    assert [step for step, figures in everything if "eval/loss" in figures] == [5, 10]
+    (mark,) = (Path(job.output_dir) / TRACKERS).glob("tensorboard-*")
     assert mark.read_text().split() == ["000000000010", "000000000010"]
     mark.write_text("damaged")
-    again = Told(Path(job.output_dir))
-    again(replace(step_taken(), step=11))
-    again.close()
-    assert Told.everything[-1][0] == 11, "what can't be read is no reason to say nothing"
+    with tracked(Heard(), ("tensorboard",), Path(job.output_dir)) as emit:
+        emit(replace(step_taken(), step=11))
+    assert everything[-1][0] == 11, "what can't be read is no reason to say nothing"
 
 
 def test_one_that_hangs_does_not_keep_another_from_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_over, heard = threading.Event(), Heard()
 
-    class Hangs(Told):
-        def open(self, *, is_first: bool) -> None:
-            is_over.wait(600)
+    everything: Everything = []
 
-    class Fails(Told):
-        def open(self, *, is_first: bool) -> None:
-            raise ConnectionError("no server")
+    def fails(run: Any) -> Any:
+        raise ConnectionError("no server")
 
-    monkeypatch.setitem(track._MAKE, "tensorboard", Told)
-    monkeypatch.setitem(track._MAKE, "wandb", Hangs)
-    monkeypatch.setitem(track._MAKE, "mlflow", Fails)
+    monkeypatch.setitem(track._OPEN, "tensorboard", noting(everything))
+    monkeypatch.setitem(track._OPEN, "wandb", lambda run: (is_over.wait(600), None))
+    monkeypatch.setitem(track._OPEN, "mlflow", fails)
     monkeypatch.setattr(track.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(track, "PATIENCE_S", 0.5)
-    Told.everything = []
     with tracked(heard, ("tensorboard", "wandb", "mlflow"), tmp_path) as emit:
         for step in range(1, 6):
             emit(replace(step_taken(), step=step))
-    assert [step for step, _ in Told.everything] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in everything] == [1, 2, 3, 4, 5]
     said = {warned.text.split()[1]: warned.text for warned in heard.of(Warned)}
     assert set(said) == {"wandb", "mlflow"}
     assert "within 0.5 s" in said["wandb"]

@@ -40,6 +40,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return of_torch or (isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says first, 200 characters at most."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
 def is_out_of_resources(error: BaseException) -> bool:
     """Whether a Triton kernel needs more of a GPU's processor than it has: no smaller micro-batch helps."""
     return type(error).__name__ == "OutOfResources" or "out of resource:" in str(error)

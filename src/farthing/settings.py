@@ -45,6 +45,8 @@ class Settings:
     them."""
     lane_by_lane: bool | None = None
     """Whether examples are dealt to lanes before these are split into micro-batches; None: as in earlier versions."""
+    lanes_even: bool | None = None
+    """Whether they are dealt by what both passes cost, few of them in the best way there is; None: as in earlier versions."""
     probed: bool = False
     """Whether tokens, checkpointing and tile are what a probe has found quickest."""
     least_tokens: int = 0

@@ -239,6 +239,7 @@ def _compute_along(arguments: argparse.Namespace) -> int:
         job = load_job(arguments.job, arguments.set)
         from farthing.train.run import train
 
+    gc.freeze()  # as on the first rank, which would wait before the first step for what is looked through here
     try:
         return train(job, lambda event: None).exit_code
     except FarthingError as error:

@@ -22,7 +22,8 @@ from farthing.units import plural
 EXIT_RANK_LOST = 76
 """Of a process that ends because another one of its attempt was lost; seen by nobody but `Elastic`."""
 GRACE_S, LAST_WORDS_S = 5.0, 60.0
-"""So long the others may take to end by themselves: once one was lost; once one has ended in order."""
+"""So long the others may take to end by themselves: once one was lost, or the first has ended; once another has ended in
+order."""
 MOST_VAIN_STARTS = 3
 """Attempts in a row that end as their processes lose each other, and none of them is gone."""
 STORE = "FARTHING_RANKS_STORE"
@@ -141,7 +142,8 @@ class Group:
                 if index not in self.codes and (code := child.poll()) is not None:
                     self.codes[index] = code
                     was_lost = code < 0 or code in (EXIT_CRASH, EXIT_MISTAKE, EXIT_RANK_LOST)
-                    kills_at = min(kills_at, time.monotonic() + (GRACE_S if was_lost else LAST_WORDS_S))
+                    soon = was_lost or index == 0
+                    kills_at = min(kills_at, time.monotonic() + (GRACE_S if soon else LAST_WORDS_S))
             if time.monotonic() > kills_at:
                 self._kill_the_rest()
             time.sleep(0.02)

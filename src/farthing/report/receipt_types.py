@@ -180,7 +180,7 @@ class Receipt:
     curves: Curves
     timeline: Timeline
     work: Json | None
-    """What a step consists of, as the newest attempt measured it, see `train/work.py`."""
+    """What a step consists of, as the newest attempt measured it, see `train/throughput.py`."""
     published: list[Json]
     """What of the run is on the Hub, with its commit; without one, what is still to be sent."""
     serving: Serving | None

@@ -38,12 +38,11 @@ from farthing.train.optim import allocate_state
 from farthing.train.prefix_budget import accumulates
 from farthing.train.saver import wait_for_copies
 from farthing.train.setup import Examples, Inputs, build_optimizer, settle_checkpointing
-from farthing.train.state import ModelPart, OptimizerPart, Progress, ScalerPart
+from farthing.train.state import Progress, parts_of
 from farthing.train.step import Steps
 from farthing.train.step_log import note_out_of_memory
-from farthing.train.throughput import Pace
+from farthing.train.throughput import Pace, facts_of_lengths
 from farthing.train.update_guard import OPTIMIZER_TO_DO, out_of_memory_said
-from farthing.train.work import Work
 
 SAVE_EVERY_S = 300.0  # where there is no plan
 
@@ -59,79 +58,22 @@ def assemble(
     settings: Settings,
 ) -> Attempt:
     """The attempt at step 0. `examples` are those for training and for evaluation."""
-    train, ledger, (train_examples, eval_examples) = job.train, context.ledger, examples
-    batches = Batches(train_examples.indices, job.global_batch_size, train.seed, train_examples.weights)
-    schedule = first_schedule(job, context.folder, ledger, estimate, batches.steps_per_epoch)
-    weights = context.ranks.trained_of(model)
+    ranks, (train_examples, eval_examples) = context.ranks, examples
+    batches = Batches(train_examples.indices, job.global_batch_size, job.train.seed, train_examples.weights)
+    schedule = first_schedule(job, context.folder, context.ledger, estimate, batches.steps_per_epoch)
+    weights, parameters, progress = ranks.trained_of(model), count_parameters(model), Progress()
     optimizer = build_optimizer(job, model, rules_of(context.folder), weights)
     scaler = torch.amp.GradScaler(numerics.device.type, enabled=numerics.needs_scaler)
-    parameters, progress = count_parameters(model), Progress()
-    lora = None
-    if job.method.name != "full":
-        from farthing.model.lora_kernels import use_low_rank  # takes peft along, which a full run has no use for
-
-        lora = use_low_rank(model)
-    liger = use_liger(model) if _wants_liger(job, numerics, settings) else None
-    forward = Forward(
-        model,
-        job.task,
-        inputs.pad_id,
-        numerics,
-        label_smoothing=train.label_smoothing_factor,
-        may_go_packed=job.model.attn_implementation is None and settings.packed is not False,
-        reads_first=settings.reads_first is not False,
-        own_kernels=settings.own_kernels is not False,
-    )
-    forward.tile_tokens = settings.tile_tokens
-    forward.micro_batch_cost = MicroBatchCost(settings.least_tokens, settings.more_tokens)
-    forward.within = context.ranks.within
-    if forward.own_kernels and not context.ranks.is_spread:
-        add_by_rows(model)
-    if train.neftune_noise_alpha:
-        forward.noise = EmbeddingNoise(model, train.neftune_noise_alpha)
-    before_bytes, free = taken_bytes(numerics.device), context.ranks.least(free_bytes(numerics.device))
+    forward, kernels = _computed(job, context, inputs, numerics, model, settings)
+    before_bytes, free = taken_bytes(numerics.device), ranks.least(free_bytes(numerics.device))
     with out_of_memory_said(OPTIMIZER_TO_DO):
         allocate_state(optimizer)
+    several = accumulates(train_examples, batches, schedule.n_steps, settings.micro_batch_tokens)
     memory = settle_checkpointing(
-        job,
-        forward,
-        train_examples,
-        settings,
-        optimizer=optimizer,
-        free_bytes=free,
-        accumulates=accumulates(train_examples, batches, schedule.n_steps, settings.micro_batch_tokens),
-        ranks=context.ranks,
+        job, forward, train_examples, settings, optimizer=optimizer, free_bytes=free, accumulates=several, ranks=ranks
     )
-    compiled: int | str = "layers are not compiled where their weights are gathered"
-    if not context.ranks.is_spread:
-        compiled = _compile(job, model, liger, settings, estimate, schedule.n_steps)
-    kernels = Kernels(lora, liger, compiled)
-    settings = replace(
-        settings,
-        checkpoint_every=memory.checkpoint_every,
-        packed=forward.is_packed,
-        reads_first=forward.reads_first,
-        own_kernels=forward.own_kernels,
-        compiled=isinstance(compiled, int),
-        kernels="liger" if liger and not liger.startswith("no ") else "torch",
-    )
-    steps = Steps(
-        forward,
-        batches,
-        train_examples.tokens,
-        optimizer,
-        scaler,
-        schedule.n_steps,
-        lambda step: job.learning_rate * attempt.schedule.factor(step),
-        train.max_grad_norm,
-        train.seed,
-        settings,
-        context.meter,
-        lambda: bool(context.notice) or context.ranks.others_ask_to_leave,
-        lambda step, why, is_less: note_out_of_memory(attempt, step, why, is_less),
-        lambda: wait_for_copies(attempt),
-        context.ranks,
-    )
+    if not ranks.is_spread:
+        kernels.compiled = _compile(job, model, kernels.liger, settings, estimate, schedule.n_steps)
     attempt = Attempt(
         job=job,
         context=context,
@@ -146,27 +88,82 @@ def assemble(
         optimizer=optimizer,
         scaler=scaler,
         schedule=schedule,
-        steps=steps,
         kernels=kernels,
         parameters=parameters,
         memory=memory,
         expected_bytes=before_bytes + memory.total_bytes,
         progress=progress,
-        state={
-            "model": ModelPart(model, weights),
-            "optimizer": OptimizerPart(weights, optimizer),
-            "scaler": ScalerPart(scaler),
-            "progress": progress,
-        },
+        state=parts_of(model, weights, optimizer, scaler) | {"progress": progress},
         checkpoints=_checkpoints(job, context),
         log=SummedLines(context.folder / LOG),
-        pace=Pace(numerics, _flops_per_token(forward, train_examples), context.meter),
+        pace=_pace_of(context, numerics, forward, train_examples, memory, free),
         record=Record(loaded_bytes=before_bytes),
-        work=Work(train_examples.tokens.lengths[train_examples.indices], _work_facts(model, memory, free)),
         saving=Saving(_save_every_s(job, estimate), context.meter.wall_s, (0, 0, False)),
         clocks=Clocks(n_graphs=n_graphs()),
     )
+    attempt.steps = _steps_of(attempt, settings)
     return attempt
+
+
+def _computed(
+    job: Job, context: Context, inputs: Inputs, numerics: Numerics, model: Any, settings: Settings
+) -> tuple[Forward, Kernels]:
+    """The forward pass, and what it has of our own in place of the model's code; no layer is compiled yet."""
+    lora = None
+    if job.method.name != "full":
+        from farthing.model.lora_kernels import use_low_rank  # takes peft along, which a full run has no use for
+
+        lora = use_low_rank(model)
+    liger = use_liger(model) if _wants_liger(job, numerics, settings) else None
+    forward = Forward(
+        model,
+        job.task,
+        inputs.pad_id,
+        numerics,
+        label_smoothing=job.train.label_smoothing_factor,
+        may_go_packed=job.model.attn_implementation is None and settings.packed is not False,
+        reads_first=settings.reads_first is not False,
+        own_kernels=settings.own_kernels is not False,
+    )
+    forward.tile_tokens = settings.tile_tokens
+    forward.micro_batch_cost = MicroBatchCost(settings.least_tokens, settings.more_tokens)
+    forward.within = context.ranks.within
+    if forward.own_kernels and not context.ranks.is_spread:
+        add_by_rows(model)
+    if job.train.neftune_noise_alpha:
+        forward.noise = EmbeddingNoise(model, job.train.neftune_noise_alpha)
+    return forward, Kernels(lora, liger, "layers are not compiled where their weights are gathered")
+
+
+def _steps_of(attempt: Attempt, settings: Settings) -> Steps:
+    """What takes the attempt's steps, by `settings` with what was decided since."""
+    job, context, forward, liger = attempt.job, attempt.context, attempt.forward, attempt.kernels.liger
+    settings = replace(
+        settings,
+        checkpoint_every=attempt.memory.checkpoint_every,
+        packed=forward.is_packed,
+        reads_first=forward.reads_first,
+        own_kernels=forward.own_kernels,
+        compiled=isinstance(attempt.kernels.compiled, int),
+        kernels="liger" if liger and not liger.startswith("no ") else "torch",
+    )
+    return Steps(
+        forward,
+        attempt.batches,
+        attempt.train_examples.tokens,
+        attempt.optimizer,
+        attempt.scaler,
+        attempt.n_steps,
+        lambda step: job.learning_rate * attempt.schedule.factor(step),
+        job.train.max_grad_norm,
+        job.train.seed,
+        settings,
+        context.meter,
+        lambda: bool(context.notice) or context.ranks.others_ask_to_leave,
+        lambda step, why, is_less: note_out_of_memory(attempt, step, why, is_less),
+        lambda: wait_for_copies(attempt),
+        context.ranks,
+    )
 
 
 def _wants_liger(job: Job, numerics: Numerics, settings: Settings) -> bool:
@@ -196,24 +193,25 @@ def _compile(
     return compile_blocks(model) if pays else "it would not pay"
 
 
-def _flops_per_token(forward: Forward, examples: Examples) -> float:
-    """FLOPs of a useful token as the loop computes it: less where the last layer is of the tokens that are read."""
+def _pace_of(
+    context: Context, numerics: Numerics, forward: Forward, examples: Examples, memory: MemoryNeed, free_bytes: int
+) -> Pace:
+    """What the steps are summed up in, with what is known of one before any: how long examples are, what activation
+    checkpointing adds, and what of memory it would take to do without."""
+    model, lengths = forward.model, examples.tokens.lengths[examples.indices]
+    # less where the last layer is computed of the tokens that are read
     reads_first = forward.is_packed and forward.reads_first and not forward.of.scores_tokens
-    alone = read_alone(forward.model) if reads_first else None
-    return flops_per_token(forward.model, alone, float(examples.tokens.lengths[examples.indices].mean()))
-
-
-def _work_facts(model: Any, memory: MemoryNeed, free_bytes: int) -> dict[str, Any]:
-    """What activation checkpointing adds to a step, and what of memory it would take to do without."""
+    flops = flops_per_token(model, read_alone(model) if reads_first else None, float(lengths.mean()))
     layers = checkpointed_layers(model)
     kept_bytes = memory.layer.at(memory.n_tokens) * len(layers)
-    return {
+    known = {
         "recomputed_share": round(recomputed_share(model, layers, memory.checkpoint_every), 4),
         "recomputed_of_forward": round(recomputed_of_forward(model, layers, memory.checkpoint_every), 4),
         "need_bytes": memory.total_bytes,
         "need_without_checkpointing_bytes": int(memory.total_bytes + kept_bytes) if memory.checkpoint_every else None,
         "free_bytes": free_bytes,
     }
+    return Pace(numerics, flops, context.meter, known | facts_of_lengths(lengths))
 
 
 def _checkpoints(job: Job, context: Context) -> Checkpoints:

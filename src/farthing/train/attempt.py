@@ -33,7 +33,6 @@ from farthing.train.setup import Examples, Inputs
 from farthing.train.state import Progress
 from farthing.train.step import StepResult, Steps
 from farthing.train.throughput import Pace
-from farthing.train.work import Work
 
 
 @dataclass
@@ -116,7 +115,7 @@ class Attempt:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     schedule: Schedule
-    steps: Steps
+    steps: Steps = field(init=False)
     kernels: Kernels
     parameters: dict[str, int]
     memory: MemoryNeed
@@ -129,7 +128,6 @@ class Attempt:
     log: SummedLines
     pace: Pace
     record: Record
-    work: Work
     saving: Saving
     clocks: Clocks = field(default_factory=Clocks)
     in_flight: deque[StepResult] = field(default_factory=deque)

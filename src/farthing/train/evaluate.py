@@ -16,7 +16,6 @@ from farthing.data.packing import target_lengths_of
 from farthing.data.token_set import TokenSet
 from farthing.errors import Interrupted
 from farthing.metrics import Metrics
-from farthing.model.documents import Batch
 from farthing.model.forward import Forward
 from farthing.tasks.task import Evaluated
 from farthing.train.ranks import Ranks
@@ -139,7 +138,9 @@ def _write(
                 last_hidden_state=whole.masked_scatter_(is_source[..., None], states)
             )
     with forward.numerics.autocasting():
-        written = _generate(forward.model, batch, writing.max_new_tokens)
+        written = forward.model.generate(
+            **batch, max_new_tokens=writing.max_new_tokens, do_sample=False, num_beams=1, use_cache=True
+        )
     targets = np.where(arrays["labels"] >= 0, arrays["labels"], forward.pad_id)
     predictions, references = (
         writing.tokenizer.batch_decode(each, skip_special_tokens=True) for each in (written, targets)
@@ -180,14 +181,3 @@ def _fetched(parts: list[Tensor | None]) -> NDArray[Any]:
         return np.empty(0)
     whole = torch.cat(there).cpu()
     return np.asarray(whole.float().numpy() if whole.is_floating_point() else whole.numpy())
-
-
-def _generate(model: Any, batch: Batch, max_new_tokens: int) -> Any:
-    """Greedy continuation [batch, length] of the encoder's input."""
-    return model.generate(
-        **batch,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        use_cache=True,
-    )

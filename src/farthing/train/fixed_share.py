@@ -24,7 +24,7 @@ def compare_micro_batches(attempt: Attempt) -> None:
     n micro-batches of T tokens in all take n a + b T, joined they take a + b T. Backward passes are taken to be alike.
     Memory that does not suffice for it is no fault: then nothing is known.
     """
-    if attempt.work.n_steps != AFTER_STEPS or attempt.n_steps < LEAST_STEPS:
+    if attempt.pace.n_steps != AFTER_STEPS or attempt.n_steps < LEAST_STEPS:
         return
     steps = attempt.steps
     if steps.ranks.is_spread or isinstance(attempt.kernels.compiled, int):
@@ -42,7 +42,7 @@ def compare_micro_batches(attempt: Attempt) -> None:
             raise
         free_cached(attempt.numerics.device)
         return
-    attempt.work.fixed_share = min(1.0, max(0.0, (apart_s - joined_s) / (len(cells) - 1) * len(cells) / apart_s))
+    attempt.pace.fixed_share = min(1.0, max(0.0, (apart_s - joined_s) / (len(cells) - 1) * len(cells) / apart_s))
 
 
 @torch.no_grad()

@@ -129,18 +129,19 @@ def with_lanes(job: Job, ranks: Ranks, settings: Settings, has_begun: bool, emit
     if ranks.n > 1 and ranks.device.type == "cpu" and job.where.device == "auto":
         text = f"no GPU is here: {ranks.n} processes share the processor; where.device: cpu says that this is meant"
         emit(Warned(text))
-    by_lane = settings.lane_by_lane if settings.lanes else True
+    if not settings.lanes:
+        settings = replace(settings, lane_by_lane=True, lanes_even=True)
     if not (job.method.name != "full" if job.where.same_bits == "auto" else job.where.same_bits):
-        return replace(settings, lanes=ranks.n, lane_by_lane=by_lane)
+        return replace(settings, lanes=ranks.n)
     before = settings.lanes or (1 if has_begun else None)
     if before is not None and ranks.n <= before:
-        return replace(settings, lanes=before, lane_by_lane=by_lane)
+        return replace(settings, lanes=before)
     is_shared = job.where.gpus is not None or bool(ranks.seat.by) or job.where.same_bits is True
     n_lanes = n_lanes_for(ranks.n, is_shared)
     if before is not None:
         text = f"the run's steps were shared out among {before}, now among {n_lanes}: equal to rounding, not to the bit"
         emit(Warned(text))
-    return replace(settings, lanes=n_lanes, lane_by_lane=by_lane)
+    return replace(settings, lanes=n_lanes)
 
 
 def keeps_statistics(model: nn.Module) -> str:

@@ -30,7 +30,10 @@ def first_schedule(job: Job, folder: Path, ledger: Ledger, estimate: Estimate | 
     n_steps = math.ceil(train.num_train_epochs * steps_per_epoch) if train.max_steps is None else train.max_steps
     if not train.fit_schedule_to_budget:
         n_warmup = _warmup_of(job, steps_per_epoch)(n_steps)
-        return Schedule(n_steps, n_warmup, _curve(job, n_warmup, n_steps))
+        curve, rate = train.lr_scheduler_type, job.learning_rate
+        return Schedule(
+            n_steps, n_warmup, schedule(curve, n_warmup_steps=n_warmup, n_steps=n_steps, learning_rate=rate)
+        )
     return as_fitted(
         job, kept_fit(folder / SCHEDULE) or _first_fit(job, folder, ledger, estimate, (n_steps, steps_per_epoch))
     )
@@ -80,11 +83,6 @@ def as_fitted(job: Job, fit: Fit) -> Schedule:
         learning_rate=job.learning_rate,
     )
     return Schedule(fit.n_steps, fit.n_warmup_steps, factor, fit)
-
-
-def _curve(job: Job, n_warmup_steps: int, n_steps: int) -> Callable[[int], float]:
-    name = job.train.lr_scheduler_type
-    return schedule(name, n_warmup_steps=n_warmup_steps, n_steps=n_steps, learning_rate=job.learning_rate)
 
 
 def _warmup_of(job: Job, steps_per_epoch: int) -> Callable[[int], int]:

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from farthing.config.job import Job
 from farthing.events import Emit, Working
-from farthing.model.hardware import Numerics, device_name
+from farthing.model.hardware import Numerics, device_name, wait_for
 from farthing.train.attempt import Attempt
 from farthing.train.loop import take_step
 from farthing.train.run import opened_attempt
@@ -199,18 +199,13 @@ def measured_peak(numerics: Numerics, seconds: float = 0.5) -> float:
     dtype = numerics.autocast or torch.float32
     one = torch.randn(n, n, device=numerics.device).to(dtype)
     torch.mm(one, one)
-    _wait(numerics.device)
+    wait_for(numerics.device)
     began, n_done = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         torch.mm(one, one)
-        _wait(numerics.device)
+        wait_for(numerics.device)
         n_done += 1
     return 2.0 * n**3 * n_done / (time.perf_counter() - began)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def memory_points(records: Any, device: str) -> list[list[float]]:

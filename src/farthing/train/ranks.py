@@ -140,10 +140,13 @@ class Ranks:
         while True:
             words = torch.zeros(self.n + 1, dtype=torch.int32)
             words[self.index], words[-1] = self._word, int(self.asks_to_leave())
+            began_s = time.monotonic()
             try:
                 dist.all_reduce(words, dist.ReduceOp.MAX, group=self._of_beats)
             except RuntimeError as error:
-                self._leave_the_lost(str(error).splitlines()[0][:120], EXIT_INTERRUPTED)
+                waits_for_first = self._word == _GONE and not self.is_first
+                hangs = waits_for_first and time.monotonic() - began_s > self.patience_s / 2
+                self._leave_the_lost(str(error).splitlines()[0][:120], EXIT_INTERRUPTED, hangs)
             *self._words, asks = words.tolist()
             self._others_ask = bool(asks)
             failed = [code for code in self._words if 0 < code < _GONE]
@@ -158,8 +161,8 @@ class Ranks:
                 return
             self._closed.wait(BEAT_S)
 
-    def _leave_the_lost(self, why: str, code: int) -> None:
-        if self._word:  # this one has failed itself, and says so in its own words
+    def _leave_the_lost(self, why: str, code: int, hangs: bool = False) -> None:
+        if self._word and not hangs:  # this one has failed, or is done, and says so in its own words
             self._words = [_GONE] * self.n
             raise SystemExit
         last = threading.Thread(target=self.at_loss, daemon=True)

@@ -19,7 +19,7 @@ import transformers
 
 from farthing.config.job import Job
 from farthing.data.token_set import notes_of
-from farthing.device_memory import is_out_of_memory, is_out_of_resources
+from farthing.device_memory import first_line, is_out_of_memory, is_out_of_resources
 from farthing.durability.cloud_preemption import Watch, services_for
 from farthing.durability.exported import damage_of
 from farthing.durability.files import Json, only_writer, set_aside, write_json
@@ -98,10 +98,10 @@ from farthing.train.saver import restore
 from farthing.train.settled import first_settings, keep_settings
 from farthing.train.setup import (
     Inputs,
-    Meanwhile,
     build_model,
     check_extras,
     examples_sha256,
+    meanwhile,
     open_examples,
     open_inputs,
 )
@@ -240,22 +240,18 @@ def errors_in_words(folder: Path) -> Iterator[None]:
             raise refused from error
         if is_out_of_resources(error):
             raise HardwareError(
-                f"a kernel does not fit on this GPU: {_first_line(error)}",
+                f"a kernel does not fit on this GPU: {first_line(error)}",
                 where="train.use_liger_kernel, train.torch_compile, model.attn_implementation",
                 to_do="set the first two to false and the third to sdpa",
             ) from error
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(
-            f"the device has no memory left: {_first_line(error)}",
+            f"the device has no memory left: {first_line(error)}",
             where=str(folder),
             to_do="one example at a time with full activation checkpointing is still too much: lower data.max_length, or use"
             " method: qlora or a larger GPU",
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _train(job: Job, begun: Opened, context: Context, allow_restart: bool) -> tuple[str, str]:
@@ -457,7 +453,7 @@ def _open(job: Job, context: Context, inputs: Inputs, numerics: Numerics, has_be
     with contextlib.ExitStack() as stack:
         loading = None
         if task_of(job.task).labels is None:  # else the head waits for them; the model is read meanwhile
-            loading = stack.enter_context(Meanwhile(lambda: build(())))
+            loading = stack.enter_context(meanwhile(lambda: build(())))
         if not ranks.is_first:  # it has tokenized, and estimated, for all
             follow(context)
         examples, held_out = open_examples(job, inputs, emit, lambda: bool(notice) or ranks.others_ask_to_leave)

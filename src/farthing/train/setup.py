@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -323,37 +324,23 @@ def _say_shared_inputs(train: Examples, held_out: Examples, emit: Emit) -> None:
 LEAVING_S = 5.0
 
 
-class Meanwhile(Generic[T]):
-    """Something that another thread computes; an error in it is raised by `result`.
+@contextlib.contextmanager
+def meanwhile(compute: Callable[[], T]) -> Iterator[Future[T]]:
+    """Something that another thread computes within the block. Who leaves it without the result waits a few seconds at most."""
+    found: Future[T] = Future()
 
-    Who leaves the block without a result waits a few seconds at most.
-    """
-
-    def __init__(self, compute: Callable[[], T]) -> None:
-        self._compute = compute
-        self._found: T | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="farthing-meanwhile", daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> Meanwhile[T]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join(LEAVING_S)
-
-    def result(self) -> T:
-        """What was computed, waited for."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return cast(T, self._found)
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._found = self._compute()
+            found.set_result(compute())
         except BaseException as error:
-            self._error = error
+            found.set_exception(error)
+
+    thread = threading.Thread(target=run, name="farthing-meanwhile", daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        thread.join(LEAVING_S)
 
 
 def build_model(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farthing.durability.checkpoint import State
+from farthing.durability.checkpoint import Part, State
 from farthing.durability.files import Json
 from farthing.model.adapters import put_back, trained_tensors
 from farthing.train.optim import load_state, state_tensors
@@ -94,3 +94,11 @@ class ScalerPart:
         """Scale and counters."""
         if values:
             self.scaler.load_state_dict(values)
+
+
+def parts_of(
+    model: Any, weights: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+) -> dict[str, Part]:
+    """What a checkpoint has besides the progress, by name."""
+    optimized = OptimizerPart(weights, optimizer)
+    return {"model": ModelPart(model, weights), "optimizer": optimized, "scaler": ScalerPart(scaler)}

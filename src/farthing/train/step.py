@@ -26,7 +26,7 @@ from farthing.data.batches import Batches
 from farthing.data.loader import Feed, MicroBatch, micro_batches
 from farthing.data.row_table import Table, rows_of
 from farthing.data.token_set import TokenSet
-from farthing.device_memory import is_out_of_memory
+from farthing.device_memory import first_line, is_out_of_memory
 from farthing.durability.ledger import Meter
 from farthing.errors import Interrupted
 from farthing.model.activation_checkpointing import checkpoint_layers
@@ -188,7 +188,7 @@ class Steps:
                 frees = not has_freed and self._n_freed < MOST_FREED
                 if not frees and not self._can_make_room(step):
                     raise
-                why = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                why = first_line(error)
             # out here, where the error no longer holds on to what had filled the memory
             if frees:
                 has_freed = True
@@ -384,8 +384,10 @@ class Steps:
     def table_of(self, examples: NDArray[np.int64], micro_batch_tokens: int) -> Table:
         """The micro-batches of a step's examples, whichever rank computes them."""
 
+        evenly = bool(self.settings.lanes_even)
+
         def costs(some: NDArray[np.int64]) -> NDArray[np.int64]:
-            return self.forward.costs(self.tokens, some)
+            return self.forward.costs(self.tokens, some, both_passes=evenly)
 
         return rows_of(
             examples,
@@ -395,6 +397,7 @@ class Steps:
             split=lambda some, most: self.forward.split(self.tokens, some, most),
             squares_at=self.forward.squares_at,
             costs=costs if self.settings.lane_by_lane and self.forward.mixes_freely else None,
+            evenly=evenly,
         )
 
     # ---- memory that runs out ----

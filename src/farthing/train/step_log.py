@@ -47,10 +47,10 @@ def note(attempt: Attempt, taken: StepResult) -> tuple[list[float], float]:
     _note_compiling(attempt)
     seconds, peak = meter.wall_s - max(taken.started_s, clocks.settled_s), peak_bytes(attempt.numerics.device)
     clocks.settled_s = meter.wall_s
-    attempt.pace.step_done(n_tokens, sums.n_computed, seconds)
+    pass_s = sums.forward_s, sums.compute_s
+    attempt.pace.step_done(n_tokens, sums.n_computed, seconds, sums.computed, *pass_s)
     n_micro_batches = len(sums.micro_batches)
     attempt.record.step_done(n_micro_batches, n_tokens, sums.n_computed, sums.n_targets, seconds, meter.spans, peak)
-    attempt.work.step_done(sums.computed, sums.forward_s, sums.compute_s)
     event = _step_event(attempt, taken, loss, norm, n_tokens)
     attempt.log.append(event.log_row())
     _report_step(attempt, event)
@@ -65,7 +65,6 @@ def _note_compiling(attempt: Attempt) -> None:
         meter.move("compute", "compile", compute_s - clocks.compute_s)
         attempt.pace.begin_again()
         attempt.record.begin_again()
-        attempt.work.begin_again()
     clocks.n_graphs, clocks.compute_s = n, meter.spans.get("compute", 0.0)
 
 
@@ -161,7 +160,7 @@ def _report_step(attempt: Attempt, event: StepTaken) -> None:
     figures = {name: getattr(event, name) for name in ("peak_bytes", *FIGURES)}
     facts = {**figures, "tokens": event.run_tokens, "padded_tokens": event.run_padded_tokens, "takes": takes(attempt)}
     settings = attempt.settings
-    facts["work"] = attempt.work.facts(
+    facts["work"] = attempt.pace.facts(
         n_steps=attempt.n_steps,
         micro_batch_tokens=settings.micro_batch_tokens,
         checkpoint_every=settings.checkpoint_every,

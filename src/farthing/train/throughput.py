@@ -1,51 +1,63 @@
-"""How fast a run goes: useful and padded tokens a second, utilisation, seconds of a step."""
+"""How fast a run goes, and what its steps consist of, for the person and for a diagnosis. Refuses to time anything itself, and
+to judge."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from farthing.durability.ledger import Meter
 from farthing.model.hardware import Numerics, Utilisation, peak_flops
 
+LONG_QUANTILE = 0.95
+
 
 @dataclass
 class Pace:
-    """How fast it goes, over this attempt. The first step is warm-up and is left out."""
+    """The steps of this attempt in sum. The first step is warm-up and is left out."""
 
     numerics: Numerics
     flops_per_token: float
     meter: Meter
+    known: dict[str, Any] = field(default_factory=dict)
+    """Of a step, before any was taken: plain numbers for the ledger."""
 
     def __post_init__(self) -> None:
-        self.n_steps = 0
-        self.longest_step_s = 0.0
-        self._tokens = self._padded = 0
-        self._seconds = 0.0
+        self.fixed_share: float | None = None
+        """Of the seconds of a micro-batch, those that it takes whatever its size."""
         self._utilisation = Utilisation(self.numerics.device)
         self._percent: float | None = None
         self._sampled_at_s = -10.0
         self._peak_flops = peak_flops(self.numerics.device, self.numerics.name)
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Forget the steps so far: they were warm-up."""
+        self.n_steps = self._tokens = self._padded = self._n_micro_batches = self._n_computed = 0
+        self._seconds = self.longest_step_s = self._forward_s = self._compute_s = 0.0
 
     @property
     def step_s(self) -> float | None:
         """Mean seconds of a step."""
         return self._seconds / (self.n_steps - 1) if self.n_steps > 1 else None
 
-    def begin_again(self) -> None:
-        """Forget the steps so far: they were warm-up."""
-        self.n_steps = self._tokens = self._padded = 0
-        self._seconds = self.longest_step_s = 0.0
-
-    def step_done(self, n_tokens: int, n_padded: int, seconds: float) -> None:
-        """Count a step."""
+    def step_done(
+        self, n_tokens: int, n_padded: int, seconds: float, computed: list[int], forward_s: float, compute_s: float
+    ) -> None:
+        """Count a step, whose micro-batches of this process had so many `computed` tokens; seconds as in `Sums`."""
         self.n_steps += 1
         self.longest_step_s = max(seconds, self.longest_step_s * 0.98)
         if self.n_steps > 1:
-            self._tokens, self._padded, self._seconds = (
-                self._tokens + n_tokens,
-                self._padded + n_padded,
-                self._seconds + seconds,
+            self._tokens, self._padded = self._tokens + n_tokens, self._padded + n_padded
+            self._seconds += seconds
+            self._n_micro_batches, self._n_computed = (
+                self._n_micro_batches + len(computed),
+                self._n_computed + sum(computed),
             )
+            self._forward_s, self._compute_s = self._forward_s + forward_s, self._compute_s + compute_s
 
     def figures(self) -> dict[str, float | None]:
         """Useful and padded tokens/s, model FLOPs utilisation (None without a known peak), device utilisation."""
@@ -58,3 +70,30 @@ class Pace:
             "mfu": useful * self.flops_per_token / self._peak_flops if useful and self._peak_flops else None,
             "utilisation_percent": self._percent,
         }
+
+    def facts(self, **now: Any) -> dict[str, Any]:
+        """What a step consists of, as far as it is known, `now` with it."""
+        found = {**self.known, **now, "n_measured_steps": max(0, self.n_steps - 1)}
+        if self.n_steps > 1:
+            found["micro_batches_per_step"] = round(self._n_micro_batches / (self.n_steps - 1), 3)
+            found["computed_tokens_per_step"] = round(self._n_computed / (self.n_steps - 1), 1)
+        if self._compute_s:
+            found["forward_share"] = round(self._forward_s / self._compute_s, 4)
+        if self.fixed_share is not None:
+            found["fixed_share"] = round(self.fixed_share, 4)
+        return found
+
+
+def facts_of_lengths(lengths: NDArray[np.int64]) -> dict[str, Any]:
+    """How long examples are, and what share of their tokens lies beyond the 95th percentile of their lengths."""
+    if not len(lengths):
+        return {}
+    long = int(np.quantile(lengths, LONG_QUANTILE))
+    total = int(lengths.sum())
+    return {
+        "n_examples": len(lengths),
+        "n_tokens": total,
+        "longest": int(lengths.max()),
+        "long": long,
+        "share_beyond_long": round(float(np.maximum(lengths - long, 0).sum()) / max(1, total), 4),
+    }

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from farthing.device_memory import is_out_of_memory
+from farthing.device_memory import first_line, is_out_of_memory
 from farthing.errors import OutOfMemory
 
 SMALL_BYTES = 1 << 20  # tensors up to this come from blocks of their own in torch's allocator for CUDA
@@ -36,8 +36,8 @@ def out_of_memory_said(to_do: str) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        first = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise OutOfMemory(f"the device has no memory left: {first}", where="train.optim", to_do=to_do) from error
+        what = f"the device has no memory left: {first_line(error)}"
+        raise OutOfMemory(what, where="train.optim", to_do=to_do) from error
 
 
 class UpdateGuard:
