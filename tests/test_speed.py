@@ -10,6 +10,7 @@ import pytest
 from farthing.planner.lengths import Padded
 from farthing.planner.memory import in_layers
 from farthing.planner.model_config import known_config
+from farthing.planner.moved_bytes import whole_experts
 from farthing.planner.recipe import FARTHING, Recipe, stack_for
 from farthing.planner.shapes import Shape, read_shape
 from farthing.planner.speed import (
@@ -345,3 +346,27 @@ def test_a_sequence_to_sequence_model_pays_for_both_sides() -> None:
     assert long.traffic_bytes > short.traffic_bytes
     counted = t5.training_flops(256, 32)
     assert short.matmul_flops == pytest.approx(8 * (counted.body + counted.head))
+
+
+def test_experts_that_are_trained_whole_write_a_gradient_each_for_every_micro_batch() -> None:
+    shape = shape_of("mistralai/Mixtral-8x7B-v0.1")
+    n = sum(w.copies * w.n_weights for w in shape.experts)
+    twice, four = (replace(FULL, micro_batch=micro) for micro in (4, 2))
+    frozen = replace(FULL, stack=replace(FARTHING, has_master_weights=False))
+    one, more = work(twice, shape), work(four, shape)
+    assert more.traffic_bytes - one.traffic_bytes == pytest.approx(2 * (4 + 12) * n), "written in fp32, and added up"
+    bf16 = work(frozen, shape)
+    assert one.read_bytes - bf16.read_bytes == pytest.approx(2 * 2 * 2 * n), "autocast leaves them in fp32"
+    assert one.matmul_flops > 1.5 * bf16.matmul_flops, "which GPUs multiply at half of the rate"
+    assert work(twice, LLAMA).matmul_flops == work(replace(twice, stack=frozen.stack), LLAMA).matmul_flops
+
+
+def test_spread_experts_are_multiplied_in_the_precision_of_the_run() -> None:
+    shape = shape_of("mistralai/Mixtral-8x7B-v0.1")
+    n = sum(w.copies * w.n_weights for w in shape.experts)
+    spread = replace(FULL, n_gpus=8, sharding="fsdp", micro_batch=1)
+    alone = replace(spread, sharding="ddp")
+    assert work(spread, shape).matmul_flops < work(alone, shape).matmul_flops
+    moved = whole_experts(shape, spread, None)
+    assert not moved.is_fp32
+    assert moved.moved_bytes == pytest.approx(n * (2 * (4 + 2) / 8 + 2 + 2 + 4))

@@ -78,6 +78,10 @@ class JobSpec:
     """Most computed tokens of a micro-batch; None: the planner's choice."""
     spreads: bool | None = None
     """Whether the job asks for weights that are spread over GPUs, or for whole ones on each; None: it leaves that open."""
+    may_spread: bool = True
+    """Whether they can be, as far as the job says beside its method and optimizer."""
+    offloads_weights: bool = False
+    """Whether the job asks for rows of spread weights in main memory."""
     may_go_packed: bool = True
     """Whether documents may be laid end to end: not where the job names an attention of its own."""
     caches_frozen: bool = False
@@ -95,6 +99,8 @@ class JobSpec:
     target_modules: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
     use_dora: bool = False
+    keeps_start: bool = False
+    """Whether what the adapter began as is kept, frozen, and taken away from it (`model/adapter_start.py`)."""
     eval_lengths: Lengths | None = None
     eval_steps: int | None = None
     """Optimizer steps between evaluations; None: once an epoch. 0: only at the end."""
@@ -149,7 +155,7 @@ class JobSpec:
             self.method,
             may_go_packed=self.may_go_packed,
             has_plain_head=not any(weight.part == "head" for weight, _ in changed),
-            has_plain_adapters=self.lora_dropout == 0 and not self.use_dora,
+            has_plain_adapters=self.lora_dropout == 0 and not self.use_dora and not self.keeps_start,
         )
 
     def cut(self, micro_batch_tokens: int, n_gpus: int = 1, cost: MicroBatchCost = ON_CPU) -> Cut:
@@ -214,14 +220,17 @@ def open_ended(wanted: JobSpec) -> JobSpec:
 
 
 @cache
-def _adapters_of(shape: Shape, r: int, targets: tuple[str, ...], saved: tuple[str, ...], dora: bool) -> Adapters:
-    return shape.with_lora(r, targets, saved, use_dora=dora)
+def _adapters_of(
+    shape: Shape, r: int, targets: tuple[str, ...], saved: tuple[str, ...], dora: bool, keeps_start: bool
+) -> Adapters:
+    return shape.with_lora(r, targets, saved, use_dora=dora)._replace(keeps_start=keeps_start)
 
 
 def _adapters(wanted: JobSpec) -> Adapters | None:
     if wanted.method == "full":
         return None
-    return _adapters_of(wanted.shape, wanted.lora_r, wanted.target_modules, wanted.modules_to_save, wanted.use_dora)
+    asked = wanted.lora_r, wanted.target_modules, wanted.modules_to_save, wanted.use_dora, wanted.keeps_start
+    return _adapters_of(wanted.shape, *asked)
 
 
 @dataclass(frozen=True)
@@ -294,6 +303,8 @@ class Plan:
     spot: Expected | None = None
     chance: float | None = None
     """To meet the deadline."""
+    host_bytes: int = 0
+    """Of main memory: rows of weights, or an optimizer's state, that are kept there."""
     cache_bytes: int = 0
     """On the disk: what frozen layers give, computed once."""
     mixture: str = ""
@@ -319,10 +330,8 @@ class Plan:
     @property
     def to_set(self) -> tuple[str, ...]:
         """What the job has to say for it, beside what it says by itself."""
-        said = self.recipe.to_set
-        if self.place.is_part and said:
-            return (f"where.gpus: {self.recipe.n_gpus}", *said[1:])
-        return said
+        gpus = f"where.gpus: {self.recipe.n_gpus if self.place.is_part else 'all'}"
+        return tuple(gpus if key == "where.gpus: all" else key for key in self.recipe.to_set)
 
     @property
     def is_tight(self) -> bool:

@@ -122,6 +122,8 @@ class MemoryView:
     spare_bytes: float
     moment: str
     is_tight: bool
+    host_bytes: int
+    """Of main memory, for weights or an optimizer's state that are kept there."""
 
 
 @dataclass(frozen=True)

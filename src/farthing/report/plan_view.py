@@ -24,7 +24,7 @@ from farthing.units import plural, say_bytes, say_seconds
 
 if TYPE_CHECKING:
     from farthing.planner.inputs import Study
-from farthing.report.plan_beside import UNTRIED, sooner, spot_or_not, two_or_one
+from farthing.report.plan_beside import UNTRIED, UNTRIED_ALONE, sooner, spot_or_not, two_or_one
 from farthing.report.plan_own import RENTED, best_of, own_machine, services, years_of
 from farthing.report.plan_savings import methods_view, runs_view, savings_view
 from farthing.report.plan_serving import serving_view
@@ -264,6 +264,7 @@ def _memory(plan: Plan) -> MemoryView:
         spare_bytes=plan.place.memory_bytes - plan.memory_range.likely,
         moment=plan.memory.moment,
         is_tight=plan.is_tight,
+        host_bytes=plan.host_bytes,
     )
 
 
@@ -325,7 +326,7 @@ def _answer(best: Any, rows: Sequence[Mapping[str, Any]], study: Study) -> str:
     with_own = ", on demand when it falls behind the deadline" if best["spot"] and best["spot"]["mixture"] else ""
     text = f"{verb}{best['name']}{with_own}: {_figures(best)}."
     if best["recipe"]["to_set"]:
-        text += f" Set {' and '.join(best['recipe']['to_set'])}; {UNTRIED}."
+        text += f" Set {' and '.join(best['recipe']['to_set'])}; {UNTRIED if best['n_gpus'] > 1 else UNTRIED_ALONE}."
     cap = study.wanted.max_usd
     if cap is not None and best["usd_range"][2] > cap:
         text += f" It may come to {say_cost(best['usd_range'][2])}: at {say_cost(cap)} the run saves and stops."
